@@ -1,0 +1,165 @@
+"""The shape of a GPT-2, and everything that follows from it without a weight in sight.
+
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), and the ``config.json`` of the official
+repositories. Field names are Hugging Face's, so that a config reads the same here, there, and on disk.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from .errors import CheckpointError, InputError
+
+ACTIVATIONS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu", "silu", "swish", "tanh")
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Sizes and switches of one GPT-2; the defaults are the 124M model's.
+
+    ``n_inner=None`` means a feed-forward of ``4 * n_embd``. ``scale_attn_weights`` divides the scores by ``sqrt(head size)``;
+    ``scale_attn_by_inverse_layer_idx`` also divides them by the layer's number, counted from one (Mistral GPT-2, stanford-crfm);
+    ``reorder_and_upcast_attn`` asks for scores and softmax in at least float32, whatever the weights' dtype.
+
+    Raises:
+        InputError: the sizes cannot make a model (width not divisible by heads, a size below one, an unknown activation).
+    """
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    resid_pdrop: float = 0.1
+    embd_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    reorder_and_upcast_attn: bool = False
+    bos_token_id: int | None = 50256
+    eos_token_id: int | None = 50256
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+            _require(name, getattr(self, name), int, minimum=1)
+        for name in ("n_inner", "bos_token_id", "eos_token_id"):
+            if getattr(self, name) is not None:
+                _require(name, getattr(self, name), int, minimum=1 if name == "n_inner" else 0)
+        for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+            _require(name, getattr(self, name), float, minimum=0.0, maximum=1.0)
+        for name in ("layer_norm_epsilon", "initializer_range"):
+            _require(name, getattr(self, name), float, minimum=0.0)
+        for name in ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
+            _require(name, getattr(self, name), bool)
+        if self.n_embd % self.n_head:
+            raise InputError(f"config: n_embd {self.n_embd} is not divisible by n_head {self.n_head}; change one of them")
+        if self.activation_function not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise InputError(f"config: unknown activation_function {self.activation_function!r}; known: {known}")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def inner(self) -> int:
+        """Width of the feed-forward."""
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+    def parameters_by_part(self) -> dict[str, int]:
+        """Closed-form parameter counts; the tied head is counted once, as the token embedding."""
+        d, f, layers = self.n_embd, self.inner, self.n_layer
+        return {
+            "token embedding (tied head)": self.vocab_size * d,
+            "position embedding": self.n_positions * d,
+            "attention": layers * (4 * d * d + 4 * d),
+            "feed-forward": layers * (2 * d * f + f + d),
+            "layer norms": layers * 4 * d + 2 * d,
+        }
+
+    def num_parameters(self) -> int:
+        """Total parameters: ``V d + P d + L (12 d^2 + 13 d) + 2 d`` for the usual feed-forward of ``4 d``."""
+        return sum(self.parameters_by_part().values())
+
+    def flops_per_token(self, context: int) -> int:
+        """Multiply-adds of a forward and backward pass per token, times two (Chowdhery et al. 2022, appendix B)."""
+        matrices = self.num_parameters() - self.n_positions * self.n_embd
+        return 6 * matrices + 12 * self.n_layer * self.n_embd * context
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> GPT2Config:
+        """Read a Hugging Face ``config.json`` through an allow-list: what is not a field of this class has no effect.
+
+        Keys that would change what the model computes and that GPT-2 here does not have are refused, not ignored.
+
+        Raises:
+            CheckpointError: not a GPT-2, or a value of the wrong type or range.
+        """
+        if not isinstance(raw, Mapping):
+            raise CheckpointError(f"{where}: expected a JSON object, found {type(raw).__name__}; is this a config.json?")
+        model_type = raw.get("model_type", "gpt2")
+        if model_type != "gpt2":
+            raise CheckpointError(f"{where}: model_type is {model_type!r}, not 'gpt2'; this loader reads GPT-2 only")
+        for key in ("add_cross_attention", "is_encoder_decoder"):
+            if raw.get(key):
+                raise CheckpointError(f"{where}: {key} is true, which a decoder-only GPT-2 does not have; use another checkpoint")
+        if raw.get("tie_word_embeddings") is False:
+            raise CheckpointError(f"{where}: tie_word_embeddings is false; GPT-2's head is its token embedding, tied")
+        taken = {field.name: raw[field.name] for field in fields(cls) if field.name in raw}
+        if "n_positions" not in taken and "n_ctx" in raw:
+            taken["n_positions"] = raw["n_ctx"]
+        missing = [name for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head") if name not in taken]
+        if missing:
+            raise CheckpointError(f"{where}: lacks {', '.join(missing)}; is this the config.json of a GPT-2?")
+        try:
+            return cls(**taken)
+        except InputError as error:
+            raise CheckpointError(f"{where}: {str(error).removeprefix('config: ')}") from None
+
+    def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
+        """A ``config.json`` that transformers, vLLM, CTranslate2 and llama.cpp's converter accept (the last needs ``n_ctx``)."""
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            **asdict(self),
+            "n_ctx": self.n_positions,
+            "tie_word_embeddings": True,
+            "dtype": dtype,
+        }
+
+    def without_dropout(self) -> GPT2Config:
+        return replace(self, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+def _require(name: str, value: object, kind: type, minimum: float | None = None, maximum: float | None = None) -> None:
+    fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
+    if not fits or (kind is not bool and isinstance(value, bool)):
+        raise InputError(f"config: {name} must be {kind.__name__}, found {value!r}")
+    if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
+        raise InputError(f"config: {name} is {value!r}, outside {minimum} .. {'' if maximum is None else maximum}".rstrip())
+
+
+OFFICIAL_SIZES: dict[str, GPT2Config] = {
+    "distilgpt2": GPT2Config(n_layer=6),
+    "gpt2": GPT2Config(),
+    "gpt2-medium": GPT2Config(n_layer=24, n_embd=1024, n_head=16),
+    "gpt2-large": GPT2Config(n_layer=36, n_embd=1280, n_head=20),
+    "gpt2-xl": GPT2Config(n_layer=48, n_embd=1600, n_head=25),
+}
+
+
+def official_size(name: str) -> GPT2Config:
+    """The config of an official size by its short name, or an :class:`InputError` that lists them."""
+    if name in OFFICIAL_SIZES:
+        return OFFICIAL_SIZES[name]
+    close = difflib.get_close_matches(name, OFFICIAL_SIZES, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise InputError(f"unknown size {name!r}: {hint}sizes are {', '.join(OFFICIAL_SIZES)}")
