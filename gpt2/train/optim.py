@@ -1,0 +1,28 @@
+"""Parameter groups, and the learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..model import GPT2
+from .recipe import Optim
+
+
+def learning_rate(step: int, steps: int, optim: Optim) -> float:
+    """Rate of step ``step`` (counted from 0) of ``steps``: linear warm-up to ``lr``, then half a cosine down to ``min_lr``."""
+    if step < optim.warmup:
+        return optim.lr * (step + 1) / optim.warmup
+    progress = (step - optim.warmup) / max(1, steps - optim.warmup)
+    return optim.min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (optim.lr - optim.min_lr)
+
+
+def adamw(model: GPT2, optim: Optim) -> torch.optim.AdamW:
+    """AdamW that decays matrices and embeddings, and leaves biases and norms alone (Loshchilov and Hutter, 2019)."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
