@@ -1,0 +1,423 @@
+"""Names and the Hub, proved against a real server on loopback.
+
+`huggingface_hub` reads its environment once, at import, so whatever needs it runs in a subprocess; one subprocess works
+through many names, since starting it costs more than all its downloads.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from hub_standin import HubStandIn
+
+from gpt2.checkpoint.hub import DEFAULT, parse_random, resolve, split_dtype
+from gpt2.errors import CheckpointError, InputError
+
+CONFIG = b'{"model_type": "gpt2"}'
+WEIGHTS = bytes(range(256)) * 4096  # 1 MiB; this module never looks inside
+FILES = {"config.json": CONFIG, "vocab.json": b'{"a": 0}', "merges.txt": b"#version: 0.2\n", "model.safetensors": WEIGHTS}
+LFS = ("model.safetensors",)
+
+# Resolves every case, tells what came of it, and how many bytes of weights were hashed for it.
+SCRIPT = """
+import json, logging, sys, time
+import hashlib
+hashed = []
+class Counting:
+    def __init__(self, real): self.real = real
+    def update(self, data): hashed.append(len(data)); self.real.update(data)
+    def hexdigest(self): return self.real.hexdigest()
+real_sha256 = hashlib.sha256
+from gpt2.checkpoint import hub
+class Hashlib:
+    sha1 = hashlib.sha1
+    @staticmethod
+    def sha256(): return Counting(real_sha256())
+hub.hashlib = Hashlib
+logging.basicConfig(level="INFO", format="%(name)s %(levelname)s %(message)s")
+for case in json.loads(sys.argv[1]):
+    hashed.clear()
+    start = time.monotonic()
+    try:
+        source = hub.resolve(**case)
+        out = dict(name=source.name, path=str(source.path), revision=source.revision)
+    except Exception as error:
+        out = dict(error=type(error).__name__, message=str(error))
+    print(json.dumps(out | dict(seconds=time.monotonic() - start, hashed=sum(hashed))))
+loaded = [name for name in ("torch", "transformers", "huggingface_hub") if name in sys.modules]
+print(json.dumps(dict(loaded=loaded)))
+"""
+
+
+def run(environ: dict[str, str], *cases: dict | str) -> list[dict]:
+    """Resolve each case in one fresh process; a plain string is a case with a name alone."""
+    asked = [{"name": case} if isinstance(case, str) else case for case in cases]
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, json.dumps(asked)]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(command, env=environ | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    *results, end = map(json.loads, done.stdout.splitlines())
+    for result in results:
+        result |= {"stderr": done.stderr, "loaded": end["loaded"]}
+        assert "\n" not in result.get("message", "")
+    return results
+
+
+@pytest.fixture
+def hub():
+    with HubStandIn() as server:
+        yield server
+
+
+def content(result: dict, file: str) -> bytes:
+    return Path(result["path"], file).read_bytes()
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gpt2", ("gpt2", None)),
+        ("gpt2:bf16", ("gpt2", "bfloat16")),
+        ("gpt2:f32", ("gpt2", "float32")),
+        ("org/name@v1:float16", ("org/name@v1", "float16")),
+        ("./dir/x.safetensors:fp64", ("./dir/x.safetensors", "float64")),
+        ("random:gpt2", ("random:gpt2", None)),
+        ("random:gpt2:3", ("random:gpt2:3", None)),
+        ("random:gpt2:bf16", ("random:gpt2", "bfloat16")),
+        ("random:gpt2:3:bf16", ("random:gpt2:3", "bfloat16")),
+        ("odd:dir/model", ("odd:dir/model", None)),
+        (r"C:\models\gpt2", (r"C:\models\gpt2", None)),
+    ],
+)
+def test_dtype_suffix(name: str, expected: tuple[str, str | None]) -> None:
+    assert split_dtype(name) == expected
+
+
+def test_dtype_suffix_of_an_existing_path_is_part_of_the_path(tmp_path: Path) -> None:
+    (tmp_path / "run:bf16").mkdir()
+    assert split_dtype(f"{tmp_path}/run:bf16") == (f"{tmp_path}/run:bf16", None)
+    assert split_dtype(f"{tmp_path}/run:bf16:fp32") == (f"{tmp_path}/run:bf16", "float32")
+
+
+@pytest.mark.parametrize("name", ["gpt2:int8", "gpt2:", "org/name:BF16"])
+def test_unknown_dtype_names_the_known(name: str) -> None:
+    with pytest.raises(InputError, match=r"unknown dtype .* bf16, bfloat16"):
+        split_dtype(name)
+
+
+def test_random_names() -> None:
+    assert parse_random("random:gpt2") == ("gpt2", 0)
+    assert parse_random("random:gpt2-xl:7") == ("gpt2-xl", 7)
+    assert parse_random("gpt2") is None
+    for bad in ("random:", "random:gpt3", "random:gpt2:x", "random:gpt2:-1", "random:gpt2:", "random:gpt2:1:2"):
+        with pytest.raises(InputError, match="gpt2-medium"):
+            parse_random(bad)
+
+
+def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder wins over a repository of the same name, but not over an official short name: ``gpt2`` lies in many roots."""
+    (tmp_path / "out/step-2000").mkdir(parents=True)
+    (tmp_path / "a@b").mkdir()
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "ckpt.pt").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("out/step-2000", "ckpt.pt", "a@b", "./gpt2", str(tmp_path), "~/ckpt.pt"):
+        source = resolve(name)
+        assert (source.name, source.revision) == (name, None)
+        assert source.path == Path(name).expanduser()
+    with pytest.raises(InputError, match="has no revisions"):
+        resolve("out/step-2000", revision="main")
+    with pytest.raises(InputError, match=r"no such file or directory: \./out/step-200 \(did you mean step-2000\?\)"):
+        resolve("./out/step-200")
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "../nowhere"])
+def test_a_path_that_is_not_there_never_reaches_the_hub(name: str) -> None:
+    with pytest.raises(InputError, match="no such file or directory"):
+        resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("gtp2", r"did you mean gpt2\?"),
+        ("GPT2-Medium", r"did you mean gpt2-medium\?"),
+        ("shakespear-mini", r"did you mean shakespeare-mini\?"),
+        ("", "unknown model ''"),
+        ("a/b/c", "unknown model"),
+        ("random:gpt2", "unknown model"),
+        ("gpt2@", "cannot be a revision"),
+        ("org/name@../../etc", "cannot be a revision"),
+        ("two words", "unknown model"),
+    ],
+)
+def test_unknown_names(name: str, match: str) -> None:
+    with pytest.raises(InputError, match=match) as refused:
+        resolve(name)
+    assert "\n" not in str(refused.value)
+
+
+def test_revisions_that_disagree() -> None:
+    with pytest.raises(InputError, match="give the revision once"):
+        resolve("org/name@v1", revision="v2")
+    with pytest.raises(InputError, match="has no revisions"):
+        resolve(DEFAULT, revision="v2")
+
+
+def test_embedded_and_local_names_load_neither_torch_nor_the_client(hub: HubStandIn, tmp_path: Path) -> None:
+    embedded, local, _ = run(hub.environ(tmp_path), DEFAULT, str(tmp_path), "gtp2")
+    assert local["path"] == str(tmp_path)
+    assert embedded.get("path", "").endswith("gpt2/assets/shakespeare-mini") or "reinstall" in embedded["message"]
+    assert local["loaded"] == []
+    assert hub.requests == []
+
+
+# ---- the Hub ---------------------------------------------------------------------------------------------------------
+
+
+def test_download_cold_warm_offline(hub: HubStandIn, tmp_path: Path) -> None:
+    """Redirects, revisions, what is fetched and what is not; then warm and offline, counted at the server."""
+    extra = {"pytorch_model.bin": b"pickle", "tf_model.h5": b"tf", "onnx/model.onnx": b"onnx", "README.md": b"#"}
+    first = hub.add_repo("openai-community/gpt2", FILES | extra, lfs=(*LFS, "pytorch_model.bin"))
+    hub.tag("openai-community/gpt2", "v1", first)
+    main = hub.add_repo("openai-community/gpt2", FILES | extra | {"vocab.json": b'{"b": 0}'}, lfs=LFS)
+    pull = hub.add_repo("openai-community/gpt2", FILES | {"vocab.json": b'{"c": 0}'}, lfs=LFS, branch="refs/pr/1")
+    shards = {f"model-0000{i}-of-00002.safetensors": WEIGHTS[i:] for i in (1, 2)}
+    sharded = {"config.json": CONFIG, "model.safetensors.index.json": b"{}"} | shards
+    hub.add_repo("new/name", sharded, lfs=tuple(shards))
+    hub.alias("old/name", "new/name")
+    hub.alias("gpt2", "openai-community/gpt2")
+    environ = hub.environ(tmp_path, HF_TOKEN="hf_secret")
+
+    names = ["gpt2", "gpt2@v1", "openai-community/gpt2@refs/pr/1", {"name": "gpt2", "revision": first}, "old/name"]
+    cold = run(environ, *names)
+    assert [result.get("revision", result) for result in cold[:4]] == [main, first, pull, first]
+    assert cold[0]["name"] == "openai-community/gpt2"
+    assert [content(result, "vocab.json") for result in cold[:3]] == [b'{"b": 0}', b'{"a": 0}', b'{"c": 0}']
+    assert content(cold[0], "model.safetensors") == WEIGHTS
+    assert sorted(path.name for path in Path(cold[0]["path"]).iterdir()) == sorted(FILES)
+    assert sorted(path.name for path in Path(cold[4]["path"]).iterdir()) == sorted(sharded)
+    assert cold[0]["hashed"] == len(WEIGHTS)
+    assert cold[1]["hashed"] == 0  # the same blob, under another commit's snapshot
+    assert any(request.cdn for request in hub.requests)
+    assert all((request.authorization is None) == request.cdn for request in hub.requests)
+    assert not any(re.search("bin|h5|onnx|README", request.path) for request in hub.requests)
+
+    hub.requests.clear()
+    warm = run(environ, *names)
+    assert [result["revision"] for result in warm] == [result["revision"] for result in cold]
+    assert [result["hashed"] for result in warm] == [0] * 5
+    assert [request.path for request in hub.requests] == [
+        "/api/models/openai-community/gpt2/revision/main",
+        "/api/models/openai-community/gpt2/revision/v1",
+        "/api/models/openai-community/gpt2/revision/refs%2Fpr%2F1",
+        "/api/models/old/name/revision/main",
+        "/api/models/new/name/revision/main",
+    ]  # and none for the commit
+
+    hub.requests.clear()
+    flagged = run(environ, *({"name": n, "offline": True} if isinstance(n, str) else n for n in names), "new/other")
+    by_variable = run(environ | {"HF_HUB_OFFLINE": "1"}, *names, "gpt2@v9")
+    assert [r.get("revision") for r in flagged[:5]] == [r["revision"] for r in cold]
+    assert [r.get("revision") for r in by_variable[:5]] == [r["revision"] for r in cold]
+    assert "holds no complete copy of openai-community/gpt2 at v9: run once online" in by_variable[5]["message"]
+    assert [request.path for request in hub.requests] == ["/api/models/new/other/revision/main"]
+
+    # A moved branch is seen online; the rest of the files is not fetched again.
+    moved = hub.add_repo("openai-community/gpt2", FILES | {"vocab.json": b'{"d": 0}'}, lfs=LFS)
+    hub.requests.clear()
+    (after,) = run(environ, "gpt2")
+    assert (after["revision"], content(after, "vocab.json")) == (moved, b'{"d": 0}')
+    assert not any(request.method == "GET" and request.cdn for request in hub.requests)
+
+
+def test_every_refusal_is_one_line_that_says_what_to_do(hub: HubStandIn, tmp_path: Path) -> None:
+    hub.add_repo("openai-community/gpt2", FILES)
+    hub.add_repo("gated/model", FILES)
+    hub.gate("gated/model")
+    hub.add_repo("no/config", {"model.safetensors": WEIGHTS})
+    hub.add_repo("only/bin", {"config.json": CONFIG, "pytorch_model.bin": WEIGHTS})
+    hub.add_repo("no/weights", {"config.json": CONFIG})
+    refusals = {
+        "nobody/nothing": ("InputError", "no repository nobody/nothing", "and no such path here", "hf auth login"),
+        "openai-community/gtp2": ("InputError", "did you mean openai-community/gpt2?"),
+        "gpt2@v9": ("InputError", "openai-community/gpt2 has no revision 'v9'"),
+        "gpt2@" + "0" * 40: ("InputError", "has no revision '0000"),
+        "gated/model": ("InputError", "gated/model is gated", f"{hub.endpoint}/gated/model", "hf auth login"),
+        "no/config": ("CheckpointError", "no/config has no config.json"),
+        "only/bin": ("CheckpointError", "only/bin has no model.safetensors", "only pytorch_model.bin"),
+        "no/weights": ("CheckpointError", "no/weights has no model.safetensors", "no weights to load"),
+        "a--b/c": ("InputError", "a--b/c cannot be a repository"),
+    }
+    for name, result in zip(refusals, run(hub.environ(tmp_path), *refusals), strict=True):
+        kind, *parts = refusals[name]
+        assert result.get("error") == kind, (name, result)
+        assert all(part in result["message"] for part in parts), (name, result["message"])
+    assert not any(request.cdn for request in hub.requests)
+
+    (tmp_path / "file").write_bytes(b"")
+    (disk,) = run(hub.environ(tmp_path / "file"), "gpt2")
+    assert disk["error"] == "CheckpointError"
+    assert f"cannot store or read openai-community/gpt2 in the cache {tmp_path}/file" in disk["message"]
+
+
+def test_the_client_alone_accepts_a_flipped_byte(hub: HubStandIn, tmp_path: Path) -> None:
+    """The control: were this to fail one day, the hashing in hub.py would have become unnecessary."""
+    hub.add_repo("org/name", FILES, lfs=LFS)
+    hub.corrupt("org/name", "model.safetensors")
+    hub.corrupt("org/name", "config.json")
+    code = "from huggingface_hub import snapshot_download; print(snapshot_download('org/name'))"
+    done = subprocess.run([sys.executable, "-c", code], env=hub.environ(tmp_path), capture_output=True, text=True, check=True)
+    folder = Path(done.stdout.strip())
+    for name in ("model.safetensors", "config.json"):
+        got = (folder / name).read_bytes()
+        assert len(got) == len(FILES[name])
+        assert sum(a != b for a, b in zip(got, FILES[name], strict=True)) == 1
+
+    # What another program left in the cache is caught on our first load, and mended.
+    hub.corrupt("org/name", "model.safetensors", times=0)
+    hub.corrupt("org/name", "config.json", times=0)
+    offline, online, again = run(hub.environ(tmp_path), {"name": "org/name", "offline": True}, "org/name", "org/name")
+    assert offline["error"] == "CheckpointError"
+    assert "run once online" in offline["message"]
+    assert content(online, "model.safetensors") == WEIGHTS
+    assert content(online, "config.json") == CONFIG
+    assert (online["hashed"], again["hashed"]) == (2 * len(WEIGHTS), 0)
+
+
+@pytest.mark.parametrize("symlinks", [True, False])
+def test_a_flipped_byte_is_mended_once_and_refused_twice(hub: HubStandIn, tmp_path: Path, symlinks: bool) -> None:
+    """With symlinks, and without (Windows), where no blob's name tells the hash and the commit's listing must."""
+    for name in ("once/large", "once/small", "always/large", "always/small"):
+        hub.add_repo(name, FILES, lfs=LFS)
+        times = 1 if name.startswith("once") else float("inf")
+        hub.corrupt(name, "model.safetensors" if name.endswith("large") else "vocab.json", times=times)
+    environ = hub.environ(tmp_path, **({} if symlinks else {"HF_HUB_DISABLE_SYMLINKS": "1"}))
+    large, small, refused_large, refused_small = run(environ, *hub.repos)
+    for mended in (large, small):
+        assert {name: content(mended, name) for name in FILES} == FILES
+        assert Path(mended["path"], "model.safetensors").is_symlink() == symlinks
+    for refused, name in ((refused_large, "model.safetensors"), (refused_small, "vocab.json")):
+        assert refused["error"] == "CheckpointError"
+        declared = next(iter(hub.repos["always/large"].commits.values()))[name].etag
+        assert re.search(rf"{name} hashes to [0-9a-f]{{40,64}}, the Hub declares {declared}", refused["message"])
+        assert declared not in refused["message"].split("declares")[0]
+    # Nothing damaged stays behind for another program to trust.
+    left = [path for path in (tmp_path / "hub").glob("models--always--*/snapshots/*/*")]
+    assert {path.name for path in left} >= {"config.json", "merges.txt"}
+    assert all(path.read_bytes() == FILES[path.name] for path in left)
+
+
+def test_a_file_that_changes_after_it_was_verified_is_hashed_again(hub: HubStandIn, tmp_path: Path) -> None:
+    hub.add_repo("org/name", FILES, lfs=LFS)
+    (first,) = run(hub.environ(tmp_path), "org/name")
+    weights = Path(first["path"], "model.safetensors")
+    weights.write_bytes(b"\0" + WEIGHTS[1:-1] + b"\0")
+    offline, online = run(hub.environ(tmp_path), {"name": "org/name", "offline": True}, "org/name")
+    assert "model.safetensors hashes to" in offline["message"]
+    assert content(online, "model.safetensors") == WEIGHTS
+
+    # A blob may itself be a link, to the client's store of shared blobs or to wherever a user moved it. Not ours to delete.
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(WEIGHTS[:-1] + b"\0")
+    blob = weights.parent / weights.readlink()
+    blob.unlink()
+    blob.symlink_to(elsewhere)
+    (mended,) = run(hub.environ(tmp_path), "org/name")
+    assert content(mended, "model.safetensors") == WEIGHTS
+    assert elsewhere.read_bytes() == WEIGHTS[:-1] + b"\0"
+
+
+def test_a_copied_cache_is_not_trusted_for_its_timestamps(hub: HubStandIn, tmp_path: Path) -> None:
+    """`cp -p` and `rsync -a` keep size and mtime, whatever happened to the bytes on the way."""
+    hub.add_repo("org/name", FILES, lfs=LFS)
+    (first,) = run(hub.environ(tmp_path), "org/name")
+    shutil.copytree(tmp_path / "hub", tmp_path / "copy", symlinks=True)
+    blob = (tmp_path / "copy" / Path(first["path"], "model.safetensors").relative_to(tmp_path / "hub")).resolve()
+    before = blob.stat()
+    blob.write_bytes(WEIGHTS[:-1] + b"\0")
+    os.utime(blob, ns=(before.st_atime_ns, before.st_mtime_ns))
+    (copied,) = run(hub.environ(tmp_path, HF_HUB_CACHE=str(tmp_path / "copy"), HF_HUB_OFFLINE="1"), "org/name")
+    assert "model.safetensors hashes to" in copied["message"]
+
+
+def test_an_incomplete_cache_is_filled_online_and_refused_offline(hub: HubStandIn, tmp_path: Path) -> None:
+    """Another program may have fetched config.json alone; and an interrupted download leaves a part."""
+    commit = hub.add_repo("org/name", FILES, lfs=LFS)
+    code = "from huggingface_hub import hf_hub_download; hf_hub_download('org/name', 'config.json')"
+    subprocess.run([sys.executable, "-c", code], env=hub.environ(tmp_path), capture_output=True, check=True)
+    alone, filled = run(hub.environ(tmp_path), {"name": "org/name", "offline": True}, f"org/name@{commit}")
+    assert alone["error"] == "CheckpointError"
+    assert "no model.safetensors" in alone["message"]
+    assert {name: content(filled, name) for name in FILES} == FILES
+    Path(filled["path"], "vocab.json").unlink()
+    refused, filled = run(hub.environ(tmp_path), {"name": "org/name", "offline": True}, f"org/name@{commit}")
+    assert "holds no complete copy of org/name" in refused["message"]
+    assert content(filled, "vocab.json") == FILES["vocab.json"]
+
+
+def test_a_dead_hub_gives_up_quickly_or_falls_back_on_a_warm_cache(hub: HubStandIn, tmp_path: Path) -> None:
+    """The client alone tries for 23 s. Refused, silent and failing servers, cold and warm."""
+    commit = hub.add_repo("org/name", FILES, lfs=LFS)
+    assert run(hub.environ(tmp_path / "warm"), "org/name")[0]["revision"] == commit
+    hub.outage = 503
+    down, warm = run(hub.environ(tmp_path / "cold"), "org/name") + run(hub.environ(tmp_path / "warm"), "org/name")
+    assert "cannot reach the Hub" in down["message"]
+    assert warm["revision"] == commit
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, never answers
+        mute = hub.environ(tmp_path / "cold") | {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        start = time.monotonic()
+        (hung,) = run(mute, "org/name")
+        assert time.monotonic() - start < 8  # and the process ends, though its question is still open
+    hub.close()
+    (cold,), (warm,) = run(hub.environ(tmp_path / "cold"), "gpt2"), run(hub.environ(tmp_path / "warm"), "org/name")
+    for refused in (down, hung, cold):
+        assert refused["error"] == "InputError"
+        assert refused["seconds"] < 5
+        for way_out in ("--offline", "a local directory", "HF_ENDPOINT"):
+            assert way_out in refused["message"]
+    assert warm["revision"] == commit
+    assert warm["seconds"] < 5
+    assert "gpt2 INFO cannot reach" in warm["stderr"]
+
+
+def test_an_endpoint_that_is_no_hub(hub: HubStandIn, tmp_path: Path) -> None:
+    hub.add_repo("org/name", FILES)
+    page = f"{hub.endpoint}/org/name/resolve/main/config.json?"  # answers everything with 200 and some JSON
+    for endpoint in ("nonsense", "http://127.0.0.1:port", "http://[", page):
+        (result,) = run(hub.environ(tmp_path) | {"HF_ENDPOINT": endpoint}, "org/name")
+        assert result["error"] == "InputError", result
+        assert "HF_ENDPOINT" in result["message"]
+
+
+def test_the_stand_in_streams_paths_and_ranges(hub: HubStandIn, tmp_path: Path) -> None:
+    """Later tests interrupt large downloads, so ranges and files on disk must be served as the real Hub serves them."""
+    (tmp_path / "weights").write_bytes(WEIGHTS)
+    commit = hub.add_repo("org/name", {"model.safetensors": tmp_path / "weights"}, lfs=LFS)
+    hub.corrupt("org/name", "model.safetensors", times=1)
+    url = f"{hub.endpoint}/org/name/resolve/{commit}/model.safetensors"
+    bodies = []
+    for span in ("bytes=100-199", "bytes=1048000-", None):
+        asked = urllib.request.Request(url, headers={"Range": span} if span else {})
+        with urllib.request.urlopen(asked) as answer:
+            assert answer.status == (206 if span else 200)
+            bodies.append(answer.read())
+    assert bodies == [WEIGHTS[100:200], WEIGHTS[1048000:], WEIGHTS]  # the damaged byte lay outside the first range
+
+
+def test_embedded_checkpoint_missing_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("gpt2.checkpoint.hub.__file__", str(tmp_path / "gpt2/checkpoint/hub.py"))
+    with pytest.raises(CheckpointError, match="reinstall"):
+        resolve(DEFAULT)
