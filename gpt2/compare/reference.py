@@ -1,0 +1,98 @@
+"""The reference: transformers' GPT-2 over the same files. The only module that imports transformers, and only when called."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.keys import to_file
+from ..checkpoint.load import random_model
+from ..config import GPT2Config
+from ..errors import InputError
+
+
+def _transformers() -> Any:
+    """The library, with its own progress bars and advice silenced: what matters here ends up in the report."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(f"the reference needs transformers, which does not import ({error}); pip install transformers") from None
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No advice on stderr from transformers while it works for us."""
+    library = logging.getLogger("transformers")
+    before = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(before)
+
+
+def load_reference(path: Path, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:
+    """``GPT2LMHeadModel`` from a local directory, in eval mode, with ``attention`` "sdpa" (its default) or "eager".
+
+    ``reorder_and_upcast_attn`` is switched off in float64, where transformers' version of it would compute in float32.
+    """
+    library = _transformers()
+    with _quiet():
+        config = library.GPT2Config.from_pretrained(path, local_files_only=True)
+        if dtype == torch.float64:
+            config.reorder_and_upcast_attn = False
+        model = library.GPT2LMHeadModel.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True
+        )
+    return model.eval()
+
+
+def use_attention(model: nn.Module, attention: str) -> None:
+    """Switch a loaded reference between "sdpa" and "eager"."""
+    with _quiet():
+        model.set_attn_implementation(attention)
+
+
+def reference_tokenizer(path: Path) -> Any:
+    """The tokenizer that transformers makes of the same directory, reading special tokens in text as plain text, as ours does."""
+    with _quiet():
+        return _transformers().AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def reference_generate(model: nn.Module, ids: Tensor, new_tokens: int, *, use_cache: bool) -> Tensor:
+    """Greedy continuation by transformers' own ``generate``: (B, T) to (B, T + new)."""
+    settings = _transformers().GenerationConfig(
+        do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0, use_cache=use_cache
+    )
+    with _quiet():
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+
+
+def save_random(size: str, seed: int, directory: Path) -> None:
+    """Have transformers write the checkpoint of ``random:SIZE:SEED``: its own file layout, our weights."""
+    ours = random_model(size, seed)
+    save_with_transformers(ours.config, ours.state_dict(), directory)
+
+
+def save_with_transformers(config: GPT2Config, weights: dict[str, Tensor], directory: Path) -> None:
+    """Put ``weights`` (our names) into a ``GPT2LMHeadModel`` and let it ``save_pretrained``."""
+    library = _transformers()
+    with _quiet():
+        raw = {
+            key: value for key, value in config.to_hf().items() if key not in ("architectures", "model_type", "dtype", "n_ctx")
+        }
+        with torch.device("meta"):
+            model = library.GPT2LMHeadModel(library.GPT2Config(**raw))
+        missing, unexpected = model.load_state_dict({to_file(n): t for n, t in weights.items()}, strict=False, assign=True)
+        if unexpected or missing not in ([], ["lm_head.weight"]):
+            raise RuntimeError(f"transformers' GPT-2 has other parameters: missing {missing}, unexpected {unexpected}")
+        model.tie_weights()
+        model.save_pretrained(directory)
