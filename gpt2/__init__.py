@@ -1,1 +1,76 @@
-"""GPT-2 from scratch."""
+"""GPT-2 from scratch: load any checkpoint, prove it equal to transformers, fine-tune it.
+
+    import gpt2
+    model = gpt2.load("shakespeare-mini")
+    tok = gpt2.load_tokenizer("shakespeare-mini")
+    print(tok.decode(gpt2.generate(model, tok.encode("ROMEO:\\n"), 60, temperature=0.8, seed=0)))
+    print(gpt2.verify("shakespeare-mini").table())
+
+Nothing heavy is imported until one of the names below is used.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoint.load import load, load_tokenizer
+    from .checkpoint.save import save
+    from .compare.report import Report
+    from .compare.run import verify
+    from .config import GPT2Config
+    from .errors import CheckpointError, InputError
+    from .generate import generate
+    from .model import GPT2
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "GPT2": "model",
+    "GPT2Config": "config",
+    "CheckpointError": "errors",
+    "InputError": "errors",
+    "Report": "compare.report",
+    "generate": "generate",
+    "load": "checkpoint.load",
+    "load_tokenizer": "checkpoint.load",
+    "save": "checkpoint.save",
+    "verify": "compare.run",
+}
+
+__all__ = [
+    "GPT2",
+    "CheckpointError",
+    "GPT2Config",
+    "InputError",
+    "Report",
+    "generate",
+    "load",
+    "load_tokenizer",
+    "save",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'gpt2' has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps ``gpt2.generate`` the function: importing the submodule of that name would otherwise bind the module there."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

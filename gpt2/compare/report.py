@@ -124,7 +124,7 @@ class Report:
         }
         return json.dumps(_finite(body), indent=2, allow_nan=False)
 
-    def table(self, width: int = 110) -> str:
+    def table(self, width: int = 100) -> str:
         """The report as plain text, ``width`` columns."""
         from rich.console import Console
 
@@ -156,6 +156,7 @@ class Report:
         yield f"\n[bold]{escape(self.model)}[/bold]  against  [bold]{escape(self.reference)}[/bold]"
         yield f"[dim]{self.parameters:,} parameters · {packages} · {env.device}, {env.threads} threads\n{self.coverage}[/dim]\n"
         yield self._blocks()
+        yield "[dim]Errors are relative, against transformers in float64; a ratio is our error over transformers' own.[/dim]\n"
         yield self._summary()
         seconds = f"[dim]in {self.seconds:.1f} s[/dim]"
         skipped = [check.id for check in self.checks if check.skipped]
@@ -176,19 +177,18 @@ class Report:
         table.add_column("where")
         table.add_column("float64\nworst", justify="right")
         table.add_column("\nat", style="dim")
-        table.add_column(f"{dtype}\nours", justify="right")
-        table.add_column("\ntheirs", justify="right")
+        table.add_column(f"{dtype}\nworst", justify="right")
         table.add_column("\nratio", justify="right")
         table.add_column("\nat", style="dim")
         table.add_column("gradients\nfloat64", justify="right")
         table.add_column("\nratio", justify="right")
         checks = {check.id: check for check in self.checks}
-        for where in ["embeddings", *(f"h.{layer}" for layer in range(self.n_layer)), "head"]:
+        for where in ["embed", *(f"h.{layer}" for layer in range(self.n_layer)), "head"]:
             cells = [where]
             mapping = _worst_in(checks.get("activations"), where)
             cells += [_mark(mapping, f"{mapping.error:.1e}"), short(mapping.name)] if mapping else ["", ""]
             rounding = _worst_in(checks.get("rounding"), where)
-            cells += _rounding_cells(rounding) if rounding else [""] * 4
+            cells += _rounding_cells(rounding) if rounding else [""] * 3
             gradient = _worst_in(checks.get("gradients"), where)
             cells.append(_mark(gradient, f"{gradient.error:.1e}") if gradient else "")
             gradient = _worst_in(checks.get("gradients-rounding"), where)
@@ -200,18 +200,17 @@ class Report:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-        table.add_column()
-        for _ in range(4):
-            table.add_column(no_wrap=True)
+        for no_wrap in (True, True, True, False, True, False):
+            table.add_column(no_wrap=no_wrap)
         for check in self.checks:
-            title = f"[dim]{check.dtype}[/dim]", check.title
+            title = check.id.removesuffix("-rounding"), f"[dim]{check.dtype}[/dim]", check.title
             if check.skipped:
-                table.add_row("[yellow]–[/yellow]", check.id, *title, f"[yellow]not run: {check.skipped}[/yellow]")
+                table.add_row("[yellow]–[/yellow]", *title, "", f"[yellow]not run: {check.skipped}[/yellow]")
                 continue
             mark = "[green]✓[/green]" if check.ok else "[bold red]✗[/bold red]"
             worst = check.worst
             told = worst is not None and (check.kind != EXACT or not check.ok)
-            table.add_row(mark, check.id, *title, f"{_amount(worst)}  [dim]{worst.name}[/dim]" if told else "")
+            table.add_row(mark, *title, *((_amount(worst), f"[dim]{worst.name}[/dim]") if told else ()))
         return table
 
 
@@ -239,7 +238,7 @@ def _where(point: str) -> str:
     layer = layer_of(point)
     if layer is not None:
         return f"h.{layer}"
-    return "embeddings" if point.split(".")[0].split(" ")[0] in ("wte", "wpe", "embed") else "head"
+    return "embed" if point.split(".")[0].split(" ")[0] in ("wte", "wpe", "embed") else "head"
 
 
 def _worst_in(check: Check | None, where: str) -> Point | None:
@@ -254,12 +253,12 @@ def _mark(point: Point, text: str) -> str:
 
 def _rounding_cells(point: Point) -> list[str]:
     ratio = _mark(point, f"{point.ratio:.2f}")
-    return [_mark(point, f"{point.error:.1e}"), f"{point.reference_error:.1e}", ratio, short(point.name)]
+    return [_mark(point, f"{point.error:.1e}"), ratio, short(point.name)]
 
 
 def _amount(point: Point) -> str:
     if point.reference_error is not None:
-        return f"{point.ratio:.2f} × transformers' {point.reference_error:.1e}"
+        return f"{point.ratio:.2f} × theirs"
     if point.bound == 0:
         return f"{point.error:,.0f} entries differ" if point.error != 0 else "none differ"
     return f"{point.error:.1e}"

@@ -44,10 +44,10 @@ LOGIT_FLOPS = 5e11  # what one float64 pass over the windows may cost
 
 # What a short training shows, in the order of :func:`_train`'s results.
 TRAINING = {
-    "loss": "loss of every token",
-    "gradients": "gradient of every parameter",
-    "adamw": f"losses along {STEPS} AdamW steps",
-    "change": f"every parameter's change by {STEPS} steps",
+    "loss": "every token",
+    "gradients": "every parameter",
+    "adamw": f"losses along {STEPS} steps",
+    "change": f"parameters after {STEPS} steps",
 }
 
 Build = Callable[[Path, torch.dtype | None], GPT2]
@@ -153,7 +153,7 @@ def _weights(path: Path, build: Build) -> Check:
                 same_kind = ours.dtype == theirs.dtype and ours.shape == theirs.shape
                 rows.append((from_file(key), float(differing_bits(ours, theirs) if same_kind else theirs.numel())))
     rows += [(f"{name} (not in the files)", float(tensor.numel())) for name, tensor in parameters.items()]
-    return Check("weights", EXACT, f"{len(rows)} tensors, each used once, every bit", "as stored", points_of(rows, 0.0))
+    return Check("weights", EXACT, f"{len(rows)} tensors, bit for bit", "as stored", points_of(rows, 0.0))
 
 
 @torch.no_grad()
@@ -186,17 +186,17 @@ def _forward(
     rows = [(name, ours_traced[name], theirs_traced[name], ruler[name]) for name in ruler]
     rows.append(("logits (window 0)", ours(probe.windows[:1]), theirs(probe.windows[:1]).logits, logits_ruler))
     return [
-        Check("activations", MAPPING, f"{len(activations)} points of the forward pass", "float64", activations),
+        Check("activations", MAPPING, f"{len(activations)} points", "float64", activations),
         Check(
             "logits",
             MAPPING,
-            f"{len(logits)} full contexts, fused attention",
+            f"{len(logits)} full contexts",
             "float64",
             points_of(logits, MAPPING_BOUND) + every,
         ),
-        Check("cache", MAPPING, "prompt, single tokens, chunk", "float64", cached),
+        Check("cache", MAPPING, "prompt, tokens, chunk", "float64", cached),
         Check("padding", MAPPING, "rows of two lengths", "float64", padded),
-        Check("rounding", ROUNDING, f"{len(rows)} points of the forward pass", label, tuple(_rounding(rows))),
+        Check("rounding", ROUNDING, f"{len(rows)} points", label, tuple(_rounding(rows))),
         text,
     ]
 
@@ -255,7 +255,7 @@ def _greedy(ours: GPT2, theirs: nn.Module, prompt: Tensor, new_tokens: int) -> C
         "ours without cache": generate(ours, prompt, new_tokens, temperature=0, use_cache=False),
     }
     rows = [(f"text ({name})", float((ids != expected).sum())) for name, ids in runs.items()]
-    return Check("text", EXACT, f"{new_tokens} greedy tokens, with and without cache", "float64", points_of(rows, 0.0))
+    return Check("text", EXACT, f"{new_tokens} greedy tokens", "float64", points_of(rows, 0.0))
 
 
 def _training(
@@ -284,19 +284,18 @@ def _training(
         errors.append([{n: relative_error(got[n], part[n]) for n in part} for got, part in zip(results, ruler, strict=True)])
         del model, results
     for (id, title), theirs, ours in zip(TRAINING.items(), *errors, strict=True):
-        if id != "change":
-            points = tuple(Point(name, ours[name], ROUNDING_RATIO * theirs[name], theirs[name]) for name in theirs)
-            checks.append(Check(f"{id}-rounding", ROUNDING, title, label, points))
+        points = tuple(Point(name, ours[name], ROUNDING_RATIO * theirs[name], theirs[name]) for name in theirs)
+        checks.append(Check(f"{id}-rounding", ROUNDING, title, label, points))
     return checks
 
 
 def _train(model: nn.Module, batch: Tensor) -> tuple[dict[str, Tensor], ...]:
     """What :data:`TRAINING` names, of a model that is used up by it.
 
-    AdamW divides each gradient by its own size, so where the true gradient is zero (every key bias, for one) a step follows
-    the rounding error alone. In float64 an eps of 1e-6 keeps that below the bound, and each parameter's change is compared. In
-    lower precision a handful of such entries would decide the figure, so there the steps are judged by what they did to the
-    loss of every token, which they cannot sway.
+    AdamW divides each gradient by its own size, so with its usual eps of 1e-8 a step goes the full way in the direction of a
+    gradient that is nothing but rounding error (that of every key bias, whose true gradient is zero), and a handful of such
+    entries decide the figure: over eight seeds our error came out at 0.1 to 4 times transformers'. An eps of the gradients'
+    own size keeps a step's error in proportion to its gradient's.
     """
     x, y = batch[:, :-1], batch[:, 1:]
     parameters = {name.removeprefix("transformer."): p for name, p in model.named_parameters()}
@@ -304,14 +303,14 @@ def _train(model: nn.Module, batch: Tensor) -> tuple[dict[str, Tensor], ...]:
     decayed = [p for p in parameters.values() if p.ndim >= 2]
     rest = [p for p in parameters.values() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-6, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-2, fused=True)
     losses: dict[str, Tensor] = {}
     gradients: dict[str, Tensor] = {}
     for step in range(STEPS + 1):
         with torch.set_grad_enabled(step < STEPS):
             out = model(x)
             loss = token_losses(out if isinstance(out, Tensor) else out.logits, y)
-        losses[f"loss (after {step} steps)" if step else "loss"] = loss.detach()
+        losses[f"loss (after step {step})" if step else "loss"] = loss.detach()
         if step == STEPS:
             break
         loss.mean().backward()

@@ -1,0 +1,70 @@
+"""What several commands share: the MODEL argument, ``--json``, and how progress and results are written."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from ..errors import InputError
+
+
+def add_command(commands: Any, name: str, help: str, examples: str) -> argparse.ArgumentParser:
+    """A subcommand whose ``--help`` ends in worked examples."""
+    return commands.add_parser(
+        name,
+        help=help,
+        description=f"{help[0].upper()}{help[1:]}.",
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result as JSON to FILE; - is stdout, and nothing else goes there"
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", default="shakespeare-mini", metavar="MODEL", help="which model (default: %(default)s)"
+    )
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
+    parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
+
+
+def write_json(target: str, text: str) -> None:
+    """``text`` to the file ``target``, or to stdout for "-"."""
+    if target == "-":
+        print(text)
+        return
+    try:
+        with open(target, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        raise InputError(f"--json {target}: cannot be written ({error.strerror}); choose another file") from None
+
+
+class Status:
+    """Progress on stderr: on a terminal one line that is overwritten, elsewhere nothing until something lasting is said."""
+
+    def __init__(self) -> None:
+        self.live = sys.stderr.isatty()
+
+    def __call__(self, what: str) -> None:
+        if self.live:
+            print(f"\r\x1b[2K{what} …", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self.live:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+
+
+def size(n_bytes: float) -> str:
+    """Bytes as people read them: ``"7.7 MB"``."""
+    for unit in ("B", "kB", "MB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.2f} GB"

@@ -1,0 +1,48 @@
+"""The ``gpt2`` command: one file per subcommand, each of which parses, calls, and renders.
+
+Exit codes: 0 it holds, 1 it was measured and does not hold, 2 the input was bad, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..errors import InputError
+from . import generate, info, train, verify
+
+COMMANDS = (info, verify, generate, train)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="gpt2",
+        description="Load GPT-2 checkpoints, prove them equal to transformers, generate, and fine-tune.",
+        epilog="A MODEL is shakespeare-mini (embedded, the default), gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, "
+        "org/name[@revision], a local directory or .safetensors file, or random:SIZE[:SEED]; each may end in :bf16 and the like. "
+        "Exit codes: 0 it holds, 1 it does not, 2 bad input, 130 interrupted.",
+    )
+    top.add_argument("--version", action="version", version=f"gpt2-toolkit {__version__}")
+    commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add(commands)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. A user's mistake is one line on stderr, never a traceback."""
+    args = parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except InputError as error:
+        print(f"gpt2 {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"gpt2 {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
