@@ -17,12 +17,14 @@ def batch(
     many share it.
 
     Raises:
-        ValueError: fewer than ``context + 1`` ids, or ``size`` not divisible by ``ranks``.
+        ValueError: fewer than ``context + 1`` ids, ``size`` not divisible by ``ranks``, or no such ``rank``.
     """
     if len(ids) < context + 1:
         raise ValueError(f"{len(ids)} tokens hold no window of {context} and its next token")
     if size % ranks:
         raise ValueError(f"a batch of {size} does not divide among {ranks} ranks")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} is none of 0 .. {ranks - 1}")
     starts = np.random.default_rng((seed, step)).integers(0, len(ids) - context, size)
     mine = starts[rank * (size // ranks) : (rank + 1) * (size // ranks)]
     windows = mine[:, None] + np.arange(context + 1)

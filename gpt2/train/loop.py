@@ -6,12 +6,9 @@ a run that is interrupted and goes on computes, bit for bit, what it would have 
 
 from __future__ import annotations
 
-import json
+import hashlib
 import math
-import os
-import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -21,18 +18,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..checkpoint.load import load, load_tokenizer
-from ..checkpoint.save import write_file
+from ..checkpoint.load import load, load_path, load_tokenizer
 from ..compare.measure import LanguageScore, language_score
 from ..config import GPT2Config
-from ..data import Tokenizer, shakespeare
+from ..data import Tokenizer, from_directory, shakespeare
 from ..data.batches import batch
 from ..errors import InputError
 from ..generate import generate
 from ..model import GPT2
 from . import state
+from .metrics import Metrics, Pace
 from .optim import adamw, learning_rate
 from .recipe import Recipe
+from .state import Progress
 
 
 @dataclass(frozen=True)
@@ -89,72 +87,108 @@ def train(
     """Run ``recipe`` in ``folder``: from scratch, or from the model named ``init``.
 
     A folder that holds this very run goes on from its newest intact checkpoint; one that holds another is refused, unless
-    ``fresh`` clears it. Ctrl-C or SIGTERM finishes the step, saves, and returns a result that says "interrupted".
+    ``fresh`` clears it. Ctrl-C or SIGTERM finishes the step (and an evaluation under way), saves, and returns a result that
+    says "interrupted"; a second one acts at once.
 
     Raises:
-        InputError: text, model, recipe or folder do not work together.
+        InputError: text, model, recipe or folder do not work together, the run diverged, or the disk is full.
     """
     folder = Path(folder)
-    model, tokenizer = _start(recipe, init)
     train_text, val_text = texts(recipe)
-    tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
-    if model is None:
-        model = _new_model(recipe, tokenizer)
-    train_ids, val_ids = (np.array(tokenizer.encode(text), dtype=np.int32) for text in (train_text, val_text))
-    for name, ids in (("training", train_ids), ("validation", val_ids)):
-        if len(ids) < recipe.context + 1:
-            raise InputError(
-                f"the {name} text has {len(ids)} tokens, too few for a context of {recipe.context}; "
-                "use a longer text or --set context=..."
+    with state.locked(folder):
+        goes_on = state.holds(folder, recipe, init, fresh)
+        notes = [f"{folder}: going on with the run that is there"] if goes_on else []
+        found, skipped = state.newest_intact(folder) if goes_on else (None, [])
+        if found:
+            model, tokenizer = load_path(found, dtype=torch.float32), from_directory(found)
+        elif init is not None:
+            model, tokenizer = load(init, dtype="float32"), load_tokenizer(init)
+        else:
+            tokenizer = _new_tokenizer(recipe, train_text, val_text)
+            model = _new_model(recipe, tokenizer)
+        _fit(model, tokenizer, recipe, init or "the recipe's model")
+        train_ids, val_ids = _encode(tokenizer, recipe, train_text, val_text)
+        text_hash = hashlib.sha256(train_ids.tobytes() + b"|" + val_ids.tobytes()).hexdigest()
+        state.claim(folder, recipe, init, text_hash, fresh)
+        optimizer = adamw(model, recipe.optim)
+        progress = state.restore(found, optimizer) if found else None
+        with Metrics(folder, progress) as metrics, _interruptions() as interrupted:
+            run = _Run(recipe, folder, model, tokenizer, optimizer, train_ids, val_ids, metrics, report)
+            report(
+                Started(recipe, model.config, len(train_ids), len(val_ids), progress.step if progress else 0, (*notes, *skipped))
             )
-    token_bytes = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab)])
-    optimizer = adamw(model, recipe.optim)
-    notes = _claim(folder, recipe, init, fresh)
-    found, skipped = state.newest_intact(folder)
-    progress = state.restore(found, optimizer, model) if found else state.Progress(step=0)
-    metrics = _Metrics(folder / "metrics.jsonl", progress.step)
-    report(Started(recipe, model.config, len(train_ids), len(val_ids), progress.step, (*notes, *skipped)))
+            return run(progress, interrupted)
 
-    def evaluate(progress: state.Progress) -> state.Progress:
-        score = language_score(
-            model, torch.from_numpy(val_ids).long(), token_bytes, context=recipe.context, batch_size=recipe.batch_size
-        )
+
+@dataclass(frozen=True)
+class _Run:
+    """What stays the same from the first step to the last."""
+
+    recipe: Recipe
+    folder: Path
+    model: GPT2
+    tokenizer: Tokenizer
+    optimizer: torch.optim.Optimizer
+    train_ids: np.ndarray
+    val_ids: np.ndarray
+    metrics: Metrics
+    report: Report
+
+    def __call__(self, progress: Progress | None, interrupted: Callable[[], bool]) -> Result:
+        """From where the run stands (None: nowhere yet) to its end, whichever of the three comes first."""
+        recipe = self.recipe
+        begins = progress is None
+        progress = self.evaluate(Progress(step=0)) if begins else progress
+        stopped = self.ended(progress, interrupted)
+        if begins and stopped:
+            self.save(progress)
+        pace = Pace(progress.step, recipe)
+        while not stopped:
+            lr = learning_rate(progress.step, recipe.steps, recipe.optim)
+            loss, norm = _step(self.model, self.optimizer, self.train_ids, recipe, progress.step, lr)
+            progress = replace(progress, step=progress.step + 1)
+            last = progress.step == recipe.steps
+            if progress.step % recipe.log_every == 0 or last:
+                logged = Logged(progress.step, loss, lr, norm, *pace(progress.step))
+                self.metrics.write(**asdict(logged))
+                self.report(logged)
+            if progress.step % recipe.eval_every == 0 or last:
+                progress = self.evaluate(progress)
+                pace.pause(progress.step)
+            stopped = self.ended(progress, interrupted)
+            if stopped or progress.step % recipe.save_every == 0:
+                self.save(progress)
+        return Result(self.folder, progress.step, progress.best_loss, progress.best_step, stopped)
+
+    def ended(self, progress: Progress, interrupted: Callable[[], bool]) -> str:
+        """How the run ends here, or nothing: then it goes on."""
+        if progress.step >= self.recipe.steps:
+            return "finished"
+        if self.recipe.patience and progress.evals_since_best >= self.recipe.patience:
+            return "early"
+        return "interrupted" if interrupted() else ""
+
+    def evaluate(self, progress: Progress) -> Progress:
+        """Score the whole validation text, and keep the model if it is the best so far."""
+        recipe, ids = self.recipe, torch.from_numpy(self.val_ids).long()
+        lengths = torch.tensor([len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.n_vocab)])
+        score = language_score(self.model, ids, lengths, context=recipe.context, batch_size=recipe.batch_size)
+        if not math.isfinite(score.loss):
+            remedy = "lower optim.lr" if progress.step else "the model it starts from is broken"
+            raise InputError(f"step {progress.step}: the validation loss is {score.loss}; {remedy} (nothing of it was saved)")
         best = progress.best_loss is None or score.loss < progress.best_loss
         if best:
             progress = replace(progress, best_loss=score.loss, best_step=progress.step, evals_since_best=0)
-            state.save_best(folder, model, tokenizer, progress)
+            state.save_best(self.folder, self.model, self.tokenizer, progress)
         else:
             progress = replace(progress, evals_since_best=progress.evals_since_best + 1)
-        metrics.write(step=progress.step, val_loss=score.loss, val_bits_per_byte=score.bits_per_byte)
-        report(Evaluated(progress.step, score, best, _sample(model, tokenizer, val_ids, recipe)))
+        self.metrics.write(step=progress.step, val_loss=score.loss, val_bits_per_byte=score.bits_per_byte)
+        self.report(Evaluated(progress.step, score, best, _sample(self.model, self.tokenizer, self.val_ids, recipe)))
         return progress
 
-    if progress.step == 0:
-        progress = evaluate(progress)
-    stopped, pace = "finished", _Pace(progress.step, recipe)
-    with _interruptions() as interrupted:
-        while progress.step < recipe.steps:
-            if recipe.patience and progress.evals_since_best >= recipe.patience:
-                stopped = "early"
-                break
-            lr = learning_rate(progress.step, recipe.steps, recipe.optim)
-            loss, norm = _step(model, optimizer, train_ids, recipe, progress.step, lr)
-            progress = replace(progress, step=progress.step + 1)
-            if progress.step % recipe.log_every == 0 or progress.step == recipe.steps:
-                logged = Logged(progress.step, loss, lr, norm, *pace(progress.step))
-                metrics.write(**asdict(logged))
-                report(logged)
-            last = progress.step == recipe.steps
-            if progress.step % recipe.eval_every == 0 or last:
-                progress = evaluate(progress)
-                pace.pause(progress.step)
-            if progress.step % recipe.save_every == 0 or last or interrupted():
-                state.save(folder, model, tokenizer, optimizer, progress)
-            if interrupted() and not last:
-                stopped = "interrupted"
-                break
-    metrics.close()
-    return Result(folder, progress.step, progress.best_loss, progress.best_step, stopped)
+    def save(self, progress: Progress) -> None:
+        self.metrics.sync()
+        state.save(self.folder, self.model, self.tokenizer, self.optimizer, progress)
 
 
 def texts(recipe: Recipe) -> tuple[str, str]:
@@ -175,27 +209,41 @@ def texts(recipe: Recipe) -> tuple[str, str]:
     return shakespeare.split(text, 1 - data.held_out)
 
 
-def _start(recipe: Recipe, init: str | None) -> tuple[GPT2 | None, Tokenizer | None]:
-    """The pretrained model and its tokenizer, or nothing yet: a model from scratch needs the text's vocabulary first."""
-    if init is None:
-        if recipe.context > recipe.model.n_positions:
-            raise InputError(f"recipe: context {recipe.context} exceeds model.n_positions {recipe.model.n_positions}; lower it")
-        return None, None
-    model, tokenizer = load(init, dtype="float32"), load_tokenizer(init)
-    if recipe.context > model.config.n_positions:
+def _fit(model: GPT2, tokenizer: Tokenizer, recipe: Recipe, name: str) -> None:
+    """See that the recipe fits the model, and make the model ready to be trained."""
+    config = model.config
+    if recipe.context > config.n_positions:
         raise InputError(
-            f"recipe: context {recipe.context} exceeds the {model.config.n_positions} positions of {init}; use --set context=..."
+            f"recipe: context {recipe.context} exceeds the {config.n_positions} positions of {name}; "
+            f"use --set context={config.n_positions}"
         )
-    if tokenizer.n_vocab > model.config.vocab_size:
+    if tokenizer.n_vocab > config.vocab_size:
         raise InputError(
-            f"{init}: the tokenizer has {tokenizer.n_vocab} entries, the model {model.config.vocab_size}; use its own tokenizer"
+            f"{name}: the tokenizer has {tokenizer.n_vocab} entries, the model {config.vocab_size}; use its own tokenizer"
         )
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = recipe.dropout
         elif hasattr(module, "attn_pdrop"):
             module.attn_pdrop = recipe.attn_dropout
-    return model.train(), tokenizer
+    for parameter in model.parameters():
+        # Out of the mapped file, whose pages would otherwise be copied one by one in the first step; and to an address as even as
+        # any other, because some kernels sum in another order where it is not, and a resumed run would drift from the first.
+        parameter.data = parameter.data.clone()
+
+
+def _encode(tokenizer: Tokenizer, recipe: Recipe, train_text: str, val_text: str) -> tuple[np.ndarray, np.ndarray]:
+    """The two texts as int32 ids. Validation makes do with a shorter window, training does not."""
+    train_ids, val_ids = (np.array(tokenizer.encode(text), dtype=np.int32) for text in (train_text, val_text))
+    if len(train_ids) < recipe.context + 1:
+        remedy = f" or --set context={len(train_ids) - 1}" if len(train_ids) > 1 else ""
+        raise InputError(
+            f"the training text has {len(train_ids)} tokens, too few for a context of {recipe.context} and the token after it; "
+            f"give a longer text{remedy}"
+        )
+    if len(val_ids) < 2:
+        raise InputError(f"the validation text has {len(val_ids)} tokens, too few to score; give a longer text or data.held_out")
+    return train_ids, val_ids
 
 
 def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:
@@ -228,7 +276,7 @@ def _step(
 ) -> tuple[float, float]:
     """One optimizer step; returns the batch's loss and the gradient's norm before clipping."""
     model.train()
-    torch.manual_seed(np.random.SeedSequence((recipe.seed, step)).generate_state(1, np.uint64)[0])
+    torch.manual_seed(np.random.SeedSequence((recipe.seed, step)).generate_state(1, np.uint64)[0].item())
     x, y = (
         torch.from_numpy(part).to(model.wte.weight.device)
         for part in batch(ids, recipe.context, recipe.batch_size, seed=recipe.seed, step=step)
@@ -259,73 +307,6 @@ def _sample(model: GPT2, tokenizer: Tokenizer, val_ids: np.ndarray, recipe: Reci
     return tokenizer.decode(generate(model, prompt, recipe.sample_tokens, temperature=0.8, top_p=0.95, seed=recipe.seed))
 
 
-def _claim(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> list[str]:
-    """Make ``folder`` this run's, or find that it is; refuse another run's."""
-    ours = json.dumps({"init": init, **json.loads(recipe.to_json())}, indent=2) + "\n"
-    theirs = folder / "recipe.json"
-    try:
-        if fresh and theirs.is_file():
-            for path in (*folder.glob("step-*"), folder / "best"):
-                shutil.rmtree(path, ignore_errors=True)
-            for name in ("recipe.json", "metrics.jsonl"):
-                (folder / name).unlink(missing_ok=True)
-        if theirs.is_file():
-            if theirs.read_text() != ours:
-                raise InputError(f"{folder}: holds a run of another recipe; choose another --out, or start anew with --fresh")
-            return [f"{folder}: going on with the run that is there"]
-        folder.mkdir(parents=True, exist_ok=True)
-        write_file(theirs, ours.encode())
-    except OSError as error:
-        raise InputError(f"{folder}: cannot write there ({error.strerror or error}); choose another --out") from None
-    return []
-
-
-class _Metrics:
-    """``metrics.jsonl``: one line per logged step or evaluation. On resume, what the lost steps wrote is cut off."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        kept = []
-        if path.is_file():
-            for line in path.read_text().splitlines():
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    break  # a line that was being written when the run was killed
-                if row["step"] <= step:
-                    kept.append(line + "\n")
-        write_file(path, "".join(kept).encode())
-        self.file = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
-
-    def write(self, **row: float) -> None:
-        self.file.write(json.dumps(row) + "\n")
-
-    def close(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-
-
-class _Pace:
-    """Tokens per second since the last log, and the time left at the pace of the whole run; evaluations do not count."""
-
-    def __init__(self, step: int, recipe: Recipe) -> None:
-        self.recipe, self.first, self.last = recipe, step, step
-        self.since, self.spent = time.perf_counter(), 0.0
-
-    def __call__(self, step: int) -> tuple[float, float]:
-        now = time.perf_counter()
-        elapsed = max(now - self.since, 1e-9)
-        self.spent += elapsed
-        speed = (step - self.last) * self.recipe.batch_size * self.recipe.context / elapsed
-        self.last, self.since = step, now
-        return speed, self.spent / (step - self.first) * (self.recipe.steps - step)
-
-    def pause(self, step: int) -> None:
-        """Restart the clock after work that is not training; unlogged steps up to here go uncounted."""
-        self.first += step - self.last
-        self.last, self.since = step, time.perf_counter()
-
-
 @contextmanager
 def _interruptions() -> Iterator[Callable[[], bool]]:
     """Ctrl-C and SIGTERM raise a flag that the loop reads between steps; a second one acts at once, as it would have."""
@@ -339,7 +320,7 @@ def _interruptions() -> Iterator[Callable[[], bool]]:
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, note)
+            before[number] = signal.signal(number, note) or signal.SIG_DFL  # None: set from outside Python
     except ValueError:  # not the main thread, which alone may handle signals
         before.clear()
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -91,27 +92,38 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "context", "grad_accum", "log_every", "eval_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise InputError(f"recipe: {name} is {getattr(self, name)}; give 1 or more")
+            _require(name, getattr(self, name), 1, math.inf, "give 1 or more")
+        for name in ("patience", "sample_tokens", "expect"):
+            _require(name, getattr(self, name), 0, math.inf, "give 0 or more")
+        _require("seed", self.seed, 0, 2**63, "give 0 or more, below 2**63")
+        for name in ("dropout", "attn_dropout"):
+            _require(name, getattr(self, name), 0, 1, "give 0 or more and less than 1")
+        for name in ("beta1", "beta2"):
+            _require(f"optim.{name}", getattr(self.optim, name), 0, 1, "give 0 or more and less than 1")
+        for name in ("lr", "min_lr", "warmup", "weight_decay", "clip"):
+            _require(f"optim.{name}", getattr(self.optim, name), 0, math.inf, "give 0 or more, and finite")
         if self.batch_size % self.grad_accum:
             raise InputError(f"recipe: batch_size {self.batch_size} does not divide into grad_accum {self.grad_accum} parts")
-        for name in ("dropout", "attn_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"recipe: {name} is {getattr(self, name)}; give 0 or more and less than 1")
         if not 0 < self.data.held_out < 1:
             raise InputError(f"recipe: data.held_out is {self.data.held_out}; give a fraction between 0 and 1")
         if self.data.tokenizer not in ("bpe", "chars"):
             raise InputError(f"recipe: data.tokenizer is {self.data.tokenizer!r}; give 'bpe' or 'chars'")
-        if self.optim.lr < self.optim.min_lr or self.optim.min_lr < 0:
+        if self.optim.lr < self.optim.min_lr:
             raise InputError(
-                f"recipe: optim.lr {self.optim.lr} must be at least optim.min_lr {self.optim.min_lr}, and that 0 or more"
+                f"recipe: optim.lr {self.optim.lr} is below optim.min_lr {self.optim.min_lr}, the rate it decays to; set both"
             )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
+def _require(name: str, value: float, least: float, below: float, remedy: str) -> None:
+    if not least <= value < below:  # NaN is neither
+        raise InputError(f"recipe: {name} is {value}; {remedy}")
+
+
 def names() -> list[str]:
+    """Recipes that come with the package."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
@@ -136,27 +148,47 @@ def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     for override in overrides:
         _apply(raw, override)
-    return _build(Recipe, {"name": path.stem, **raw}, str(path))
+    return build(Recipe, {"name": path.stem, **raw}, str(path))
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise InputError(f"--set {override}: write key=value, as in optim.lr=3e-4")
-    try:
-        value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string: --set data.path=hamlet.txt
     *tables, last = key.strip().split(".")
+    kind: Any = Recipe
     for table in tables:
         raw = raw.setdefault(table, {})
         if not isinstance(raw, dict):
             raise InputError(f"--set {override}: {table} is a value, not a table of keys")
-    raw[last] = value
+        kind = get_type_hints(kind).get(table) if is_dataclass(kind) else None
+    wanted = get_type_hints(kind).get(last) if is_dataclass(kind) else None
+    raw[last] = _value(text.strip(), wanted)
 
 
-def _build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> Any:
-    """A frozen dataclass from a TOML table: every key known, every value of the declared type."""
+def _value(text: str, wanted: type | None) -> Any:
+    """A value as TOML writes it, and as a shell's user does: text without quotes, 1984 where text is wanted, .5 for 0.5."""
+    try:
+        table = tomllib.loads(f"v = {text}")
+        value = table["v"] if len(table) == 1 else text
+    except tomllib.TOMLDecodeError:
+        value = text
+    if wanted is str and not isinstance(value, str):
+        return text
+    if wanted is float and isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> Any:
+    """A frozen dataclass from a TOML table: every key known, every value of the declared type.
+
+    Raises:
+        InputError: which key, in ``where``, and the nearest known one, or the type it must have.
+    """
     kinds = get_type_hints(kind)
     values = {}
     for key, value in raw.items():
@@ -172,7 +204,7 @@ def _build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> 
         if is_dataclass(wanted):
             if not isinstance(value, Mapping):
                 raise InputError(f"{where}: {prefix + key} is a table of keys, found {value!r}")
-            values[key] = _build(wanted, value, where, f"{key}.")
+            values[key] = build(wanted, value, where, f"{key}.")
             continue
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)

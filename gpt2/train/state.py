@@ -1,31 +1,43 @@
-"""Checkpoints of a run: written aside, synced, listed in a manifest with sha256, renamed. Safetensors and JSON only.
+"""A run's folder: whose it is, and checkpoints that appear whole or not at all. Safetensors and JSON only.
 
-A run's folder holds ``recipe.json``, ``metrics.jsonl``, ``step-N/`` (the newest two, each with all it takes to go on) and
-``best/`` (the model of the lowest validation loss). Each of the last two is a directory that ``gpt2.load`` and transformers open.
+It holds ``recipe.json``, ``metrics.jsonl``, ``step-N/`` (the newest two, each with all it takes to go on) and ``best/`` (the
+model of the lowest validation loss). Each of the last two is a directory that ``gpt2.load`` and transformers open. It is written
+aside, synced, listed in a manifest with sha256, and renamed; a run goes on from the newest whose every file still has its hash.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import re
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 
-from ..checkpoint.load import load
 from ..checkpoint.save import save as save_model
 from ..checkpoint.save import sha256, write_file, write_json
 from ..data import Tokenizer
 from ..errors import InputError
 from ..model import GPT2
+from . import recipe as recipes
+from .recipe import Recipe
 
 KEEP = 2
-MANIFEST = "manifest.json"
+RECIPE, METRICS, BEST, MANIFEST = "recipe.json", "metrics.jsonl", "best", "manifest.json"
+STEP = re.compile(r"step-(\d+)")
+ASIDE = re.compile(r"\.(step-\d+|best)\.(partial|old)")
+NEEDED = ("config.json", "model.safetensors", "optimizer.safetensors", "progress.json")  # without these nothing goes on
+TEXT = "text_sha256"  # in recipe.json, beside the recipe's own keys and `init`
+SAYS_NOTHING = ("name", "description", "expect")  # keys of a recipe that do not touch what it computes
 
 
 @dataclass(frozen=True)
@@ -38,8 +50,105 @@ class Progress:
     evals_since_best: int = 0
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A full disk or a folder that may not be written is the user's to mend, so it is told in one line."""
+    try:
+        yield
+    except (OSError, InputError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        reason = cause.strerror or cause
+        raise InputError(
+            f"{folder}: cannot write there ({reason}); make room or choose another --out; earlier checkpoints are intact"
+        ) from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make ``folder`` and keep every other process from training in it; the kernel gives the lock back, however this one ends."""
+    made = not folder.exists()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks; a run in use is told apart below
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"{folder}: another process is training there; wait for it or choose another --out") from None
+        yield
+    finally:
+        os.close(handle)
+        if made:
+            with contextlib.suppress(OSError):  # it goes only if the start failed and left it empty
+                folder.rmdir()
+
+
+def holds(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> bool:
+    """Whether ``folder`` holds this very run, to go on with; False where one begins, anew if ``fresh``.
+
+    Raises:
+        InputError: it holds another run and ``fresh`` is not given, or files under our names that no run of ours wrote.
+    """
+    try:
+        raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
+        ours = isinstance(raw, dict) and "init" in raw and "steps" in raw
+    except FileNotFoundError:
+        taken = [p.name for p in (*checkpoints(folder), folder / BEST, folder / METRICS) if p.exists()]
+        if taken:
+            raise InputError(f"{folder}: holds {taken[0]} but no {RECIPE}, so no run of ours; choose another --out") from None
+        return False
+    except (OSError, ValueError):
+        ours = False
+    if not ours:
+        raise InputError(f"{folder}/{RECIPE}: not the recipe of a run of ours; choose another --out")
+    if fresh:
+        if init is not None and Path(init).exists() and Path(init).resolve().is_relative_to(folder.resolve()):
+            raise InputError(f"{init}: lies in {folder}, which --fresh would clear; choose another --out")
+        return False
+    there, here = _comparable(raw, f"{folder}/{RECIPE}"), _comparable({"init": init, **asdict(recipe)}, "recipe")
+    differ = [f"{key} {there.get(key)!r} there, {here.get(key)!r} here" for key in here if there.get(key) != here[key]]
+    if differ:
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise InputError(
+            f"{folder}: holds a run of another recipe ({'; '.join(differ[:3])}{more}); "
+            "choose another --out, or start anew with --fresh"
+        )
+    return True
+
+
+def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool) -> None:
+    """Make ``folder`` this run's, and clear what a killed process left of it (all of it if ``fresh``).
+
+    ``text`` is the sha256 of the tokens: a run goes on with the text it began with, whatever the file is called.
+    """
+    path = folder / RECIPE
+    with writing(folder):
+        if fresh:
+            for old in (*checkpoints(folder), folder / BEST):
+                shutil.rmtree(old, ignore_errors=True)
+            for name in (METRICS, RECIPE):
+                (folder / name).unlink(missing_ok=True)
+        for aside in [p for p in folder.iterdir() if ASIDE.fullmatch(p.name)]:
+            whole = folder / aside.name[1:].rpartition(".")[0]
+            if aside.suffix == ".old" and not whole.exists():  # killed between the two renames
+                os.rename(aside, whole)
+            else:
+                shutil.rmtree(aside)
+        if path.is_file():
+            if json.loads(path.read_text(encoding="utf-8")).get(TEXT, text) != text:
+                raise InputError(
+                    f"{folder}: the text is not the one this run began with; "
+                    "bring that back, choose another --out, or start anew with --fresh"
+                )
+            return
+        write_json(path, {"init": init, TEXT: text, **asdict(recipe)})
+
+
 def save(folder: Path, model: GPT2, tokenizer: Tokenizer, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
-    """Write ``folder/step-N``, then drop all but the newest :data:`KEEP`."""
+    """Write ``folder/step-N``, then drop all but the newest :data:`KEEP` up to it."""
     target = folder / f"step-{progress.step}"
     tensors = {
         f"{index}.{name}": value.detach().cpu().contiguous()
@@ -47,21 +156,23 @@ def save(folder: Path, model: GPT2, tokenizer: Tokenizer, optimizer: torch.optim
         for name, value in entry.items()
     }
     files = {"optimizer.safetensors": serialize(tensors), "progress.json": json.dumps(asdict(progress)).encode()}
-    _write_whole(target, model, tokenizer, files)
-    for old in checkpoints(folder)[KEEP:]:
-        shutil.rmtree(old)
+    with writing(folder):
+        _write_whole(target, model, tokenizer, files)
+        # A later one, damaged and passed over, does not count: it would push out the ones that are whole.
+        for old in [path for path in checkpoints(folder) if _step(path) <= progress.step][KEEP:]:
+            shutil.rmtree(old)
     return target
 
 
 def save_best(folder: Path, model: GPT2, tokenizer: Tokenizer, progress: Progress) -> None:
     """Write ``folder/best``: the model alone, and the step it comes from."""
-    _write_whole(folder / "best", model, tokenizer, {"progress.json": json.dumps(asdict(progress)).encode()})
+    with writing(folder):
+        _write_whole(folder / BEST, model, tokenizer, {"progress.json": json.dumps(asdict(progress)).encode()})
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """``step-N`` directories, the newest first."""
-    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    return sorted((path for path in folder.glob("step-*") if STEP.fullmatch(path.name)), key=_step, reverse=True)
 
 
 def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
@@ -75,33 +186,47 @@ def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def restore(path: Path, optimizer: torch.optim.Optimizer, model: GPT2) -> Progress:
-    """Fill ``model`` and ``optimizer`` from a checkpoint that :func:`newest_intact` found; return where the run stood."""
-    stored = load(str(path))
-    if stored.config.without_dropout() != model.config.without_dropout():
-        raise InputError(f"{path}: another model's checkpoint; choose another --out, or start anew with --fresh")
-    model.load_state_dict(stored.state_dict())
+def restore(path: Path, optimizer: torch.optim.Optimizer) -> Progress:
+    """Fill ``optimizer`` from a checkpoint that :func:`newest_intact` found; return where the run stood."""
     state: dict[int, dict[str, torch.Tensor]] = {}
     try:
         for key, tensor in load_file(path / "optimizer.safetensors").items():
             index, name = key.split(".", 1)
             state.setdefault(int(index), {})[name] = tensor
-    except (SafetensorError, ValueError) as error:
-        raise InputError(f"{path}/optimizer.safetensors: cannot be read ({error}); start anew with --fresh") from None
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return Progress(**json.loads((path / "progress.json").read_text()))
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        return Progress(**json.loads((path / "progress.json").read_text()))
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
+        raise InputError(f"{path}: cannot be gone on with ({error}); start anew with --fresh") from None
+
+
+def _comparable(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A run's ``init`` and recipe as one flat table; keys that an older file lacks have their defaults."""
+    known = {key: value for key, value in raw.items() if key not in ("init", TEXT, *SAYS_NOTHING)}
+    table = {"init": raw["init"]}
+    for key, value in asdict(recipes.build(known, where)).items():
+        table |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
+    return table
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _write_whole(target: Path, model: GPT2, tokenizer: Tokenizer, files: dict[str, bytes]) -> None:
-    """A directory that appears complete or not at all."""
+    """A directory that appears complete or not at all; where it cannot be, the disk is as it was."""
     aside = target.with_name(f".{target.name}.partial")
     old = target.with_name(f".{target.name}.old")
     for leftover in (aside, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    save_model(model, tokenizer, aside)
-    for name, content in files.items():
-        write_file(aside / name, content)
-    write_json(aside / MANIFEST, {path.name: sha256(path) for path in sorted(aside.iterdir())})
+    try:
+        save_model(model, tokenizer, aside)
+        for name, content in files.items():
+            write_file(aside / name, content)
+        write_json(aside / MANIFEST, {path.name: sha256(path) for path in sorted(aside.iterdir())})
+        _sync_directory(aside)
+    except (OSError, InputError):
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     if target.exists():
         os.rename(target, old)
     os.rename(aside, target)
@@ -121,11 +246,14 @@ def _fault(path: Path) -> str | None:
     """What is wrong with a checkpoint directory, or None."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
+        for name in NEEDED:
+            if name not in manifest:
+                return f"{MANIFEST} does not list {name}"
         for name, declared in manifest.items():
             if sha256(path / name) != declared:
                 return f"{name} does not have the sha256 that {MANIFEST} states"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         return f"unreadable ({error})"
     return None
