@@ -315,7 +315,7 @@ def _train(model: nn.Module, batch: Tensor) -> tuple[dict[str, Tensor], ...]:
             break
         loss.mean().backward()
         if step == 0:
-            gradients = {name: p.grad.detach().clone() for name, p in parameters.items()}
+            gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     start = {"loss": losses.pop("loss")}
