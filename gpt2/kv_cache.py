@@ -11,7 +11,8 @@ from .config import GPT2Config
 class KVCache:
     """Room for ``capacity`` tokens in every layer; ``length`` of them are filled.
 
-    A forward pass calls :meth:`append` once per layer, all at the same offset, and :meth:`advance` once at its end.
+    A forward pass calls :meth:`append` once per layer, all at the same offset, and :meth:`advance` once at its end. The
+    buffers are written in place, so no gradient flows through them: autograd refuses a backward pass.
     """
 
     def __init__(
@@ -23,7 +24,7 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.capacity = capacity or config.n_positions
+        self.capacity = config.n_positions if capacity is None else capacity
         self.length = 0
         shape = (config.n_layer, batch, config.n_head, self.capacity, config.head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
@@ -31,6 +32,8 @@ class KVCache:
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store ``k`` and ``v`` (B, H, T, head) behind what is there; return all of it, (B, H, length + T, head)."""
+        if k.size(0) != self.keys.size(1):  # a single row would be copied into all of them
+            raise ValueError(f"the cache was made for a batch of {self.keys.size(1)}; {k.size(0)} rows were given to it")
         end = self.length + k.size(-2)
         if end > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens; {end} were asked of it")

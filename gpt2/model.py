@@ -57,13 +57,14 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
         mask = causal_mask(q.size(-2), k.size(-2), q.device)
     scores = q @ k.transpose(-1, -2) * scale  # (B, H, T, S)
     weights = F.softmax(scores.masked_fill(~mask, -math.inf), dim=-1)
-    return F.dropout(weights, dropout) @ v  # (B, H, T, K)
+    return F.dropout(weights, dropout) @ v  # (B, H, T, K); the caller passes 0 outside training
 
 
 def eager_attention_upcast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
     """``reorder_and_upcast_attn``: scale first, then scores and softmax in at least float32 (Mistral GPT-2, stanford-crfm)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return eager_attention(q.to(dtype) * scale, k.to(dtype), v.to(dtype), mask, 1.0, dropout).to(v.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        return eager_attention(q.to(dtype) * scale, k.to(dtype), v.to(dtype), mask, 1.0, dropout).to(v.dtype)
 
 
 def causal_mask(queries: int, keys: int, device: torch.device | str | None = None) -> Tensor:
@@ -189,7 +190,7 @@ class GPT2(nn.Module):
         means nothing. With ``cache``, ``ids`` continue the cached tokens, and are added to them.
 
         Raises:
-            ValueError: more tokens than ``n_positions``.
+            ValueError: more tokens than ``n_positions``, or an ``attention_mask`` of another shape than (B, S).
         """
         past = 0 if cache is None else cache.length
         tokens, seen = ids.size(1), past + ids.size(1)
@@ -199,11 +200,14 @@ class GPT2(nn.Module):
             positions = torch.arange(past, seen, device=ids.device)  # (T,)
             mask = None if past == 0 or tokens == 1 else causal_mask(tokens, seen, ids.device)
         else:
+            if attention_mask.shape != (ids.size(0), seen):
+                given = tuple(attention_mask.shape)
+                raise ValueError(f"attention_mask is {given}; it must cover cached and new tokens, {(ids.size(0), seen)}")
             real = attention_mask.bool()  # (B, S)
             positions = (real.cumsum(-1) - 1).clamp(min=0)[:, past:]  # (B, T)
-            mask = causal_mask(tokens, seen, ids.device) & real[:, None, None, :]  # (B, 1, T, S)
-            # Padding looks at itself, or its softmax would divide zero by zero and poison every later layer.
-            mask = mask | torch.eye(seen, dtype=torch.bool, device=ids.device)[past:]
+            causal = causal_mask(tokens, seen, ids.device)
+            # Padding looks at itself (the diagonal), or its softmax would divide zero by zero and poison every later layer.
+            mask = causal & real[:, None, None, :] | causal.triu(past)  # (B, 1, T, S)
         x = self.drop(self.wte(ids) + self.wpe(positions))  # (B, T, D)
         for block in self.h:
             x = block(x, mask, cache)

@@ -10,27 +10,37 @@ from torch import Tensor
 from .errors import InputError
 
 
-def restrict(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Tensor:
-    """Logits (..., V), sharpened or flattened by ``temperature`` and set to -inf outside the candidates.
-
-    ``top_k`` keeps the k most likely ids (Fan et al. 2018) and whatever ties with the last of them. ``top_p`` keeps the
-    smallest set whose probability reaches p (Holtzman et al. 2020), always at least one. Both may be given: k first.
-
-    Raises:
-        InputError: temperature not above 0, k below 1, or p outside (0, 1].
-    """
-    if not 0 < temperature < math.inf:
+def check_settings(temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> None:
+    """Refuse, before any work is done, a temperature below 0, a k below 1 and a p outside (0, 1], with an :class:`InputError`."""
+    if not 0 <= temperature < math.inf:
         raise InputError(f"temperature is {temperature}; give a number above 0, or 0 for greedy")
     if top_k is not None and top_k < 1:
         raise InputError(f"top_k is {top_k}; give 1 or more, or leave it out")
     if top_p is not None and not 0 < top_p <= 1:
         raise InputError(f"top_p is {top_p}; give a number above 0 and at most 1")
-    logits = logits.float() / temperature
+
+
+def restrict(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    """Logits (..., V), sharpened or flattened by ``temperature``, shifted to a maximum of 0, and -inf outside the candidates.
+
+    ``top_k`` keeps the k most likely ids (Fan et al. 2018) and whatever ties with the last of them. ``top_p`` keeps the
+    smallest set whose probability reaches p (Holtzman et al. 2020), always at least one, lower ids before higher ones of the
+    same probability. Both may be given: k first, then p of what is left.
+
+    Raises:
+        InputError: temperature not above 0, k below 1, or p outside (0, 1].
+    """
+    check_settings(temperature, top_k, top_p)
+    if temperature == 0:
+        raise InputError("temperature is 0, which leaves no distribution; give a number above 0, or choose greedily by next_ids")
+    logits = logits.float()
+    # The shift and the floor keep the quotient from overflowing to inf, whose softmax is nan, however cold it gets.
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
     if top_k is not None and top_k < logits.size(-1):
         least = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
     if top_p is not None and top_p < 1:
-        ordered, order = logits.sort(dim=-1, descending=True)
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         probabilities = ordered.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities  # probability of everything likelier
         outside = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
@@ -46,6 +56,7 @@ def next_ids(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Choose one id per row of (B, V) logits: (B,), int64. Temperature 0 is greedy, the lowest id among equals."""
+    check_settings(temperature, top_k, top_p)
     if temperature == 0:
         return logits.argmax(-1)
     probabilities = restrict(logits, temperature, top_k, top_p).softmax(-1)

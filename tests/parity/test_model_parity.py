@@ -1,0 +1,357 @@
+"""Our GPT-2 against transformers' own, in float64, where nothing but a bug is larger than 1e-10.
+
+Tiny random configs, weights carried in both directions. Where transformers 5.23 itself departs from GPT-2 is said at the test
+concerned; `tests/test_model.py` holds ours to the papers' formulas, so the two files together decide who is right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt2.config import ACTIVATIONS, GPT2Config
+from gpt2.generate import generate
+from gpt2.model import GPT2, Conv1D, eager_attention, sdpa_attention
+
+TINY = GPT2Config(vocab_size=37, n_positions=9, n_embd=20, n_layer=3, n_head=5, n_inner=33, bos_token_id=None, eos_token_id=None)
+PATHS = {"sdpa": sdpa_attention, "eager": eager_attention}
+
+
+@pytest.fixture(scope="module")
+def hf() -> Iterator[ModuleType]:
+    """transformers, imported with the Hub switched off: its environment is read once, at import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        yield transformers
+
+
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    """Every parameter counts: gains are not 1, biases not 0, scores far from uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.0, 0.4, generator=generator)
+
+
+def empty_pair(hf: ModuleType, config: GPT2Config, attention: str = "sdpa") -> tuple[GPT2, Any]:
+    """Both models over one config, in float64, without weights worth the name."""
+    raw = {k: v for k, v in config.to_hf().items() if k not in ("architectures", "model_type", "dtype", "n_ctx")}
+    theirs = hf.GPT2LMHeadModel(hf.GPT2Config(**raw, attn_implementation=attention)).double().eval()
+    ours = GPT2(config, initialise=False).double().eval()
+    return ours, theirs
+
+
+def take_theirs(ours: GPT2, theirs: nn.Module) -> None:
+    state = theirs.state_dict()
+    assert state.pop("lm_head.weight").data_ptr() == state["transformer.wte.weight"].data_ptr()
+    ours.load_state_dict({name.removeprefix("transformer."): tensor for name, tensor in state.items()})
+
+
+def give_ours(ours: GPT2, theirs: nn.Module) -> None:
+    missing, unexpected = theirs.load_state_dict({f"transformer.{k}": v for k, v in ours.state_dict().items()}, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+
+
+def pair(hf: ModuleType, config: GPT2Config, attention: str = "sdpa", direction: str = "theirs to ours") -> tuple[GPT2, Any]:
+    ours, theirs = empty_pair(hf, config, attention)
+    if direction == "theirs to ours":
+        randomise(theirs)
+        take_theirs(ours, theirs)
+    else:
+        randomise(ours)
+        give_ours(ours, theirs)
+    return ours, theirs
+
+
+def some_ids(config: GPT2Config, batch: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    """Within 1e-10 of the largest value, everywhere."""
+    assert found.dtype == expected.dtype == torch.float64
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
+
+
+@torch.no_grad()
+def assert_same_models(ours: GPT2, theirs: Any) -> None:
+    """Logits at every position and id, the stream after every block, and a text of every length."""
+    config, blocks = ours.config, []
+    ids = some_ids(config, 2, config.n_positions)
+    hooks = [block.register_forward_hook(lambda module, args, output: blocks.append(output)) for block in ours.h]
+    answer = theirs(ids, output_hidden_states=True)
+    found, hidden = ours(ids), ours.hidden(ids)
+    for hook in hooks:
+        hook.remove()
+    *streams, last = answer.hidden_states
+    assert len(streams) == config.n_layer
+    for block, stream in zip(blocks[: config.n_layer - 1], streams[1:], strict=True):
+        assert_same(block, stream)
+    assert_same(hidden, last)  # transformers puts ln_f's output in the last block's place
+    assert_same(found, answer.logits)
+    for length in range(1, config.n_positions):
+        assert_same(ours(ids[:1, :length]), theirs(ids[:1, :length]).logits)
+
+
+@pytest.mark.parametrize("direction", ["theirs to ours", "ours to theirs"])
+@pytest.mark.parametrize("attention", PATHS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        *({"activation_function": name} for name in ACTIVATIONS),
+        *({"scale_attn_weights": a, "scale_attn_by_inverse_layer_idx": b} for a in (True, False) for b in (True, False)),
+        {"n_inner": None},
+        {"n_inner": 7},
+        {"n_layer": 1},
+        {"n_head": 1},
+        {"n_embd": 21, "n_head": 7},
+        {"n_embd": 17, "n_head": 17},
+        {"vocab_size": 1},
+        {"vocab_size": 1009},
+        {"n_positions": 1},
+        {"layer_norm_epsilon": 1e-3},
+    ],
+    ids=lambda changes: ",".join(f"{key}={value}" for key, value in changes.items()) or "plain",
+)
+def test_logits_and_streams(hf: ModuleType, changes: dict, attention: str, direction: str) -> None:
+    """Any difference in what is computed. transformers ignored both scale flags on its sdpa path until early 2026; 5.23 obeys."""
+    config = replace(TINY, **changes)
+    ours, theirs = pair(hf, config, attention, direction)
+    assert_same_models(ours.use_attention(PATHS[attention]), theirs)
+
+
+def test_upcast_attention(hf: ModuleType) -> None:
+    """`reorder_and_upcast_attn` changes rounding, never the function.
+
+    transformers 5.23 has it on its eager path only, where it computes in float32 whatever comes in and so refuses float64
+    outright; its sdpa path ignores the flag, which in float64 is right. Both are compared where they are.
+    """
+    config = replace(TINY, reorder_and_upcast_attn=True, scale_attn_by_inverse_layer_idx=True)
+    ours, theirs = pair(hf, config)
+    assert_same_models(ours, theirs)
+    ids = some_ids(config, 2, 9)
+    _, eager = empty_pair(hf, config, "eager")
+    give_ours(ours, eager)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match=r"does not have dtype torch\.float32"):
+            eager(ids)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            randomise(ours.double())
+            ours.to(dtype)
+            give_ours(ours, eager.to(dtype))
+            found, expected = ours(ids).double(), eager(ids).logits.double()
+            exact = ours.double()(ids)  # of the rounded weights: what is left is the rounding of the arithmetic
+            our_error, their_error = (found - exact).abs().max(), (expected - exact).abs().max()
+            assert 0 < our_error <= 1.5 * their_error, dtype
+
+
+@pytest.mark.parametrize("attention", PATHS)
+def test_left_padding(hf: ModuleType, attention: str) -> None:
+    """Padding that is looked at, or shifts positions. transformers' forward leaves positions to its caller (its own `generate`
+    counts real tokens, as ours does always); given those, both agree wherever there is a token.
+    """
+    ours, theirs = pair(hf, TINY, attention)
+    ours.use_attention(PATHS[attention])
+    ids = some_ids(TINY, 4, 9)
+    mask = torch.tensor([[0] * n + [1] * (9 - n) for n in (0, 1, 5, 8)])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        expected = theirs(ids, attention_mask=mask, position_ids=positions).logits
+        assert_same(ours(ids, attention_mask=mask)[mask.bool()], expected[mask.bool()])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("attention", PATHS)
+def test_cache_in_any_split(hf: ModuleType, attention: str, padded: bool) -> None:
+    """A cached pass that differs from transformers' cached pass, or from its single one, in any division of the text."""
+    ours, theirs = pair(hf, TINY, attention)
+    ours.use_attention(PATHS[attention])
+    generator = torch.Generator().manual_seed(3)
+    ids = some_ids(TINY, 3, 9)
+    mask = torch.tensor([[0] * n + [1] * (9 - n) for n in ((0, 2, 6) if padded else (0, 0, 0))])
+    positions, real = (mask.cumsum(-1) - 1).clamp(min=0), mask.bool()
+    with torch.no_grad():
+        whole = theirs(ids, attention_mask=mask, position_ids=positions).logits
+        for _ in range(8):
+            cache, past, done = ours.new_cache(3), None, 0
+            while done < 9:
+                end = done + int(torch.randint(1, 10 - done, (), generator=generator))
+                now = slice(done, end)
+                found = ours(ids[:, now], attention_mask=mask[:, :end] if padded else None, cache=cache)
+                answer = theirs(
+                    ids[:, now],
+                    attention_mask=mask[:, :end],
+                    position_ids=positions[:, now],
+                    past_key_values=past,
+                    use_cache=True,
+                )
+                past, done = answer.past_key_values, end
+                assert_same(found[real[:, now]], whole[:, now][real[:, now]])
+                assert_same(found[real[:, now]], answer.logits[real[:, now]])
+            for layer in range(TINY.n_layer):
+                keys, values = cache.keys[layer].transpose(1, 2), cache.values[layer].transpose(1, 2)
+                assert_same(keys[real], past.layers[layer].keys.transpose(1, 2)[real])
+                assert_same(values[real], past.layers[layer].values.transpose(1, 2)[real])
+
+
+@pytest.mark.parametrize("attention", PATHS)
+@pytest.mark.parametrize(
+    "changes",
+    [*({"activation_function": name} for name in ACTIVATIONS), {"scale_attn_by_inverse_layer_idx": True}, {"n_layer": 1}],
+    ids=lambda changes: next(iter(changes.values())),
+)
+def test_loss_and_gradients(hf: ModuleType, changes: dict, attention: str) -> None:
+    """Right forwards, wrong backwards: the loss, and the gradient of every parameter, the tied embedding's from both ends."""
+    config = replace(TINY, **changes)
+    ours, theirs = pair(hf, config, attention)
+    ids = some_ids(config, 3, 9)
+    loss = F.cross_entropy(ours.use_attention(PATHS[attention])(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    logits = theirs(ids).logits[:, :-1]  # transformers' own loss is computed in float32 whatever the model's dtype
+    expected = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    expected.backward()
+    assert_same(loss.detach(), expected.detach())
+    gradients = {name.removeprefix("transformer."): p.grad for name, p in theirs.named_parameters()}
+    assert gradients.keys() == dict(ours.named_parameters()).keys()
+    for name, parameter in ours.named_parameters():
+        assert_same(parameter.grad, gradients[name])
+
+
+def their_greedy(hf: ModuleType, theirs: Any, ids: Tensor, mask: Tensor, new: int, use_cache: bool) -> Tensor:
+    settings = hf.GenerationConfig(do_sample=False, max_new_tokens=new, pad_token_id=0, eos_token_id=None, use_cache=use_cache)
+    return theirs.generate(ids, attention_mask=mask, generation_config=settings)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("padded", [False, True])
+def test_greedy_text(hf: ModuleType, padded: bool, use_cache: bool) -> None:
+    """The ids that people see: a batch, padded and not, cached and not on either side, up to the last position."""
+    config = replace(TINY, n_positions=40, n_embd=40)
+    ours, theirs = pair(hf, config)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name.endswith("bias"):
+                parameter.mul_(0.1)  # a strong final bias would repeat one id for ever
+    give_ours(ours, theirs)
+    ids = some_ids(config, 4, 6)
+    mask = torch.tensor([[0] * n + [1] * (6 - n) for n in ((0, 1, 3, 5) if padded else (0, 0, 0, 0))])
+    expected = their_greedy(hf, theirs, ids, mask, 34, use_cache)
+    assert all(len(set(row[6:].tolist())) > 5 for row in expected)
+    for cached in (True, False):
+        found = generate(ours, ids, 34, temperature=0, attention_mask=mask if padded else None, use_cache=cached)
+        assert found.tolist() == expected.tolist()
+
+
+def test_initialisation_has_the_same_spread(hf: ModuleType) -> None:
+    """A recipe that reproduces transformers' training from scratch must start from the same distribution."""
+    config = replace(TINY, vocab_size=300, n_positions=50, n_embd=60, n_inner=None, n_layer=4)
+    torch.manual_seed(0)
+    ours = dict(GPT2(config).named_parameters())
+    theirs = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=300, n_positions=50, n_embd=60, n_layer=4, n_head=5))
+    for name, parameter in theirs.named_parameters():
+        mine, yours = ours[name.removeprefix("transformer.")].detach().double(), parameter.detach().double()
+        if bool((yours == yours.flatten()[0]).all()):
+            assert torch.equal(mine, yours), name
+        else:
+            assert float(mine.std() / yours.std()) == pytest.approx(1, abs=6 / math.sqrt(yours.numel())), name
+
+
+# Controls: each plants one classical mistake in our model, and the comparison above must refuse it.
+
+
+def _no_final_norm(ours: GPT2) -> None:
+    ours.ln_f = nn.Identity()
+
+
+def _scale_by_width(ours: GPT2) -> None:
+    for block in ours.h:
+        block.attn.scale = 1 / math.sqrt(ours.config.n_embd)
+
+
+def _swap_queries_and_keys(ours: GPT2) -> None:
+    d = ours.config.n_embd
+    for tensor in (ours.h[0].attn.c_attn.weight, ours.h[0].attn.c_attn.bias):
+        q, k, v = tensor.detach().split(d, -1)
+        tensor.data = torch.cat((k, q, v), -1)
+
+
+def _positions_from_one(ours: GPT2) -> None:
+    ours.wpe.weight.data = ours.wpe.weight.detach().roll(-1, 0)
+
+
+def _transposed_projection(ours: GPT2) -> None:
+    """The square matrix that no shape check can catch."""
+    ours.h[1].attn.c_proj.weight.data = ours.h[1].attn.c_proj.weight.detach().t().contiguous()
+
+
+def _exact_gelu(ours: GPT2) -> None:
+    for block in ours.h:
+        block.mlp.activation = F.gelu
+
+
+def _other_epsilon(ours: GPT2) -> None:
+    ours.h[2].ln_1.eps = 1e-6
+
+
+def _no_mask(ours: GPT2) -> None:
+    ours.use_attention(lambda q, k, v, mask, scale, dropout: F.scaled_dot_product_attention(q, k, v, scale=scale))
+
+
+def _untied_head(ours: GPT2) -> None:
+    weight = ours.wte.weight.detach() * (1 + 1e-8)
+    ours.head = lambda hidden: hidden @ weight.T
+
+
+def _one_bias_lost(ours: GPT2) -> None:
+    ours.h[2].mlp.c_proj.bias.data = ours.h[2].mlp.c_proj.bias.detach() * 0
+
+
+def _post_norm(ours: GPT2) -> None:
+    block = ours.h[0]
+    block.forward = lambda x, mask=None, cache=None: block.ln_2((y := block.ln_1(x + block.attn(x, mask, cache))) + block.mlp(y))
+
+
+def _float32_weight(ours: GPT2) -> None:
+    """A round trip of one vector through float32: the smallest thing that should show."""
+    ours.h[0].ln_1.weight.data = ours.h[0].ln_1.weight.detach().float().double()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _no_final_norm,
+        _scale_by_width,
+        _swap_queries_and_keys,
+        _positions_from_one,
+        _transposed_projection,
+        _exact_gelu,
+        _other_epsilon,
+        _no_mask,
+        _untied_head,
+        _one_bias_lost,
+        _post_norm,
+        _float32_weight,
+    ],
+)
+def test_a_broken_model_is_refused(hf: ModuleType, spoil: Callable[[GPT2], None]) -> None:
+    """A comparison that a broken model passes."""
+    ours, theirs = pair(hf, TINY)
+    assert isinstance(ours.h[0].mlp.c_fc, Conv1D)
+    assert_same_models(ours, theirs)
+    spoil(ours)
+    with pytest.raises(AssertionError):
+        assert_same_models(ours, theirs)

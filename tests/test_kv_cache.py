@@ -1,0 +1,148 @@
+"""The cache by itself, and under the model: whatever the split into passes, the numbers are those of one pass."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt2.config import GPT2Config
+from gpt2.kv_cache import KVCache
+from gpt2.model import GPT2, AttentionFunction, eager_attention, eager_attention_upcast, sdpa_attention
+
+CONFIG = GPT2Config(vocab_size=29, n_positions=11, n_embd=12, n_layer=3, n_head=3, bos_token_id=None, eos_token_id=None)
+
+
+def noisy(seed: int = 0) -> GPT2:
+    generator = torch.Generator().manual_seed(seed)
+    model = GPT2(CONFIG, initialise=False).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.3, 0.4, generator=generator)
+    return model
+
+
+def splits(length: int, generator: torch.Generator) -> list[int]:
+    """Random sizes of at least one that sum to ``length``."""
+    sizes = []
+    while (left := length - sum(sizes)) > 0:
+        sizes.append(int(torch.randint(1, left + 1, (), generator=generator)))
+    return sizes
+
+
+def read_in_parts(model: GPT2, ids: Tensor, sizes: list[int], cache: KVCache, mask: Tensor | None = None) -> Tensor:
+    parts, done = [], 0
+    for size in sizes:
+        seen = None if mask is None else mask[:, : done + size]
+        parts.append(model(ids[:, done : done + size], attention_mask=seen, cache=cache))
+        done += size
+    return torch.cat(parts, dim=1)
+
+
+def poisoned(model: GPT2, batch: int, capacity: int | None = None) -> KVCache:
+    """A cache whose fresh memory is nan: whatever reads an entry before it is written shows."""
+    cache = model.new_cache(batch, capacity)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    return cache
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("attend", [sdpa_attention, eager_attention, eager_attention_upcast])
+@pytest.mark.parametrize("padded", [False, True])
+def test_any_split_computes_what_one_pass_does(attend: AttentionFunction, padded: bool) -> None:
+    """Positions that restart at 0, a chunk masked as if nothing preceded it, layers written at different offsets."""
+    model, generator = noisy().use_attention(attend), torch.Generator().manual_seed(1)
+    ids = torch.randint(CONFIG.vocab_size, (3, 11), generator=generator)
+    mask = torch.tensor([[0] * n + [1] * (11 - n) for n in (0, 4, 9)]) if padded else None
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask)
+        real = torch.ones(3, 11, dtype=torch.bool) if mask is None else mask.bool()
+        for sizes in ([11], [1] * 11, [10, 1], [1, 10], *(splits(11, generator) for _ in range(12))):
+            cache = poisoned(model, 3)
+            found = read_in_parts(model, ids, sizes, cache, mask)
+            assert cache.length == 11
+            assert_same(found[real], expected[real])
+
+
+def test_chunk_without_offset_would_show() -> None:
+    """The control of the test above: the same parts with the cache's length one too small are refused."""
+    model, ids = noisy(), torch.arange(6)[None]
+    with torch.no_grad():
+        cache = model.new_cache()
+        model(ids[:, :3], cache=cache)
+        cache.length -= 1
+        with pytest.raises(AssertionError):
+            assert_same(model(ids[:, 3:], cache=cache), model(ids)[:, 3:])
+
+
+def test_reset_forgets_and_keeps_the_memory() -> None:
+    """A second text that sees the first, or a cache allocated anew for every text."""
+    model = noisy()
+    first, second = torch.arange(7)[None], torch.arange(9, 14)[None]
+    with torch.no_grad():
+        cache = model.new_cache()
+        where = cache.keys.data_ptr()
+        model(first, cache=cache)
+        cache.reset()
+        assert cache.length == 0
+        assert_same(read_in_parts(model, second, [2, 3], cache), model(second))
+        assert cache.keys.data_ptr() == where
+
+
+def test_append_returns_all_that_was_stored() -> None:
+    """Entries behind the filled part, or another layer's, among what attention reads; `advance` moves all layers at once."""
+    cache = KVCache(CONFIG, 2, 5, dtype=torch.float64)
+    k, v = torch.randn(2, 3, 2, 4, dtype=torch.float64), torch.randn(2, 3, 2, 4, dtype=torch.float64)
+    for layer in range(3):
+        keys, values = cache.append(layer, k + layer, v - layer)
+        assert torch.equal(keys, k + layer)
+        assert torch.equal(values, v - layer)
+    cache.advance(2)
+    more = torch.randn(2, 3, 3, 4, dtype=torch.float64)
+    keys, values = cache.append(1, more, -more)
+    assert torch.equal(keys, torch.cat((k + 1, more), dim=2))
+    assert torch.equal(values, torch.cat((v - 1, -more), dim=2))
+    assert torch.equal(cache.keys[2, :, :, :2], k + 2)
+
+
+def test_overflow_is_refused_and_harmless() -> None:
+    """A slice assignment past the end says something about shapes; after the refusal the cache is as it was."""
+    model, ids = noisy(), torch.arange(5)[None]
+    with torch.no_grad():
+        cache = model.new_cache(capacity=4)
+        model(ids[:, :3], cache=cache)
+        with pytest.raises(ValueError, match="holds 4 tokens; 5 were asked"):
+            model(ids[:, 3:], cache=cache)
+        assert cache.length == 3
+        assert_same(model(ids[:, 3:4], cache=cache), model(ids[:, :4])[:, 3:])
+        full = model.new_cache(capacity=100)
+        model(torch.zeros(1, 11, dtype=torch.long), cache=full)
+        with pytest.raises(ValueError, match="12 tokens do not fit the model's 11 positions"):
+            model(ids[:, :1], cache=full)
+
+
+def test_another_batch_is_refused() -> None:
+    """One row given to a cache of three would be broadcast into all of them, and three rows of logits come out."""
+    model = noisy()
+    with torch.no_grad(), pytest.raises(ValueError, match="batch of 3; 1 rows"):
+        model(torch.zeros(1, 2, dtype=torch.long), cache=model.new_cache(3))
+
+
+def test_capacity_dtype_and_shape() -> None:
+    """A capacity of 0 taken for "not given"; a float32 cache under a bfloat16 model."""
+    assert KVCache(CONFIG, 1).capacity == CONFIG.n_positions
+    assert KVCache(CONFIG, 1, 0).keys.shape == (3, 1, 3, 0, 4)
+    cache = GPT2(CONFIG).to(torch.bfloat16).new_cache(2, 6)
+    assert cache.keys.shape == cache.values.shape == (3, 2, 3, 6, 4)
+    assert cache.keys.dtype == cache.values.dtype == torch.bfloat16
+
+
+def test_no_silent_gradient_through_the_cache() -> None:
+    """Training through a cache would miss what earlier passes contributed; autograd must refuse, not return a part."""
+    model = noisy()
+    cache = model.new_cache()
+    model(torch.arange(3)[None], cache=cache)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.arange(2)[None], cache=cache).sum().backward()

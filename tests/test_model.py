@@ -1,0 +1,462 @@
+"""The model against a slow oracle, written from the papers' formulas and nothing else, and the rest of what it promises."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt2 import model as module
+from gpt2.config import ACTIVATIONS, GPT2Config
+from gpt2.model import GPT2, Conv1D, causal_mask, eager_attention, eager_attention_upcast, sdpa_attention
+
+TINY = GPT2Config(vocab_size=23, n_positions=7, n_embd=15, n_layer=2, n_head=3, n_inner=19, bos_token_id=None, eos_token_id=None)
+
+# Each written out by hand, one number at a time. "gelu_new", "gelu_fast" and "gelu_pytorch_tanh" name one function.
+TANH_GELU = lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))  # noqa: E731
+FORMULAS = {
+    "gelu_new": TANH_GELU,
+    "gelu_fast": TANH_GELU,
+    "gelu_pytorch_tanh": TANH_GELU,
+    "gelu": lambda x: x * 0.5 * (1 + math.erf(x / math.sqrt(2))),
+    "quick_gelu": lambda x: x / (1 + math.exp(-1.702 * x)),
+    "relu": lambda x: max(x, 0.0),
+    "silu": lambda x: x / (1 + math.exp(-x)),
+    "swish": lambda x: x / (1 + math.exp(-x)),
+    "tanh": math.tanh,
+}
+
+
+def noisy(config: GPT2Config, seed: int = 0) -> GPT2:
+    """A float64 model in which every parameter matters: no bias is 0, no gain is 1, scores are far from uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    model = GPT2(config, initialise=False).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.0, 0.4, generator=generator)
+    return model
+
+
+def oracle(weights: dict[str, Tensor], config: GPT2Config, ids: list[int]) -> Tensor:
+    """Logits (T, V) of one text, a token, a head and a score at a time, in float64. Returns what the papers say, slowly."""
+    d, size = config.n_embd, config.n_embd // config.n_head
+    bend = FORMULAS[config.activation_function]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        mean = x.sum() / d
+        variance = ((x - mean) ** 2).sum() / d
+        return (x - mean) / (variance + config.layer_norm_epsilon) ** 0.5 * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def affine(x: Tensor, name: str) -> Tensor:
+        return (x[:, None] * weights[f"{name}.weight"]).sum(0) + weights[f"{name}.bias"]
+
+    stream = [weights["wte.weight"][token] + weights["wpe.weight"][t] for t, token in enumerate(ids)]
+    for layer in range(config.n_layer):
+        at = f"h.{layer}"
+        qkv = [affine(norm(x, f"{at}.ln_1"), f"{at}.attn.c_attn") for x in stream]
+        divisor = (math.sqrt(size) if config.scale_attn_weights else 1.0) * (
+            layer + 1 if config.scale_attn_by_inverse_layer_idx else 1
+        )
+        for t in range(len(ids)):
+            heads = []
+            for head in range(config.n_head):
+                part = slice(head * size, (head + 1) * size)
+                query = qkv[t][:d][part]
+                scores = [float((query * qkv[s][d : 2 * d][part]).sum()) / divisor for s in range(t + 1)]
+                weight = [math.exp(score - max(scores)) for score in scores]
+                heads.append(sum(w / sum(weight) * qkv[s][2 * d :][part] for s, w in enumerate(weight)))
+            stream[t] = stream[t] + affine(torch.cat(heads), f"{at}.attn.c_proj")
+        for t in range(len(ids)):
+            wide = affine(norm(stream[t], f"{at}.ln_2"), f"{at}.mlp.c_fc")
+            bent = torch.tensor([bend(float(value)) for value in wide], dtype=torch.float64)
+            stream[t] = stream[t] + affine(bent, f"{at}.mlp.c_proj")
+    final = [norm(x, "ln_f") for x in stream]
+    return torch.stack([(weights["wte.weight"] * x).sum(1) for x in final])
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    """Within 1e-10 of the largest value, everywhere: a bug is larger, float64's rounding smaller."""
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("attend", [sdpa_attention, eager_attention, eager_attention_upcast])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"activation_function": name} for name in ACTIVATIONS),
+        {"scale_attn_weights": False},
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True},
+        {"reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True},
+        {"n_inner": None},
+        {"n_inner": 1},
+        {"n_layer": 1},
+        {"n_layer": 3},
+        {"n_head": 1},
+        {"n_head": 15},
+        {"vocab_size": 1},
+        {"layer_norm_epsilon": 0.3},
+        {"n_embd": 1, "n_head": 1},
+    ],
+    ids=lambda changes: ",".join(f"{key}={value}" for key, value in changes.items()),
+)
+def test_logits_are_the_papers(changes: dict, attend: module.AttentionFunction) -> None:
+    """A switch read but not obeyed, or obeyed on one attention path only: every number is computed a second time by hand."""
+    config = replace(TINY, **changes)
+    model = noisy(config).use_attention(attend)
+    ids = torch.randint(config.vocab_size, (2, config.n_positions), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = model(ids)
+    expected = torch.stack([oracle(model.state_dict(), config, row.tolist()) for row in ids])
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_config_picks_the_attention(flag: bool) -> None:
+    """`reorder_and_upcast_attn` in the config, but plain attention in the blocks."""
+    model = GPT2(replace(TINY, reorder_and_upcast_attn=flag))
+    assert {block.attn.attend for block in model.h} == {eager_attention_upcast if flag else sdpa_attention}
+
+
+@pytest.mark.parametrize("length", range(1, TINY.n_positions + 1))
+def test_every_length_sees_only_its_past(length: int) -> None:
+    """A mask or a position off by one at the edges: any prefix computes what it computes inside the whole text."""
+    model = noisy(TINY)
+    ids = torch.arange(TINY.n_positions)[None] % TINY.vocab_size
+    with torch.no_grad():
+        assert_same(model(ids[:, :length]), model(ids)[:, :length])
+
+
+def test_too_long_a_text_is_refused() -> None:
+    """Indexing past the last learned position."""
+    with pytest.raises(ValueError, match="8 tokens do not fit the model's 7 positions"):
+        noisy(TINY)(torch.zeros(1, 8, dtype=torch.long))
+
+
+@pytest.mark.parametrize("attend", [sdpa_attention, eager_attention, eager_attention_upcast])
+def test_a_padded_row_computes_what_it_computes_alone(attend: module.AttentionFunction) -> None:
+    """Padding that is looked at, or that shifts the positions; and rows of nothing but padding that end in nan."""
+    model = noisy(TINY).use_attention(attend)
+    rows = [[5], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3], []]
+    ids = torch.tensor([[22] * (7 - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (7 - len(row)) + [1] * len(row) for row in rows])
+    with torch.no_grad():
+        for given in (mask, mask.bool(), mask.double()):
+            logits = model(ids, attention_mask=given)
+            assert logits.isfinite().all()
+            for row, found in zip(rows[:3], logits, strict=False):
+                assert_same(found[-len(row) :], oracle(model.state_dict(), TINY, row))
+
+
+def test_padding_on_the_right_changes_nothing_before_it() -> None:
+    """Batches for evaluation are padded on the right: those positions may hold anything."""
+    model = noisy(TINY)
+    ids, mask = torch.tensor([[4, 5, 6, 0, 0]]), torch.tensor([[1, 1, 1, 0, 0]])
+    with torch.no_grad():
+        assert_same(model(ids, attention_mask=mask)[:, :3], model(ids[:, :3]))
+
+
+def test_a_mask_of_the_wrong_shape_is_refused() -> None:
+    """A (B, 1) mask while decoding would broadcast to an empty result instead of failing."""
+    model = noisy(TINY)
+    cache = model.new_cache(2)
+    with torch.no_grad():
+        model(torch.zeros(2, 3, dtype=torch.long), cache=cache)
+        for shape in ((2, 1), (1, 4), (2, 3), (2, 5)):
+            with pytest.raises(ValueError, match="must cover cached and new tokens"):
+                model(torch.zeros(2, 1, dtype=torch.long), attention_mask=torch.ones(shape), cache=cache)
+
+
+def test_causal_mask_by_its_definition() -> None:
+    """A mask aligned to the top left where queries continue a cache (torch's own `is_causal` is)."""
+    for queries, keys in ((1, 1), (1, 5), (3, 3), (2, 6), (5, 6)):
+        mask = causal_mask(queries, keys)
+        assert mask.tolist() == [[s <= keys - queries + t for s in range(keys)] for t in range(queries)]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_gradients_agree_between_attention_paths(padded: bool) -> None:
+    """A path that is right forwards and wrong backwards; every parameter must also receive a gradient at all."""
+    ids = torch.arange(12).view(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]) if padded else None
+    gradients = []
+    for attend in (sdpa_attention, eager_attention, eager_attention_upcast):
+        model = noisy(TINY).use_attention(attend)
+        logits = model(ids, attention_mask=mask)[:, 2:-1]
+        F.cross_entropy(logits.flatten(0, 1), ids[:, 3:].flatten()).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        assert expected is not None, name
+        assert expected.abs().max() > 0, name
+        assert_same(gradients[1][name], expected)
+        assert_same(gradients[2][name], expected)
+
+
+def test_gradient_is_the_slope_of_the_oracle() -> None:
+    """Autograd through a detached or doubly counted tensor, the tied embedding above all: compared with finite differences."""
+    model, ids = noisy(TINY), [3, 1, 4, 1, 5]
+    target = torch.tensor([1, 4, 1, 5, 9])
+    F.cross_entropy(model(torch.tensor([ids]))[0], target).backward()
+    generator = torch.Generator().manual_seed(2)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    for chosen in ("wte", "wpe", "h.0.attn", "h.1.mlp", "ln_"):
+        direction = {n: torch.randn(p.shape, generator=generator, dtype=p.dtype) * (chosen in n) for n, p in weights.items()}
+        loss = [
+            F.cross_entropy(oracle({n: p + step * direction[n] for n, p in weights.items()}, TINY, ids), target)
+            for step in (1e-5, -1e-5)
+        ]
+        slope = sum(float((p.grad * direction[n]).sum()) for n, p in model.named_parameters())
+        assert slope == pytest.approx(float(loss[0] - loss[1]) / 2e-5, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_upcast_attention_keeps_float32_inside(dtype: torch.dtype) -> None:
+    """Scores that overflow float16 or lose their last digits in bfloat16, also under autocast, which lowers every matmul."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 6, 8, generator=generator).to(dtype) for _ in range(3))
+    q, k = q * 100, k * 100  # scores reach 1e5; float16 ends at 65504
+    exact = eager_attention(q.double(), k.double(), v.double(), None, 0.01, 0.0)
+    found = eager_attention_upcast(q, k, v, None, 0.01, 0.0)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = eager_attention_upcast(q.float(), k.float(), v.float(), None, 0.01, 0.0)
+    torch.testing.assert_close(under, eager_attention_upcast(q.float(), k.float(), v.float(), None, 0.01, 0.0), rtol=0, atol=0)
+
+
+def test_state_dict_is_the_checkpoints() -> None:
+    """A renamed module, a head stored twice or a buffer among the weights: the names and shapes are a file format."""
+    model = GPT2(TINY)
+    block = {
+        "ln_1.weight": (15,),
+        "ln_1.bias": (15,),
+        "attn.c_attn.weight": (15, 45),
+        "attn.c_attn.bias": (45,),
+        "attn.c_proj.weight": (15, 15),
+        "attn.c_proj.bias": (15,),
+        "ln_2.weight": (15,),
+        "ln_2.bias": (15,),
+        "mlp.c_fc.weight": (15, 19),
+        "mlp.c_fc.bias": (19,),
+        "mlp.c_proj.weight": (19, 15),
+        "mlp.c_proj.bias": (15,),
+    }
+    expected = {"wte.weight": (23, 15), "wpe.weight": (7, 15)}
+    expected |= {f"h.{n}.{name}": shape for n in range(2) for name, shape in block.items()}
+    expected |= {"ln_f.weight": (15,), "ln_f.bias": (15,)}
+    assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == expected
+    assert sum(p.numel() for p in model.parameters()) == TINY.num_parameters()
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_conv1d_takes_any_leading_shape() -> None:
+    """A (T, D) or transposed input that `view` refuses."""
+    layer = Conv1D(3, 5)
+    torch.nn.init.normal_(layer.weight)
+    torch.nn.init.normal_(layer.bias)
+    x = torch.randn(4, 3, 2).transpose(1, 2)
+    torch.testing.assert_close(layer(x), x @ layer.weight + layer.bias)
+    torch.testing.assert_close(layer(x[0]), x[0] @ layer.weight + layer.bias)
+    assert "3 -> 5" in repr(layer)
+
+
+# Initialisation
+
+WIDE = GPT2Config(vocab_size=400, n_positions=64, n_embd=48, n_layer=6, n_head=4)
+
+
+def ill_drawn(model: GPT2) -> list[str]:
+    """Names of the parameters whose mean or deviation is not what the papers draw, by more than five standard errors."""
+    wrong = []
+    for name, p in model.named_parameters():
+        p = p.detach().double()
+        if ".ln_" in f".{name}" or name.endswith("bias"):
+            ok = bool((p == (1.0 if name.endswith("weight") else 0.0)).all())
+        else:
+            std = model.config.initializer_range / (math.sqrt(2 * model.config.n_layer) if "c_proj" in name else 1.0)
+            ok = abs(float(p.mean())) < 5 * std / math.sqrt(p.numel())
+            ok = ok and abs(float(p.std()) / std - 1) < 5 / math.sqrt(2 * p.numel())
+            # A normal, and not a uniform of the same deviation: 4.55 % lie beyond two deviations.
+            tail = float((p.abs() > 2 * std).double().mean())
+            ok = ok and abs(tail - 0.0455) < 5 * math.sqrt(0.0455 * 0.9545 / p.numel())
+        if not ok:
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("deviation", [0.02, 0.1])
+def test_initial_weights(deviation: float) -> None:
+    """A wrong deviation trains, only worse: a residual projection without 1/sqrt(2 n_layer), a bias that is not 0."""
+    torch.manual_seed(0)
+    model = GPT2(replace(WIDE, initializer_range=deviation))
+    assert ill_drawn(model) == []
+
+
+def test_initial_weights_control() -> None:
+    """The check above refuses each of its four kinds of mistake, and names what is wrong."""
+    torch.manual_seed(0)
+    model = GPT2(WIDE)
+    projections = [name for name, _ in model.named_parameters() if name.endswith("c_proj.weight")]
+    assert len(projections) == 12
+    with torch.no_grad():
+        for name in projections:
+            model.get_parameter(name).mul_(math.sqrt(12))
+        assert ill_drawn(model) == projections
+        model.initialise()
+        model.h[2].attn.c_attn.bias.add_(1e-3)
+        model.ln_f.weight.mul_(0.02)
+        model.wpe.weight.uniform_(-0.02 * math.sqrt(3), 0.02 * math.sqrt(3))
+    assert ill_drawn(model) == ["wpe.weight", "h.2.attn.c_attn.bias", "ln_f.weight"]
+
+
+def test_initial_weights_follow_the_seed() -> None:
+    """A run that cannot be repeated from its seed; a generator of one's own that still moves the global one."""
+
+    def drawn(seed: int) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        return GPT2(TINY).state_dict()
+
+    first, again, other = drawn(3), drawn(3), drawn(4)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["h.0.attn.c_attn.weight"], other["h.0.attn.c_attn.weight"])
+    model, before = GPT2(TINY), torch.get_rng_state()
+    model.initialise(torch.Generator().manual_seed(3))
+    assert all(torch.equal(first[name], tensor) for name, tensor in model.state_dict().items())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+BUILD_XL = """
+import os, sys
+import torch
+from gpt2.config import official_size
+from gpt2.model import GPT2
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+modules, before, state = set(sys.modules), resident(), torch.get_rng_state()
+model = GPT2(official_size("gpt2-xl"), initialise=False)
+print(resident() - before)
+print(sum(p.numel() for p in model.parameters()))
+print(torch.equal(state, torch.get_rng_state()))
+print(len(set(sys.modules) - modules))
+model.wte.weight.detach().zero_()
+print(resident() - before)
+with torch.device("meta"):
+    torch.nn.Embedding(1, 1)
+print(len(set(sys.modules) - modules))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_building_without_weights_costs_nothing() -> None:
+    """6.2 GB of normals drawn only to be replaced, or seconds spent on importing meta-device machinery to avoid that.
+
+    Two controls: one tensor that is touched shows, and so does one layer on the meta device.
+    """
+    run = subprocess.run([sys.executable, "-W", "error", "-c", BUILD_XL], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    growth, parameters, untouched, imported, touched, by_meta = run.stdout.splitlines()
+    assert int(parameters) == 1_557_611_200
+    assert float(growth) < 100
+    assert untouched == "True"
+    assert int(imported) == 0
+    assert float(touched) > 300
+    assert int(by_meta) > 100
+
+
+# Dropout
+
+DROPPING = replace(TINY, embd_pdrop=0.1, attn_pdrop=0.2, resid_pdrop=0.3)
+
+
+def test_dropout_stands_where_the_paper_puts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One dropout too many (inside the feed-forward), too few, of the wrong rate, or still there after `eval()`."""
+    calls, real = [], F.dropout
+
+    def watch(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        calls.append((tuple(x.shape), p if training else 0.0))
+        return real(x, p, training, inplace)
+
+    monkeypatch.setattr(F, "dropout", watch)
+    model, ids = GPT2(DROPPING).use_attention(eager_attention), torch.arange(10).view(2, 5)
+    branch = ((2, 5, 15), 0.3)
+    model.train()(ids)
+    assert calls == [((2, 5, 15), 0.1), *[((2, 3, 5, 5), 0.2), branch, branch] * 2]
+    calls.clear()
+    model.eval()(ids)
+    assert {p for _, p in calls} == {0.0}
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_the_fused_kernel_gets_the_same_rate(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """The fused kernel drops whatever rate it is given, also in eval mode: only the caller can say 0."""
+    rates, real = [], F.scaled_dot_product_attention
+
+    def watch(*args: Tensor, **kwargs: object) -> Tensor:
+        rates.append(kwargs["dropout_p"])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    getattr(GPT2(DROPPING), mode)()(torch.arange(5)[None])
+    assert rates == [0.2 if mode == "train" else 0.0] * 2
+
+
+@pytest.mark.parametrize("attend", [sdpa_attention, eager_attention, eager_attention_upcast])
+def test_dropout_acts_on_the_right_tensor(attend: module.AttentionFunction) -> None:
+    """Counting calls does not tell a branch from the stream: with a rate of 1 what remains can be computed exactly."""
+    none = TINY.without_dropout()
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+
+    def trained(config: GPT2Config) -> GPT2:
+        model = GPT2(config, initialise=False).double().use_attention(attend).train()
+        model.load_state_dict(noisy(TINY).state_dict())
+        return model
+
+    with torch.no_grad():
+        reference = trained(none)
+        # Both branches gone: the embeddings reach the last norm untouched.
+        stream = reference.wte(ids) + reference.wpe(torch.arange(5))
+        assert_same(trained(replace(none, resid_pdrop=1.0)).hidden(ids), reference.ln_f(stream))
+        # Embeddings and positions gone: the text makes no difference, the branches go on.
+        silent = trained(replace(none, embd_pdrop=1.0)).hidden(ids)
+        reference.wte.weight.zero_()
+        reference.wpe.weight.zero_()
+        assert_same(silent, reference.hidden(ids))
+        # No attention weight left: each block's attention adds its output bias, and no more.
+        reference = trained(none)
+        for block in reference.h:
+            block.attn.c_proj.weight.zero_()
+        assert_same(trained(replace(none, attn_pdrop=1.0)).hidden(ids), reference.hidden(ids))
+
+
+def test_dropout_keeps_the_mean_of_the_weights() -> None:
+    """Survivors not divided by 1 - p: the eager path's own call, averaged over many draws, gives plain attention."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 4, 8).unbind()
+    v = torch.eye(4)[None, None]
+    plain = eager_attention(q, k, v, None, 0.3, 0.0)
+    for attend in (eager_attention, sdpa_attention):
+        many = attend(q.expand(20000, -1, -1, -1), k.expand(20000, -1, -1, -1), v.expand(20000, -1, -1, -1), None, 0.3, 0.25)
+        torch.testing.assert_close(many.mean(0, keepdim=True), plain, rtol=0, atol=0.02)
+        dropped = (many == 0).float().mean(0)[0]
+        torch.testing.assert_close(dropped.tril(), torch.full((4, 4), 0.25).tril(), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("attend", [sdpa_attention, eager_attention])
+def test_eval_mode_is_deterministic(attend: module.AttentionFunction) -> None:
+    """`F.dropout` drops unless told otherwise; in eval mode nothing is drawn. In train mode something is."""
+    model, ids = noisy(DROPPING).use_attention(attend), torch.arange(6)[None]
+    with torch.no_grad():
+        state = torch.get_rng_state()
+        first = model(ids)
+        assert torch.equal(first, model(ids))
+        assert torch.equal(state, torch.get_rng_state())
+        model.train()
+        assert not torch.equal(model(ids), model(ids))

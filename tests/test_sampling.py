@@ -1,0 +1,171 @@
+"""Candidates against brute force, draws against exact probabilities."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt2.errors import InputError
+from gpt2.sampling import check_settings, next_ids, restrict
+
+INF = math.inf
+
+
+def by_hand(logits: list[float], temperature: float, top_k: int | None, top_p: float | None) -> list[float]:
+    """The distribution that the papers describe, from a sorted list: ids ordered by probability, then by number."""
+    weights = [math.exp((x - max(logits)) / temperature) for x in logits]
+    probabilities = [w / sum(weights) for w in weights]
+    order = sorted(range(len(logits)), key=lambda i: (-probabilities[i], i))
+    kept = order
+    if top_k is not None:
+        kept = [i for i in order if probabilities[i] >= probabilities[order[min(top_k, len(order)) - 1]]]
+    if top_p is not None and top_p < 1:  # p of 1 is everything, however the sum rounds
+        total, sum_before, nucleus = sum(probabilities[i] for i in kept), 0.0, []
+        for i in kept:
+            if sum_before < top_p:
+                nucleus.append(i)
+            sum_before += probabilities[i] / total
+        kept = nucleus
+    total = sum(probabilities[i] for i in kept)
+    return [probabilities[i] / total if i in kept else 0.0 for i in range(len(logits))]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [None, 1, 2, 7, 12, 99])
+@pytest.mark.parametrize("top_p", [None, 1e-6, 0.2, 0.5, 0.9, 0.999, 1.0])
+def test_restrict_is_the_definition(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """A nucleus that stops one short of p, k applied after p, probabilities of p taken before the temperature."""
+    logits = torch.randn(20, 12, generator=torch.Generator().manual_seed(0)) * 3
+    found = restrict(logits, temperature, top_k, top_p)
+    expected = torch.tensor([by_hand(row.tolist(), temperature, top_k, top_p) for row in logits])
+    assert torch.equal(found.isneginf(), expected == 0)
+    torch.testing.assert_close(found.softmax(-1), expected, rtol=1e-4, atol=1e-7)
+    assert torch.equal(found.argmax(-1), logits.argmax(-1))
+
+
+def test_ties() -> None:
+    """Equal logits at the edge: all of them under top-k, and under top-p just enough, from the lowest id on."""
+    tied = torch.tensor([0.0, 3.0, 1.0, 3.0, 1.0, 1.0])
+    kept = lambda *settings: (~restrict(tied, 1.0, *settings).isneginf()).nonzero().flatten().tolist()  # noqa: E731
+    assert kept(1) == [1, 3]
+    assert kept(2) == [1, 3]
+    assert kept(3) == [1, 2, 3, 4, 5]
+    flat = torch.zeros(8)  # an eighth each, exact in binary
+    for count in range(1, 9):
+        assert (~restrict(flat, top_p=count / 8).isneginf()).tolist() == [i < count for i in range(8)]
+    wide = torch.zeros(50257)  # beyond the size up to which an unstable sort happens to be stable
+    assert (~restrict(wide, top_p=0.5).isneginf()).nonzero().flatten().diff().unique().tolist() == [1]
+    assert int((~restrict(wide, top_p=1e-9).isneginf()).nonzero()) == 0
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    """An argmax whose choice among ties depends on the vector width."""
+    for size in (3, 64, 50257):
+        logits = torch.zeros(2, size)
+        logits[0, size // 2 :] = 1.0
+        assert next_ids(logits, temperature=0).tolist() == [size // 2, 0]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_cold_is_greedy_and_hot_is_uniform(scale: float) -> None:
+    """A quotient that overflows to inf, whose softmax is nan, which `multinomial` refuses."""
+    logits = torch.tensor([[-1.0, 0.5, 2.0, 1.999]]) * scale
+    for cold in (1e-4, 1e-30, 1e-38, 1e-45, 5e-324):
+        assert restrict(logits, cold).softmax(-1).tolist()[0] == pytest.approx([0, 0, 1, 0], abs=1e-4)
+        assert next_ids(logits, cold).tolist() == [2]
+    for hot in (1e10, 1e30, 1e300):
+        torch.testing.assert_close(restrict(logits, hot).softmax(-1), torch.full((1, 4), 0.25))
+
+
+def test_forbidden_ids_stay_forbidden() -> None:
+    """Logits that a caller has set to -inf must never be drawn, nor turn into nan."""
+    logits = torch.tensor([[-INF, 1.0, -INF, 0.5]]).expand(2000, 4)
+    for settings in ({}, {"top_k": 3}, {"top_p": 0.99}, {"temperature": 0.1}):
+        assert set(next_ids(logits, generator=torch.Generator().manual_seed(0), **settings).tolist()) <= {1, 3}
+
+
+def test_input_is_left_alone_and_any_dtype_is_read() -> None:
+    """Masking in place would corrupt the caller's logits; bfloat16 has too few digits for a cumulative sum."""
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+    restrict(logits, 0.7, 5, 0.5)
+    assert torch.equal(logits, before)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        low = logits.to(dtype)
+        assert torch.equal(restrict(low, 0.7, 20, 0.9), restrict(low.float(), 0.7, 20, 0.9))
+
+
+def chi_square(drawn: Tensor, probabilities: list[float]) -> float:
+    counts = drawn.bincount(minlength=len(probabilities)).tolist()
+    return sum(
+        (count - drawn.numel() * p) ** 2 / (drawn.numel() * p) for count, p in zip(counts, probabilities, strict=True) if p
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "quantile"),  # of chi-square at 0.999, for one degree of freedom less than there are candidates
+    [
+        ({}, 20.515),
+        ({"temperature": 0.5}, 20.515),
+        ({"temperature": 3.0}, 20.515),
+        ({"top_k": 3}, 13.816),
+        ({"top_p": 0.8}, 13.816),
+        ({"temperature": 2.0, "top_k": 5, "top_p": 0.7}, 13.816),
+    ],
+)
+def test_draws_follow_the_distribution(settings: dict, quantile: float) -> None:
+    """The right candidates with the wrong weights; the control is the same draw held against its neighbour's distribution."""
+    logits = [1.0, -0.5, 0.3, 2.0, 0.0, 0.7]
+    full = {"temperature": 1.0, "top_k": None, "top_p": None} | settings
+    probabilities = by_hand(logits, **full)
+    assert sum(p > 0 for p in probabilities) == {20.515: 6, 13.816: 3}[quantile]
+    drawn = next_ids(torch.tensor([logits]).expand(60000, 6), generator=torch.Generator().manual_seed(5), **settings)
+    assert drawn.dtype == torch.long
+    assert drawn.shape == (60000,)
+    assert {i for i, p in enumerate(probabilities) if p == 0}.isdisjoint(drawn.tolist())
+    assert chi_square(drawn, probabilities) < quantile
+    other = by_hand(logits, **(full | {"temperature": full["temperature"] * 1.1}))
+    assert chi_square(drawn, other) > quantile
+
+
+def test_seed_decides() -> None:
+    """A generator that is accepted and not used, or a global one that is moved all the same."""
+    logits = torch.zeros(50, 1000)
+    state = torch.get_rng_state()
+    first, again, other = (next_ids(logits, generator=torch.Generator().manual_seed(s)).tolist() for s in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(7)
+    one = next_ids(logits).tolist()
+    torch.manual_seed(7)
+    assert one == next_ids(logits).tolist()
+    assert len(set(first)) > 40  # rows are drawn independently
+
+
+BAD = [
+    ({"temperature": -0.1}, "temperature is -0.1"),
+    ({"temperature": INF}, "temperature is inf"),
+    ({"temperature": math.nan}, "temperature is nan"),
+    ({"top_k": 0}, "top_k is 0"),
+    ({"top_k": -3}, "top_k is -3"),
+    ({"top_p": 0.0}, "top_p is 0.0"),
+    ({"top_p": 1.01}, "top_p is 1.01"),
+    ({"top_p": math.nan}, "top_p is nan"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), [*BAD, *(({"temperature": 0.0} | s, m) for s, m in BAD[3:])])
+def test_bad_settings_are_refused(settings: dict, message: str) -> None:
+    """A negative temperature samples the least likely; top-k 0 crashes inside torch; greedy must not hide a mistake."""
+    for refuses in (check_settings, lambda **s: next_ids(torch.zeros(1, 4), **s)):
+        with pytest.raises(InputError, match=message) as caught:
+            refuses(**settings)
+        assert "\n" not in str(caught.value)
+
+
+def test_no_distribution_at_temperature_zero() -> None:
+    """Dividing by 0: greedy is a choice of `next_ids`, not a distribution."""
+    with pytest.raises(InputError, match="temperature is 0"):
+        restrict(torch.zeros(1, 4), 0)
