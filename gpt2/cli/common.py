@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
@@ -32,6 +34,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
     parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
+
+
+def require_writable(flag: str, target: str | None) -> None:
+    """Find out that a result cannot be written before it is computed rather than after."""
+    if target is None or target == "-":
+        return
+    path = Path(target)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{flag} {target}: cannot be written; give a file in a folder that exists and is yours")
 
 
 def write_json(target: str, text: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from .. import __version__
 from ..errors import InputError
 from . import generate, info, train, verify
+from .common import require_writable
 
 COMMANDS = (info, verify, generate, train)
 
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. A user's mistake is one line on stderr, never a traceback."""
     args = parser().parse_args(argv)
     try:
+        require_writable("--json", args.json)
         return args.run(args)
     except InputError as error:
         print(f"gpt2 {args.command}: {error}", file=sys.stderr)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from ..train.loop import Evaluated, Logged, Started
 
 EXAMPLES = """\
-  gpt2 train --list                                                    what there is
-  gpt2 train shakespeare-mini --out out/mini                           the embedded model, from scratch
-  gpt2 train finetune-shakespeare --init shakespeare-mini              fine-tune it on a play it has never seen
-  gpt2 train finetune-shakespeare --init gpt2 --set data.path=my.txt   fine-tune GPT-2 on your text
+  gpt2 train --list                                                     what there is
+  gpt2 train shakespeare-mini --out out/mini                            the embedded model, from scratch
+  gpt2 train finetune-shakespeare --init shakespeare-mini               fine-tune it on a play it has never seen
+  gpt2 train finetune-shakespeare --init gpt2 --set data.path=my.txt    fine-tune GPT-2 on your text
   gpt2 train shakespeare-mini --set data.tokenizer=chars --set optim.lr=1e-3 --out out/chars
 
 The same command again goes on from the newest intact checkpoint. Ctrl-C finishes the step and saves."""

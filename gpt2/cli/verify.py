@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .common import Status, add_command, add_json, add_model, write_json
+from .common import Status, add_command, add_json, add_model, require_writable, write_json
 
 EXAMPLES = """\
   gpt2 verify                        the embedded checkpoint, in about ten seconds
@@ -27,6 +27,8 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_writable("--html", args.html)
+
     from ..compare.run import verify
 
     status = Status()

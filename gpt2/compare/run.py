@@ -85,11 +85,12 @@ def verify(
     with _on_disk(base, revision, offline, progress) as source:
         config = read_config(source.path)
         probe = Probe.draw(config, seed)
+        tokens = _tokens(source, progress)
         progress("weights")
         checks = [_weights(source.path, build)]
         checks += _forward(source.path, config, build, probe, rounding, progress)
         checks += _training(source.path, config, build, probe, rounding, progress)
-        checks += _tokens(source, progress)
+        checks.append(tokens)
         files = {
             path.name: sha256(path) for path in sorted(source.path.iterdir()) if path.suffix in (".json", ".txt", ".safetensors")
         }
@@ -322,14 +323,14 @@ def _train(model: nn.Module, batch: Tensor) -> tuple[dict[str, Tensor], ...]:
     return start, gradients, losses, {name: p.detach() - before[name] for name, p in parameters.items()}
 
 
-def _tokens(source: Source, progress: Callable[[str], None]) -> list[Check]:
+def _tokens(source: Source, progress: Callable[[str], None]) -> Check:
     """Ids and text of both tokenizers on samples of everything a text may hold; nothing where the model has no tokenizer."""
     try:
         ours: Tokenizer = from_directory(source.path)
     except InputError:
         if any((source.path / name).is_file() for name in ("vocab.json", "tokenizer.json", "chars.json")):
             raise
-        return [Check("tokens", EXACT, "token ids and decoded text", "", skipped="the model comes without a tokenizer")]
+        return Check("tokens", EXACT, "ids and text", "", skipped="the model comes without a tokenizer")
     progress("tokens")
     theirs = reference.reference_tokenizer(source.path)
     known = set("".join(SAMPLES)) if ours.eot is not None else {ours.decode([i]) for i in range(ours.n_vocab)}
@@ -340,7 +341,7 @@ def _tokens(source: Source, progress: Callable[[str], None]) -> list[Check]:
         expected = theirs(sample, add_special_tokens=False)["input_ids"]
         same = ids == expected and ours.decode(ids) == theirs.decode(expected, clean_up_tokenization_spaces=False)
         rows.append((f"tokens (sample {index})", float(not same)))
-    return [Check("tokens", EXACT, f"{len(rows)} texts, ids and back", "", points_of(rows, 0.0))]
+    return Check("tokens", EXACT, f"{len(rows)} texts, ids and back", "", points_of(rows, 0.0))
 
 
 SAMPLES = (
