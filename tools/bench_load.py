@@ -1,0 +1,121 @@
+"""How fast, and in how much memory, do weights on disk become first logits? Ours beside transformers, in one run.
+
+    python tools/bench_load.py [random:gpt2 ...] [--pairs 5]
+
+transformers writes the checkpoint; then fresh processes load it in turn, ours and theirs, A B A B, after a warm-up of each.
+Three figures of each: seconds from the start of the process, seconds from the call (imports done), peak resident memory. A
+bare process that imports torch and nothing else gives the floor. Ends stdout with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from gpt2.checkpoint.hub import parse_random
+from gpt2.compare.reference import save_random
+
+CHILD = """
+import sys, time
+import torch
+{imports}
+ids = torch.arange(16)[None]
+called = time.time()
+with torch.inference_mode():
+    model = {load}
+    logits = {logits}
+    float(logits[0, -1, 0])
+done = time.time()
+import json, resource
+memory = dict(line.split(":", 1) for line in open("/proc/self/status") if line.startswith(("VmHWM", "RssAnon", "RssFile")))
+kb = {{key: int(value.split()[0]) * 1024 for key, value in memory.items()}}
+print(json.dumps({{"start": done - float(sys.argv[2]), "call": done - called, "peak": kb["VmHWM"], "anonymous": kb["RssAnon"]}}))
+"""
+SIDES = {
+    "ours": {"imports": "import gpt2; gpt2.load", "load": "gpt2.load(sys.argv[1])", "logits": "model(ids)"},
+    "transformers": {
+        "imports": "from transformers import GPT2LMHeadModel",
+        "load": "GPT2LMHeadModel.from_pretrained(sys.argv[1])",
+        "logits": "model(ids).logits",
+    },
+    "torch alone": {"imports": "", "load": "torch.zeros(1, 1, 1)", "logits": "model"},
+}
+
+
+def once(side: str, folder: str) -> dict[str, float]:
+    import time
+
+    code = CHILD.format(**SIDES[side])
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    command = [sys.executable, "-c", code, folder, str(time.time())]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def bench(name: str, pairs: int) -> dict:
+    """Medians, spreads, and the ratio transformers / ours pair by pair."""
+    with tempfile.TemporaryDirectory(prefix="gpt2-bench-") as folder:
+        save_random(*parse_random(name), Path(folder))
+        size = (Path(folder) / "model.safetensors").stat().st_size
+        runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+        for index in range(pairs + 1):
+            for side in SIDES:
+                found = once(side, folder)
+                if index:  # the first of each warms the page cache and the bytecode
+                    runs[side].append(found)
+    result: dict = {"model": name, "file_bytes": size, "pairs": pairs}
+    for figure in ("start", "call", "peak", "anonymous"):
+        for side in SIDES:
+            values = [run[figure] for run in runs[side]]
+            result[f"{side} {figure}"] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+        ratios = [theirs[figure] / ours[figure] for ours, theirs in zip(runs["ours"], runs["transformers"], strict=True)]
+        result[f"ratio {figure}"] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+    floor = result["torch alone peak"]["median"]
+    result["copies of the weights"] = {
+        side: (result[f"{side} peak"]["median"] - floor) / size for side in ("ours", "transformers")
+    }
+    return result
+
+
+def show(result: dict) -> None:
+    print(f"\n{result['model']}: {result['file_bytes']:,} bytes, {result['pairs']} pairs, median (min .. max)")
+    print(f"{'':26} {'ours':>24} {'transformers':>24} {'theirs / ours':>22}")
+    for figure, title, unit, scale in (
+        ("start", "process start to logits", "s", 1),
+        ("call", "call to logits", "s", 1),
+        ("peak", "peak memory", "MB", 1e6),
+    ):
+        cells = [_spread(result[f"{side} {figure}"], scale) for side in ("ours", "transformers")]
+        print(f"{title + ', ' + unit:26} {cells[0]:>24} {cells[1]:>24} {_spread(result[f'ratio {figure}'], 1):>22}")
+    copies = result["copies of the weights"]
+    print(
+        f"{'copies of the weights':26} {copies['ours']:>24.2f} {copies['transformers']:>24.2f}   (peak over torch's own, per file size)"
+    )
+
+
+def _spread(figure: dict[str, float], scale: float) -> str:
+    return f"{figure['median'] / scale:.2f} ({figure['min'] / scale:.2f} .. {figure['max'] / scale:.2f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", default=["random:gpt2"], metavar="random:SIZE")
+    parser.add_argument("--pairs", type=int, default=5)
+    args = parser.parse_args()
+    results = [bench(name, args.pairs) for name in args.models]
+    for result in results:
+        show(result)
+    machine = {"cpus": os.cpu_count(), "torch": version("torch"), "transformers": version("transformers")}
+    print(json.dumps({"benchmark": "load", "machine": machine, "results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
