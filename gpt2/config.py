@@ -7,6 +7,8 @@ repositories. Field names are Hugging Face's, so that a config reads the same he
 from __future__ import annotations
 
 import difflib
+import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -14,6 +16,15 @@ from typing import Any
 from .errors import CheckpointError, InputError
 
 ACTIVATIONS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu", "silu", "swish", "tanh")
+# Hugging Face's other names for the same fields: transformers honours them, so a config that gives both must not disagree.
+ALIASES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+# Sizes come from files of strangers. The largest GPT-2 has 48 layers; a list of tensors for a billion would fill memory.
+MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -48,10 +59,10 @@ class GPT2Config:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            _require(name, getattr(self, name), int, minimum=1)
+            _require(name, getattr(self, name), int, minimum=1, maximum=MAX_LAYERS if name == "n_layer" else MAX_SIZE)
         for name in ("n_inner", "bos_token_id", "eos_token_id"):
             if getattr(self, name) is not None:
-                _require(name, getattr(self, name), int, minimum=1 if name == "n_inner" else 0)
+                _require(name, getattr(self, name), int, minimum=1 if name == "n_inner" else 0, maximum=MAX_SIZE)
         for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
             _require(name, getattr(self, name), float, minimum=0.0, maximum=1.0)
         for name in ("layer_norm_epsilon", "initializer_range"):
@@ -59,10 +70,10 @@ class GPT2Config:
         for name in ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
             _require(name, getattr(self, name), bool)
         if self.n_embd % self.n_head:
-            raise InputError(f"config: n_embd {self.n_embd} is not divisible by n_head {self.n_head}; change one of them")
+            raise InputError(f"config: n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
         if self.activation_function not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
-            raise InputError(f"config: unknown activation_function {self.activation_function!r}; known: {known}")
+            raise InputError(f"config: unknown activation_function {quoted(self.activation_function)}; known: {known}")
 
     @property
     def head_dim(self) -> int:
@@ -107,13 +118,20 @@ class GPT2Config:
             raise CheckpointError(f"{where}: expected a JSON object, found {type(raw).__name__}; is this a config.json?")
         model_type = raw.get("model_type", "gpt2")
         if model_type != "gpt2":
-            raise CheckpointError(f"{where}: model_type is {model_type!r}, not 'gpt2'; this loader reads GPT-2 only")
+            raise CheckpointError(f"{where}: model_type is {quoted(model_type)}, not 'gpt2'; this loader reads GPT-2 only")
         for key in ("add_cross_attention", "is_encoder_decoder"):
             if raw.get(key):
-                raise CheckpointError(f"{where}: {key} is true, which a decoder-only GPT-2 does not have; use another checkpoint")
-        if raw.get("tie_word_embeddings") is False:
-            raise CheckpointError(f"{where}: tie_word_embeddings is false; GPT-2's head is its token embedding, tied")
+                raise CheckpointError(
+                    f"{where}: {key} is {quoted(raw[key])}, and a decoder-only GPT-2 has no such thing; use another checkpoint"
+                )
+        tied = raw.get("tie_word_embeddings", True)
+        if tied is not True:
+            raise CheckpointError(f"{where}: tie_word_embeddings is {quoted(tied)}; GPT-2's head is its token embedding, tied")
         taken = {field.name: raw[field.name] for field in fields(cls) if field.name in raw}
+        for alias, name in ALIASES.items():
+            if alias in raw and taken.setdefault(name, raw[alias]) != raw[alias]:
+                both = f"{name} is {quoted(taken[name])} and {alias}, its other name, {quoted(raw[alias])}"
+                raise CheckpointError(f"{where}: {both}; remove the wrong one")
         if "n_positions" not in taken and "n_ctx" in raw:
             taken["n_positions"] = raw["n_ctx"]
         missing = [name for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head") if name not in taken]
@@ -122,7 +140,7 @@ class GPT2Config:
         try:
             return cls(**taken)
         except InputError as error:
-            raise CheckpointError(f"{where}: {str(error).removeprefix('config: ')}") from None
+            raise CheckpointError(f"{where}: {str(error).removeprefix('config: ')}; correct the file or fetch it again") from None
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """A ``config.json`` that transformers, vLLM, CTranslate2 and llama.cpp's converter accept (the last needs ``n_ctx``)."""
@@ -139,12 +157,27 @@ class GPT2Config:
         return replace(self, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
 
-def _require(name: str, value: object, kind: type, minimum: float | None = None, maximum: float | None = None) -> None:
+def quoted(value: object) -> str:
+    """``repr`` for a message about a value from outside: one line, no control characters, short whatever the value."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python refuses to print an integer of more than 4300 digits
+        return f"a huge {type(value).__name__}"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 60, 60
+
+
+def _require(
+    name: str, value: Any, kind: type, minimum: float = -sys.float_info.max, maximum: float = sys.float_info.max
+) -> None:
     fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if not fits or (kind is not bool and isinstance(value, bool)):
-        raise InputError(f"config: {name} must be {kind.__name__}, found {value!r}")
-    if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
-        raise InputError(f"config: {name} is {value!r}, outside {minimum} .. {'' if maximum is None else maximum}".rstrip())
+        raise InputError(f"config: {name} must be {'a number' if kind is float else kind.__name__}, found {quoted(value)}")
+    if not minimum <= value <= maximum:  # so written that NaN fails
+        bounds = f"{minimum:g} or more, and finite" if maximum == sys.float_info.max else f"within {minimum} .. {maximum}"
+        raise InputError(f"config: {name} is {quoted(value)}, and must be {bounds}")
 
 
 OFFICIAL_SIZES: dict[str, GPT2Config] = {

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import re
-from collections.abc import Iterator
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import quoted
 from ..errors import CheckpointError
 
 DTYPES = {
@@ -34,7 +36,17 @@ DTYPES = {
 }
 # The largest GPT-2 has 580 tensors and 60 kB of header; a header of megabytes is an attack on the JSON parser.
 HEADER_LIMIT = 4_000_000
+PIECE = 1 << 21  # bytes converted at a time
+WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# What a file that is not safetensors begins with, what it is then, and what to do.
+OTHER_FORMATS = (
+    (b"version https://git-lfs", "is a git-lfs pointer, not the file it points to; run `git lfs pull`"),
+    (b"PK\x03\x04", "was written by torch.save; convert it to safetensors (transformers' save_pretrained does)"),
+    (b"\x80", "is a pickle; convert it to safetensors (transformers' save_pretrained does)"),
+    (b"GGUF", "is a GGUF file; give the checkpoint that it was made from"),
+    (b"<", "is a web page; fetch the file itself"),
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,8 @@ class Entry:
 class SafetensorsFile:
     """A safetensors file, its header checked and its data mapped when first asked for.
 
+    The file stays open, so that header and data are one file's even if another is renamed over it meanwhile.
+
     Raises:
         CheckpointError: the header is damaged, lies about the data, or the file is cut short.
     """
@@ -57,17 +71,27 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with open(path, "rb") as file:
-                self.size = file.seek(0, 2)
-                file.seek(0)
-                length = int.from_bytes(file.read(8), "little")
-                if self.size < 8 or length > self.size - 8:
-                    raise self._bad(f"is cut short ({self.size:,} bytes, of which the header claims {length:,})")
-                if length > HEADER_LIMIT:
-                    raise self._bad(f"has a header of {length:,} bytes; no GPT-2 needs more than {HEADER_LIMIT:,}")
-                header = file.read(length)
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by the finalizer
+            weakref.finalize(self, self._file.close)
+            self.size = self._file.seek(0, 2)
+            self._file.seek(0)
+            head = self._file.read(32)
+            length = int.from_bytes(head[:8], "little")
+            if self.size < 8:
+                raise self._bad(f"is {f'only {self.size} bytes long' if self.size else 'empty'}")
+            if length > HEADER_LIMIT:
+                other = next((what for start, what in OTHER_FORMATS if head.startswith(start)), None)
+                if other is not None:
+                    raise CheckpointError(f"{path}: {other}")
+                raise self._bad(f"claims a header of {length:,} bytes, and no GPT-2 needs more than {HEADER_LIMIT:,}")
+            if length > self.size - 8:
+                raise self._bad(f"is cut short: {self.size:,} bytes, with a header of {length:,}")
+            self._file.seek(8)
+            header = self._file.read(length)
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+            raise CheckpointError(
+                f"{path}: cannot be read ({error.strerror}); check that it is there, and yours to read"
+            ) from None
         self.entries = self._parse(header, 8 + length)
 
     def _bad(self, what: str) -> CheckpointError:
@@ -75,18 +99,22 @@ class SafetensorsFile:
 
     def _parse(self, header: bytes, data: int) -> dict[str, Entry]:
         try:
-            raw = json.loads(header.decode("utf-8"), object_pairs_hook=_without_repeats)
+            text = header.decode("utf-8")
+            raw = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+            json.dumps(raw, ensure_ascii=False).encode()  # fails on half a surrogate pair, which is no text
         except (ValueError, RecursionError) as error:
             raise self._bad(f"has a header that is not JSON ({str(error)[:80]})") from None
-        if not isinstance(raw, dict):
+        if not isinstance(raw, dict) or not text.startswith("{"):
             raise self._bad("has a header that is not a JSON object")
-        raw.pop("__metadata__", None)
+        metadata = raw.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise self._bad("has a header with __metadata__ that is not text")
         entries = {name: self._entry(name, row, data) for name, row in raw.items()}
         end = data
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
             if entry.start != end:
                 kind = "overlaps the tensor before it" if entry.start < end else "leaves a gap before it"
-                raise self._bad(f"has a header in which {name} {kind}")
+                raise self._bad(f"has a header in which {shown(name)} {kind}")
             end = entry.end
         if end != self.size:
             raise self._bad(f"has {self.size:,} bytes where its header says {end:,}")
@@ -97,38 +125,66 @@ class SafetensorsFile:
             kind, shape, (start, end) = row["dtype"], row["shape"], row["data_offsets"]
             whole = all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, start, end))
         except (TypeError, KeyError, ValueError):
-            raise self._bad(f"has a header without dtype, shape and data_offsets for {name}") from None
+            raise self._bad(f"has a header without dtype, shape and data_offsets for {shown(name)}") from None
         if not isinstance(kind, str) or kind not in DTYPES:
-            raise CheckpointError(f"{self.path}: {name} has dtype {kind!r}; known: {', '.join(DTYPES)}")
+            known = ", ".join(DTYPES)
+            raise CheckpointError(f"{self.path}: {shown(name)} has dtype {quoted(kind)}; convert it to one of {known}")
         if not whole or not isinstance(shape, list) or len(shape) > 8 or end - start != math.prod(shape) * DTYPES[kind].itemsize:
-            raise self._bad(f"has a header that contradicts itself about {name}: {kind} {shape} in bytes {start} to {end}")
+            claim = f"{kind} {quoted(shape)} in bytes {quoted(start)} to {quoted(end)}"
+            raise self._bad(f"has a header that contradicts itself about {shown(name)}: {claim}")
         return Entry(DTYPES[kind], tuple(shape), data + start, data + end)
 
     @cached_property
-    def _mapping(self) -> torch.UntypedStorage:
-        return torch.UntypedStorage.from_file(str(self.path), shared=False, nbytes=self.size)
+    def _mapping(self) -> mmap.mmap | None:
+        """The file, copied on write: what is written stays in this process. None where it cannot be mapped."""
+        try:
+            return mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError):
+            return None
 
-    def read(self, name: str, *, mapped: bool = True) -> Tensor:
-        """One tensor, as stored.
+    @cached_property
+    def _scratch(self) -> Tensor:
+        """One for all conversions: a new one for each leaves holes in malloc's heap, a sixth of the weights' size in all."""
+        return torch.empty(PIECE, dtype=torch.uint8)
 
-        A view of the mapped file, private to this process when written to, unless the data is not aligned to its dtype (the
-        official gpt2's begins at byte 14,291) or ``mapped`` is false: then it is read into memory of its own.
+    def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
+        """One tensor on the CPU, as stored or converted to ``dtype``.
+
+        As stored, it is a view of the mapped file, private to this process when written to, unless the data is not aligned
+        (the official gpt2's begins at byte 14,291) or ``mapped`` is false: then it is read into memory of its own. A
+        conversion goes piece by piece, so that the source is never in memory as a whole.
         """
         entry = self.entries[name]
-        if mapped and entry.start % entry.dtype.itemsize == 0 and entry.end > entry.start:
-            empty = torch.empty(0, dtype=entry.dtype)
-            return empty.set_(self._mapping, entry.start // entry.dtype.itemsize, entry.shape)
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        if entry.end > entry.start:
-            with open(self.path, "rb", buffering=0) as file:
-                file.seek(entry.start)
-                room = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-                while room:
-                    count = file.readinto(room)
-                    if not count:
-                        raise self._bad("was cut short while it was read")
-                    room = room[count:]
+        dtype = dtype or entry.dtype
+        count = math.prod(entry.shape)
+        aligned = entry.start % entry.dtype.itemsize == 0
+        if mapped and count and aligned and dtype == entry.dtype and self._mapping is not None:
+            # From the buffer, not a slice of one storage: a tensor pickled on its own must not take the whole file along.
+            return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=entry.start).view(entry.shape)
+        tensor = torch.empty(entry.shape, dtype=dtype)
+        flat = tensor.view(-1)
+        self._file.seek(entry.start)
+        if dtype == entry.dtype:
+            self._fill(flat)
+        else:
+            piece = self._scratch.view(entry.dtype)
+            for start in range(0, count, len(piece)):
+                part = piece[: count - start]
+                self._fill(part)
+                flat[start : start + len(piece)] = part
         return tensor
+
+    def _fill(self, flat: Tensor) -> None:
+        """Read from where the file stands until ``flat`` is full."""
+        room = memoryview(flat.view(torch.uint8).numpy())
+        while room:
+            try:
+                count = self._file.readinto(room)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}); check its disk") from None
+            if not count:
+                raise self._bad("was cut short while it was read")
+            room = room[count:]
 
 
 def open_weights(path: Path) -> dict[str, SafetensorsFile]:
@@ -139,30 +195,33 @@ def open_weights(path: Path) -> dict[str, SafetensorsFile]:
     """
     if path.is_file():
         return _by_tensor([SafetensorsFile(path)])
-    single, index = path / "model.safetensors", path / INDEX
+    single, index = path / WEIGHTS, path / INDEX
     if single.is_file():
         return _by_tensor([SafetensorsFile(single)])
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        shards = set(weight_map.values()) if isinstance(weight_map, dict) else None
-        if not shards or not all(isinstance(s, str) and re.fullmatch(r"[\w.-]+\.safetensors", s) for s in shards):
-            raise CheckpointError(f"{index}: has no weight_map from tensors to .safetensors files; fetch it again")
-        held = _by_tensor([SafetensorsFile(path / shard) for shard in sorted(shards)])
-        wrong = [name for name, shard in weight_map.items() if name not in held or held[name].path.name != shard]
-        if wrong or len(held) != len(weight_map):
-            raise CheckpointError(f"{index}: the shards do not hold what it lists ({', '.join(wrong[:3]) or 'extra tensors'})")
-        return held
-    raise CheckpointError(f"{path}: no model.safetensors there; {_what_is_there(path)}")
+    if not index.is_file():
+        raise CheckpointError(f"{path}: no {WEIGHTS} there; {what_is_there(path)}")
+    weight_map = read_json(index).get("weight_map")
+    shards = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not shards or not all(isinstance(s, str) and re.fullmatch(r"[\w.-]+\.safetensors", s, re.ASCII) for s in shards):
+        raise CheckpointError(f"{index}: has no weight_map from tensors to .safetensors files beside it; fetch it again")
+    held = _by_tensor([SafetensorsFile(path / shard) for shard in sorted(set(shards))])
+    wrong = [name for name, shard in weight_map.items() if name not in held or held[name].path.name != shard]
+    wrong += [name for name in held if name not in weight_map]
+    if wrong:
+        raise CheckpointError(f"{index}: disagrees with its shards about {listed(wrong)}; fetch the checkpoint again")
+    return held
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A small JSON object from outside, or a CheckpointError."""
     try:
         if path.stat().st_size > HEADER_LIMIT:
-            raise CheckpointError(f"{path}: is {path.stat().st_size:,} bytes; a checkpoint's JSON has a few thousand")
+            raise CheckpointError(
+                f"{path}: is {path.stat().st_size:,} bytes, and a checkpoint's JSON has a few thousand; fetch it again"
+            )
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); check that it is there, and yours to read") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not JSON ({str(error)[:80]}); fetch it again") from None
     if not isinstance(value, dict):
@@ -170,12 +229,39 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def shown(name: str) -> str:
+    """A name from outside, for a message: bare if it looks like a tensor's or a file's, else quoted and cut."""
+    return name if re.fullmatch(r"[\w./-]{1,80}", name, re.ASCII) else quoted(name)
+
+
+def listed(names: list[str], limit: int = 4) -> str:
+    """The first few of many names, and how many more."""
+    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
+    return ", ".join(shown(name) for name in names[:limit]) + more
+
+
+def what_is_there(path: Path) -> str:
+    """What a directory holds instead of a checkpoint, and what to do about it."""
+    try:
+        names = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        return f"the folder cannot be read ({error.strerror}), give another"
+    steps = sorted((name for name in names if re.fullmatch(r"step-\d{1,9}", name, re.ASCII)), key=lambda name: int(name[5:]))
+    for name in ("best", *reversed(steps)):
+        if (path / name / WEIGHTS).is_file():
+            return f"it is the folder of a training run, give {path / name}"
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".index", ".h5", ".msgpack"))]
+    if pickles:
+        return f"{listed(pickles)} cannot be opened, convert to safetensors (transformers' save_pretrained does)"
+    return f"the folder holds {listed(names, 6)}; give the one with the weights" if names else "the folder is empty"
+
+
 def _by_tensor(files: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
     held: dict[str, SafetensorsFile] = {}
     for file in files:
         for name in file.entries:
             if name in held:
-                raise CheckpointError(f"{file.path}: {name} is also in {held[name].path.name}; fetch the checkpoint again")
+                raise CheckpointError(f"{file.path}: {shown(name)} is also in {held[name].path.name}; fetch the checkpoint again")
             held[name] = file
     return held
 
@@ -187,9 +273,5 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _what_is_there(path: Path) -> str:
-    if (path / "best" / "model.safetensors").is_file():
-        return f"it is the folder of a training run, give {path}/best"
-    names: Iterator[str] = (p.name for p in path.iterdir()) if path.is_dir() else iter(())
-    shown = sorted(names)[:6]
-    return f"the folder holds {', '.join(shown)}" if shown else "the folder is empty"
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

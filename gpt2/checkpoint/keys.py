@@ -33,8 +33,8 @@ TABLE: dict[str, tuple[str, ...]] = {
 }
 
 # Tensors that carry no information of their own. Each is dropped only after its content is seen to be what it claims.
-CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.bias")  # (1, 1, P, P), ones on and below the diagonal
-MASKED_SCORE = re.compile(r"h\.\d+\.attn\.masked_bias")  # scalar, what older code wrote over masked scores
+CAUSAL_MASK = re.compile(r"h\.\d{1,5}\.attn\.bias", re.ASCII)  # (1, 1, P, P), ones on and below the diagonal
+MASKED_SCORE = re.compile(r"h\.\d{1,5}\.attn\.masked_bias", re.ASCII)  # scalar, what older code wrote over masked scores
 TIED_HEAD = "lm_head.weight"  # the token embedding once more
 
 
@@ -47,6 +47,12 @@ def expected(config: GPT2Config) -> dict[str, tuple[int, ...]]:
     layers = {family.format(layer): shape for layer in range(config.n_layer) for family, shape in per_layer.items()}
     after = {name: shapes[name] for name in ("ln_f.weight", "ln_f.bias")}
     return before | layers | after
+
+
+def layer(name: str) -> int | None:
+    """The layer that a per-layer tensor of the table belongs to, counted from zero; None for all other names."""
+    found = re.match(r"h\.(\d{1,5})\.", name, re.ASCII)
+    return int(found[1]) if found and f"h.{{}}.{name[found.end() :]}" in TABLE else None
 
 
 def from_file(key: str) -> str:

@@ -1,0 +1,111 @@
+"""Tiny checkpoints on disk, in the layouts the world has; each writer returns the truth, by the model's own names.
+
+The bytes are written by the `safetensors` library and by transformers, never by this project, so that a mistake shared by
+its reader and its writer shows.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from gpt2.checkpoint.keys import expected
+from gpt2.config import GPT2Config
+
+TINY = GPT2Config(vocab_size=61, n_positions=16, n_embd=12, n_layer=2, n_head=3, bos_token_id=60, eos_token_id=60)
+
+
+def weights(config: GPT2Config = TINY, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Random parameters, by the model's own names; no two entries agree, no norm is one, no bias zero."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in expected(config).items()}
+
+
+def masks(config: GPT2Config = TINY, prefix: str = "") -> dict[str, Tensor]:
+    """The mask buffers of the official files: `h.N.attn.bias`, float32 [1, 1, P, P], ones on and below the diagonal."""
+    mask = torch.ones(config.n_positions, config.n_positions).tril()[None, None]
+    return {f"{prefix}h.{layer}.attn.bias": mask.clone() for layer in range(config.n_layer)}
+
+
+def write_config(directory: Path, config: GPT2Config = TINY, **changes: Any) -> Path:
+    """`config.json` as old transformers wrote it; a change to `...` removes the key."""
+    raw = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+    for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "activation_function", "layer_norm_epsilon"):
+        raw[name] = getattr(config, name)
+    raw |= {"n_ctx": config.n_positions, "bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    raw |= {} if config.n_inner is None else {"n_inner": config.n_inner}
+    raw = {key: value for key, value in (raw | changes).items() if value is not ...}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw))
+    return directory
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor], *, start: int | None = None) -> Path:
+    """A safetensors file; `start` is the data's first byte modulo 8 (3 in the official gpt2: no float is aligned)."""
+    content = save(dict(tensors), metadata={"format": "pt"})
+    if start is not None:
+        length = int.from_bytes(content[:8], "little")
+        spaces = (start - length) % 8
+        content = (length + spaces).to_bytes(8, "little") + content[8 : 8 + length] + b" " * spaces + content[8 + length :]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def official(directory: Path, config: GPT2Config = TINY, *, seed: int = 0, unaligned: bool = True) -> dict[str, Tensor]:
+    """As `openai-community/gpt2`: no prefix, mask buffers, no head, data on an odd byte."""
+    truth = weights(config, seed)
+    write_weights(write_config(directory, config) / "model.safetensors", truth | masks(config), start=3 if unaligned else 0)
+    return truth
+
+
+def prefixed(directory: Path, config: GPT2Config = TINY, *, seed: int = 0) -> dict[str, Tensor]:
+    """As DialoGPT and mGPT: `transformer.` before every name, masks, `masked_bias` scalars, and the tied head stored again."""
+    truth = weights(config, seed)
+    tensors = {f"transformer.{name}": tensor for name, tensor in truth.items()} | masks(config, "transformer.")
+    tensors |= {f"transformer.h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in range(config.n_layer)}
+    write_weights(
+        write_config(directory, config) / "model.safetensors", tensors | {"lm_head.weight": truth["wte.weight"].clone()}
+    )
+    return truth
+
+
+def sharded(
+    directory: Path, config: GPT2Config = TINY, *, seed: int = 0, shards: int = 3, prefix: str = "transformer."
+) -> dict[str, Tensor]:
+    """Several files and an index, layers torn apart."""
+    truth = weights(config, seed)
+    write_config(directory, config)
+    weight_map = {}
+    for number in range(shards):
+        name = f"model-{number + 1:05}-of-{shards:05}.safetensors"
+        part = {prefix + key: truth[key] for key in list(truth)[number::shards]}
+        write_weights(directory / name, part)
+        weight_map |= dict.fromkeys(part, name)
+    size = sum(tensor.nbytes for tensor in truth.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return truth
+
+
+def transformers_saved(
+    directory: Path, config: GPT2Config = TINY, *, seed: int = 0, dtype: torch.dtype = torch.float32, shard_size: str = "5GB"
+) -> dict[str, Tensor]:
+    """What real transformers' `save_pretrained` writes. Set HF_HUB_OFFLINE=1 first."""
+    from transformers import GPT2Config as TheirConfig
+    from transformers import GPT2LMHeadModel
+
+    fields = {
+        name: value for name, value in config.to_hf().items() if name not in ("architectures", "model_type", "n_ctx", "dtype")
+    }
+    model = GPT2LMHeadModel(TheirConfig(**fields)).to(dtype)
+    truth = weights(config, seed, dtype)
+    loaded = model.transformer.load_state_dict(truth, strict=False)
+    assert not loaded.unexpected_keys
+    assert all(".attn.bias" in key or ".masked_bias" in key for key in loaded.missing_keys)
+    model.save_pretrained(directory, max_shard_size=shard_size)
+    return truth

@@ -1,0 +1,239 @@
+"""Shapes without weights: counts in closed form, and a config.json from a stranger."""
+
+import json
+import random
+
+import pytest
+import torch
+from hf_layouts import TINY
+
+from gpt2.checkpoint.keys import TABLE, expected
+from gpt2.config import ACTIVATIONS, ALIASES, OFFICIAL_SIZES, GPT2Config, official_size, quoted
+from gpt2.errors import CheckpointError, InputError
+from gpt2.model import ACTIVATIONS as FUNCTIONS
+from gpt2.model import GPT2
+
+# FACTS.md: parameters, and elements with the mask buffers that the official files carry.
+COUNTS = {
+    "distilgpt2": (81_912_576, 88_204_032),
+    "gpt2": (124_439_808, 137_022_720),
+    "gpt2-medium": (354_823_168, 379_988_992),
+    "gpt2-large": (774_030_080, 811_778_816),
+    "gpt2-xl": (1_557_611_200, 1_607_942_848),
+}
+OFFICIAL_CONFIG = """{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+"bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+"model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1,
+"summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels": true, "summary_type": "cls_index",
+"summary_use_proj": true, "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}},
+"vocab_size": 50257}"""
+VALID = TINY.to_hf()
+
+
+@pytest.mark.parametrize("size", OFFICIAL_SIZES)
+def test_official_sizes_have_the_published_counts(size: str) -> None:
+    """A width, a depth or a bias forgotten in the closed form, the key table or the model: three counts, one truth."""
+    config = OFFICIAL_SIZES[size]
+    parameters, with_masks = COUNTS[size]
+    assert config.num_parameters() == sum(config.parameters_by_part().values()) == parameters
+    assert parameters + config.n_layer * config.n_positions**2 == with_masks
+    d, v, p, layers = config.n_embd, config.vocab_size, config.n_positions, config.n_layer
+    assert v * d + p * d + layers * (12 * d * d + 13 * d) + 2 * d == parameters
+    with torch.device("meta"):
+        model = GPT2(config, initialise=False)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert shapes == expected(config) == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert list(expected(config)) == list(shapes), "the order of the forward pass"
+
+
+def test_counts_follow_an_unusual_feed_forward() -> None:
+    """`12 d^2` holds for a feed-forward of 4 d only; rinna's and Cerebras' differ."""
+    config = GPT2Config(vocab_size=7, n_positions=5, n_embd=6, n_layer=3, n_head=2, n_inner=11)
+    assert (
+        config.num_parameters()
+        == sum(p.numel() for p in GPT2(config).parameters())
+        == 7 * 6 + 5 * 6 + 3 * (4 * 36 + 24 + 2 * 66 + 17 + 24) + 12
+    )
+    assert {name.replace("{}", "0") for name in TABLE} <= set(expected(config))
+
+
+def test_flops_count_matrices_and_attention() -> None:
+    """6 N T without the positions, which multiply nothing, plus attention's own 12 L D S."""
+    assert TINY.flops_per_token(10) == 6 * (TINY.num_parameters() - 16 * 12) + 12 * 2 * 12 * 10
+
+
+def test_every_activation_a_config_may_name_has_a_function() -> None:
+    """A name accepted by the config that the model then cannot look up."""
+    assert set(ACTIVATIONS) == set(FUNCTIONS)
+
+
+def test_reads_the_official_config() -> None:
+    """Absent `n_inner` and scale flags mean the defaults, and keys of other tasks nothing."""
+    assert GPT2Config.from_hf(json.loads(OFFICIAL_CONFIG)) == official_size("gpt2")
+
+
+def test_round_trips_through_json() -> None:
+    """A field that is written under another name, or not at all, comes back as its default."""
+    pick = random.Random(0)
+    for _ in range(300):
+        heads = pick.randint(1, 8)
+        config = GPT2Config(
+            vocab_size=pick.randint(1, 60_000),
+            n_positions=pick.randint(1, 4096),
+            n_embd=heads * pick.randint(1, 64),
+            n_layer=pick.randint(1, 60),
+            n_head=heads,
+            n_inner=pick.choice([None, pick.randint(1, 9000)]),
+            activation_function=pick.choice(ACTIVATIONS),
+            resid_pdrop=pick.random(),
+            embd_pdrop=pick.random(),
+            attn_pdrop=pick.random(),
+            layer_norm_epsilon=10 ** -pick.uniform(3, 12),
+            initializer_range=pick.random(),
+            scale_attn_weights=pick.random() < 0.5,
+            scale_attn_by_inverse_layer_idx=pick.random() < 0.5,
+            reorder_and_upcast_attn=pick.random() < 0.5,
+            bos_token_id=pick.choice([None, pick.randint(0, 99_999)]),
+            eos_token_id=pick.choice([None, pick.randint(0, 99_999)]),
+        )
+        raw = json.loads(json.dumps(config.to_hf()))
+        assert GPT2Config.from_hf(raw) == config
+        assert raw["n_ctx"] == config.n_positions
+        assert raw["model_type"] == "gpt2"
+
+
+def test_agrees_with_transformers_about_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that transformers spells otherwise would be ignored by it in our files, or by us in its."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import GPT2Config as Theirs
+
+    ours = GPT2Config(91, 32, 24, 3, 4, 77, "relu", 0.3, 0.2, 0.4, 1e-3, 0.5, False, True, True, 5, 6)
+    theirs = Theirs(**ours.to_hf())
+    assert all(getattr(theirs, name) == value for name, value in ours.to_hf().items() if name not in ("n_ctx", "dtype"))
+    assert GPT2Config.from_hf(json.loads(theirs.to_json_string(use_diff=True))) == ours
+    assert GPT2Config.from_hf(json.loads(Theirs().to_json_string(use_diff=True))) == GPT2Config()
+    assert Theirs.attribute_map == {alias: name for alias, name in ALIASES.items()}
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        {"_attn_implementation_internal": "../../evil"},
+        {"_attn_implementation": "kernels-community/evil"},
+        {"auto_map": {"AutoModel": "evil.Model"}, "trust_remote_code": True},
+        {"custom_pipelines": {"x": {"impl": "evil.py"}}, "transformers_version": "999"},
+        {"__class__": "evil", "__init__": [1], "from_hf": 3, "head_dim": 0, "inner": 1, "self": 1, "cls": 2},
+        {"quantization_config": {"quant_method": "evil"}, "torch_dtype": "int3", "dtype": [], "pruned_heads": {"0": [0]}},
+        {"n_ctx": "junk", "summary_type": {"a": [float("nan")]}, "": None, "x" * 10_000: []},
+    ],
+)
+def test_what_is_not_a_field_has_no_effect(junk: dict) -> None:
+    """CVE-2026-4372: a key of config.json that chose the code to run."""
+    assert GPT2Config.from_hf(VALID | junk) == TINY
+
+
+def nested(depth: int) -> list:
+    return [nested(depth - 1)] if depth else []
+
+
+HOSTILE = [
+    ("n_layer", 10**9, "within"),  # a table of tensors for each would fill memory
+    ("vocab_size", 10**5000, "huge int"),  # Python refuses to print it
+    ("n_embd", 2**31, "within"),
+    ("n_embd", -12, "within"),
+    ("n_embd", 13, "divisible"),
+    ("n_head", 0, "within"),
+    ("n_head", True, "int"),
+    ("n_layer", 2.0, "int"),
+    ("n_layer", "2", "int"),
+    ("n_positions", None, "int"),
+    ("n_positions", float("nan"), "int"),
+    ("n_inner", 0, "within"),
+    ("n_inner", [48], "int"),
+    ("bos_token_id", -1, "within"),
+    ("eos_token_id", [60], "int"),
+    ("layer_norm_epsilon", float("nan"), "must be 0 or more"),
+    ("layer_norm_epsilon", float("inf"), "must be 0 or more"),
+    ("layer_norm_epsilon", 10**400, "must be 0 or more"),
+    ("layer_norm_epsilon", -1e-5, "must be 0 or more"),
+    ("layer_norm_epsilon", "1e-5", "number"),
+    ("resid_pdrop", float("nan"), "within"),
+    ("attn_pdrop", 1.5, "within"),
+    ("embd_pdrop", False, "number"),
+    ("initializer_range", {"a": 1}, "number"),
+    ("scale_attn_weights", 1, "bool"),
+    ("scale_attn_by_inverse_layer_idx", "false", "bool"),
+    ("reorder_and_upcast_attn", None, "bool"),
+    ("activation_function", "gelu\nnew\x1b[2J", "unknown activation"),
+    ("activation_function", ["gelu"], "unknown activation"),
+    ("activation_function", "x" * 10**6, "unknown activation"),
+    ("activation_function", nested(900), "unknown activation"),
+    ("model_type", "llama", "reads GPT-2 only"),
+    ("model_type", {"a": "b" * 10**6}, "reads GPT-2 only"),
+    ("add_cross_attention", True, "decoder-only"),
+    ("is_encoder_decoder", "yes", "decoder-only"),
+    ("tie_word_embeddings", False, "tied"),
+    ("tie_word_embeddings", 0, "tied"),
+    ("hidden_size", 24, "n_embd is 12 and hidden_size, its other name, 24"),
+    ("num_attention_heads", float("nan"), "other name"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "says"), HOSTILE, ids=[f"{name}-{n}" for n, (name, _, _) in enumerate(HOSTILE)])
+def test_a_value_that_cannot_be_is_refused_in_one_line(name: str, value: object, says: str) -> None:
+    """NaN slips through `x < 0`, True through `isinstance(x, int)`, and a newline or a megabyte into the terminal."""
+    with pytest.raises(CheckpointError) as caught:
+        GPT2Config.from_hf(VALID | {name: value}, "DIR/config.json")
+    message = str(caught.value)
+    assert message.startswith("DIR/config.json: ")
+    assert name in message
+    assert says in message
+    assert message.isprintable()
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize("raw", [[], None, 3, "gpt2", [VALID]])
+def test_what_is_not_an_object_is_refused(raw: object) -> None:
+    """`null` or a list is valid JSON, and has no keys to look up."""
+    with pytest.raises(CheckpointError, match="expected a JSON object"):
+        GPT2Config.from_hf(raw)  # type: ignore[arg-type]
+
+
+def test_missing_sizes_are_named_together() -> None:
+    """Sizes that silently become the 124M model's."""
+    with pytest.raises(CheckpointError, match="lacks n_embd, n_head"):
+        GPT2Config.from_hf({"vocab_size": 1, "n_layer": 1, "n_positions": 1})
+
+
+def test_other_names_of_the_sizes_are_read() -> None:
+    """Files with `hidden_size`, which transformers honours, and `n_ctx` without `n_positions`, which GPT-2's first files had."""
+    renamed = {alias: VALID[name] for alias, name in ALIASES.items()}
+    bare = {key: value for key, value in VALID.items() if key not in ALIASES.values() and key != "n_ctx"}
+    assert GPT2Config.from_hf(bare | renamed) == TINY
+    assert GPT2Config.from_hf(VALID | renamed) == TINY
+    assert GPT2Config.from_hf({key: value for key, value in VALID.items() if key != "n_positions"}) == TINY
+
+
+def test_an_unknown_size_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(InputError, match="did you mean gpt2-medium") as caught:
+        official_size("gpt2-mediun")
+    assert all(size in str(caught.value) for size in OFFICIAL_SIZES)
+
+
+def test_quoted_is_short_and_printable() -> None:
+    """A message that carries an attacker's escape codes to the terminal, or a megabyte of digits."""
+    for value in (
+        "a\nb",
+        "\x1b[31m",
+        "\ud800",
+        "x" * 10**6,
+        10**4000,
+        10**5000,
+        [10**5000],
+        [[[[[1]]]]],
+        {"k" * 999: "v"},
+        {1, 2},
+    ):
+        assert quoted(value).isprintable()
+        assert len(quoted(value)) < 300
