@@ -148,7 +148,7 @@ def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     for override in overrides:
         _apply(raw, override)
-    return build(Recipe, {"name": path.stem, **raw}, str(path))
+    return build({"name": path.stem, **raw}, str(path))
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
@@ -183,12 +183,17 @@ def _value(text: str, wanted: type | None) -> Any:
     return value
 
 
-def build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> Any:
-    """A frozen dataclass from a TOML table: every key known, every value of the declared type.
+def build(raw: Mapping[str, Any], where: str) -> Recipe:
+    """A recipe from the tables of its file, which is ``where``.
 
     Raises:
-        InputError: which key, in ``where``, and the nearest known one, or the type it must have.
+        InputError: an unknown key (with the nearest known one), or a value of the wrong type or range.
     """
+    return _build(Recipe, raw, where)
+
+
+def _build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> Any:
+    """A frozen dataclass from a TOML table: every key known, every value of the declared type."""
     kinds = get_type_hints(kind)
     values = {}
     for key, value in raw.items():
@@ -204,7 +209,7 @@ def build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> A
         if is_dataclass(wanted):
             if not isinstance(value, Mapping):
                 raise InputError(f"{where}: {prefix + key} is a table of keys, found {value!r}")
-            values[key] = build(wanted, value, where, f"{key}.")
+            values[key] = _build(wanted, value, where, f"{key}.")
             continue
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)

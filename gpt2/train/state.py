@@ -28,8 +28,7 @@ from ..checkpoint.save import sha256, write_file, write_json
 from ..data import Tokenizer
 from ..errors import InputError
 from ..model import GPT2
-from . import recipe as recipes
-from .recipe import Recipe
+from .recipe import Recipe, build
 
 KEEP = 2
 RECIPE, METRICS, BEST, MANIFEST = "recipe.json", "metrics.jsonl", "best", "manifest.json"
@@ -203,7 +202,7 @@ def _comparable(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A run's ``init`` and recipe as one flat table; keys that an older file lacks have their defaults."""
     known = {key: value for key, value in raw.items() if key not in ("init", TEXT, *SAYS_NOTHING)}
     table = {"init": raw["init"]}
-    for key, value in asdict(recipes.build(known, where)).items():
+    for key, value in asdict(build(known, where)).items():
         table |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
     return table
 

@@ -1,0 +1,67 @@
+"""Windows by address: the same step reads the same text, whatever ran before it and however many share it."""
+
+import numpy as np
+import pytest
+
+from gpt2.data.batches import batch
+
+IDS = np.arange(1000, dtype=np.int32) * 3  # a window's content tells where it began
+
+
+def test_targets_are_the_inputs_shifted_by_one():
+    """Off by one, a model learns to copy, and its loss looks wonderful."""
+    x, y = batch(IDS, 8, 5, seed=1, step=0)
+    assert x.shape == y.shape == (5, 8)
+    assert x.dtype == y.dtype == np.int64
+    assert (y == x + 3).all()
+    assert (np.diff(x) == 3).all()
+
+
+def test_addressed_by_seed_and_step():
+    """Resuming at step 700 must read what an undisturbed run reads there; seeds and steps must not read the same."""
+    first = batch(IDS, 8, 5, seed=1, step=7)
+    batch(IDS, 8, 5, seed=1, step=8)
+    np.random.default_rng(0).random(100)
+    again = batch(IDS, 8, 5, seed=1, step=7)
+    assert np.array_equal(first, again)
+    starts = {tuple(batch(IDS, 8, 5, seed=seed, step=step)[0][:, 0]) for seed in range(10) for step in range(10)}
+    assert len(starts) == 100  # (seed 1, step 2) is not (seed 2, step 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_ranks_together_are_the_global_batch(ranks):
+    """Were each rank to draw its own, a run on two machines would be another run than on one."""
+    whole = batch(IDS, 8, 12, seed=3, step=5)
+    parts = [batch(IDS, 8, 12, seed=3, step=5, rank=rank, ranks=ranks) for rank in range(ranks)]
+    for side in (0, 1):
+        assert all(part[side].shape == (12 // ranks, 8) for part in parts)
+        assert np.array_equal(np.concatenate([part[side] for part in parts]), whole[side])
+
+
+def test_every_window_is_drawn_and_none_beyond_the_text():
+    """The last token is a target of some window, or the end of every text is never learnt."""
+    x, y = batch(IDS[:12], 8, 4000, seed=0, step=0)
+    starts, counts = np.unique(x[:, 0] // 3, return_counts=True)
+    assert starts.tolist() == [0, 1, 2, 3]
+    assert y.max() == IDS[11]
+    assert abs(counts - 1000).max() < 150  # five standard deviations of a fair draw
+    only, _ = batch(IDS[:9], 8, 3, seed=0, step=0)
+    assert (only == IDS[:8]).all()
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match="8 tokens hold no window of 8"):
+        batch(IDS[:8], 8, 1, seed=0, step=0)
+    with pytest.raises(ValueError, match="a batch of 5 does not divide among 2 ranks"):
+        batch(IDS, 8, 5, seed=0, step=0, ranks=2)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank {rank} is none of 0 .. 1"):
+            batch(IDS, 8, 4, seed=0, step=0, rank=rank, ranks=2)
+
+
+def test_the_source_is_left_alone():
+    """A batch that is a view would let a masked target write into the text."""
+    before = IDS.copy()
+    x, _ = batch(IDS.astype(np.int64), 8, 2, seed=0, step=0)
+    x[:] = -1
+    assert np.array_equal(IDS, before)

@@ -1,0 +1,86 @@
+"""A text and a recipe so small that a run takes a fraction of a second."""
+
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpt2.train.recipe import Data, Model, Optim, Recipe
+
+WORDS = ["thou", "art", "a", "villain", "and", "the", "king", "doth", "sleep", "while", "night", "so", "speak", "no", "more"]
+NAMES = ("HAMLET", "OPHELIA", "FIRST CLOWN")
+
+
+def speeches(count: int) -> str:
+    rng = random.Random(5)
+    return "\n".join(
+        f"{rng.choice(NAMES)}:\n" + "".join(f"{' '.join(rng.choices(WORDS, k=6))},\n" for _ in range(3)) for _ in range(count)
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_power_cuts():
+    """Half of such a run's time is waiting for the disk; which files are synced, and when, has a test of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(speeches(40), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def recipe(text: Path) -> Recipe:
+    """Twelve steps with dropout, evaluated every third and saved every fourth, so that the two fall apart."""
+    return Recipe(
+        name="tiny",
+        steps=12,
+        batch_size=4,
+        context=16,
+        dropout=0.1,
+        log_every=1,
+        eval_every=3,
+        save_every=4,
+        sample_tokens=4,
+        data=Data(path=str(text), tokenizer="chars"),
+        model=Model(n_layer=1, n_embd=16, n_head=2, n_positions=16),
+        optim=Optim(lr=1e-2, min_lr=1e-3, warmup=3),
+    )
+
+
+@pytest.fixture
+def quiet(recipe: Recipe) -> Recipe:
+    """The same without dropout."""
+    return replace(recipe, dropout=0.0)
+
+
+TIMINGS = ("tokens_per_second", "seconds_left")
+
+
+@pytest.fixture(scope="session")
+def told() -> Callable[[Path], list[dict]]:
+    """The lines of a run's metrics, without what the clock decides."""
+    return lambda folder: [
+        {key: value for key, value in json.loads(line).items() if key not in TIMINGS}
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+@pytest.fixture(scope="session")
+def stored() -> Callable[[Path], dict[str, bytes]]:
+    """Every byte a run goes on from, or is used for: its newest step's weights and optimizer, and its best weights."""
+
+    def read(folder: Path) -> dict[str, bytes]:
+        newest = max(folder.glob("step-*"), key=lambda path: int(path.name[5:]))
+        files = [newest / name for name in ("model.safetensors", "optimizer.safetensors", "progress.json", "manifest.json")]
+        return {f"{path.parent.name}/{path.name}": path.read_bytes() for path in [*files, folder / "best" / "model.safetensors"]}
+
+    return read

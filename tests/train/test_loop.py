@@ -1,0 +1,447 @@
+"""The loop learns, refuses what does not work together, and saves nothing that is broken."""
+
+import json
+import math
+import os
+import resource
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from gpt2.checkpoint.load import load_path
+from gpt2.data import from_directory
+from gpt2.errors import InputError
+from gpt2.model import GPT2
+from gpt2.train import loop, state
+from gpt2.train.loop import Evaluated, Logged, Started, train
+from gpt2.train.optim import adamw
+from gpt2.train.recipe import Data, Model, Optim, Recipe
+
+
+def refusal(*args, **kwargs) -> str:
+    with pytest.raises(InputError) as error:
+        train(*args, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# Learning
+
+
+def memorising(tmp_path, lr: float) -> list[Evaluated]:
+    path = tmp_path / "text.txt"
+    path.write_text("To be, or not to be: that is the question.\n" * 60)
+    recipe = Recipe(
+        steps=40,
+        batch_size=8,
+        context=16,
+        dropout=0.0,
+        eval_every=40,
+        sample_tokens=20,
+        data=Data(path=str(path), tokenizer="chars"),
+        model=Model(n_layer=1, n_embd=32, n_head=2, n_positions=16),
+        optim=Optim(lr=lr, min_lr=0.0, warmup=5, weight_decay=0.0),
+    )
+    events = []
+    train(recipe, tmp_path / "run", report=events.append)
+    return [event for event in events if isinstance(event, Evaluated)]
+
+
+def test_a_repeated_text_is_learnt(tmp_path):
+    """A loop that runs without learning (gradients dropped, optimizer not stepped, targets unshifted) looks alive otherwise."""
+    before, after = memorising(tmp_path, lr=2e-2)
+    assert abs(before.val.loss - math.log(20)) < 0.3  # 20 characters, none preferred yet
+    assert after.val.loss < 1.0
+    assert after.best
+    assert after.sample.startswith("To be, o")
+
+
+def test_with_rate_zero_nothing_is_learnt(tmp_path):
+    """The control: were the bound above reached without a step, it would prove nothing."""
+    before, after = memorising(tmp_path, lr=0.0)
+    assert after.val.loss == before.val.loss > 2.5
+    assert not after.best  # equal is not better
+    progress = json.loads((tmp_path / "run" / "best" / "progress.json").read_text())
+    assert progress["step"] == 0
+
+
+def gradients(model: GPT2, recipe: Recipe, ids: np.ndarray) -> dict[str, torch.Tensor]:
+    """Gradients of one step, caught on their way into the optimizer."""
+    caught = {}
+
+    class Catch(torch.optim.SGD):
+        def step(self, closure=None):
+            caught.update({name: p.grad.clone() for name, p in model.named_parameters()})
+
+    optimizer = Catch(model.parameters(), lr=0.0)
+    caught["loss"], caught["norm"] = map(torch.tensor, loop._step(model, optimizer, ids, recipe, step=3, lr=0.0))
+    return caught
+
+
+@pytest.fixture
+def ids() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 13, 400).astype(np.int32)
+
+
+@pytest.fixture
+def model(quiet) -> GPT2:
+    config = loop.GPT2Config(13, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, n_layer=2, n_embd=16, n_head=2, n_positions=16)
+    torch.manual_seed(1)
+    return GPT2(config).double()
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_accumulated_parts_are_the_whole_batch(quiet, model, ids, parts):
+    """The usual bug: a sum of means, so that four parts make a gradient four times as large."""
+    free = replace(quiet, optim=replace(quiet.optim, clip=0.0))
+    whole, split = gradients(model, free, ids), gradients(model, replace(free, grad_accum=parts), ids)
+    for name in whole:
+        torch.testing.assert_close(split[name], whole[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_clipping_scales_the_gradient_to_the_norm_and_reports_the_norm_before(quiet, model, ids):
+    """Clipping each parameter alone turns the direction; reporting the clipped norm hides every spike."""
+    free = gradients(model, replace(quiet, optim=replace(quiet.optim, clip=0.0)), ids)
+    norm = math.sqrt(sum(free[name].square().sum().item() for name, _ in model.named_parameters()))
+    assert free["norm"].item() == pytest.approx(norm, rel=1e-6)
+    clipped = gradients(model, replace(quiet, optim=replace(quiet.optim, clip=norm / 4)), ids)
+    assert clipped["norm"].item() == pytest.approx(norm, rel=1e-6)
+    roomy = gradients(model, replace(quiet, optim=replace(quiet.optim, clip=norm * 4)), ids)
+    for name, _ in model.named_parameters():
+        torch.testing.assert_close(clipped[name], free[name] / 4, rtol=1e-4, atol=1e-12)
+        torch.testing.assert_close(roomy[name], free[name], rtol=0, atol=0)
+
+
+def test_dropout_of_a_step_depends_on_the_step_alone(recipe, ids):
+    """Dropout from the global generator's state would make a resumed run another run."""
+    torch.manual_seed(1)
+    model = GPT2(
+        loop.GPT2Config(13, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.0, n_layer=1, n_embd=16, n_head=2, n_positions=16)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    losses = [loop._step(model, optimizer, ids, recipe, step, 0.0)[0] for step in (3, 4, 3)]
+    assert losses[0] == losses[2] != losses[1]
+
+
+def test_events_and_metrics_tell_the_same_run(recipe, tmp_path, told):
+    """Tools read metrics.jsonl: every logged step once, with val_loss at evaluations, in order."""
+    events = []
+    result = train(replace(recipe, log_every=5), tmp_path / "run", report=events.append)
+    assert isinstance(events[0], Started)
+    assert events[0].step == 0
+    rows = told(tmp_path / "run")
+    assert [row["step"] for row in rows if "loss" in row] == [5, 10, 12]  # the last step is told whatever log_every says
+    assert [row["step"] for row in rows if "val_loss" in row] == [0, 3, 6, 9, 12]
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+    assert [e.step for e in events if isinstance(e, Logged)] == [5, 10, 12]
+    evaluated = [e for e in events if isinstance(e, Evaluated)]
+    assert [row["val_loss"] for row in rows if "val_loss" in row] == [e.val.loss for e in evaluated]
+    assert result.best_loss == min(e.val.loss for e in evaluated)
+    assert (result.step, result.stopped) == (12, "finished")
+    assert all(len(e.sample) == 8 + 4 for e in evaluated)
+
+
+def test_best_is_the_model_of_the_lowest_loss(recipe, tmp_path):
+    """`best/` must score what metrics say: not the last model, not one from before the step."""
+    events = []
+    result = train(recipe, tmp_path / "run", report=events.append)
+    model, tokenizer = load_path(tmp_path / "run" / "best"), from_directory(tmp_path / "run" / "best")
+    _, val = loop.texts(recipe)
+    val_ids = torch.tensor(tokenizer.encode(val))
+    lengths = torch.ones(tokenizer.n_vocab, dtype=torch.long)
+    score = loop.language_score(model, val_ids, lengths, context=recipe.context, batch_size=recipe.batch_size)
+    assert score.loss == result.best_loss
+    assert result.best_loss < next(e.val.loss for e in events if isinstance(e, Evaluated))
+
+
+def test_patience_counts_evaluations_without_a_better_one(recipe, tmp_path, monkeypatch):
+    """Stopping a turn early or late, or forgetting the count when a better one comes."""
+    losses = iter([5.0, 4.0, 4.0, 4.5, 3.0, 3.1, 3.2, 3.3])
+    real = loop.language_score
+    monkeypatch.setattr(loop, "language_score", lambda *a, **k: replace(real(*a, **k), loss=next(losses)))
+    result = train(replace(recipe, eval_every=1, patience=3, save_every=5), tmp_path / "run")
+    assert (result.stopped, result.step, result.best_step, result.best_loss) == ("early", 7, 4, 3.0)
+    assert (tmp_path / "run" / "step-7").is_dir()  # or the next start would train the last steps again
+
+
+# What does not work together
+
+
+def test_texts_too_short_are_refused_in_numbers(recipe, tmp_path):
+    path = tmp_path / "short.txt"
+    data = replace(recipe.data, path=str(path))
+    path.write_text("abcdefghij")
+    says = refusal(replace(recipe, data=data), tmp_path / "run")
+    assert "the training text has 9 tokens, too few for a context of 16" in says
+    assert "--set context=8" in says
+    assert not (tmp_path / "run").exists()  # a start that failed leaves nothing to be refused by the next
+    path.write_text("abcdefghij" * 2)
+    assert "the validation text has 1 tokens" in refusal(
+        replace(recipe, data=replace(data, held_out=0.05), context=8), tmp_path / "run"
+    )
+
+
+def test_validation_text_shorter_than_a_window_is_scored_in_a_shorter_one(recipe, tmp_path):
+    """A user's two pages have a tenth that is shorter than the context; that is no reason to refuse them."""
+    path = tmp_path / "short.txt"
+    path.write_text("abcdefghij" * 10)
+    events = []
+    short = replace(recipe, data=replace(recipe.data, path=str(path)), steps=1)
+    train(short, tmp_path / "run", report=events.append)
+    assert events[0].val_tokens == 10 < short.context
+    assert [e.val.tokens for e in events if isinstance(e, Evaluated)] == [9, 9]
+
+
+def test_context_beyond_the_positions_is_refused(recipe, tmp_path):
+    assert "context 17 exceeds the 16 positions" in refusal(replace(recipe, context=17), tmp_path / "run")
+
+
+def test_unknown_source_is_refused(recipe, tmp_path):
+    wrong = replace(recipe, data=Data(source="shakespeare"))
+    assert "data.source is 'shakespeare'; give plays, play:NAME" in refusal(wrong, tmp_path / "run")
+
+
+def test_fine_tune_uses_the_models_own_vocabulary(recipe, text, tmp_path):
+    """New ids for old rows of the embedding would train on nonsense; a character it lacks must be named."""
+    train(replace(recipe, steps=4), tmp_path / "first")
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text()[::-1])
+    tuned = replace(recipe, steps=2, data=replace(recipe.data, path=str(other)), dropout=0.25)
+    events = []
+    train(tuned, tmp_path / "second", init=str(tmp_path / "first" / "best"), report=events.append)
+    first, second = (from_directory(tmp_path / name / "best") for name in ("first", "second"))
+    assert second.fingerprint == first.fingerprint
+    assert events[0].config.n_embd == 16
+    other.write_text(text.read_text() + "Z" * 9)
+    assert "'Z' (U+005A)" in refusal(tuned, tmp_path / "third", init=str(tmp_path / "first" / "best"))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(recipe, tmp_path):
+    """Otherwise the first rare token is an index error in the middle of the night."""
+    train(replace(recipe, steps=1), tmp_path / "first")
+    init = tmp_path / "first" / "best"
+    chars = json.loads((init / "chars.json").read_text())["characters"]
+    (init / "chars.json").write_text(json.dumps({"characters": chars + "Z"}))
+    assert f"the tokenizer has {len(chars) + 1} entries, the model {len(chars)}" in refusal(
+        recipe, tmp_path / "run", init=str(init)
+    )
+
+
+def test_fine_tuning_leaves_the_file_it_starts_from_alone(recipe, tmp_path):
+    """Weights are views of the mapped file; training in place must not write through."""
+    train(replace(recipe, steps=2), tmp_path / "first")
+    init = tmp_path / "first" / "best"
+    before = {path.name: path.read_bytes() for path in init.iterdir()}
+    train(replace(recipe, steps=2), tmp_path / "second", init=str(init))
+    assert {path.name: path.read_bytes() for path in init.iterdir()} == before
+    assert (tmp_path / "second" / "best" / "model.safetensors").read_bytes() != before["model.safetensors"]
+
+
+# Whose folder
+
+
+def test_another_recipes_folder_is_refused_and_fresh_clears_it(recipe, tmp_path, told):
+    """Training over another run mixes two metrics and loses weights that took a night."""
+    run = tmp_path / "run"
+    train(recipe, run)
+    (run / "notes.txt").write_text("mine")
+    other = replace(recipe, steps=3, optim=replace(recipe.optim, lr=2e-2))
+    before = (run / "step-12" / "model.safetensors").read_bytes()
+    says = refusal(other, run)
+    assert "holds a run of another recipe (steps 12 there, 3 here; optim.lr 0.01 there, 0.02 here)" in says
+    assert "--fresh" in says
+    assert "init None there" in refusal(recipe, run, init=str(run / "best"))
+    assert "lies in" in refusal(other, run, init=str(run / "best"), fresh=True)
+    assert (run / "step-12" / "model.safetensors").read_bytes() == before
+    train(other, run, fresh=True)
+    assert sorted(path.name for path in run.iterdir()) == ["best", "metrics.jsonl", "notes.txt", "recipe.json", "step-3"]
+    assert [row["step"] for row in told(run) if "loss" in row] == [1, 2, 3]
+
+
+def test_fresh_computes_what_a_first_run_computes(recipe, tmp_path, stored, told):
+    run = tmp_path / "run"
+    train(recipe, run)
+    first = stored(run), told(run)
+    assert train(recipe, run, fresh=True).stopped == "finished"
+    assert (stored(run), told(run)) == first
+
+
+def test_a_changed_description_is_the_same_run(recipe, tmp_path):
+    """Stating a recipe's expected loss after training it must not orphan the run that found it."""
+    train(recipe, tmp_path / "run")
+    assert train(replace(recipe, name="x", description="y", expect=1.0), tmp_path / "run").stopped == "finished"
+
+
+def test_a_changed_text_is_another_run(recipe, text, tmp_path):
+    """The recipe names a path, not its content: going on with another text under it would be neither run."""
+    mine = tmp_path / "mine.txt"
+    recipe = replace(recipe, steps=2, data=replace(recipe.data, path=str(mine)))
+    mine.write_text(text.read_text())
+    train(recipe, tmp_path / "run")
+    mine.write_text(text.read_text().replace("villain", "nillaiv"))  # as long, and of the same characters
+    assert "the text is not the one this run began with" in refusal(recipe, tmp_path / "run")
+
+
+def test_an_older_recipe_file_is_still_this_run(recipe, tmp_path):
+    """A run of last week lacks the text's hash and any key added since; it goes on with their defaults."""
+    run = tmp_path / "run"
+    train(recipe, run)
+    raw = json.loads((run / "recipe.json").read_text())
+    del raw["text_sha256"], raw["attn_dropout"], raw["optim"]["beta1"]
+    (run / "recipe.json").write_text(json.dumps(raw))
+    assert train(recipe, run).stopped == "finished"
+
+
+@pytest.mark.parametrize("name", ["best", "metrics.jsonl", "step-5"])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_strangers_files_are_not_clobbered(recipe, tmp_path, name, fresh):
+    """`--out .` in a project that has a `best/` of its own deleted it."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / name).mkdir()
+    (folder / name / "keep").write_text("mine")
+    assert f"holds {name} but no recipe.json" in refusal(recipe, folder, fresh=fresh)
+    (folder / "recipe.json").write_text('{"flour": 500}')
+    assert "not the recipe of a run of ours" in refusal(recipe, folder, fresh=fresh)
+    (folder / "recipe.json").write_bytes(b"\xff{")
+    assert "not the recipe of a run of ours" in refusal(recipe, folder, fresh=fresh)
+    assert (folder / name / "keep").read_text() == "mine"
+
+
+def test_two_processes_do_not_share_a_folder(recipe, tmp_path):
+    """The same command in two terminals: each would rename the other's checkpoints away."""
+    run = tmp_path / "run"
+    with state.locked(run):
+        assert "another process is training there" in refusal(recipe, run)
+    assert train(recipe, run).stopped == "finished"
+
+
+def test_a_file_in_the_folders_place(recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot write there (Not a directory)" in refusal(recipe, tmp_path / "file" / "run")
+    assert "cannot write there (File exists)" in refusal(recipe, tmp_path / "file")
+
+
+def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path, stored, told):
+    """A half-written checkpoint under a whole one's name, or the old one deleted before the new one is there."""
+    wide = replace(recipe, model=replace(recipe.model, n_embd=32))
+    train(wide, tmp_path / "undisturbed")
+    run, soft_hard = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / "undisturbed" / "step-12" / "optimizer.safetensors").stat().st_size
+
+    def fill(event):
+        if isinstance(event, Logged) and event.step == 8:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, soft_hard[1]))
+
+    try:
+        says = refusal(wide, run, report=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
+    assert "cannot write there (File too large); make room" in says
+    assert sorted(path.name for path in run.iterdir()) == ["best", "metrics.jsonl", "recipe.json", "step-4"]
+    train(wide, run)
+    assert (stored(run), told(run)) == (stored(tmp_path / "undisturbed"), told(tmp_path / "undisturbed"))
+
+
+@pytest.mark.parametrize("what", ["metrics", "best", "recipe"])
+def test_writes_that_fail_anywhere_are_one_line(recipe, tmp_path, monkeypatch, what):
+    """Not only checkpoints are written: a traceback out of a log line is still a traceback."""
+    no_room = OSError(28, "No space left on device")
+
+    def fail(*args, **kwargs):
+        raise no_room
+
+    if what == "metrics":
+        monkeypatch.setattr(json, "dumps", fail)
+        monkeypatch.setattr(state, "write_json", lambda *a: None)
+        monkeypatch.setattr(state, "save_best", lambda *a: None)
+    elif what == "best":
+        monkeypatch.setattr(state, "save_model", fail)
+    else:
+        monkeypatch.setattr(state, "write_json", fail)
+    assert "cannot write there (No space left on device); make room" in refusal(recipe, tmp_path / "run")
+
+
+# What must not be saved
+
+
+def test_a_diverged_step_is_named_and_not_saved(recipe, tmp_path, monkeypatch):
+    """NaN weights in `best/` and in every checkpoint, and a run that trains on for hours with them."""
+    real = loop.batch
+
+    def poisoned(ids, *args, step, **kwargs):
+        if step == 9:
+            for parameter in models[0].parameters():
+                parameter.data.fill_(math.nan)
+        return real(ids, *args, step=step, **kwargs)
+
+    models = []
+    monkeypatch.setattr(loop, "adamw", lambda model, optim: models.append(model) or adamw(model, optim))
+    monkeypatch.setattr(loop, "batch", poisoned)
+    assert "step 10: loss nan" in refusal(recipe, tmp_path / "run")
+    for name in ("best", "step-8"):
+        assert all(p.isfinite().all() for p in load_path(tmp_path / "run" / name).parameters())
+    assert not (tmp_path / "run" / "step-10").exists()
+
+
+def test_a_model_that_is_not_finite_is_never_the_best(recipe, tmp_path):
+    """The first evaluation has nothing to beat, so a NaN would have become the best, and nothing is below NaN."""
+    train(replace(recipe, steps=1), tmp_path / "first")
+    model, tokenizer = load_path(tmp_path / "first" / "best"), from_directory(tmp_path / "first" / "best")
+    model.ln_f.weight.data[0] = math.nan
+    state.save_model(model, tokenizer, tmp_path / "broken")
+    says = refusal(recipe, tmp_path / "run", init=str(tmp_path / "broken"))
+    assert "step 0: the validation loss is nan; the model it starts from is broken" in says
+    assert not (tmp_path / "run" / "best").exists()
+
+
+# Signals
+
+
+def test_handlers_are_put_back(recipe, tmp_path):
+    """After a run in a notebook, Ctrl-C must interrupt again, whichever way the run ended."""
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    during = []
+    train(recipe, tmp_path / "run", report=lambda event: during.append(signal.getsignal(signal.SIGTERM)))
+    assert during[0] != before[1]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+    def fail(event):
+        raise RuntimeError("a bug in a report")
+
+    with pytest.raises(RuntimeError):
+        train(recipe, tmp_path / "other", report=fail)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_second_interrupt_acts_at_once(recipe, tmp_path):
+    """Someone who presses Ctrl-C twice does not want to wait for an evaluation."""
+
+    def twice(event):
+        if isinstance(event, Logged) and event.step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "run", report=twice)
+    assert [path.name for path in state.checkpoints(tmp_path / "run")] == ["step-4"]
+    assert train(recipe, tmp_path / "run").stopped == "finished"
+
+
+def test_a_checkpoint_opens_in_transformers(recipe, tmp_path, monkeypatch):
+    """A checkpoint of the loop is a model for every other program, not a private format."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    train(replace(recipe, data=replace(recipe.data, tokenizer="bpe", vocab_size=300)), tmp_path / "run")
+    transformers = pytest.importorskip("transformers")
+    for name in ("best", "step-12"):
+        folder = tmp_path / "run" / name
+        theirs = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        ids = tokenizer.encode("HAMLET:\nthou art", return_tensors="pt")
+        assert ids[0].tolist() == from_directory(folder).encode("HAMLET:\nthou art")
+        with torch.inference_mode():
+            ours = load_path(folder)(ids)
+            torch.testing.assert_close(theirs(ids).logits, ours, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,118 @@
+"""Recipes: what is misspelt or of the wrong type is refused, never replaced by a default."""
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+
+from gpt2.errors import InputError
+from gpt2.train import recipe as recipes
+from gpt2.train.recipe import Recipe, read
+
+
+def refusal(*args, **kwargs) -> str:
+    with pytest.raises(InputError) as error:
+        read(*args, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_own_recipes_are_read_and_describe_themselves(name):
+    """A recipe with a typo would be found by the first user who trains it."""
+    found = read(name)
+    assert found.name == name
+    assert found.description
+    assert found.optim.warmup < found.steps
+    assert found.eval_every <= found.steps
+    assert found.context <= 1024  # fits every official GPT-2
+
+
+def test_recipe_by_path_has_defaults_for_what_it_does_not_say(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('steps = 5\n[data]\npath = "x.txt"\n')
+    found = read(str(path))
+    assert (found.name, found.steps, found.data.path) == ("mine", 5, "x.txt")
+    assert found.optim == Recipe().optim
+    assert json.loads(found.to_json()) == asdict(found)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("step=5", "unknown key 'step'; did you mean steps?"),
+        ("optim.warm_up=5", "unknown key 'optim.warm_up'; did you mean optim.warmup?"),
+        ("warmup=5", "unknown key 'warmup'; did you mean optim.warmup?"),
+        ("zzz=1", "unknown key 'zzz'; keys are name, description"),
+        ("steps=many", "steps must be int, found 'many'"),
+        ("steps=1.5", "steps must be int, found 1.5"),
+        ("steps=true", "steps must be int, found True"),
+        ("optim.lr=fast", "optim.lr must be float, found 'fast'"),
+        ("optim=1", "optim is a table of keys, found 1"),
+        ("steps.more=1", "steps is a value, not a table"),
+        ("steps", "write key=value"),
+        ("=5", "write key=value"),
+        ("steps=0", "steps is 0; give 1 or more"),
+        ("eval_every=-1", "eval_every is -1; give 1 or more"),
+        ("batch_size=6", "batch_size 6 does not divide into grad_accum 4 parts"),
+        ("dropout=1.0", "dropout is 1.0; give 0 or more and less than 1"),
+        ("data.held_out=0", "data.held_out is 0.0; give a fraction"),
+        ("data.tokenizer=words", "data.tokenizer is 'words'; give 'bpe' or 'chars'"),
+        ("optim.lr=1e-9", "optim.lr 1e-09 is below optim.min_lr"),
+        ("optim.lr=nan", "optim.lr is nan; give 0 or more, and finite"),
+        ("optim.lr=inf", "optim.lr is inf; give 0 or more, and finite"),
+        ("optim.clip=-1", "optim.clip is -1.0; give 0 or more, and finite"),
+        ("optim.beta2=1.0", "optim.beta2 is 1.0; give 0 or more and less than 1"),
+        ("seed=-1", "seed is -1; give 0 or more"),
+        ("patience=-1", "patience is -1; give 0 or more"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(override, says, tmp_path):
+    """A typo that trains a night with the default, a negative clip that climbs the loss, a NaN that compares as fine."""
+    path = tmp_path / "mine.toml"
+    path.write_text("steps = 9\ngrad_accum = 4\n")
+    assert says in refusal(str(path), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("steps=7", lambda r: r.steps == 7),
+        (" steps = 7 ", lambda r: r.steps == 7),
+        ("optim.lr=1", lambda r: type(r.optim.lr) is float and r.optim.lr == 1),
+        ("optim.lr=.01", lambda r: r.optim.lr == 0.01),  # not TOML, but what everyone types
+        ("optim.lr=5e-3", lambda r: r.optim.lr == 0.005),
+        ("data.path=my text.txt", lambda r: r.data.path == "my text.txt"),
+        ('data.path="quoted.txt"', lambda r: r.data.path == "quoted.txt"),
+        ("data.path=1984", lambda r: r.data.path == "1984"),  # a number where text is wanted is text
+        ("data.path=a=b", lambda r: r.data.path == "a=b"),
+        ("data.path=", lambda r: r.data.path == ""),
+        ("data.path=1\nsteps = 3", lambda r: r.steps == 1000 and r.data.path == "1\nsteps = 3"),
+    ],
+)
+def test_overrides_mean_what_a_shell_user_means(override, value, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[optim]\nmin_lr = 0.0\n")
+    assert value(read(str(path), [override]))
+
+
+def test_later_overrides_win(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("steps = 1\n")
+    assert read(str(path), ["steps=2", "steps=3"]).steps == 3
+
+
+def test_unknown_recipe_names_the_nearest(tmp_path):
+    assert "did you mean shakespeare-mini?" in refusal("shakespear-mini")
+    assert "or give the path of a TOML file" in refusal(str(tmp_path))
+    bad = tmp_path / "bad.toml"
+    bad.write_text("steps = = 3")
+    assert "not a TOML file" in refusal(str(bad))
+    bad.write_bytes(b"\xff\xfe")
+    assert "not a TOML file" in refusal(str(bad))
+
+
+def test_defaults_are_themselves_allowed():
+    assert Recipe().steps >= 1
+    assert math.isfinite(Recipe().optim.lr)

@@ -1,0 +1,295 @@
+"""A run that is stopped, killed or damaged computes, bit for bit, what it would have computed undisturbed."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from gpt2.train import loop, state
+from gpt2.train.loop import Evaluated, Logged, Started, train
+from gpt2.train.metrics import Metrics
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory, stored, told):
+    """What the recipe's run stores and tells when nothing happens to it."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert train(recipe, folder).stopped == "finished"
+    return stored(folder), told(folder)
+
+
+@pytest.fixture(scope="module")
+def stopped(recipe, tmp_path_factory):
+    """A run that was stopped after step 10, with checkpoints of steps 10 and 8; to be copied."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    train(recipe, folder, report=stop_at(Logged, 10))
+    assert [path.name for path in state.checkpoints(folder)] == ["step-10", "step-8"]
+    return folder
+
+
+def stop_at(kind, step, number=signal.SIGTERM):
+    """A report that sends this process a signal, once."""
+    sent = []
+
+    def report(event):
+        if isinstance(event, kind) and event.step == step and not sent:
+            sent.append(os.kill(os.getpid(), number))
+
+    return report
+
+
+@pytest.mark.parametrize(
+    ("step", "number"), [(1, signal.SIGINT), (4, signal.SIGTERM), (5, signal.SIGTERM), (6, signal.SIGINT), (11, signal.SIGTERM)]
+)
+def test_an_orderly_stop_finishes_the_step_and_saves_it(recipe, tmp_path, stored, told, undisturbed, step, number):
+    """Steps that are saved anyway, evaluated anyway, both, and neither: each had its own way of telling a step twice."""
+    run = tmp_path / "run"
+    result = train(recipe, run, report=stop_at(Logged, step, number))
+    assert (result.stopped, result.step) == ("interrupted", step)
+    assert state.newest_intact(run)[0] == run / f"step-{step}"
+    events = []
+    assert train(recipe, run, report=events.append).stopped == "finished"
+    assert events[0].step == step
+    assert [e.step for e in events if isinstance(e, Logged)] == list(range(step + 1, 13))
+    assert (stored(run), told(run)) == undisturbed
+
+
+@pytest.mark.parametrize("step", [0, 6])
+def test_a_stop_in_the_middle_of_an_evaluation(recipe, tmp_path, stored, told, undisturbed, monkeypatch, step):
+    """The score that was under way must be counted, saved and told once; step 0 is before anything else was saved."""
+    real, run, at = loop.language_score, tmp_path / "run", iter(range(0, 99, 3))
+
+    def interrupted(*args, **kwargs):
+        if next(at) == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "language_score", interrupted)
+    result = train(recipe, run)
+    assert (result.stopped, result.step) == ("interrupted", step)
+    monkeypatch.undo()
+    events = []
+    train(recipe, run, report=events.append)
+    assert events[0].step == step
+    assert [e.step for e in events if isinstance(e, Evaluated)] == list(range(step + 3, 13, 3))
+    assert (stored(run), told(run)) == undisturbed
+
+
+def test_a_stop_after_every_single_step(recipe, tmp_path, stored, told, undisturbed):
+    """A machine that is taken away all the time still gets there, and by the same way."""
+    run = tmp_path / "run"
+    for step in range(1, 12):
+        assert train(recipe, run, report=stop_at(Logged, step)).stopped == "interrupted"
+    assert train(recipe, run).stopped == "finished"
+    assert (stored(run), told(run)) == undisturbed
+
+
+@pytest.mark.parametrize("patience", [0, 2])
+def test_a_run_that_ended_stays_as_it_is(recipe, tmp_path, patience):
+    """Starting an ended run again must not take another step, evaluate again, or touch a file of it."""
+    recipe = replace(recipe, patience=patience, optim=replace(recipe.optim, lr=0.0 if patience else 1e-2, min_lr=0.0))
+    run = tmp_path / "run"
+    first = train(recipe, run)
+    assert (first.stopped, first.step) == (("early", 6) if patience else ("finished", 12))
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    events = []
+    assert train(recipe, run, report=events.append) == first
+    assert [type(event) for event in events] == [Started]
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+
+
+def test_a_fine_tune_goes_on_without_the_model_it_began_with(recipe, tmp_path, stored, told):
+    """Everything needed is in the folder: a moved or changed --init must not change or stop the run."""
+    train(replace(recipe, steps=3), tmp_path / "first")
+    init = tmp_path / "init"
+    shutil.copytree(tmp_path / "first" / "best", init)
+    train(recipe, tmp_path / "undisturbed", init=str(init))
+    train(recipe, tmp_path / "run", init=str(init), report=stop_at(Logged, 7))
+    shutil.rmtree(init)
+    assert train(recipe, tmp_path / "run", init=str(init)).stopped == "finished"
+    assert stored(tmp_path / "run") == stored(tmp_path / "undisturbed")
+    assert told(tmp_path / "run") == told(tmp_path / "undisturbed")
+
+
+# Damage
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "a flipped bit in the weights": (lambda p: flip(p / "model.safetensors"), "model.safetensors does not have the sha256"),
+    "a flipped bit in the moments": (lambda p: flip(p / "optimizer.safetensors"), "optimizer.safetensors does not have"),
+    "a file cut short": (lambda p: os.truncate(p / "model.safetensors", 99), "model.safetensors does not have the sha256"),
+    "a file gone": (lambda p: (p / "progress.json").unlink(), "progress.json is missing"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+    "a manifest of nothing": (lambda p: (p / "manifest.json").write_text("{}"), "manifest.json does not list config.json"),
+    "a manifest of zeros": (lambda p: (p / "manifest.json").write_bytes(bytes(50)), "unreadable"),
+    "a manifest that is a list": (lambda p: (p / "manifest.json").write_text("[]"), "does not list config.json"),
+    "an empty directory": (lambda p: [f.unlink() for f in p.iterdir()], "manifest.json is missing"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_with_the_reason(recipe, tmp_path, stored, told, undisturbed, stopped, what):
+    """safetensors has no checksum: without the manifest, a flipped bit trains on without a word."""
+    run, (damage, reason) = tmp_path / "run", DAMAGE[what]
+    shutil.copytree(stopped, run)
+    damage(run / "step-10")
+    events = []
+    train(recipe, run, report=events.append)
+    assert events[0].step == 8
+    assert [note for note in events[0].notes if "step-10" in note and reason in note and "passed over" in note]
+    assert (stored(run), told(run)) == undisturbed
+
+
+def test_with_every_checkpoint_damaged_the_run_begins_again(recipe, tmp_path, stored, told, undisturbed, stopped):
+    """Step 0 is evaluated and told again, and must not be told twice."""
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    for path in state.checkpoints(run):
+        flip(path / "model.safetensors")
+    events = []
+    train(recipe, run, report=events.append)
+    assert events[0].step == 0
+    assert len([note for note in events[0].notes if "passed over" in note]) == 2
+    assert (stored(run), told(run)) == undisturbed
+
+
+def test_damaged_newer_checkpoints_do_not_push_out_whole_ones(recipe, tmp_path):
+    """Keeping 'the newest two' by number kept two damaged ones, and deleted the one just written."""
+    run = tmp_path / "run"
+    train(recipe, run, report=stop_at(Logged, 4))
+    for name in ("step-98", "step-99"):
+        shutil.copytree(run / "step-4", run / name)
+        flip(run / name / "model.safetensors")
+    train(recipe, run, report=stop_at(Logged, 5))
+    assert state.newest_intact(run)[0] == run / "step-5"
+    assert [path.name for path in state.checkpoints(run)] == ["step-99", "step-98", "step-5", "step-4"]
+
+
+def test_the_newest_two_are_kept(recipe, tmp_path):
+    train(replace(recipe, save_every=1), tmp_path / "run")
+    assert [path.name for path in state.checkpoints(tmp_path / "run")] == ["step-12", "step-11"]
+
+
+def test_leftovers_of_a_kill_are_cleared(recipe, tmp_path, stored, told, undisturbed, stopped):
+    """A `best/` killed between its two renames comes back; half-written directories do not fill the disk for ever."""
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    best = (run / "best" / "model.safetensors").read_bytes()
+    os.rename(run / "best", run / ".best.old")
+    shutil.copytree(run / "step-8", run / ".step-11.partial")
+    shutil.copytree(run / "step-8", run / ".step-10.old")
+    seen = []
+
+    def look(event):
+        if isinstance(event, Started):
+            seen.append((run / "best" / "model.safetensors").read_bytes())
+
+    train(recipe, run, report=look)
+    assert seen == [best]
+    assert not [path for path in run.iterdir() if path.name.startswith(".")]
+    assert (stored(run), told(run)) == undisturbed
+
+
+@pytest.mark.parametrize("torn", ['{"step": 5, "lo', '{"step"', "\x00\x00", "5", "[]", '"step"'])
+def test_a_line_torn_by_the_kill_is_cut_off(tmp_path, stopped, torn):
+    """Half a line in the middle of the file, and every reader of it fails from then on."""
+    shutil.copy(stopped / "metrics.jsonl", tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 11, "loss": 9.9}\n' + torn)
+    with Metrics(tmp_path, state.Progress(10)) as metrics:
+        metrics.write(step=11, loss=1.0)
+    assert (tmp_path / "metrics.jsonl").read_text() == before + '{"step": 11, "loss": 1.0}\n'
+
+
+def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it_appears(recipe, tmp_path, monkeypatch):
+    """A rename that outruns its data leaves, after a power cut, a directory of the right name and empty files."""
+    did: list[tuple[str, str]] = []
+    real = os.rename
+
+    def path_of(handle: int) -> str:
+        return os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), tmp_path)
+
+    monkeypatch.setattr(os, "fsync", lambda handle: did.append(("sync", path_of(handle))))
+    monkeypatch.setattr(os, "rename", lambda a, b: (did.append(("rename", os.path.relpath(b, tmp_path))), real(a, b)))
+    train(replace(recipe, steps=1), tmp_path / "run")
+    appears = did.index(("rename", "run/step-1"))
+    synced = [path for what, path in did[:appears] if what == "sync"]
+    for name in ("optimizer.safetensors", "model.safetensors", "progress.json", "manifest.json"):
+        assert [path for path in synced if path.startswith("run/.step-1.partial") and name in path], name
+    assert synced[-1] == "run/.step-1.partial"
+    assert "run/metrics.jsonl" in synced
+    assert ("sync", "run") in did[appears:]
+
+
+# Killed
+
+
+def start(recipe, folder) -> multiprocessing.Process:
+    """A process of its own that trains: forked from a server that has the imports and nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gpt2.train.loop", "torch._dynamo"])  # the latter, or the first step imports it: 2 s
+    process = context.Process(target=train, args=(recipe, folder))
+    process.start()
+    return process
+
+
+def newest_step(folder) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_text().count('"loss"') if path.is_file() else -1
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+def test_killed_at_random_moments(recipe, tmp_path, stored, told, seed):
+    """SIGKILL in the middle of a step, a rename, a line, an evaluation: whatever is on the disk must do to go on exactly."""
+    long = replace(recipe, steps=45, eval_every=2, save_every=3)
+    whole, run, rng, reached = tmp_path / "whole", tmp_path / "run", random.Random(seed), []
+    train(long, whole)
+    for _ in range(6):
+        process = start(long, run)
+        aim = (reached[-1] if reached else 0) + rng.randint(1, 6)
+        while process.is_alive() and newest_step(run) < aim:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.1))
+        process.kill()
+        process.join()
+        assert process.exitcode in (-signal.SIGKILL, 0)
+        reached.append(max((int(path.name[5:]) for path in state.checkpoints(run)), default=0))
+    assert reached == sorted(reached)
+    assert len(set(reached) - {45}) >= 3  # it was killed on its way, and did go on from where it had been
+    process = start(long, run)
+    process.join()
+    assert process.exitcode == 0
+    assert (stored(run), told(run)) == (stored(whole), told(whole))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_is_told_to_stop_saves_and_ends_well(recipe, tmp_path, number):
+    long = replace(recipe, steps=100_000, save_every=100_000, eval_every=100_000)
+    process = start(long, tmp_path / "run")
+    deadline = time.monotonic() + 60
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while newest_step(tmp_path / "run") < 5:
+        assert process.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 0
+    found, skipped = state.newest_intact(tmp_path / "run")
+    assert skipped == []
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(steps[-1] + 1))
+    assert found == tmp_path / "run" / f"step-{steps[-1]}"
