@@ -8,49 +8,22 @@ transformers itself does, so the bound scales with the model, the depth and the 
 from __future__ import annotations
 
 import gc
-import math
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
-from ..checkpoint.files import open_weights
 from ..checkpoint.hub import DEFAULT, DTYPES, Source, parse_random, resolve, split_dtype
-from ..checkpoint.keys import from_file
 from ..checkpoint.load import load_path, read_config
 from ..checkpoint.save import sha256
-from ..config import GPT2Config
-from ..data import Tokenizer, from_directory
 from ..errors import InputError
-from ..generate import generate
 from ..model import GPT2
-from . import reference
-from .measure import differing_bits, relative_error, token_losses, worst_relative_error
-from .report import EXACT, MAPPING, ROUNDING, Check, Environment, Point, Report, environment, points_of
-from .trace import trace
-
-MAPPING_BOUND = 1e-10
-ROUNDING_RATIO = 1.5
-STEPS = 5
-GREEDY_TOKENS = 32
-TRACE_BYTES = 256e6  # what the attention maps of one traced pass may take
-LOGIT_FLOPS = 5e11  # what one float64 pass over the windows may cost
-
-# What a short training shows, in the order of :func:`_train`'s results.
-TRAINING = {
-    "loss": "every token",
-    "gradients": "every parameter",
-    "adamw": f"losses along {STEPS} steps",
-    "change": f"parameters after {STEPS} steps",
-}
-
-Build = Callable[[Path, torch.dtype | None], GPT2]
+from . import checks, reference
+from .checks import Build, Probe, Subject
+from .report import Report, environment
 
 
 def _load(path: Path, dtype: torch.dtype | None) -> GPT2:
@@ -85,16 +58,13 @@ def verify(
     with _on_disk(base, revision, offline, progress) as source:
         config = read_config(source.path)
         probe = Probe.draw(config, seed)
-        tokens = _tokens(source, progress)
-        progress("weights")
-        checks = [_weights(source.path, build)]
-        checks += _forward(source.path, config, build, probe, rounding, progress)
-        checks += _training(source.path, config, build, probe, rounding, progress)
-        checks.append(tokens)
+        subject = Subject(source.path, config, build, rounding, probe, progress)
+        tokens = checks.tokens(subject)  # first, because a damaged vocabulary should not take ten seconds to be found
+        found = [checks.weights(subject), *checks.forward(subject), *checks.training(subject), tokens]
         files = {
             path.name: sha256(path) for path in sorted(source.path.iterdir()) if path.suffix in (".json", ".txt", ".safetensors")
         }
-    env: Environment = environment(str(rounding).removeprefix("torch."), "cpu")
+    env = environment(str(rounding).removeprefix("torch."), "cpu")
     return Report(
         model=source.name,
         reference=f"transformers {env.versions['transformers']}",
@@ -102,260 +72,12 @@ def verify(
         parameters=config.num_parameters(),
         n_layer=config.n_layer,
         coverage=probe.coverage(config),
-        checks=tuple(checks),
+        checks=tuple(found),
         files=files,
         environment=env,
         seed=seed,
         seconds=time.perf_counter() - started,
     )
-
-
-@dataclass(frozen=True)
-class Probe:
-    """The token ids that are run: whole contexts, a window short enough to trace, and a batch to train on."""
-
-    windows: Tensor  # (W, P)
-    traced: Tensor  # (1, T)
-    batch: Tensor  # (2, t + 1)
-
-    @classmethod
-    def draw(cls, config: GPT2Config, seed: int) -> Probe:
-        """As many windows as it takes to show every id of the vocabulary once, or as the budget allows."""
-        generator = torch.Generator().manual_seed(seed)
-        vocab, context = config.vocab_size, config.n_positions
-        affordable = max(1, int(LOGIT_FLOPS / (2 * config.num_parameters() * context)))
-        count = min(math.ceil(vocab / context), affordable)
-        ids = torch.randperm(vocab, generator=generator)
-        padding = torch.randint(vocab, (max(0, count * context - vocab),), generator=generator)
-        windows = torch.cat((ids, padding))[: count * context].view(count, context)
-        length = int(math.sqrt(TRACE_BYTES / (16 * config.n_layer * config.n_head)))
-        length = max(8, min(context, length // 32 * 32))
-        train = torch.randint(vocab, (2, min(context, 64) + 1), generator=generator)
-        return cls(windows, windows[:1, :length], train)
-
-    def coverage(self, config: GPT2Config) -> str:
-        seen = self.windows.unique().numel()
-        return f"{seen:,} of {config.vocab_size:,} ids at all {config.n_positions:,} positions"
-
-
-def _weights(path: Path, build: Build) -> Check:
-    """Every tensor of the files against the parameter it became, read by the safetensors library rather than by us."""
-    from safetensors import safe_open
-
-    parameters = build(path, None).state_dict()
-    rows = []
-    for file in dict.fromkeys(open_weights(path).values()):
-        with safe_open(file.path, "pt") as stored:
-            for key in stored.keys():  # noqa: SIM118 - not a mapping
-                ours = parameters.pop(from_file(key), None)
-                if ours is None:
-                    continue  # a buffer or the tied head: the loader saw what it is before it dropped it
-                theirs = stored.get_tensor(key)
-                same_kind = ours.dtype == theirs.dtype and ours.shape == theirs.shape
-                rows.append((from_file(key), float(differing_bits(ours, theirs) if same_kind else theirs.numel())))
-    rows += [(f"{name} (not in the files)", float(tensor.numel())) for name, tensor in parameters.items()]
-    return Check("weights", EXACT, f"{len(rows)} tensors, bit for bit", "as stored", points_of(rows, 0.0))
-
-
-@torch.no_grad()
-def _forward(
-    path: Path, config: GPT2Config, build: Build, probe: Probe, dtype: torch.dtype, progress: Callable[[str], None]
-) -> list[Check]:
-    theirs, ours = reference.load_reference(path, torch.float64), build(path, torch.float64)
-    progress("float64: every activation")
-    ruler, traced = trace(theirs, probe.traced), trace(ours, probe.traced)
-    activations = points_of(((name, worst_relative_error(traced[name], ruler[name])) for name in ruler), MAPPING_BOUND)
-    logits = []
-    for index, window in enumerate(probe.windows):
-        progress(f"float64: logits, window {index + 1} of {len(probe.windows)}")
-        expected = theirs(window[None]).logits
-        logits.append((f"logits (window {index})", worst_relative_error(ours(window[None]), expected)))
-        if index == 0:
-            logits_ruler = expected
-    every = _every_embedding(ours, theirs)
-    progress("float64: cache and padding")
-    cached = points_of(_cached(ours, probe.windows[:1], logits_ruler), MAPPING_BOUND)
-    padded = points_of(_padded(ours, theirs, probe.traced), MAPPING_BOUND)
-    text = _greedy(ours, theirs, probe.traced[:, :8], min(GREEDY_TOKENS, config.n_positions - 8))
-    del theirs, ours
-    gc.collect()
-
-    label = str(dtype).removeprefix("torch.")
-    progress(f"{label}: rounding")
-    theirs, ours = reference.load_reference(path, dtype), build(path, dtype)
-    theirs_traced, ours_traced = trace(theirs, probe.traced), trace(ours, probe.traced)
-    rows = [(name, ours_traced[name], theirs_traced[name], ruler[name]) for name in ruler]
-    rows.append(("logits (window 0)", ours(probe.windows[:1]), theirs(probe.windows[:1]).logits, logits_ruler))
-    return [
-        Check("activations", MAPPING, f"{len(activations)} points", "float64", activations),
-        Check(
-            "logits",
-            MAPPING,
-            f"{len(logits)} full contexts",
-            "float64",
-            points_of(logits, MAPPING_BOUND) + every,
-        ),
-        Check("cache", MAPPING, "prompt, tokens, chunk", "float64", cached),
-        Check("padding", MAPPING, "rows of two lengths", "float64", padded),
-        Check("rounding", ROUNDING, f"{len(rows)} points", label, tuple(_rounding(rows))),
-        text,
-    ]
-
-
-def _rounding(rows: list[tuple[str, Tensor, Tensor, Tensor]]) -> Iterator[Point]:
-    """(name, ours, theirs, ruler) to points: our distance from the ruler, bounded by 1.5 times theirs."""
-    for name, ours, theirs, ruler in rows:
-        error = relative_error(theirs, ruler)
-        yield Point(name, relative_error(ours, ruler), ROUNDING_RATIO * error, error)
-
-
-def _every_embedding(ours: GPT2, theirs: nn.Module) -> tuple[Point, ...]:
-    """Each id of the vocabulary through both lookups: 0 entries may differ."""
-    wrong = 0
-    for ids in torch.arange(ours.config.vocab_size).split(8192):
-        wrong += differing_bits(ours.wte(ids), theirs.transformer.wte(ids))
-    return (Point("wte (every id)", float(wrong), 0.0),)
-
-
-def _cached(ours: GPT2, ids: Tensor, expected: Tensor) -> Iterator[tuple[str, float]]:
-    """The window read as a prompt, then token by token, then in one chunk."""
-    length = ids.size(1)
-    half, single = length // 2, min(16, length // 4)
-    cache, done = ours.new_cache(1), 0
-    for part, sizes in (("prefill", [half]), ("single tokens", [1] * single), ("chunk", [length - half - single])):
-        worst = 0.0
-        for size in sizes:
-            got = ours(ids[:, done : done + size], cache=cache)
-            worst = max(worst, worst_relative_error(got, expected[:, done : done + size]))
-            done += size
-        yield f"logits ({part})", worst
-
-
-def _padded(ours: GPT2, theirs: nn.Module, ids: Tensor) -> Iterator[tuple[str, float]]:
-    """Two rows, one a third shorter and padded on the left; compared where the tokens are real."""
-    row = ids[0]
-    short = row[: len(row) - len(row) // 3]
-    gap = len(row) - len(short)
-    batch = torch.stack((row, torch.cat((torch.zeros(gap, dtype=torch.long), short))))
-    mask = torch.ones_like(batch)
-    mask[1, :gap] = 0
-    got = ours(batch, attention_mask=mask)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    expected = theirs(batch, attention_mask=mask, position_ids=positions).logits
-    yield "logits (full row)", worst_relative_error(got[0], expected[0])
-    yield "logits (padded row)", worst_relative_error(got[1, gap:], expected[1, gap:])
-    yield "logits (padded row, alone)", worst_relative_error(got[1, gap:], theirs(short[None]).logits[0])
-
-
-def _greedy(ours: GPT2, theirs: nn.Module, prompt: Tensor, new_tokens: int) -> Check:
-    """Greedy ids in float64, where no near-tie hides behind rounding: with and without a cache, on both sides."""
-    expected = reference.reference_generate(theirs, prompt, new_tokens, use_cache=True)
-    runs = {
-        "transformers without cache": reference.reference_generate(theirs, prompt, new_tokens, use_cache=False),
-        "ours with cache": generate(ours, prompt, new_tokens, temperature=0),
-        "ours without cache": generate(ours, prompt, new_tokens, temperature=0, use_cache=False),
-    }
-    rows = [(f"text ({name})", float((ids != expected).sum())) for name, ids in runs.items()]
-    return Check("text", EXACT, f"{new_tokens} greedy tokens", "float64", points_of(rows, 0.0))
-
-
-def _training(
-    path: Path, config: GPT2Config, build: Build, probe: Probe, dtype: torch.dtype, progress: Callable[[str], None]
-) -> list[Check]:
-    """Loss, every gradient, and five AdamW steps: in float64 against each other, in ``dtype`` each against float64."""
-    label = str(dtype).removeprefix("torch.")
-    needed = 48 * config.num_parameters()  # float64: weights, gradients, two moments; and the ruler's gradients and changes
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
-    if needed > 0.9 * memory:
-        why = f"needs {needed / 1e9:.0f} GB of memory, this machine has {memory / 1e9:.0f}"
-        return [Check(id, MAPPING, title, "float64", skipped=why) for id, title in TRAINING.items()]
-    progress("float64: transformers' gradients and AdamW steps")
-    ruler = _train(reference.load_reference(path, torch.float64), probe.batch)
-    progress("float64: our gradients and AdamW steps")
-    ours = _train(build(path, torch.float64), probe.batch)
-    checks = []
-    for (id, title), got, expected in zip(TRAINING.items(), ours, ruler, strict=True):
-        rows = ((name, worst_relative_error(got[name], expected[name])) for name in expected)
-        checks.append(Check(id, MAPPING, title, "float64", points_of(rows, MAPPING_BOUND)))
-    del ours
-    progress(f"{label}: gradients and AdamW steps, transformers' and ours")
-    errors = []
-    for model in (reference.load_reference(path, dtype), build(path, dtype)):
-        results = _train(model, probe.batch)
-        errors.append([{n: relative_error(got[n], part[n]) for n in part} for got, part in zip(results, ruler, strict=True)])
-        del model, results
-    for (id, title), theirs, ours in zip(TRAINING.items(), *errors, strict=True):
-        points = tuple(Point(name, ours[name], ROUNDING_RATIO * theirs[name], theirs[name]) for name in theirs)
-        checks.append(Check(f"{id}-rounding", ROUNDING, title, label, points))
-    return checks
-
-
-def _train(model: nn.Module, batch: Tensor) -> tuple[dict[str, Tensor], ...]:
-    """What :data:`TRAINING` names, of a model that is used up by it.
-
-    AdamW divides each gradient by its own size, so with its usual eps of 1e-8 a step goes the full way in the direction of a
-    gradient that is nothing but rounding error (that of every key bias, whose true gradient is zero), and a handful of such
-    entries decide the figure: over eight seeds our error came out at 0.1 to 4 times transformers'. An eps of the gradients'
-    own size keeps a step's error in proportion to its gradient's.
-    """
-    x, y = batch[:, :-1], batch[:, 1:]
-    parameters = {name.removeprefix("transformer."): p for name, p in model.named_parameters()}
-    before = {name: p.detach().clone() for name, p in parameters.items()}
-    decayed = [p for p in parameters.values() if p.ndim >= 2]
-    rest = [p for p in parameters.values() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-2, fused=True)
-    losses: dict[str, Tensor] = {}
-    gradients: dict[str, Tensor] = {}
-    for step in range(STEPS + 1):
-        with torch.set_grad_enabled(step < STEPS):
-            out = model(x)
-            loss = token_losses(out if isinstance(out, Tensor) else out.logits, y)
-        losses[f"loss (after step {step})" if step else "loss"] = loss.detach()
-        if step == STEPS:
-            break
-        loss.mean().backward()
-        if step == 0:
-            gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    start = {"loss": losses.pop("loss")}
-    return start, gradients, losses, {name: p.detach() - before[name] for name, p in parameters.items()}
-
-
-def _tokens(source: Source, progress: Callable[[str], None]) -> Check:
-    """Ids and text of both tokenizers on samples of everything a text may hold; nothing where the model has no tokenizer."""
-    try:
-        ours: Tokenizer = from_directory(source.path)
-    except InputError:
-        if any((source.path / name).is_file() for name in ("vocab.json", "tokenizer.json", "chars.json")):
-            raise
-        return Check("tokens", EXACT, "ids and text", "", skipped="the model comes without a tokenizer")
-    progress("tokens")
-    theirs = reference.reference_tokenizer(source.path)
-    known = set("".join(SAMPLES)) if ours.eot is not None else {ours.decode([i]) for i in range(ours.n_vocab)}
-    rows = []
-    for index, sample in enumerate(SAMPLES):
-        sample = "".join(character for character in sample if character in known)
-        ids = ours.encode(sample)
-        expected = theirs(sample, add_special_tokens=False)["input_ids"]
-        same = ids == expected and ours.decode(ids) == theirs.decode(expected, clean_up_tokenization_spaces=False)
-        rows.append((f"tokens (sample {index})", float(not same)))
-    return Check("tokens", EXACT, f"{len(rows)} texts, ids and back", "", points_of(rows, 0.0))
-
-
-SAMPLES = (
-    "MACBETH:\nIs this a dagger which I see before me,\nThe handle toward my hand?\n",
-    "Hello world, it's 2026; they've paid $1,234.56 (or so they'd say).",
-    "  leading,   repeated\t\ttabs\n\n\nand newlines \r\n trailing   ",
-    "naïve café, Ærøskøbing, Füße, ǅ, ﬁligree",
-    "Пушкин — Шекспир; Σίσυφος; שלום; سلام; हिन्दी; ไทย",
-    "日本語のテキスト、中文文本，한국어",
-    "👩‍👩‍👧 🇩🇪 e\u0301 \u200b\u00a0\ufeff 𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
-    "def f(x):\n    return {'a': [x**2, -1e-9]}  # ok\n",
-    "I'LL we'll can't 'tis O'Brien's ''' \"quoted\" ...--- ???!!!",
-    "\x00\x01\x7f control \x85 \u2028 \u3000 characters",
-)
 
 
 @contextmanager

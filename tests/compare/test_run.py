@@ -13,8 +13,9 @@ from torch import Tensor
 
 import gpt2
 from gpt2.checkpoint.load import load_path
-from gpt2.compare import run as verify_module
-from gpt2.compare.run import Probe, verify
+from gpt2.compare import checks
+from gpt2.compare.checks import Probe
+from gpt2.compare.run import verify
 from gpt2.config import GPT2Config
 from gpt2.data.bpe import train_bpe
 from gpt2.model import GPT2, eager_attention, sdpa_attention
@@ -186,7 +187,7 @@ def test_every_check_can_fail_alone(checkpoint: Path, control: Callable, must_fa
 
 def test_a_wrong_tokenizer_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids that differ from transformers' feed the model another text, and nothing else would show it."""
-    original = verify_module.from_directory
+    original = checks.from_directory
 
     def shifted(path: Path):
         tokenizer = original(path)
@@ -194,7 +195,7 @@ def test_a_wrong_tokenizer_is_refused(checkpoint: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(tokenizer, "encode", lambda text: [*encode(text)[:-1], 0], raising=False)
         return tokenizer
 
-    monkeypatch.setattr(verify_module, "from_directory", shifted)
+    monkeypatch.setattr(checks, "from_directory", shifted)
     assert failing(verify(str(checkpoint))) == ["tokens"]
 
 
@@ -236,8 +237,8 @@ def test_infinite_errors_stay_valid_json(checkpoint: Path) -> None:
 
 def test_what_memory_cannot_hold_is_said_not_skipped_in_silence(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An EQUAL that left out the gradients must say so."""
-    real = verify_module.os.sysconf
-    monkeypatch.setattr(verify_module.os, "sysconf", lambda name: 1 if name == "SC_PHYS_PAGES" else real(name))
+    real = checks.os.sysconf
+    monkeypatch.setattr(checks.os, "sysconf", lambda name: 1 if name == "SC_PHYS_PAGES" else real(name))
     report = verify(str(checkpoint))
     assert [check.id for check in report.checks if check.skipped] == ["loss", "gradients", "adamw", "change"]
     assert "not run: loss, gradients, adamw, change" in report.table(width=120)
