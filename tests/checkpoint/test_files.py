@@ -110,6 +110,7 @@ def test_reads_what_the_library_reads(tmp_path: Path) -> None:
         ({"a": {**row(0, 16), "shape": [-2, -2]}}, "contradicts itself"),
         ({"a": {**row(0, 16), "shape": [2**63, 2]}}, "contradicts itself"),
         ({"a": {**row(0, 16), "shape": [5]}}, "contradicts itself"),
+        ({"a": {**row(0, 16), "shape": [3]}}, "contradicts itself"),
         ({"a": {**row(0, 16), "shape": [1] * 100_000}}, "contradicts itself"),
         ({"a": {**row(0, 16), "data_offsets": ["0", "16"]}}, "contradicts itself"),
         ({"a": {**row(0, 16), "data_offsets": [16, 0]}}, "contradicts itself"),

@@ -222,7 +222,25 @@ def test_random_distilgpt2_has_gpt2_statistics() -> None:
     for name, tensor in state.items():
         std = 0.02 / 12**0.5 if name.endswith("c_proj.weight") else 0.02
         assert abs(tensor.std() / std - 1) < 0.15, name
-        assert abs(tensor.mean() - (".ln_" in f".{name}" and name.endswith("weight"))) < 0.005, name
+        assert abs(tensor.mean() - int(".ln_" in f".{name}" and name.endswith("weight"))) < 0.005, name
+
+
+@pytest.mark.slow
+def test_the_official_gpt2_file_in_shape_and_size(tmp_path: Path) -> None:
+    """FACTS.md: 548,105,171 bytes, 160 tensors, data from byte 14,291. What holds for a tiny file holds for this one."""
+    truth = official(tmp_path, GPT2Config())
+    path = tmp_path / "model.safetensors"
+    files = open_weights(tmp_path)
+    assert len(files) == 160
+    start = min(files[key].entries[key].start for key in files)
+    assert start % 4 == 3
+    assert path.stat().st_size - start == 548_105_171 - 14_291 == 4 * 137_022_720
+    begin = time.perf_counter()
+    model = load(str(tmp_path))
+    print(f"loaded in {time.perf_counter() - begin:.3f} s")
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+    assert_holds(model, truth)
+    assert len(match(files, model.config, tmp_path).dropped) == 12
 
 
 # Buffers that are dropped
