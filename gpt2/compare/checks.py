@@ -121,7 +121,8 @@ def forward(subject: Subject) -> list[Check]:
     progress("float64: cache and padding")
     cached = points_of(_cached(ours, probe.windows[:1], logits_ruler), MAPPING_BOUND)
     padded = points_of(_padded(ours, theirs, probe.traced), MAPPING_BOUND)
-    text = _greedy(ours, theirs, probe.traced[:, :8], min(GREEDY_TOKENS, config.n_positions - 8))
+    prompt = probe.traced[:, : min(8, config.n_positions // 2)]
+    text = _greedy(ours, theirs, prompt, min(GREEDY_TOKENS, config.n_positions - prompt.size(1)))
     del theirs, ours
     gc.collect()
 
@@ -133,13 +134,7 @@ def forward(subject: Subject) -> list[Check]:
     rows.append(("logits (window 0)", ours(probe.windows[:1]), theirs(probe.windows[:1]).logits, logits_ruler))
     return [
         Check("activations", MAPPING, f"{len(activations)} points", "float64", activations),
-        Check(
-            "logits",
-            MAPPING,
-            f"{len(logits)} full contexts",
-            "float64",
-            points_of(logits, MAPPING_BOUND) + every,
-        ),
+        Check("logits", MAPPING, f"{len(logits)} full contexts", "float64", points_of(logits, MAPPING_BOUND) + every),
         Check("cache", MAPPING, "prompt, tokens, chunk", "float64", cached),
         Check("padding", MAPPING, "rows of two lengths", "float64", padded),
         Check("rounding", ROUNDING, f"{len(rows)} points", label, tuple(_rounding(rows))),
