@@ -17,7 +17,7 @@ from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.train import loop, state
 from gpt2.train.loop import Evaluated, Logged, Started, train
-from gpt2.train.optim import adamw
+from gpt2.train.optim import adamw, learning_rate
 from gpt2.train.recipe import Data, Model, Optim, Recipe
 
 
@@ -113,6 +113,22 @@ def test_clipping_scales_the_gradient_to_the_norm_and_reports_the_norm_before(qu
     for name, _ in model.named_parameters():
         torch.testing.assert_close(clipped[name], free[name] / 4, rtol=1e-4, atol=1e-12)
         torch.testing.assert_close(roomy[name], free[name], rtol=0, atol=0)
+
+
+def test_every_step_runs_at_its_scheduled_rate(recipe, tmp_path, told, monkeypatch):
+    """A schedule that is computed, logged, and never reaches the optimizer trains well enough for nobody to notice."""
+    used = []
+
+    def watched(model, optim):
+        optimizer = adamw(model, optim)
+        optimizer.register_step_pre_hook(lambda o, *_: used.append([group["lr"] for group in o.param_groups]))
+        return optimizer
+
+    monkeypatch.setattr(loop, "adamw", watched)
+    train(recipe, tmp_path / "run")
+    scheduled = [learning_rate(step, recipe.steps, recipe.optim) for step in range(recipe.steps)]
+    assert used == [[lr, lr] for lr in scheduled]
+    assert [row["lr"] for row in told(tmp_path / "run") if "lr" in row] == scheduled
 
 
 def test_dropout_of_a_step_depends_on_the_step_alone(recipe, ids):
@@ -425,8 +441,12 @@ def test_a_second_interrupt_acts_at_once(recipe, tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
-        train(recipe, tmp_path / "run", report=twice)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe, tmp_path / "run", report=twice)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert [path.name for path in state.checkpoints(tmp_path / "run")] == ["step-4"]
     assert train(recipe, tmp_path / "run").stopped == "finished"
 
