@@ -137,13 +137,16 @@ def match(files: Mapping[str, SafetensorsFile], config: GPT2Config, where: Path)
     found = {name: files[key].entries[key] for name, key in (sources | extras).items()}
     dropped, faults = _drop(files, extras, sources.get("wte.weight"))
     misshapen = {name: shape for name, shape in wanted.items() if name in sources and found[name].shape != shape}
-    turned = bool(misshapen) and all(len(shape) == 2 and found[name].shape == shape[::-1] for name, shape in misshapen.items())
+    # Only the blocks' matrices differ between Conv1D and nn.Linear; an embedding on its side is another mistake.
+    turned = bool(misshapen) and all(
+        name.startswith("h.") and len(shape) == 2 and found[name].shape == shape[::-1] for name, shape in misshapen.items()
+    )
     faults |= {
         "missing": [name for name in wanted if name not in sources],
         "there with and without prefix": twice,
         "not floating point": [key for name, key in sources.items() if not found[name].dtype.is_floating_point],
     }
-    problems = [] if turned else _contradictions(config, found)
+    problems = _contradictions(config, found)
     problems += [f"{title}: {listed(keys)}" for title, keys in faults.items() if keys]
     if misshapen:
         of = [f"{sources[name]} is {list(found[name].shape)}, expected {list(shape)}" for name, shape in misshapen.items()]

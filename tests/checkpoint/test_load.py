@@ -180,6 +180,7 @@ def test_devices(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"no device .* here") as caught:
             load(str(tmp_path), device=wrong)
         assert str(caught.value).isprintable()
+        assert torch.accelerator.is_available() or str(caught.value).endswith("; this machine has no accelerator, use cpu")
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
@@ -289,6 +290,7 @@ def test_a_causal_mask_of_any_dtype_is_dropped(tmp_path: Path, dtype: torch.dtyp
         (lambda t: t["lm_head.weight"].view(-1)[7:8].add_(1), "an untied head, which GPT-2 does not have: lm_head.weight"),
         (lambda t: t.update({"lm_head.weight": t["lm_head.weight"][1:].contiguous()}), "an untied head"),
         (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].double()}), "an untied head"),
+        (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].reshape(12, 61)}), "an untied head"),
         (lambda t: t.update({"lm_head.bias": torch.zeros(61)}), "unexpected: lm_head.bias"),
         (lambda t: t.update({"lm_head.decoder.weight": torch.zeros(61, 12)}), "unexpected: lm_head.decoder.weight"),
         (
@@ -305,6 +307,20 @@ def test_a_causal_mask_of_any_dtype_is_dropped(tmp_path: Path, dtype: torch.dtyp
 def test_a_buffer_that_is_not_what_it_claims_is_refused(tmp_path: Path, change: Callable, says: str) -> None:
     """An untied head dropped for a tied one gives other logits with no error at all."""
     refused(lambda: load_path(altered(tmp_path, change)), says)
+
+
+@pytest.mark.parametrize("key", ["h.0.attn.bias", "h.0.attn.masked_bias", "lm_head.weight", "wte.weight", "more"])
+def test_an_empty_tensor_of_an_impossible_shape_is_refused(tmp_path: Path, key: str) -> None:
+    """No bytes, so the header is consistent; but torch raises a RuntimeError for the strides, if it is asked."""
+    truth = weights()
+    truth.pop(key, None)
+    path = write_weights(write_config(tmp_path) / "model.safetensors", truth)
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length]) | {key: {"dtype": "F32", "shape": [0, *[2**47] * 3], "data_offsets": [0, 0]}}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    refused(lambda: load_path(tmp_path), key)
 
 
 def test_a_tied_head_of_nan_is_still_tied(tmp_path: Path) -> None:
@@ -400,6 +416,9 @@ def test_linear_orientation_is_told_for_what_it_is(tmp_path: Path) -> None:
     message = refused(lambda: load_path(tmp_path), "misshapen: h.0.attn.c_attn.weight is [36, 12], expected [12, 36]")
     assert "the matrices lie [out, in], as nn.Linear keeps them: transpose all, the square attn.c_proj too" in message
     assert "config says" not in message
+    write_weights(tmp_path / "model.safetensors", weights() | {"wte.weight": weights()["wte.weight"].T.contiguous()})
+    message = refused(lambda: load_path(tmp_path), "misshapen: wte.weight is [12, 61], expected [61, 12]")
+    assert "nn.Linear" not in message
 
 
 @pytest.mark.parametrize(
