@@ -256,6 +256,47 @@ def test_fine_tuning_leaves_the_file_it_starts_from_alone(recipe, tmp_path):
     assert (tmp_path / "second" / "best" / "model.safetensors").read_bytes() != before["model.safetensors"]
 
 
+def test_a_file_that_changes_under_a_fine_tune_does_not_reach_it(recipe, tmp_path, stored):
+    """A mapped page that was not yet written to shows what is in the file now: another program's new weights, half of them."""
+    train(replace(recipe, steps=2), tmp_path / "first")
+    init = tmp_path / "first" / "best"
+    train(recipe, tmp_path / "calm", init=str(init))
+
+    def overwrite(event):
+        if isinstance(event, Started):
+            with open(init / "model.safetensors", "r+b") as file:
+                file.write(bytes((init / "model.safetensors").stat().st_size))
+
+    train(recipe, tmp_path / "run", init=str(init), report=overwrite)
+    assert stored(tmp_path / "run") == stored(tmp_path / "calm")
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_dropout_is_the_recipes_and_not_the_models(recipe, tmp_path, monkeypatch, goes_on):
+    """GPT-2's config says 0.1 for all three; who asks for another must get it, also after a resume."""
+    train(replace(recipe, steps=1), tmp_path / "first")
+    tuned = replace(recipe, dropout=0.25, attn_dropout=0.5)
+    if goes_on:
+        with pytest.raises(RuntimeError):
+            train(tuned, tmp_path / "run", init=str(tmp_path / "first" / "best"), report=stop_after(5))
+    models = []
+    monkeypatch.setattr(loop, "adamw", lambda model, optim: models.append(model) or adamw(model, optim))
+    train(tuned, tmp_path / "run", init=str(tmp_path / "first" / "best"))
+    (model,) = models
+    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.25}
+    assert [block.attn.attn_pdrop for block in model.h] == [0.5]
+
+
+def stop_after(step):
+    """A report that fails there."""
+
+    def report(event):
+        if isinstance(event, Logged) and event.step == step:
+            raise RuntimeError("stop")
+
+    return report
+
+
 # Whose folder
 
 
