@@ -216,17 +216,25 @@ def test_gradient_is_the_slope_of_the_oracle() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_upcast_attention_keeps_float32_inside(dtype: torch.dtype) -> None:
-    """Scores that overflow float16 or lose their last digits in bfloat16, also under autocast, which lowers every matmul."""
+    """Scores that overflow float16 or lose their last digits, also under autocast, which lowers every matmul.
+
+    The control is plain attention in the same dtype, which the same bound refuses.
+    """
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 6, 8, generator=generator).to(dtype) for _ in range(3))
-    q, k = q * 100, k * 100  # scores reach 1e5; float16 ends at 65504
-    exact = eager_attention(q.double(), k.double(), v.double(), None, 0.01, 0.0)
-    found = eager_attention_upcast(q, k, v, None, 0.01, 0.0)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-3)
+    q, k, v = (torch.randn(1, 2, 64, 8, generator=generator).to(dtype) for _ in range(3))
+    for magnify, scale in ((1.0, 1.0), (200.0, 2.5e-5)):  # the larger scores pass 65504, where float16 ends
+        arguments = q * magnify, k * magnify, v, None
+        exact = eager_attention(*(x.double() for x in arguments[:3]), None, scale, 0.0)
+        found, plain = (attend(*arguments, scale, 0.0) for attend in (eager_attention_upcast, eager_attention))
+        assert found.dtype == dtype
+        bound = {"rtol": torch.finfo(dtype).eps, "atol": 1e-5}  # float32 inside, one rounding at the end
+        torch.testing.assert_close(found.double(), exact, **bound)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(plain.double(), exact, **bound)
+    q, k, v = q.float(), k.float(), v.float()
+    expected = eager_attention_upcast(q, k, v, None, 0.3, 0.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        under = eager_attention_upcast(q.float(), k.float(), v.float(), None, 0.01, 0.0)
-    torch.testing.assert_close(under, eager_attention_upcast(q.float(), k.float(), v.float(), None, 0.01, 0.0), rtol=0, atol=0)
+        torch.testing.assert_close(eager_attention_upcast(q, k, v, None, 0.3, 0.0), expected, rtol=0, atol=0)
 
 
 def test_state_dict_is_the_checkpoints() -> None:
@@ -385,10 +393,10 @@ def test_dropout_stands_where_the_paper_puts_it(monkeypatch: pytest.MonkeyPatch)
         return real(x, p, training, inplace)
 
     monkeypatch.setattr(F, "dropout", watch)
-    model, ids = GPT2(DROPPING).use_attention(eager_attention), torch.arange(10).view(2, 5)
-    branch = ((2, 5, 15), 0.3)
+    model, ids = GPT2(DROPPING).use_attention(eager_attention), torch.arange(8).view(2, 4)
+    branch = ((2, 4, 15), 0.3)
     model.train()(ids)
-    assert calls == [((2, 5, 15), 0.1), *[((2, 3, 5, 5), 0.2), branch, branch] * 2]
+    assert calls == [((2, 4, 15), 0.1), *[((2, 3, 4, 4), 0.2), branch, branch] * 2]
     calls.clear()
     model.eval()(ids)
     assert {p for _, p in calls} == {0.0}
