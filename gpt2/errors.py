@@ -6,7 +6,10 @@ what is wrong, where, and what to do. The command line prints that line and exit
 
 
 class InputError(ValueError):
-    """Bad input. ``str(error)`` is one line: what, where, what to do."""
+    """Bad input. ``str(error)`` is one line: what, where, what to do; a name or path with a line break in it is escaped."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("\\n".join(message.splitlines()))
 
 
 class CheckpointError(InputError):

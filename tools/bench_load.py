@@ -19,7 +19,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from gpt2.checkpoint.hub import parse_random
+from gpt2.checkpoint.names import parse_random
 from gpt2.compare.reference import save_random
 
 CHILD = """
@@ -95,9 +95,8 @@ def show(result: dict) -> None:
         cells = [_spread(result[f"{side} {figure}"], scale) for side in ("ours", "transformers")]
         print(f"{title + ', ' + unit:26} {cells[0]:>24} {cells[1]:>24} {_spread(result[f'ratio {figure}'], 1):>22}")
     copies = result["copies of the weights"]
-    print(
-        f"{'copies of the weights':26} {copies['ours']:>24.2f} {copies['transformers']:>24.2f}   (peak over torch's own, per file size)"
-    )
+    note = "(peak above torch's own, per file size)"
+    print(f"{'copies of the weights':26} {copies['ours']:>24.2f} {copies['transformers']:>24.2f}   {note}")
 
 
 def _spread(figure: dict[str, float], scale: float) -> str:

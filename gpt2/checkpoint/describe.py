@@ -7,8 +7,9 @@ from pathlib import Path
 
 from ..config import GPT2Config, official_size
 from .files import open_weights
-from .hub import DEFAULT, parse_random, resolve, split_dtype
+from .hub import resolve
 from .load import match, read_config
+from .names import DEFAULT, parse_random, split_dtype
 from .save import sha256
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

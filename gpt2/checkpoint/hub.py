@@ -33,16 +33,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from gpt2.checkpoint.names import DEFAULT, OFFICIAL
 from gpt2.errors import CheckpointError, InputError
 
-DEFAULT = "shakespeare-mini"
-OFFICIAL = {
-    "gpt2": "openai-community/gpt2",
-    "gpt2-medium": "openai-community/gpt2-medium",
-    "gpt2-large": "openai-community/gpt2-large",
-    "gpt2-xl": "openai-community/gpt2-xl",
-    "distilgpt2": "distilbert/distilgpt2",
-}
 # All that is ever downloaded: repositories also hold .bin, TensorFlow, Flax, Rust and ONNX copies of the same weights.
 FILES = [
     "config.json",
@@ -57,12 +50,6 @@ FILES = [
     "model.safetensors.index.json",
     "model-*-of-*.safetensors",
 ]
-DTYPES = {
-    **dict.fromkeys(("fp32", "float32", "f32"), "float32"),
-    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
-    **dict.fromkeys(("fp16", "float16", "f16"), "float16"),
-    **dict.fromkeys(("fp64", "float64", "f64"), "float64"),
-}
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PATIENCE = 3.0  # seconds for the first answer; HF_HUB_ETAG_TIMEOUT, the client's own variable, overrides it
 
@@ -76,35 +63,6 @@ class Source:
     name: str  # what was resolved: "openai-community/gpt2", "shakespeare-mini", or the path as written
     path: Path  # local directory (or single file) holding the checkpoint
     revision: str | None  # the 40-hex commit for a Hub repository, else None
-
-
-def split_dtype(name: str) -> tuple[str, str | None]:
-    """``"gpt2:bf16"`` -> ``("gpt2", "bfloat16")``; no suffix -> ``(name, None)``. A path that exists is never split.
-
-    Raises InputError for an unknown suffix, except on ``random:...``, whose fields :func:`parse_random` judges.
-    """
-    head, colon, suffix = name.rpartition(":")
-    if not colon or "/" in suffix or "\\" in suffix or os.path.exists(os.path.expanduser(name)):
-        return name, None
-    if suffix in DTYPES and head != "random":
-        return head, DTYPES[suffix]
-    if name.startswith("random:"):
-        return name, None
-    raise InputError(f"unknown dtype {suffix!r} in {name!r}: use one of {', '.join(DTYPES)}")
-
-
-def parse_random(name: str) -> tuple[str, int] | None:
-    """``"random:gpt2:7"`` -> ``("gpt2", 7)``; seed 0 unless given; None when the name does not start with ``random:``."""
-    from gpt2.config import OFFICIAL_SIZES, official_size
-
-    if not name.startswith("random:"):
-        return None
-    size, colon, seed = name.removeprefix("random:").partition(":")
-    official_size(size)  # raises an InputError that lists the sizes
-    if colon and not (seed.isascii() and seed.isdecimal()):
-        sizes = ", ".join(OFFICIAL_SIZES)
-        raise InputError(f"bad seed {seed!r} in {name!r}: write random:SIZE:SEED with a whole number; sizes are {sizes}")
-    return size, int(seed or 0)
 
 
 def resolve(name: str, *, revision: str | None = None, offline: bool = False) -> Source:

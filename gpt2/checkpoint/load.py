@@ -14,8 +14,9 @@ from ..config import GPT2Config, official_size, quoted
 from ..errors import CheckpointError, InputError
 from ..model import GPT2
 from .files import Entry, SafetensorsFile, listed, open_weights, read_json, what_is_there
-from .hub import DEFAULT, DTYPES, parse_random, resolve, split_dtype
+from .hub import resolve
 from .keys import CAUSAL_MASK, MASKED_SCORE, TIED_HEAD, expected, from_file, layer
+from .names import DEFAULT, DTYPES, parse_random, split_dtype
 
 if TYPE_CHECKING:
     from ..data import Tokenizer

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.hub import DEFAULT, DTYPES, Source, parse_random, resolve, split_dtype
+from ..checkpoint.hub import Source, resolve
 from ..checkpoint.load import load_path, read_config
+from ..checkpoint.names import DEFAULT, DTYPES, parse_random, split_dtype
 from ..checkpoint.save import sha256
 from ..errors import InputError
 from ..model import GPT2

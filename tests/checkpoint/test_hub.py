@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 from hub_standin import HubStandIn
 
-from gpt2.checkpoint.hub import DEFAULT, parse_random, resolve, split_dtype
+from gpt2.checkpoint.hub import resolve
+from gpt2.checkpoint.names import DEFAULT, parse_random, split_dtype
 from gpt2.errors import CheckpointError, InputError
 
 CONFIG = b'{"model_type": "gpt2"}'
