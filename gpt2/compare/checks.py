@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.files import open_weights
 from ..checkpoint.keys import from_file
+from ..checkpoint.load import load_path
 from ..config import GPT2Config
 from ..data import Tokenizer, from_directory
 from ..errors import InputError
@@ -203,34 +204,53 @@ def training(subject: Subject) -> list[Check]:
     path, config, build, dtype = subject.path, subject.config, subject.build, subject.dtype
     probe, progress = subject.probe, subject.progress
     label = str(dtype).removeprefix("torch.")
-    needed = 48 * config.num_parameters()  # float64: weights, gradients, two moments; and the ruler's gradients and changes
+    needed = 48 * config.num_parameters()  # float64: weights, gradients, two moments; and the ruler's gradients and end
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
     if needed > 0.9 * memory:
         why = f"needs {needed / 1e9:.0f} GB of memory, this machine has {memory / 1e9:.0f}"
         return [Check(id, MAPPING, title, "float64", skipped=why) for id, title in TRAINING.items()]
+    start = load_path(path).state_dict()  # mapped: costs no memory of its own
+
+    def observe(model: nn.Module, what: Callable[[Tensor, Tensor], float]) -> dict[str, dict[str, float]]:
+        """``what(got, expected)`` of every tensor that a training shows, without keeping any of them."""
+        found: dict[str, dict[str, float]] = {}
+        for id, tensors in _train(model, probe.batch):
+            pairs = {name: (tensors[name], ruler[id][name]) for name in ruler[id]}
+            if id == "adamw":
+                found[id] = {
+                    name: what(got.double() - start[name], expected - start[name]) for name, (got, expected) in pairs.items()
+                }
+            else:
+                found[id] = {name: what(got, expected) for name, (got, expected) in pairs.items()}
+        return found
+
     progress("float64: transformers' gradients and AdamW steps")
-    ruler = _train(reference.load_reference(path, torch.float64), probe.batch)
+    ruler: dict[str, dict[str, Tensor]] = {}
+    for id, tensors in _train(reference.load_reference(path, torch.float64), probe.batch):
+        ruler[id] = {name: tensor if id == "adamw" else tensor.clone() for name, tensor in tensors.items()}
     progress("float64: our gradients and AdamW steps")
-    ours = _train(build(path, torch.float64), probe.batch)
-    checks = []
-    for (id, title), got, expected in zip(TRAINING.items(), ours, ruler, strict=True):
-        rows = ((name, worst_relative_error(got[name], expected[name])) for name in expected)
-        checks.append(Check(id, MAPPING, title, "float64", points_of(rows, MAPPING_BOUND)))
-    del ours
+    exact = observe(build(path, torch.float64), worst_relative_error)
     progress(f"{label}: gradients and AdamW steps, transformers' and ours")
-    errors = []
-    for model in (reference.load_reference(path, dtype), build(path, dtype)):
-        results = _train(model, probe.batch)
-        errors.append([{n: relative_error(got[n], part[n]) for n in part} for got, part in zip(results, ruler, strict=True)])
-        del model, results
-    for (id, title), theirs, ours in zip(TRAINING.items(), *errors, strict=True):
-        points = tuple(Point(name, ours[name], ROUNDING_RATIO * theirs[name], theirs[name]) for name in theirs)
-        checks.append(Check(f"{id}-rounding", ROUNDING, title, label, points))
-    return checks
+    theirs = observe(reference.load_reference(path, dtype), relative_error)
+    ours = observe(build(path, dtype), relative_error)
+    mapping = [
+        Check(id, MAPPING, title, "float64", points_of(exact[id].items(), MAPPING_BOUND)) for id, title in TRAINING.items()
+    ]
+    return mapping + [
+        Check(
+            f"{id}-rounding",
+            ROUNDING,
+            title,
+            label,
+            tuple(Point(name, ours[id][name], ROUNDING_RATIO * error, error) for name, error in theirs[id].items()),
+        )
+        for id, title in TRAINING.items()
+    ]
 
 
-def _train(model: nn.Module, batch: Tensor) -> tuple[dict[str, Tensor], ...]:
-    """What :data:`TRAINING` names, of a model that is used up by it.
+def _train(model: nn.Module, batch: Tensor) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """What :data:`TRAINING` names, while it is there to be seen: the losses and gradients of the first step, and the
+    parameters after the last. ``model`` is used up.
 
     AdamW divides each gradient by its own size, so with its usual eps of 1e-8 a step goes the full way in the direction of a
     gradient that is nothing but rounding error (that of every key bias, whose true gradient is zero), and a handful of such
@@ -240,7 +260,6 @@ def _train(model: nn.Module, batch: Tensor) -> tuple[dict[str, Tensor], ...]:
     """
     x, y = batch[:, :-1], batch[:, 1:]
     parameters = {name.removeprefix("transformer."): p for name, p in model.named_parameters()}
-    before = {name: p.detach().clone() for name, p in parameters.items()}
     decayed = [p for p in parameters.values() if p.ndim >= 2]
     rest = [p for p in parameters.values() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -250,11 +269,12 @@ def _train(model: nn.Module, batch: Tensor) -> tuple[dict[str, Tensor], ...]:
         loss = token_losses(out if isinstance(out, Tensor) else out.logits, y)
         loss.mean().backward()
         if step == 0:
-            losses = {"loss": loss.detach()}
-            gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
+            yield "loss", {"loss": loss.detach()}
+            yield "gradients", {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return losses, gradients, {name: p.detach() - before[name] for name, p in parameters.items()}
+    del optimizer
+    yield "adamw", {name: p.detach() for name, p in parameters.items()}
 
 
 def tokens(subject: Subject) -> Check:
