@@ -94,6 +94,17 @@ def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline:
     return from_directory(path if path.is_dir() else path.parent)
 
 
+def require_vocabulary(tokenizer: Tokenizer, config: GPT2Config, name: str) -> None:
+    """Refuse a tokenizer that makes ids the model has no embedding for. (Fewer entries are well: some models are padded.)
+
+    Raises:
+        InputError: ``name`` has the tokenizer of another model.
+    """
+    if tokenizer.n_vocab > config.vocab_size:
+        entries = f"the tokenizer has {tokenizer.n_vocab:,} entries, the model {config.vocab_size:,}"
+        raise InputError(f"{name}: wrong vocabulary, {entries}; put the model's own vocab.json and merges.txt there")
+
+
 def read_config(path: Path) -> GPT2Config:
     """The config of a checkpoint directory, or of the directory around a file."""
     where = (path if path.is_dir() else path.parent) / "config.json"

@@ -38,11 +38,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         import torch
 
-        from ..checkpoint.load import load, load_tokenizer
+        from ..checkpoint.load import load, load_tokenizer, require_vocabulary
         from ..generate import stream
 
         tokenizer = load_tokenizer(args.model, revision=args.revision, offline=args.offline)
         model = load(args.model, revision=args.revision, offline=args.offline)
+        require_vocabulary(tokenizer, model.config, args.model)
     finally:
         status.clear()
     text = _read_stdin() if args.prompt == "-" else args.prompt

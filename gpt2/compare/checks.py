@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.files import open_weights
 from ..checkpoint.keys import PREFIX, from_file
-from ..checkpoint.load import load_path
+from ..checkpoint.load import load_path, require_vocabulary
 from ..config import GPT2Config
 from ..data import Tokenizer, from_directory
 from ..errors import InputError
@@ -323,6 +323,7 @@ def tokens(subject: Subject) -> Check:
         if any((subject.path / name).is_file() for name in ("vocab.json", "tokenizer.json", "chars.json")):
             raise
         return Check("tokens", EXACT, "ids and text", "", skipped="the model comes without a tokenizer")
+    require_vocabulary(ours, subject.config, str(subject.path))
     subject.progress("tokens")
     theirs = reference.reference_tokenizer(subject.path)
     known = set("".join(SAMPLES)) if ours.eot is not None else {ours.decode([i]) for i in range(ours.n_vocab)}

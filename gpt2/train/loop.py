@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..checkpoint.load import load, load_path, load_tokenizer
+from ..checkpoint.load import load, load_path, load_tokenizer, require_vocabulary
 from ..compare.measure import LanguageScore, language_score
 from ..config import GPT2Config
 from ..data import Tokenizer, from_directory, shakespeare
@@ -217,10 +217,7 @@ def _fit(model: GPT2, tokenizer: Tokenizer, recipe: Recipe, name: str) -> None:
             f"recipe: context {recipe.context} exceeds the {config.n_positions} positions of {name}; "
             f"use --set context={config.n_positions}"
         )
-    if tokenizer.n_vocab > config.vocab_size:
-        raise InputError(
-            f"{name}: the tokenizer has {tokenizer.n_vocab} entries, the model {config.vocab_size}; use its own tokenizer"
-        )
+    require_vocabulary(tokenizer, config, name)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = recipe.dropout

@@ -119,6 +119,13 @@ def contradict_the_tensors(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "n_layer": 7}))
 
 
+def another_models_vocabulary(folder: Path) -> None:
+    from gpt2.data.bpe import train_bpe
+    from gpt2.data.shakespeare import play
+
+    train_bpe(play("hamlet"), 2100).save(folder, n_positions=256)
+
+
 def wrong_vocabulary(folder: Path) -> None:
     vocabulary = json.loads((folder / "vocab.json").read_text())
     del vocabulary[list(vocabulary)[1000]]
@@ -142,6 +149,7 @@ def not_json(folder: Path) -> None:
         (add_a_tensor, "unexpected: transformer.h.1.adapter.weight"),
         (contradict_the_tensors, "config says n_layer 7, the tensors 5"),
         (wrong_vocabulary, "vocab"),
+        (another_models_vocabulary, "the tokenizer has 2,100 entries, the model 2,048"),
         (no_weights, "no model.safetensors"),
         (not_json, "is not JSON"),
     ],
