@@ -28,7 +28,8 @@ from .trace import trace
 
 MAPPING_BOUND = 1e-10
 ROUNDING_RATIO = 1.5
-SEQUENCES = 32
+SEQUENCES = (16, 32)  # trained on: at least and at most
+SEQUENCE_COST = 4e9  # parameters times sequences, where there are fewer than the most
 STEPS = 5
 GREEDY_TOKENS = 32
 TRACE_BYTES = 256e6  # what the attention maps of one traced pass may take
@@ -36,7 +37,7 @@ LOGIT_FLOPS = 5e11  # what one float64 pass over the windows may cost
 
 # What a short training shows.
 TRAINING = {
-    "loss": f"{SEQUENCES} sequences",
+    "loss": "every token",
     "gradients": "every parameter",
     "adamw": f"change by {STEPS} steps",
 }
@@ -50,7 +51,7 @@ class Probe:
 
     windows: Tensor  # (W, P)
     traced: Tensor  # (1, T)
-    sequences: Tensor  # (32, t + 1)
+    sequences: Tensor  # (16 to 32, t + 1)
 
     @classmethod
     def draw(cls, config: GPT2Config, seed: int) -> Probe:
@@ -64,7 +65,8 @@ class Probe:
         windows = torch.cat((ids, padding))[: count * context].view(count, context)
         length = int(math.sqrt(TRACE_BYTES / (16 * config.n_layer * config.n_head)))
         length = max(8, min(context, length // 32 * 32))
-        sequences = torch.randint(vocab, (SEQUENCES, min(context, 64) + 1), generator=generator)
+        number = min(SEQUENCES[1], max(SEQUENCES[0], int(SEQUENCE_COST / config.num_parameters())))
+        sequences = torch.randint(vocab, (number, min(context, 64) + 1), generator=generator)
         return cls(windows, windows[:1, :length], sequences)
 
     def coverage(self, config: GPT2Config) -> str:
@@ -203,7 +205,7 @@ def _greedy(ours: GPT2, theirs: nn.Module, prompt: Tensor, new_tokens: int) -> C
 
 def training(subject: Subject) -> list[Check]:
     """Loss, every gradient, and five AdamW steps: in float64 against each other, in ``dtype`` each against float64."""
-    needed = 60 * subject.config.num_parameters()  # four models with gradients; or one, AdamW's moments, and what to compare with
+    needed = 48 * subject.config.num_parameters()  # at its widest: a float64 model, its gradients, AdamW's moments, the ruler
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
     if needed > 0.9 * memory:
         why = f"needs {needed / 1e9:.0f} GB of memory, this machine has {memory / 1e9:.0f}"
@@ -231,31 +233,25 @@ def _gradients(subject: Subject) -> tuple[Errors, Errors, Errors]:
     taken alone, 47 % had some parameter beyond 1.5; of medians over 32, none: the largest was 1.26.)
     """
     path, dtype, build = subject.path, subject.dtype, subject.build
-    models = [
-        reference.load_reference(path, torch.float64),
-        build(path, torch.float64),
-        build(path, dtype),
-        reference.load_reference(path, dtype),
-    ]
-    losses: list[list[Tensor]] = [[] for _ in models]
-    worst: dict[str, float] = {}
-    errors: tuple[dict[str, list[float]], ...] = ({}, {})
+    ruler = reference.load_reference(path, torch.float64)
+    exact, ours, theirs = build(path, torch.float64), build(path, dtype), reference.load_reference(path, dtype)
+    measures = ((exact, worst_relative_error), (ours, relative_error), (theirs, relative_error))
+    losses: list[list[Tensor]] = [[], [], []]
+    errors: list[dict[str, list[float]]] = [{}, {}, {}]
+    expected_losses = []
     for index, sequence in enumerate(subject.probe.sequences):
         subject.progress(f"gradients: sequence {index + 1} of {len(subject.probe.sequences)}")
-        for model, found in zip(models, losses, strict=True):
+        expected_losses.append(_backward(ruler, sequence[None]))
+        expected = _named_gradients(ruler)
+        for (model, measure), found, side in zip(measures, losses, errors, strict=True):
             found.append(_backward(model, sequence[None]))
-        ruler, exact, *rounded = (_named_gradients(model) for model in models)
-        for name, gradient in ruler.items():
-            worst[name] = max(worst.get(name, 0.0), worst_relative_error(exact[name], gradient))
-            for side, found in zip(errors, rounded, strict=True):
-                side.setdefault(name, []).append(relative_error(found[name], gradient))
-    ruler, exact, ours, theirs = (torch.cat(found) for found in losses)
-    medians = [{name: statistics.median(found) for name, found in side.items()} for side in errors]
-    return (
-        {"loss": {"loss": worst_relative_error(exact, ruler)}, "gradients": worst},
-        {"loss": {"loss": relative_error(ours, ruler)}, "gradients": medians[0]},
-        {"loss": {"loss": relative_error(theirs, ruler)}, "gradients": medians[1]},
-    )
+            for name, gradient in _named_gradients(model).items():
+                side.setdefault(name, []).append(measure(gradient, expected[name]))
+            model.zero_grad(set_to_none=True)  # gradients of one model at a time beside the ruler's
+    loss = [measure(torch.cat(found), torch.cat(expected_losses)) for (_, measure), found in zip(measures, losses, strict=True)]
+    summaries = (max, statistics.median, statistics.median)
+    gradients = [{name: summary(found) for name, found in side.items()} for summary, side in zip(summaries, errors, strict=True)]
+    return tuple({"loss": {"loss": one}, "gradients": many} for one, many in zip(loss, gradients, strict=True))
 
 
 def _steps(subject: Subject) -> tuple[Errors, Errors, Errors]:
@@ -263,11 +259,14 @@ def _steps(subject: Subject) -> tuple[Errors, Errors, Errors]:
     path, dtype, build, progress = subject.path, subject.dtype, subject.build, subject.progress
     batch = subject.probe.sequences[:2]
     start = load_path(path).state_dict()  # mapped: costs no memory of its own
+    gc.collect()  # transformers' models hang in reference cycles; the next one needs their room
     progress("float64: AdamW steps, transformers'")
     ruler = _train(reference.load_reference(path, torch.float64), batch)
 
     def moved(model: nn.Module, measure: Callable[[Tensor, Tensor], float]) -> Errors:
         end = _train(model, batch)
+        del model
+        gc.collect()
         return {"adamw": {name: measure(end[name].double() - start[name], ruler[name] - start[name]) for name in ruler}}
 
     progress("float64: AdamW steps, ours")
