@@ -10,7 +10,7 @@ import difflib
 import reprlib
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from .errors import CheckpointError, InputError
@@ -100,11 +100,6 @@ class GPT2Config:
         """Total parameters: ``V d + P d + L (12 d^2 + 13 d) + 2 d`` for the usual feed-forward of ``4 d``."""
         return sum(self.parameters_by_part().values())
 
-    def flops_per_token(self, context: int) -> int:
-        """Multiply-adds of a forward and backward pass per token, times two (Chowdhery et al. 2022, appendix B)."""
-        matrices = self.num_parameters() - self.n_positions * self.n_embd
-        return 6 * matrices + 12 * self.n_layer * self.n_embd * context
-
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> GPT2Config:
         """Read a Hugging Face ``config.json`` through an allow-list: what is not a field of this class has no effect.
@@ -152,9 +147,6 @@ class GPT2Config:
             "tie_word_embeddings": True,
             "dtype": dtype,
         }
-
-    def without_dropout(self) -> GPT2Config:
-        return replace(self, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
 
 def quoted(value: object) -> str:

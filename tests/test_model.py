@@ -419,7 +419,7 @@ def test_the_fused_kernel_gets_the_same_rate(monkeypatch: pytest.MonkeyPatch, mo
 @pytest.mark.parametrize("attend", [sdpa_attention, eager_attention, eager_attention_upcast])
 def test_dropout_acts_on_the_right_tensor(attend: module.AttentionFunction) -> None:
     """Counting calls does not tell a branch from the stream: with a rate of 1 what remains can be computed exactly."""
-    none = TINY.without_dropout()
+    none = replace(TINY, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     ids = torch.tensor([[3, 1, 4, 1, 5]])
 
     def trained(config: GPT2Config) -> GPT2:

@@ -108,6 +108,9 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=["random:gpt2"], metavar="random:SIZE")
     parser.add_argument("--pairs", type=int, default=5)
     args = parser.parse_args()
+    for name in args.models:
+        if parse_random(name) is None:
+            parser.error(f"{name}: give random:SIZE, whose files this script has transformers write")
     results = [bench(name, args.pairs) for name in args.models]
     for result in results:
         show(result)

@@ -3,13 +3,14 @@
     python tools/verify_parity.py [MODEL]              a few dozen lines that show what `gpt2 verify` does at every point
     python tools/verify_parity.py [MODEL] --controls   ten broken models through `gpt2 verify` itself: each must be refused
 
-MODEL is shakespeare-mini, gpt2, a directory ... (see `gpt2 --help`). Ends stdout with one JSON line; exits 1 if it does not hold.
+MODEL is shakespeare-mini, gpt2, org/name or a directory. Ends stdout with one JSON line; exits 1 if it does not hold.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,7 +158,11 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="shakespeare-mini")
     parser.add_argument("--controls", action="store_true", help="ten broken models, each of which must be refused")
     args = parser.parse_args()
-    path = resolve(args.model).path
+    try:
+        path = resolve(args.model).path
+    except gpt2.InputError as error:
+        print(error, file=sys.stderr)
+        return 2
     if args.controls:
         found = {name: refused(name, path) for name in CONTROLS}
         for name, report in found.items():

@@ -21,11 +21,12 @@ DTYPES = {
 }
 
 
-def split_dtype(name: str) -> tuple[str, str | None]:
+def split_dtype(name: str | os.PathLike[str]) -> tuple[str, str | None]:
     """``"gpt2:bf16"`` -> ``("gpt2", "bfloat16")``; no suffix -> ``(name, None)``. A path that exists is never split.
 
     Raises InputError for an unknown suffix, except on ``random:...``, whose fields :func:`parse_random` judges.
     """
+    name = os.fspath(name)
     head, colon, suffix = name.rpartition(":")
     if not colon or "/" in suffix or "\\" in suffix or os.path.exists(os.path.expanduser(name)):
         return name, None

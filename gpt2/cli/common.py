@@ -22,6 +22,14 @@ def add_command(commands: Any, name: str, help: str, examples: str) -> argparse.
     )
 
 
+def seed(text: str) -> int:
+    """The type of ``--seed``: what every random generator here takes."""
+    number = int(text)
+    if not 0 <= number < 2**63:
+        raise argparse.ArgumentTypeError("a seed is a whole number from 0 to 2**63 - 1")
+    return number
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", metavar="FILE", help="write the result as JSON to FILE; - is stdout, and nothing else goes there"

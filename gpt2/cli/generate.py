@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from ..errors import InputError
-from .common import Status, add_command, add_json, add_model, write_json
+from .common import Status, add_command, add_json, add_model, seed, write_json
 
 EXAMPLES = """\
   gpt2 generate --prompt 'ROMEO:'                       the embedded model
@@ -27,12 +27,14 @@ def add(commands: Any) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy (default: %(default)s)")
     parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
     parser.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens that reach probability P")
-    parser.add_argument("--seed", type=int, help="repeatable sampling")
+    parser.add_argument("--seed", type=seed, help="repeatable sampling")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.max_new_tokens < 0:
+        raise InputError(f"--max-new-tokens {args.max_new_tokens}: give 0 or more")
     status = Status()
     status(f"loading {args.model}")
     try:
@@ -40,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
 
         from ..checkpoint.load import load, load_tokenizer, require_vocabulary
         from ..generate import stream
+        from ..sampling import check_settings
+
+        check_settings(args.temperature, args.top_k, args.top_p)
 
         tokenizer = load_tokenizer(args.model, revision=args.revision, offline=args.offline)
         model = load(args.model, revision=args.revision, offline=args.offline)

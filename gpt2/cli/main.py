@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"gpt2 {args.command}: {error}", file=sys.stderr)
         return 2
+    except MemoryError:
+        print(f"gpt2 {args.command}: not enough memory for this; choose a smaller model, batch or context", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"gpt2 {args.command}: interrupted", file=sys.stderr)
         return 130

@@ -43,8 +43,11 @@ def run(args: argparse.Namespace) -> int:
     from ..train.recipe import names, read
 
     if args.list:
-        for name in names():
-            print(f"{name:24} {read(name).description}")
+        described = {name: read(name).description for name in names()}
+        if args.json:
+            write_json(args.json, json.dumps(described, indent=2))
+        if args.json != "-":
+            print("\n".join(f"{name:24} {description}" for name, description in described.items()))
         return 0
     if args.recipe is None:
         raise InputError(f"which recipe? one of {', '.join(names())}, or the path of a TOML file")

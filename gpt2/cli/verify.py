@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .common import Status, add_command, add_json, add_model, require_writable, write_json
+from .common import Status, add_command, add_json, add_model, require_writable, seed, write_json
 
 EXAMPLES = """\
   gpt2 verify                        the embedded checkpoint, in about ten seconds
@@ -20,7 +20,7 @@ exit code: 0 equal, 1 different, 2 bad input"""
 def add(commands: Any) -> None:
     parser = add_command(commands, "verify", "prove our model equal to transformers' on the same weights", EXAMPLES)
     add_model(parser)
-    parser.add_argument("--seed", type=int, default=0, help="draws the token ids (default: %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="draws the token ids (default: %(default)s)")
     parser.add_argument("--html", metavar="FILE", help="also write the report as one HTML file")
     add_json(parser)
     parser.set_defaults(run=run)

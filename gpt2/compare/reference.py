@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.keys import to_file
-from ..checkpoint.load import random_model
+from ..checkpoint.load import random_model, read_config
 from ..config import GPT2Config
-from ..errors import InputError
+from ..errors import CheckpointError, InputError
 
 
 def _transformers() -> Any:
@@ -45,14 +45,32 @@ def load_reference(path: Path, dtype: torch.dtype, attention: str = "sdpa") -> n
     ``reorder_and_upcast_attn`` is switched off in float64, where transformers' version of it would compute in float32.
     """
     library = _transformers()
-    with _quiet():
-        config = library.GPT2Config.from_pretrained(path, local_files_only=True)
-        if dtype == torch.float64:
-            config.reorder_and_upcast_attn = False
+    config = _their_config(read_config(path))
+    if dtype == torch.float64:
+        config.reorder_and_upcast_attn = False
+    with _opening(path):
         model = library.GPT2LMHeadModel.from_pretrained(
             path, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True
         )
     return model.eval()
+
+
+def _their_config(config: GPT2Config) -> Any:
+    """transformers' config object, made from ours: nothing in config.json that our allow-list leaves out reaches it."""
+    raw = {key: value for key, value in config.to_hf().items() if key not in ("architectures", "model_type", "dtype", "n_ctx")}
+    with _quiet():
+        return _transformers().GPT2Config(**raw)
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """What transformers cannot open, in one line."""
+    try:
+        with _quiet():
+            yield
+    except Exception as error:
+        told = " ".join(str(error).split())[:160]
+        raise CheckpointError(f"{path}: transformers cannot open it ({type(error).__name__}: {told}); mend the files") from error
 
 
 def use_attention(model: nn.Module, attention: str) -> None:
@@ -63,8 +81,15 @@ def use_attention(model: nn.Module, attention: str) -> None:
 
 def reference_tokenizer(path: Path) -> Any:
     """The tokenizer that transformers makes of the same directory, reading special tokens in text as plain text, as ours does."""
+    library = _transformers()
+    with _opening(path):
+        return library.AutoTokenizer.from_pretrained(path, local_files_only=True, config=_their_config(read_config(path)))
+
+
+def reference_ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids of ``text`` by transformers' tokenizer."""
     with _quiet():
-        return _transformers().AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def reference_generate(model: nn.Module, ids: Tensor, new_tokens: int, *, use_cache: bool) -> Tensor:
@@ -86,11 +111,8 @@ def save_with_transformers(config: GPT2Config, weights: dict[str, Tensor], direc
     """Put ``weights`` (our names) into a ``GPT2LMHeadModel`` and let it ``save_pretrained``."""
     library = _transformers()
     with _quiet():
-        raw = {
-            key: value for key, value in config.to_hf().items() if key not in ("architectures", "model_type", "dtype", "n_ctx")
-        }
         with torch.device("meta"):
-            model = library.GPT2LMHeadModel(library.GPT2Config(**raw))
+            model = library.GPT2LMHeadModel(_their_config(config))
         missing, unexpected = model.load_state_dict({to_file(n): t for n, t in weights.items()}, strict=False, assign=True)
         if unexpected or missing not in ([], ["lm_head.weight"]):
             raise RuntimeError(f"transformers' GPT-2 has other parameters: missing {missing}, unexpected {unexpected}")

@@ -57,7 +57,8 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        return all(point.ok for point in self.points)
+        """Every point holds; a check without points holds only if it says why it was skipped."""
+        return bool(self.points or self.skipped) and all(point.ok for point in self.points)
 
     @property
     def worst(self) -> Point | None:
@@ -116,6 +117,7 @@ class Report:
             "revision": self.revision,
             "parameters": self.parameters,
             "coverage": self.coverage,
+            "skipped": [check.id for check in self.checks if check.skipped],
             "seed": self.seed,
             "seconds": round(self.seconds, 2),
             "environment": asdict(self.environment),
@@ -162,7 +164,7 @@ class Report:
         skipped = [check.id for check in self.checks if check.skipped]
         partly = f"; not run: {', '.join(skipped)}" if skipped else ""
         if self.ok:
-            yield f"\n[bold green]EQUAL[/bold green]  at every point{partly}  {seconds}\n"
+            yield f"\n[bold green]EQUAL[/bold green]  at every point{' that was run' if skipped else ''}{partly}  {seconds}\n"
         else:
             first = self.first_divergence
             yield f"\n[bold red]DIFFERENT[/bold red]  first at [bold]{first.name}[/bold]: {_amount(first)}{partly}  {seconds}\n"

@@ -126,12 +126,16 @@ def _eager(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, GPT2):
         before = model.config._attn_implementation
         use_attention(model, "eager")
-        yield
-        use_attention(model, before)
+        try:
+            yield
+        finally:
+            use_attention(model, before)
         return
     swapped = [block.attn for block in model.h if block.attn.attend is sdpa_attention]
     for attention in swapped:
         attention.attend = eager_attention
-    yield
-    for attention in swapped:
-        attention.attend = sdpa_attention
+    try:
+        yield
+    finally:
+        for attention in swapped:
+            attention.attend = sdpa_attention

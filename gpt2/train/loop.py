@@ -78,11 +78,11 @@ class Result:
     stopped: str  # "finished", "early" or "interrupted"
 
 
-Report = Callable[[Started | Logged | Evaluated], None]
+Listener = Callable[[Started | Logged | Evaluated], None]
 
 
 def train(
-    recipe: Recipe, folder: str | Path, *, init: str | None = None, fresh: bool = False, report: Report = lambda event: None
+    recipe: Recipe, folder: str | Path, *, init: str | None = None, fresh: bool = False, report: Listener = lambda event: None
 ) -> Result:
     """Run ``recipe`` in ``folder``: from scratch, or from the model named ``init``.
 
@@ -132,7 +132,7 @@ class _Run:
     train_ids: np.ndarray
     val_ids: np.ndarray
     metrics: Metrics
-    report: Report
+    report: Listener
 
     def __call__(self, progress: Progress | None, interrupted: Callable[[], bool]) -> Result:
         """From where the run stands (None: nowhere yet) to its end, whichever of the three comes first."""

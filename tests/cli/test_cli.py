@@ -175,6 +175,7 @@ def test_a_damaged_checkpoint_is_one_line_and_exit_2(copy: Path, capsys: pytest.
         (["generate", "--prompt", ""], "prompt is empty"),
         (["generate", "--temperature", "-1"], "temperature"),
         (["generate", "--top-k", "0"], "top_k"),
+        (["generate", "--max-new-tokens", "-3"], "max-new-tokens"),
         (["generate", "--top-p", "2"], "top_p"),
         (["generate", "random:distilgpt2"], "without a tokenizer"),
         (["train"], "which recipe"),

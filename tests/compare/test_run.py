@@ -165,9 +165,65 @@ def gradient_stopped(model: GPT2) -> None:
     model.h[0].mlp.register_forward_hook(lambda module, args, output: output.detach())
 
 
+def noisy_gradients(model: GPT2) -> None:
+    """Forward pass and float64 perfect; in float32 every gradient off by a thousandth."""
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32:
+            parameter.register_hook(lambda gradient: gradient * (1 + 1e-3 * torch.randn_like(gradient)))
+
+
+def coarse_cache(model: GPT2) -> None:
+    """Keys and values kept in bfloat16: right in float64, and in float32 as long as nothing is cached."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+        if q.dtype == torch.float32 and q.size(-2) != k.size(-2):
+            k, v = k.bfloat16().float(), v.bfloat16().float()
+        return sdpa_attention(q, k, v, mask, scale, dropout)
+
+    for block in model.h:
+        block.attn.attend = attend
+
+
+def every_row_reads_the_first(model: GPT2) -> None:
+    """A cache that mixes up the rows of a batch: nothing run with one row can show it."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+        if q.size(-2) != k.size(-2):
+            k, v = k[:1].expand_as(k), v[:1].expand_as(v)
+        return eager_attention(q, k, v, mask, scale, dropout)
+
+    model.use_attention(attend)
+
+
+def no_softmax(model: GPT2) -> None:
+    """Attention weights without a softmax call: points of the trace that never appear."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+        causal = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril(k.size(-2) - q.size(-2))
+        scores = (q @ k.mT * scale).masked_fill(~causal, -torch.inf).exp()
+        return scores / scores.sum(-1, keepdim=True) @ v
+
+    model.use_attention(attend)
+
+
+def gradient_cut_late(model: GPT2) -> None:
+    """No gradient past the first positions: short training sequences never reach there."""
+    model.ln_f.register_forward_hook(
+        lambda module, args, y: torch.cat((y[:, :-1], y[:, -1:].detach()), 1) if y.size(1) == 32 else y
+    )
+
+
 @pytest.mark.parametrize(
     ("control", "must_fail", "must_pass"),
     [
+        (noisy_gradients, "gradients-rounding", "gradients"),
+        (noisy_gradients, "adamw-rounding", "adamw"),
+        (lambda model: model.use_attention(coarse_attention), "loss-rounding", "loss"),
+        (coarse_cache, "rounding", "cache"),
+        (every_row_reads_the_first, "padding", "cache"),
+        (no_softmax, "activations", "logits"),
+        (gradient_cut_late, "gradients", "activations"),
+        (lambda model: [setattr(block.mlp, "activation", torch.tanh) for block in model.h], "loss", "weights"),
         (lambda model: model.use_attention(coarse_attention), "rounding", "activations"),
         (fused_path_without_mask, "logits", "activations"),
         (forgetful_cache, "cache", "activations"),
@@ -203,7 +259,7 @@ def test_bfloat16_is_judged_by_bfloat16(checkpoint: Path) -> None:
     report = verify(f"{checkpoint}:bf16")
     assert report.environment.dtype == "bfloat16"
     assert report.check("rounding").worst.reference_error > 1e-4
-    assert not {"weights", "activations", "logits", "rounding", "cache", "padding", "text", "tokens"} & set(failing(report))
+    assert failing(report) == []
 
 
 def test_the_report_says_what_it_takes_to_rerun_it(checkpoint: Path, tmp_path: Path) -> None:
@@ -261,3 +317,10 @@ def test_official_shapes_written_by_transformers(name: str) -> None:
     report = verify(name)
     assert failing(report) == []
     assert [check.id for check in report.checks if check.skipped] == ["tokens"]
+
+
+def test_an_honest_model_is_equal_whatever_the_seed(checkpoint: Path) -> None:
+    """Rounding is luck: a judge whose verdict hangs on the seed judges nothing. Both a random model and the trained one."""
+    for seed in (1, 2):
+        assert failing(verify(str(checkpoint), seed=seed)) == [], seed
+        assert failing(verify("shakespeare-mini", seed=seed)) == [], seed
