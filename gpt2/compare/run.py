@@ -22,7 +22,7 @@ from ..checkpoint.names import DEFAULT, DTYPES, parse_random, split_dtype
 from ..checkpoint.save import sha256
 from ..errors import InputError
 from ..model import GPT2
-from . import checks, reference
+from . import checks, reference, training
 from .checks import Build, Probe, Subject
 from .report import Report, environment
 
@@ -61,7 +61,7 @@ def verify(
         probe = Probe.draw(config, seed)
         subject = Subject(source.path, config, build, rounding, probe, progress)
         tokens = checks.tokens(subject)  # first, because a damaged vocabulary should not take ten seconds to be found
-        found = [checks.weights(subject), *checks.forward(subject), *checks.training(subject), tokens]
+        found = [checks.weights(subject), *checks.forward(subject), *training.training(subject), tokens]
         files = {
             path.name: sha256(path) for path in sorted(source.path.iterdir()) if path.suffix in (".json", ".txt", ".safetensors")
         }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gpt2
 from gpt2.checkpoint.load import load_path
-from gpt2.compare import checks
+from gpt2.compare import checks, training
 from gpt2.compare.checks import Probe
 from gpt2.compare.run import verify
 from gpt2.config import GPT2Config
@@ -292,8 +292,8 @@ def test_infinite_errors_stay_valid_json(checkpoint: Path) -> None:
 
 def test_what_memory_cannot_hold_is_said_not_skipped_in_silence(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An EQUAL that left out the gradients must say so."""
-    real = checks.os.sysconf
-    monkeypatch.setattr(checks.os, "sysconf", lambda name: 1 if name == "SC_PHYS_PAGES" else real(name))
+    real = training.os.sysconf
+    monkeypatch.setattr(training.os, "sysconf", lambda name: 1 if name == "SC_PHYS_PAGES" else real(name))
     report = verify(str(checkpoint))
     assert [check.id for check in report.checks if check.skipped] == ["loss", "gradients", "adamw"]
     assert "not run: loss, gradients, adamw" in report.table(width=120)
