@@ -13,7 +13,8 @@ import torch
 from ..config import GPT2Config, official_size, quoted
 from ..errors import CheckpointError, InputError
 from ..model import GPT2
-from .files import Entry, SafetensorsFile, listed, open_weights, read_json, what_is_there
+from .containers import Container, Entry, listed, read_json
+from .files import open_weights, what_is_there
 from .hub import resolve
 from .keys import CAUSAL_MASK, MASKED_SCORE, TIED_HEAD, expected, from_file, layer
 from .names import DEFAULT, DTYPES, parse_random, split_dtype
@@ -131,7 +132,7 @@ def random_model(size: str, seed: int = 0) -> GPT2:
     return model
 
 
-def match(files: Mapping[str, SafetensorsFile], config: GPT2Config, where: Path) -> Assignment:
+def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> Assignment:
     """Assign every tensor of a checkpoint, exactly once, to a parameter or to a stated reason for dropping it.
 
     Raises:
@@ -173,7 +174,7 @@ def match(files: Mapping[str, SafetensorsFile], config: GPT2Config, where: Path)
 
 
 def _drop(
-    files: Mapping[str, SafetensorsFile], extras: Mapping[str, str], embedding: str | None
+    files: Mapping[str, Container], extras: Mapping[str, str], embedding: str | None
 ) -> tuple[list[str], dict[str, list[str]]]:
     """Which keys beside the parameters are what their names say and carry nothing, and what is wrong with the others."""
     dropped: list[str] = []
@@ -213,7 +214,7 @@ def _contradictions(config: GPT2Config, found: Mapping[str, Entry]) -> list[str]
     return [f"config says {key} {says[key]}, the tensors {told[key]}" for key in told if told[key] not in (None, says[key])]
 
 
-def _is_causal_mask(file: SafetensorsFile, key: str) -> bool:
+def _is_causal_mask(file: Container, key: str) -> bool:
     """Ones on and below the diagonal, zeros above; of any dtype, and of any size, since what it says is the same."""
     shape = file.entries[key].shape
     if len(shape) != 4 or shape[:2] != (1, 1) or shape[2] != shape[3] or shape[3] == 0:
@@ -222,7 +223,7 @@ def _is_causal_mask(file: SafetensorsFile, key: str) -> bool:
     return torch.equal(mask, torch.ones_like(mask).tril())
 
 
-def _same(files: Mapping[str, SafetensorsFile], one: str, other: str) -> bool:
+def _same(files: Mapping[str, Container], one: str, other: str) -> bool:
     """Whether two tensors are the same bits."""
     a, b = files[one].entries[one], files[other].entries[other]
     if (a.dtype, a.shape) != (b.dtype, b.shape):

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .files import DTYPES, WEIGHTS, listed
+from .containers import listed
+from .files import WEIGHTS
 from .keys import expected, to_file
+from .safetensors_file import DTYPES
 
 if TYPE_CHECKING:
     from ..data import Tokenizer

@@ -15,7 +15,9 @@ import torch
 from hf_layouts import TINY, official, sharded, weights, write_config, write_weights
 from safetensors import SafetensorError, safe_open
 
-from gpt2.checkpoint.files import DTYPES, HEADER_LIMIT, SafetensorsFile, open_weights, read_json
+from gpt2.checkpoint.containers import HEADER_LIMIT, read_json
+from gpt2.checkpoint.files import open_weights
+from gpt2.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 from gpt2.errors import CheckpointError
 
 PROC = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
@@ -257,7 +259,7 @@ def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path, monkeypatch: pytes
     def no_mmap(*_: object, **__: object) -> None:
         raise OSError(19, "No such device")
 
-    monkeypatch.setattr("gpt2.checkpoint.files.mmap.mmap", no_mmap)
+    monkeypatch.setattr("gpt2.checkpoint.safetensors_file.mmap.mmap", no_mmap)
     assert SafetensorsFile(path).read("a").tolist() == [0, 1, 2, 3, 4]
 
 
