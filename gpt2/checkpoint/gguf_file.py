@@ -1,0 +1,394 @@
+"""The GGUF format, read directly: the container, the config and the tokenizer that a GPT-2 in it carries.
+
+A file is a magic number, a version and two counts; the metadata, typed values under names; the directory of tensors, each with
+its shape, type and place; and, from the next multiple of the alignment on, the data (ggml-org/ggml, docs/gguf.md). Everything
+before the data comes from outside, so every count and length is held against the bytes that are left before it is used.
+
+Not through the `gguf` package: its reader makes one NumPy view for each part of each token, and takes a count of up to 2**30
+at its word. The tests hold this reader against it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..config import GPT2Config, quoted
+from ..errors import CheckpointError, InputError
+from .containers import Entry, shown
+
+if TYPE_CHECKING:
+    from ..data.bpe import BPE
+
+# Vocabularies of GPT-2 have up to 100,000 tokens and as many merges, in 5 MB; what is far beyond that is an attack.
+METADATA_LIMIT, ELEMENTS_LIMIT = 64_000_000, 2_000_000
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # to struct's letter
+STRING, ARRAY = 8, 9
+ALIGNMENT = 32  # unless general.alignment says otherwise
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How numbers are stored: ``block`` of them in ``size`` bytes; ``dtype`` holds them exactly."""
+
+    name: str
+    block: int
+    size: int
+    dtype: torch.dtype
+
+
+# By ggml's number for the type. A Q8_0 block is one float16 scale and 32 int8; their products have 18 bits, exact in float32.
+KINDS = {
+    0: Kind("F32", 1, 4, torch.float32),
+    1: Kind("F16", 1, 2, torch.float16),
+    8: Kind("Q8_0", 32, 34, torch.float32),
+    30: Kind("BF16", 1, 2, torch.bfloat16),
+}
+OTHER_KINDS = {
+    **dict(enumerate(["Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1"], 2)),
+    **dict(enumerate(["Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S"], 9)),
+    **dict(enumerate(["IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64", "IQ1_M"], 20)),
+    **{34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
+}
+PIECE = (1 << 16) * 34  # bytes converted at a time: whole blocks of every kind
+
+# Our config's fields, by the metadata that holds them.
+CONFIG_KEYS = {
+    "n_positions": "gpt2.context_length",
+    "n_embd": "gpt2.embedding_length",
+    "n_layer": "gpt2.block_count",
+    "n_head": "gpt2.attention.head_count",
+    "n_inner": "gpt2.feed_forward_length",
+    "layer_norm_epsilon": "gpt2.attention.layer_norm_epsilon",
+}
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
+
+
+@dataclass(frozen=True)
+class Stored(Entry):
+    """Where a tensor lies and how: ``start`` and ``end`` count bytes from the beginning of the file."""
+
+    kind: Kind
+    start: int
+    end: int
+
+
+class GGUFFile:
+    """A GGUF file, its metadata and directory checked, its data mapped when first asked for.
+
+    ``entries`` bear GGUF's names (``token_embd.weight``, ``blk.0.attn_qkv.weight``) and torch's order of dimensions, slowest
+    first, so a matrix is [out, in]. F32, F16 and BF16 are of their own dtype; Q8_0 is float32, which holds it exactly.
+    ``metadata`` has every value, arrays as lists.
+
+    Raises:
+        CheckpointError: damaged, cut short, contradicting itself, of another byte order or version, one part of several, or
+            with a tensor of a type that is not read here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by the finalizer
+            weakref.finalize(self, self._file.close)
+            self.size = self._file.seek(0, 2)
+            self._file.seek(0)
+            header = _Header(self._file, self.size)
+            tensors, values = self._begin(header)
+            self.metadata: Mapping[str, Any] = self._values(header, values)
+            self.entries = self._directory(header, tensors)
+        except _Damaged as error:
+            raise self._bad(str(error)) from None
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be read ({error.strerror}); check that it is there, and yours to read"
+            ) from None
+
+    def _bad(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {what}; not a whole GGUF file, fetch it again")
+
+    def _begin(self, header: _Header) -> tuple[int, int]:
+        """Number of tensors, number of metadata values."""
+        magic = header.take(4)
+        if magic != b"GGUF":
+            raise _Damaged(f"begins with {quoted(magic)}, not with GGUF")
+        version = header.number("I")
+        if version & 0xFFFF == 0 and version:
+            raise CheckpointError(f"{self.path}: is in big-endian byte order; fetch the little-endian file")
+        if version not in (2, 3):
+            raise CheckpointError(f"{self.path}: is GGUF version {version}, and 2 and 3 are read; fetch or make a newer file")
+        return header.number("Q"), header.number("Q")
+
+    def _values(self, header: _Header, count: int) -> dict[str, Any]:
+        header.require(count, 13, "metadata values")  # a name's length, a type, a byte at least
+        values: dict[str, Any] = {}
+        for _ in range(count):
+            name = header.string()
+            kind = header.number("I")
+            if name in values:
+                raise _Damaged(f"has metadata {shown(name)} twice")
+            values[name] = header.array(name) if kind == ARRAY else header.value(kind, name)
+        if values.get("split.count", 1) not in (0, 1):
+            parts = quoted(values["split.count"])
+            raise CheckpointError(f"{self.path}: is one part of {parts}; join them with llama.cpp's llama-gguf-split --merge")
+        return values
+
+    def _directory(self, header: _Header, count: int) -> dict[str, Stored]:
+        header.require(count, 24, "tensors")  # a name's length, the number of dimensions, a type, a place
+        rows = []
+        for _ in range(count):
+            name, ndim = header.string(), header.number("I")
+            if ndim > 4:
+                raise _Damaged(f"says that {shown(name)} has {ndim:,} dimensions")
+            shape = struct.unpack(f"<{ndim}Q", header.take(8 * ndim))[::-1]
+            rows.append((name, shape, header.number("I"), header.number("Q")))
+        alignment = self.metadata.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise _Damaged(f"has general.alignment {quoted(alignment)}, which is no power of two")
+        entries: dict[str, Stored] = {}
+        data = end = _padded(header.at, alignment)
+        for name, shape, number, offset in rows:
+            if name in entries:
+                raise _Damaged(f"has a directory with {shown(name)} twice")
+            kind = self._kind(name, number)
+            if any(n >= 1 << 48 for n in shape) or (shape[-1] if shape else 1) % kind.block:
+                raise _Damaged(f"has a directory that contradicts itself about {shown(name)}: {kind.name} {quoted(list(shape))}")
+            start = _padded(end, alignment)
+            if data + offset != start:
+                found = "overlaps the tensor before it" if data + offset < start else "leaves a gap before it"
+                raise _Damaged(f"has a directory in which {shown(name)} {found}")
+            end = start + math.prod(shape) // kind.block * kind.size
+            entries[name] = Stored(kind.dtype, shape, kind, start, end)
+        if not (end <= self.size <= _padded(end, alignment) or not rows):
+            raise _Damaged(f"has {self.size:,} bytes where its directory says {end:,}")
+        return entries
+
+    def _kind(self, name: str, number: int) -> Kind:
+        if number in KINDS:
+            return KINDS[number]
+        if number not in OTHER_KINDS:
+            raise _Damaged(f"has a directory that gives {shown(name)} the type {number:,}, which GGUF does not have")
+        readable = ", ".join(kind.name for kind in KINDS.values())
+        raise CheckpointError(
+            f"{self.path}: {shown(name)} is of type {OTHER_KINDS[number]}, and {readable} are read; fetch such a file, "
+            "or make one with llama.cpp's llama-quantize --allow-requantize IN OUT f16"
+        )
+
+    @cached_property
+    def _mapping(self) -> mmap.mmap | None:
+        """The file, copied on write: what is written stays in this process. None where it cannot be mapped."""
+        try:
+            return mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError):
+            return None
+
+    @cached_property
+    def _scratch(self) -> Tensor:
+        """One for all conversions: a new one for each would leave holes in malloc's heap."""
+        return torch.empty(PIECE, dtype=torch.uint8)
+
+    def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
+        """One tensor on the CPU, as stored (Q8_0: in float32) or converted to ``dtype``.
+
+        As stored, F32, F16 and BF16 are views of the mapped file, private to this process when written to, unless the data is
+        not aligned or ``mapped`` is false: then they are read into memory of their own. Q8_0, and whatever is converted, goes
+        piece by piece, so that the source is never in memory as a whole.
+        """
+        entry = self.entries[name]
+        kind, count = entry.kind, math.prod(entry.shape)
+        dtype = dtype or entry.dtype
+        as_stored = dtype == entry.dtype and kind.block == 1
+        if mapped and count and as_stored and entry.start % kind.size == 0 and self._mapping is not None:
+            # From the buffer, not a slice of one storage: a tensor pickled on its own must not take the whole file along.
+            return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=entry.start).view(entry.shape)
+        tensor = torch.empty(entry.shape, dtype=dtype)
+        flat = tensor.view(-1)
+        self._file.seek(entry.start)
+        if as_stored:
+            self._fill(flat.view(torch.uint8))
+            return tensor
+        step = PIECE // kind.size * kind.block
+        for start in range(0, count, step):
+            part = self._scratch[: min(step, count - start) // kind.block * kind.size]
+            self._fill(part)
+            flat[start : start + step] = part.view(kind.dtype) if kind.block == 1 else _dequantised(part)
+        return tensor
+
+    def _fill(self, piece: Tensor) -> None:
+        """Read from where the file stands until ``piece``, of bytes, is full."""
+        room = memoryview(piece.numpy())
+        while room:
+            try:
+                count = self._file.readinto(room)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}); check its disk") from None
+            if not count:
+                raise self._bad("was cut short while it was read")
+            room = room[count:]
+
+
+def config_of(file: GGUFFile) -> GPT2Config:
+    """The config that a GPT-2's metadata stands for, as llama.cpp computes it: tanh GELU, scaled attention, tied head.
+
+    The vocabulary is the embedding's; an epsilon stored in float32 becomes the decimal it was written from.
+
+    Raises:
+        CheckpointError: another architecture, a size missing, or one that makes no model.
+    """
+    said = file.metadata
+    architecture = said.get("general.architecture")
+    if architecture != "gpt2":
+        raise CheckpointError(f"{file.path}: is of architecture {quoted(architecture)}, not 'gpt2'; this loader reads GPT-2 only")
+    embedding = file.entries.get("token_embd.weight")
+    missing = [key for field, key in CONFIG_KEYS.items() if key not in said and field != "n_inner"]
+    missing += ["token_embd.weight"] if embedding is None or len(embedding.shape) != 2 else []
+    if missing:
+        raise CheckpointError(f"{file.path}: lacks {', '.join(missing)}; convert the checkpoint again")
+    shared = said.get("gpt2.attention.head_count_kv", said[CONFIG_KEYS["n_head"]])
+    if shared != said[CONFIG_KEYS["n_head"]]:
+        raise CheckpointError(f"{file.path}: has {quoted(shared)} heads of keys, and a GPT-2 has as many as of queries")
+    taken = {field: said[key] for field, key in CONFIG_KEYS.items() if key in said}
+    taken |= {field: said.get(f"tokenizer.ggml.{field}") for field in ("bos_token_id", "eos_token_id")}
+    if type(taken["layer_norm_epsilon"]) is float:
+        taken["layer_norm_epsilon"] = _decimal(taken["layer_norm_epsilon"])
+    try:
+        config = GPT2Config(vocab_size=embedding.shape[0], **taken)
+        return GPT2Config(**{**vars(config), "n_inner": None}) if config.n_inner == 4 * config.n_embd else config
+    except InputError as error:
+        what = str(error).removeprefix("config: ")
+        raise CheckpointError(f"{file.path}: its metadata makes no GPT-2: {what}; convert the checkpoint again") from None
+
+
+def tokenizer_of(file: GGUFFile) -> BPE:
+    """The byte-level BPE in a GPT-2's metadata.
+
+    Tokens at the end that only fill up the embedding (``[PAD50300]``, or marked unused) are not part of it.
+
+    Raises:
+        InputError: there is none, it is of another kind, or tokens and merges do not fit each other.
+    """
+    from ..data import bpe_files
+    from ..data.bpe import BPE
+
+    said, where = file.metadata, f"{file.path}"
+    model, pre = said.get("tokenizer.ggml.model"), said.get("tokenizer.ggml.pre", "gpt-2")
+    if model in (None, "none", "no_vocab"):
+        raise InputError(f"{where}: carries no tokenizer; use the one of the checkpoint that it was made from")
+    if model != "gpt2" or pre not in ("gpt-2", "default"):
+        raise InputError(
+            f"{where}: its tokenizer is {quoted(model)}, {quoted(pre)}, not GPT-2's byte-level BPE; pass ids instead"
+        )
+    tokens, types = said.get("tokenizer.ggml.tokens"), said.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise InputError(f"{where}: holds no list of tokens; convert the checkpoint again")
+    types = [NORMAL] * len(tokens) if types is None else types
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise InputError(f"{where}: has {len(tokens):,} tokens, and not as many types of tokens; convert the checkpoint again")
+    end = len(tokens)
+    while end and (types[end - 1] == UNUSED or (types[end - 1] == USER_DEFINED and tokens[end - 1] == f"[PAD{end - 1}]")):
+        end -= 1
+    vocab: dict[str, int] = {}
+    for i, token in enumerate(tokens[:end]):
+        if vocab.setdefault(token, i) != i:
+            raise InputError(f"{where}: {quoted(token)} is token {vocab[token]} and token {i}; convert the checkpoint again")
+    special = {token for token, i in vocab.items() if types[i] in (CONTROL, USER_DEFINED, UNUSED)}
+    merges = bpe_files.as_pairs(said.get("tokenizer.ggml.merges"), where)
+    return BPE(vocab, merges, special=special, where=where)
+
+
+class _Damaged(Exception):
+    """What is wrong with a header, for the file's own message."""
+
+
+class _Header:
+    """The bytes before the data, read as they are asked for, and never more than the file has or the limit allows."""
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self._file, self._size = file, size
+        self._bytes = bytearray()
+        self._elements = 0
+        self.at = 0
+
+    def _reach(self, end: int) -> None:
+        """Have everything before ``end`` in memory."""
+        if end > self._size:
+            raise _Damaged(f"is cut short: {self._size:,} bytes" if self._size else "is empty")
+        if end > METADATA_LIMIT:
+            raise _Damaged(f"has more than {METADATA_LIMIT:,} bytes before its data, and no GPT-2 needs as many")
+        while len(self._bytes) < end:
+            more = self._file.read(1 << 20)
+            if not more:
+                raise _Damaged("was cut short while it was read")
+            self._bytes += more
+
+    def take(self, count: int) -> bytes:
+        end = self.at + count
+        if end > len(self._bytes):
+            self._reach(end)
+        taken = bytes(self._bytes[self.at : end])
+        self.at = end
+        return taken
+
+    def number(self, letter: str) -> Any:
+        (value,) = struct.unpack("<" + letter, self.take(struct.calcsize("<" + letter)))
+        return value
+
+    def require(self, count: int, size: int, what: str) -> None:
+        """Refuse a count of things of at least ``size`` bytes each that the file cannot hold, or that no GPT-2 has."""
+        if count * size > self._size - self.at:
+            raise _Damaged(f"claims {count:,} {what}, and has {self._size:,} bytes")
+        self._elements += count
+        if self._elements > ELEMENTS_LIMIT:
+            raise _Damaged(f"claims more than {ELEMENTS_LIMIT:,} values, and no GPT-2 has as many")
+
+    def string(self) -> str:
+        length = int.from_bytes(self.take(8), "little")
+        if length > self._size - self.at:
+            raise _Damaged(f"claims a text of {length:,} bytes, and has {self._size:,}")
+        try:
+            return self.take(length).decode()
+        except UnicodeDecodeError:
+            raise _Damaged(f"has a text that is not UTF-8 before byte {self.at:,}") from None
+
+    def value(self, kind: int, name: str) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind not in SCALARS:
+            raise _Damaged(f"has metadata {shown(name)} of the type {kind:,}, which GGUF does not have")
+        return self.number(SCALARS[kind])
+
+    def array(self, name: str) -> list[Any]:
+        kind, count = self.number("I"), self.number("Q")
+        if kind == STRING:
+            self.require(count, 8, f"texts in {shown(name)}")
+            return [self.string() for _ in range(count)]
+        if kind not in SCALARS:
+            raise _Damaged(f"has metadata {shown(name)}, an array of the type {kind:,}, which no GPT-2 has")
+        size = struct.calcsize("<" + SCALARS[kind])
+        self.require(count, size, f"values in {shown(name)}")
+        return list(struct.unpack(f"<{count}{SCALARS[kind]}", self.take(count * size)))
+
+
+def _padded(at: int, alignment: int) -> int:
+    return -(-at // alignment) * alignment
+
+
+def _dequantised(blocks: Tensor) -> Tensor:
+    """Blocks of Q8_0, as bytes, to float32: each scale times its 32 numbers."""
+    rows = blocks.view(-1, 34)
+    scales = rows[:, :2].contiguous().view(torch.float16).float()  # (blocks, 1)
+    return (rows[:, 2:].view(torch.int8).float() * scales).view(-1)
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal that float32 stores as ``value``: 1e-05 for 9.999999747378752e-06."""
+    return float(str(torch.tensor(value, dtype=torch.float32).numpy()))
