@@ -1,0 +1,52 @@
+"""The ports of tests/ports are right: filled by their own authors, they compute what our GPT-2 computes."""
+
+import hf_layouts
+import pytest
+import torch
+from ports import PORTS, Port, logits
+
+from gpt2 import GPT2
+from gpt2.config import GPT2Config
+
+# Sizes that no two symbols share (V, P, D, F, H, K, L all differ), and sizes that nearly all share: F == 3D, H == K, P == D.
+APART = GPT2Config(vocab_size=67, n_positions=23, n_embd=20, n_layer=3, n_head=4, n_inner=52, bos_token_id=0, eos_token_id=0)
+ALIKE = GPT2Config(vocab_size=48, n_positions=16, n_embd=16, n_layer=4, n_head=4, n_inner=48, bos_token_id=0, eos_token_id=0)
+CONFIGS = {"tiny": hf_layouts.TINY, "apart": APART, "alike": ALIKE}
+
+
+def without(state: dict[str, torch.Tensor], port: Port, config: GPT2Config) -> dict[str, torch.Tensor]:
+    """The state with zeros for what the port has no place for."""
+    lacking = {family.format(layer) for family in port.lacks for layer in range(config.n_layer)}
+    return {name: tensor * 0 if name in lacking else tensor for name, tensor in state.items()}
+
+
+def ours(config: GPT2Config, state: dict[str, torch.Tensor]) -> GPT2:
+    model = GPT2(config, initialise=False).double().eval()
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("sizes", CONFIGS)
+@pytest.mark.parametrize("name", PORTS)
+@torch.no_grad()
+def test_filled_by_its_author_a_port_computes_gpt2(name, sizes):
+    """A port with a fault of its own would let `load_into` be blamed, or let a wrong mapping pass for the port's fault."""
+    port, config = PORTS[name], CONFIGS[sizes]
+    state = without(hf_layouts.weights(config, dtype=torch.float64), port, config)
+    module = port.build(config).double()
+    port.fill(module, state)
+    tokens = port.context(config)
+    ids = torch.randint(config.vocab_size, (3, tokens), generator=torch.Generator().manual_seed(1))
+    expected = ours(config, state)(ids)
+    for length in (tokens, 1, tokens // 2):
+        found = logits(module(ids[:, :length]), config.vocab_size)
+        assert found.shape == (3, length, config.vocab_size)
+        assert (found - expected[:, :length]).abs().max() <= 1e-10 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_what_the_registry_says_is_so(name):
+    """The ports that cannot hold everything must say why, in words that a report can be held against, and only those."""
+    port = PORTS[name]
+    assert port.complete == (port.note == "")
+    assert port.description
