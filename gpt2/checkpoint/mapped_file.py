@@ -1,0 +1,95 @@
+"""A file of raw tensors: mapped where that can be, else read, and converted a few megabytes at a time."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import weakref
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+PIECE = 1 << 21  # bytes converted at a time
+
+
+class MappedFile:
+    """An open file whose bytes become tensors. It stays open, so that all that is read is of one file, renamed over or not.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by the finalizer
+            weakref.finalize(self, self.file.close)
+            self.size = self.file.seek(0, 2)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be read ({error.strerror}); check that it is there, and yours to read"
+            ) from None
+
+    def bytes(self, start: int, count: int) -> bytes:
+        """``count`` bytes from ``start``, or as many as there are."""
+        try:
+            self.file.seek(start)
+            return self.file.read(min(count, max(self.size - start, 0)))
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}); check its disk") from None
+
+    def tensor(
+        self, start: int, shape: tuple[int, ...], stored: torch.dtype, dtype: torch.dtype | None = None, *, mapped: bool = True
+    ) -> Tensor:
+        """The contiguous tensor whose ``stored`` values begin at byte ``start``, as stored or converted to ``dtype``.
+
+        As stored, it is a view of the mapped file, private to this process when written to, unless the data is not aligned or
+        ``mapped`` is false: then it is read into memory of its own. A conversion goes piece by piece, so that the source is
+        never in memory as a whole.
+        """
+        dtype, count = dtype or stored, math.prod(shape)
+        aligned = start % stored.itemsize == 0
+        if mapped and count and aligned and dtype == stored and self._mapping is not None:
+            # From the buffer, not a slice of one storage: a tensor pickled on its own must not take the whole file along.
+            return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=start).view(shape)
+        tensor = torch.empty(shape, dtype=dtype)
+        flat = tensor.view(-1)
+        self.file.seek(start)
+        if dtype == stored:
+            self._fill(flat)
+        else:
+            piece = self._scratch.view(stored)
+            for first in range(0, count, len(piece)):
+                part = piece[: count - first]
+                self._fill(part)
+                flat[first : first + len(piece)] = part
+        return tensor
+
+    @cached_property
+    def _mapping(self) -> mmap.mmap | None:
+        """The file, copied on write: what is written stays in this process. None where it cannot be mapped."""
+        try:
+            return mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError):
+            return None
+
+    @cached_property
+    def _scratch(self) -> Tensor:
+        """One for all conversions: a new one for each leaves holes in malloc's heap, a sixth of the weights' size in all."""
+        return torch.empty(PIECE, dtype=torch.uint8)
+
+    def _fill(self, flat: Tensor) -> None:
+        """Read from where the file stands until ``flat`` is full."""
+        room = memoryview(flat.view(torch.uint8).numpy())
+        while room:
+            try:
+                count = self.file.readinto(room)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}); check its disk") from None
+            if not count:
+                raise CheckpointError(f"{self.path}: was cut short while it was read; fetch it again")
+            room = room[count:]

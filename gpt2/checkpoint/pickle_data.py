@@ -1,0 +1,244 @@
+"""A pickle read as data: nothing in it is imported, nothing is called.
+
+A pickle is a program for a small stack machine (CPython's `pickletools.py` describes it). Two of its instructions reach out:
+GLOBAL fetches any Python object by name, and REDUCE calls it. Here GLOBAL makes a :class:`Name` and REDUCE a :class:`Call`,
+records of what the pickle asked for, and only for names that the caller expects. So not even an allow-listed function of torch
+runs on numbers from outside, which `torch.load(weights_only=True)` lets happen before anyone can look at them: it allocates what
+the file claims, and has been made to corrupt memory (CVE-2026-24747).
+
+Read are the instructions that `torch.save` has ever written (protocols 2 to 5), and no others.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+# Per pickle. nanoGPT's ckpt.pt of GPT-2 XL, with the optimizer's state, takes some 100,000 instructions.
+INSTRUCTIONS_LIMIT = 1_000_000
+KEY_TYPES = (str, int, float, bool, bytes, type(None))  # not tuples: hashing one nested a million deep overflows C's stack
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Name:
+    """A Python object that a pickle speaks of, as ``module.name``; never looked up."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Call:
+    """What a pickle would have called, and with what."""
+
+    name: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Persistent:
+    """An object that the pickle leaves to its surroundings: for torch, a storage."""
+
+    id: Any
+
+
+class PickleError(ValueError):
+    """The pickle is damaged, or holds what no checkpoint needs."""
+
+
+class ForbiddenName(PickleError):
+    """The pickle speaks of a Python object that is not expected; loading it would run code."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+@dataclass(frozen=True)
+class Pickle:
+    """What a pickle says. ``persistent`` are the ids of all objects left to its surroundings, used or not; ``end`` in bytes."""
+
+    value: Any
+    persistent: list[Any]
+    end: int
+
+
+def read_pickle(data: bytes, allowed: Collection[str], start: int = 0) -> Pickle:
+    """The pickle at byte ``start``.
+
+    Plain values are themselves; an OrderedDict is a dict; all else is a :class:`Name`, :class:`Call` or :class:`Persistent`.
+    State set on objects (``__setstate__``) is left out. Time and memory are bounded by ``INSTRUCTIONS_LIMIT`` and the data.
+
+    Raises:
+        ForbiddenName: at the first mention of a global that is not in ``allowed``, called or not. PickleError: anything else.
+    """
+    machine = _Machine(data, allowed, start)
+    try:
+        return Pickle(machine.run(), machine.persistent, machine.at)
+    except (IndexError, KeyError, TypeError):
+        raise PickleError(f"makes no sense at byte {machine.at:,} of its pickle") from None
+    except UnicodeDecodeError:
+        raise PickleError(f"has text that is not UTF-8 at byte {machine.at:,} of its pickle") from None
+
+
+class _Machine:
+    def __init__(self, data: bytes, allowed: Collection[str], start: int) -> None:
+        self.data, self.allowed, self.at = data, allowed, start
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+        self.persistent: list[Any] = []
+
+    def take(self, count: int) -> bytes:
+        start, self.at = self.at, self.at + count
+        if self.at > len(self.data):
+            self.at = start
+            raise PickleError("has a pickle that is cut short")
+        return self.data[start : self.at]
+
+    def number(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+    def text(self, size: int) -> str:
+        return str(self.take(size), "utf-8", "surrogatepass")
+
+    def line(self) -> str:
+        end = self.data.find(b"\n", self.at, self.at + 1000)
+        if end < 0:
+            raise PickleError("has a pickle that is cut short")
+        line = self.text(end - self.at)
+        self.at += 1
+        return line
+
+    def above_mark(self) -> list[Any]:
+        at = self.marks.pop()
+        if at > len(self.stack):
+            raise IndexError
+        items = self.stack[at:]
+        del self.stack[at:]
+        return items
+
+    def name(self, module: Any, name: Any) -> Name:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise TypeError
+        full = f"{module}.{name}".replace("__builtin__.", "builtins.", 1)
+        if full not in self.allowed:
+            raise ForbiddenName(full)
+        return Name(full)
+
+    def store(self, target: Any, keys: list[Any], values: list[Any]) -> None:
+        if type(target) is not dict or len(keys) != len(values) or not all(isinstance(key, KEY_TYPES) for key in keys):
+            raise TypeError
+        before = len(target)
+        target.update(zip(keys, values, strict=True))
+        if len(target) != before + len(keys):
+            raise PickleError(f"has a key twice before byte {self.at:,} of its pickle")
+
+    def call(self, function: Any, args: Any) -> Any:
+        if type(function) is not Name or type(args) is not tuple:
+            raise TypeError
+        if function.name != "collections.OrderedDict":
+            return Call(function.name, args)
+        if len(args) > 1:
+            raise TypeError
+        pairs = args[0] if args else []  # as Python 2 wrote it: a list of [key, value]
+        if type(pairs) is not list or not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
+            raise TypeError
+        result: dict[Any, Any] = {}
+        self.store(result, [key for key, _ in pairs], [value for _, value in pairs])
+        return result
+
+    def run(self) -> Any:
+        stack, memo = self.stack, self.memo
+        for _ in range(INSTRUCTIONS_LIMIT):
+            match op := self.take(1):
+                case pickle.BINPUT:
+                    memo[self.number(1)] = stack[-1]
+                case pickle.LONG_BINPUT:
+                    memo[self.number(4)] = stack[-1]
+                case pickle.MEMOIZE:
+                    memo[len(memo)] = stack[-1]
+                case pickle.BINGET:
+                    stack.append(memo[self.number(1)])
+                case pickle.LONG_BINGET:
+                    stack.append(memo[self.number(4)])
+                case pickle.BINUNICODE:
+                    stack.append(self.text(self.number(4)))
+                case pickle.SHORT_BINUNICODE:
+                    stack.append(self.text(self.number(1)))
+                case pickle.SHORT_BINSTRING:  # Python 2's str
+                    stack.append(str(self.take(self.number(1)), "latin-1"))
+                case pickle.SHORT_BINBYTES:
+                    stack.append(self.take(self.number(1)))
+                case pickle.BINBYTES:
+                    stack.append(self.take(self.number(4)))
+                case pickle.BININT1:
+                    stack.append(self.number(1))
+                case pickle.BININT2:
+                    stack.append(self.number(2))
+                case pickle.BININT:
+                    stack.append(int.from_bytes(self.take(4), "little", signed=True))
+                case pickle.LONG1:
+                    stack.append(int.from_bytes(self.take(self.number(1)), "little", signed=True))
+                case pickle.BINFLOAT:
+                    stack.append(struct.unpack(">d", self.take(8))[0])
+                case pickle.NONE:
+                    stack.append(None)
+                case pickle.NEWTRUE:
+                    stack.append(True)
+                case pickle.NEWFALSE:
+                    stack.append(False)
+                case pickle.EMPTY_TUPLE:
+                    stack.append(())
+                case pickle.EMPTY_LIST:
+                    stack.append([])
+                case pickle.EMPTY_DICT:
+                    stack.append({})
+                case pickle.MARK:
+                    self.marks.append(len(stack))
+                case pickle.TUPLE:
+                    stack.append(tuple(self.above_mark()))
+                case pickle.TUPLE1:
+                    stack[-1:] = [(stack[-1],)]
+                case pickle.TUPLE2:
+                    stack[-2:] = [(stack[-2], stack[-1])]
+                case pickle.TUPLE3:
+                    stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+                case pickle.SETITEM:
+                    value, key = stack.pop(), stack.pop()
+                    self.store(stack[-1], [key], [value])
+                case pickle.SETITEMS:
+                    items = self.above_mark()
+                    self.store(stack[-1], items[::2], items[1::2])
+                case pickle.APPEND:
+                    item = stack.pop()
+                    list.append(stack[-1], item)
+                case pickle.APPENDS:
+                    items = self.above_mark()
+                    list.extend(stack[-1], items)
+                case pickle.GLOBAL:
+                    stack.append(self.name(self.line(), self.line()))
+                case pickle.STACK_GLOBAL:
+                    name, module = stack.pop(), stack.pop()
+                    stack.append(self.name(module, name))
+                case pickle.INST:
+                    raise ForbiddenName(f"{self.line()}.{self.line()}")
+                case pickle.REDUCE | pickle.NEWOBJ:
+                    args, function = stack.pop(), stack.pop()
+                    stack.append(self.call(function, args))
+                case pickle.BUILD:
+                    del stack[-1]
+                case pickle.BINPERSID:
+                    stack[-1] = Persistent(stack[-1])
+                    self.persistent.append(stack[-1].id)
+                case pickle.PROTO:
+                    self.take(1)
+                case pickle.FRAME:
+                    self.take(8)
+                case pickle.STOP:
+                    return stack.pop()
+                case _:
+                    raise PickleError(f"has an instruction {op!r} in its pickle that no tensors need")
+        raise PickleError(f"has more than {INSTRUCTIONS_LIMIT:,} instructions in its pickle")
