@@ -1,0 +1,111 @@
+"""LevelDB's table, the form of TensorFlow's indexes: sorted keys and their values, in blocks with checksums.
+
+A file is data blocks, one block about them (not used), one that lists them, and 48 bytes of footer that say where these two
+lie (google/leveldb, doc/table_format.md; tensorflow, ``core/lib/io/format.cc``). In a block each entry leaves out what its key
+shares with the key before; at some, the *restarts*, it leaves out nothing, so that a search can begin there.
+
+LevelDB trusts its own files. These come from outside: blocks must follow one another, keys must rise, restarts must be what they
+say, so that no byte is read twice, no key can be there twice, and whoever searches finds what whoever reads on finds.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from .crc32c import crc32c
+
+MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
+FOOTER = 48
+TRAILER = 5  # after a block: a byte for its compression, and the checksum of both
+MAX_KEY = 512  # bytes: keys that share much with the one before grow far beyond the file
+
+
+class TableError(ValueError):
+    """A table that is damaged or contradicts itself; a phrase that follows the file's name."""
+
+
+def pairs(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Every key with its value, the keys in strictly rising order.
+
+    Raises:
+        TableError: at the latest when the table is read to its end.
+    """
+    if len(data) < FOOTER or not data.endswith(MAGIC):
+        raise TableError("does not end as an index does")
+    about_start, about_size, start, size = varints(data[-FOOTER:], 0, 4)[0]
+    _block(data, about_start, about_size)
+    end, last = 0, None
+    for bound, handle in _entries(_block(data, start, size)):
+        (start, size), _ = varints(handle, 0, 2)
+        if start < end:
+            raise TableError("has blocks that overlap")
+        for key, value in _entries(_block(data, start, size)):
+            if last is not None and key <= last:
+                raise TableError("has keys that are not in order")
+            yield key, value
+            last = key
+        if last is None or last > bound:
+            raise TableError("has a block under the wrong key")
+        end, last = start + size + TRAILER, bound
+
+
+def varints(data: bytes, at: int, count: int) -> tuple[list[int], int]:
+    """``count`` unsigned numbers, seven bits to a byte, from ``at`` on; and where the next byte is."""
+    numbers = []
+    for _ in range(count):
+        number = shift = 0
+        while True:
+            if at >= len(data):
+                raise TableError("ends within a number")
+            byte, at = data[at], at + 1
+            number |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                break
+            if shift == 70:
+                raise TableError("has a number that does not end")
+        if number >> 64:
+            raise TableError("has a number of more than 64 bits")
+        numbers.append(number)
+    return numbers, at
+
+
+def masked(crc: int) -> int:
+    """A checksum as it is stored, lest one be taken over data that holds another (``core/lib/hash/crc32c.h``)."""
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _block(data: bytes, start: int, size: int) -> bytes:
+    end = start + size + TRAILER
+    if end > len(data) - FOOTER:
+        raise TableError(f"names a block up to byte {end:,} and has {len(data):,}")
+    block, (compression, crc) = data[start : start + size], struct.unpack("<BI", data[start + size : end])
+    if masked(crc32c(data[start : start + size + 1])) != crc:
+        raise TableError(f"is damaged: the checksum of the block at byte {start:,} does not fit")
+    if compression:
+        raise TableError("has a compressed block, which TensorFlow does not write")
+    return block
+
+
+def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Each entry is how much of the key before is kept, how much is new, how long the value is; the new part; the value."""
+    count = int.from_bytes(block[-4:], "little")
+    end = len(block) - 4 * (count + 1)
+    if end < 0 or count < 1:
+        raise TableError("has a block too short for its restarts")
+    restarts = struct.unpack(f"<{count}I", block[end:-4])
+    key, at, seen = b"", 0, 0
+    while at < end:
+        restart = seen < count and restarts[seen] == at
+        seen += restart
+        (shared, new, length), at = varints(block, at, 3)
+        if shared > len(key) or at + new + length > end or (restart and shared):
+            raise TableError("has a block that contradicts itself")
+        if shared + new > MAX_KEY:
+            raise TableError(f"has a name of {shared + new:,} bytes")
+        key = key[:shared] + block[at : at + new]
+        yield key, block[at + new : at + new + length]
+        at += new + length
+    if seen != count and restarts != (0,):
+        raise TableError("has a block that contradicts itself")
