@@ -77,5 +77,35 @@ PORTS: dict[str, Port] = {
         Port("deutsch", "German names, separate q, k, v, LayerNorm with skala/versatz, schicht_0 ..., untied head, nested"),
         Port("flat_list", "functional: one ParameterList, no submodule, no name; embeddings stored as (D, V) and (D, P)"),
         Port("scan", "layers stacked in single tensors (L, D, 3, H, K), as JAX ports scan them"),
+        Port("mha", "nn.MultiheadAttention, mlp as nn.Sequential, layer1, layer2 ... as attributes, positions (1, P, D)"),
+        Port("interleaved", "fused projection interleaved per head (H, 3, K), vocabulary padded to 64, -1e9 mask and id buffers"),
+        Port("kqv", "fused in the order k, q, v; time first (T, B, D) inside; three levels deep; mlp declared before attention"),
+        Port("prenorm", "fused (K, H, 3), heads merged (K, H), PreNorm wrappers, last norm inside the head's nn.Sequential"),
+        Port("russkiy", "Russian names, gamma/beta, head as an untied Parameter, positions (P, D), blocks in a ModuleDict"),
+        Port(
+            "pinyin", "Chinese names, scale/shift, ln_2 declared before ln_1, q scaled before the product, blocks in Sequential"
+        ),
+        Port("espanol", "Spanish names, the whole model one nn.Sequential, v and k before q, twice the positions", room=2.0),
+        Port("letters", "one ParameterDict a0, b0 ...; words and positions in one table, each norm a (2, D) tensor"),
+        Port(
+            "channels", "nn.Conv1d of width one over (B, D, T), norms (1, D, 1), kinds in lists of their own, positions (1, D, P)"
+        ),
+        Port(
+            "backwards",
+            "declared in reverse: head first, ln_f before the blocks, blocks run from last to first; tied, with a bias",
+        ),
+        Port("kv_joint", "built in bfloat16, to_q beside to_kv, all norms in one list, cache of k^T"),
+        Port("one_hot", "embeddings as Linear over one-hot vectors, a module per head with an output projection of its own"),
+        Port("dense", "einsum kernels (D, H, K) and (H, K, D), gamma/beta, embeddings in ParameterDicts"),
+        Port("augmented", "each bias is the last row of its matrix"),
+        Port("lecture", "the tutorial as it is: a module per head, without biases", (QKV_BIAS,), note="no qkv bias"),
+        Port("no_out_bias", "separate q, k, v with biases, output without", (OUT_BIAS,), note="no attention output bias"),
+        Port(
+            "bare",
+            "no biases anywhere, not in the norms either",
+            (QKV_BIAS, OUT_BIAS, FC_BIAS, MLP_BIAS, *NORM_BIASES),
+            note="no biases at all",
+        ),
+        Port("short", "fused (3, H, D, K), norms in ParameterLists", room=0.5, note="half the positions"),
     )
 }

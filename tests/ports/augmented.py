@@ -1,0 +1,73 @@
+"""GPT-2 in homogeneous coordinates: a constant 1 is appended to every input, and the bias is the last row of the matrix."""
+
+import torch
+from torch import nn
+
+
+def one(x):
+    return torch.cat((x, torch.ones_like(x[..., :1])), dim=-1)
+
+
+class Affine(nn.Module):
+    def __init__(self, n_in, n_out):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(n_in + 1, n_out) * 0.02)
+
+    def forward(self, x):
+        return one(x) @ self.matrix
+
+
+class Block(nn.Module):
+    def __init__(self, dim, heads, hidden):
+        super().__init__()
+        self.heads = heads
+        self.norm_a = nn.LayerNorm(dim)
+        self.qkv = Affine(dim, 3 * dim)
+        self.out = Affine(dim, dim)
+        self.norm_b = nn.LayerNorm(dim)
+        self.up = Affine(dim, hidden)
+        self.down = Affine(hidden, dim)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm_a(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm_b(x)), approximate="tanh"))
+
+
+class GPT2(nn.Module):
+    def __init__(self, vocab, context, dim, depth, heads, hidden):
+        super().__init__()
+        self.words = nn.Embedding(vocab, dim)
+        self.places = nn.Embedding(context, dim)
+        self.blocks = nn.Sequential(*(Block(dim, heads, hidden) for _ in range(depth)))
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, ids):
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        return self.norm(self.blocks(x)) @ self.words.weight.T
+
+
+def build(config):
+    return GPT2(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
+
+
+@torch.no_grad()
+def fill(module, state):
+    def norm(target, name):
+        target.weight.copy_(state[name + ".weight"])
+        target.bias.copy_(state[name + ".bias"])
+
+    module.words.weight.copy_(state["wte.weight"])
+    module.places.weight.copy_(state["wpe.weight"])
+    norm(module.norm, "ln_f")
+    for i, block in enumerate(module.blocks):
+        norm(block.norm_a, f"h.{i}.ln_1")
+        norm(block.norm_b, f"h.{i}.ln_2")
+        for target, name in (
+            (block.qkv, "attn.c_attn"),
+            (block.out, "attn.c_proj"),
+            (block.up, "mlp.c_fc"),
+            (block.down, "mlp.c_proj"),
+        ):
+            target.matrix.copy_(torch.vstack((state[f"h.{i}.{name}.weight"], state[f"h.{i}.{name}.bias"])))
