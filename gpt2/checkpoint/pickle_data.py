@@ -19,7 +19,8 @@ from typing import Any
 
 # Per pickle. nanoGPT's ckpt.pt of GPT-2 XL, with the optimizer's state, takes some 100,000 instructions.
 INSTRUCTIONS_LIMIT = 1_000_000
-KEY_TYPES = (str, int, float, bool, bytes, type(None))  # not tuples: hashing one nested a million deep overflows C's stack
+# Of a dict's keys. Not tuples: hashing one nested a million deep overflows C's stack.
+KEY_TYPES = (str, int, float, bytes, type(None))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -28,6 +29,9 @@ class Name:
 
     name: str
 
+    def __repr__(self) -> str:
+        return self.name
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Call:
@@ -35,6 +39,9 @@ class Call:
 
     name: str
     args: tuple[Any, ...]
+
+    def __repr__(self) -> str:  # without the arguments, which may hold each other over and over
+        return f"{self.name}(...)"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -102,7 +109,7 @@ class _Machine:
         return int.from_bytes(self.take(size), "little")
 
     def text(self, size: int) -> str:
-        return str(self.take(size), "utf-8", "surrogatepass")
+        return str(self.take(size), "utf-8")
 
     def line(self) -> str:
         end = self.data.find(b"\n", self.at, self.at + 1000)
@@ -131,6 +138,8 @@ class _Machine:
     def store(self, target: Any, keys: list[Any], values: list[Any]) -> None:
         if type(target) is not dict or len(keys) != len(values) or not all(isinstance(key, KEY_TYPES) for key in keys):
             raise TypeError
+        if any(isinstance(key, int) and abs(key) >= 1 << 60 for key in keys):  # such can be made to share one hash
+            raise PickleError("has a dict with huge numbers as keys in its pickle")
         before = len(target)
         target.update(zip(keys, values, strict=True))
         if len(target) != before + len(keys):

@@ -6,16 +6,16 @@ Two forms. Since torch 1.6 (2020) a zip archive, nothing in it compressed: a pic
 storages' keys) and then the storages, each behind its length (`_legacy_save`).
 
 In either the description is a pickle, and a pickle can run code. It is read as data instead (`pickle_data.py`), and no storage
-is touched before its tensor has been seen to lie inside it. So both forms are mapped, and an optimizer's state is never read.
+is touched before its tensor has been seen to lie inside it (`torch_tensors.py`). So both forms are mapped, and an optimizer's
+state is never read.
 """
 
 from __future__ import annotations
 
-import math
+import pickle
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,75 +24,16 @@ from torch import Tensor
 
 from ..config import quoted
 from ..errors import CheckpointError
-from .containers import Entry, listed, shown
+from .containers import listed, shown
 from .mapped_file import MappedFile
-from .pickle_data import Call, ForbiddenName, Name, Persistent, Pickle, PickleError, read_pickle
-from .safetensors_file import DTYPES
+from .pickle_data import Call, ForbiddenName, Pickle, PickleError, read_pickle
+from .torch_tensors import ALLOWED, NotDense, Storage, Strided, describe, kind, storage
 
 # nanoGPT's ckpt.pt of GPT-2 XL has 600 kB of pickle; some keep every loss of a long run there.
 PICKLE_LIMIT = 16_000_000
 DIRECTORY_LIMIT = 4_000_000  # of a zip archive, which costs twenty times that in memory
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # what a file begins with that `_legacy_save` wrote
 
-STORAGES = {
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-    "torch.LongStorage": torch.int64,
-    "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16,
-    "torch.CharStorage": torch.int8,
-    "torch.ByteStorage": torch.uint8,
-    "torch.BoolStorage": torch.bool,
-    "torch.ComplexFloatStorage": torch.complex64,
-    "torch.ComplexDoubleStorage": torch.complex128,
-    "torch.QInt8Storage": torch.qint8,
-    "torch.QUInt8Storage": torch.quint8,
-    "torch.QInt32Storage": torch.qint32,
-    "torch.QUInt4x2Storage": torch.quint4x2,
-    "torch.QUInt2x4Storage": torch.quint2x4,
-    "torch.storage.UntypedStorage": torch.uint8,
-}
-REBUILD = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
-WRAPPED = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
-FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
-# Tensors that are no plain array, and what they are.
-OTHER_TENSORS = {
-    "torch._utils._rebuild_qtensor": "quantised",
-    "torch._utils._rebuild_sparse_tensor": "sparse",
-    "torch._utils._rebuild_nested_tensor": "nested",
-    "torch._utils._rebuild_meta_tensor_no_storage": "on the meta device, without data",
-    "torch._utils._rebuild_wrapper_subclass": "of a tensor class of its own",
-    "torch._utils._rebuild_device_tensor_from_numpy": "a copy from a device without storages",
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a copy from a device without storages",
-}
-TYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-# Every name that a pickle of weights may mention: what torch's own weights_only allows, since none of it is ever called.
-ALLOWED = frozenset(
-    [
-        "collections.OrderedDict",
-        "collections.Counter",
-        "torch.nn.parameter.Parameter",
-        "torch.serialization._get_layout",
-        "torch.Size",
-        "torch.Tensor",
-        "torch.device",
-        "_codecs.encode",
-        "builtins.bytearray",
-        "builtins.set",
-        "builtins.complex",
-        "torch.storage.TypedStorage",
-        FROM_TYPE,
-        *REBUILD,
-        *WRAPPED,
-        *OTHER_TENSORS,
-        *STORAGES,
-        *(name.replace("torch.", "torch.cuda.", 1) for name in STORAGES),
-        *TYPES,
-        *(str(value) for value in vars(torch).values() if isinstance(value, torch.qscheme)),
-    ]
-)
 WRAPPERS = ("model", "state_dict", "model_state_dict")  # where trainers keep the weights: nanoGPT, Lightning, torch's tutorials
 # What a file that is no torch file begins with, what it is then, and what to do.
 OTHER_FORMATS = (
@@ -102,23 +43,6 @@ OTHER_FORMATS = (
     (b"\x89HDF", "is an HDF5 file (Keras); give the PyTorch or safetensors one"),
     (b"\x1f\x8b", "is compressed by gzip; unpack it"),
 )
-
-
-@dataclass(frozen=True)
-class Strided(Entry):
-    """A tensor whose first element lies at byte ``start`` of the file; ``stride`` in elements."""
-
-    start: int
-    stride: tuple[int, ...]
-
-    @property
-    def contiguous(self) -> bool:
-        wanted = 1
-        for length, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if length != 1 and step != wanted:
-                return not math.prod(self.shape)
-            wanted *= length
-        return True
 
 
 class TorchFile:
@@ -141,7 +65,7 @@ class TorchFile:
         if other is not None:
             raise CheckpointError(f"{path}: {other}")
         zipped = head.startswith(b"PK\x03\x04")
-        value, self._storages = self._from_zip() if zipped else self._from_pickles()
+        value, self._places = self._from_zip() if zipped else self._from_pickles()
         args = value.get("model_args") if isinstance(value, dict) else None
         self.model_args: Mapping[str, Any] | None = args if _plain(args) else None
         self.entries: Mapping[str, Strided] = self._entries(value)
@@ -155,7 +79,7 @@ class TorchFile:
         except ForbiddenName as error:
             raise CheckpointError(
                 f"{self.path}: refused, since loading it would run code: its pickle asks for {quoted(error.name)}, and weights "
-                "need no code; ask for them as safetensors, or convert it in a sandbox"
+                "need no code; have their state_dict() saved, or convert the file to safetensors in a sandbox"
             ) from None
         except PickleError as error:
             raise self._bad(str(error)) from None
@@ -184,8 +108,7 @@ class TorchFile:
             raise self._bad("has a pickle that does not match its checksum")
         value = self._unpickle(data).value
         prefix = f"{root}/data/"
-        storages = {name.removeprefix(prefix): row[:2] for name, row in members.items() if name.startswith(prefix)}
-        return value, storages
+        return value, {name.removeprefix(prefix): row[:2] for name, row in members.items() if name.startswith(prefix)}
 
     def _members(self) -> dict[str, tuple[int, int, int]]:
         """The archive's directory: name -> (first byte of the data, size, crc), nothing compressed, nothing shared."""
@@ -217,6 +140,8 @@ class TorchFile:
     def _from_pickles(self) -> tuple[Any, dict[str, tuple[int, int]]]:
         """As :meth:`_from_zip`."""
         data = self._file.bytes(0, PICKLE_LIMIT)
+        if not data.startswith((pickle.PROTO, pickle.GLOBAL)):  # GLOBAL begins a pickle of protocol 0, and is to be named
+            raise self._bad("is neither a zip archive nor a pickle")
         magic = self._unpickle(data)
         if magic.value != MAGIC:
             raise CheckpointError(f"{self.path}: is a pickle, but not one of torch.save; give a checkpoint")
@@ -225,24 +150,27 @@ class TorchFile:
             raise self._bad(f"is of version {quoted(version.value)}, and torch only ever wrote {VERSION}")
         described = self._unpickle(data, self._unpickle(data, version.end).end)
         keys = self._unpickle(data, described.end)
-        sizes: dict[str, tuple[int, int]] = {}
-        for id in described.persistent:
-            dtype, key, count = self._storage(id)
-            if sizes.setdefault(key, (count, dtype.itemsize)) != (count, dtype.itemsize):
-                raise self._bad(f"contradicts itself about storage {shown(key)}")
-        storages: dict[str, tuple[int, int]] = {}
+        try:
+            mentioned = [storage(id) for id in described.persistent]
+        except PickleError as error:
+            raise self._bad(str(error)) from None
+        held: dict[str, Storage] = {}
+        for one in mentioned:
+            if held.setdefault(one.key, one) != one:
+                raise self._bad(f"contradicts itself about storage {shown(one.key)}")
+        places: dict[str, tuple[int, int]] = {}
         at = keys.end
         for key in keys.value if isinstance(keys.value, list) else []:
-            if not isinstance(key, str) or key not in sizes or key in storages:
+            if type(key) is not str or key not in held or key in places:
                 raise self._bad(f"lists a storage {quoted(key)} that it does not describe")
-            count, width = sizes[key]
-            if self._file.bytes(at, 8) != count.to_bytes(8, "little"):
+            places[key] = (at + 8, held[key].nbytes)
+            end = at + 8 + held[key].nbytes
+            if end <= self._file.size and self._file.bytes(at, 8) != held[key].count.to_bytes(8, "little"):
                 raise self._bad(f"has another size for storage {shown(key)} than it describes")
-            storages[key] = (at + 8, count * width)
-            at += 8 + count * width
+            at = end
         if at != self._file.size:
-            raise self._bad(f"has {self._file.size:,} bytes where its storages end at {at:,}")
-        return described.value, storages
+            raise self._bad(f"has {self._file.size:,} bytes where its storages end at byte {at:,}")
+        return described.value, places
 
     # What both describe
 
@@ -253,68 +181,24 @@ class TorchFile:
             raise CheckpointError(f"{self.path}: has no tensor at {listed(others)}; save model.state_dict() alone")
         if not state:
             raise CheckpointError(f"{self.path}: holds no tensors; give the file with the weights")
-        return {name: self._entry(name, item) for name, item in state.items()}
+        entries = {}
+        for name, item in state.items():
+            try:
+                entries[name] = describe(item, self._places)
+            except NotDense as error:
+                raise CheckpointError(f"{self.path}: {shown(name)} is {error}; save it as a plain dense tensor") from None
+            except PickleError as error:
+                raise self._bad(f"has a tensor {shown(name)} that {error}") from None
+        return entries
 
     def _state_dict(self, value: Any) -> dict[Any, Any]:
         if type(value) is not dict:
-            raise CheckpointError(f"{self.path}: holds {_kind(value)} where a state dict should be; save model.state_dict()")
-        inside = [value.get(key) for key in WRAPPERS]
-        wrapped = [state for state in inside if type(state) is dict and any(type(item) is Call for item in state.values())]
+            raise CheckpointError(f"{self.path}: holds {kind(value)} where a state dict should be; save model.state_dict()")
+        inside = {key: value[key] for key in WRAPPERS if type(value.get(key)) is dict}
+        wrapped = [key for key, state in inside.items() if any(type(item) is Call for item in state.values())]
         if len(wrapped) > 1:
-            raise CheckpointError(
-                f"{self.path}: has weights under more than one of {listed([*WRAPPERS])}; save one of them alone"
-            )
-        return wrapped[0] if wrapped else value
-
-    def _storage(self, id: Any) -> tuple[torch.dtype, str, int]:
-        """A storage's dtype, key and number of elements, as a pickle mentions it."""
-        # ("storage", class, key, device, elements), and in the old form None, where a view of another storage once was.
-        if type(id) is not tuple or len(id) not in (5, 6) or id[0] != "storage" or id[5:] not in ((), (None,)):
-            raise self._bad(f"has {quoted(id)} where a storage should be")
-        _, kind, key, _, count = id[:5]
-        dtype = STORAGES.get(kind.name.replace("torch.cuda.", "torch.", 1)) if type(kind) is Name else None
-        if dtype is None or type(key) is not str or type(count) is not int or not 0 <= count < 1 << 48:
-            raise self._bad(f"has {quoted(id)} where a storage should be")
-        return dtype, key, count
-
-    def _entry(self, name: str, call: Call) -> Strided:
-        for _ in range(4):  # a parameter of a tensor with attributes, at the most
-            if call.name in WRAPPED and call.args and type(call.args[0]) is Call:
-                call = call.args[0]
-            elif call.name == FROM_TYPE and len(call.args) == 4 and _are(call.args, (Name, Name, tuple)):
-                call = Call(call.args[0].name, call.args[2])
-        if call.name not in REBUILD:
-            what = OTHER_TENSORS.get(call.name, "no tensor")
-            raise CheckpointError(f"{self.path}: {shown(name)} is {what}; save it as a plain dense tensor")
-        storage, start, shape, stride, *rest = (*call.args, None, None, None, None)[: max(len(call.args), 4)]
-        whole = _are((storage, start, shape, stride), (Persistent, int, tuple, tuple)) and all(
-            type(n) is int and 0 <= n < 1 << 48 for n in (start, *shape, *stride)
-        )
-        if not whole or len(shape) != len(stride) or len(shape) > 8:
-            raise self._bad(f"describes {shown(name)} in a way that makes no sense")
-        stored, key, count = self._storage(storage.id)
-        dtype = stored
-        if call.name == REBUILD[2]:
-            kind = rest[2] if len(rest) > 2 else None
-            dtype = TYPES.get(kind.name) if type(kind) is Name else None
-        if dtype not in DTYPES.values():
-            known = ", ".join(str(known).removeprefix("torch.") for known in DTYPES.values())
-            raise CheckpointError(f"{self.path}: {shown(name)} has dtype {dtype}; convert it to one of {known}")
-        if any(type(extra) is dict and any(extra.values()) for extra in rest[2:]):
-            raise CheckpointError(f"{self.path}: {shown(name)} is a negated or conjugated view; save it as a plain dense tensor")
-        first, size = self._storages.get(key, (0, -1))
-        if size != count * stored.itemsize:
-            raise self._bad(f"has no data of {count * stored.itemsize:,} bytes for {shown(name)}")
-        if math.prod(shape):
-            reach = 0  # the furthest element, counted from the first
-            for step, length in sorted(pair for pair in zip(stride, shape, strict=True) if pair[1] > 1):
-                if step <= reach:
-                    more = "uses elements more than once (expand)"
-                    raise CheckpointError(f"{self.path}: {shown(name)} {more}; save it as a plain dense tensor")
-                reach += step * (length - 1)
-            if (start + reach + 1) * dtype.itemsize > size:
-                raise self._bad(f"describes {shown(name)} as reaching beyond its data")
-        return Strided(dtype, shape, first + start * dtype.itemsize, stride)
+            raise CheckpointError(f"{self.path}: has weights under {listed(wrapped)}; save one of them alone")
+        return inside[wrapped[0]] if wrapped else value
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
         """One tensor on the CPU, as stored or converted to ``dtype``; contiguous, whatever strides it was saved with.
@@ -328,16 +212,6 @@ class TorchFile:
         source = self._file.tensor(entry.start, (reach,), entry.dtype, mapped=False)
         tensor = torch.empty(entry.shape, dtype=dtype or entry.dtype)
         return tensor.copy_(source.as_strided(entry.shape, entry.stride))
-
-
-def _are(values: Sequence[Any], types: Sequence[type]) -> bool:
-    return all(type(value) is kind for value, kind in zip(values, types, strict=False))
-
-
-def _kind(value: Any) -> str:
-    if type(value) is Call:
-        return "a single tensor" if value.name in (*REBUILD, *WRAPPED, *OTHER_TENSORS) else f"a call of {value.name}"
-    return f"a {type(value).__name__}"
 
 
 def _plain(value: Any) -> bool:

@@ -1,0 +1,182 @@
+"""How a pickle of torch's speaks of tensors: the names it may use, and what its calls describe.
+
+A tensor is a call of `torch._utils._rebuild_tensor_v2` with a storage, an offset, a shape and strides (torch/_tensor.py,
+`_reduce_ex_internal`), a parameter a call of `_rebuild_parameter` with a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import quoted
+from .containers import Entry
+from .pickle_data import Call, Name, Persistent, PickleError
+from .safetensors_file import DTYPES
+
+STORAGES = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.ComplexFloatStorage": torch.complex64,
+    "torch.ComplexDoubleStorage": torch.complex128,
+    "torch.QInt8Storage": torch.qint8,
+    "torch.QUInt8Storage": torch.quint8,
+    "torch.QInt32Storage": torch.qint32,
+    "torch.QUInt4x2Storage": torch.quint4x2,
+    "torch.QUInt2x4Storage": torch.quint2x4,
+    "torch.storage.UntypedStorage": torch.uint8,
+}
+REBUILD = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+WRAPPED = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+# Tensors that are no plain array, and what they are.
+OTHER_TENSORS = {
+    "torch._utils._rebuild_qtensor": "quantised",
+    "torch._utils._rebuild_sparse_tensor": "sparse",
+    "torch._utils._rebuild_nested_tensor": "nested",
+    "torch._utils._rebuild_meta_tensor_no_storage": "on the meta device, without data",
+    "torch._utils._rebuild_wrapper_subclass": "of a tensor class of its own",
+    "torch._utils._rebuild_device_tensor_from_numpy": "a copy from a device without storages",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a copy from a device without storages",
+}
+TYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+# Every name that a pickle of weights may mention: what torch's own weights_only allows, since none of it is ever called.
+ALLOWED = frozenset(
+    [
+        "collections.OrderedDict",
+        "collections.Counter",
+        "torch.nn.parameter.Parameter",
+        "torch.serialization._get_layout",
+        "torch.Size",
+        "torch.Tensor",
+        "torch.device",
+        "_codecs.encode",
+        "builtins.bytearray",
+        "builtins.set",
+        "builtins.complex",
+        "torch.storage.TypedStorage",
+        FROM_TYPE,
+        *REBUILD,
+        *WRAPPED,
+        *OTHER_TENSORS,
+        *STORAGES,
+        *(name.replace("torch.", "torch.cuda.", 1) for name in STORAGES),
+        *TYPES,
+        *(str(value) for value in vars(torch).values() if isinstance(value, torch.qscheme)),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Strided(Entry):
+    """A tensor whose first element lies at byte ``start`` of the file; ``stride`` in elements."""
+
+    start: int
+    stride: tuple[int, ...]
+
+    @property
+    def contiguous(self) -> bool:
+        wanted = 1
+        for length, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if length != 1 and step != wanted:
+                return not math.prod(self.shape)
+            wanted *= length
+        return True
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A run of ``count`` elements somewhere in the file, as a pickle mentions it."""
+
+    key: str
+    dtype: torch.dtype
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+
+class NotDense(ValueError):
+    """A tensor that no GPT-2 is made of: sparse, quantised, complex, expanded."""
+
+
+def storage(id: Any) -> Storage:
+    """The storage that a persistent id means.
+
+    Raises:
+        PickleError: it means none.
+    """
+    # ("storage", class, key, device, elements), and in the old form None, where a view of another storage once was.
+    if type(id) is tuple and len(id) in (5, 6) and id[0] == "storage" and id[5:] in ((), (None,)):
+        _, what, key, _, count = id[:5]
+        dtype = STORAGES.get(what.name.replace("torch.cuda.", "torch.", 1)) if type(what) is Name else None
+        if dtype is not None and type(key) is str and type(count) is int and 0 <= count < 1 << 48:
+            return Storage(key, dtype, count)
+    raise PickleError(f"has {quoted(id)} where a storage should be")
+
+
+def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
+    """The tensor that ``call`` would have made, seen to lie within its storage; ``places`` are key -> (first byte, bytes).
+
+    Raises:
+        PickleError: it contradicts itself or ``places``. NotDense: it is a tensor of another kind.
+    """
+    for _ in range(4):  # a parameter, of a tensor with attributes
+        if call.name in WRAPPED and call.args and type(call.args[0]) is Call:
+            call = call.args[0]
+        elif call.name == FROM_TYPE and len(call.args) == 4 and _are(call.args, (Name, Name, tuple)):
+            call = Call(call.args[0].name, call.args[2])
+    if call.name not in REBUILD:
+        raise NotDense(OTHER_TENSORS.get(call.name, "no tensor"))
+    if len(call.args) < 4 or not _are(call.args, (Persistent, int, tuple, tuple)):
+        raise PickleError("is described in a way that makes no sense")
+    source, offset, shape, stride, *rest = call.args
+    whole = all(type(n) is int and 0 <= n < 1 << 48 for n in (offset, *shape, *stride))
+    if not whole or len(shape) != len(stride) or len(shape) > 8:
+        raise PickleError("is described in a way that makes no sense")
+    held = storage(source.id)
+    dtype = held.dtype
+    if call.name == REBUILD[2]:
+        told = rest[2] if len(rest) > 2 else None
+        dtype = TYPES.get(told.name) if type(told) is Name else None
+    if dtype not in DTYPES.values():
+        known = ", ".join(str(known).removeprefix("torch.") for known in DTYPES.values())
+        raise NotDense(f"{str(dtype).removeprefix('torch.')}, none of {known}")
+    if any(type(extra) is dict and any(extra.values()) for extra in rest[2:]):
+        raise NotDense("a negated or conjugated view")
+    start, size = places.get(held.key, (0, -1))
+    if size != held.nbytes:
+        raise PickleError(f"needs a storage of {held.nbytes:,} bytes that is not there")
+    if math.prod(shape):
+        reach = 0  # the furthest element, counted from the first
+        for step, length in sorted(pair for pair in zip(stride, shape, strict=True) if pair[1] > 1):
+            if step <= reach:
+                raise NotDense("expanded, elements used more than once")
+            reach += step * (length - 1)
+        if (offset + reach + 1) * dtype.itemsize > size:
+            raise PickleError("reaches beyond its storage")
+    return Strided(dtype, shape, start + offset * dtype.itemsize, stride)
+
+
+def kind(value: Any) -> str:
+    """What a value of a pickle is, in words."""
+    if type(value) is Call:
+        return "a tensor" if value.name in (*REBUILD, *WRAPPED, *OTHER_TENSORS, FROM_TYPE) else f"a {value.name}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _are(values: Sequence[Any], types: Sequence[type]) -> bool:
+    return all(type(value) is kind for value, kind in zip(values, types, strict=False))
