@@ -50,3 +50,24 @@ def test_what_the_registry_says_is_so(name):
     port = PORTS[name]
     assert port.complete == (port.note == "")
     assert port.description
+
+
+@pytest.mark.parametrize("name", PORTS)
+@torch.no_grad()
+def test_every_parameter_matters_but_the_bias_of_the_keys(name):
+    """The control of the test above: a parameter that the logits do not see could be filled with anything.
+
+    The keys' bias alone is such: it adds the same q b to all of a query's scores, and the softmax takes that away again.
+    """
+    port, config = PORTS[name], APART
+    module = port.build(config).double()
+    port.fill(module, without(hf_layouts.weights(config, dtype=torch.float64), port, config))
+    ids = torch.randint(config.vocab_size, (2, port.context(config)), generator=torch.Generator().manual_seed(1))
+    right, unseen = logits(module(ids), config.vocab_size), 0
+    for parameter in module.parameters():
+        kept = parameter.clone()
+        parameter.add_(torch.rand(parameter.shape, dtype=parameter.dtype, generator=torch.Generator().manual_seed(2)))
+        error = (logits(module(ids), config.vocab_size) - right).abs().max()
+        unseen += parameter.numel() * bool(error <= 1e-10 * right.abs().max())
+        parameter.copy_(kept)
+    assert unseen in (0, config.n_layer * config.n_embd)
