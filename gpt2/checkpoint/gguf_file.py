@@ -274,7 +274,7 @@ def tokenizer_of(file: GGUFFile) -> BPE:
     Tokens at the end that only fill up the embedding (``[PAD50300]``, or marked unused) are not part of it.
 
     Raises:
-        InputError: there is none, it is of another kind, or tokens and merges do not fit each other.
+        NoTokenizer: there is none, or one of another kind. InputError: tokens and merges do not fit each other.
     """
     from ..data import bpe_files
     from ..data.bpe import BPE
@@ -282,7 +282,7 @@ def tokenizer_of(file: GGUFFile) -> BPE:
     said, where = file.metadata, f"{file.path}"
     model, pre = said.get("tokenizer.ggml.model"), said.get("tokenizer.ggml.pre", "gpt-2")
     if model in (None, "none", "no_vocab"):
-        raise InputError(f"{where}: carries no tokenizer; use the one of the checkpoint that it was made from")
+        raise NoTokenizer(f"{where}: carries no tokenizer; use the one of the checkpoint that it was made from")
     if model != "gpt2" or pre not in ("gpt-2", "default"):
         raise InputError(
             f"{where}: its tokenizer is {quoted(model)}, {quoted(pre)}, not GPT-2's byte-level BPE; pass ids instead"
@@ -303,6 +303,10 @@ def tokenizer_of(file: GGUFFile) -> BPE:
     special = {token for token, i in vocab.items() if types[i] in (CONTROL, USER_DEFINED, UNUSED)}
     merges = bpe_files.as_pairs(said.get("tokenizer.ggml.merges"), where)
     return BPE(vocab, merges, special=special, where=where)
+
+
+class NoTokenizer(InputError):
+    """A file without a tokenizer, or with one that is no byte-level BPE."""
 
 
 class _Damaged(Exception):

@@ -36,10 +36,13 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", default="shakespeare-mini", metavar="MODEL", help="which model (default: %(default)s)"
-    )
+def add_model(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    if required:
+        parser.add_argument("model", metavar="MODEL", help="which model")
+    else:
+        parser.add_argument(
+            "model", nargs="?", default="shakespeare-mini", metavar="MODEL", help="which model (default: %(default)s)"
+        )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
     parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
 

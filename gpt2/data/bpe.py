@@ -107,6 +107,16 @@ class BPE:
         """Special tokens and their ids: those that no merge makes."""
         return dict(self._special)
 
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Every token, spelt in the byte alphabet, and its id, in the order of the ids."""
+        return dict(self._vocab)
+
+    @property
+    def merges(self) -> list[tuple[str, str]]:
+        """The pairs in rank order."""
+        return list(self._merges)
+
     @cached_property
     def fingerprint(self) -> str:
         """Sha256 (hex) of the tokens in id order, the merges in rank order, and the special ids.
