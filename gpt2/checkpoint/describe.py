@@ -6,13 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import GPT2Config, official_size
+from .configs import config_of
 from .files import open_weights
+from .gguf_file import GGUFFile
 from .hub import resolve
-from .load import match, read_config
+from .match import Assignment, match
 from .names import DEFAULT, parse_random, split_dtype
+from .safetensors_file import SafetensorsFile
 from .save import sha256
+from .tensorflow_file import TensorBundle
+from .torch_file import TorchFile
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+KINDS = {SafetensorsFile: "safetensors", TorchFile: "torch.save", TensorBundle: "TensorFlow", GGUFFile: "GGUF"}
 
 
 @dataclass(frozen=True)
@@ -26,13 +32,19 @@ class File:
 
 @dataclass(frozen=True)
 class Description:
-    """One checkpoint. ``dtype`` is what it would be loaded as; ``dropped`` are tensors without information of their own."""
+    """One checkpoint.
+
+    ``dtype`` is what it would be loaded as, ``container`` what the weights lie in; ``notes`` tell how they differ from
+    transformers' layout, and ``dropped`` are tensors without information of their own.
+    """
 
     name: str
     path: str | None
     revision: str | None
     config: GPT2Config
     dtype: str
+    container: str
+    notes: tuple[str, ...]
     dropped: tuple[str, ...]
     files: tuple[File, ...]
 
@@ -61,21 +73,29 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
     base, dtype = split_dtype(name)
     random = parse_random(base)
     if random is not None:
-        return Description(base, None, None, official_size(random[0]), dtype or "float32", (), ())
+        return Description(base, None, None, official_size(random[0]), dtype or "float32", "none", (), (), ())
     source = resolve(base, revision=revision, offline=offline)
-    config, files = read_config(source.path), open_weights(source.path)
+    files = open_weights(source.path)
+    config = config_of(source.path, files)
     assignment = match(files, config, source.path)
-    stored = files[assignment.sources["wte.weight"]].entries[assignment.sources["wte.weight"]].dtype
     paths = sorted(path for path in source.path.iterdir() if path.is_file()) if source.path.is_dir() else [source.path]
     return Description(
         name=source.name,
         path=str(source.path),
         revision=source.revision,
         config=config,
-        dtype=dtype or str(stored).removeprefix("torch."),
+        dtype=dtype or str(assignment.dtype).removeprefix("torch."),
+        container=next(kind for of, kind in KINDS.items() if isinstance(next(iter(files.values())), of)),
+        notes=_notes(assignment),
         dropped=assignment.dropped,
         files=tuple(_file(path) for path in paths),
     )
+
+
+def _notes(assignment: Assignment) -> tuple[str, ...]:
+    notes = ["matrices lie [out, in], as nn.Linear keeps them: read as transposed views"] if assignment.turned else []
+    notes += ["not a single bias is stored: zeros stand for them"] if assignment.absent else []
+    return tuple(notes)
 
 
 def _file(path: Path) -> File:

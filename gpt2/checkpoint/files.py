@@ -7,32 +7,72 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .containers import Container, listed, read_json, shown
+from .gguf_file import GGUFFile
 from .safetensors_file import SafetensorsFile
+from .tensorflow_file import TensorBundle, checkpoint_prefix
+from .torch_file import TorchFile
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# The names that transformers gives to weights, best first: one file, or an index of its shards.
+LAYOUTS = ((WEIGHTS, INDEX, ".safetensors"), ("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin"))
+# What a lone file of weights may end in, where a folder holds none of the names above.
+LONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+TENSORFLOW = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})", re.ASCII)
 
 
 def open_weights(path: Path) -> dict[str, Container]:
-    """Which open file holds each tensor of a checkpoint, given a directory or a ``.safetensors`` file.
+    """Which open file holds each tensor of a checkpoint, given a directory or a file.
+
+    Opened are safetensors and what torch.save writes (HF's ``.bin``, nanoGPT's ``ckpt.pt``, minGPT's), each in one file or in
+    shards with an index, OpenAI's TensorFlow files, and GGUF. A file is known by its content, not by its name. Of a directory
+    that holds several, safetensors come first, since nothing needs to be believed to read them.
 
     Raises:
         CheckpointError: no weights there, a shard missing, or shards that disagree with their index.
     """
     if path.is_file():
-        return _by_tensor([SafetensorsFile(path)])
-    single, index = path / WEIGHTS, path / INDEX
-    if single.is_file():
-        return _by_tensor([SafetensorsFile(single)])
-    if not index.is_file():
+        return _by_tensor([open_file(path)])
+    for single, index, suffix in LAYOUTS:
+        if (path / single).is_file():
+            return _by_tensor([open_file(path / single)])
+        if (path / index).is_file():
+            return _shards(path / index, suffix)
+    if (prefix := checkpoint_prefix(path)) is not None:
+        return _by_tensor([TensorBundle(prefix)])
+    lone = [file for file in _files(path) if file.suffix in LONE]
+    if len(lone) != 1:
         raise CheckpointError(f"{path}: no {WEIGHTS} there; {what_is_there(path)}")
+    return _by_tensor([open_file(lone[0])])
+
+
+def open_file(path: Path) -> Container:
+    """One file of weights, by what it begins with."""
+    if (bundle := TENSORFLOW.fullmatch(path.name)) and path.with_name(f"{bundle[1]}.index").is_file():
+        return TensorBundle(path.with_name(bundle[1]))
+    try:
+        with open(path, "rb") as file:
+            head = file.read(9)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); check that it is there, and yours to read") from None
+    if head.startswith(b"GGUF"):
+        return GGUFFile(path)
+    if head.startswith(b"PK\x03\x04") or (head.startswith(b"\x80") and not head.endswith(b"\0{")):
+        return TorchFile(path)
+    if path.suffix not in LONE and not head.endswith(b"\0{"):
+        raise CheckpointError(f"{path}: begins as no file of weights does; give safetensors, torch.save's, GGUF, or an .index")
+    return SafetensorsFile(path)
+
+
+def _shards(index: Path, suffix: str) -> dict[str, Container]:
     weight_map = read_json(index).get("weight_map")
     shards = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not shards or not all(isinstance(s, str) and re.fullmatch(r"[\w.-]+\.safetensors", s, re.ASCII) for s in shards):
-        raise CheckpointError(f"{index}: has no weight_map from tensors to .safetensors files beside it; fetch it again")
-    held = _by_tensor([SafetensorsFile(path / shard) for shard in sorted(set(shards))])
-    wrong = [name for name, shard in weight_map.items() if name not in held or held[name].path.name != shard]
-    wrong += [name for name in held if name not in weight_map]
+    name = rf"[\w.-]+{re.escape(suffix)}"
+    if not shards or not all(isinstance(shard, str) and re.fullmatch(name, shard, re.ASCII) for shard in shards):
+        raise CheckpointError(f"{index}: has no weight_map from tensors to {suffix} files beside it; fetch it again")
+    held = _by_tensor([open_file(index.parent / shard) for shard in sorted(set(shards))])
+    wrong = [key for key, shard in weight_map.items() if key not in held or held[key].path.name != shard]
+    wrong += [key for key in held if key not in weight_map]
     if wrong:
         raise CheckpointError(f"{index}: disagrees with its shards about {listed(wrong)}; fetch the checkpoint again")
     return held
@@ -48,10 +88,20 @@ def what_is_there(path: Path) -> str:
     for name in ("best", *reversed(steps)):
         if (path / name / WEIGHTS).is_file():
             return f"it is the folder of a training run, give {path / name}"
-    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".index", ".h5", ".msgpack"))]
-    if pickles:
-        return f"{listed(pickles)} cannot be opened, convert to safetensors (transformers' save_pretrained does)"
+    several = [name for name in names if name.endswith(LONE)]
+    if len(several) > 1:
+        return f"{listed(several)} could each be it, give one of them"
+    others = [name for name in names if name.endswith((".h5", ".msgpack", ".ot", ".onnx", ".tflite"))]
+    if others:
+        return f"{listed(others)} cannot be opened, convert to safetensors (transformers' save_pretrained does)"
     return f"the folder holds {listed(names, 6)}; give the one with the weights" if names else "the folder is empty"
+
+
+def _files(path: Path) -> list[Path]:
+    try:
+        return sorted(entry for entry in path.iterdir() if entry.is_file())
+    except OSError:
+        return []
 
 
 def _by_tensor(files: list[Container]) -> dict[str, Container]:

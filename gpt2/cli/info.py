@@ -51,6 +51,7 @@ def _text(found: Description) -> str:
     config, total = found.config, found.config.num_parameters()
     lines = [found.name + (f" @ {found.revision}" if found.revision else "")]
     lines += [f"  {found.path}"] if found.path else []
+    lines += [f"  {found.container}" + "".join(f"; {note}" for note in found.notes)] if found.path else []
     lines += ["", "config"]
     lines += [f"  {key:32} {value}" for key, value in asdict(config).items()]
     lines += ["", f"parameters  {total:,}"]

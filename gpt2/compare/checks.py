@@ -6,17 +6,21 @@ import gc
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.configs import config_of
 from ..checkpoint.files import open_weights
-from ..checkpoint.keys import from_file
-from ..checkpoint.load import require_vocabulary
+from ..checkpoint.keys import from_file, layer
+from ..checkpoint.load import require_vocabulary, tokenizer_of
+from ..checkpoint.match import match
+from ..checkpoint.safetensors_file import SafetensorsFile
 from ..config import GPT2Config
-from ..data import Tokenizer, from_directory
+from ..data import Tokenizer
 from ..errors import InputError
 from ..generate import generate
 from ..model import GPT2
@@ -67,9 +71,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is put to the test: the model that ``build`` makes of the directory ``path``, judged in ``dtype``."""
+    """What is put to the test: the model that ``build`` makes of ``path``, judged in ``dtype`` beside the one of ``theirs``."""
 
     path: Path
+    theirs: Path  # the directory that transformers reads
     config: GPT2Config
     build: Build
     dtype: torch.dtype
@@ -78,22 +83,36 @@ class Subject:
 
 
 def weights(subject: Subject) -> Check:
-    """Every tensor of the files against the parameter it became, read by the safetensors library rather than by us."""
-    from safetensors import safe_open
-
+    """Every tensor of the files against the parameter it became; safetensors are read by their own library, not by us."""
     parameters = subject.build(subject.path, None).state_dict()
     rows = []
-    for file in dict.fromkeys(open_weights(subject.path).values()):
-        with safe_open(file.path, "pt") as stored:
-            for key in stored.keys():  # noqa: SIM118 - not a mapping
-                ours = parameters.pop(from_file(key), None)
-                if ours is None:
-                    continue  # a buffer or the tied head: the loader saw what it is before it dropped it
-                theirs = stored.get_tensor(key).to(ours.dtype)  # the loader widens a file of mixed dtypes, without loss
-                wrong = differing_bits(ours, theirs) if ours.shape == theirs.shape else theirs.numel()
-                rows.append((from_file(key), float(wrong)))
-    rows += [(f"{name} (not in the files)", float(tensor.numel())) for name, tensor in parameters.items()]
+    for key, theirs in _stored(subject.path):
+        ours = parameters.pop(from_file(key), None)
+        if ours is None:
+            continue  # a buffer or the tied head: the loader saw what it is before it dropped it
+        theirs = theirs.squeeze(0) if theirs.ndim == 3 else theirs  # OpenAI's files: the width of the convolution
+        theirs = theirs.to(ours.dtype)  # the loader widens a file of mixed dtypes, without loss
+        wrong = differing_bits(ours, theirs) if ours.shape == theirs.shape else theirs.numel()
+        rows.append((from_file(key), float(wrong)))
+    if any(name.endswith(".bias") for name, _ in rows):
+        rows += [(f"{name} (not in the files)", float(tensor.numel())) for name, tensor in parameters.items()]
+    else:  # nanoGPT without biases
+        rows += [(f"{name} (not in the files: zeros)", float(tensor.count_nonzero())) for name, tensor in parameters.items()]
     return Check("weights", EXACT, f"{len(rows)} tensors, bit for bit", "as stored", points_of(rows, 0.0))
+
+
+def _stored(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint as its own file has it, the matrices turned to [in, out] if the whole file has them so."""
+    from safetensors import safe_open
+
+    files = open_weights(path)
+    turned = match(files, config_of(path, files), path).turned
+    for file in dict.fromkeys(files.values()):
+        with safe_open(file.path, "pt") if isinstance(file, SafetensorsFile) else nullcontext() as stored:
+            for key in file.entries:
+                tensor = file.read(key) if stored is None else stored.get_tensor(key)
+                matrix = tensor.ndim == 2 and layer(from_file(key)) is not None
+                yield key, tensor.t() if turned and matrix else tensor
 
 
 @torch.no_grad()
@@ -101,7 +120,7 @@ def forward(subject: Subject) -> list[Check]:
     """Everything a forward pass shows: activations, logits, cache, padding, rounding, greedy text."""
     path, config, build, dtype = subject.path, subject.config, subject.build, subject.dtype
     probe, progress = subject.probe, subject.progress
-    theirs, ours = reference.load_reference(path, torch.float64), build(path, torch.float64)
+    theirs, ours = reference.load_reference(subject.theirs, torch.float64), build(path, torch.float64)
     progress("float64: every activation")
     ruler, traced = trace(theirs, probe.traced), trace(ours, probe.traced)
     if list(ruler) != points(config.n_layer):
@@ -129,7 +148,7 @@ def forward(subject: Subject) -> list[Check]:
 
     label = str(dtype).removeprefix("torch.")
     progress(f"{label}: rounding")
-    theirs, ours = reference.load_reference(path, dtype), build(path, dtype)
+    theirs, ours = reference.load_reference(subject.theirs, dtype), build(path, dtype)
     theirs_traced, ours_traced = trace(theirs, probe.traced), trace(ours, probe.traced)
     compared = [(name, _at(ours_traced, name), theirs_traced[name], ruler[name]) for name in ruler]
     their_logits = theirs(probe.windows[:1]).logits
@@ -230,14 +249,15 @@ def _greedy(ours: GPT2, theirs: nn.Module, prompt: Tensor, new_tokens: int) -> C
 def tokens(subject: Subject) -> Check:
     """Ids and text of both tokenizers on samples of everything a text may hold; nothing where the model has no tokenizer."""
     try:
-        ours: Tokenizer = from_directory(subject.path)
+        ours: Tokenizer = tokenizer_of(subject.path)
     except InputError:
-        if any((subject.path / name).is_file() for name in ("vocab.json", "tokenizer.json", "chars.json")):
+        folder = subject.path if subject.path.is_dir() else subject.path.parent
+        if any((folder / name).is_file() for name in ("vocab.json", "tokenizer.json", "chars.json", "encoder.json")):
             raise
         return Check("tokens", EXACT, "ids and text", "", skipped="the model comes without a tokenizer")
     require_vocabulary(ours, subject.config, str(subject.path))
     subject.progress("tokens")
-    theirs = reference.reference_tokenizer(subject.path)
+    theirs = reference.reference_tokenizer(subject.theirs)
     known = set("".join(SAMPLES)) if ours.eot is not None else {ours.decode([i]) for i in range(ours.n_vocab)}
     rows = []
     for index, sample in enumerate(SAMPLES):

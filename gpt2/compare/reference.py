@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.configs import config_of, read_config
+from ..checkpoint.files import INDEX, LAYOUTS, WEIGHTS, open_weights
 from ..checkpoint.keys import to_file
-from ..checkpoint.load import random_model, read_config
+from ..checkpoint.load import random_model
+from ..checkpoint.match import match
 from ..config import GPT2Config
 from ..errors import CheckpointError, InputError
 
@@ -39,6 +42,21 @@ def _quiet() -> Iterator[None]:
         library.setLevel(before)
 
 
+def opens(path: Path) -> bool:
+    """Whether transformers reads a checkpoint itself: its own file names and orientation, no biases left out, a config.json.
+
+    It would also open some that it misreads (a key it does not know is left at random values), so they are not left to it.
+    """
+    if not path.is_dir() or not (path / "config.json").is_file():
+        return False
+    if not any((path / name).is_file() for single, index, _ in LAYOUTS for name in (single, index)):
+        return False
+    files = open_weights(path)
+    assignment = match(files, config_of(path, files), path)
+    usual = all(key in (name, to_file(name)) for name, key in assignment.sources.items())
+    return usual and not assignment.turned and not assignment.absent
+
+
 def load_reference(path: Path, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:
     """``GPT2LMHeadModel`` from a local directory, in eval mode, with ``attention`` "sdpa" (its default) or "eager".
 
@@ -48,9 +66,10 @@ def load_reference(path: Path, dtype: torch.dtype, attention: str = "sdpa") -> n
     config = _their_config(read_config(path))
     if dtype == torch.float64:
         config.reorder_and_upcast_attn = False
+    safe = any((path / name).is_file() for name in (WEIGHTS, INDEX))
     with _opening(path):
         model = library.GPT2LMHeadModel.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True
+            path, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=safe
         )
     return model.eval()
 

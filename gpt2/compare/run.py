@@ -11,13 +11,15 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
+from ..checkpoint.configs import config_of
+from ..checkpoint.files import LONE, TENSORFLOW, open_weights
 from ..checkpoint.hub import Source, resolve
-from ..checkpoint.load import load_path, read_config
+from ..checkpoint.load import load_path, tokenizer_of
 from ..checkpoint.names import DEFAULT, DTYPES, parse_random, split_dtype
 from ..checkpoint.save import sha256
 from ..errors import InputError
@@ -56,19 +58,18 @@ def verify(
     started = time.perf_counter()
     base, suffix = split_dtype(name)
     rounding = getattr(torch, suffix or DTYPES.get(dtype) or _unknown(dtype))
-    with _on_disk(base, revision, offline, progress) as source:
-        config = read_config(source.path)
+    with _on_disk(base, revision, offline, progress) as (source, theirs):
+        config = config_of(source.path, open_weights(source.path))
         probe = Probe.draw(config, seed)
-        subject = Subject(source.path, config, build, rounding, probe, progress)
+        subject = Subject(source.path, theirs, config, build, rounding, probe, progress)
         tokens = checks.tokens(subject)  # first, because a damaged vocabulary should not take ten seconds to be found
         found = [checks.weights(subject), *checks.forward(subject), *training.training(subject), tokens]
-        files = {
-            path.name: sha256(path) for path in sorted(source.path.iterdir()) if path.suffix in (".json", ".txt", ".safetensors")
-        }
+        files = {path.name: sha256(path) for path in _files(source.path)}
+        told = "" if theirs == source.path else " (given our tensors: it cannot open these files itself)"
     env = environment(str(rounding).removeprefix("torch."), "cpu")
     return Report(
         model=source.name,
-        reference=f"transformers {env.versions['transformers']}",
+        reference=f"transformers {env.versions['transformers']}{told}",
         revision=source.revision,
         parameters=config.num_parameters(),
         n_layer=config.n_layer,
@@ -82,22 +83,35 @@ def verify(
 
 
 @contextmanager
-def _on_disk(name: str, revision: str | None, offline: bool, progress: Callable[[str], None]) -> Iterator[Source]:
-    """The directory that both implementations read."""
+def _on_disk(name: str, revision: str | None, offline: bool, progress: Callable[[str], None]) -> Iterator[tuple[Source, Path]]:
+    """What we read, and the directory that transformers reads: the same files wherever it can open them."""
     random = parse_random(name)
-    if random is None:
-        source = resolve(name, revision=revision, offline=offline)
-        if source.path.is_file():
-            raise InputError(
-                f"{name}: verify needs the directory, because transformers opens nothing less; give {source.path.parent}"
-            )
-        yield source
+    source = None if random else resolve(name, revision=revision, offline=offline)
+    if source is not None and reference.opens(source.path):
+        yield source, source.path
         return
-    with tempfile.TemporaryDirectory(prefix="gpt2-verify-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gpt2-verify-") as temporary:
+        folder = Path(temporary)
         progress(f"writing {name} as transformers does")
-        reference.save_random(*random, Path(folder))
+        if source is None:
+            reference.save_random(*random, folder)
+            source = Source(name, folder, None)
+        else:
+            model = load_path(source.path)
+            reference.save_with_transformers(model.config, model.state_dict(), folder)
+            with suppress(InputError):  # no tokenizer there, or a damaged one: the check of tokens tells which
+                tokenizer_of(source.path).save(folder, n_positions=model.config.n_positions)
+            del model
         gc.collect()
-        yield Source(name, Path(folder), None)
+        yield source, folder
+
+
+def _files(path: Path) -> list[Path]:
+    """The files that a report names by their hashes."""
+    if path.is_file():
+        return [path]
+    kinds = (".json", ".txt", ".bpe", *LONE)
+    return sorted(file for file in path.iterdir() if file.suffix in kinds or TENSORFLOW.fullmatch(file.name))
 
 
 def _unknown(dtype: str) -> str:

@@ -66,8 +66,8 @@ def _gradients(subject: Subject) -> tuple[Errors, Errors, Errors]:
     and with it any ratio of two of them.
     """
     path, dtype, build = subject.path, subject.dtype, subject.build
-    ruler = reference.load_reference(path, torch.float64)
-    exact, ours, theirs = build(path, torch.float64), build(path, dtype), reference.load_reference(path, dtype)
+    ruler = reference.load_reference(subject.theirs, torch.float64)
+    exact, ours, theirs = build(path, torch.float64), build(path, dtype), reference.load_reference(subject.theirs, dtype)
     measures = ((exact, worst_relative_error), (ours, relative_error), (theirs, relative_error))
     losses: list[list[Tensor]] = [[], [], []]
     errors: list[dict[str, list[float]]] = [{}, {}, {}]
@@ -104,7 +104,7 @@ def _steps(subject: Subject) -> tuple[Errors, Errors, Errors]:
     start = load_path(path).state_dict()  # mapped: costs no memory of its own
     gc.collect()  # transformers' models hang in reference cycles; the next one needs their room
     progress("float64: AdamW steps, transformers'")
-    ruler = _train(reference.load_reference(path, torch.float64), batch)
+    ruler = _train(reference.load_reference(subject.theirs, torch.float64), batch)
 
     def moved(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Each parameter's name, its change, and its change in transformers' float64 run."""
@@ -125,7 +125,7 @@ def _steps(subject: Subject) -> tuple[Errors, Errors, Errors]:
     progress("float64: AdamW steps, ours")
     exact = {name: worst_relative_error(got, expected) for name, got, expected in moved(build(path, torch.float64))}
     progress(f"{str(dtype).removeprefix('torch.')}: AdamW steps, both")
-    ours, theirs = by_block(build(path, dtype)), by_block(reference.load_reference(path, dtype))
+    ours, theirs = by_block(build(path, dtype)), by_block(reference.load_reference(subject.theirs, dtype))
     return {"adamw": exact}, {"adamw": ours}, {"adamw": theirs}
 
 

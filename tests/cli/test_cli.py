@@ -171,7 +171,7 @@ def test_a_damaged_checkpoint_is_one_line_and_exit_2(copy: Path, capsys: pytest.
         (["verify", "./nowhere"], "no such file"),
         (["verify", "random:gpt3"], "sizes are"),
         (["verify", "gpt2:int3"], "unknown dtype"),
-        (["info", str(Path(__file__))], "config.json"),
+        (["info", str(Path(__file__))], "no file of weights"),
         (["generate", "--prompt", ""], "prompt is empty"),
         (["generate", "--temperature", "-1"], "temperature"),
         (["generate", "--top-k", "0"], "top_k"),

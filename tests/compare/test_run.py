@@ -242,7 +242,7 @@ def test_every_check_can_fail_alone(checkpoint: Path, control: Callable, must_fa
 
 def test_a_wrong_tokenizer_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids that differ from transformers' feed the model another text, and nothing else would show it."""
-    original = checks.from_directory
+    original = checks.tokenizer_of
 
     def shifted(path: Path):
         tokenizer = original(path)
@@ -250,7 +250,7 @@ def test_a_wrong_tokenizer_is_refused(checkpoint: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(tokenizer, "encode", lambda text: [*encode(text)[:-1], 0], raising=False)
         return tokenizer
 
-    monkeypatch.setattr(checks, "from_directory", shifted)
+    monkeypatch.setattr(checks, "tokenizer_of", shifted)
     assert failing(verify(str(checkpoint))) == ["tokens"]
 
 

@@ -1,0 +1,154 @@
+"""Which tensor of a checkpoint is which parameter of the model: every one accounted for, and all that does not fit told at once.
+
+Files differ in names (:mod:`gpt2.checkpoint.keys`), in which way the matrices lie, and in what they leave out. Which way is
+decided once for the whole file, from the matrices that are not square: `attn.c_proj` fits either way, so a loader that turns
+what does not fit corrupts exactly that one and nobody is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..config import GPT2Config
+from ..errors import CheckpointError
+from .containers import Container, Entry, listed
+from .keys import CAUSAL_MASK, MASKED_SCORE, TIED_HEADS, TRAINING_STATE, expected, from_file, sizes, without_leading_one
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which tensor of the files fills which parameter."""
+
+    files: Mapping[str, Container]  # key -> the open file that holds it
+    sources: Mapping[str, str]  # parameter -> key
+    shapes: Mapping[str, tuple[int, ...]]  # parameter -> shape, in the order of the forward pass
+    turned: bool  # the blocks' matrices lie [out, in], as nn.Linear keeps them
+    absent: tuple[str, ...]  # biases, where the file has not a single one: zeros
+    dropped: tuple[str, ...]  # keys that were seen to carry nothing
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every parameter of the model."""
+        return tuple(self.shapes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest that holds every tensor as stored."""
+        return reduce(torch.promote_types, (self.files[key].entries[key].dtype for key in self.sources.values()))
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One parameter, on the CPU: a view of the mapped file where its dtype and alignment allow."""
+        if name in self.absent:
+            return torch.zeros(self.shapes[name], dtype=dtype)
+        key = self.sources[name]
+        tensor = self.files[key].read(key, dtype)
+        tensor = tensor.squeeze(0) if tensor.ndim == 3 else tensor
+        return tensor.t() if self.turned and name in matrices(self.shapes) else tensor
+
+
+def matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The parameters that nn.Linear would keep the other way round; an embedding on its side is another mistake."""
+    return [name for name, shape in shapes.items() if len(shape) == 2 and name.startswith("h.")]
+
+
+def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> Assignment:
+    """Assign every tensor of a checkpoint, exactly once, to a parameter or to a stated reason for dropping it.
+
+    Raises:
+        CheckpointError: one line with everything that is missing, unexpected, misshapen, or not what it claims to be.
+    """
+    wanted = expected(config)
+    sources: dict[str, str] = {}
+    extras: dict[str, str] = {}
+    twice: list[str] = []
+    for key in files:
+        name = from_file(key)
+        taken = sources if name in wanted else extras
+        twice += [key] if name in taken else []
+        taken[name] = key
+    found = {name: files[key].entries[key] for name, key in (sources | extras).items()}
+    dropped, faults = _drop(files, extras, sources.get("wte.weight"))
+    biases = {name for name in wanted if name.endswith(".bias")}
+    absent = () if biases & sources.keys() else tuple(name for name in wanted if name in biases)
+    faults |= {
+        "missing": [name for name in wanted if name not in sources and name not in absent],
+        "there with and without prefix": twice,
+        "not floating point": [key for name, key in sources.items() if not found[name].dtype.is_floating_point],
+    }
+    problems = _contradictions(config, found)
+    problems += [f"{title}: {listed(keys)}" for title, keys in faults.items() if keys]
+    shapes = {name: found[name].shape for name in wanted if name in sources}
+    shapes |= {name: without_leading_one(shapes[name]) for name in matrices(wanted) if name in shapes}
+    ways = {
+        name: (shapes[name] == wanted[name], shapes[name] == wanted[name][::-1]) for name in matrices(wanted) if name in shapes
+    }
+    straight = [name for name, way in ways.items() if way == (True, False)]
+    reversed_ = [name for name, way in ways.items() if way == (False, True)]
+    turned = len(reversed_) > len(straight)
+    fits = wanted | ({name: wanted[name][::-1] for name in ways} if turned else {})
+    misshapen = [
+        f"{sources[name]} is {list(shapes[name])}, expected {list(fits[name])}" for name in shapes if shapes[name] != fits[name]
+    ]
+    if misshapen:
+        more = f" and {len(misshapen) - 4:,} more" if len(misshapen) > 4 else ""
+        why = f" ({len(straight)} matrices lie [in, out] and {len(reversed_)} [out, in])" if straight and reversed_ else ""
+        problems.append(f"misshapen: {', '.join(misshapen[:4])}{more}{why}")
+    if problems:
+        raise CheckpointError(f"{where}: the tensors do not fit the config: {'; '.join(problems)}; mend the config or the file")
+    return Assignment(files, sources, wanted, bool(turned), absent, tuple(dropped))
+
+
+def _drop(
+    files: Mapping[str, Container], extras: Mapping[str, str], embedding: str | None
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Which keys beside the parameters are what their names say and carry nothing, and what is wrong with the others."""
+    dropped: list[str] = []
+    faults: dict[str, list[str]] = {}
+    for name, key in extras.items():
+        if CAUSAL_MASK.fullmatch(name):
+            fault = None if _is_causal_mask(files[key], key) else "not the causal mask"
+        elif MASKED_SCORE.fullmatch(name):
+            fault = None if files[key].entries[key].shape in ((), (1,)) else "not a scalar"
+        elif name in TIED_HEADS:
+            fault = None if embedding and _same(files, key, embedding) else "an untied head, which GPT-2 does not have"
+        elif TRAINING_STATE.fullmatch(name):
+            fault = None
+        else:
+            fault = "unexpected"
+        if fault is None:
+            dropped.append(key)
+        else:
+            faults.setdefault(fault, []).append(key)
+    return dropped, faults
+
+
+def _contradictions(config: GPT2Config, found: Mapping[str, Entry]) -> list[str]:
+    """Where tensors agree among themselves on another size than the config's, which explains many misfits in a few words."""
+
+    told = sizes({name: entry.shape for name, entry in found.items()})
+    says = {**{key: getattr(config, key) for key in told}, "n_inner": config.inner}
+    return [f"config says {key} {says[key]}, the tensors {told[key]}" for key in told if told[key] != says[key]]
+
+
+def _is_causal_mask(file: Container, key: str) -> bool:
+    """Ones on and below the diagonal, zeros above; of any dtype, and of any size, since what it says is the same."""
+    shape = file.entries[key].shape
+    if len(shape) != 4 or shape[:2] != (1, 1) or shape[2] != shape[3] or shape[3] == 0:
+        return False
+    mask = file.read(key)[0, 0]
+    return torch.equal(mask, torch.ones_like(mask).tril())
+
+
+def _same(files: Mapping[str, Container], one: str, other: str) -> bool:
+    """Whether two tensors are the same bits."""
+    a, b = files[one].entries[one], files[other].entries[other]
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    bits = [files[key].read(key).reshape(-1).view(torch.uint8) for key in (one, other)]
+    return torch.equal(*bits)
