@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import assert_same, oracle
 from torch import Tensor
 
 from gpt2 import model as module
@@ -15,20 +16,6 @@ from gpt2.config import ACTIVATIONS, GPT2Config
 from gpt2.model import GPT2, Conv1D, causal_mask, eager_attention, eager_attention_upcast, sdpa_attention
 
 TINY = GPT2Config(vocab_size=23, n_positions=7, n_embd=15, n_layer=2, n_head=3, n_inner=19, bos_token_id=None, eos_token_id=None)
-
-# Each written out by hand, one number at a time. "gelu_new", "gelu_fast" and "gelu_pytorch_tanh" name one function.
-TANH_GELU = lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))  # noqa: E731
-FORMULAS = {
-    "gelu_new": TANH_GELU,
-    "gelu_fast": TANH_GELU,
-    "gelu_pytorch_tanh": TANH_GELU,
-    "gelu": lambda x: x * 0.5 * (1 + math.erf(x / math.sqrt(2))),
-    "quick_gelu": lambda x: x / (1 + math.exp(-1.702 * x)),
-    "relu": lambda x: max(x, 0.0),
-    "silu": lambda x: x / (1 + math.exp(-x)),
-    "swish": lambda x: x / (1 + math.exp(-x)),
-    "tanh": math.tanh,
-}
 
 
 def noisy(config: GPT2Config, seed: int = 0) -> GPT2:
@@ -39,49 +26,6 @@ def noisy(config: GPT2Config, seed: int = 0) -> GPT2:
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.0, 0.4, generator=generator)
     return model
-
-
-def oracle(weights: dict[str, Tensor], config: GPT2Config, ids: list[int]) -> Tensor:
-    """Logits (T, V) of one text, a token, a head and a score at a time, in float64. Returns what the papers say, slowly."""
-    d, size = config.n_embd, config.n_embd // config.n_head
-    bend = FORMULAS[config.activation_function]
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        mean = x.sum() / d
-        variance = ((x - mean) ** 2).sum() / d
-        return (x - mean) / (variance + config.layer_norm_epsilon) ** 0.5 * weights[f"{name}.weight"] + weights[f"{name}.bias"]
-
-    def affine(x: Tensor, name: str) -> Tensor:
-        return (x[:, None] * weights[f"{name}.weight"]).sum(0) + weights[f"{name}.bias"]
-
-    stream = [weights["wte.weight"][token] + weights["wpe.weight"][t] for t, token in enumerate(ids)]
-    for layer in range(config.n_layer):
-        at = f"h.{layer}"
-        qkv = [affine(norm(x, f"{at}.ln_1"), f"{at}.attn.c_attn") for x in stream]
-        divisor = (math.sqrt(size) if config.scale_attn_weights else 1.0) * (
-            layer + 1 if config.scale_attn_by_inverse_layer_idx else 1
-        )
-        for t in range(len(ids)):
-            heads = []
-            for head in range(config.n_head):
-                part = slice(head * size, (head + 1) * size)
-                query = qkv[t][:d][part]
-                scores = [float((query * qkv[s][d : 2 * d][part]).sum()) / divisor for s in range(t + 1)]
-                weight = [math.exp(score - max(scores)) for score in scores]
-                heads.append(sum(w / sum(weight) * qkv[s][2 * d :][part] for s, w in enumerate(weight)))
-            stream[t] = stream[t] + affine(torch.cat(heads), f"{at}.attn.c_proj")
-        for t in range(len(ids)):
-            wide = affine(norm(stream[t], f"{at}.ln_2"), f"{at}.mlp.c_fc")
-            bent = torch.tensor([bend(float(value)) for value in wide], dtype=torch.float64)
-            stream[t] = stream[t] + affine(bent, f"{at}.mlp.c_proj")
-    final = [norm(x, "ln_f") for x in stream]
-    return torch.stack([(weights["wte.weight"] * x).sum(1) for x in final])
-
-
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    """Within 1e-10 of the largest value, everywhere: a bug is larger, float64's rounding smaller."""
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("attend", [sdpa_attention, eager_attention, eager_attention_upcast])
