@@ -35,10 +35,12 @@ class MappedFile:
             ) from None
 
     def bytes(self, start: int, count: int) -> bytes:
-        """``count`` bytes from ``start``, or as many as there are."""
+        """``count`` bytes from ``start``, or as many as there are; none where ``start`` lies outside the file."""
+        if not 0 <= start < self.size:
+            return b""
         try:
             self.file.seek(start)
-            return self.file.read(min(count, max(self.size - start, 0)))
+            return self.file.read(min(count, self.size - start))
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}); check its disk") from None
 

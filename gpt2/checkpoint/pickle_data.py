@@ -50,6 +50,9 @@ class Persistent:
 
     id: Any
 
+    def __repr__(self) -> str:
+        return "a storage"
+
 
 class PickleError(ValueError):
     """The pickle is damaged, or holds what no checkpoint needs."""

@@ -124,10 +124,11 @@ class TorchFile:
                 raise CheckpointError(
                     f"{self.path}: {shown(name)} in it is compressed, which torch.save never does; unpack and save it again"
                 )
+            if info.header_offset < end:
+                raise self._bad(f"has a zip directory that lies about {shown(name)}")
             local = self._file.bytes(info.header_offset, 30)
-            lengths = (int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
-            start = info.header_offset + 30 + sum(lengths)
-            if info.header_offset < end or not local.startswith(b"PK\x03\x04") or start + info.file_size > archive.start_dir:
+            start = info.header_offset + 30 + sum(int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
+            if not local.startswith(b"PK\x03\x04") or start + info.file_size > archive.start_dir:
                 raise self._bad(f"has a zip directory that lies about {shown(name)}")
             if name in members:
                 raise self._bad(f"has {shown(name)} twice in its zip directory")

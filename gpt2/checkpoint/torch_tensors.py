@@ -175,7 +175,7 @@ def kind(value: Any) -> str:
     """What a value of a pickle is, in words."""
     if type(value) is Call:
         return "a tensor" if value.name in (*REBUILD, *WRAPPED, *OTHER_TENSORS, FROM_TYPE) else f"a {value.name}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def _are(values: Sequence[Any], types: Sequence[type]) -> bool:
