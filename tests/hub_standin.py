@@ -3,24 +3,26 @@
     with HubStandIn() as hub:
         commit = hub.add_repo("org/name", {"config.json": b"{}", "model.safetensors": path}, lfs=("model.safetensors",))
         hub.corrupt("org/name", "model.safetensors", times=1)
+        hub.hold("org/name", "model.safetensors", after=1_000_000)  # then the client is killed
         subprocess.run([...], env=hub.environ(tmp_path))  # the client reads HF_ENDPOINT once, when it is imported
         assert hub.requests
 
 As on the real Hub, small files are served in place and large ones ("lfs") from another origin, to which a token must not
-travel; a gated repository shows its file list to everybody and its files to nobody. Files may be paths: they are hashed
-in one pass and streamed, so 6 GB cost no memory.
+travel; a gated repository shows its file list to everybody and its files to nobody. Files may be paths, or made up as they
+are read (:class:`Content`): they are hashed in one pass and streamed, so 6 GB cost no memory, nor a disk.
 """
 
 import hashlib
-import io
 import json
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import quote, unquote, urlsplit
 
 CHUNK = 1 << 20
@@ -37,27 +39,66 @@ class Request:
     cdn: bool
 
 
+class Content(Protocol):
+    """A file's bytes, wherever they come from."""
+
+    size: int
+
+    def read(self, start: int, stop: int) -> Iterator[bytes]:
+        """The bytes from ``start`` up to ``stop``, in pieces of any size."""
+
+
 @dataclass(frozen=True)
-class File:
-    """A file of a commit: its bytes (or where they lie), and what the Hub declares about them."""
+class Stored:
+    """Bytes, or a file on disk."""
 
     content: bytes | Path
+
+    @property
+    def size(self) -> int:
+        return self.content.stat().st_size if isinstance(self.content, Path) else len(self.content)
+
+    def read(self, start: int, stop: int) -> Iterator[bytes]:
+        if isinstance(self.content, bytes):
+            yield self.content[start:stop]
+            return
+        with self.content.open("rb") as stream:
+            stream.seek(start)
+            while start < stop and (chunk := stream.read(min(CHUNK, stop - start))):
+                yield chunk
+                start += len(chunk)
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A file that is listed, with its size, and must never be asked for: it has no content."""
+
+    size: int
+
+    def read(self, start: int, stop: int) -> Iterator[bytes]:
+        raise AssertionError("this file was not to be downloaded")
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a commit: its content, and what the Hub declares about it."""
+
+    content: Content
     size: int
     git_sha1: str  # of the content, or of the pointer text for a large file
-    sha256: str
+    sha256: str  # of a large file
     lfs: bool
 
     @classmethod
-    def of(cls, content: bytes | Path, lfs: bool) -> "File":
-        size = content.stat().st_size if isinstance(content, Path) else len(content)
-        sha256, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size)
-        with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as stream:
-            while chunk := stream.read(CHUNK):
-                sha256.update(chunk)
-                git.update(chunk)
+    def of(cls, content: bytes | Path | Content, lfs: bool) -> "File":
+        source = Stored(content) if isinstance(content, (bytes, Path)) else content
+        digest = hashlib.sha256() if lfs else hashlib.sha1(b"blob %d\0" % source.size)
+        for chunk in [b"%d" % source.size] if isinstance(source, Unread) else source.read(0, source.size):
+            digest.update(chunk)
+        sha256 = git = digest.hexdigest()
         if lfs:
-            git = hashlib.sha1(b"blob %d\0" % len(pointer := _pointer(sha256.hexdigest(), size)) + pointer)
-        return cls(content, size, git.hexdigest(), sha256.hexdigest(), lfs)
+            git = hashlib.sha1(b"blob %d\0" % len(pointer := _pointer(sha256, source.size)) + pointer).hexdigest()
+        return cls(source, source.size, git, sha256 if lfs else "", lfs)
 
     @property
     def etag(self) -> str:
@@ -93,7 +134,11 @@ class HubStandIn:
         self.repos: dict[str, Repo] = {}
         self.aliases: dict[str, str] = {}
         self.outage: int | None = None  # answer everything with this status, say 503
+        self.sent: Counter[tuple[str, str]] = Counter()  # (repo, path) -> bytes of bodies sent
+        self.ranges = True  # whether a Range is honoured; if not, the whole file is the answer
         self._corrupt: dict[tuple[str, str], float] = {}  # (repo, path) -> how many more bodies to damage
+        self._cuts: dict[tuple[str, str], tuple[int, float, bool]] = {}  # (repo, path) -> after, how many more, hold?
+        self._closing = threading.Event()
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"hub": self})
         self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), handler) for _ in range(2)]
@@ -112,18 +157,27 @@ class HubStandIn:
         self.close()
 
     def close(self) -> None:
+        self._closing.set()
         for server, thread in zip(self._servers, self._threads, strict=True):
             server.shutdown()
             server.server_close()
             thread.join()
         self._servers, self._threads = [], []
 
-    def add_repo(self, name: str, files: Mapping[str, bytes | Path], *, lfs: tuple[str, ...] = (), branch: str = "main") -> str:
+    def add_repo(
+        self,
+        name: str,
+        files: Mapping[str, bytes | Path | Content],
+        *,
+        lfs: tuple[str, ...] = (),
+        branch: str = "main",
+        commit: str | None = None,
+    ) -> str:
         """Commit ``files`` (the whole tree) on ``branch``, creating the repository if need be. Returns the commit."""
         repo = self.repos.setdefault(name, Repo())
         tree = {path: File.of(content, path in lfs) for path, content in files.items()}
         seed = json.dumps([name, branch, len(repo.commits), sorted((p, f.etag) for p, f in tree.items())])
-        commit = hashlib.sha1(seed.encode()).hexdigest()
+        commit = commit or hashlib.sha1(seed.encode()).hexdigest()
         repo.commits[commit] = tree
         repo.refs[branch] = commit
         return commit
@@ -142,6 +196,14 @@ class HubStandIn:
         """Flip a byte in the middle of the next ``times`` bodies of a file: same length, same headers, other content."""
         self._corrupt[name, path] = times
 
+    def drop(self, name: str, path: str, after: int, times: float = float("inf")) -> None:
+        """Cut the connection after ``after`` bytes of the next ``times`` bodies of a file, if they are longer than that."""
+        self._cuts[name, path] = (after, times, False)
+
+    def hold(self, name: str, path: str, after: int, times: float = 1) -> None:
+        """After ``after`` bytes of the next ``times`` bodies of a file, send nothing more until the client is gone."""
+        self._cuts[name, path] = (after, times, True)
+
     def environ(self, home: Path, **extra: str) -> dict[str, str]:
         """The environment of a process that knows this Hub alone, with its cache under ``home``."""
         kept = {k: v for k, v in os.environ.items() if not re.match(r"HF_|HUGGING|TRANSFORMERS_|.*_PROXY$", k, re.I)}
@@ -154,6 +216,19 @@ class HubStandIn:
             left = self._corrupt.get((name, path), 0)
             self._corrupt[name, path] = max(left - 1, 0)
             return left > 0
+
+    def take_cut(self, name: str, path: str) -> tuple[int, bool] | None:
+        with self._lock:
+            after, left, hold = self._cuts.get((name, path), (0, 0, False))
+            self._cuts[name, path] = (after, max(left - 1, 0), hold)
+            return (after, hold) if left > 0 else None
+
+    def wait_until_closed(self, seconds: float) -> bool:
+        return self._closing.wait(seconds)
+
+    def count(self, name: str, path: str, sent: int) -> None:
+        with self._lock:
+            self.sent[name, path] += sent
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -222,29 +297,46 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(302, headers | linked, b"")
 
     def _body(self, name: str, path: str, file: File, headers: dict[str, str]) -> None:
-        """The file, or the range asked for, a chunk at a time, with a byte flipped where that was ordered."""
+        """The file, or the range asked for, a chunk at a time, with a byte flipped or the connection cut where ordered."""
+        hub = self.hub
         start, stop, status = 0, file.size, 200
-        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or ""):
+        if hub.ranges and (asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")):
             start, stop, status = int(asked[1]), min(int(asked[2] or file.size) + 1, file.size), 206
             if start >= file.size:
                 return self._error(416, None, "out of range", {"Content-Range": f"bytes */{file.size}"})
             headers = headers | {"Content-Range": f"bytes {start}-{stop - 1}/{file.size}"}
-        self._send(status, headers | {"Accept-Ranges": "bytes"}, None, stop - start)
+        if hub.ranges:
+            headers = headers | {"Accept-Ranges": "bytes"}
+        self._send(status, headers, None, stop - start)
         if self.command == "HEAD":
             return None
-        flip = file.size // 2 if self.hub.take_corruption(name, path) else -1
-        with file.content.open("rb") if isinstance(file.content, Path) else io.BytesIO(file.content) as stream:
-            stream.seek(start)
-            while start < stop and (chunk := bytearray(stream.read(min(CHUNK, stop - start)))):
+        flip = file.size // 2 if hub.take_corruption(name, path) else -1
+        cut = hub.take_cut(name, path)
+        until = stop if cut is None else min(stop, start + cut[0])
+        try:
+            for chunk in file.content.read(start, until):
                 if start <= flip < start + len(chunk):
-                    chunk[flip - start] ^= 1
-                try:
-                    self.wfile.write(chunk)
-                except ConnectionError:  # the client was killed, which some tests want
-                    self.close_connection = True
-                    return None
+                    place = flip - start
+                    chunk = b"".join((chunk[:place], bytes([chunk[place] ^ 1]), chunk[place + 1 :]))
+                self.wfile.write(chunk)
                 start += len(chunk)
+                hub.count(name, path, len(chunk))
+            if until < stop:
+                self.close_connection = True
+                if cut and cut[1]:
+                    self._until_the_client_is_gone()
+        except ConnectionError:  # the client was killed, which some tests want
+            self.close_connection = True
         return None
+
+    def _until_the_client_is_gone(self) -> None:
+        self.connection.settimeout(0.05)
+        while not self.hub.wait_until_closed(0):
+            try:
+                if not self.connection.recv(1):
+                    return
+            except TimeoutError:
+                continue
 
     def _json(self, value: object) -> None:
         self._send(200, {"Content-Type": "application/json"}, json.dumps(value).encode())

@@ -1,43 +1,41 @@
 """A model's name -> the local directory that holds it: embedded, a path, or a repository on the Hub.
 
-`huggingface_hub` does the transport: cache layout, redirects, tokens, proxies, resuming. Three things it does not do are
-added here, because without them a load can be wrong, or hang, and nobody is told.
+`huggingface_hub` does the transport: cache layout, redirects, tokens, proxies. What it does not do is added here, and in
+`download.py`, because without it a load can be wrong, or hang, or begin again at the first of six gigabytes.
 
-**Integrity.** The client accepts a flipped byte as long as the length is right, and safetensors has no checksum. The Hub
-declares a hash for every file: sha256 for a large one, git's blob hash (sha1 over ``blob <size>\\0`` + data) for a small
-one. The client stores that declaration twice, as the listing of the commit (``trees/<commit>.json``) and as the name of
-the blob that a snapshot's symlink points to. So every file is hashed on its first load without one more request; the
-listing comes first since it also serves caches without symlinks (Windows, ``HF_HUB_DISABLE_SYMLINKS``). What was verified
-is remembered in ``HF_HOME/gpt2-toolkit/verified/<hash>`` by size, mtime and real path, so a warm load reads no weights.
-Damage that keeps all three is not seen again; delete that folder to have everything rehashed.
+**Integrity.** The client accepts a flipped byte as long as the length is right, and safetensors has no checksum. The client
+stores the hash that the Hub declares twice, as the listing of the commit (``trees/<commit>.json``) and as the name of the
+blob that a snapshot's symlink points to. So every file is hashed on its first load without one more request; the listing
+comes first since it also serves caches without symlinks (Windows, ``HF_HUB_DISABLE_SYMLINKS``).
+
+**Economy.** One form of the weights is downloaded, safetensors before a pickle, and nothing else than a config and tokenizer
+files; a broken download goes on from where it was.
 
 **Patience.** The client tries a dead server for 23 seconds. One question under a wall-clock limit goes first; its answer
 (commit, file names) also tells a repository without usable weights before anything is downloaded.
 
-**Contact.** Offline, or with a complete snapshot of a pinned commit, no request is made at all.
+**Contact.** Offline, or with a complete snapshot of a pinned commit, no request is made at all. With a warm cache and a
+branch's name it is one: where does the branch point?
 """
 
-import contextlib
 import difflib
-import hashlib
 import json
 import logging
 import os
 import queue
 import re
-import tempfile
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from gpt2.checkpoint.download import HASH, Declared, digest, discard, fetch, mismatch, one_line
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL
 from gpt2.errors import CheckpointError, InputError
 
-# All that is ever downloaded: repositories also hold .bin, TensorFlow, Flax, Rust and ONNX copies of the same weights.
-FILES = [
+# What is downloaded beside the weights. Repositories also hold TensorFlow, Flax, Rust and ONNX copies of everything.
+SMALL = (
     "config.json",
     "generation_config.json",
     "vocab.json",
@@ -46,10 +44,15 @@ FILES = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "model-*-of-*.safetensors",
-]
+)
+# The weights: the first of these that is there, with its shards, and none of the others.
+WEIGHTS = {
+    "model.safetensors": None,
+    "model.safetensors.index.json": r"model-\d+-of-\d+\.safetensors",
+    "pytorch_model.bin": None,
+    "pytorch_model.bin.index.json": r"pytorch_model-\d+-of-\d+\.bin",
+}
+ALONE = r"ckpt\.pt|[\w.+-]+\.gguf"  # without any of those, the one file that is a whole model: nanoGPT's, or a GGUF
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PATIENCE = 3.0  # seconds for the first answer; HF_HUB_ETAG_TIMEOUT, the client's own variable, overrides it
 
@@ -113,13 +116,14 @@ def _from_hub(repo: str, revision: str, offline: bool) -> Source:
     try:
         folder, online = _snapshot(repo, revision, offline or constants.is_offline_mode())
         declared = _declared(folder)
-        _require_parts(repo, declared or os.listdir(folder))
-        _verify(repo, folder, declared, online)
+        files = _choose(repo, declared or os.listdir(folder))
+        _verify(repo, folder, files, declared, online)
     except InputError:
         raise
     except (HTTPError, HFValidationError, OSError) as error:
         raise _explain(repo, revision, error) from error
-    return Source(repo, folder, folder.name)
+    alone = re.fullmatch(ALONE, files[-1], re.ASCII)
+    return Source(repo, folder / files[-1] if alone else folder, folder.name)
 
 
 def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, bool]:
@@ -143,18 +147,26 @@ def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, bool]:
             raise  # a firm answer: no such repository, no such revision, no access
         if (folder := _cached(repo, revision)) is None:
             raise InputError(
-                f"cannot reach the Hub at {constants.ENDPOINT} for {repo} ({_one_line(error)}) and the cache holds no "
+                f"cannot reach the Hub at {constants.ENDPOINT} for {repo} ({one_line(error)}) and the cache holds no "
                 "complete copy: check the network or HF_ENDPOINT, run --offline with a warm cache, or give a local "
                 "directory; HF_HUB_ETAG_TIMEOUT=30 waits longer"
             ) from error
-        log.info("cannot reach %s (%s): using the cached %s", constants.ENDPOINT, _one_line(error), folder)
+        log.info("cannot reach %s (%s): using the cached %s", constants.ENDPOINT, one_line(error), folder)
         return folder, False
     if info.siblings:
-        _require_parts(repo, {sibling.rfilename for sibling in info.siblings})
-    # Without its listing a snapshot may be a part (one file fetched by another program): the client then fills it up.
+        _choose(repo, {sibling.rfilename for sibling in info.siblings})
+    # Without its listing a snapshot may be a part (one file fetched by another program): it is then filled up.
     if (folder := _cached(repo, revision)) is not None and folder.name == info.sha and _declared(folder):
         return folder, True
-    return Path(snapshot_download(repo, revision=revision, allow_patterns=FILES)), True
+    small = [name for name in SMALL if name in {sibling.rfilename for sibling in info.siblings or ()}]
+    folder = Path(snapshot_download(repo, revision=revision, allow_patterns=small or [".gitattributes"]))
+    declared = _declared(folder)
+    if not declared:
+        raise OSError(f"the client could not keep the listing of {folder.name}")
+    for name in _choose(repo, declared):
+        if not (folder / name).exists():
+            fetch(repo, folder / name, declared[name])
+    return folder, True
 
 
 def _cached(repo: str, revision: str) -> Path | None:
@@ -163,9 +175,11 @@ def _cached(repo: str, revision: str) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=FILES, local_files_only=True))
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(SMALL), local_files_only=True))
     except LocalEntryNotFoundError:
         return None
+    declared = _declared(folder)
+    return folder if not declared or all((folder / name).exists() for name in _choose(repo, declared)) else None
 
 
 def _ask(repo: str, revision: str):
@@ -198,92 +212,57 @@ def _ask(repo: str, revision: str):
     return answer
 
 
-def _require_parts(repo: str, names: Collection[str]) -> None:
-    """Refuse a repository that cannot be loaded, before its gigabytes are fetched."""
-    if "config.json" not in names:
-        raise CheckpointError(f"{repo} has no config.json: it is not a GPT-2 checkpoint in the Hub's layout")
-    if not any(name in names for name in ("model.safetensors", "model.safetensors.index.json")):
-        pickles = sorted(name for name in names if name.endswith(".bin"))
-        found = f"only {pickles[0]}, a pickle, which is not downloaded" if pickles else "no weights to load"
-        raise CheckpointError(
-            f"{repo} has no model.safetensors ({found}): choose a revision that has it (refs/pr/N often does), "
-            "or fetch the files yourself and give the directory"
-        )
+def _choose(repo: str, names: Collection[str]) -> list[str]:
+    """The files to download of all that a repository holds, the weights last: one form of them, safetensors before a pickle.
+
+    Raises CheckpointError for a repository that cannot be loaded, before its gigabytes are fetched.
+    """
+    small = [name for name in SMALL if name in names]
+    first = next((name for name in WEIGHTS if name in names), None)
+    if first is not None:
+        if "config.json" not in names:
+            raise CheckpointError(f"{repo} has no config.json: it is not a GPT-2 checkpoint in the Hub's layout")
+        shards = WEIGHTS[first]
+        return [*small, first, *sorted(name for name in names if shards and re.fullmatch(shards, name, re.ASCII))]
+    alone = sorted(name for name in names if re.fullmatch(ALONE, name, re.ASCII))
+    if len(alone) == 1:
+        return small + alone
+    kinds = r"[\w./+-]+\.(safetensors|bin|h5|msgpack|ot|onnx|pth?|ckpt|index|gguf)"
+    others = sorted(name for name in names if re.fullmatch(kinds, name, re.ASCII))
+    found = f"only {', '.join(others[:3])}{' and more' * (len(others) > 3)}" if others else "no weights to load"
+    advice = "choose a revision that has it (refs/pr/N often does), or fetch the files yourself and give the directory"
+    if alone:
+        advice = f"fetch one of the {len(alone)} models yourself, and give its path"
+    raise CheckpointError(f"{repo} has no model.safetensors ({found}): {advice}")
 
 
-def _declared(folder: Path) -> dict[str, str]:
-    """File name -> declared hash, from the client's record of the commit's listing; empty if there is none."""
+def _declared(folder: Path) -> dict[str, Declared]:
+    """What the Hub declared about each file, from the client's record of the commit's listing; empty if there is none."""
     listing = folder.parent.parent / "trees" / f"{folder.name}.json"
     try:
         files = json.loads(listing.read_text(encoding="utf-8"))["files"]
-        return {name: row.get("lfs_sha256") or row["blob_id"] for name, row in files.items()}
+        return {name: Declared(row.get("lfs_sha256") or row["blob_id"], row["size"]) for name, row in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
-def _verify(repo: str, folder: Path, declared: dict[str, str], online: bool) -> None:
+def _verify(repo: str, folder: Path, files: list[str], declared: Mapping[str, Declared], online: bool) -> None:
     """Hash what was not hashed before. A damaged file is fetched once more if ``online``, then refused."""
-    for file in sorted(folder.iterdir()):
-        if not any(fnmatchcase(file.name, pattern) for pattern in FILES):
-            continue
-        expected = declared.get(file.name) or (Path(os.readlink(file)).name if file.is_symlink() else "")
-        if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", expected):
+    for file in (folder / name for name in files):
+        blob = Path(os.readlink(file)).name if file.is_symlink() else ""
+        expected = declared[file.name].digest if file.name in declared else blob
+        if not HASH.fullmatch(expected):
             log.warning("%s: the cache keeps no hash for it, so it is used unverified", file)
             continue
-        actual = _digest(file, expected)
-        if actual != expected and online:
-            log.info("%s: %s instead of %s, fetching it again", file, actual, expected)
-            _fetch_again(repo, file)
-            actual = _digest(file, expected)
-            if actual != expected:
-                _discard(file)
-        if actual != expected:
-            advice = "a proxy or mirror alters it; try another network or HF_ENDPOINT" if online else "run once online"
-            raise CheckpointError(f"{repo}: {file.name} hashes to {actual}, the Hub declares {expected}: {advice}")
-
-
-def _digest(file: Path, expected: str) -> str:
-    """The file's hash, of the kind of ``expected``; remembered when it agrees, and then not computed again."""
-    from huggingface_hub import constants
-
-    record = Path(constants.HF_HOME, "gpt2-toolkit", "verified", expected)
-    with file.open("rb") as stream:
-        stat = os.fstat(stream.fileno())
-        stamp = f"{stat.st_size} {stat.st_mtime_ns} {file.resolve()}"
-        try:
-            stamps = record.read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError):
-            stamps = []
-        if stamp in stamps:
-            return expected
-        git_blob = hashlib.sha1(b"blob %d\0" % stat.st_size, usedforsecurity=False)
-        digest = git_blob if len(expected) == 40 else hashlib.sha256()
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    if digest.hexdigest() == expected:
-        with contextlib.suppress(OSError):  # a read-only HF_HOME costs a rehash each time, nothing more
-            record.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=record.parent, delete=False) as new:
-                new.write("\n".join([*stamps, stamp]) + "\n")
-            os.replace(new.name, record)
-    return digest.hexdigest()
-
-
-def _discard(file: Path) -> None:
-    """Remove a snapshot's entry and the blob it points to, not what a user may have put behind the blob."""
-    if file.is_symlink():
-        (file.parent / os.readlink(file)).unlink(missing_ok=True)
-    file.unlink(missing_ok=True)
-
-
-def _fetch_again(repo: str, file: Path) -> None:
-    from huggingface_hub import hf_hub_download
-
-    _discard(file)
-    try:  # force_download, or the client would link the same damaged bytes back from its shared store
-        hf_hub_download(repo, file.name, revision=file.parent.name, force_download=True)
-    except ValueError as error:  # how the client wraps a network error under force_download
-        raise error.__cause__ if isinstance(error.__cause__, OSError) else OSError(_one_line(error)) from error
+        actual = digest(file, expected)
+        if actual == expected:
+            continue
+        if not online:
+            raise mismatch(repo, file.name, actual, expected, "run once online")
+        log.info("%s: %s instead of %s, fetching it again", file, actual, expected)
+        size = declared[file.name].size if file.name in declared else file.stat().st_size
+        discard(file)
+        fetch(repo, file, Declared(expected, size), tries=1)
 
 
 def _explain(repo: str, revision: str, error: Exception) -> InputError:
@@ -291,7 +270,7 @@ def _explain(repo: str, revision: str, error: Exception) -> InputError:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.HFValidationError):
-        return InputError(f"{repo} cannot be a repository on the Hub: {_one_line(error)}")
+        return InputError(f"{repo} cannot be a repository on the Hub: {one_line(error)}")
     if isinstance(error, errors.RevisionNotFoundError):
         return InputError(f"{repo} has no revision {revision!r}: name one of its branches, tags or commits")
     if isinstance(error, errors.GatedRepoError):
@@ -307,13 +286,9 @@ def _explain(repo: str, revision: str, error: Exception) -> InputError:
         status = error.response.status_code
         return InputError(f"{constants.ENDPOINT} answers {status} for {repo}: check HF_TOKEN and HF_ENDPOINT, or retry")
     if isinstance(error, (errors.HTTPError, errors.LocalEntryNotFoundError)):
-        cause = _one_line(error.__cause__ or error)
-        return InputError(f"the download of {repo} broke off ({cause}): run it again, complete files are kept")
+        cause = one_line(error.__cause__ or error)
+        return InputError(f"the download of {repo} broke off ({cause}): run it again, it goes on from where it was")
     return CheckpointError(
-        f"cannot store or read {repo} in the cache {constants.HF_HUB_CACHE} ({_one_line(error)}): "
+        f"cannot store or read {repo} in the cache {constants.HF_HUB_CACHE} ({one_line(error)}): "
         "check its disk and permissions, or set HF_HOME to another place"
     )
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

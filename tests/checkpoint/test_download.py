@@ -1,0 +1,237 @@
+"""Downloads that break off: killed processes, cut connections, damaged leftovers, two at once. Counted at the server."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_standin import HubStandIn, Request
+
+from gpt2.checkpoint.download import Declared, fetch
+from gpt2.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+WEIGHTS = bytes(range(251)) * 30_000  # 7.5 MB; a prime period, so that a piece in the wrong place is another piece
+SIZE = len(WEIGHTS)
+FILES = {"config.json": b'{"model_type": "gpt2"}', "model.safetensors": WEIGHTS}
+LFS = ("model.safetensors",)
+CUT = 5_000_000
+
+RESOLVE = """
+import contextlib, json, sys, time
+from huggingface_hub import utils
+from gpt2.checkpoint import download, hub
+if "no locks" in sys.argv:
+    utils.WeakFileLock = contextlib.nullcontext
+if "hurry" in sys.argv:
+    download.PAUSES = (0.01,) * len(download.PAUSES)
+start = time.monotonic()
+try:
+    print(json.dumps({"path": str(hub.resolve(sys.argv[1]).path), "seconds": time.monotonic() - start}))
+except Exception as error:
+    print(json.dumps({"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - start}))
+"""
+CLIENT_ALONE = """
+import sys, huggingface_hub
+from huggingface_hub import constants
+constants.DOWNLOAD_CHUNK_SIZE = 65536  # not 10 MiB, so that it too has something on disk when it is killed
+huggingface_hub.snapshot_download(sys.argv[1])
+"""
+
+
+@pytest.fixture
+def hub():
+    with HubStandIn() as server:
+        server.add_repo("org/name", FILES, lfs=LFS)
+        yield server
+
+
+def start(hub: HubStandIn, home: Path, *args: str, code: str = RESOLVE) -> subprocess.Popen:
+    command = [sys.executable, "-W", "error", "-c", code, "org/name", *args]
+    environment = hub.environ(home) | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen) -> dict[str, Any]:
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return json.loads(out)
+
+
+def weights_of(result: dict[str, Any]) -> bytes:
+    assert "path" in result, result
+    return Path(result["path"], "model.safetensors").read_bytes()
+
+
+def unfinished(home: Path) -> list[Path]:
+    return sorted((home / "hub/models--org--name/blobs").glob("*.incomplete"))
+
+
+def kill_in_the_middle(hub: HubStandIn, home: Path, code: str = RESOLVE) -> Path:
+    """SIGKILL a download of which `CUT` bytes have arrived; return what it left."""
+    hub.hold("org/name", "model.safetensors", after=CUT)
+    process = start(hub, home, code=code)
+    deadline = time.monotonic() + 30
+    while not (left := unfinished(home)) or left[0].stat().st_size < (CUT if code == RESOLVE else CUT - 2 * 65536):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.communicate(timeout=30)
+    return left[0]
+
+
+def asked(requests: list[Request]) -> list[str | None]:
+    """The Range of each request for the weights' bytes."""
+    return [request.range for request in requests if request.cdn and request.method == "GET"]
+
+
+def test_a_killed_download_goes_on_from_where_it_was(hub: HubStandIn, tmp_path: Path) -> None:
+    """SIGKILL, a power cut, a closed lid: 5 of 6 GB of gpt2-xl were fetched again."""
+    left = kill_in_the_middle(hub, tmp_path)
+    assert left.stat().st_size == CUT
+    result = finish(start(hub, tmp_path))
+    assert weights_of(result) == WEIGHTS
+    assert asked(hub.requests) == [None, f"bytes={CUT}-"]
+    assert hub.sent["org/name", "model.safetensors"] == SIZE, "not a byte twice"
+    assert unfinished(tmp_path) == []
+    file = Path(result["path"], "model.safetensors")
+    assert file.is_symlink(), "in the client's own layout"
+    assert file.resolve().name == next(iter(hub.repos["org/name"].commits.values()))["model.safetensors"].sha256
+    before = len(hub.requests)
+    client = start(
+        hub, tmp_path, code="import sys, huggingface_hub; huggingface_hub.hf_hub_download(sys.argv[1], 'model.safetensors')"
+    )
+    assert client.communicate(timeout=30)[1] == ""
+    assert not asked(hub.requests[before:]), "the client takes it for its own"
+
+
+def test_the_client_alone_begins_again(hub: HubStandIn, tmp_path: Path) -> None:
+    """The control: were this to fail one day, `download.py` would have become unnecessary."""
+    home = tmp_path / "client"
+    kill_in_the_middle(hub, home, code=CLIENT_ALONE)
+    assert start(hub, home, code=CLIENT_ALONE).communicate(timeout=30)[1] == ""
+    assert asked(hub.requests) == [None, None]
+    assert len(unfinished(home)) == 1, "and it leaves what it had behind"
+
+
+@pytest.mark.parametrize(
+    ("leftover", "ranges"),
+    [
+        (WEIGHTS[:CUT], [f"bytes={CUT}-"]),
+        (WEIGHTS[:100] + b"\0" + WEIGHTS[101:CUT], [f"bytes={CUT}-", None]),
+        (WEIGHTS, []),
+        (WEIGHTS[:-1] + b"\0", [None]),
+        (WEIGHTS + b"\0", [None]),
+        (b"", [None]),
+    ],
+    ids=["good", "damaged", "whole", "whole and damaged", "too long", "empty"],
+)
+def test_a_leftover_is_used_if_its_bytes_are_right(
+    hub: HubStandIn, tmp_path: Path, leftover: bytes, ranges: list[str | None]
+) -> None:
+    """A bad block in what was kept must not become a model, nor be kept for ever: the hash tells, and all is fetched once."""
+    (tree,) = hub.repos["org/name"].commits.values()
+    left = tmp_path / "hub/models--org--name/blobs" / f"{tree['model.safetensors'].sha256}.gpt2-toolkit.incomplete"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(leftover)
+    assert weights_of(finish(start(hub, tmp_path))) == WEIGHTS
+    assert asked(hub.requests) == ranges
+    assert unfinished(tmp_path) == []
+
+
+def test_a_mirror_that_alters_the_file_is_refused_and_nothing_stays(hub: HubStandIn, tmp_path: Path) -> None:
+    """Two whole files with the wrong hash, and no third; nor may the rest of a bad one be the start of the next try."""
+    hub.corrupt("org/name", "model.safetensors")
+    result = finish(start(hub, tmp_path))
+    assert result["error"] == "CheckpointError"
+    assert "model.safetensors hashes to" in result["message"]
+    assert asked(hub.requests) == [None, None]
+    assert unfinished(tmp_path) == []
+    assert not list((tmp_path / "hub").glob("*/snapshots/*/model.safetensors"))
+
+
+def test_a_cut_connection_is_taken_up_again(hub: HubStandIn, tmp_path: Path) -> None:
+    """A flaky line. And where no byte more comes, an end."""
+    hub.drop("org/name", "model.safetensors", after=2_000_000, times=2)
+    result = finish(start(hub, tmp_path / "flaky", "hurry"))
+    assert weights_of(result) == WEIGHTS
+    assert asked(hub.requests) == [None, "bytes=2000000-", "bytes=4000000-"]
+    assert hub.sent["org/name", "model.safetensors"] == SIZE
+
+    hub.requests.clear()
+    left = kill_in_the_middle(hub, tmp_path / "dead")
+    hub.drop("org/name", "model.safetensors", after=0)
+    result = finish(start(hub, tmp_path / "dead", "hurry"))
+    assert result["error"] == "InputError"
+    assert "run it again, it goes on from where it was" in result["message"]
+    assert asked(hub.requests) == [None] + [f"bytes={CUT}-"] * 4
+    assert left.stat().st_size == CUT
+
+
+def test_a_server_that_dies_in_the_middle(hub: HubStandIn, tmp_path: Path) -> None:
+    """The port is closed under a running download: an end in less than 5 s, with the way out named, and nothing lost."""
+    hub.hold("org/name", "model.safetensors", after=CUT)
+    process = start(hub, tmp_path)
+    while not (left := unfinished(tmp_path)) or left[0].stat().st_size < CUT:
+        assert process.poll() is None
+        time.sleep(0.01)
+    begin = time.monotonic()
+    hub.close()
+    result = finish(process)
+    assert time.monotonic() - begin < 5
+    assert "run it again, it goes on from where it was" in result["message"]
+    assert left[0].stat().st_size == CUT
+
+
+def test_a_server_without_ranges(hub: HubStandIn, tmp_path: Path) -> None:
+    """It sends the whole file whatever is asked: appended to what was there it would be nonsense. And it must come to an end
+    where each connection brings the same first half."""
+    hub.ranges = False
+    kill_in_the_middle(hub, tmp_path)
+    assert weights_of(finish(start(hub, tmp_path))) == WEIGHTS
+    assert asked(hub.requests) == [None, f"bytes={CUT}-"], "asked for, not had"
+    hub.drop("org/name", "model.safetensors", after=SIZE // 2)
+    result = finish(start(hub, tmp_path / "half", "hurry"))
+    assert "broke off" in result["message"]
+    assert len(asked(hub.requests)) == 2 + 1 + 3
+
+
+@pytest.mark.parametrize("locks", ["locks", "no locks"])
+def test_two_processes_at_once(hub: HubStandIn, tmp_path: Path, locks: str) -> None:
+    """One downloads, the other waits for it. On file systems where locks do nothing both write one file, and it is right."""
+    hub.drop("org/name", "model.safetensors", after=3_000_000, times=2)  # pauses, so that they do meet
+    results = [finish(process) for process in [start(hub, tmp_path, locks) for _ in range(3)]]
+    assert [weights_of(result) for result in results] == [WEIGHTS] * 3
+    assert unfinished(tmp_path) == []
+    if locks == "locks":
+        assert hub.sent["org/name", "model.safetensors"] == SIZE
+    else:
+        assert hub.sent["org/name", "model.safetensors"] > SIZE, "the control: here they did not wait"
+
+
+def test_stale_leftovers_are_swept_away(hub: HubStandIn, tmp_path: Path) -> None:
+    """Each broken try of the client leaves up to 6 GB, for ever. What may still be in use stays."""
+    blobs = tmp_path / "hub/models--org--name/blobs"
+    blobs.mkdir(parents=True)
+    for name, hours in (("a" * 64 + ".0123abcd", 25), ("b" * 64 + ".gpt2-toolkit", 25), ("c" * 64 + ".0123abcd", 1)):
+        (blobs / f"{name}.incomplete").write_bytes(b"part")
+        os.utime(blobs / f"{name}.incomplete", (time.time() - hours * 3600,) * 2)
+    (tree,) = hub.repos["org/name"].commits.values()
+    ours = blobs / f"{tree['model.safetensors'].sha256}.gpt2-toolkit.incomplete"
+    ours.write_bytes(WEIGHTS[:CUT])
+    os.utime(ours, (0, 0))  # a download may be taken up after weeks
+    assert weights_of(finish(start(hub, tmp_path))) == WEIGHTS
+    assert [path.name[0] for path in unfinished(tmp_path)] == ["c"]
+    assert asked(hub.requests) == [f"bytes={CUT}-"]
+
+
+def test_a_declared_hash_that_is_none_is_no_path(tmp_path: Path) -> None:
+    """It names a file in the cache: a server's `../../x` would be written anywhere."""
+    with pytest.raises(InputError, match=r"declares no hash for model\.safetensors"):
+        fetch("org/name", tmp_path / "snapshots/0/model.safetensors", Declared("../../../../x", 3))
+    assert list(tmp_path.iterdir()) == []
