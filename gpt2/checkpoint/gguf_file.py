@@ -11,14 +11,11 @@ at its word. The tests hold this reader against it.
 from __future__ import annotations
 
 import math
-import mmap
 import struct
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +23,7 @@ from torch import Tensor
 from ..config import GPT2Config, quoted
 from ..errors import CheckpointError, InputError
 from .containers import Entry, shown
+from .mapped_file import MappedFile
 
 if TYPE_CHECKING:
     from ..data.bpe import BPE
@@ -60,7 +58,7 @@ OTHER_KINDS = {
     **dict(enumerate(["IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64", "IQ1_M"], 20)),
     **{34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
 }
-PIECE = (1 << 16) * 34  # bytes converted at a time: whole blocks of every kind
+PIECE = 1 << 16  # blocks converted at a time
 
 # Our config's fields, by the metadata that holds them.
 CONFIG_KEYS = {
@@ -97,21 +95,15 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._data = MappedFile(path)
+        self.size = self._data.size
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by the finalizer
-            weakref.finalize(self, self._file.close)
-            self.size = self._file.seek(0, 2)
-            self._file.seek(0)
-            header = _Header(self._file, self.size)
+            header = _Header(self._data)
             tensors, values = self._begin(header)
             self.metadata: Mapping[str, Any] = self._values(header, values)
             self.entries = self._directory(header, tensors)
         except _Damaged as error:
             raise self._bad(str(error)) from None
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be read ({error.strerror}); check that it is there, and yours to read"
-            ) from None
 
     def _bad(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {what}; not a whole GGUF file, fetch it again")
@@ -132,7 +124,7 @@ class GGUFFile:
         header.require(count, 13, "metadata values")  # a name's length, a type, a byte at least
         values: dict[str, Any] = {}
         for _ in range(count):
-            name = header.string()
+            name = header.text()
             kind = header.number("I")
             if name in values:
                 raise _Damaged(f"has metadata {shown(name)} twice")
@@ -146,7 +138,7 @@ class GGUFFile:
         header.require(count, 24, "tensors")  # a name's length, the number of dimensions, a type, a place
         rows = []
         for _ in range(count):
-            name, ndim = header.string(), header.number("I")
+            name, ndim = header.text(), header.number("I")
             if ndim > 4:
                 raise _Damaged(f"says that {shown(name)} has {ndim:,} dimensions")
             shape = struct.unpack(f"<{ndim}Q", header.take(8 * ndim))[::-1]
@@ -183,57 +175,22 @@ class GGUFFile:
             "or make one with llama.cpp's llama-quantize --allow-requantize IN OUT f16"
         )
 
-    @cached_property
-    def _mapping(self) -> mmap.mmap | None:
-        """The file, copied on write: what is written stays in this process. None where it cannot be mapped."""
-        try:
-            return mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError):
-            return None
-
-    @cached_property
-    def _scratch(self) -> Tensor:
-        """One for all conversions: a new one for each would leave holes in malloc's heap."""
-        return torch.empty(PIECE, dtype=torch.uint8)
-
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
         """One tensor on the CPU, as stored (Q8_0: in float32) or converted to ``dtype``.
 
         As stored, F32, F16 and BF16 are views of the mapped file, private to this process when written to, unless the data is
-        not aligned or ``mapped`` is false: then they are read into memory of their own. Q8_0, and whatever is converted, goes
-        piece by piece, so that the source is never in memory as a whole.
+        not aligned or ``mapped`` is false: then they are read into memory of their own. What is converted, Q8_0 always, goes
+        piece by piece.
         """
         entry = self.entries[name]
-        kind, count = entry.kind, math.prod(entry.shape)
-        dtype = dtype or entry.dtype
-        as_stored = dtype == entry.dtype and kind.block == 1
-        if mapped and count and as_stored and entry.start % kind.size == 0 and self._mapping is not None:
-            # From the buffer, not a slice of one storage: a tensor pickled on its own must not take the whole file along.
-            return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=entry.start).view(entry.shape)
-        tensor = torch.empty(entry.shape, dtype=dtype)
-        flat = tensor.view(-1)
-        self._file.seek(entry.start)
-        if as_stored:
-            self._fill(flat.view(torch.uint8))
-            return tensor
-        step = PIECE // kind.size * kind.block
-        for start in range(0, count, step):
-            part = self._scratch[: min(step, count - start) // kind.block * kind.size]
-            self._fill(part)
-            flat[start : start + step] = part.view(kind.dtype) if kind.block == 1 else _dequantised(part)
+        kind = entry.kind
+        if kind.block == 1:
+            return self._data.tensor(entry.start, entry.shape, kind.dtype, dtype, mapped=mapped)
+        blocks = self._data.tensor(entry.start, ((entry.end - entry.start) // kind.size, kind.size), torch.uint8, mapped=mapped)
+        tensor = torch.empty(entry.shape, dtype=dtype or kind.dtype)
+        for part, piece in zip(tensor.view(-1, kind.block).split(PIECE), blocks.split(PIECE), strict=True):
+            part.copy_(_dequantised(piece))
         return tensor
-
-    def _fill(self, piece: Tensor) -> None:
-        """Read from where the file stands until ``piece``, of bytes, is full."""
-        room = memoryview(piece.numpy())
-        while room:
-            try:
-                count = self._file.readinto(room)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}); check its disk") from None
-            if not count:
-                raise self._bad("was cut short while it was read")
-            room = room[count:]
 
 
 def config_of(file: GGUFFile) -> GPT2Config:
@@ -316,20 +273,20 @@ class _Damaged(Exception):
 class _Header:
     """The bytes before the data, read as they are asked for, and never more than the file has or the limit allows."""
 
-    def __init__(self, file: IO[bytes], size: int) -> None:
-        self._file, self._size = file, size
+    def __init__(self, data: MappedFile) -> None:
+        self._data = data
         self._bytes = bytearray()
         self._elements = 0
         self.at = 0
 
     def _reach(self, end: int) -> None:
         """Have everything before ``end`` in memory."""
-        if end > self._size:
-            raise _Damaged(f"is cut short: {self._size:,} bytes" if self._size else "is empty")
+        if end > self._data.size:
+            raise _Damaged(f"is cut short: {self._data.size:,} bytes" if self._data.size else "is empty")
         if end > METADATA_LIMIT:
             raise _Damaged(f"has more than {METADATA_LIMIT:,} bytes before its data, and no GPT-2 needs as many")
         while len(self._bytes) < end:
-            more = self._file.read(1 << 20)
+            more = self._data.bytes(len(self._bytes), 1 << 20)
             if not more:
                 raise _Damaged("was cut short while it was read")
             self._bytes += more
@@ -348,24 +305,35 @@ class _Header:
 
     def require(self, count: int, size: int, what: str) -> None:
         """Refuse a count of things of at least ``size`` bytes each that the file cannot hold, or that no GPT-2 has."""
-        if count * size > self._size - self.at:
-            raise _Damaged(f"claims {count:,} {what}, and has {self._size:,} bytes")
+        if count * size > self._data.size - self.at:
+            raise _Damaged(f"claims {count:,} {what}, and has {self._data.size:,} bytes")
         self._elements += count
         if self._elements > ELEMENTS_LIMIT:
             raise _Damaged(f"claims more than {ELEMENTS_LIMIT:,} values, and no GPT-2 has as many")
 
-    def string(self) -> str:
-        length = int.from_bytes(self.take(8), "little")
-        if length > self._size - self.at:
-            raise _Damaged(f"claims a text of {length:,} bytes, and has {self._size:,}")
-        try:
-            return self.take(length).decode()
-        except UnicodeDecodeError:
-            raise _Damaged(f"has a text that is not UTF-8 before byte {self.at:,}") from None
+    def texts(self, count: int) -> list[str]:
+        """The next ``count`` texts, each a length and UTF-8. One loop without calls: vocabularies and merges are long."""
+        read, at, texts = self._bytes, self.at, []
+        for _ in range(count):
+            if at + 8 > len(read):
+                self._reach(at + 8)
+            end = at + 8 + int.from_bytes(read[at : at + 8], "little")
+            if end > len(read):
+                self._reach(end)
+            try:
+                texts.append(read[at + 8 : end].decode())
+            except UnicodeDecodeError:
+                raise _Damaged(f"has a text that is not UTF-8 at byte {at + 8:,}") from None
+            at = end
+        self.at = at
+        return texts
+
+    def text(self) -> str:
+        return self.texts(1)[0]
 
     def value(self, kind: int, name: str) -> Any:
         if kind == STRING:
-            return self.string()
+            return self.text()
         if kind not in SCALARS:
             raise _Damaged(f"has metadata {shown(name)} of the type {kind:,}, which GGUF does not have")
         return self.number(SCALARS[kind])
@@ -374,7 +342,7 @@ class _Header:
         kind, count = self.number("I"), self.number("Q")
         if kind == STRING:
             self.require(count, 8, f"texts in {shown(name)}")
-            return [self.string() for _ in range(count)]
+            return self.texts(count)
         if kind not in SCALARS:
             raise _Damaged(f"has metadata {shown(name)}, an array of the type {kind:,}, which no GPT-2 has")
         size = struct.calcsize("<" + SCALARS[kind])
@@ -387,10 +355,9 @@ def _padded(at: int, alignment: int) -> int:
 
 
 def _dequantised(blocks: Tensor) -> Tensor:
-    """Blocks of Q8_0, as bytes, to float32: each scale times its 32 numbers."""
-    rows = blocks.view(-1, 34)
-    scales = rows[:, :2].contiguous().view(torch.float16).float()  # (blocks, 1)
-    return (rows[:, 2:].view(torch.int8).float() * scales).view(-1)
+    """Blocks of Q8_0, (n, 34) bytes, to float32 (n, 32): each scale times its 32 numbers."""
+    scales = blocks[:, :2].contiguous().view(torch.float16).float()  # (n, 1)
+    return blocks[:, 2:].view(torch.int8).float() * scales
 
 
 def _decimal(value: float) -> float:
