@@ -77,7 +77,7 @@ def linear(truth: Mapping[str, Tensor], prefix: str = "transformer.") -> dict[st
 def nanogpt(
     path: Path, config: GPT2Config = TINY, *, seed: int = 0, compiled: bool = False, bias: bool = True, zipped: bool = True
 ) -> dict[str, Tensor]:
-    """`ckpt.pt` of nanoGPT's train.py, with a real AdamW's state; ``compiled`` as torch.compile names the weights.
+    """`ckpt.pt` of nanoGPT's train.py, with AdamW's state; ``compiled`` as torch.compile names the weights.
 
     Without ``bias`` no layer has one; in the truth they are zero then.
     """
@@ -87,15 +87,17 @@ def nanogpt(
     state = linear(truth, "_orig_mod.transformer." if compiled else "transformer.")
     if not bias:
         state = {name: tensor for name, tensor in state.items() if not name.endswith("bias")}
-    parameters = [torch.nn.Parameter(tensor.clone()) for tensor in state.values()]
-    optimizer = torch.optim.AdamW(parameters, lr=6e-4)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    moments = {"exp_avg": 1e-3, "exp_avg_sq": 1e-6}
+    adamw = {
+        number: {"step": torch.tensor(2000.0)} | {name: torch.full_like(tensor, value) for name, value in moments.items()}
+        for number, tensor in enumerate(state.values())
+    }
+    groups = [{"lr": 6e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": None, "params": list(adamw)}]
     args = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "block_size": config.n_positions}
     args |= {"bias": bias, "vocab_size": config.vocab_size, "dropout": 0.0}
     run = {"out_dir": "out", "eval_interval": 2000, "learning_rate": 6e-4, "device": "cuda", "compile": compiled}
-    checkpoint = {"model": OrderedDict(state), "optimizer": optimizer.state_dict(), "model_args": args, "iter_num": 2000}
+    checkpoint = {"model": OrderedDict(state), "optimizer": {"state": adamw, "param_groups": groups}, "iter_num": 2000}
+    checkpoint |= {"model_args": args}
     save(path, checkpoint | {"best_val_loss": torch.tensor(3.11), "config": run}, zipped=zipped)
     return truth
 
@@ -156,6 +158,7 @@ def zip_of(path: Path, description: bytes, storages: Mapping[str, bytes], *, com
         archive.writestr("archive/data.pkl", description)
         for key, data in storages.items():
             archive.writestr(f"archive/data/{key}", data)
+        archive.writestr("archive/version", b"3\n")
     return path
 
 

@@ -90,10 +90,6 @@ class TorchFile:
         """What the file's pickle describes, and where each storage lies: key -> (start, bytes)."""
         members = self._members()
         roots = [name.removesuffix("/data.pkl") for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
-        if any(name.endswith("/constants.pkl") for name in members):
-            raise CheckpointError(
-                f"{self.path}: is a TorchScript program, which would run code; give the state dict it was made from"
-            )
         if len(roots) != 1:
             raise CheckpointError(f"{self.path}: is a zip archive, but not one of torch.save; give a checkpoint")
         (root,) = roots
@@ -116,6 +112,10 @@ class TorchFile:
             archive = zipfile.ZipFile(_Bounded(self._file))
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, OverflowError) as error:
             raise self._bad(f"has a zip directory that cannot be read ({str(error)[:80]})") from None
+        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            raise CheckpointError(
+                f"{self.path}: is a TorchScript program, which would run code; give the state dict it was made from"
+            )
         members: dict[str, tuple[int, int, int]] = {}
         end = 0
         for info in sorted(archive.infolist(), key=lambda info: info.header_offset):
@@ -219,8 +219,10 @@ def _plain(value: Any) -> bool:
     """Whether a value is what nanoGPT keeps as model_args: a few names, each with a number, a flag, a word or nothing."""
     if type(value) is not dict or len(value) > 100:
         return False
-    plain = all(type(key) is str and type(item) in (str, int, float, bool, type(None)) for key, item in value.items())
-    return plain and all(len(str(text)) < 1000 for pair in value.items() for text in pair)
+    types = all(type(key) is str and type(item) in (str, int, float, bool, type(None)) for key, item in value.items())
+    texts = [text for pair in value.items() for text in pair if type(text) is str]
+    numbers = [item for item in value.values() if type(item) is int]
+    return types and all(len(text) < 1000 for text in texts) and all(abs(number) < 1 << 63 for number in numbers)
 
 
 class _Bounded:
