@@ -153,8 +153,6 @@ def _download(url: str, part: Path, size: int) -> None:
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, tqdm
 
     part.touch()
-    if part.stat().st_size > size:
-        os.truncate(part, 0)
     furthest, fruitless = part.stat().st_size, 0
     with (
         part.open("r+b") as out,

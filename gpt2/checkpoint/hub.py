@@ -45,14 +45,16 @@ SMALL = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-# The weights: the first of these that is there, with its shards, and none of the others.
+# The weights: the first of these that is there, with what belongs to it, and none of the others.
 WEIGHTS = {
-    "model.safetensors": None,
+    "model.safetensors": "",
     "model.safetensors.index.json": r"model-\d+-of-\d+\.safetensors",
-    "pytorch_model.bin": None,
+    "pytorch_model.bin": "",
     "pytorch_model.bin.index.json": r"pytorch_model-\d+-of-\d+\.bin",
+    "model.ckpt.index": r"model\.ckpt\.data-\d+-of-\d+|checkpoint|hparams\.json|encoder\.json|vocab\.bpe",  # OpenAI's own
 }
-ALONE = r"ckpt\.pt|[\w.+-]+\.gguf"  # without any of those, the one file that is a whole model: nanoGPT's, or a GGUF
+# Without any of those: the one file there that could be a whole model, such as a GGUF or nanoGPT's ckpt.pt.
+ALONE = r"(?!adapter_)[\w.+-]+\.(gguf|safetensors|pth?|ckpt)"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PATIENCE = 3.0  # seconds for the first answer; HF_HUB_ETAG_TIMEOUT, the client's own variable, overrides it
 
@@ -122,8 +124,7 @@ def _from_hub(repo: str, revision: str, offline: bool) -> Source:
         raise
     except (HTTPError, HFValidationError, OSError) as error:
         raise _explain(repo, revision, error) from error
-    alone = re.fullmatch(ALONE, files[-1], re.ASCII)
-    return Source(repo, folder / files[-1] if alone else folder, folder.name)
+    return Source(repo, folder, folder.name)
 
 
 def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, bool]:
@@ -220,10 +221,9 @@ def _choose(repo: str, names: Collection[str]) -> list[str]:
     small = [name for name in SMALL if name in names]
     first = next((name for name in WEIGHTS if name in names), None)
     if first is not None:
-        if "config.json" not in names:
+        if "config.json" not in names and first != "model.ckpt.index":
             raise CheckpointError(f"{repo} has no config.json: it is not a GPT-2 checkpoint in the Hub's layout")
-        shards = WEIGHTS[first]
-        return [*small, first, *sorted(name for name in names if shards and re.fullmatch(shards, name, re.ASCII))]
+        return [*small, first, *sorted(name for name in names if re.fullmatch(WEIGHTS[first], name, re.ASCII))]
     alone = sorted(name for name in names if re.fullmatch(ALONE, name, re.ASCII))
     if len(alone) == 1:
         return small + alone
@@ -232,7 +232,7 @@ def _choose(repo: str, names: Collection[str]) -> list[str]:
     found = f"only {', '.join(others[:3])}{' and more' * (len(others) > 3)}" if others else "no weights to load"
     advice = "choose a revision that has it (refs/pr/N often does), or fetch the files yourself and give the directory"
     if alone:
-        advice = f"fetch one of the {len(alone)} models yourself, and give its path"
+        advice = f"fetch the right one of these {len(alone)} yourself, and give its path"
     raise CheckpointError(f"{repo} has no model.safetensors ({found}): {advice}")
 
 

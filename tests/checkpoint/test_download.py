@@ -94,6 +94,7 @@ def test_a_killed_download_goes_on_from_where_it_was(hub: HubStandIn, tmp_path: 
     """SIGKILL, a power cut, a closed lid: 5 of 6 GB of gpt2-xl were fetched again."""
     left = kill_in_the_middle(hub, tmp_path)
     assert left.stat().st_size == CUT
+    inode = left.stat().st_ino
     result = finish(start(hub, tmp_path))
     assert weights_of(result) == WEIGHTS
     assert asked(hub.requests) == [None, f"bytes={CUT}-"]
@@ -101,6 +102,7 @@ def test_a_killed_download_goes_on_from_where_it_was(hub: HubStandIn, tmp_path: 
     assert unfinished(tmp_path) == []
     file = Path(result["path"], "model.safetensors")
     assert file.is_symlink(), "in the client's own layout"
+    assert file.stat().st_ino == inode, "renamed, whole, and not copied a byte at a time"
     assert file.resolve().name == next(iter(hub.repos["org/name"].commits.values()))["model.safetensors"].sha256
     before = len(hub.requests)
     client = start(

@@ -263,7 +263,7 @@ def test_every_refusal_is_one_line_that_says_what_to_do(hub: HubStandIn, tmp_pat
         "no/config": ("CheckpointError", "no/config has no config.json"),
         "no/weights": ("CheckpointError", "no/weights has no model.safetensors", "no weights to load"),
         "other/formats": ("CheckpointError", "has no model.safetensors (only onnx/model.onnx, tf_model.h5): choose a revision"),
-        "many/models": ("CheckpointError", "(only q2.gguf, q3.gguf, q4.gguf and more): fetch one of the 7 models yourself"),
+        "many/models": ("CheckpointError", "(only q2.gguf, q3.gguf, q4.gguf and more): fetch the right one of these 7 yourself"),
         "a--b/c": ("InputError", "a--b/c cannot be a repository"),
     }
     for name, result in zip(refusals, run(hub.environ(tmp_path), *refusals), strict=True):
@@ -283,6 +283,8 @@ PICKLED = {"config.json": CONFIG, "pytorch_model.bin": WEIGHTS[1:]}
 BIN_SHARDS = {"pytorch_model.bin.index.json": b"{}"} | {f"pytorch_model-0000{i}-of-00002.bin": WEIGHTS[i:] for i in (1, 2)}
 SHARDS = {"model.safetensors.index.json": b"{}"} | {f"model-0000{i}-of-00002.safetensors": WEIGHTS[i:] for i in (1, 2)}
 GGUF = {"gpt2.Q8_0.gguf": WEIGHTS, "README.md": b"#"}
+OPENAI = {"checkpoint": b"", "encoder.json": b"{}", "hparams.json": b"{}", "vocab.bpe": b"", "model.ckpt.index": b"i"}
+OPENAI |= {"model.ckpt.data-00000-of-00001": WEIGHTS}
 
 
 @pytest.mark.parametrize(
@@ -295,7 +297,8 @@ GGUF = {"gpt2.Q8_0.gguf": WEIGHTS, "README.md": b"#"}
         (PICKLED | BIN_SHARDS | SHARDS | {"model.safetensors": WEIGHTS}, ["config.json", "model.safetensors"]),
         (PICKLED | GGUF | {"ckpt.pt": WEIGHTS}, [*PICKLED]),
         (GGUF, ["gpt2.Q8_0.gguf"]),
-        ({"config.json": CONFIG, "ckpt.pt": WEIGHTS, "vocab.json": b"{}"}, ["ckpt.pt", "config.json", "vocab.json"]),
+        ({"ckpt.pt": WEIGHTS, "vocab.json": b"{}", "training_args.bin": b"args"}, ["vocab.json", "ckpt.pt"]),
+        (OPENAI | {"model.ckpt.meta": WEIGHTS, "events.out.tfevents": b"log"}, [*OPENAI]),
         ({**PICKLED, "deep/model.safetensors": WEIGHTS, "model-1-of-2/../../x.safetensors": WEIGHTS}, [*PICKLED]),
     ],
     ids=[
@@ -307,22 +310,20 @@ GGUF = {"gpt2.Q8_0.gguf": WEIGHTS, "README.md": b"#"}
         "bin over others",
         "gguf",
         "nanoGPT",
+        "OpenAI",
         "deeper",
     ],
 )
 def test_one_form_of_the_weights_is_fetched(hub: HubStandIn, tmp_path: Path, files: dict[str, bytes], fetched: list[str]) -> None:
-    """Both safetensors and .bin are twice the gigabytes; a .bin beside safetensors is a pickle for nothing. Each is hashed, is
-    complete offline, and a model that is one file is the path of that file."""
+    """Both safetensors and .bin are twice the gigabytes; a .bin beside safetensors is a pickle for nothing. Each is hashed,
+    mended when damaged, and complete offline."""
     hub.add_repo("org/name", files, lfs=tuple(name for name in files if files[name] in (WEIGHTS, WEIGHTS[1:], WEIGHTS[2:])))
     hub.corrupt("org/name", fetched[-1], times=1)
     found, again = run(hub.environ(tmp_path), "org/name", {"name": "org/name", "offline": True})
-    assert found.get("path") == again["path"]
-    path = Path(found["path"])
-    alone = path.name if path.is_file() else None
-    assert alone == next((name for name in fetched if name.endswith((".gguf", ".pt"))), None)
-    folder = path.parent if alone else path
+    folder = Path(found["path"])
+    assert found["path"] == again["path"]
     assert sorted(file.name for file in folder.iterdir()) == sorted(fetched)
-    assert {name: (folder / name).read_bytes() for name in fetched} == {name: files[name] for name in fetched}
+    assert {name: content(found, name) for name in fetched} == {name: files[name] for name in fetched}
     wanted = {request.path.rpartition("/")[2] for request in hub.requests if "/api/" not in request.path}
     assert wanted <= {*fetched, ".gitattributes"}
 

@@ -1,0 +1,180 @@
+"""A rehearsal of the official repositories: exact names, shapes, layout and small files, through the real client."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hub_standin import HubStandIn
+from official_repositories import OFFICIAL, Weights, add, small_files
+
+from gpt2.checkpoint.hub import SMALL
+from gpt2.checkpoint.safetensors_file import SafetensorsFile
+from gpt2.config import OFFICIAL_SIZES, official_size
+
+ROOT = Path(__file__).parents[2]
+# sha256 as published: in the Hub's listings, and by others who pinned these files. (No hash of gpt2-large's config was found.)
+PUBLISHED = {
+    "merges.txt": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "tokenizer.json": "8414cab924d8b9b33013f0d221c5862f365ee9be39c5c2bfae8a5a9e970478a6",
+    "tokenizer_config.json": "5e04eb606e3a1583530a42e36c2a6b6615c86f34fe77e44d9ddeb43ff940931f",
+    "vocab.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "generation_config.json": "b90eadacf585a743a30ea51e8b5c88b8d282a2a34dc0c7e556d0987cdbd68805",
+}
+PUBLISHED_CONFIG = {
+    "gpt2": "0daed7749b4f02b8f76240d5444551d7b08712dab4d0adb8239c56ba823bb7b4",
+    "gpt2-medium": "ef1a44d889ad1a0acc7731c78134f1b87d2d222f110e97dd10fd4117331caf22",
+    "gpt2-xl": "be48115d52314bc27327e160bf10197760db02ea689d10adb24db4102edf7a8a",
+    "distilgpt2": "4ec5947c1d59fee6212cdf3b0ec1a53eac02092554c5ff0a733488cbd2c64f3a",
+}
+GPT2_GENERATION_CONFIG = "ed0b32ac72c0f5f44a719abb2d7786ea5146c871f83717b7f2018065954de02b"
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_the_small_files_are_the_official_ones(name: str) -> None:
+    """A rehearsal with a config of our own making would prove that we can read what we write."""
+    files = {file: hashlib.sha256(content).hexdigest() for file, content in small_files(name).items()}
+    published = PUBLISHED | ({"generation_config.json": GPT2_GENERATION_CONFIG} if name == "gpt2" else {})
+    published |= {"config.json": PUBLISHED_CONFIG[name]} if name in PUBLISHED_CONFIG else {"config.json": files["config.json"]}
+    assert files == published
+    assert json.loads(small_files(name)["config.json"])["n_layer"] == official_size(name).n_layer
+
+
+@pytest.mark.parametrize("name", OFFICIAL_SIZES)
+def test_the_official_files_come_out(name: str, tmp_path: Path) -> None:
+    """FACTS.md: gpt2 has a header of 14,283 bytes, 160 tensors, data from byte 14,291, and 548,105,171 bytes in all."""
+    official, weights, config = OFFICIAL[name], Weights(name), official_size(name)
+    path = tmp_path / "model.safetensors"
+    with open(path, "wb") as file:
+        file.write(weights.head)
+        file.truncate(weights.size)  # the data is a hole, and takes no disk
+    size = path.stat().st_size
+    assert int.from_bytes(weights.head[:8], "little") == official.header
+    assert size == official.size
+    entries = SafetensorsFile(path).entries
+    assert len(entries) == official.tensors == 13 * config.n_layer + 4
+    assert {entry.dtype for entry in entries.values()} == {torch.float32}
+    assert min(entry.start for entry in entries.values()) == 8 + official.header
+    assert all(entry.start % 4 for entry in entries.values()), "no float is aligned"
+    masks = [entry for key, entry in entries.items() if key.endswith(".attn.bias")]
+    assert [entry.shape for entry in masks] == [(1, 1, 1024, 1024)] * config.n_layer
+    assert size - 8 - official.header == 4 * (config.num_parameters() + config.n_layer * 1024 * 1024)
+    assert sum(key.startswith("transformer.") for key in entries) == (official.tensors if name == "distilgpt2" else 0)
+    raw = json.loads(weights.head[8:])
+    assert raw["__metadata__"] == {"format": "pt"}
+    if name == "gpt2":
+        assert (official.header, size, len(entries), 8 + official.header) == (14_283, 548_105_171, 160, 14_291)
+        assert raw["h.2.attn.c_attn.weight"]["data_offsets"] == [541_012_992, 548_090_880], "as the real file has it"
+
+
+def test_content_made_up_as_it_is_read_is_one_file() -> None:
+    """Each range from its own place: a resumed download of a file that shifts would never have the right hash."""
+    weights = Weights("distilgpt2")
+    end = weights.starts[3] + 1000
+    whole = b"".join(weights.read(0, end))
+    assert len(whole) == end
+    for start, stop in (
+        (0, 5),
+        (7, 9000),
+        (weights.starts[1] - 1, weights.starts[2] + 1),
+        (end - 1, end),
+        (4_300_001, 4_300_003),
+    ):
+        assert b"".join(weights.read(start, stop)) == whole[start:stop]
+    assert whole.startswith(weights.head)
+    assert weights.tensor("transformer.h.0.attn.bias").sum() == 1024 * 1025 / 2
+
+
+@pytest.fixture
+def hub():
+    with HubStandIn() as server:
+        yield server
+
+
+def gpt2(hub: HubStandIn, home: Path, *args: str, code: str | None = None) -> subprocess.CompletedProcess:
+    command = [sys.executable, *(["-m", "gpt2"] if code is None else ["-c", code]), *args]
+    environment = hub.environ(home) | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def assert_nothing_else_was_fetched(hub: HubStandIn, name: str) -> None:
+    """Every byte once, and not one of a copy that nobody needs."""
+    official, (tree,) = OFFICIAL[name], hub.repos[OFFICIAL[name].repo].commits.values()
+    wanted = {path for path in tree if path in (*SMALL, "model.safetensors")}
+    assert hub.sent == {(official.repo, path): tree[path].size for path in wanted}
+    assert {request.path.rpartition("/")[2] for request in hub.requests if "/api/" not in request.path} == wanted
+
+
+# Each parameter against the tensor that the server made, bit for bit, one at a time; one logit; how long, and where.
+LOAD = """
+import json, sys, time
+import torch
+import gpt2
+from official_repositories import OFFICIAL, Weights
+name = sys.argv[1]
+begin = time.perf_counter()
+model = gpt2.load(name)
+seconds = time.perf_counter() - begin
+weights = Weights(name)
+with torch.no_grad():
+    logit = model(torch.tensor([[15496, 995]]))[0, -1, 11].item()
+    wrong = [key for key, tensor in model.state_dict().items()
+             if not torch.equal(tensor, weights.tensor(OFFICIAL[name].prefix + key))]
+print(json.dumps(dict(logit=logit, wrong=wrong, parameters=sum(p.numel() for p in model.parameters()), seconds=seconds)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "distilgpt2"])
+def test_verify_an_official_repository(hub: HubStandIn, name: str, tmp_path: Path) -> None:
+    """`gpt2 verify openai-community/gpt2`, the whole way: listing, download, hashes, cache, mapping, transformers, tokens."""
+    commit = add(hub, name)
+    begin = time.perf_counter()
+    report = json.loads(gpt2(hub, tmp_path, "verify", OFFICIAL[name].repo, "--json", "-").stdout)
+    print(f"{name}: {time.perf_counter() - begin:.0f} s")
+    assert report["ok"] is True
+    assert (report["model"], report["revision"]) == (OFFICIAL[name].repo, commit)
+    assert [check["id"] for check in report["checks"] if check["skipped"]] == []
+    assert_nothing_else_was_fetched(hub, name)
+    hub.requests.clear()
+    told = json.loads(gpt2(hub, tmp_path, "info", name, "--offline", "--json", "-").stdout)
+    assert hub.requests == []
+    (tree,) = hub.repos[OFFICIAL[name].repo].commits.values()
+    assert told["revision"] == commit
+    assert told["parameters"] == official_size(name).num_parameters()
+    files = {file["name"]: file for file in told["files"]}
+    assert files["model.safetensors"]["sha256"] == tree["model.safetensors"].sha256
+    assert files["model.safetensors"]["size"] == OFFICIAL[name].size
+    assert files["config.json"]["sha256"] == hashlib.sha256(small_files(name)["config.json"]).hexdigest()
+    assert len(told["dropped"]) == official_size(name).n_layer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2-medium", "gpt2-large", "gpt2-xl"])
+def test_load_a_larger_official_repository(hub: HubStandIn, name: str, tmp_path: Path) -> None:
+    """Every byte over the wire, every parameter where it belongs, and the same again without a request."""
+    if shutil.disk_usage(tmp_path).free < 1.5 * OFFICIAL[name].size:
+        pytest.skip(f"needs {1.5 * OFFICIAL[name].size / 1e9:.0f} GB of disk")
+    commit = add(hub, name)
+    try:
+        begin = time.perf_counter()
+        cold = json.loads(gpt2(hub, tmp_path, name, code=LOAD).stdout)
+        print(f"{name}: {time.perf_counter() - begin:.0f} s with the download; {cold}")
+        assert cold["wrong"] == []
+        assert cold["parameters"] == official_size(name).num_parameters()
+        assert torch.isfinite(torch.tensor(cold["logit"]))
+        assert_nothing_else_was_fetched(hub, name)
+        hub.requests.clear()
+        told = json.loads(gpt2(hub, tmp_path, "info", f"{name}@{commit}", "--json", "-").stdout)
+        assert hub.requests == [], "a warm cache of a pinned commit"
+        assert told["revision"] == commit
+        assert len(told["dropped"]) == official_size(name).n_layer
+    finally:
+        shutil.rmtree(tmp_path / "hub", ignore_errors=True)
