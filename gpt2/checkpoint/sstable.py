@@ -33,11 +33,13 @@ def pairs(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """
     if len(data) < FOOTER or not data.endswith(MAGIC):
         raise TableError("does not end as an index does")
-    about_start, about_size, start, size = varints(data[-FOOTER:], 0, 4)[0]
-    _block(data, about_start, about_size)
+    footer = data[-FOOTER:]
+    start, size, at = _handle(footer, 0)
+    _block(data, start, size)
+    start, size, _ = _handle(footer, at)
     end, last = 0, None
     for bound, handle in _entries(_block(data, start, size)):
-        (start, size), _ = varints(handle, 0, 2)
+        start, size, _ = _handle(handle, 0)
         if start < end:
             raise TableError("has blocks that overlap")
         for key, value in _entries(_block(data, start, size)):
@@ -45,35 +47,36 @@ def pairs(data: bytes) -> Iterator[tuple[bytes, bytes]]:
                 raise TableError("has keys that are not in order")
             yield key, value
             last = key
-        if last is None or last > bound:
+        if last is not None and last > bound:
             raise TableError("has a block under the wrong key")
         end, last = start + size + TRAILER, bound
 
 
-def varints(data: bytes, at: int, count: int) -> tuple[list[int], int]:
-    """``count`` unsigned numbers, seven bits to a byte, from ``at`` on; and where the next byte is."""
-    numbers = []
-    for _ in range(count):
-        number = shift = 0
-        while True:
-            if at >= len(data):
-                raise TableError("ends within a number")
-            byte, at = data[at], at + 1
-            number |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                break
-            if shift == 70:
-                raise TableError("has a number that does not end")
-        if number >> 64:
-            raise TableError("has a number of more than 64 bits")
-        numbers.append(number)
-    return numbers, at
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """The unsigned number at ``at``, seven bits to a byte, the lowest first; and where the next byte is."""
+    number = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            raise TableError("ends within a number")
+        byte, at = data[at], at + 1
+        number |= (byte & 127) << shift
+        if byte < 128:
+            break
+    if byte > 127 or number >> 64:
+        raise TableError("has a number of more than 64 bits")
+    return number, at
 
 
 def masked(crc: int) -> int:
     """A checksum as it is stored, lest one be taken over data that holds another (``core/lib/hash/crc32c.h``)."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _handle(data: bytes, at: int) -> tuple[int, int, int]:
+    """Where a block begins and its size, as written at ``at``; and where the next byte is."""
+    start, at = varint(data, at)
+    size, at = varint(data, at)
+    return start, size, at
 
 
 def _block(data: bytes, start: int, size: int) -> bytes:
@@ -99,8 +102,10 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
     while at < end:
         restart = seen < count and restarts[seen] == at
         seen += restart
-        (shared, new, length), at = varints(block, at, 3)
-        if shared > len(key) or at + new + length > end or (restart and shared):
+        shared, at = varint(block, at)
+        new, at = varint(block, at)
+        length, at = varint(block, at)
+        if shared > len(key) or at + new + length > end or (shared if restart else seen == 0):
             raise TableError("has a block that contradicts itself")
         if shared + new > MAX_KEY:
             raise TableError(f"has a name of {shared + new:,} bytes")

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from .containers import HEADER_LIMIT, Entry, listed, read_json, shown
 from .crc32c import crc32c
 from .mapped_file import MappedFile
 from .safetensors_file import OTHER_FORMATS
-from .sstable import TableError, masked, pairs, varints
+from .sstable import TableError, masked, pairs, varint
 
 # TensorFlow's numbers for dtypes (core/framework/types.proto), where torch has one of the same bytes.
 DTYPES = {
@@ -40,12 +41,17 @@ DTYPES = {
     19: torch.float16,
 }
 TEXT = 7
-# gpt2-xl with Adam's moments has 1,741 tensors, in one data file.
-MAX_TENSORS, MAX_SHARDS = 50_000, 1_000
+# The fields that we read of each message, and how each is written: as a varint, in four bytes, or as bytes after their length.
+VARINT, BYTES, FIXED32 = 0, 2, 5
+HEADER = {1: VARINT, 2: VARINT, 3: BYTES}  # num_shards, endianness, version
+VERSION = {2: VARINT}  # min_consumer
+ENTRY = {1: VARINT, 2: BYTES, 3: VARINT, 4: VARINT, 5: VARINT, 6: FIXED32}  # dtype, shape, shard_id, offset, size, crc32c
+SLICES = 7
+SHAPE_DIM, SHAPE_UNKNOWN, DIM = 2, 3, {1: VARINT}
+# gpt2-xl with Adam's moments has 1,743 tensors, an index of 75 kB and one data file.
+INDEX_LIMIT, MAX_TENSORS, MAX_SHARDS = 500_000, 20_000, 1_000
 PIECE = 1 << 23  # bytes of data checked at a time
 HPARAMS = ("n_vocab", "n_ctx", "n_embd", "n_head", "n_layer")
-
-Fields = dict[int, int | bytes]
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class TensorBundle:
         self._checked: set[str] = set()
         try:
             table = pairs(self._index())
-            key, header = next(table, (b"", b""))
+            key, header = next(table, (None, b""))
             shards = self._header(key, header)
             self.entries: dict[str, Span] = {}
             for key, value in table:
@@ -90,16 +96,16 @@ class TensorBundle:
         file = MappedFile(self.path)
         if (other := _other_format(file)) is not None:
             raise CheckpointError(f"{self.path}: {other}")
-        if file.size > HEADER_LIMIT:
-            raise TableError(f"is {file.size:,} bytes long, and no GPT-2 needs more than {HEADER_LIMIT:,}")
+        if file.size > INDEX_LIMIT:
+            raise TableError(f"is {file.size:,} bytes long, and no GPT-2 needs more than {INDEX_LIMIT:,}")
         return file.bytes(0, file.size)
 
-    def _header(self, key: bytes, message: bytes) -> int:
-        """The number of data files (BundleHeaderProto)."""
-        if key:
+    def _header(self, key: bytes | None, message: bytes) -> int:
+        """The number of data files (BundleHeaderProto), from the entry without a name."""
+        if key != b"":
             raise TableError("has no header entry")
-        header = _record(message, numbers={1, 2}, messages={3})
-        version = _record(header.get(3, b""), numbers={1, 2})
+        header = _record(message, HEADER)
+        version = _record(header.get(3, b""), VERSION)
         if header.get(2, 0):
             raise CheckpointError(
                 f"{self.path}: is in big-endian byte order; convert the checkpoint to safetensors where it was made"
@@ -114,21 +120,23 @@ class TensorBundle:
         return shards
 
     def _name(self, key: bytes) -> str:
-        if key.startswith(b"\0"):  # as the names of slices do
-            raise self._in_slices("a variable")
+        slice_of = key.split(b"\0")[1] if key.startswith(b"\0") else None  # zero, variable, zero, where in it
         try:
-            return key.decode("utf-8")
+            name = (key if slice_of is None else slice_of).decode("utf-8")
         except UnicodeDecodeError:
             raise TableError(f"has a name that is no text, {quoted(key)}") from None
+        if slice_of is not None:
+            raise self._in_slices(name)
+        return name
 
-    def _in_slices(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {what} is stored in slices; save the checkpoint without a partitioner")
+    def _in_slices(self, name: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {shown(name)} is stored in slices; save the checkpoint without a partitioner")
 
     def _entry(self, name: str, message: bytes, shards: int) -> Span:
         """One tensor (BundleEntryProto)."""
-        if any(field == 7 for field, _ in _fields(message)):
-            raise self._in_slices(shown(name))
-        entry = _record(message, numbers={1, 3, 4, 5, 6}, messages={2})
+        if any(field == SLICES for field, _, _ in _fields(message)):
+            raise self._in_slices(name)
+        entry = _record(message, ENTRY)
         kind, shard, start, size, checksum = (entry.get(field, 0) for field in (1, 3, 4, 5, 6))
         shape = _shape(entry.get(2, b""))
         if shard >= shards or max(start, size, *shape) >= 1 << 48:
@@ -193,35 +201,35 @@ def _other_format(file: MappedFile) -> str | None:
 # -- protobufs -----------------------------------------------------------------------------------------------------------
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field."""
+def _fields(message: bytes) -> Iterator[tuple[int, int, Any]]:
+    """Number, wire type and value of each field."""
     at = 0
     while at < len(message):
-        (tag,), at = varints(message, at, 1)
-        wire = tag & 7
-        if wire == 0:
-            (value,), at = varints(message, at, 1)
-            yield tag >> 3, value
+        tag, at = varint(message, at)
+        field, wire = tag >> 3, tag & 7
+        if wire == VARINT:
+            value, at = varint(message, at)
+            yield field, wire, value
             continue
-        if wire == 2:
-            (length,), at = varints(message, at, 1)
-        elif wire in (1, 5):
-            length = 8 if wire == 1 else 4
+        if wire == BYTES:
+            length, at = varint(message, at)
+        elif wire in (1, FIXED32):
+            length = 4 if wire == FIXED32 else 8
         else:
             raise TableError("has an entry that is no protobuf")
         if at + length > len(message):
             raise TableError("has an entry that is cut short")
         value = message[at : at + length]
-        yield tag >> 3, value if wire == 2 else int.from_bytes(value, "little")
+        yield field, wire, value if wire == BYTES else int.from_bytes(value, "little")
         at += length
 
 
-def _record(message: bytes, numbers: set[int], messages: set[int] | None = None) -> Fields:
-    """The fields that are asked for, each of its type and there at most once; what is absent is 0 or empty."""
-    record: Fields = {}
-    for field, value in _fields(message):
-        if field in numbers or field in (messages or ()):
-            if field in record or isinstance(value, int) != (field in numbers):
+def _record(message: bytes, kinds: Mapping[int, int]) -> dict[int, Any]:
+    """The fields in ``kinds``, each of its wire type and there at most once; one that is absent stands for 0 or nothing."""
+    record: dict[int, Any] = {}
+    for field, wire, value in _fields(message):
+        if field in kinds:
+            if field in record or wire != kinds[field]:
                 raise TableError("has an entry that contradicts itself")
             record[field] = value
     return record
@@ -230,13 +238,13 @@ def _record(message: bytes, numbers: set[int], messages: set[int] | None = None)
 def _shape(message: bytes) -> tuple[int, ...]:
     """TensorShapeProto."""
     shape: list[int] = []
-    for field, value in _fields(message):
-        if field == 3 and value:
+    for field, wire, value in _fields(message):
+        if field == SHAPE_UNKNOWN and value:
             raise TableError("has a tensor of unknown shape")
-        if field == 2:
-            if isinstance(value, int) or len(shape) == 8:
+        if field == SHAPE_DIM:
+            if wire != BYTES or len(shape) == 8:
                 raise TableError("has a tensor of impossible shape")
-            shape.append(_record(value, numbers={1}).get(1, 0))
+            shape.append(_record(value, DIM).get(1, 0))
     return tuple(shape)
 
 

@@ -1,0 +1,99 @@
+"""How the files under `tensorflow/` were made: TensorFlow 2.21.0, its own Saver (v1, format V2), on 2026-11-21.
+
+    python -m venv venv && venv/bin/pip install tensorflow-cpu==2.21.0 && venv/bin/python make_tensorflow.py
+
+Every number is drawn from the tensor's name by `numbers`, so the tests know them without TensorFlow.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+v1 = tf.compat.v1
+HERE = Path(__file__).parent / "tensorflow"
+SIZES = {"n_vocab": 61, "n_ctx": 16, "n_embd": 12, "n_head": 3, "n_layer": 2}
+
+
+def numbers(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    count = int(np.prod(shape))
+    return np.frombuffer(hashlib.shake_128(name.encode()).digest(count), np.int8).reshape(shape) / 64
+
+
+def shapes(n_vocab: int, n_ctx: int, n_embd: int, n_head: int, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The variables of openai/gpt-2, src/model.py."""
+    yield "model/wpe", (n_ctx, n_embd)
+    yield "model/wte", (n_vocab, n_embd)
+    for layer in range(n_layer):
+        for name, inputs, outputs in (
+            ("attn/c_attn", 1, 3),
+            ("attn/c_proj", 1, 1),
+            ("mlp/c_fc", 1, 4),
+            ("mlp/c_proj", 4, 1),
+        ):
+            yield f"model/h{layer}/{name}/w", (1, inputs * n_embd, outputs * n_embd)
+            yield f"model/h{layer}/{name}/b", (outputs * n_embd,)
+        for name in ("ln_1", "ln_2"):
+            yield f"model/h{layer}/{name}/g", (n_embd,)
+            yield f"model/h{layer}/{name}/b", (n_embd,)
+    yield "model/ln_f/g", (n_embd,)
+    yield "model/ln_f/b", (n_embd,)
+
+
+def variable(name: str, value: object, **kwargs: object) -> None:
+    v1.get_variable(name, initializer=value, use_resource=False, **kwargs)
+
+
+def gpt2() -> None:
+    for name, shape in shapes(**SIZES):
+        variable(name, numbers(name, shape).astype(np.float32))
+    variable("global_step", np.int64(1000))
+
+
+def shards() -> None:
+    for number in range(6):
+        with tf.device(f"/cpu:{number % 3}"):
+            variable(f"part{number}", numbers(f"part{number}", (2, 3)).astype(np.float32))
+
+
+def dtypes() -> None:
+    for dtype in (tf.float32, tf.float64, tf.int32, tf.uint8, tf.int16, tf.int8, tf.int64, tf.bfloat16, tf.float16):
+        values = np.abs(numbers(dtype.name, (3, 5)))
+        variable(dtype.name, tf.constant(values if dtype.is_floating else np.floor(values * 32), dtype))
+    variable("bool", numbers("bool", (3, 5)) > 0)
+    variable("scalar", np.float32(2.5))
+    variable("empty", np.zeros((0, 4), np.float32))
+    variable("text", tf.constant(["two", "words"]))
+    variable("complex", np.array([1 + 2j], np.complex64))
+
+
+def slices() -> None:
+    v1.get_variable("model/wte", shape=(10, 4), partitioner=v1.fixed_size_partitioner(3), use_resource=False)
+    variable("model/wpe", np.ones(3, np.float32))
+
+
+def save(build, devices: int = 1) -> None:
+    out = Path(build.__name__)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    with tf.Graph().as_default():
+        build()
+        with v1.Session(config=v1.ConfigProto(device_count={"CPU": devices})) as session:
+            session.run(v1.global_variables_initializer())
+            v1.train.Saver(sharded=devices > 1).save(session, f"{out}/model.ckpt", write_meta_graph=False)
+
+
+if __name__ == "__main__":
+    v1.disable_eager_execution()
+    HERE.mkdir(exist_ok=True)
+    os.chdir(HERE)  # an absolute path would be written into `checkpoint`
+    save(gpt2)
+    Path("gpt2/hparams.json").write_text(json.dumps(SIZES))
+    save(shards, devices=3)
+    save(dtypes)
+    save(slices)
