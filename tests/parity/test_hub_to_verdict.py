@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 from hf_layouts import masks, weights, write_config, write_weights
 from hub_standin import HubStandIn
 
@@ -72,6 +75,56 @@ def test_verify_by_the_official_name(hub: HubStandIn, files: dict[str, bytes], t
     assert again.returncode == 0, again.stderr
     assert len(json.loads(again.stdout)["ids"]) <= 4
     assert len(hub.requests) == before
+
+
+class Evil:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return open, (str(self.mark), "w")
+
+
+def pickled(value: object) -> bytes:
+    torch.save(value, buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+def test_repositories_with_pickles_alone(hub: HubStandIn, files: dict[str, bytes], tmp_path: Path) -> None:
+    """Half of the older GPT-2s have only `pytorch_model.bin`. The same model comes out of it, whole or in shards; and one that
+    would run code when it is unpickled is refused, and runs none."""
+    safe, small = files["model.safetensors"], {name: files[name] for name in files if "model." not in name}
+    tensors = safetensors.torch.load(safe)
+    shards = {f"pytorch_model-0000{n}-of-00002.bin": {key: tensors[key] for key in sorted(tensors)[n - 1 :: 2]} for n in (1, 2)}
+    index = {"metadata": {}, "weight_map": {key: shard for shard, part in shards.items() for key in part}}
+    sharded = {name: pickled(part) for name, part in shards.items()}
+    hub.add_repo("org/safe", small | {"model.safetensors": safe})
+    hub.add_repo("org/whole", small | {"pytorch_model.bin": pickled(tensors)}, lfs=("pytorch_model.bin",))
+    hub.add_repo("org/shards", small | sharded | {"pytorch_model.bin.index.json": json.dumps(index).encode()}, lfs=(*sharded,))
+    evil = pickled({**tensors, "h.0.ln_1.bias": Evil(tmp_path / "mark")})
+    hub.add_repo("org/evil", small | {"pytorch_model.bin": evil}, lfs=("pytorch_model.bin",))
+
+    code = """
+import sys, json, torch, gpt2
+from gpt2.errors import CheckpointError
+safe, *others = [gpt2.load(name).state_dict() for name in ("org/safe", "org/whole", "org/shards")]
+equal = [all(torch.equal(safe[key], other[key]) for key in safe) for other in others]
+try:
+    gpt2.load("org/evil")
+except CheckpointError as error:
+    print(json.dumps({"equal": equal, "refused": str(error)}))
+"""
+    root = str(Path(__file__).parents[2])
+    environment = hub.environ(tmp_path / "home") | {"PYTHONPATH": root}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["equal"] == [True, True]
+    assert "pytorch_model.bin" in told["refused"]
+    assert "open" in told["refused"], "it names what would have been called"
+    assert not (tmp_path / "mark").exists()
 
 
 def test_a_flipped_byte_never_becomes_a_model(hub: HubStandIn, files: dict[str, bytes], tmp_path: Path) -> None:
