@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hf_layouts import TINY, weights
 from torch import Tensor
 
 import gpt2
@@ -324,3 +326,25 @@ def test_an_honest_model_is_equal_whatever_the_seed(checkpoint: Path) -> None:
     for seed in (1, 2):
         assert failing(verify(str(checkpoint), seed=seed)) == [], seed
         assert failing(verify("shakespeare-mini", seed=seed)) == [], seed
+
+
+def test_what_transformers_cannot_open_is_verified_all_the_same(tmp_path: Path) -> None:
+    """A nanoGPT checkpoint: transformers gets our tensors, the report says so, and a wrong loader is still refused."""
+    config = replace(TINY, bos_token_id=None, eos_token_id=None)
+    truth = weights(config, seed=1)
+    linear = {f"transformer.{k}": v.T.contiguous() if k[0] == "h" and v.ndim == 2 else v for k, v in truth.items()}
+    args = {"n_layer": 2, "n_head": 3, "n_embd": 12, "block_size": 16, "bias": True, "vocab_size": 61, "dropout": 0.0}
+    torch.save({"model": linear, "model_args": args}, tmp_path / "ckpt.pt")
+    report = verify(str(tmp_path / "ckpt.pt"))
+    assert failing(report) == []
+    assert report.reference.endswith("(given our tensors: it cannot open these files itself)")
+
+    def square_left_alone(path: Path, dtype: torch.dtype | None) -> GPT2:
+        model = load_path(path, dtype=dtype)
+        with torch.no_grad():
+            weight = model.h[1].attn.c_proj.weight
+            weight.copy_(weight.t().clone())
+        return model
+
+    broken_report = verify(str(tmp_path / "ckpt.pt"), build=square_left_alone)
+    assert {"weights", "activations", "logits"} <= set(failing(broken_report))
