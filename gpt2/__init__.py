@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checkpoint.adapt import MappingReport, load_into
     from .checkpoint.load import load, load_tokenizer
     from .checkpoint.save import save
     from .compare.report import Report
@@ -31,9 +32,11 @@ _HOME = {
     "GPT2Config": "config",
     "CheckpointError": "errors",
     "InputError": "errors",
+    "MappingReport": "checkpoint.adapt",
     "Report": "compare.report",
     "generate": "generate",
     "load": "checkpoint.load",
+    "load_into": "checkpoint.adapt",
     "load_tokenizer": "checkpoint.load",
     "save": "checkpoint.save",
     "verify": "compare.run",
@@ -44,9 +47,11 @@ __all__ = [
     "CheckpointError",
     "GPT2Config",
     "InputError",
+    "MappingReport",
     "Report",
     "generate",
     "load",
+    "load_into",
     "load_tokenizer",
     "save",
     "verify",

@@ -23,7 +23,8 @@ def parser() -> argparse.ArgumentParser:
         prog="gpt2",
         description="Load GPT-2 checkpoints, prove them equal to transformers, generate, and fine-tune.",
         epilog="A MODEL is shakespeare-mini (embedded, the default), gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, "
-        "org/name[@revision], a local directory or .safetensors file, or random:SIZE[:SEED]; each may end in :bf16 and the like. "
+        "org/name[@revision], a local directory or file (safetensors, .bin, nanoGPT's ckpt.pt, OpenAI's TensorFlow files, GGUF), "
+        "or random:SIZE[:SEED]; each may end in :bf16 and the like. "
         "Exit codes: 0 it holds, 1 it does not, 2 bad input, 130 interrupted.",
     )
     top.add_argument("--version", action="version", version=f"gpt2-toolkit {__version__}")
