@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from ..data.bpe import BPE
 
 # Vocabularies of GPT-2 have up to 100,000 tokens and as many merges, in 5 MB; what is far beyond that is an attack.
-METADATA_LIMIT, ELEMENTS_LIMIT = 64_000_000, 2_000_000
+METADATA_LIMIT, ELEMENTS_LIMIT = 32_000_000, 2_000_000
+TEXT_LIMIT = 1000  # characters of a token; GPT-2's longest has 128
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # to struct's letter
 STRING, ARRAY = 8, 9
 ALIGNMENT = 32  # unless general.alignment says otherwise
@@ -212,7 +213,7 @@ def config_of(file: GGUFFile) -> GPT2Config:
         raise CheckpointError(f"{file.path}: lacks {', '.join(missing)}; convert the checkpoint again")
     shared = said.get("gpt2.attention.head_count_kv", said[CONFIG_KEYS["n_head"]])
     if shared != said[CONFIG_KEYS["n_head"]]:
-        raise CheckpointError(f"{file.path}: has {quoted(shared)} heads of keys, and a GPT-2 has as many as of queries")
+        raise CheckpointError(f"{file.path}: has {quoted(shared)} heads of keys, and a GPT-2 as many as queries; it is no GPT-2")
     taken = {field: said[key] for field, key in CONFIG_KEYS.items() if key in said}
     taken |= {field: said.get(f"tokenizer.ggml.{field}") for field in ("bos_token_id", "eos_token_id")}
     if type(taken["layer_norm_epsilon"]) is float:
@@ -241,12 +242,12 @@ def tokenizer_of(file: GGUFFile) -> BPE:
     if model in (None, "none", "no_vocab"):
         raise NoTokenizer(f"{where}: carries no tokenizer; use the one of the checkpoint that it was made from")
     if model != "gpt2" or pre not in ("gpt-2", "default"):
-        raise InputError(
-            f"{where}: its tokenizer is {quoted(model)}, {quoted(pre)}, not GPT-2's byte-level BPE; pass ids instead"
-        )
-    tokens, types = said.get("tokenizer.ggml.tokens"), said.get("tokenizer.ggml.token_type")
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise InputError(f"{where}: holds no list of tokens; convert the checkpoint again")
+        kind = f"{quoted(model)}, {quoted(pre)}"
+        raise NoTokenizer(f"{where}: its tokenizer is {kind}, not GPT-2's byte-level BPE; pass ids instead")
+    tokens, types, merges = (said.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges"))
+    for what, texts in (("tokens", tokens), ("merges", merges)):
+        if not isinstance(texts, list) or not all(isinstance(text, str) and len(text) <= TEXT_LIMIT for text in texts):
+            raise InputError(f"{where}: holds no list of {what}, texts of up to {TEXT_LIMIT}; convert the checkpoint again")
     types = [NORMAL] * len(tokens) if types is None else types
     if not isinstance(types, list) or len(types) != len(tokens):
         raise InputError(f"{where}: has {len(tokens):,} tokens, and not as many types of tokens; convert the checkpoint again")
@@ -258,8 +259,7 @@ def tokenizer_of(file: GGUFFile) -> BPE:
         if vocab.setdefault(token, i) != i:
             raise InputError(f"{where}: {quoted(token)} is token {vocab[token]} and token {i}; convert the checkpoint again")
     special = {token for token, i in vocab.items() if types[i] in (CONTROL, USER_DEFINED, UNUSED)}
-    merges = bpe_files.as_pairs(said.get("tokenizer.ggml.merges"), where)
-    return BPE(vocab, merges, special=special, where=where)
+    return BPE(vocab, bpe_files.as_pairs(merges, where), special=special, where=where)
 
 
 class NoTokenizer(InputError):
@@ -286,7 +286,7 @@ class _Header:
         if end > METADATA_LIMIT:
             raise _Damaged(f"has more than {METADATA_LIMIT:,} bytes before its data, and no GPT-2 needs as many")
         while len(self._bytes) < end:
-            more = self._data.bytes(len(self._bytes), 1 << 20)
+            more = self._data.bytes(len(self._bytes), min(1 << 20, METADATA_LIMIT - len(self._bytes)))
             if not more:
                 raise _Damaged("was cut short while it was read")
             self._bytes += more

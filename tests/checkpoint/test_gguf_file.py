@@ -1,0 +1,521 @@
+"""The reader of GGUF files against the `gguf` package, and against files that lie."""
+
+import dataclasses
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize
+from gguf_layouts import BF16, F16, F32, Q8_0, WIDE, add_tokenizer, gguf_name, write
+from hf_layouts import TINY, weights
+
+from gpt2.checkpoint import gguf_file
+from gpt2.checkpoint.gguf_file import GGUFFile, NoTokenizer, config_of, tokenizer_of
+from gpt2.checkpoint.keys import from_file
+from gpt2.checkpoint.load import load
+from gpt2.config import GPT2Config
+from gpt2.data.bpe import BPE, train_bpe
+from gpt2.errors import CheckpointError, InputError
+
+PROC = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
+TESTS = Path(__file__).parents[1]
+KINDS = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16, Q8_0: torch.float32}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> BPE:
+    """300 tokens: bytes, merges, and the end of the text."""
+    return train_bpe("to be or not to be that is the question whether tis nobler in the mind to suffer " * 3, WIDE.vocab_size)
+
+
+def refused(call: Callable[[], object], *words: str, error: type[InputError] = CheckpointError) -> InputError:
+    """The error, its one line seen to be one line, short, and to say what it should."""
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    assert message.isprintable(), message
+    assert len(message) < 700
+    assert "; " in message, "what, then what to do"
+    for word in words:
+        assert word in message
+    return caught.value
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in dtype, shape and every bit."""
+    bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
+
+
+def without(name: str) -> Callable[[gguf.GGUFWriter], Any]:
+    """A change of a file: a value that it lacks."""
+    return lambda writer: writer.kv_data[0].pop(name)
+
+
+# What the package writes
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_reads_what_the_package_reads(tmp_path: Path, tokenizer: BPE, kind: gguf.GGMLQuantizationType) -> None:
+    """Dimensions the wrong way round, an offset from the wrong place, a value of the wrong width: silently other weights."""
+    write(tmp_path / "a.gguf", kind=kind, tokenizer=tokenizer)
+    ours, theirs = GGUFFile(tmp_path / "a.gguf"), gguf.GGUFReader(tmp_path / "a.gguf")
+    assert list(ours.entries) == [tensor.name for tensor in theirs.tensors]
+    for tensor in theirs.tensors:
+        entry, values = ours.entries[tensor.name], torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        assert entry.shape == values.shape
+        assert entry.dtype == KINDS[tensor.tensor_type]
+        for way in ({}, {"mapped": False}):
+            assert same(ours.read(tensor.name, **way), values.to(entry.dtype))
+            assert same(ours.read(tensor.name, torch.float64, **way), values.double())
+            assert same(ours.read(tensor.name, torch.bfloat16, **way), values.bfloat16())
+    assert ours.metadata == {name: field.contents() for name, field in theirs.fields.items() if name[:5] != "GGUF."}
+
+
+@pytest.mark.parametrize("config", [WIDE, TINY], ids=["whole blocks", "rows of 12"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_loads_into_our_model(tmp_path: Path, kind: gguf.GGMLQuantizationType, config: GPT2Config) -> None:
+    """The square c_proj left [out, in], or q, k, v in another order: every shape fits and every logit is wrong."""
+    held = write(tmp_path / "a.gguf", config, kind, seed=3)
+    state = load(str(tmp_path / "a.gguf")).state_dict()
+    assert state.keys() == held.keys()
+    assert all(same(state[name], held[name]) for name in held)
+    truth = weights(config, seed=3)
+    worst = max(float((held[name] - truth[name]).abs().max()) for name in held)
+    assert worst <= {F32: 0, F16: 1e-2, BF16: 2e-2, Q8_0: 3e-2}[kind], "the helper's own orientation"
+
+
+def test_every_name_of_the_package_is_known() -> None:
+    """A row of the key table with a typing error: a tensor "unexpected", another "missing"."""
+    for name in weights(TINY):
+        assert from_file(gguf_name(name)) == name
+
+
+def test_every_kind_of_metadata(tmp_path: Path) -> None:
+    """A bool read as four bytes shifts everything behind it."""
+    told = {
+        "x.u8": (255, "uint8"), "x.i8": (-128, "int8"), "x.u16": (65535, "uint16"), "x.i16": (-32768, "int16"),
+        "x.u32": (2**32 - 1, "uint32"), "x.i32": (-(2**31), "int32"), "x.u64": (2**64 - 1, "uint64"),
+        "x.i64": (-(2**63), "int64"), "x.f32": (0.5, "float32"), "x.f64": (0.1, "float64"), "x.t": (True, "bool"),
+        "x.f": (False, "bool"), "x.s": ("ä\n☃", "string"), "x.a": ([1, -2, 3], "array"), "x.b": ([True, False], "array"),
+        "x.c": ([0.5, -1.5], "array"), "x.d": (["", "ß", "long " * 50], "array"),
+    }  # fmt: skip
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        for name, (value, kind) in told.items():
+            getattr(writer, f"add_{kind}")(name, value)
+
+    held = write(tmp_path / "a.gguf", TINY, change=change)
+    file = GGUFFile(tmp_path / "a.gguf")
+    assert {name: file.metadata[name] for name in told} == {name: value for name, (value, _) in told.items()}
+    assert all(type(file.metadata[name]) is type(value) for name, (value, _) in told.items())
+    assert same(file.read("token_embd.weight"), held["wte.weight"])
+
+
+@pytest.mark.parametrize("alignment", [1, 2, 8, 64, 4096])
+def test_every_alignment(tmp_path: Path, alignment: int) -> None:
+    """A tensor on an odd byte cannot be mapped; with another alignment than 32 every tensor lies elsewhere."""
+    truth = {"ln_f.weight": torch.ones(12), "wte.weight": torch.randn(61, 3), "wpe.weight": torch.randn(1, 7)}
+    odd = []
+    for length in range(1, 5):  # one of which leaves the data on an odd place, if the alignment allows it
+
+        def change(writer: gguf.GGUFWriter, length: int = length) -> None:
+            writer.add_custom_alignment(alignment)
+            writer.add_string("x", "y" * length)
+
+        held = write(tmp_path / "a.gguf", TINY, F16, truth=truth, change=change)
+        file = GGUFFile(tmp_path / "a.gguf")
+        odd += [entry for entry in file.entries.values() if entry.start % entry.dtype.itemsize]
+        assert all(same(file.read(gguf_name(name)).float(), tensor) for name, tensor in held.items())
+    assert bool(odd) == (alignment < 4)
+
+
+def test_q8_0_is_exact_for_every_scale_and_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subnormal scales flushed, -128 clamped, a block cut between two pieces."""
+    monkeypatch.setattr(gguf_file, "PIECE", 37)
+    scales = np.arange(65536, dtype=np.uint16).view(np.uint8).reshape(-1, 2)
+    scales = scales[np.isfinite(scales.view(np.float16)).ravel()]  # 63,488 of them
+    numbers = ((np.arange(len(scales) * 32, dtype=np.uint32) * 2654435761) >> 13).astype(np.uint8).reshape(-1, 32)
+    assert len(set(numbers.ravel())) == 256
+    blocks = np.concatenate([scales, numbers], axis=1)[::11].copy()
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "gpt2")
+    writer.add_tensor("q", blocks.reshape(4, -1), raw_dtype=Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    read = GGUFFile(tmp_path / "a.gguf").read("q")
+    assert same(read, torch.from_numpy(dequantize(blocks.reshape(4, -1), Q8_0).copy()))
+    exact = blocks[:, :2].copy().view(np.float16).astype(np.float64) * blocks[:, 2:].view(np.int8)
+    assert torch.equal(read.double().view(-1), torch.from_numpy(exact).view(-1))
+
+
+@PROC
+def test_a_mapped_tensor_is_private_and_its_file_closes(tmp_path: Path) -> None:
+    """Training straight into the checkpoint; descriptors that leak."""
+    path = tmp_path / "a.gguf"
+    write(path)
+    before, descriptors = path.read_bytes(), len(os.listdir("/proc/self/fd"))
+    file = GGUFFile(path)
+    tensor = file.read("token_embd.weight")
+    rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+    spans = [(*(int(x, 16) for x in row[0].split("-")), row[1]) for row in rows]
+    assert [rights for start, end, rights in spans if start <= tensor.data_ptr() < end] == ["rw-p"]
+    tensor.mul_(5)
+    assert path.read_bytes() == before
+    del file, tensor
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+# The config
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        WIDE,
+        dataclasses.replace(WIDE, n_inner=96),
+        dataclasses.replace(WIDE, layer_norm_epsilon=3e-6),
+        dataclasses.replace(WIDE, bos_token_id=None, eos_token_id=None),
+        dataclasses.replace(WIDE, bos_token_id=3, eos_token_id=50256),
+    ],
+)
+def test_the_config_comes_back(tmp_path: Path, tokenizer: BPE, config: GPT2Config) -> None:
+    """n_inner guessed, 1e-05 become 9.999999747378752e-06, an end of text invented."""
+    write(tmp_path / "a.gguf", config, tokenizer=tokenizer)
+    assert config_of(GGUFFile(tmp_path / "a.gguf")) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (without("gpt2.context_length"), "lacks gpt2.context_length; "),
+        (without("gpt2.attention.head_count"), "lacks gpt2.attention.head_count; "),
+        (lambda w: w.add_string("general.architecture", "llama"), "architecture 'llama', not 'gpt2'"),
+        (without("general.architecture"), "architecture None, not 'gpt2'"),
+        (lambda w: w.add_head_count(5), "n_embd 64 is not divisible by n_head 5"),
+        (lambda w: w.add_head_count([4, 4]), "n_head must be int, found [4, 4]"),
+        (lambda w: w.add_head_count_kv(2), "has 2 heads of keys"),
+        (lambda w: w.add_string("gpt2.block_count", "2"), "n_layer must be int, found '2'"),
+        (lambda w: w.add_uint64("gpt2.block_count", 2**64 - 1), "n_layer is 18446744073709551615"),
+        (lambda w: w.add_bool("gpt2.block_count", True), "n_layer must be int, found True"),
+        (lambda w: w.add_int32("gpt2.context_length", -1), "n_positions is -1"),
+        (lambda w: w.add_float32("gpt2.attention.layer_norm_epsilon", float("nan")), "layer_norm_epsilon is nan"),
+        (lambda w: w.add_float64("gpt2.attention.layer_norm_epsilon", 1e300), "layer_norm_epsilon is inf"),
+        (lambda w: w.add_string("tokenizer.ggml.eos_token_id", "x"), "eos_token_id must be int, found 'x'"),
+    ],
+)  # fmt: skip
+def test_a_config_that_makes_no_model_is_refused(tmp_path: Path, change: Callable, says: str) -> None:
+    """Numbers from a stranger's file, used as sizes."""
+    with_path = tmp_path / "a.gguf"
+    write(with_path, change=change)
+    refused(lambda: config_of(GGUFFile(with_path)), says, str(with_path))
+    refused(lambda: load(str(with_path)), says)
+
+
+def test_a_file_without_an_embedding_is_refused(tmp_path: Path) -> None:
+    """A vocabulary-only file, as llama.cpp has for its tests; or an embedding of one dimension."""
+    write(tmp_path / "a.gguf", truth={})
+    refused(lambda: config_of(GGUFFile(tmp_path / "a.gguf")), "lacks token_embd.weight; ")
+    write(tmp_path / "b.gguf", truth={"wte.weight": torch.ones(32)})
+    refused(lambda: config_of(GGUFFile(tmp_path / "b.gguf")), "lacks token_embd.weight; ")
+
+
+# The tokenizer
+
+
+def test_the_tokenizer_comes_back(tmp_path: Path, tokenizer: BPE) -> None:
+    """Another order of merges, a special token lost: other ids for the same text."""
+    write(tmp_path / "a.gguf", tokenizer=tokenizer)
+    assert tokenizer_of(GGUFFile(tmp_path / "a.gguf")).fingerprint == tokenizer.fingerprint
+    assert tokenizer_of(GGUFFile(tmp_path / "a.gguf")).eot == 299
+
+
+def vocabulary(tokenizer: BPE, tokens: list[str] | None = None, types: list[int] | None = None) -> Callable:
+    """A change of the file: another list of tokens or of types."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        add_tokenizer(writer, tokenizer, dataclasses.replace(WIDE, vocab_size=tokenizer.n_vocab))
+        if tokens is not None:
+            writer.kv_data[0].pop("tokenizer.ggml.tokens")
+            writer.add_token_list(tokens)
+        if types is not None:
+            writer.kv_data[0].pop("tokenizer.ggml.token_type")
+            writer.add_token_types(types)
+
+    return change
+
+
+def test_tokens_that_only_fill_up_are_left_out(tmp_path: Path, tokenizer: BPE) -> None:
+    """`[PAD300]` encoded by a tokenizer as if somebody meant it. Converters of 2023 marked it user-defined, newer ones unused."""
+    padded = dataclasses.replace(WIDE, vocab_size=320)
+    write(tmp_path / "a.gguf", padded, tokenizer=tokenizer)
+    assert tokenizer_of(GGUFFile(tmp_path / "a.gguf")).fingerprint == tokenizer.fingerprint
+    tokens = [*tokenizer.vocab, *(f"[PAD{i}]" for i in range(300, 320))]
+    change = vocabulary(tokenizer, tokens, [1] * 299 + [3] + [4] * 20)
+    write(tmp_path / "b.gguf", padded, change=change)
+    assert tokenizer_of(GGUFFile(tmp_path / "b.gguf")).fingerprint == tokenizer.fingerprint
+    # A token that a person added is not padding, nor is a hole in the middle; both keep their ids.
+    tokens = [*tokenizer.vocab, "[PAD300]", "smile", "[MASK]"]
+    write(tmp_path / "c.gguf", padded, change=vocabulary(tokenizer, tokens, [1] * 299 + [3, 5, 4, 3]))
+    assert tokenizer_of(GGUFFile(tmp_path / "c.gguf")).special_tokens == {
+        "<|endoftext|>": 299, "[PAD300]": 300, "smile": 301, "[MASK]": 302
+    }  # fmt: skip
+
+
+def test_types_may_be_absent_and_so_may_pre(tmp_path: Path, tokenizer: BPE) -> None:
+    """Files from before the pre-tokenizer had a name (April 2024)."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        add_tokenizer(writer, tokenizer, WIDE)
+        without("tokenizer.ggml.pre")(writer)
+        without("tokenizer.ggml.token_type")(writer)
+
+    write(tmp_path / "a.gguf", change=change)
+    assert tokenizer_of(GGUFFile(tmp_path / "a.gguf")).fingerprint == tokenizer.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "says", "error"),
+    [
+        (without("tokenizer.ggml.model"), "carries no tokenizer", NoTokenizer),
+        (lambda w: w.add_string("tokenizer.ggml.model", "none"), "carries no tokenizer", NoTokenizer),
+        (lambda w: w.add_string("tokenizer.ggml.model", "llama"), "'llama', 'gpt-2', not GPT-2's", NoTokenizer),
+        (lambda w: w.add_string("tokenizer.ggml.pre", "llama-bpe"), "'gpt2', 'llama-bpe', not GPT-2's", NoTokenizer),
+        (without("tokenizer.ggml.tokens"), "holds no list of tokens", InputError),
+        (without("tokenizer.ggml.merges"), "holds no list of merges", InputError),
+        (lambda w: w.add_string("tokenizer.ggml.merges", "a b"), "holds no list of merges", InputError),
+        (lambda w: w.add_array("tokenizer.ggml.tokens", [1, 2]), "holds no list of tokens", InputError),
+        (lambda w: w.add_array("tokenizer.ggml.tokens", ["x" * 1001]), "holds no list of tokens", InputError),
+        (lambda w: w.add_array("tokenizer.ggml.token_type", [1, 2]), "not as many types", InputError),
+        (lambda w: w.add_array("tokenizer.ggml.merges", ["a b c"]), "merge 0 is 'a b c'", InputError),
+        (lambda w: w.add_array("tokenizer.ggml.tokens", ["a"] * 300), "'a' is token 0 and token 1", InputError),
+        (lambda w: w.add_array("tokenizer.ggml.merges", ["a b"]), "merge 0 (a b) makes 'ab'", InputError),
+        (lambda w: w.add_array("tokenizer.ggml.token_type", [5] * 300), "256 of the 256 byte tokens", InputError),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Duplicated key name")
+def test_a_tokenizer_that_is_none_is_refused(
+    tmp_path: Path, tokenizer: BPE, change: Callable, says: str, error: type[InputError]
+) -> None:
+    """Ids by another vocabulary's rules, or a traceback."""
+
+    def changed(writer: gguf.GGUFWriter) -> None:
+        add_tokenizer(writer, tokenizer, WIDE)
+        change(writer)
+
+    write(tmp_path / "a.gguf", change=changed)
+    file = GGUFFile(tmp_path / "a.gguf")
+    caught = refused(lambda: tokenizer_of(file), says, str(tmp_path / "a.gguf"), error=error)
+    assert type(caught) is error
+
+
+# Files that are something else, or lie
+
+
+def header(tensors: bytes = b"", values: bytes = b"", counts: tuple[int, int] = (0, 0), version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, *counts) + values + tensors
+
+
+def text(content: bytes) -> bytes:
+    return struct.pack("<Q", len(content)) + content
+
+
+def value(name: bytes, kind: int, content: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + content
+
+
+def row(name: bytes, shape: tuple[int, ...], kind: int = 0, offset: int = 0, ndim: int | None = None) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape) if ndim is None else ndim, *shape, kind, offset)
+
+
+def padded(content: bytes, more: int = 0) -> bytes:
+    return content + bytes(-len(content) % 32 + more)
+
+
+TRUE = padded(header(row(b"a", (3,)) + row(b"b", (), offset=32), value(b"k", 4, b"\7\0\0\0"), (2, 1)), 36)
+LIES: list[tuple[bytes, str]] = [
+    (b"", "is empty"),
+    (b"GGU", "is cut short: 3 bytes"),
+    (b"GGML" + bytes(60), "begins with b'GGML', not with GGUF"),
+    (header(version=1), "GGUF version 1, and 2 and 3 are read"),
+    (header(version=4), "GGUF version 4"),
+    (header(version=3 << 24), "big-endian byte order"),
+    (header(counts=(0, 2**60)), "claims 1,152,921,504,606,846,976 metadata values"),
+    (header(counts=(2**60, 0)), "claims 1,152,921,504,606,846,976 tensors"),
+    (header(counts=(2**64 - 1, 2**64 - 1)), "metadata values"),
+    (header(values=struct.pack("<Q", 2**62) + b"x" * 20, counts=(0, 1)), "is cut short"),
+    (header(values=struct.pack("<Q", 2**64 - 1) + b"x" * 20, counts=(0, 1)), "is cut short"),
+    (header(values=value(b"k", 9, struct.pack("<IQ", 8, 2**60)) + bytes(99), counts=(0, 1)), "texts in k, and has"),
+    (header(values=value(b"k", 9, struct.pack("<IQ", 4, 2**62)) + bytes(99), counts=(0, 1)), "values in k, and has"),
+    (header(values=value(b"k", 9, struct.pack("<IQ", 9, 1)) + bytes(99), counts=(0, 1)), "an array of the type 9"),
+    (header(values=value(b"k", 13, b"") + bytes(99), counts=(0, 1)), "metadata k of the type 13"),
+    (header(values=value(b"k", 4, bytes(4)) * 2, counts=(0, 2)), "metadata k twice"),
+    (header(values=value(b"\xff", 4, bytes(4)), counts=(0, 1)), "not UTF-8 at byte 32"),
+    (header(values=value(b"k", 8, text(b"\xc3")), counts=(0, 1)), "not UTF-8"),
+    (header(values=value(b"general.alignment", 4, bytes(4)), counts=(0, 1)), "general.alignment 0, which is no power"),
+    (header(values=value(b"general.alignment", 4, b"\3\0\0\0"), counts=(0, 1)), "general.alignment 3, which is no power"),
+    (header(values=value(b"general.alignment", 8, text(b"32")), counts=(0, 1)), "general.alignment '32', which"),
+    (header(values=value(b"general.alignment", 10, struct.pack("<Q", 2**63)), counts=(0, 1)), "which is no power"),
+    (header(values=value(b"split.count", 2, b"\3\0"), counts=(0, 1)), "is one part of 3; join them"),
+    (padded(header(row(b"a", (1,), ndim=5) + bytes(64), counts=(1, 0))), "a has 5 dimensions"),
+    (padded(header(row(b"a", (1,), ndim=2**32 - 1) + bytes(64), counts=(1, 0))), "a has 4,294,967,295 dimensions"),
+    (padded(header(row(b"a", (4,)) + row(b"a", (4,), offset=32), counts=(2, 0)), 64), "a twice"),
+    (padded(header(row(b"a", (2**40,)), counts=(1, 0)), 64), "bytes where its directory says 4,398,046,511,"),
+    (padded(header(row(b"a", (2**63,)), counts=(1, 0)), 64), "contradicts itself about a"),
+    (padded(header(row(b"a", (2**47,) * 4), counts=(1, 0)), 64), "bytes where its directory says"),
+    (padded(header(row(b"a", (33,), kind=8), counts=(1, 0)), 64), "contradicts itself about a: Q8_0 [33]"),
+    (padded(header(row(b"a", (), kind=8), counts=(1, 0)), 64), "contradicts itself about a: Q8_0 []"),
+    (padded(header(row(b"a", (4,), offset=32), counts=(1, 0)), 64), "a leaves a gap before it"),
+    (padded(header(row(b"a", (4,), offset=2**64 - 1), counts=(1, 0)), 64), "a leaves a gap before it"),
+    (padded(header(row(b"a", (16,)) + row(b"b", (4,), offset=32), counts=(2, 0)), 96), "b overlaps the tensor before it"),
+    (padded(header(row(b"a", (4,), kind=41), counts=(1, 0)), 64), "the type 41, which GGUF does not have"),
+    (padded(header(row(b"\n\x1b[2J" * 500, (4,), kind=12), counts=(1, 0)), 64), "is of type Q4_K"),
+    (TRUE[:-1], "bytes where its directory says"),
+    (TRUE + bytes(29), "bytes where its directory says"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "says"), LIES, ids=[says[:40] for _, says in LIES])
+def test_a_lie_is_refused_at_once(tmp_path: Path, content: bytes, says: str) -> None:
+    """A count of 2**60 in a file of 100 bytes: an hour in a loop, or all of the memory. (The package's reader does either.)"""
+    path = tmp_path / "a.gguf"
+    path.write_bytes(content)
+    tracemalloc.start()
+    begin = time.perf_counter()
+    try:
+        refused(lambda: GGUFFile(path), says, str(path))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000
+    assert time.perf_counter() - begin < 2
+
+
+def test_the_truth_is_accepted(tmp_path: Path) -> None:
+    """The control of the test above."""
+    path = tmp_path / "a.gguf"
+    for content in (TRUE, TRUE + bytes(28)):  # the last tensor's padding may be there or not
+        path.write_bytes(content)
+        file = GGUFFile(path)
+        assert file.metadata == {"k": 7}
+        assert {name: tuple(file.read(name).shape) for name in file.entries} == {"a": (3,), "b": ()}
+    path.write_bytes(header(version=2))
+    assert GGUFFile(path).entries == {}
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path, tokenizer: BPE) -> None:
+    """A download that broke off: in a count, in a text, between two tensors, one byte before the end."""
+    path = tmp_path / "a.gguf"
+    write(path, tokenizer=tokenizer)
+    whole = path.read_bytes()
+    padding = GGUFFile(path).size - max(entry.end for entry in GGUFFile(path).entries.values())
+    for size in [*range(0, 800), *range(800, len(whole) - padding, 1009), len(whole) - padding - 1]:
+        path.write_bytes(whole[:size])
+        refused(lambda: GGUFFile(path), str(path), "fetch it again")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in gguf.GGMLQuantizationType if kind not in KINDS], ids=lambda kind: kind.name)
+def test_other_types_are_refused_by_name(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
+    """Most GGUF files on the Hub are Q4_K: not damaged, only of a kind that says nothing exact about the weights."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    (tmp_path / "a.gguf").write_bytes(padded(header(row(b"blk.0.x", (block,), kind), counts=(1, 0)), size))
+    if kind.name in gguf_file.OTHER_KINDS.values():
+        refused(lambda: GGUFFile(tmp_path / "a.gguf"), f"blk.0.x is of type {kind.name}, and F32, F16, Q8_0, BF16 are read")
+    else:  # newer than this reader
+        refused(lambda: GGUFFile(tmp_path / "a.gguf"), f"the type {kind.value}, which GGUF does not have")
+
+
+def test_big_endian_files_are_refused(tmp_path: Path) -> None:
+    """Made for other machines; every number would be read backwards."""
+    write(tmp_path / "a.gguf", endianess=gguf.GGUFEndian.BIG)
+    refused(lambda: GGUFFile(tmp_path / "a.gguf"), "big-endian byte order; fetch the little-endian file")
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    refused(lambda: GGUFFile(tmp_path / "none.gguf"), "none.gguf", "No such file")
+    refused(lambda: GGUFFile(tmp_path), "cannot be read")
+
+
+def test_a_file_cut_while_open_is_refused(tmp_path: Path) -> None:
+    """Reads that return nothing, for ever."""
+    path = tmp_path / "a.gguf"
+    write(path, kind=Q8_0)
+    file = GGUFFile(path)
+    os.truncate(path, file.entries["token_embd.weight"].start + 40)
+    refused(lambda: file.read("token_embd.weight", mapped=False), "cut short while it was read")
+
+
+def test_a_header_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits into a file may still be too much: 2 GB of texts of no length make 40 GB of Python's."""
+    path = tmp_path / "a.gguf"
+    monkeypatch.setattr(gguf_file, "ELEMENTS_LIMIT", 2000)
+    texts = value(b"k", 9, struct.pack("<IQ", 8, 1998)) + text("ä".encode()) * 1998
+    path.write_bytes(header(values=texts, counts=(0, 1)))
+    assert len(GGUFFile(path).metadata["k"]) == 1998
+    path.write_bytes(header(values=texts + value(b"j", 9, struct.pack("<IQ", 0, 1)) + b"a", counts=(0, 2)))
+    refused(lambda: GGUFFile(path), "claims more than 2,000 values")
+    monkeypatch.setattr(gguf_file, "METADATA_LIMIT", 5000)
+    path.write_bytes(header(values=value(b"k", 8, text(b" " * 5000)), counts=(0, 1)))
+    refused(lambda: GGUFFile(path), "has more than 5,000 bytes before its data")
+
+
+LARGEST = """
+import resource, sys, time
+from pathlib import Path
+from gpt2.checkpoint.gguf_file import GGUFFile
+before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+file = GGUFFile(Path(sys.argv[1]))
+print(len(file.metadata["k"]), time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_the_largest_header_allowed(tmp_path: Path) -> None:
+    """What a hostile file may cost at most: 2,000,000 texts, none of which Python keeps only once."""
+    path = tmp_path / "a.gguf"
+    count = gguf_file.ELEMENTS_LIMIT - 1
+    path.write_bytes(header(values=value(b"k", 9, struct.pack("<IQ", 8, count)) + text("ā".encode()) * count, counts=(0, 1)))
+    child = subprocess.run([sys.executable, "-c", LARGEST, str(path)], capture_output=True, text=True, check=True)
+    held, seconds, grown = child.stdout.split()
+    assert int(held) == count
+    assert float(seconds) < 10
+    assert int(grown) < 300_000  # kB
+
+
+def fuzz(count: int, seed: int, folder: Path) -> dict[str, Any]:
+    """What `gguf_fuzz.py` found, in a process that may crash or hang without taking the tests along."""
+    command = [sys.executable, "-X", "faulthandler", str(TESTS / "gguf_fuzz.py"), str(count), str(seed), str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    child = subprocess.run(command, capture_output=True, text=True, timeout=60 + count / 10, env=environment, check=False)
+    assert child.returncode == 0, child.stderr[-3000:]
+    found = json.loads(child.stdout.splitlines()[-1])
+    assert found["loaded"] + sum(found["refused"].values()) == count
+    assert found["slowest_s"] < 2
+    assert found["grown_mb"] < 50
+    return found
+
+
+def test_damaged_files_load_or_are_refused(tmp_path: Path) -> None:
+    """Any byte may be wrong. And the damage must go deep: files load still, and are refused for many reasons."""
+    found = fuzz(500, 0, tmp_path)
+    assert found["loaded"] > 30
+    assert len(found["refused"]) > 20
+
+
+@pytest.mark.slow
+def test_ten_thousand_damaged_files(tmp_path: Path) -> None:
+    """The same, longer, from another seed."""
+    assert fuzz(10_000, 1, tmp_path)["loaded"] > 600
