@@ -13,6 +13,7 @@ state is never read.
 from __future__ import annotations
 
 import pickle
+import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from .mapped_file import MappedFile
 from .pickle_data import Call, ForbiddenName, Pickle, PickleError, read_pickle
 from .torch_tensors import ALLOWED, NotDense, Storage, Strided, describe, kind, storage
 
-# nanoGPT's ckpt.pt of GPT-2 XL has 600 kB of pickle; some keep every loss of a long run there.
+# nanoGPT's ckpt.pt of GPT-2 XL has 200 kB of pickle; some keep every loss of a long run there.
 PICKLE_LIMIT = 16_000_000
 DIRECTORY_LIMIT = 4_000_000  # of a zip archive, which costs twenty times that in memory
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # what a file begins with that `_legacy_save` wrote
@@ -110,7 +111,7 @@ class TorchFile:
         """The archive's directory: name -> (first byte of the data, size, crc), nothing compressed, nothing shared."""
         try:
             archive = zipfile.ZipFile(_Bounded(self._file))
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, OverflowError) as error:
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, OverflowError, struct.error) as error:
             raise self._bad(f"has a zip directory that cannot be read ({str(error)[:80]})") from None
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
             raise CheckpointError(

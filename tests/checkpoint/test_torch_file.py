@@ -36,7 +36,6 @@ from torch_layouts import (
     zip_of,
 )
 
-from gpt2.checkpoint.pickle_data import INSTRUCTIONS_LIMIT
 from gpt2.checkpoint.safetensors_file import DTYPES
 from gpt2.checkpoint.torch_file import PICKLE_LIMIT, TorchFile
 from gpt2.errors import CheckpointError
@@ -388,6 +387,7 @@ def test_code_that_is_popped_again_is_refused(tmp_path: Path) -> None:
         (b"\x8c\x02os\x8c\x06system\x93.", "'os.system'"),
         (b"\x82\x01.", "no tensors need"),
         (b"}}\x93.", "makes no sense"),
+        (b"\x8c\x02osN\x93.", "makes no sense"),
         (b"c" + b"a" * 1001 + b"\nsystem\n.", "cut short"),
         (b"cos\n\xff\n.", "not UTF-8"),
     ],
@@ -444,9 +444,9 @@ def test_a_true_archive_is_read(tmp_path: Path) -> None:
 def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     """A kilobyte of zip that becomes a gigabyte of pickle."""
     path = zip_of(tmp_path / "a", bytes(50_000_000), {"0": DATA}, compression=zipfile.ZIP_DEFLATED)
-    begin = time.perf_counter()
+    begin = time.process_time()
     refused(lambda: TorchFile(path), "compressed")
-    assert time.perf_counter() - begin < 0.5
+    assert time.process_time() - begin < 1
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("archive/data.pkl", ONE)
         file.writestr("archive/data/0", bytes(8), zipfile.ZIP_BZIP2)
@@ -494,9 +494,9 @@ def test_a_huge_zip_directory_is_refused_unread(tmp_path: Path) -> None:
     size = 100_000 * len(entry)
     end = END + bytes(4) + (100_000 % 65536).to_bytes(2, "little") * 2 + size.to_bytes(4, "little") + bytes([4, 0, 0, 0, 0, 0])
     (tmp_path / "a").write_bytes(LOCAL + entry * 100_000 + end)
-    begin = time.perf_counter()
+    begin = time.process_time()
     refused(lambda: TorchFile(tmp_path / "a"), f"claims {size:,} bytes")
-    assert time.perf_counter() - begin < 0.5
+    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize(
@@ -600,6 +600,9 @@ LIES = [
     (tensor(tail=(("1", 0, 2),)), "where a storage should be"),
     (tensor(kind=torch.nn.Parameter), "where a storage should be"),
     (tensor(0, (2,), (1,), False, {}, {"neg": True}), "negated"),
+    (Called(REBUILD, Stored(tensor()), 0, (2,), (1,)), "where a storage should be"),
+    (Called(REBUILD, Stored(Stored("storage")), 0, (2,), (1,)), "where a storage should be"),
+    (tensor(kind=b"1" * 300), "where a storage should be"),
     (Called(torch._utils._rebuild_parameter, 1, False, {}), "no tensor"),
     (Called(torch._utils._rebuild_parameter), "no tensor"),
     (Called(torch._tensor._rebuild_from_type_v2, REBUILD, torch.Tensor), "no tensor"),
@@ -618,9 +621,9 @@ def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path: Path, lie: Called
         path = zip_of(tmp_path / "a", description, {"0": DATA})
     else:
         path = legacy_of(tmp_path / "a", description, {"0": (2, DATA)})
-    begin = time.perf_counter()
+    begin = time.process_time()
     refused(lambda: TorchFile(path), "" if not zipped else says)
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize(
@@ -653,19 +656,21 @@ def test_one_storage_of_two_kinds_is_refused(tmp_path: Path) -> None:
     refused(lambda: TorchFile(legacy_of(tmp_path / "a", description, {"0": (2, DATA)})), "contradicts itself")
 
 
-def big(count: int, of: bytes) -> bytes:
-    return of * count
+@pytest.mark.parametrize("push", [b"N", b"}", b"]\x94", b"(", b"K\x01"])
+def test_a_pickle_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, push: bytes) -> None:
+    """Sixteen million dicts of two bytes each are 2 GB of memory."""
+    monkeypatch.setattr("gpt2.checkpoint.pickle_data.INSTRUCTIONS_LIMIT", 5000)
+    refused(lambda: TorchFile(zip_of(tmp_path / "a", b"\x80\x02" + push * 5001, {})), "more than 5,000 instructions")
+    assert holds(TorchFile(zip_of(tmp_path / "a", ONE, {"0": DATA})), {"a": torch.tensor([1.0, 2.0])})
 
 
 HASH = 2**61 - 1  # what CPython takes the hash of a whole number modulo
 PUSHES = [
-    (big(INSTRUCTIONS_LIMIT, b"N"), "instructions"),
-    (big(INSTRUCTIONS_LIMIT, b"}"), "instructions"),
-    (b"}" + big(200_000, b")") + big(199_999, b"\x86") + b"Ns.", SENSE),  # a key so deep that its hash overflows C's stack
-    (b")" + big(300_000, b"\x85") + b".", "type tuple"),
-    (b")" + big(100_000, b"q\x00h\x00\x86") + b".", "type tuple"),  # 2 ** 100,000 elements, if one followed them all
+    (b"}" + b")" * 100_000 + b"\x86" * 99_999 + b"Ns.", SENSE),  # a key so deep that its hash overflows C's stack
+    (b")" + b"\x85" * 150_000 + b".", "type tuple"),
+    (b")" + b"q\x00h\x00\x86" * 50_000 + b".", "type tuple"),  # 2 ** 50,000 elements, if one followed them all
     (b"}q\x00U\x01ah\x00s.", "no tensor at a"),  # holds itself
-    (b"ctorch\nSize\nq\x00" + big(200_000, b"h\x00") + b")R" + big(199_000, b"\x85R") + b".", "holds a torch.Size"),
+    (b"ctorch\nSize\nq\x00" + b"h\x00" * 100_000 + b")R" + b"\x85R" * 99_000 + b".", "holds a torch.Size"),
     (b"}(" + b"".join(b"\x8a\x0a" + (k * HASH).to_bytes(10, "little") + b"N" for k in range(1, 25_000)) + b"u.", "huge numbers"),
     (b"}U\x01aK\x01sU\x01aK\x02s.", "key twice"),
     (b"}(U\x01aK\x01U\x01aK\x02u.", "key twice"),
@@ -708,9 +713,9 @@ PUSHES = [
 def test_a_pickle_that_makes_no_sense_is_refused(tmp_path: Path, program: bytes, says: str) -> None:
     """A stack machine driven by a stranger: beneath its stack, without end, in circles, or slower with every step."""
     path = zip_of(tmp_path / "a", b"\x80\x02" + program, {"0": DATA})
-    begin = time.perf_counter()
+    begin = time.process_time()
     refused(lambda: TorchFile(path), says)
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10
 
 
 # Files that are something else, or not whole
@@ -856,6 +861,24 @@ def test_an_optimizer_s_state_is_never_read(tmp_path: Path, zipped: bool, monkey
     assert 3 * wanted < (tmp_path / "a").stat().st_size
 
 
+def test_a_disk_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback out of a network drive."""
+
+    class Broken:
+        def seek(self, *_: object) -> None:
+            pass
+
+        def read(self, *_: object) -> None:
+            raise OSError(5, "Input/output error")
+
+        readinto = read
+
+    file = TorchFile(save(tmp_path / "a", {"a": torch.ones(4)}))
+    monkeypatch.setattr(file._file, "file", Broken())
+    refused(lambda: file.read("a", mapped=False), "Input/output error")
+    refused(lambda: file._file.bytes(0, 4), "Input/output error")
+
+
 # Memory, and thousands of damaged files
 
 PEAK = """
@@ -863,12 +886,12 @@ import json, re, sys
 from pathlib import Path
 import torch
 from gpt2.checkpoint.torch_file import TorchFile
-def peak(): return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+def memory(kind): return int(re.search(kind + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 torch.ones(1000).to(torch.bfloat16)
-before = peak()
+before = memory("VmRSS")
 file = TorchFile(Path(sys.argv[1]))
 held = {name: file.read(name, torch.bfloat16) for name in file.entries}
-print(json.dumps({"above": peak() - before, "target": sum(tensor.nbytes for tensor in held.values())}))
+print(json.dumps({"above": memory("VmHWM") - before, "target": sum(tensor.nbytes for tensor in held.values())}))
 """
 
 
