@@ -91,10 +91,7 @@ def export(
         save(model, tokenizer, directory)
         type = str(model.wte.weight.dtype).removeprefix("torch.")
         names = ["config.json", "generation_config.json", WEIGHTS, *sorted(TOKENIZER_FILES)]
-        if model.config.inner != 4 * model.config.n_embd:
-            notes.append(
-                f"a feed-forward of {model.config.inner:,}: llama.cpp's converter would take it for 4 x n_embd; use gguf"
-            )
+        notes += _unlike_others(model.config)
     else:
         type = type or OF_DTYPE[model.wte.weight.dtype]
         content, more = _gguf(model, tokenizer, type, name)
@@ -164,6 +161,24 @@ def _refuse_other_tokenizer(directory: Path, tokenizer: Tokenizer | None) -> Non
     left = [name for name in TOKENIZER_FILES if name not in own and (directory / name).exists()]
     if left:
         raise InputError(f"{directory}: holds {left[0]} of another tokenizer; choose another folder, or remove it")
+
+
+def _unlike_others(config: GPT2Config) -> list[str]:
+    """What of a config the readers of Hugging Face's layout take for something else, as seen in their sources."""
+    notes = []
+    if config.scale_attn_by_inverse_layer_idx or not config.scale_attn_weights:
+        notes.append(
+            "of its scaling of attention only transformers knows: CTranslate2, vLLM and llama.cpp leave it out or refuse it"
+        )
+    if config.reorder_and_upcast_attn:
+        notes.append("reorder_and_upcast_attn: vLLM refuses it")
+    if config.layer_norm_epsilon != 1e-5:
+        notes.append(f"layer_norm_epsilon {config.layer_norm_epsilon:g}: CTranslate2 computes with 1e-05")
+    llama = [] if config.inner == 4 * config.n_embd else [f"a feed-forward of {config.inner:,} for {4 * config.n_embd:,}"]
+    llama += [] if config.activation_function in TANH_GELU else [f"{config.activation_function} for the tanh GELU"]
+    if llama:
+        notes.append(f"llama.cpp's converter takes {' and '.join(llama)}, without a word")
+    return notes
 
 
 def _gguf(model: GPT2, tokenizer: Tokenizer | None, type: str, name: str) -> tuple[Iterator[bytes | memoryview], list[str]]:

