@@ -79,7 +79,7 @@ class TorchFile:
             return read_pickle(data, ALLOWED, start)
         except ForbiddenName as error:
             raise CheckpointError(
-                f"{self.path}: refused, since loading it would run code: its pickle asks for {quoted(error.name)}, and weights "
+                f"{self.path}: refused, since loading it would run code: its pickle asks for {shown(error.name)}, and weights "
                 "need no code; have their state_dict() saved, or convert the file to safetensors in a sandbox"
             ) from None
         except PickleError as error:

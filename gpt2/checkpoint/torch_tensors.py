@@ -145,7 +145,8 @@ def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
         raise PickleError("is described in a way that makes no sense")
     source, offset, shape, stride, *rest = call.args
     whole = all(type(n) is int and 0 <= n < 1 << 48 for n in (offset, *shape, *stride))
-    if not whole or len(shape) != len(stride) or len(shape) > 8:
+    # torch multiplies the other sizes even where one is zero.
+    if not whole or len(shape) != len(stride) or len(shape) > 8 or math.prod(n or 1 for n in shape) >= 1 << 48:
         raise PickleError("is described in a way that makes no sense")
     held = storage(source.id)
     dtype = held.dtype

@@ -142,6 +142,14 @@ def test_reads_what_torch_wraps_tensors_in(tmp_path: Path) -> None:
     assert holds(TorchFile(zip_of(path, pickled({"a": oldest}), {"0": bytes(8)})), {"a": torch.zeros(2)})
 
 
+def test_an_empty_tensor_may_have_any_other_size(tmp_path: Path) -> None:
+    """The control of the overflow among the lies below."""
+    for shape in [(0,), (0, 2**40), (2**20, 0, 2**20)]:
+        called = Called(REBUILD, Stored("storage", F32, "0", "cpu", 0), 0, shape, (1,) * len(shape), False, {})
+        file = TorchFile(zip_of(tmp_path / "a", pickled({"a": called}), {"0": b""}))
+        assert file.read("a").shape == file.read("a", torch.bfloat16).shape == shape
+
+
 def test_reads_files_of_python_2(tmp_path: Path) -> None:
     """Its text is bytes, and its OrderedDict a list of pairs; checkpoints of 2019 were written with it."""
     pid = b"(U\x07storagectorch\nFloatStorage\nU\x01kU\x03cpuK\x02NtQ"
@@ -369,11 +377,11 @@ def test_code_that_is_popped_again_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        (b"cos\nsystem\n.", "'os.system'"),
-        (b"c__builtin__\neval\n.", "'builtins.eval'"),
-        (b"ctorch\nload\n.", "'torch.load'"),
-        (b"ctorch.serialization\nload\n.", "'torch.serialization.load'"),
-        (b"ctorch.hub\nload\n.", "'torch.hub.load'"),
+        (b"cos\nsystem\n.", "for os.system, and"),
+        (b"c__builtin__\neval\n.", "for builtins.eval, and"),
+        (b"ctorch\nload\n.", "for torch.load, and"),
+        (b"ctorch.serialization\nload\n.", "for torch.serialization.load, and"),
+        (b"ctorch.hub\nload\n.", "for torch.hub.load, and"),
         (b"ctorch._utils\n_rebuild_xla_tensor\n.", "_rebuild_xla_tensor"),
         (b"ctorch\nSize.__init__\n.", "Size.__init__"),
         (b"ctorch\nFloatStorage.from_file\n.", "FloatStorage.from_file"),
@@ -383,8 +391,8 @@ def test_code_that_is_popped_again_is_refused(tmp_path: Path) -> None:
         (b"ctorch._utils\n_rebuild_tensor_v2\x00\n.", "_v2"),
         (b"c\x1b[2J\nsystem\n.", "x1b"),
         (b"c" + b"a" * 990 + b"\nsystem\n.", "aaa"),
-        (b"(ios\nsystem\n.", "'os.system'"),
-        (b"\x8c\x02os\x8c\x06system\x93.", "'os.system'"),
+        (b"(ios\nsystem\n.", "for os.system, and"),
+        (b"\x8c\x02os\x8c\x06system\x93.", "for os.system, and"),
         (b"\x82\x01.", "no tensors need"),
         (b"}}\x93.", "makes no sense"),
         (b"\x8c\x02osN\x93.", "makes no sense"),
@@ -569,7 +577,9 @@ LIES = [
     (tensor(stride=(2,)), "reaches beyond"),
     (tensor(stride=(2**47,)), "reaches beyond"),
     (tensor(shape=(2**47,)), "reaches beyond"),
-    (tensor(shape=(2**40, 2**40), stride=(2**40, 1)), "reaches beyond"),
+    (tensor(shape=(2**40, 2**40), stride=(2**40, 1)), SENSE),
+    (tensor(shape=(0, 2**47, 2**47), stride=(1, 1, 1)), SENSE),
+    (tensor(shape=(2**47, 2**47, 0), stride=(1, 1, 1)), SENSE),
     (tensor(shape=(2**40,), stride=(0,)), "expanded"),
     (tensor(shape=(2, 2**40), stride=(1, 0)), "expanded"),
     (tensor(shape=(2, 2), stride=(1, 1)), "expanded"),
@@ -690,6 +700,7 @@ PUSHES = [
     (b"q\x00.", SENSE),
     (b"\x94.", SENSE),
     (b"t.", SENSE),
+    (b"NN(\x86t.", SENSE),
     (b"(N0t.", "no tensors need"),
     (b"b.", SENSE),
     (b"Q.", SENSE),
