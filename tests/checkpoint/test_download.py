@@ -232,6 +232,22 @@ def test_stale_leftovers_are_swept_away(hub: HubStandIn, tmp_path: Path) -> None
     assert asked(hub.requests) == [f"bytes={CUT}-"]
 
 
+def test_what_another_program_fetched_meanwhile_is_used(hub: HubStandIn, tmp_path: Path) -> None:
+    """The blob is there: then nothing is downloaded, the part that is left is of no use, and a link into nothing is mended."""
+    ((commit, tree),) = hub.repos["org/name"].commits.items()
+    storage = tmp_path / "hub/models--org--name"
+    blob = storage / "blobs" / tree["model.safetensors"].sha256
+    link = storage / "snapshots" / commit / "model.safetensors"
+    for folder in (blob.parent, link.parent):
+        folder.mkdir(parents=True)
+    blob.write_bytes(WEIGHTS)
+    blob.with_name(f"{blob.name}.gpt2-toolkit.incomplete").write_bytes(WEIGHTS[:CUT])
+    link.symlink_to("../../blobs/gone")
+    assert weights_of(finish(start(hub, tmp_path))) == WEIGHTS
+    assert asked(hub.requests) == []
+    assert unfinished(tmp_path) == []
+
+
 def test_a_declared_hash_that_is_none_is_no_path(tmp_path: Path) -> None:
     """It names a file in the cache: a server's `../../x` would be written anywhere."""
     with pytest.raises(InputError, match=r"declares no hash for model\.safetensors"):

@@ -1,0 +1,150 @@
+"""What loading costs: at most 1.05 times the weights' own size at any moment, and at most one copy of each tensor."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hf_layouts import TINY, weights, write_config, write_weights
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt2.checkpoint.load import load_path
+
+ROOT = Path(__file__).parents[2]
+PROC = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+LIMIT = 1.05  # times the size of the loaded weights, above a process that only imports torch
+
+
+def bench() -> ModuleType:
+    """tools/bench_memory.py, which writes the files and measures fresh processes."""
+    spec = importlib.util.spec_from_file_location("bench_memory", ROOT / "tools/bench_memory.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def assert_within(told: dict[str, Any], n_bytes: int, *, mapped: bool) -> None:
+    print({key: round(value, 3) if isinstance(value, float) else value for key, value in told.items()})
+    assert told["bytes"] == n_bytes
+    assert told["peak / size"] <= LIMIT
+    assert told["peak / size"] > 0.99, "every page was read, or the figure says nothing"
+    if mapped:
+        assert told["anonymous / size"] < 0.01, "nothing of a mapped file is this process's own"
+
+
+@PROC
+@pytest.mark.parametrize("layout", ["aligned", "official"])
+def test_loading_gpt2_needs_its_own_size(layout: str, tmp_path: Path) -> None:
+    """A second copy anywhere: of the file read before it is converted, of the model drawn before it is filled."""
+    tool = bench()
+    with tool.checkpoint("gpt2", layout, tmp_path) as made:
+        for dtype, size in (("float32", 4), ("bf16", 2)):
+            assert_within(tool.measure(made, dtype, 1), size * 124_439_808, mapped=(layout, dtype) == ("aligned", "float32"))
+        if layout == "aligned":
+            careless = tool.CHILD.replace("gpt2.load(sys.argv[1])", "gpt2.load(sys.argv[1][:-5]).to(torch.bfloat16)")
+            assert careless != tool.CHILD
+            assert tool.measure(made, "bf16", 1, careless)["peak / size"] > 1.5, "the control: float32 first, then bfloat16"
+
+
+@PROC
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["aligned", "official"])
+def test_loading_gpt2_xl_needs_its_own_size(layout: str, tmp_path: Path) -> None:
+    """6.2 GB of float32, or 3.1 GB of bfloat16, never both."""
+    if shutil.disk_usage(tmp_path).free < 8e9:
+        pytest.skip("needs 8 GB of disk")
+    tool = bench()
+    with tool.checkpoint("gpt2-xl", layout, tmp_path) as made:
+        for dtype, size in (("float32", 4), ("bf16", 2)):
+            assert_within(tool.measure(made, dtype, 1), size * 1_557_611_200, mapped=(layout, dtype) == ("aligned", "float32"))
+
+
+# A new module's norms are ones and zeros until they are replaced; a view is one under either name.
+NO_COPY = ("aten::empty", "aten::fill_", "aten::zero_", "aten::_unsafe_view")
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements that torch writes: copies, conversions, and whatever else makes tensors of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view and not func.name().startswith(NO_COPY):
+            self.elements += result.numel()
+        return result
+
+
+def read_so_far() -> int:
+    """Bytes that this process has read from files."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def spans(path: Path) -> list[range]:
+    """Where a file is mapped in this process."""
+    rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    return [range(*(int(end, 16) for end in row[0].split("-"))) for row in rows]
+
+
+CONFIG = type(TINY)(vocab_size=2000, n_positions=64, n_embd=96, n_layer=2, n_head=3)
+MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+@PROC
+@pytest.mark.parametrize("how", ["mapped", "unaligned", "converted", "converted, unaligned", "turned", "turned, unaligned"])
+def test_a_tensor_is_copied_at_most_once(how: str, tmp_path: Path) -> None:
+    """Mapped: never; unaligned: read once into its place; another dtype: read and converted once; turned: a view of either."""
+    tensors = weights(CONFIG)
+    if "turned" in how:  # nn.Linear's orientation
+        tensors = {name: tensor.T.contiguous() if name.endswith(MATRICES) else tensor for name, tensor in tensors.items()}
+    path = write_config(tmp_path / "checkpoint", CONFIG) / "model.safetensors"
+    write_weights(path, tensors, start=3 if "unaligned" in how else 0)
+    size = CONFIG.num_parameters()
+    dtype = torch.bfloat16 if "converted" in how else torch.float32
+    with Copies():  # a first time, for what is imported on the way
+        load_path(path.parent, dtype=dtype)
+    before = read_so_far()
+    idle = read_so_far() - before
+    before = read_so_far()
+    with Copies() as copies:
+        model = load_path(path.parent, dtype=dtype)
+    read = read_so_far() - before - idle
+    parameters = dict(model.named_parameters())
+    in_file = [any(p.data_ptr() in span for span in spans(path)) for p in parameters.values()]
+    overhead = path.stat().st_size - 4 * size + 20_000  # header, config, and what tells one container from another
+    if how in ("mapped", "turned"):
+        assert all(in_file)
+        assert read < overhead
+    else:
+        assert not any(in_file)
+        assert 4 * size <= read < 4 * size + overhead, "each byte from the file, and none twice"
+    assert copies.elements == (size if "converted" in how else 0), "each element converted once, and nothing else is copied"
+    turned = {name for name, p in parameters.items() if not p.is_contiguous()}
+    assert turned == ({name for name in parameters if name.endswith(MATRICES)} if "turned" in how else set())
+
+
+def test_the_counter_counts() -> None:
+    """The control: a counter that sees no copy would find none."""
+    source = torch.ones(3, 4)
+    for copy in (
+        lambda: source.clone(),
+        lambda: source.T.contiguous(),
+        lambda: source.to(torch.bfloat16),
+        lambda: torch.empty(3, 4).copy_(source),
+        lambda: torch.cat([source]),
+        lambda: source.T.reshape(-1),
+    ):
+        with Copies() as copies:
+            copy()
+        assert copies.elements == 12, copy
+    with Copies() as copies:
+        torch.nn.Parameter(source.T.view(4, 3)[:2])
+        torch.empty(3, 4)
+    assert copies.elements == 0
