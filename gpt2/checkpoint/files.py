@@ -97,6 +97,13 @@ def what_is_there(path: Path) -> str:
     return f"the folder holds {listed(names, 6)}; give the one with the weights" if names else "the folder is empty"
 
 
+def files_of(path: Path) -> list[Path]:
+    """What a checkpoint consists of, for a report to name by hash: weights, configs, vocabularies."""
+    if path.is_file():
+        return [path]
+    return [file for file in _files(path) if file.suffix in (".json", ".txt", ".bpe", *LONE) or TENSORFLOW.fullmatch(file.name)]
+
+
 def _files(path: Path) -> list[Path]:
     try:
         return sorted(entry for entry in path.iterdir() if entry.is_file())

@@ -42,12 +42,12 @@ class Assignment:
         """The narrowest that holds every tensor as stored."""
         return reduce(torch.promote_types, (self.files[key].entries[key].dtype for key in self.sources.values()))
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One parameter, on the CPU: a view of the mapped file where its dtype and alignment allow."""
+    def read(self, name: str, dtype: torch.dtype, *, mapped: bool = True) -> Tensor:
+        """One parameter, on the CPU: a view of the mapped file where its dtype and alignment allow, unless not ``mapped``."""
         if name in self.absent:
             return torch.zeros(self.shapes[name], dtype=dtype)
         key = self.sources[name]
-        tensor = self.files[key].read(key, dtype)
+        tensor = self.files[key].read(key, dtype, mapped=mapped)
         tensor = tensor.squeeze(0) if tensor.ndim == 3 else tensor
         return tensor.t() if self.turned and name in matrices(self.shapes) else tensor
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from ..checkpoint.configs import config_of, read_config
 from ..checkpoint.files import INDEX, LAYOUTS, WEIGHTS, open_weights
 from ..checkpoint.keys import to_file
-from ..checkpoint.load import random_model
+from ..checkpoint.load import load_path, random_model, tokenizer_of
 from ..checkpoint.match import match
 from ..config import GPT2Config
 from ..errors import CheckpointError, InputError
@@ -55,6 +57,29 @@ def opens(path: Path) -> bool:
     assignment = match(files, config_of(path, files), path)
     usual = all(key in (name, to_file(name)) for name, key in assignment.sources.items())
     return usual and not assignment.turned and not assignment.absent
+
+
+@contextmanager
+def directory(
+    path: Path | None, random: tuple[str, int] | None, progress: Callable[[str], None] = lambda what: None
+) -> Iterator[Path]:
+    """A directory that transformers reads: ``path`` itself, or a temporary one that it wrote, with weights of our loading."""
+    if path is not None and opens(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="gpt2-reference-") as temporary:
+        folder = Path(temporary)
+        progress("writing the weights as transformers does")
+        if path is None:
+            save_random(*random, folder)
+        else:
+            model = load_path(path)
+            save_with_transformers(model.config, model.state_dict(), folder)
+            with suppress(InputError):  # no tokenizer there, or a damaged one: the check of tokens tells which
+                tokenizer_of(path).save(folder, n_positions=model.config.n_positions)
+            del model
+        gc.collect()
+        yield folder
 
 
 def load_reference(path: Path, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:

@@ -7,19 +7,17 @@ transformers itself does, so the bound scales with the model, the depth and the 
 
 from __future__ import annotations
 
-import gc
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from ..checkpoint.configs import config_of
-from ..checkpoint.files import LONE, TENSORFLOW, open_weights
+from ..checkpoint.files import files_of, open_weights
 from ..checkpoint.hub import Source, resolve
-from ..checkpoint.load import load_path, tokenizer_of
+from ..checkpoint.load import load_path
 from ..checkpoint.names import DEFAULT, DTYPES, parse_random, split_dtype
 from ..checkpoint.save import sha256
 from ..errors import InputError
@@ -64,7 +62,7 @@ def verify(
         subject = Subject(source.path, theirs, config, build, rounding, probe, progress)
         tokens = checks.tokens(subject)  # first, because a damaged vocabulary should not take ten seconds to be found
         found = [checks.weights(subject), *checks.forward(subject), *training.training(subject), tokens]
-        files = {path.name: sha256(path) for path in _files(source.path)}
+        files = {path.name: sha256(path) for path in files_of(source.path)}
         told = "" if theirs == source.path else " (given our tensors: it cannot open these files itself)"
     env = environment(str(rounding).removeprefix("torch."), "cpu")
     return Report(
@@ -87,31 +85,8 @@ def _on_disk(name: str, revision: str | None, offline: bool, progress: Callable[
     """What we read, and the directory that transformers reads: the same files wherever it can open them."""
     random = parse_random(name)
     source = None if random else resolve(name, revision=revision, offline=offline)
-    if source is not None and reference.opens(source.path):
-        yield source, source.path
-        return
-    with tempfile.TemporaryDirectory(prefix="gpt2-verify-") as temporary:
-        folder = Path(temporary)
-        progress(f"writing {name} as transformers does")
-        if source is None:
-            reference.save_random(*random, folder)
-            source = Source(name, folder, None)
-        else:
-            model = load_path(source.path)
-            reference.save_with_transformers(model.config, model.state_dict(), folder)
-            with suppress(InputError):  # no tokenizer there, or a damaged one: the check of tokens tells which
-                tokenizer_of(source.path).save(folder, n_positions=model.config.n_positions)
-            del model
-        gc.collect()
-        yield source, folder
-
-
-def _files(path: Path) -> list[Path]:
-    """The files that a report names by their hashes."""
-    if path.is_file():
-        return [path]
-    kinds = (".json", ".txt", ".bpe", *LONE)
-    return sorted(file for file in path.iterdir() if file.suffix in kinds or TENSORFLOW.fullmatch(file.name))
+    with reference.directory(source and source.path, random, progress) as folder:
+        yield source or Source(name, folder, None), folder
 
 
 def _unknown(dtype: str) -> str:
