@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from queue import Queue
+from threading import Event, Semaphore, Thread
 from typing import Any
 
 import torch
@@ -42,7 +44,65 @@ def points(n_layer: int) -> list[str]:
 def trace(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     """Run ``model``, ours or transformers', on (B, T) ``ids`` through its eager attention; return the tensor at each point."""
     found: dict[str, Tensor] = {}
-    root = model if isinstance(model, GPT2) else model.transformer
+    run(model, ids, found, lambda: None)
+    return _in_order(found, len(root_of(model).h))
+
+
+def trace_blocks(model: nn.Module, ids: Tensor) -> Iterator[dict[str, Tensor]]:
+    """:func:`trace`, a block at a time: embeddings, each block, final norm and logits. What was yielded is not kept.
+
+    The forward pass runs in a thread that rests while the caller looks at a block, so two models can be walked side by side.
+    """
+    blocks: Queue[dict[str, Tensor] | BaseException | None] = Queue()
+    onwards = Semaphore(0)
+    stopped = Event()
+
+    def emit() -> None:
+        blocks.put(_in_order(found, len(root_of(model).h)))
+        found.clear()
+        onwards.acquire()
+        if stopped.is_set():
+            raise _Stopped
+
+    @torch.no_grad()
+    def walk() -> None:
+        onwards.acquire()
+        try:
+            if not stopped.is_set():
+                run(model, ids, found, emit)
+                blocks.put(_in_order(found, len(root_of(model).h)))
+                blocks.put(None)
+        except _Stopped:
+            pass
+        except BaseException as error:  # whatever it is belongs to the caller
+            blocks.put(error)
+
+    found: dict[str, Tensor] = {}
+    thread = Thread(target=walk, daemon=True)
+    thread.start()
+    try:
+        while True:
+            onwards.release()
+            block = blocks.get()
+            if isinstance(block, BaseException):
+                raise block
+            if block is None:
+                return
+            yield block
+            del block
+    finally:
+        stopped.set()
+        onwards.release()
+        thread.join()
+
+
+class _Stopped(Exception):
+    """The caller has seen enough."""
+
+
+def run(model: nn.Module, ids: Tensor, found: dict[str, Tensor], emit: Callable[[], None]) -> None:
+    """One traced forward pass into ``found``; ``emit`` is called when embeddings are done, and after each block."""
+    root = root_of(model)
     with ExitStack() as stack:
         stack.enter_context(_eager(model))
         for module, point, when in _taps(root):
@@ -52,12 +112,23 @@ def trace(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
         softmax = stack.enter_context(_SoftmaxTap(found))
         for layer, block in enumerate(root.h):
             stack.callback(block.register_forward_pre_hook(softmax.enter(layer)).remove)
+        stack.callback(root.h[0].register_forward_pre_hook(lambda *_: emit()).remove)
+        for block in root.h:
+            stack.callback(block.register_forward_hook(lambda *_: emit()).remove)
         out = model(ids)
     found["logits"] = (out if isinstance(out, Tensor) else out.logits).detach()
+
+
+def root_of(model: nn.Module) -> nn.Module:
+    """Where the blocks are: our model itself, ``transformer`` in transformers'."""
+    return model if isinstance(model, GPT2) else model.transformer
+
+
+def _in_order(found: dict[str, Tensor], n_layer: int) -> dict[str, Tensor]:
     for name in [name for name in found if name.endswith("attn.qkv")]:
         for part, tensor in zip("qkv", found.pop(name).chunk(3, dim=-1), strict=True):
             found[f"{name.removesuffix('qkv')}{part}"] = tensor
-    return {name: found[name] for name in points(len(root.h)) if name in found}
+    return {name: found[name] for name in points(n_layer) if name in found}
 
 
 def _taps(root: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
