@@ -174,7 +174,12 @@ def test_a_mapped_tensor_is_private_and_its_file_closes(tmp_path: Path) -> None:
     assert [rights for start, end, rights in spans if start <= tensor.data_ptr() < end] == ["rw-p"]
     tensor.mul_(5)
     assert path.read_bytes() == before
-    del file, tensor
+    for kind in (F32, Q8_0):
+        write(tmp_path / "unmapped", kind=kind)
+        unmapped = GGUFFile(tmp_path / "unmapped")
+        assert unmapped.read("token_embd.weight", mapped=False).shape == (300, 64)
+        assert str(tmp_path / "unmapped") not in Path("/proc/self/maps").read_text()
+    del file, tensor, unmapped
     assert str(path) not in Path("/proc/self/maps").read_text()
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
@@ -268,10 +273,10 @@ def test_tokens_that_only_fill_up_are_left_out(tmp_path: Path, tokenizer: BPE) -
     write(tmp_path / "b.gguf", padded, change=change)
     assert tokenizer_of(GGUFFile(tmp_path / "b.gguf")).fingerprint == tokenizer.fingerprint
     # A token that a person added is not padding, nor is a hole in the middle; both keep their ids.
-    tokens = [*tokenizer.vocab, "[PAD300]", "smile", "[MASK]"]
+    tokens = [*tokenizer.vocab, "hole", "smile", "[MASK]"]
     write(tmp_path / "c.gguf", padded, change=vocabulary(tokenizer, tokens, [1] * 299 + [3, 5, 4, 3]))
     assert tokenizer_of(GGUFFile(tmp_path / "c.gguf")).special_tokens == {
-        "<|endoftext|>": 299, "[PAD300]": 300, "smile": 301, "[MASK]": 302
+        "<|endoftext|>": 299, "hole": 300, "smile": 301, "[MASK]": 302
     }  # fmt: skip
 
 
