@@ -45,8 +45,9 @@ TEXT = 7
 VARINT, BYTES, FIXED32 = 0, 2, 5
 HEADER = {1: VARINT, 2: VARINT, 3: BYTES}  # num_shards, endianness, version
 VERSION = {2: VARINT}  # min_consumer
-ENTRY = {1: VARINT, 2: BYTES, 3: VARINT, 4: VARINT, 5: VARINT, 6: FIXED32}  # dtype, shape, shard_id, offset, size, crc32c
 SLICES = 7
+# dtype, shape, shard_id, offset, size, crc32c, slices
+ENTRY = {1: VARINT, 2: BYTES, 3: VARINT, 4: VARINT, 5: VARINT, 6: FIXED32, SLICES: BYTES}
 SHAPE_DIM, SHAPE_UNKNOWN, DIM = 2, 3, {1: VARINT}
 # gpt2-xl with Adam's moments has 1,743 tensors, an index of 75 kB and one data file.
 INDEX_LIMIT, MAX_TENSORS, MAX_SHARDS = 500_000, 20_000, 1_000
@@ -134,9 +135,9 @@ class TensorBundle:
 
     def _entry(self, name: str, message: bytes, shards: int) -> Span:
         """One tensor (BundleEntryProto)."""
-        if any(field == SLICES for field, _, _ in _fields(message)):
-            raise self._in_slices(name)
         entry = _record(message, ENTRY)
+        if SLICES in entry:
+            raise self._in_slices(name)
         kind, shard, start, size, checksum = (entry.get(field, 0) for field in (1, 3, 4, 5, 6))
         shape = _shape(entry.get(2, b""))
         if shard >= shards or max(start, size, *shape) >= 1 << 48:

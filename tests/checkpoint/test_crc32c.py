@@ -65,6 +65,6 @@ def test_more_than_one_chunk(monkeypatch: pytest.MonkeyPatch, words: int) -> Non
 def test_it_is_fast() -> None:
     """Byte by byte, the 498 MB of gpt2 would take a minute; folded, 0.3 s."""
     data = bytes(64 << 20)
-    begin = time.perf_counter()
+    begin = time.process_time()
     crc32c(data)
-    assert time.perf_counter() - begin < 1.5
+    assert time.process_time() - begin < 1.5
