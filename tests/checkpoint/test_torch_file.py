@@ -142,6 +142,23 @@ def test_reads_what_torch_wraps_tensors_in(tmp_path: Path) -> None:
     assert holds(TorchFile(zip_of(path, pickled({"a": oldest}), {"0": bytes(8)})), {"a": torch.zeros(2)})
 
 
+@FORMS
+def test_reads_the_state_dict_of_a_module(tmp_path: Path, zipped: bool) -> None:
+    """It bears `_metadata`, an attribute that a pickle sets after the items: what is set must not be taken for the value."""
+    state = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3)).state_dict()
+    assert state._metadata
+    assert holds(TorchFile(save(tmp_path / "a", state, zipped=zipped)), state)
+    assert holds(TorchFile(save(tmp_path / "a", {"epoch": 1, "model": state}, zipped=zipped)), state)
+
+
+def test_the_stride_of_a_single_row_means_nothing(tmp_path: Path) -> None:
+    """As of a mask cut to one position: still contiguous, so still mapped."""
+    state = {"a": torch.arange(12.0).view(3, 4)[1:2], "b": torch.arange(12.0).view(1, 12)[:, 2:9].view(1, 7)}
+    file = TorchFile(save(tmp_path / "a", state))
+    assert holds(file, state)
+    assert all(file.entries[name].contiguous for name in state)
+
+
 def test_an_empty_tensor_may_have_any_other_size(tmp_path: Path) -> None:
     """The control of the overflow among the lies below."""
     for shape in [(0,), (0, 2**40), (2**20, 0, 2**20)]:
@@ -658,6 +675,16 @@ def test_a_lying_list_of_storages_is_refused(tmp_path: Path, storages: Any, keys
     """The old form says each length twice; torch allocates the first before it has seen the second."""
     path = legacy_of(tmp_path / "a", pickled({"a": tensor(count=count)}), storages, keys=keys)
     refused(lambda: TorchFile(path), says)
+
+
+def test_a_message_does_not_unfold_what_a_pickle_folds(tmp_path: Path) -> None:
+    """Sixty calls, each of the one before twice, are 2 ** 60 when written out."""
+    folded: Any = 1
+    for _ in range(60):
+        folded = Called(torch.Size, folded, folded)
+    for id in ((folded,), ("storage", [folded], folded, {"a": folded}, 1)):
+        path = zip_of(tmp_path / "a", pickled({"a": Called(REBUILD, Stored(*id), 0, (2,), (1,))}), {})
+        assert "torch.Size(...)" in refused(lambda path=path: TorchFile(path), "where a storage should be")
 
 
 def test_one_storage_of_two_kinds_is_refused(tmp_path: Path) -> None:
