@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +14,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..model import GPT2
+
+Logits = Callable[[Tensor], Tensor]  # ids (B, T), int64, on the CPU, to logits (B, T, V) in any float dtype, on any device
 
 
 def max_abs(a: Tensor, b: Tensor) -> float:
@@ -74,49 +79,106 @@ class LanguageScore:
         return self.loss * self.tokens / (math.log(2) * self.bytes)
 
 
-@torch.inference_mode()
-def language_score(
-    model: GPT2, ids: Tensor, token_bytes: Tensor, *, context: int, stride: int | None = None, batch_size: int = 16
-) -> LanguageScore:
-    """Score every token of ``ids`` (N,) but the first, exactly once.
+class Window(NamedTuple):
+    """Inputs ``ids[start:end]`` of a text. What follows the inputs ``first`` .. ``end - 1`` is scored here and nowhere else."""
+
+    start: int
+    end: int
+    first: int
+
+
+def windows(n: int, context: int, stride: int | None = None) -> Iterator[Window]:
+    """The windows in which every token but the first of a text of ``n`` is scored, exactly once.
 
     Windows of ``context`` inputs move by ``stride`` (default: ``context``, no overlap); where they overlap, only what no
-    earlier window scored counts. ``token_bytes`` (V,) is each token's length in bytes.
+    earlier window scored counts. The last window reaches back, so that all are equally long.
+
+    Raises:
+        InputError: nothing to predict, no context, or a stride that would skip tokens.
+    """
+    stride = context if stride is None else stride
+    if n < 2:
+        raise InputError(f"a text of {n} tokens has none to predict; give a longer one")
+    if context < 1:
+        raise InputError(f"context {context}: a token is predicted from at least 1; give 1 or more")
+    if not 1 <= stride <= context:
+        raise InputError(f"stride {stride} is not within 1 .. {context}, the context: tokens would be skipped, or none reached")
+    end = min(context, n - 1)
+    yield Window(0, end, 0)
+    while end < n - 1:
+        first, end = end, min(end + stride, n - 1)
+        yield Window(max(0, end - context), end, first)
+
+
+def batches(
+    ids: Tensor, *, context: int, stride: int | None = None, batch_size: int | None = None
+) -> Iterator[tuple[Tensor, list[Window]]]:
+    """The :func:`windows` of a text (N,) as inputs (B, T) to run together, B at most ``batch_size`` (default: 4096 tokens)."""
+    batch_size = max(1, 4096 // max(1, context)) if batch_size is None else batch_size
+    remaining = windows(len(ids), context, stride)
+    while group := list(itertools.islice(remaining, batch_size)):
+        yield torch.stack([ids[window.start : window.end] for window in group]), group
+
+
+@torch.inference_mode()
+def language_score(
+    model: GPT2 | Logits,
+    ids: Tensor,
+    token_bytes: Tensor,
+    *,
+    context: int,
+    stride: int | None = None,
+    batch_size: int | None = 16,
+    n_positions: int | None = None,
+    vocab: int | None = None,
+) -> LanguageScore:
+    """Score every token of ``ids`` (N,) but the first, exactly once, in the :func:`windows` of ``context`` and ``stride``.
+
+    ``token_bytes`` (V,) is each token's length in bytes. ``model`` is ours, which then evaluates as it does without dropout,
+    or any callable that gives logits, of which ``n_positions`` says how long a context it has. ``vocab`` cuts logits to a
+    tokenizer's entries (default: all of them), where a vocabulary is padded.
 
     Raises:
         InputError: nothing to predict, a context the model does not have, or a stride that would skip tokens.
     """
-    stride = context if stride is None else stride
-    if len(ids) < 2:
-        raise InputError(f"a text of {len(ids)} tokens has none to predict; give a longer one")
-    if not 1 <= context <= model.config.n_positions:
-        raise InputError(f"context {context} is not within the model's 1 .. {model.config.n_positions} positions")
-    if not 1 <= stride <= context:
-        raise InputError(f"stride {stride} is not within 1 .. {context}, the context: tokens would be skipped, or none reached")
-    device = model.wte.weight.device
-    was_training = model.training
-    model.eval()
-    spans, scored = [], 0  # (first input, end of targets, targets already scored)
-    while scored < len(ids) - 1:
-        end = min(scored + (stride if spans else context), len(ids) - 1)
-        spans.append((max(0, end - context), end, scored))
-        scored = end
-    total, n_bytes = 0.0, 0
+    was_training = False
+    if isinstance(model, GPT2):
+        n_positions, was_training = model.config.n_positions, model.training
+        model.eval()
+    total, tokens, n_bytes = 0.0, 0, 0
     try:
-        for i in range(0, len(spans), batch_size):
-            by_length: dict[int, list[tuple[int, int, int]]] = {}
-            for span in spans[i : i + batch_size]:
-                by_length.setdefault(span[1] - span[0], []).append(span)
-            for group in by_length.values():
-                inputs = torch.stack([ids[start:end] for start, end, _ in group]).to(device)
-                targets = torch.stack([ids[start + 1 : end + 1] for start, end, _ in group]).to(device)
-                losses = token_losses(model(inputs), targets)  # (B, T)
-                for row, (start, _, done) in enumerate(group):
-                    total += losses[row, done - start :].sum(dtype=torch.float64).item()
-                    n_bytes += int(token_bytes[targets[row, done - start :].cpu()].sum())
+        for window, losses in losses_of(
+            model, ids, context=context, stride=stride, batch_size=batch_size, n_positions=n_positions, vocab=vocab
+        ):
+            total += losses.sum(dtype=torch.float64).item()
+            tokens += len(losses)
+            n_bytes += int(token_bytes[ids[window.first + 1 : window.end + 1]].sum())
     finally:
-        model.train(was_training)
-    return LanguageScore(total / scored, scored, n_bytes, context, stride)
+        if was_training:
+            model.train()
+    return LanguageScore(total / tokens, tokens, n_bytes, context, context if stride is None else stride)
+
+
+def losses_of(
+    model: GPT2 | Logits,
+    ids: Tensor,
+    *,
+    context: int,
+    stride: int | None = None,
+    batch_size: int | None = None,
+    n_positions: int | None = None,
+    vocab: int | None = None,
+) -> Iterator[tuple[Window, Tensor]]:
+    """Window by window, the losses of the tokens that are scored there, those of ``ids[first + 1 : end + 1]``; see above."""
+    if n_positions is not None and not 1 <= context <= n_positions:
+        raise InputError(f"context {context} is not within the model's 1 .. {n_positions} positions")
+    device = model.wte.weight.device if isinstance(model, GPT2) else None
+    for inputs, group in batches(ids, context=context, stride=stride, batch_size=batch_size):
+        logits = model(inputs if device is None else inputs.to(device))  # (B, T, V)
+        for row, window in enumerate(group):
+            scored = logits[row : row + 1, window.first - window.start :, :vocab]
+            yield window, token_losses(scored, ids[None, window.first + 1 : window.end + 1].to(logits.device))[0]
+        del logits  # or two batches of it would be alive while the next is computed
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

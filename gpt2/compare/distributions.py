@@ -1,0 +1,512 @@
+"""How far apart are the next-token distributions of two models on one text, token by token and in sum.
+
+``a`` is the reference: KL(a||b) is what is lost by using ``b`` where ``a`` is right, as in llama.cpp's ``--kl-divergence``,
+where ``a`` is called base and ``b`` Q.
+
+Sources:
+    [1] llama.cpp, tools/perplexity: KL against a base model with its percentiles, the change in probability of the right
+        token, the share of equal top tokens. (There base logits are rounded to 16 bits and cut at 16 nats; here nothing is.)
+    [2] Lin, "Divergence measures based on the Shannon entropy", 1991: the Jensen-Shannon divergence, at most log 2.
+    [3] Guo et al., "On Calibration of Modern Neural Networks", 2017: expected calibration error over equal bins of confidence.
+    [4] Efron, "Bootstrap Methods: Another Look at the Jackknife", 1979; Efron and Tibshirani, "An Introduction to the
+        Bootstrap", 1993, chapters 13 (percentile intervals) and 8 (blocks, for what is not independent).
+    [5] Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927: the interval of a fraction.
+    [6] Kish, "Survey Sampling", 1965: the design effect, by which correlated observations count for fewer independent ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..model import GPT2
+from .measure import LanguageScore, Logits, batches, losses_of
+
+TOP = 5
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+POSITION_BINS = 16
+CONFIDENCE_BINS = 10
+CALIBRATION_BINS = 15  # Guo et al. [3]
+DIVERGENCE_PERCENTILES = (50, 90, 95, 99, 99.9)
+CHANGE_PERCENTILES = (0, 0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
+BLOCK = 64  # logits whose maximum is taken at once: the likeliest tokens then need a look at a few blocks only
+CACHED = 1 << 16  # entries worked on at once by one core: four float64 buffers of that size stay in its cache
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """What was measured of each of N scored tokens, in the order of the text. CPU tensors; nats, float64; ids int64."""
+
+    targets: Tensor  # (N,) the right token
+    index: Tensor  # (N,) where in the text it stands
+    position: Tensor  # (N,) from how many tokens it was predicted
+    logp_a: Tensor  # (N,) log-probability that a gave it
+    logp_b: Tensor
+    kl_ab: Tensor  # (N,) KL(a||b), summed over the vocabulary
+    kl_ba: Tensor
+    js: Tensor  # (N,) Jensen-Shannon
+    top_a: Tensor  # (N, k) a's likeliest tokens, likeliest first; of equals, the lower id
+    top_b: Tensor
+    top_p_a: Tensor  # (N, k) their probabilities
+    top_p_b: Tensor
+    vocab: int
+    context: int
+    stride: int
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    @property
+    def same_top(self) -> Tensor:
+        """(N,) bool: both models' likeliest token is one."""
+        return self.top_a[:, 0] == self.top_b[:, 0]
+
+    @property
+    def change(self) -> Tensor:
+        """(N,) what the right token's probability under b is above that under a."""
+        return self.logp_b.exp() - self.logp_a.exp()
+
+    @property
+    def overlap(self) -> Tensor:
+        """(N,) the share of a's k likeliest tokens that are among b's."""
+        return (self.top_a[:, :, None] == self.top_b[:, None, :]).sum((1, 2)) / self.top_a.size(1)
+
+
+@torch.inference_mode()
+def measure_pair(
+    a: Logits,
+    b: Logits,
+    ids: Tensor,
+    *,
+    vocab: int,
+    context: int,
+    stride: int | None = None,
+    batch_size: int | None = None,
+    top: int = TOP,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Tokens:
+    """Run both models over a text (N,) and compare what they expect of each token but the first.
+
+    Windows are those of :func:`~gpt2.compare.measure.language_score`. ``vocab`` is the tokenizer's size: logits beyond it
+    (a vocabulary padded to a multiple of something) are cut off, and what is left is normalised. One batch of logits of each
+    model is alive at a time; ``batch_size`` is in windows (default: 4096 tokens). ``progress`` is told how far it is.
+
+    Everything is computed in float64 from the logits as they are. Each divergence is exactly 0 where both rows of logits are
+    the same bits, never negative, and off by at most about 1e-15 otherwise. A logit of -inf is a probability of 0, and a
+    divergence is infinite where its definition says so; where a model gives NaN, every figure of that token is NaN.
+
+    Raises:
+        InputError: no token to predict, a protocol that skips tokens, an id or a model that does not fit the vocabulary.
+    """
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        bad = int(ids.max() if ids.min() >= 0 else ids.min())
+        raise InputError(f"token {bad} of the text is not within the vocabulary of {vocab}; use the models' own tokenizer")
+    parts: list[tuple[Tensor, ...]] = []
+    done = 0
+    for inputs, group in batches(ids, context=context, stride=stride, batch_size=batch_size):
+        logits_a, logits_b = _logits(a, "a", inputs, vocab), _logits(b, "b", inputs, vocab)
+        for row, window in enumerate(group):
+            first = window.first - window.start
+            targets = ids[window.first + 1 : window.end + 1]
+            index = torch.arange(window.first + 1, window.end + 1)
+            measured = _rows(logits_a[row, first:, :vocab], logits_b[row, first:, :vocab], targets, min(top, vocab))
+            parts.append((targets, index, index - window.start, *(tensor.cpu() for tensor in measured)))
+            done += len(targets)
+        del logits_a, logits_b  # or two batches of each would be alive while the next are computed
+        progress(f"distributions: {done:,} of {len(ids) - 1:,} tokens")
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+    return Tokens(*columns, vocab=vocab, context=context, stride=context if stride is None else stride)
+
+
+def _logits(model: Logits, name: str, inputs: Tensor, vocab: int) -> Tensor:
+    logits = model(inputs)
+    if logits.size(-1) < vocab:
+        raise InputError(f"model {name} knows {logits.size(-1)} tokens and the tokenizer {vocab}; use the models' own tokenizer")
+    return logits
+
+
+def _rows(a: Tensor, b: Tensor, targets: Tensor, top: int) -> tuple[Tensor, ...]:
+    """Of logits (R, V) and right tokens (R,): logp a and b, KL both ways, JS; ids of the likeliest of a and b, probabilities."""
+    rows, vocab = a.shape
+    b, targets = b.to(a.device), targets.to(a.device)
+    (top_a, value_a), (top_b, value_b) = _top(a, top), _top(b, top)
+    found = torch.empty(7, rows, dtype=torch.float64, device=a.device)
+    step = max(1, (1 << 24 if a.is_cuda else CACHED * torch.get_num_threads()) // vocab)
+    work = torch.empty(5, min(step, rows), vocab, dtype=torch.float64, device=a.device)
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        found[:, part] = _divergences(
+            a[part], b[part], value_a[part, :1], value_b[part, :1], targets[part], work[:, : part.stop - start]
+        )
+    logp_a, logp_b, kl_ab, kl_ba, js, log_sum_a, log_sum_b = found
+    p_a = (value_a - value_a[:, :1] - log_sum_a[:, None]).exp()
+    p_b = (value_b - value_b[:, :1] - log_sum_b[:, None]).exp()
+    return logp_a, logp_b, kl_ab, kl_ba, js, top_a, top_b, p_a, p_b
+
+
+def _divergences(a: Tensor, b: Tensor, max_a: Tensor, max_b: Tensor, targets: Tensor, work: Tensor) -> Tensor:
+    """Seven figures of each row: logp of the target under a and b, KL(a||b), KL(b||a), JS, and both log of the sum of
+    exponentials of logits above whose maximum is 0. ``work`` (5, R, V) is float64 memory to compute in: fresh memory for each
+    of a thousand small steps would cost more than the arithmetic.
+
+    With x, y the logits less their maxima, P = exp(x), Q = exp(y) and Sa, Sb their sums::
+
+        KL(a||b) = sum P (x - y) / Sa - log(Sa / Sb)
+        JS       = KL(b||a) / 2 - sum (P / Sa + Q / Sb) log((1 + Q Sa / (P Sb)) / 2) / 2
+
+    No large numbers cancel, and where x = y every term is 0 exactly.
+    """
+    x, y, p, q, t = work
+    x.copy_(a).sub_(max_a)
+    y.copy_(b).sub_(max_b)
+    torch.exp(x, out=p)
+    torch.exp(y, out=q)
+    sum_a, sum_b = p.sum(-1, keepdim=True), q.sum(-1, keepdim=True)
+    log_a, log_b = sum_a.log(), sum_b.log()
+    logp_a = x.gather(1, targets[:, None]) - log_a
+    logp_b = y.gather(1, targets[:, None]) - log_b
+    # Beyond 1e-250 the quotient below may overflow; NaN is not above it either.
+    narrow = (torch.minimum(p.amin(-1), q.amin(-1)) > 1e-250).all()
+    if narrow:
+        between = torch.log1p((sum_a - sum_b) / sum_b)  # log(Sa / Sb), to 1e-16 where they are nearly the same
+        d = x.sub_(y)
+        kl_ab = torch.mul(p, d, out=t).sum(-1, keepdim=True) / sum_a - between
+        kl_ba = between - torch.mul(q, d, out=t).sum(-1, keepdim=True) / sum_b
+        mixed = torch.div(q, p, out=t).mul_(sum_a / sum_b * 0.5).add_(0.5).log_()
+        js = (kl_ba - p.mul_(mixed).sum(-1, keepdim=True) / sum_a - q.mul_(mixed).sum(-1, keepdim=True) / sum_b) / 2
+        kl_ab, kl_ba, js = kl_ab.clamp_(min=0), kl_ba.clamp_(min=0), js.clamp_(min=0)  # rounding: at most 1e-15 below
+    else:
+        kl_ab, kl_ba, js = _wide_divergences(x - log_a, y - log_b)
+    return torch.cat((logp_a, logp_b, kl_ab, kl_ba, js, log_a, log_b), 1).T
+
+
+def _wide_divergences(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of log-probabilities (R, V) of any size, -inf among them: 0 log 0 is 0, and p log(p / 0) infinite."""
+    p, q, d = x.exp(), y.exp(), x - y
+    # log of a's, or b's, share in the mean of both, from whichever side does not overflow; at d = 0 exactly 0
+    of_a = torch.where(d >= 0, -(torch.expm1(-d) / 2).log1p(), d - (torch.expm1(d) / 2).log1p())
+    of_b = torch.where(d <= 0, -(torch.expm1(d) / 2).log1p(), -d - (torch.expm1(-d) / 2).log1p())
+
+    def expected(weight: Tensor, value: Tensor) -> Tensor:
+        total = torch.where(weight > 0, weight * value, 0).sum(-1, keepdim=True)
+        return torch.where(weight.isnan().any(-1, keepdim=True), math.nan, total.clamp(min=0))
+
+    return expected(p, d), expected(q, -d), (expected(p, of_a) + expected(q, of_b)) / 2
+
+
+def _top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row (R, V): ids (R, k), largest first and the lower id first of equals, and values in float64.
+
+    They lie in the k blocks with the largest maxima, so that all but those are read once. (``torch.topk`` takes ten times as
+    long, and which of equals it gives is not defined.)
+    """
+    rows, vocab = logits.shape
+    whole = vocab // BLOCK * BLOCK
+    maxima = logits[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)
+    if whole < vocab:
+        maxima = torch.cat((maxima, logits[:, whole:].amax(-1, keepdim=True)), 1)
+    blocks = _largest(maxima, min(k, maxima.size(1))).sort(1).values
+    ids = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=logits.device)).flatten(1)
+    candidates = logits.gather(1, ids.clamp(max=vocab - 1)).double()
+    candidates[ids >= vocab] = -math.inf
+    places = _largest(candidates, k)
+    return ids.gather(1, places), candidates.gather(1, places)
+
+
+def _largest(values: Tensor, k: int) -> Tensor:
+    """Places (R, k) of the k largest of each row, the first first of equals."""
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :k]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95 % interval; see :class:`Bootstrap`."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Language:
+    """How well one model predicts the text. The protocol is in ``score``."""
+
+    score: LanguageScore
+    perplexity: Estimate
+    bits_per_byte: Estimate
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A divergence over the tokens, nats: mean, percentiles by name, the largest and where in the text (an id's index)."""
+
+    mean: Estimate
+    percentiles: dict[str, float]
+    max: float
+    max_at: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of the right token's probability, from a to b: mean, root mean square, percentiles from the minimum to the maximum [1]."""
+
+    mean: Estimate
+    rms: Estimate
+    percentiles: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Tokens of which something lies in ``low`` .. ``high``: their mean KL(a||b) and loss, nats, and share of same top tokens."""
+
+    low: float
+    high: float
+    tokens: int
+    kl: float
+    loss_a: float
+    loss_b: float
+    same_top: float
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """Tokens whose likeliest candidate had a probability in (``low``, ``high``]: its mean, and how often it was right."""
+
+    low: float
+    high: float
+    tokens: int
+    confidence: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Expected calibration error [3]: the mean over tokens of |accuracy - confidence| of their bin. Empty bins are left out."""
+
+    ece: float
+    bins: tuple[CalibrationBin, ...]
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """Two models' distributions over one text, compared. ``dataclasses.asdict`` makes JSON of it, but for inf and NaN.
+
+    ``ratio`` is b's perplexity over a's, ``difference`` the mean of log-probability under b less that under a (so that
+    ratio = exp(-difference)), both paired token by token. ``correlation`` is Pearson's, of both log-probabilities; NaN where one
+    of them never varies. ``undefined`` counts the tokens of which a figure is NaN because a model gave NaN.
+    """
+
+    a: Language
+    b: Language
+    ratio: Estimate
+    difference: Estimate
+    correlation: float
+    kl_ab: Divergence
+    kl_ba: Divergence
+    js: Divergence
+    same_top: Estimate
+    overlap: Estimate
+    top: int
+    change: Change
+    by_position: tuple[Bin, ...]
+    by_confidence: tuple[Bin, ...]
+    calibration_a: Calibration
+    calibration_b: Calibration
+    undefined: int
+    tokens: int
+    blocks: int
+    block_tokens: float
+    resamples: int
+    seed: int
+
+
+class Bootstrap:
+    """Percentile intervals of means over ``n`` tokens in a row, by resampling blocks of them [4].
+
+    Neighbouring tokens are alike in how hard they are, so to resample tokens one by one would make intervals too narrow. A text
+    is cut into blocks of consecutive tokens, all of one length to within one: 64 blocks, or as many as there are 1024 tokens if
+    that is more (up to 1024), or fewer in a text too short for blocks of 16. Blocks are drawn with replacement, the same ones
+    for every figure of a pair, so that figures stay paired. With fewer than about 20 blocks intervals are too narrow.
+    """
+
+    def __init__(self, n: int, seed: int = 0, resamples: int = RESAMPLES) -> None:
+        self.n = n
+        self.blocks = min(max(min(64, n // 16), n // 1024, 1), 1024)
+        self.block = torch.arange(n) * self.blocks // n  # (N,) which block a token is in
+        drawn = torch.randint(self.blocks, (resamples, self.blocks), generator=torch.Generator().manual_seed(seed))
+        self.weights = torch.zeros(resamples, self.blocks, dtype=torch.float64)
+        self.weights.scatter_add_(1, drawn, torch.ones(drawn.shape, dtype=torch.float64))
+
+    def means(self, values: Tensor, per: Tensor | None = None) -> Tensor:
+        """(resamples,) of sum(values) / sum(per); ``per`` (default: ones) may be bytes."""
+        per = torch.ones(self.n, dtype=torch.float64) if per is None else per.double()
+        return self._sums(values) / self._sums(per)
+
+    def _sums(self, values: Tensor) -> Tensor:
+        sums = torch.zeros(self.blocks, dtype=torch.float64).index_add_(0, self.block, values.double())
+        return self.weights @ sums
+
+    def interval(self, value: float, resampled: Tensor) -> Estimate:
+        """``value`` between the percentiles 2.5 and 97.5 of its resampled fellows."""
+        tail = 50 * (1 - CONFIDENCE)
+        low, high = percentiles(resampled, (tail, 100 - tail))
+        return Estimate(value, low, high)
+
+    def mean(self, values: Tensor) -> Estimate:
+        return self.interval(values.double().mean().item(), self.means(values))
+
+    def fraction(self, hits: Tensor) -> Estimate:
+        """A share of tokens, with Wilson's interval [5]: it is also right near 0 and 1, where a bootstrap finds no spread.
+
+        Wilson's tokens are independent; ours count for fewer, by the design effect [6]: the resampled variance over p (1 - p) / n,
+        where that is above 1.
+        """
+        p, n = hits.double().mean().item(), self.n
+        if 0 < p < 1:
+            n /= max(1.0, self.means(hits).var().item() / (p * (1 - p) / n))
+        z = torch.special.ndtri(torch.tensor((1 + CONFIDENCE) / 2, dtype=torch.float64)).item()
+        middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        low, high = (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+        return Estimate(p, 0.0 if p == 0 else low, 1.0 if p == 1 else high)
+
+
+def percentiles(values: Tensor, which: tuple[float, ...]) -> list[float]:
+    """Percentiles of (N,), linearly between neighbours, as NumPy's and llama.cpp's are; all NaN if one value is."""
+    ordered = values.double().sort().values
+    if ordered[-1].isnan():
+        return [math.nan] * len(which)
+    found = []
+    for percent in which:
+        place = percent / 100 * (len(ordered) - 1)
+        low, high = ordered[math.floor(place)].item(), ordered[math.ceil(place)].item()
+        found.append(low if low == high else low + (high - low) * (place - math.floor(place)))
+    return found
+
+
+def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distributions:
+    """Every statistic of a measured pair; ``token_bytes`` (V,) is each token's length in bytes, ``seed`` the bootstrap's."""
+    bootstrap = Bootstrap(len(tokens), seed)
+    lengths = token_bytes[tokens.targets]
+    gained = torch.where(tokens.logp_a == tokens.logp_b, 0.0, tokens.logp_b - tokens.logp_a)  # -inf less -inf is no change
+    difference = gained.mean().item()
+    ratios = (-bootstrap.means(gained)).exp()
+    change = tokens.change
+    squares = change.square()
+    logs = torch.stack((tokens.logp_a, tokens.logp_b))
+    undefined = torch.stack((tokens.logp_a, tokens.logp_b, tokens.kl_ab, tokens.kl_ba, tokens.js)).isnan().any(0)
+    edges = [round(tokens.context ** (i / POSITION_BINS)) for i in range(POSITION_BINS + 1)]
+    by_position = [
+        _bin(tokens, (low < tokens.position) & (tokens.position <= high), low + 1, high)
+        for low, high in zip([0, *dict.fromkeys(edges)], dict.fromkeys(edges), strict=False)
+    ]
+    confidence = (tokens.top_p_a[:, 0] * CONFIDENCE_BINS).ceil()
+    by_confidence = [
+        _bin(tokens, confidence == i + 1, i / CONFIDENCE_BINS, (i + 1) / CONFIDENCE_BINS) for i in range(CONFIDENCE_BINS)
+    ]
+    return Distributions(
+        a=_language(tokens.logp_a, lengths, tokens.context, tokens.stride, bootstrap),
+        b=_language(tokens.logp_b, lengths, tokens.context, tokens.stride, bootstrap),
+        ratio=bootstrap.interval(_exp(-difference), ratios),
+        difference=bootstrap.mean(gained),
+        correlation=correlation(*logs),
+        kl_ab=_divergence(tokens.kl_ab, tokens.index, bootstrap),
+        kl_ba=_divergence(tokens.kl_ba, tokens.index, bootstrap),
+        js=_divergence(tokens.js, tokens.index, bootstrap),
+        same_top=bootstrap.fraction(tokens.same_top),
+        overlap=bootstrap.mean(tokens.overlap),
+        top=tokens.top_a.size(1),
+        change=Change(
+            bootstrap.mean(change),
+            bootstrap.interval(squares.mean().sqrt().item(), bootstrap.means(squares).sqrt()),
+            _named_percentiles(change, CHANGE_PERCENTILES),
+        ),
+        by_position=tuple(found for found in by_position if found is not None),
+        by_confidence=tuple(found for found in by_confidence if found is not None),
+        calibration_a=calibration(tokens.top_p_a[:, 0], tokens.top_a[:, 0] == tokens.targets),
+        calibration_b=calibration(tokens.top_p_b[:, 0], tokens.top_b[:, 0] == tokens.targets),
+        undefined=int(undefined.sum()),
+        tokens=len(tokens),
+        blocks=bootstrap.blocks,
+        block_tokens=len(tokens) / bootstrap.blocks,
+        resamples=len(bootstrap.weights),
+        seed=seed,
+    )
+
+
+@torch.inference_mode()
+def score_one(
+    model: GPT2 | Logits,
+    ids: Tensor,
+    token_bytes: Tensor,
+    *,
+    context: int,
+    stride: int | None = None,
+    batch_size: int | None = None,
+    n_positions: int | None = None,
+    vocab: int | None = None,
+    seed: int = 0,
+) -> Language:
+    """One model alone, where vocabularies differ and only bits per byte compare; arguments as in ``language_score``."""
+    scored = losses_of(model, ids, context=context, stride=stride, batch_size=batch_size, n_positions=n_positions, vocab=vocab)
+    losses = torch.cat([losses.double().cpu() for _, losses in scored])
+    return _language(-losses, token_bytes[ids[1:]], context, context if stride is None else stride, Bootstrap(len(losses), seed))
+
+
+def _language(logp: Tensor, lengths: Tensor, context: int, stride: int, bootstrap: Bootstrap) -> Language:
+    score = LanguageScore(-logp.sum().item() / len(logp), len(logp), int(lengths.sum()), context, stride)
+    return Language(
+        score,
+        bootstrap.interval(score.perplexity, (-bootstrap.means(logp)).exp()),
+        bootstrap.interval(score.bits_per_byte, bootstrap.means(-logp, lengths) / math.log(2)),
+    )
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
+
+
+def correlation(x: Tensor, y: Tensor) -> float:
+    """Pearson's correlation of two (N,): exactly 1 of a tensor with itself, NaN if one never varies."""
+    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+    variances = (x * x).sum().item() * (y * y).sum().item()
+    return (x * y).sum().item() / math.sqrt(variances) if variances > 0 else math.nan
+
+
+def _named_percentiles(values: Tensor, which: tuple[float, ...]) -> dict[str, float]:
+    return dict(zip((f"{percent:g}" for percent in which), percentiles(values, which), strict=True))
+
+
+def _divergence(values: Tensor, index: Tensor, bootstrap: Bootstrap) -> Divergence:
+    worst = int(values.argmax())  # NaN, if there is one
+    return Divergence(
+        bootstrap.mean(values),
+        _named_percentiles(values, DIVERGENCE_PERCENTILES),
+        values[worst].item(),
+        int(index[worst]),
+    )
+
+
+def _bin(tokens: Tokens, inside: Tensor, low: float, high: float) -> Bin | None:
+    if not inside.any():
+        return None
+    means = [column[inside].double().mean().item() for column in (tokens.kl_ab, -tokens.logp_a, -tokens.logp_b, tokens.same_top)]
+    return Bin(low, high, int(inside.sum()), *means)
+
+
+def calibration(confidence: Tensor, right: Tensor, bins: int = CALIBRATION_BINS) -> Calibration:
+    """Of the likeliest candidates' probabilities (N,) and whether they were right (N,): bins of equal width, and the ECE [3]."""
+    place = (confidence * bins).ceil()
+    found, error = [], 0.0
+    for i in range(bins):
+        inside = place == i + 1
+        if inside.any():
+            mean, accuracy = confidence[inside].mean().item(), right[inside].double().mean().item()
+            found.append(CalibrationBin(i / bins, (i + 1) / bins, int(inside.sum()), mean, accuracy))
+            error += abs(accuracy - mean) * found[-1].tokens / len(confidence)
+    return Calibration(error, tuple(found))
