@@ -273,6 +273,8 @@ def test_tokens_that_only_fill_up_are_left_out(tmp_path: Path, tokenizer: BPE) -
     write(tmp_path / "b.gguf", padded, change=change)
     assert tokenizer_of(GGUFFile(tmp_path / "b.gguf")).fingerprint == tokenizer.fingerprint
     # A token that a person added is not padding, nor is a hole in the middle; both keep their ids.
+    write(tmp_path / "d.gguf", padded, change=vocabulary(tokenizer, [*tokenizer.vocab, "smile"], [1] * 299 + [3, 4]))
+    assert tokenizer_of(GGUFFile(tmp_path / "d.gguf")).special_tokens == {"<|endoftext|>": 299, "smile": 300}
     tokens = [*tokenizer.vocab, "hole", "smile", "[MASK]"]
     write(tmp_path / "c.gguf", padded, change=vocabulary(tokenizer, tokens, [1] * 299 + [3, 5, 4, 3]))
     assert tokenizer_of(GGUFFile(tmp_path / "c.gguf")).special_tokens == {
