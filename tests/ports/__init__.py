@@ -9,7 +9,6 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +20,24 @@ from gpt2.config import GPT2Config
 class Port:
     """What a test needs to know of a port.
 
-    ``lacks`` are the families of the checkpoint's table that it has no place for; ``room`` is the number of tokens that it takes,
-    as a multiple of the checkpoint's positions; ``note`` says in words what is missing, "" where nothing is.
+    ``note`` says in words why it cannot hold the checkpoint as it is, "" if it can. ``lacks`` are the families of the
+    checkpoint's table that it has no place for; ``room`` is the number of tokens that it takes, as a multiple of the
+    checkpoint's positions; ``spare`` is in the names of parameters that are no part of GPT-2 and change nothing;
+    ``whole_windows`` if it takes as many tokens as it has positions, and no fewer.
     """
 
     name: str
     description: str
+    note: str = ""
     lacks: tuple[str, ...] = ()
     room: float = 1.0
-    note: str = ""
+    spare: str = ""
+    whole_windows: bool = False
 
     @property
     def complete(self) -> bool:
-        """Whether it can hold all of the checkpoint."""
-        return not self.lacks and self.room >= 1
+        """Whether it can hold all of the checkpoint, as it is."""
+        return not self.note
 
     @property
     def module(self) -> ModuleType:
@@ -54,12 +57,24 @@ class Port:
         """The most tokens that both the port and the checkpoint can take."""
         return min(config.n_positions, int(self.room * config.n_positions))
 
+    def weights(self, module: nn.Module) -> dict[str, Tensor]:
+        """What the checkpoint fills: the parameters, or the floating buffers of a module that has no parameters."""
+        found = dict(module.named_parameters()) or dict(module.named_buffers())
+        return {name: tensor for name, tensor in found.items() if not (self.spare and self.spare in name)}
 
-def logits(output: Any, vocabulary: int) -> Tensor:
-    """(B, T, V) out of whatever a port returns, padding of the vocabulary cut off."""
-    if isinstance(output, tuple):
-        output = output[0]
-    return getattr(output, "logits", output)[..., :vocabulary]
+
+def logits(module: nn.Module, ids: Tensor, vocabulary: int) -> Tensor:
+    """(B, T, V) out of whatever a port returns: in a tuple, an object, padded, or of the last position only."""
+
+    def once(tokens: Tensor) -> Tensor:
+        output = module(tokens)
+        output = output[0] if isinstance(output, tuple) else output
+        return getattr(output, "logits", output)[..., :vocabulary]
+
+    found = once(ids)
+    if found.size(1) == ids.size(1):
+        return found
+    return torch.cat([once(ids[:, : length + 1]) for length in range(ids.size(1))], dim=1)
 
 
 QKV_BIAS, OUT_BIAS = "h.{}.attn.c_attn.bias", "h.{}.attn.c_proj.bias"
@@ -98,14 +113,23 @@ PORTS: dict[str, Port] = {
         Port("one_hot", "embeddings as Linear over one-hot vectors, a module per head with an output projection of its own"),
         Port("dense", "einsum kernels (D, H, K) and (H, K, D), gamma/beta, embeddings in ParameterDicts"),
         Port("augmented", "each bias is the last row of its matrix"),
-        Port("lecture", "the tutorial as it is: a module per head, without biases", (QKV_BIAS,), note="no qkv bias"),
-        Port("no_out_bias", "separate q, k, v with biases, output without", (OUT_BIAS,), note="no attention output bias"),
+        Port("lecture", "the tutorial as it is: a module per head, without biases", "no qkv bias", (QKV_BIAS,)),
+        Port("no_out_bias", "separate q, k, v with biases, output without", "no attention output bias", (OUT_BIAS,)),
         Port(
             "bare",
             "no biases anywhere, not in the norms either",
+            "no biases at all",
             (QKV_BIAS, OUT_BIAS, FC_BIAS, MLP_BIAS, *NORM_BIASES),
-            note="no biases at all",
         ),
-        Port("short", "fused (3, H, D, K), norms in ParameterLists", room=0.5, note="half the positions"),
+        Port("short", "fused (3, H, D, K), norms in ParameterLists", "half the positions", room=0.5),
+        Port("closure", "feed-forward and embeddings are lambdas over the module's own layers; softmax as exp over sum; untied"),
+        Port("last_only", "logits of the last position only; parts in ModuleDicts, blocks layer_01, layer_02 ..."),
+        Port("adapters", "low-rank A and B beside every weight, B zero", spare="lora_"),
+        Port("stepwise", "a recurrent network: one token at a time, lists of keys and values, heads cut out by slicing"),
+        Port("sharded", "tensor parallel over two ranks: columns, rows, heads and vocabulary cut unevenly, sums added up"),
+        Port("lazy", "nn.LazyLinear: no weight has a shape before the first call"),
+        Port("frozen", "weights are buffers, no parameters; q, k, v concatenated on every call"),
+        Port("fixed", "whole windows only, custom autograd.Function, in-place arithmetic, a loop over heads", whole_windows=True),
+        Port("equalised", "weights multiplied by 1/sqrt(n_in) whenever used", "weights stored larger than they act"),
     )
 }

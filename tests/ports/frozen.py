@@ -1,0 +1,76 @@
+"""Inference only: the weights are buffers, there is not one parameter, and q, k, v are fused anew on every call."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Frozen(nn.Module):
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_buffer(name, torch.randn(shape) * 0.02)
+
+
+class Norm(Frozen):
+    def __init__(self, d):
+        super().__init__(g=(d,), b=(d,))
+
+    def forward(self, x):
+        return F.layer_norm(x, self.g.shape, self.g, self.b)
+
+
+class Attention(Frozen):
+    def __init__(self, d, heads):
+        super().__init__(wq=(d, d), wk=(d, d), wv=(d, d), wo=(d, d), bq=(d,), bk=(d,), bv=(d,), bo=(d,))
+        self.heads = heads
+
+    def forward(self, x):
+        fused = torch.cat((self.wq, self.wk, self.wv), dim=1)
+        qkv = torch.addmm(torch.cat((self.bq, self.bk, self.bv)), x.flatten(0, 1), fused).unflatten(0, x.shape[:2])
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).flatten(2) @ self.wo + self.bo
+
+
+class MLP(Frozen):
+    def __init__(self, d, f):
+        super().__init__(w1=(d, f), b1=(f,), w2=(f, d), b2=(d,))
+
+    def forward(self, x):
+        return F.gelu(x @ self.w1 + self.b1, approximate="tanh") @ self.w2 + self.b2
+
+
+class GPT2(Frozen):
+    def __init__(self, vocab, context, d, depth, heads, f):
+        super().__init__(wte=(vocab, d), wpe=(context, d))
+        self.steps = nn.ModuleList()
+        for _ in range(depth):
+            self.steps.extend((Norm(d), Attention(d, heads), Norm(d), MLP(d, f)))
+        self.last = Norm(d)
+
+    def forward(self, ids):
+        x = self.wte[ids] + self.wpe[: ids.shape[1]]
+        for norm, step in zip(self.steps[::2], self.steps[1::2], strict=True):
+            x = x + step(norm(x))
+        return self.last(x) @ self.wte.T
+
+
+def build(config):
+    return GPT2(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
+
+
+def fill(module, state):
+    new = {"wte": state["wte.weight"], "wpe": state["wpe.weight"]}
+    new |= {"last.g": state["ln_f.weight"], "last.b": state["ln_f.bias"]}
+    for i in range(len(module.steps) // 4):
+        one, attention, two, mlp = (f"steps.{4 * i + j}." for j in range(4))
+        for j, x in enumerate("qkv"):
+            new[f"{attention}w{x}"] = state[f"h.{i}.attn.c_attn.weight"].chunk(3, 1)[j]
+            new[f"{attention}b{x}"] = state[f"h.{i}.attn.c_attn.bias"].chunk(3)[j]
+        new[attention + "wo"], new[attention + "bo"] = state[f"h.{i}.attn.c_proj.weight"], state[f"h.{i}.attn.c_proj.bias"]
+        new[mlp + "w1"], new[mlp + "b1"] = state[f"h.{i}.mlp.c_fc.weight"], state[f"h.{i}.mlp.c_fc.bias"]
+        new[mlp + "w2"], new[mlp + "b2"] = state[f"h.{i}.mlp.c_proj.weight"], state[f"h.{i}.mlp.c_proj.bias"]
+        for norm, name in ((one, "ln_1"), (two, "ln_2")):
+            new[norm + "g"], new[norm + "b"] = state[f"h.{i}.{name}.weight"], state[f"h.{i}.{name}.bias"]
+    module.load_state_dict(new)
