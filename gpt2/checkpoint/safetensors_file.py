@@ -94,7 +94,7 @@ class SafetensorsFile:
     def _parse(self, header: bytes, data: int) -> dict[str, Span]:
         try:
             text = header.decode("utf-8")
-            raw = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+            raw = json.loads(text, object_pairs_hook=_without_repeats, **NUMBERS)
             json.dumps(raw, ensure_ascii=False).encode()  # fails on half a surrogate pair, which is no text
         except (ValueError, RecursionError) as error:
             raise self._bad(f"has a header that is not JSON ({str(error)[:80]})") from None
@@ -188,5 +188,20 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _no_constant(name: str) -> None:
+def _int(text: str) -> float:
+    """Minus zero is a float, as it is to every JSON reader that keeps its sign, and so no size of anything."""
+    _float(text)
+    return -0.0 if text == "-0" else int(text)
+
+
+def _float(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError("a number is out of range")
+    return value
+
+
+def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
+
+
+NUMBERS: dict[str, Any] = {"parse_int": _int, "parse_float": _float, "parse_constant": _no_constant}

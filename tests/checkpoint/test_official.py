@@ -99,7 +99,7 @@ def hub():
 def gpt2(hub: HubStandIn, home: Path, *args: str, code: str | None = None) -> subprocess.CompletedProcess:
     command = [sys.executable, *(["-m", "gpt2"] if code is None else ["-c", code]), *args]
     environment = hub.environ(home) | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1500, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
