@@ -124,7 +124,7 @@ class Report:
             "files": self.files,
             "checks": [{**asdict(check), "ok": check.ok} for check in self.checks],
         }
-        return json.dumps(_finite(body), indent=2, allow_nan=False)
+        return json.dumps(finite(body), indent=2, allow_nan=False)
 
     def table(self, width: int = 100) -> str:
         """The report as plain text, ``width`` columns."""
@@ -266,12 +266,12 @@ def _amount(point: Point) -> str:
     return f"{point.error:.1e}"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON knows no infinity: it becomes the string "inf"."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -1,0 +1,72 @@
+"""``gpt2 compare``: any two models, from weights to words."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from ..errors import InputError
+from .common import Status, add_command, add_json, require_writable, seed, write_json
+
+EXAMPLES = """\
+  gpt2 compare shakespeare-mini out/macbeth/best             a base and its fine-tune
+  gpt2 compare shakespeare-mini out/best --html report.html  the same as a page to share
+  gpt2 compare gpt2 hf/gpt2                                  our implementation and transformers', the same weights
+  gpt2 compare gpt2 gpt2:bf16                                two dtypes, with a float64 run as the ruler
+  gpt2 compare gpt2 gpt2-medium --on wikitext2:stride=512    two sizes, on a text with its protocol
+  gpt2 compare out/step-1000 out/step-2000 --on my.txt --json -"""
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "compare", "measure how two models differ, from weights to words", EXAMPLES)
+    parser.add_argument(
+        "a", metavar="A", help="which model; hf/ in front picks transformers' implementation, :bf16 behind a dtype"
+    )
+    parser.add_argument("b", metavar="B", help="the other")
+    parser.add_argument("--on", metavar="TEXT", help="a text file, - for stdin, or a name (default: a play nobody trained on)")
+    parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="how much of the text (default: %(default)s)")
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        default=1e-3,
+        metavar="E",
+        help="name the first activation past this error (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of intervals and samples (default: %(default)s)")
+    parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
+    parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    require_writable("--html", args.html)
+    if not args.threshold >= 0:
+        raise InputError(f"--threshold {args.threshold}: give a number from 0 up, such as 1e-3")
+    from rich.console import Console
+
+    from ..compare.pair import compare
+
+    status = Status()
+    try:
+        found = compare(
+            args.a,
+            args.b,
+            on=args.on,
+            tokens=args.tokens,
+            threshold=args.threshold,
+            seed=args.seed,
+            offline=args.offline,
+            progress=status,
+        )
+    finally:
+        status.clear()
+    if args.html:
+        found.save_html(args.html)
+        print(f"wrote {args.html}", file=sys.stderr)
+    if args.json:
+        write_json(args.json, found.to_json())
+    if args.json != "-":
+        found.print(Console())
+    return 0

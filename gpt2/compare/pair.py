@@ -1,0 +1,231 @@
+"""compare: any two GPT-2s, from weights to words. What cannot be compared is known before anything runs."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.keys import expected, layer
+from ..checkpoint.names import DEFAULT
+from ..data import Tokenizer
+from ..errors import InputError
+from ..model import GPT2, eager_attention, sdpa_attention
+from .activations import THRESHOLD, compare_activations
+from .comparison import Comparison, Model, Numerics, Scored
+from .compatibility import compatibility
+from .distributions import Tokens, measure_pair, summarise
+from .measure import LanguageScore, language_score, relative_error
+from .report import environment
+from .side import Side, logits_of
+from .texts import Text, open_text
+from .trace import trace_blocks
+from .weights import WeightChanges, compare_weights
+from .words import PASSAGE, Choice, Passage, Word, Words, continuations, passages
+
+TOKENS = 8192  # of the text, unless told otherwise
+TRACED = 256  # tokens that activations are compared on
+SHOWN = 1500  # tokens of the text that a report shows word by word
+CONTINUED = 24  # tokens that both models go on from each prompt
+PROMPT = 16
+
+Progress = Callable[[str], None]
+
+
+def compare(
+    a: str = DEFAULT,
+    b: str = f"hf/{DEFAULT}",
+    *,
+    on: str | None = None,
+    tokens: int = TOKENS,
+    threshold: float = THRESHOLD,
+    seed: int = 0,
+    dtype: str | None = None,
+    offline: bool = False,
+    progress: Progress = lambda what: None,
+) -> Comparison:
+    """Compare two models by name: weights, activations, distributions over a text, words, and, for one set of weights run two
+    ways, their distance from a float64 run.
+
+    Args:
+        a, b: names as :func:`gpt2.load` takes them, each with an optional ``:dtype`` behind and ``hf/`` in front, which is
+            transformers' implementation of the same checkpoint.
+        on: the text: a file, ``-`` for stdin, or a name that :func:`gpt2.compare.texts.open_text` knows, with options.
+        tokens: how many of its tokens are used, from the beginning.
+        threshold: relative error of an activation; the first point past it is named.
+        seed: of the bootstrap, of sampled continuations, and of random ids where neither model has a tokenizer.
+        dtype: what a model without a dtype of its own in its name runs in; default: as stored.
+
+    Raises:
+        InputError: no such model or text. CheckpointError: a checkpoint whose tensors do not fit its config.
+    """
+    started = time.perf_counter()
+    sides = Side.open(a, offline=offline, dtype=dtype), Side.open(b, offline=offline, dtype=dtype)
+    tokenizers = sides[0].tokenizer(), sides[1].tokenizer()
+    found = compatibility(sides[0].config, sides[1].config, *tokenizers)
+    text = open_text(on, offline=offline) if any(tokenizers) else None
+    weights = None if "weights" in found.impossible else _weights(sides, progress)
+    with ExitStack() as stack:
+        progress("loading both models")
+        models = [stack.enter_context(side.model()) for side in sides]
+        context = min(side.config.n_positions for side in sides)
+        context = min(context, (text and text.protocol.context) or context)
+        stride = min(context, (text and text.protocol.stride) or context)
+        ids = _ids(text, tokenizers[0] or tokenizers[1], sides, tokens, seed)
+        activations = numerics = distributions = words = None
+        alone: tuple[LanguageScore, ...] = ()
+        if "activations" not in found.impossible:
+            window = ids[None, : min(context, TRACED)]
+            activations = compare_activations(
+                *models, window, same_shape=found.same_shape, threshold=threshold, progress=progress
+            )
+            if weights is not None and _same_numbers(weights, sides) and (sides[0].dtype, a) != (sides[1].dtype, b):
+                numerics = _numerics(sides, models, window, progress)
+        if "distributions" not in found.impossible:
+            vocab = _vocabulary(tokenizers, sides)
+            measured = measure_pair(*map(logits_of, models), ids, vocab=vocab, context=context, stride=stride, progress=progress)
+            distributions = summarise(measured, _lengths(tokenizers[0] or tokenizers[1], vocab), seed=seed)
+            if tokenizer := tokenizers[0] or tokenizers[1]:
+                words = _words(models, tokenizer, measured, ids, context, seed, progress)
+        else:
+            alone = tuple(
+                _alone(side, model, tokenizer, text, tokenizers[0].decode(ids.tolist()))
+                for side, model, tokenizer in zip(sides, models, tokenizers, strict=True)
+            )
+    shown = text.name if text else "random ids"
+    env = environment(" and ".join(dict.fromkeys(_dtype(side) for side in sides)), "cpu")
+    return Comparison(
+        a=_model(sides[0], env.versions),
+        b=_model(sides[1], env.versions),
+        compatibility=found,
+        text=Scored(shown, text.sha256 if text else "", len(ids), context, stride, text.protocol.told if text else ""),
+        weights=weights,
+        activations=activations,
+        distributions=distributions,
+        alone=alone,
+        words=words,
+        numerics=numerics,
+        environment=env,
+        seed=seed,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges:
+    names = [(name, re.sub(r"^h\.\d+", "h.{}", name), layer(name)) for name in expected(sides[0].config)]
+    return compare_weights(names, sides[0].reader(), sides[1].reader(), progress=progress)
+
+
+def _same_numbers(weights: WeightChanges, sides: tuple[Side, Side]) -> bool:
+    """Whether both run the same weights, up to rounding to the coarser dtype."""
+    return weights.total.unchanged == 1 or (
+        sides[0].dtype != sides[1].dtype and all(tensor.ulp_max == 0 for tensor in weights.tensors)
+    )
+
+
+@torch.no_grad()
+def _numerics(sides: tuple[Side, Side], models: list[nn.Module], ids: Tensor, progress: Progress) -> Numerics:
+    finer = max(sides, key=lambda side: torch.finfo(side.dtype).bits)
+    ours = replace(finer, theirs=False)
+    points, ends = [], []
+    with ours.model(torch.float64) as ruler:
+        for blocks in zip(*(trace_blocks(model, ids) for model in (ruler, *models)), strict=True):
+            progress(f"numerics: {next(reversed(blocks[0]))}")
+            for name, exact in blocks[0].items():
+                points.append((name, *(relative_error(block[name], exact) for block in blocks[1:])))
+                ends = [exact] if name == "logits" else ends
+    rows = []
+    for side, model in zip(sides, models, strict=True):
+        if isinstance(model, GPT2):
+            for what, attend in (("fused", sdpa_attention), ("spelt out", eager_attention)):
+                before = [block.attn.attend for block in model.h]
+                error = relative_error(model.use_attention(attend)(ids), ends[0])
+                for block, attention in zip(model.h, before, strict=True):
+                    block.attn.attend = attention
+                rows.append((f"{side.name}, attention {what}", error))
+    return Numerics(tuple(points), tuple(rows))
+
+
+def _words(
+    models: list[nn.Module], tokenizer: Tokenizer, measured: Tokens, ids: Tensor, context: int, seed: int, progress: Progress
+) -> Words:
+    def choices(top: Tensor, chance: Tensor) -> tuple[Choice, ...]:
+        return tuple(Choice(show(index), value) for index, value in zip(top.tolist(), chance.tolist(), strict=True))
+
+    def show(index: int) -> str:
+        return tokenizer.decode([index])
+
+    def word(at: int) -> Word:
+        return Word(
+            show(int(measured.targets[at])),
+            float(measured.logp_a[at].exp()),
+            float(measured.logp_b[at].exp()),
+            float(measured.js[at]),
+            choices(measured.top_a[at], measured.top_p_a[at]),
+            choices(measured.top_b[at], measured.top_p_b[at]),
+        )
+
+    worst = [
+        Passage(start, js, tuple(word(at) for at in range(start, min(start + PASSAGE, len(measured)))))
+        for start, js in passages(measured.js)
+    ]
+    length = min(PROMPT, context // 2)
+    starts = [0, *(passage.start for passage in worst[:2])]
+    prompts = [ids[start : start + length].tolist() for start in dict.fromkeys(starts) if start + length <= len(ids)]
+    said = ()
+    if prompts and length:
+        progress("words: both go on")
+        room = min(CONTINUED, context - length)
+        pair = list(map(logits_of, models))
+        said = continuations(*pair, tokenizer, prompts, room, temperature=0.0, seed=seed)
+        said += continuations(*pair, tokenizer, prompts[:1], room, temperature=0.8, seed=seed)
+    return Words(tuple(word(at) for at in range(min(SHOWN, len(measured)))), tuple(worst), said)
+
+
+def _ids(text: Text | None, tokenizer: Tokenizer | None, sides: tuple[Side, Side], tokens: int, seed: int) -> Tensor:
+    if tokens < 2:
+        raise InputError(f"{tokens} tokens are too few to predict one from another; give 2 or more")
+    if text is None or tokenizer is None:
+        vocab = min(side.config.vocab_size for side in sides)
+        return torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(seed))
+    ids = tokenizer.encode(text.text)[:tokens]
+    if len(ids) < 2:
+        raise InputError(f"{text.name}: makes {len(ids)} tokens, and one can only be predicted from another; give a longer text")
+    return torch.tensor(ids)
+
+
+def _vocabulary(tokenizers: tuple[Tokenizer | None, Tokenizer | None], sides: tuple[Side, Side]) -> int:
+    """How many ids both distributions are over: the tokenizer's, without what a vocabulary was padded with."""
+    sizes = [side.config.vocab_size for side in sides]
+    return min(*sizes, *(tokenizer.n_vocab for tokenizer in tokenizers if tokenizer is not None))
+
+
+def _lengths(tokenizer: Tokenizer | None, vocab: int) -> Tensor:
+    """Bytes of each token; 1 where no tokenizer tells."""
+    if tokenizer is None:
+        return torch.ones(vocab, dtype=torch.int64)
+    return torch.tensor([len(tokenizer.token_bytes(index)) for index in range(min(vocab, tokenizer.n_vocab))])
+
+
+def _alone(side: Side, model: nn.Module, tokenizer: Tokenizer, text: Text, passage: str) -> LanguageScore:
+    """One model's loss on a passage that both read, each in its own tokens."""
+    ids = torch.tensor(tokenizer.encode(passage))
+    context = min(side.config.n_positions, text.protocol.context or side.config.n_positions)
+    stride = min(context, text.protocol.stride or context)
+    lengths = _lengths(tokenizer, side.config.vocab_size)
+    return language_score(logits_of(model), ids, lengths, context=context, stride=stride)
+
+
+def _model(side: Side, versions: dict[str, str]) -> Model:
+    implementation = f"transformers {versions['transformers']}" if side.theirs else "gpt2"
+    parameters = side.config.num_parameters()
+    return Model(side.name, implementation, _dtype(side), side.revision, parameters, asdict(side.config), side.files())
+
+
+def _dtype(side: Side) -> str:
+    return str(side.dtype).removeprefix("torch.")
