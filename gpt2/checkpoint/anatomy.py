@@ -10,415 +10,417 @@
   embedding.
 
 All is read at one place of the probe, the last token, so that an element's id stands for a unit of the network. Heads, units of
-a head and hidden units are numbered as they come: GPT-2 does not change when they change places together.
+a head and hidden units are numbered as they come: GPT-2 does not change when they change places together. Layers are numbered as
+they run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from .dataflow import Kind, Node, Recording
-from .flow import Flow, Touch
-
-CHUNK = 1 << 22  # cells of a matrix that are looked at together
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Where a weight matrix lies in the module's parameters.
-
-    ``inputs`` (K,) and ``outputs`` (N,) are rows and columns of the checkpoint's tensor, -1 where it has none; the cell of input
-    k and output n is the parameter that multiplies the k-th factor in the n-th of ``results`` of ``node``.
-    """
-
-    part: str  # "attn.q", "mlp.c_fc", ...
-    layer: int | None
-    node: Node
-    results: Tensor
-    inputs: Tensor
-    outputs: Tensor
-
-    def cells(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(parameter ids (n, K), rows (1, K), columns (n, 1)) until all outputs are covered."""
-        step = max(1, CHUNK // len(self.inputs))
-        for results, outputs in zip(self.results.split(step), self.outputs.split(step), strict=True):
-            yield self.node.operands[self.node.weight][self.node.place(results)], self.inputs[None], outputs[:, None]
+from .flow import Flow
+from .parts import Matrix, Part, Table, Vector
 
 
-@dataclass(frozen=True)
-class Vector:
-    """Where a bias or a norm's scale lies: the parameter ``ids`` (N,) and the entries of the checkpoint's tensor that they are."""
-
-    part: str
-    layer: int | None
-    ids: Tensor
-    places: Tensor
-
-
-@dataclass(frozen=True)
-class Table:
-    """An embedding: its entry for row r and coordinate d is the parameter ``first[d] + r * stride``, for r below ``rows``."""
-
-    part: str
-    first: Tensor  # (D,)
-    stride: int
-    rows: int
-    skipped: int = 0  # rows before the first that is used
+class NotGPT2(Exception):
+    """What every GPT-2 has and this module has not."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """One attention head: the results of projections that are its queries, keys and values, and what it mixes; (K,) each."""
+    """One attention head: the projection results that are its queries, keys and values, and what it mixes; (K,) each."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     mixed: Tensor
+    everywhere: dict[str, Tensor] = field(default_factory=dict, repr=False)  # q, k and v of all places, as they went in
 
 
 @dataclass(frozen=True)
 class Norm:
-    """Scale and shift by stream coordinate; None where the module has none."""
+    """Scale and shift (D,) for the stream coordinates ``places``; None where the module has none."""
 
     scale: Tensor | None
     shift: Tensor | None
     places: Tensor
-    at: int  # the node where it begins
+    at: int  # the first node of it
 
 
 @dataclass
 class Branch:
-    """An attention or a feed-forward: the stream it starts from, its projections, the norms in front, nearest first."""
+    """An attention or a feed-forward. ``ups`` are the projections that start from the stream, ``downs`` those back to it."""
 
-    kind: str  # "attn" or "mlp"
-    base: int
-    nodes: list[int]
-    signature: int  # the first weight: a block that runs twice has it twice
+    base: int  # the element of the stream that it starts from
+    signature: int  # its first weight: what runs twice has it twice
+    norms: list[Norm]  # on the way from the stream, the nearest first
+    normed: bool
+    ups: list[int] = field(default_factory=list)
+    downs: list[int] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)
-    norms: list[Norm] = field(default_factory=list)
-
-
-class NotGPT2(Exception):
-    """What a GPT-2 must have and this module has not."""
+    times: int = 1
 
 
 class Anatomy:
-    """Everything that was found. ``parts`` say where, ``remarks`` what is unlike GPT-2, in words for its author."""
+    """Everything that was found. ``parts`` say where it lies; the rest what the module is like.
+
+    ``width``, ``positions`` (None: none learned), ``attentions``, ``feed_forwards``; ``layers`` the number of each block;
+    ``head`` the logits' elements at the probed place, None where the forward ends in the stream; ``post_norm``: norms come after
+    the branches; ``extra_norms`` that GPT-2 does not have; ``torn`` layers that confuse heads with positions.
+
+    Raises:
+        NotGPT2: no token embedding or no attention in it.
+    """
 
     def __init__(self, recording: Recording) -> None:
-        self.recording, self.nodes = recording, recording.nodes
-        self.flow = Flow(recording)
-        self.here = recording.ids.numel() - 1  # the place that everything is read at
-        self.parts: list[Matrix | Vector | Table] = []
-        self.remarks: list[str] = []
-        self.units = torch.full((recording.stop - recording.tokens,), -1)  # origin -> coordinate in its own space
-        self.biases = torch.full((recording.stop - recording.tokens,), -1)  # projection result -> parameter id
-        self._stream()
-        self._find_biases()
-        self.attentions = self._attentions()
-        self.feed_forwards = self._feed_forwards()
-        self.head = self._find_head()
-        self._collect()
-
-    # The stream
-
-    def _stream(self) -> None:
-        tokens = self.recording.ids.flatten()
-        tables = [n for n in self.nodes if n.kind is Kind.LOOKUP and self._rows(n) is not None]
-        words = [n for n in tables if torch.equal(self._rows(n), tokens)]
-        if not words:
-            raise NotGPT2("nothing in its forward looks up a table of parameters by the token ids")
-        self.words = words[0]
-        start = self.flow.here(self.words, self.here)
-        self.width = len(start)
-        self._number(self.flow.root(start))
-        self.parts.append(self._table("wte", self.words, tokens))
-
-    def _rows(self, node: Node) -> Tensor | None:
-        """Which row of a table a lookup reads at each place of the probe; None if it reads several or none."""
-        tokens = self.recording.ids.numel()
-        found = [node.index.flatten()[self.flow.here(node, place) - node.start] for place in range(tokens)]
-        return torch.stack([x[0] for x in found]) if all(len(x) and bool((x == x[0]).all()) for x in found) else None
-
-    def _table(self, part: str, node: Node, rows: Tensor) -> Table | None:
-        """The whole table behind what was looked up of it: (row, coordinate) to parameter, which is linear in the row."""
-        read = [node.operands[0].flatten()[self.flow.here(node, place) - node.start] for place in range(len(rows))]
-        places = self._coordinates(self.flow.here(node, self.here))
-        return self._extend(part, torch.stack(read), rows, places)
-
-    def _extend(self, part: str, read: Tensor, rows: Tensor, places: Tensor) -> Table | None:
-        """``read`` (R, D) are the parameters in the given rows. How many more rows there are, the source's shape tells."""
-        apart = int((rows != rows[0]).int().argmax())
-        stride = int((read[apart, 0] - read[0, 0]) // (rows[apart] - rows[0]))
-        first = read[0] - rows[0] * stride
-        if (
-            not torch.equal(first + rows[:, None] * stride, read)
-            or len(places.unique()) != len(places)
-            or bool((places < 0).any())
-        ):
-            return None
-        first = torch.empty_like(first).index_copy_(0, places, first)
-        source = next(s for s in self.recording.sources if s.region.start <= int(read.min()) and int(read.max()) <= s.region.last)
-        axes = [i for i, n in enumerate(source.region.shape) if n > 1 and source.region.strides[i] == stride]
-        if not axes:
-            return Table(part, first, stride, int(rows.max()) + 1)
-        size = source.region.shape[axes[0]]
-        skipped = int(first.min() - source.region.start) // stride % size
-        return Table(part, first, stride, size - skipped, skipped)
-
-    def _number(self, origins: Tensor) -> None:
-        self.units[origins - self.recording.tokens] = torch.arange(len(origins))
-
-    def _unit(self, ids: Tensor) -> Tensor:
-        """The number of what elements descend from, in the space that was numbered last; -1 for what has none."""
-        return self.flow.at(self.units, self.flow.at(self.flow.origin, ids))
-
-    def _coordinates(self, ids: Tensor) -> Tensor:
-        """Stream coordinates. A projection of the stream's width that was never added to it (a residual left out) starts anew."""
-        roots = self.flow.root(ids)
-        found = self.flow.at(self.units, roots)
-        if bool(((found < 0) & (roots >= 0)).any()):
-            fresh = self.flow.here(self.nodes[self.flow._owner(roots)], self.here)
-            if len(fresh) == self.width:
-                self._number(fresh)
-                found = self.flow.at(self.units, roots)
-        return found
-
-    # What is added
-
-    def _find_biases(self) -> None:
+        self.recording, self.nodes, self.flow = recording, recording.nodes, Flow(recording)
+        self.here = recording.ids.numel() - 1
+        self.parts: list[Part] = []
+        self.torn: set[int] = set()
         self.positions: Table | None = None
-        self.late: list[tuple[int, Vector]] = []  # added to the stream, after the projection's own result was
-        for number, touches in self.flow.touches.items():
-            node = self.nodes[number]
-            results = self.flow.here(node, self.here)
-            for touch in touches:
-                if touch.kind != "add" or not len(results):
-                    continue
-                ids = touch.ids.flatten()[results - node.start]
-                origins = self.flow.at(self.flow.origin, results)
-                if self._differs_by_place(node, touch):
-                    self._place_positions(node, touch)
-                elif touch.before == "plain":
-                    taken = self.flow.at(self.biases, origins) >= 0
-                    self.biases[origins[~taken] - self.recording.tokens] = ids[~taken]
-                elif touch.before == "summed":
-                    self.late.append((self.flow.newest.get(number, -1), Vector("", None, ids, self._coordinates(results))))
-        for node in self.nodes:
-            rows = self._rows(node) if node.kind is Kind.LOOKUP and node is not self.words else None
-            if rows is not None and self.positions is None and len(rows.unique()) == self.recording.ids.size(1):
-                self.positions = self._table("wpe", node, rows)
+        self._units = self._blank()  # origin -> stream coordinate
+        self._biases = self._blank()  # projection result -> parameter
+        self._late: dict[int, Vector] = {}  # projection -> what was added to the stream after it
+        self._read_stream()
+        self._read_additions()
+        self.attentions = self._once(self._find_attentions())
+        self.feed_forwards = self._once(self._find_feed_forwards())
+        self.head = self._find_head()
+        self.layers = self._number_layers()
+        for place, layer in enumerate(self.layers):
+            if place < len(self.attentions):
+                self._place_attention(layer, self.attentions[place])
+            if place < len(self.feed_forwards):
+                self._place_feed_forward(layer, self.feed_forwards[place])
+        if self.head is not None:
+            self._place("head", None, self.head, torch.arange(len(self.head)))
+        self._place_norms()
 
-    def _differs_by_place(self, node: Node, touch: Touch) -> bool:
-        before, here = (touch.ids.flatten()[self.flow.here(node, place) - node.start] for place in (self.here - 1, self.here))
-        return len(before) == len(here) == self.width and not torch.equal(before, here)
+    # Elements
 
-    def _place_positions(self, node: Node, touch: Touch) -> None:
-        length = self.recording.ids.size(1)
-        places = range(self.here + 1 - length, self.here + 1)
-        read = torch.stack([touch.ids.flatten()[self.flow.here(node, place) - node.start] for place in places])
-        if self.positions is None:
-            self.positions = self._extend("wpe", read, torch.arange(length), self._coordinates(self.flow.here(node, self.here)))
+    def _blank(self) -> Tensor:
+        return torch.full((self.recording.stop - self.recording.tokens,), -1)
 
-    # Branches
+    def _results(self, number: int) -> Tensor:
+        """What a node computed at the probed place."""
+        return self.flow.here(self.nodes[number], self.here)
 
-    def _input(self, result: int) -> Tensor:
+    def _input(self, result: Tensor) -> Tensor:
         """The activations (K,) that a projection's result was made of."""
         node = self.nodes[self.recording.owner(result)]
         return node.operands[1 - node.weight][node.place(torch.as_tensor(int(result)))]
 
-    def _signature(self, result: int) -> int:
-        node = self.nodes[self.recording.owner(result)]
-        return int(node.operands[node.weight][node.place(torch.as_tensor(int(result)))][0])
+    def _signatures(self, results: Tensor) -> Tensor:
+        """For projection results, the first weight of each: the same for the same unit at all places."""
+        found, owners = torch.full_like(results, -1), self.recording.owners(results)
+        for number in owners.unique().tolist():
+            if self._is_projection(number):
+                node, mine = self.nodes[number], owners == number
+                found[mine] = node.operands[node.weight][node.place(results[mine])][:, 0]
+        return found
+
+    def _origins(self, ids: Tensor) -> Tensor:
+        return self.flow.at(self.flow.origin, ids)
 
     def _is_projection(self, number: int) -> bool:
         return number >= 0 and self.nodes[number].kind is Kind.CONTRACTION and self.nodes[number].weight is not None
 
+    def _number(self, table: Tensor, origins: Tensor) -> Tensor:
+        table[origins - self.recording.tokens] = torch.arange(len(origins))
+        return table
+
+    def _coordinates(self, ids: Tensor) -> Tensor:
+        """Stream coordinates. A projection of the stream's width that was never added to it (a residual left out) starts anew."""
+        roots = self.flow.root(ids)
+        if bool(((self.flow.at(self._units, roots) < 0) & (roots >= 0)).any()):
+            fresh = self._results(self.flow.owner(roots))
+            if len(fresh) == self.width:
+                self._number(self._units, fresh)
+        return self.flow.at(self._units, roots)
+
+    # The stream, and what is added
+
+    def _read_stream(self) -> None:
+        tokens = self.recording.ids.flatten()
+        tables = [node for node in self.nodes if node.kind is Kind.LOOKUP]
+        words = [node for node in tables if (rows := self._rows(node)) is not None and torch.equal(rows, tokens)]
+        if not words:
+            raise NotGPT2("nothing in its forward looks up a table of parameters by the token ids")
+        start = self.flow.here(words[0], self.here)
+        self.width = len(start)
+        self._number(self._units, self.flow.root(start))
+        self.words = self._table("wte", words[0], tokens)
+        if self.words is None:
+            raise NotGPT2("its token embedding is no table with a row per token")
+        self.parts.append(self.words)
+        for node in tables:  # positions that follow from the tokens (a count of those before, say)
+            rows = None if node in words else self._rows(node)
+            if rows is not None and len(rows.unique()) == self.recording.ids.size(1):
+                self._set_positions(self._table("wpe", node, rows))
+
+    def _set_positions(self, table: Table | None) -> None:
+        if self.positions is None and table is not None:
+            self.positions = table
+            self.parts.append(table)
+
+    def _rows(self, node: Node) -> Tensor | None:
+        """Which row of a table a lookup reads at each place of the probe; None if it reads none or several at one."""
+        found = [node.index.flatten()[self.flow.here(node, place) - node.start] for place in range(self.here + 1)]
+        return torch.stack([x[0] for x in found]) if all(len(x) and bool((x == x[0]).all()) for x in found) else None
+
+    def _read(self, node: Node, ids: Tensor, places: range) -> Tensor | None:
+        """Parameters (R, D) that a node used at places of the probe; None unless it used the stream's width of them at each."""
+        read = [ids.flatten()[self.flow.here(node, place) - node.start] for place in places]
+        return torch.stack(read) if all(len(x) == self.width and bool((x >= 0).all()) for x in read) else None
+
+    def _table(self, part: str, node: Node, rows: Tensor) -> Table | None:
+        read = self._read(node, node.operands[0], range(self.here + 1))
+        return None if read is None else self._extend(part, read, rows, self._coordinates(self.flow.here(node, self.here)))
+
+    def _extend(self, part: str, read: Tensor, rows: Tensor, places: Tensor) -> Table | None:
+        """The table of which the parameters ``read`` (R, D) are some ``rows``: linear in the row, or it is none.
+
+        How far it reaches, the axis of the source says that has the same stride.
+        """
+        apart = int((rows != rows[0]).int().argmax())
+        stride = int((read[apart, 0] - read[0, 0]) // (rows[apart] - rows[0]))
+        first = read[0] - rows[0] * stride
+        ordered = len(places.unique()) == self.width and bool((places >= 0).all())
+        if not ordered or not torch.equal(first + rows[:, None] * stride, read):
+            return None
+        first = torch.empty_like(first).index_copy_(0, places, first)
+        regions = [source.region for source in self.recording.sources]
+        region = next(r for r in regions if r.start <= int(read.min()) and int(read.max()) <= r.last)
+        axes = [axis for axis, n in enumerate(region.shape) if n > 1 and region.strides[axis] == stride]
+        if not axes:
+            return Table(part, first, stride, int(rows.max()) + 1)
+        size = region.shape[axes[0]]
+        skipped = int(first.min() - region.start) // stride % size
+        return Table(part, first, stride, size - skipped, skipped)
+
+    def _read_additions(self) -> None:
+        length = self.recording.ids.size(1)
+        for number, touches in self.flow.touches.items():
+            node, results = self.nodes[number], self._results(number)
+            for touch in touches:
+                if touch.kind != "add" or not len(results):
+                    continue
+                ids, origins = touch.ids.flatten()[results - node.start], self._origins(results)
+                read = self._read(node, touch.ids, range(self.here + 1 - length, self.here + 1))
+                if read is not None and not torch.equal(read[0], read[-1]):
+                    self._set_positions(self._extend("wpe", read, torch.arange(length), self._coordinates(results)))
+                elif touch.before == "plain":
+                    free = self.flow.at(self._biases, origins) < 0
+                    self._biases[origins[free] - self.recording.tokens] = ids[free]
+                elif touch.before == "summed" and (after := self.flow.newest.get(number, -1)) not in self._late:
+                    self._late[after] = Vector("", None, ids, self._coordinates(results))
+
+    # Branches
+
     def _norms(self, ids: Tensor) -> tuple[list[Norm], int]:
-        """Back from a projection's input to the stream: the norms on the way, nearest first, and the stream's element."""
+        """Back from a projection's input to the stream: the norms on the way, nearest first, and an element of the stream."""
         found: list[dict] = []
         ids = ids[ids >= self.recording.tokens]
         places = self._coordinates(ids)
-        while True:
-            number = self.flow._owner(ids)
-            node = self.nodes[number] if number >= 0 else None
-            if node is None or self.flow.state.get(number) != "normed" or node.kind not in (Kind.ELEMENTWISE, Kind.ROWWISE):
-                break
+        while self.flow.state.get(number := self.flow.owner(ids)) == "normed":
+            node = self.nodes[number]
             where = node.place(ids)
             for touch in self.flow.touches.get(number, []):
-                if touch.kind == "add" and touch.before != "normed":
+                name = {"add": "shift", "mul": "scale"}.get(touch.kind)
+                if name is None or (name == "shift" and touch.before != "normed"):
                     continue
-                if touch.kind != "other":
-                    name, parameters = {"add": "shift", "mul": "scale"}[touch.kind], touch.ids[where]
-                    if found and name in found[-1] and torch.equal(found[-1][name], parameters):
-                        continue
-                    if not found or name in found[-1] or (name == "shift" and "scale" in found[-1]):
-                        found.append({})
-                    found[-1] |= {name: parameters, "at": number}
-            origins = [self.flow.at(self.flow.origin, operand[where]) for operand in node.operands]
-            ids = next(operand[where] for operand, o in zip(node.operands, origins, strict=True) if bool((o >= 0).all()))
-        return [Norm(x.get("scale"), x.get("shift"), places, x["at"]) for x in found], int(ids[0]) if len(ids) else -1
+                parameters = touch.ids[where]
+                if found and torch.equal(found[-1].get(name, ids[:0]), parameters):
+                    continue
+                if not found or name in found[-1] or name == "shift":  # a shift comes last, so it is met first
+                    found.append({})
+                found[-1] |= {name: parameters, "at": number}
+            mains = (operand[where] for operand in node.operands)
+            ids = next(main for main in mains if bool((self._origins(main) >= 0).all()))
+        return [Norm(norm.get("scale"), norm.get("shift"), places, norm["at"]) for norm in found], int(ids[0])
+
+    def _branch(self, found: dict[int, Branch], result: Tensor) -> Branch:
+        """The branch among ``found`` that starts where the projection of ``result`` does; a new one, if there is none."""
+        ids = self._input(result)
+        norms, base = self._norms(ids)
+        normed = self.flow.state.get(self.flow.owner(ids)) == "normed"
+        return found.setdefault(base, Branch(base, int(self._signatures(result[None])), norms, normed))
 
     def _heads(self) -> Iterator[Head]:
-        at, row = self.flow.at, self.here
         for number, (scores, values, second_is_key) in self.flow.mixes.items():
-            mixed = self.flow.here(self.nodes[number], row)
-            if not len(mixed):
-                continue
+            mixed = self._results(number)
             place = self.nodes[number].place(mixed)
-            score, value = at(self.flow.origin, scores[place]), at(self.flow.origin, values[place])
-            own = (at(self.flow.row, values[place]) == row).int().argmax(-1, keepdim=True)  # the token, seen by itself
-            score, value = score.gather(-1, own)[:, 0], value.gather(-1, own)[:, 0]
+            score, value = self._origins(scores[place]), self._origins(values[place])  # (n, S)
+            itself = (self.flow.at(self.flow.row, values[place]) == self.here).int().argmax(-1, keepdim=True)
+            score, value = score.gather(-1, itself)[:, 0], value.gather(-1, itself)[:, 0]
             for element in dict.fromkeys(score.tolist()):
                 node = self.nodes[self.recording.owner(element)]
-                a, b = (at(self.flow.origin, x[node.place(torch.tensor(element))]) for x in node.operands)
-                mine = score == element
-                yield Head(*((a, b) if second_is_key else (b, a)), value[mine], mixed[mine])
+                factors = node.operands if second_is_key else node.operands[::-1]
+                q, k = (self._origins(factor[node.place(torch.tensor(element))]) for factor in factors)
+                if self._is_projection(self.flow.owner(q)):
+                    everywhere = dict(zip("qkv", (*factors, values), strict=True))
+                    yield Head(q, k, value[score == element], mixed[score == element], everywhere)
 
-    def _attentions(self) -> list[Branch]:
+    def _find_attentions(self) -> list[Branch]:
         found: dict[int, Branch] = {}
         for head in self._heads():
-            used = sorted({self.flow._owner(x[i]) for x in (head.q, head.k, head.v) for i in range(len(x))})
-            if not self._is_projection(self.flow._owner(head.q)):
-                continue
-            norms, base = self._norms(self._input(head.q[0]))
-            branch = found.setdefault(base, Branch("attn", base, [], self._signature(head.q[0]), [], norms))
+            branch = self._branch(found, head.q[0])
             branch.heads.append(head)
-            branch.nodes += [number for number in used if self._is_projection(number) and number not in branch.nodes]
+            used = self.recording.owners(torch.cat((head.q, head.k, head.v))).unique().tolist()
+            branch.ups += [number for number in used if self._is_projection(number) and number not in branch.ups]
         if not found:
             raise NotGPT2("nothing in its forward weighs projections of the tokens by one another, as attention does")
-        return self._once(list(found.values()))
+        mixed = {int(m): branch for branch in found.values() for head in branch.heads for m in head.mixed}
+        self._feeds = {
+            number: origins
+            for number, node in enumerate(self.nodes)
+            if self._is_projection(number) and node.live and len(results := self._results(number))
+            if len(origins := (x := self._origins(self._input(results[0])))[x >= 0])
+        }
+        for number, origins in self._feeds.items():
+            fed_by = [mixed[int(origin)] for origin in origins if int(origin) in mixed]
+            if fed_by:
+                fed_by[0].downs.append(number)
+        return list(found.values())
 
-    def _once(self, branches: list[Branch]) -> list[Branch]:
-        """Without the repetitions of blocks that run more than once."""
-        return list({branch.signature: branch for branch in reversed(branches)}.values())[::-1]
-
-    def _feed_forwards(self) -> list[Branch]:
-        known = {number for branch in self.attentions for number in branch.nodes}
-        self.outputs: dict[int, list[int]] = {}  # projections that start from what was mixed, or from another: by what feeds them
-        rest = [n for n in range(len(self.nodes)) if self._is_projection(n) and n not in known and self.nodes[n].live]
-        feeds = {}
-        for number in rest:
-            results = self.flow.here(self.nodes[number], self.here)
-            if len(results):
-                feeds[number] = set(self.recording.owners(self.flow.at(self.flow.origin, self._input(results[0]))).tolist()) - {
-                    -1
-                }
-        self.after_mix = [n for n, by in feeds.items() if by & set(self.flow.mixes)]
-        down = {n: by & set(feeds) - set(self.after_mix) for n, by in feeds.items() if n not in self.after_mix}
+    def _find_feed_forwards(self) -> list[Branch]:
+        known = {number for branch in self.attentions for number in branch.ups + branch.downs}
+        rest = [number for number in self._feeds if number not in known]
         found: dict[int, Branch] = {}
-        self.down = {n: by for n, by in down.items() if by and self._is_hidden(n, by)}
-        for number in sorted({n for by in self.down.values() for n in by}):
-            result = self.flow.here(self.nodes[number], self.here)[0]
-            norms, base = self._norms(self._input(result))
-            found.setdefault(base, Branch("mlp", base, [], self._signature(result), [], norms)).nodes.append(number)
-        return self._once(list(found.values()))
+        for down in rest:
+            if self.flow.state.get(self.flow.owner(self._input(self._results(down)[0]))) not in ("other", "plain"):
+                continue  # it starts from the stream, into which others went
+            for up in sorted(set(self.recording.owners(self._feeds[down]).tolist()) & set(rest)):
+                branch = self._branch(found, self._results(up)[0])
+                branch.ups += [up] if up not in branch.ups else []
+                branch.downs += [down] if down not in branch.downs else []
+        return list(found.values())
 
-    def _is_hidden(self, number: int, by: set[int]) -> bool:
-        """Whether a projection starts from another's results themselves, and not from a stream they were added to."""
-        ids = self._input(self.flow.here(self.nodes[number], self.here)[0])
-        return self.flow.state.get(self.flow._owner(ids)) == "other" or bool(by)
+    @staticmethod
+    def _once(branches: list[Branch]) -> list[Branch]:
+        """Every block once, however often it runs."""
+        found: dict[int, Branch] = {}
+        for branch in branches:
+            if branch.signature in found:
+                found[branch.signature].times += 1
+            else:
+                found[branch.signature] = branch
+        return list(found.values())
 
     def _find_head(self) -> Tensor | None:
-        """The results that the output's vocabulary entries are, at the probed place; None if the forward ends in the stream."""
         output = self.recording.output
-        here = self.flow.at(self.flow.row, output) == self.here
-        origins = self.flow.at(self.flow.origin, output[here])
+        self.end = output[self.flow.at(self.flow.row, output) == self.here]
+        origins = self._origins(self.end)
         if not len(origins):
-            raise NotGPT2("its output does not come from the last token")
-        number = self.flow._owner(origins)
-        return origins if self._is_projection(number) else None
+            raise NotGPT2("its output is not made of the last token")
+        return origins if self._is_projection(self.flow.owner(origins)) else None
 
-    # Parts
+    def _number_layers(self) -> list[int]:
+        """As they run; but where parameters lie unused and names are numbered, the numbers tell which blocks are left out."""
+        layers = list(range(max(len(self.attentions), len(self.feed_forwards))))
+        names = [self.name(branch.signature) for branch in self.attentions]
+        unused = [source.name for source in self.recording.sources if source.storage not in self.recording.used]
+        numbers = [[int(n) for n in re.findall(r"\d+", name)] for name in names]
+        patterns = {re.sub(r"\d+", "#", name) for name in names}
+        idle = [[int(n) for n in re.findall(r"\d+", name)] for name in unused if re.sub(r"\d+", "#", name) in patterns]
+        for place in range(min(map(len, numbers))) if len(patterns) == 1 else ():
+            runs, idles = [n[place] for n in numbers], [n[place] for n in idle]
+            first = min(runs + idles)
+            if idles and runs == sorted(set(runs)) and sorted(runs + idles) == list(range(first, first + len(runs + idles))):
+                return [n - first for n in runs]
+        return layers
 
-    def _collect(self) -> None:
-        self.late_of = dict(self.late)
-        for layer, branch in enumerate(self.attentions):
-            self._collect_attention(layer, branch)
-        for layer, branch in enumerate(self.feed_forwards):
-            self._collect_feed_forward(layer, branch)
-        if self.positions is not None:
-            self.parts.append(self.positions)
-        if self.head is not None:
-            self._projection("head", None, self.head, torch.arange(len(self.head)), "head.bias")
-        self._collect_norms()
+    def name(self, id: int) -> str:
+        """The parameter that an element is of; "" for none."""
+        found = (source.name for source in self.recording.sources if source.region.start <= id <= source.region.last)
+        return next(found, "")
 
-    def _collect_attention(self, layer: int, branch: Branch) -> None:
-        for part in "qkv":
-            results = torch.cat([getattr(head, part) for head in branch.heads])
-            self._projection(f"attn.{part}", layer, results, torch.arange(len(results)), f"attn.{part}.bias")
-        mixed = torch.cat([head.mixed for head in branch.heads])
-        coordinates = self.units
-        self.units = torch.full_like(coordinates, -1)
-        self._number(mixed)
-        units, self.units = self.units, coordinates
-        mine = [
-            n
-            for n in self.after_mix
-            if bool(
-                (
-                    self.flow.at(units, self.flow.at(self.flow.origin, self._input(self.flow.here(self.nodes[n], self.here)[0])))
-                    >= 0
-                ).any()
-            )
-        ]
-        self._back("attn.c_proj", layer, mine, units)
+    # Where it all lies
 
-    def _collect_feed_forward(self, layer: int, branch: Branch) -> None:
-        hidden = torch.cat([self.flow.here(self.nodes[n], self.here) for n in branch.nodes])
-        self._projection("mlp.c_fc", layer, hidden, torch.arange(len(hidden)), "mlp.c_fc.bias")
-        coordinates = self.units
-        self.units = torch.full_like(coordinates, -1)
-        self._number(hidden)
-        units, self.units = self.units, coordinates
-        self._back("mlp.c_proj", layer, [n for n, by in self.down.items() if by & set(branch.nodes)], units)
-
-    def _back(self, part: str, layer: int, numbers: list[int], units: Tensor) -> None:
-        """Projections back to the stream, from units of their own."""
-        for number in numbers:
-            results = self.flow.here(self.nodes[number], self.here)
-            self._projection(part, layer, results, self._coordinates(results), f"{part}.bias", units)
-            if number in self.late_of:
-                late = self.late_of[number]
-                self.parts.append(Vector(f"{part}.bias", layer, late.ids, late.places))
-
-    def _projection(
-        self, part: str, layer: int | None, results: Tensor, columns: Tensor, bias: str, units: Tensor | None = None
+    def _place(
+        self, part: str, layer: int | None, results: Tensor, columns: Tensor, rows: Callable[[Tensor], Tensor] | None = None
     ) -> None:
+        """A projection and its bias. ``rows`` numbers the units of the inputs; the stream's coordinates do, if it is None."""
+        rows = rows or (lambda inputs: self._coordinates(inputs))
         owners = self.recording.owners(results)
         for number in owners.unique().tolist():
-            node, mine = self.nodes[number], owners == number
             if not self._is_projection(number):
                 continue
+            node, mine = self.nodes[number], owners == number
             inputs = self._input(results[mine][0])
-            rows = self._coordinates(inputs) if units is None else self.flow.at(units, self.flow.at(self.flow.origin, inputs))
-            self.parts.append(Matrix(part, layer, node, results[mine], rows, columns[mine]))
-            constant = (inputs < 0).nonzero()[:, 0]
-            if len(constant):  # a column of ones: its weights are the bias
+            self.parts.append(Matrix(part, layer, node, results[mine], rows(inputs), columns[mine]))
+            for constant in (self._origins(inputs) < 0).nonzero()[:1, 0]:  # a column of ones: its weights are the bias
                 weights = node.operands[node.weight][node.place(results[mine])]
-                self.parts.append(Vector(bias, layer, weights[:, constant[0]], columns[mine]))
-        ids = self.flow.at(self.biases, results)
+                self.parts.append(Vector(f"{part}.bias", layer, weights[:, constant], columns[mine]))
+        ids = self.flow.at(self._biases, results)
         if bool((ids >= 0).any()):
-            self.parts.append(Vector(bias, layer, ids[ids >= 0], columns[ids >= 0]))
+            self.parts.append(Vector(f"{part}.bias", layer, ids[ids >= 0], columns[ids >= 0]))
 
-    def _collect_norms(self) -> None:
-        last, _ = self._norms(self._input(self.head[0])) if self.head is not None else self._norms(self._end())
-        consumers = [
-            (f"{name}", layer, branch.norms)
-            for name, branches in (("ln_1", self.attentions), ("ln_2", self.feed_forwards))
-            for layer, branch in enumerate(branches)
-        ]
+    def _place_back(self, part: str, layer: int, branch: Branch, units: Tensor) -> None:
+        """Projections back to the stream, from numbered units."""
+
+        def rows(inputs: Tensor) -> Tensor:
+            origins = self._origins(inputs)
+            found = self.flow.at(units, origins)
+            return found if bool(((found >= 0) | (origins < 0)).all()) else torch.arange(len(inputs))
+
+        for number in branch.downs:
+            results = self._results(number)
+            self._place(part, layer, results, self._coordinates(results), rows)
+            if number in self._late:
+                self.parts.append(Vector(f"{part}.bias", layer, self._late[number].ids, self._late[number].places))
+
+    def _place_attention(self, layer: int, branch: Branch) -> None:
+        found = {part: torch.cat([getattr(head, part) for head in branch.heads]) for part in ("q", "k", "v", "mixed")}
+        straight = all(len(x.unique()) == len(x) == len(found["q"]) for x in found.values())
+        if not straight or any(number in self.flow.torn for number in branch.downs):
+            self.torn.add(layer)
+        for part in "qkv":
+            results = found[part] if straight else self._columns(branch, part)
+            self._place(f"attn.{part}", layer, results, torch.arange(len(results)))
+        self._place_back("attn.c_proj", layer, branch, self._number(self._blank(), found["mixed"]))
+
+    def _columns(self, branch: Branch, part: str) -> Tensor:
+        """Results that serve as queries (or keys, values) at any place, in their own order: where heads and places got mixed."""
+        used = torch.cat([self._signatures(self._origins(head.everywhere[part].unique())).unique() for head in branch.heads])
+        results = torch.cat([self._results(number) for number in branch.ups])
+        return results[torch.isin(self._signatures(results), used[used >= 0])]
+
+    def _place_feed_forward(self, layer: int, branch: Branch) -> None:
+        hidden = torch.cat([self._results(number) for number in branch.ups])
+        self._place("mlp.c_fc", layer, hidden, torch.arange(len(hidden)))
+        self._place_back("mlp.c_proj", layer, branch, self._number(self._blank(), hidden))
+
+    def _place_norms(self) -> None:
+        end = self.end if self.head is None else self._input(self.head[0])
+        last, _ = self._norms(end)
+        self.end_normed = self.flow.state.get(self.flow.owner(end)) == "normed"
+        consumers: list[tuple[str, int | None, list[Norm]]] = []
+        for place, layer in enumerate(self.layers):
+            for name, branches in (("ln_1", self.attentions), ("ln_2", self.feed_forwards)):
+                consumers += [(name, layer, branches[place].norms)] if place < len(branches) else []
         consumers.append(("ln_f", None, last))
-        for name, layer, norms in consumers:
-            if norms:
-                for kind, ids in (("weight", norms[0].scale), ("bias", norms[0].shift)):
-                    if ids is not None:
-                        self.parts.append(Vector(f"{name}.{kind}", layer, ids, norms[0].places))
+        self.post_norm = self._is_post_norm(consumers)
+        norms = {norm.at: norm for *_, found in consumers for norm in reversed(found)}  # in the order of execution
+        if self.post_norm:
+            roles = [(name, layer, norm) for (name, layer, _), norm in zip(consumers, norms.values(), strict=False)]
+        else:
+            roles = [(name, layer, found[0]) for name, layer, found in consumers if found]
+        for name, layer, norm in roles:
+            for kind, ids in (("weight", norm.scale), ("bias", norm.shift)):
+                if ids is not None:
+                    self.parts.append(Vector(f"{name}.{kind}", layer, ids, norm.places))
+        placed = {norm.at for *_, norm in roles}
+        self.extra_norms = [norm for norm in norms.values() if norm.at not in placed]
 
-    def _end(self) -> Tensor:
-        output = self.recording.output
-        return output[self.flow.at(self.flow.row, output) == self.here]
+    def _is_post_norm(self, consumers: list[tuple[str, int | None, list[Norm]]]) -> bool:
+        """Whether norms stand behind the branches, in the stream: the first comes after the first attention, whose result is
+        added to what is not normed, and the next branch is added to what is."""
+        onto = [self.flow.onto.get(branch.downs[0]) for branch in self.feed_forwards if branch.downs]
+        return bool(consumers) and not consumers[0][2] and any(found for *_, found in consumers) and onto[:1] == ["normed"]

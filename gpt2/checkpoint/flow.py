@@ -51,6 +51,8 @@ class Flow:
     state: dict[int, str] = field(default_factory=dict)
     touches: dict[int, list[Touch]] = field(default_factory=dict)
     newest: dict[int, int] = field(default_factory=dict)  # a summed node -> the projection added last
+    onto: dict[int, str] = field(default_factory=dict)  # that projection -> the state of what it was added to
+    torn: set[int] = field(default_factory=set)  # projections whose inputs come from several positions
     scores: set[int] = field(default_factory=set)
     mixes: dict[int, tuple[Tensor, Tensor, bool]] = field(default_factory=dict)  # node -> scores, values, whether b held keys
 
@@ -101,9 +103,12 @@ class Flow:
         tokens = self.recording.ids.flatten()
         match = node.index[..., None] == tokens
         row = torch.where(match.any(-1), match.int().argmax(-1), -1)
-        if bool((row < 0).any()):  # not by the tokens themselves: one row after the other
-            row = torch.arange(node.numel).view(node.shape) // max(1, node.numel // len(tokens))
-        self.results(self.row, node).copy_(row)
+        self.results(self.row, node).copy_(self._in_turn(node) if bool((row < 0).any()) else row)
+
+    def _in_turn(self, node: Node) -> Tensor:
+        """Positions, where nothing says which: one after the other, as (B, T, ...) lies."""
+        size = node.stop - node.start
+        return torch.arange(size).view(node.shape) // max(1, size // self.recording.ids.numel())
 
     def _rowwise(self, number: int, node: Node) -> None:
         for table in (self.origin, self.row):
@@ -114,13 +119,16 @@ class Flow:
         self._own(number, node)
         if node.weight is not None:
             inputs = node.operands[1 - node.weight]
-            rows = self.at(self.row, inputs[..., 0])
-            if bool((rows < 0).any()):
-                rows = self.at(self.row, inputs[..., -1])
+            rows, last = self.at(self.row, inputs[..., 0]), self.at(self.row, inputs[..., -1])
+            rows = torch.where(rows < 0, last, rows)
+            if bool(((rows != last) & (last >= 0)).any()):
+                self.torn.add(number)
+            if number in self.torn or bool((rows < 0).any()):
+                rows = self._in_turn(node)
             self.results(self.row, node).copy_(rows)
             return
         a, b = node.operands
-        from_scores = [self._owner(self.at(self.origin, factor[..., 0])) in self.scores for factor in (a, b)]
+        from_scores = [self.owner(self.at(self.origin, factor[..., 0])) in self.scores for factor in (a, b)]
         if any(from_scores):
             scores, values = (a, b) if from_scores[0] else (b, a)
             origin = self.at(self.origin, scores)
@@ -143,7 +151,9 @@ class Flow:
         oldest = torch.stack([torch.where(origins[i] < 0, never, origins[i]) for i in mains]).amin(0)
         oldest = torch.where(oldest == never, -1, oldest)
         self.results(self.origin, node).copy_(oldest)
-        self.results(self.row, node).copy_(torch.stack([self.at(self.row, operand) for operand in node.operands]).amax(0))
+        rows = self.results(self.row, node)
+        for i in reversed(mains):  # the position is the oldest one's
+            rows.copy_(torch.where(origins[i] == oldest, self.at(self.row, node.operands[i]), rows))
         younger = [origins[i] for i in mains if not torch.equal(origins[i], oldest)]
         for origin in younger:
             apart = (origin >= 0) & (origin != oldest)
@@ -152,34 +162,35 @@ class Flow:
             summed = node.op in ADDS and bool(younger)
             self.state[number] = "summed" if summed else "other"
             if summed:
-                self.newest[number] = max(self._newest(node.operands[i]) for i in mains)
+                *_, (_, oldest_main), (self.newest[number], _) = sorted((self._newest(node.operands[i]), i) for i in mains)
+                self.onto[self.newest[number]] = self.state.get(self.owner(node.operands[oldest_main]), "other")
             return
         main = mains[0]
         sides = [operand for i, operand in enumerate(node.operands) if i != main]
-        before = self.state.get(self._owner(node.operands[main]), "other")
+        before = self.state.get(self.owner(node.operands[main]), "other")
         touches = [touch for side in sides for touch in self._touches(node.op if main == 0 or node.op != "sub" else "", side)]
         if touches:
             self.touches[number] = [replace(touch, before=before) for touch in touches]
         statistic = any(self._live(side) for side in sides)
         scaled = any(touch.kind == "mul" for touch in touches)
-        linear = node.op in ADDS | SCALES | {"neg", "rsub"}
+        linear = node.op in ADDS | SCALES | {"neg", "dropout"}
         self.state[number] = "normed" if statistic or scaled else before if linear else "other"
         if number not in self.newest and self.state[number] == "summed":
-            self.newest[number] = self.newest.get(self._owner(node.operands[main]), -1)
+            self.newest[number] = self.newest.get(self.owner(node.operands[main]), -1)
 
     def _newest(self, ids: Tensor) -> int:
         """The last projection that made what is being added."""
-        number = self._owner(ids)
+        number = self.owner(ids)
         if number in self.newest:
             return self.newest[number]
-        return self._owner(self.at(self.origin, ids))
+        return self.owner(self.at(self.origin, ids))
 
-    def _owner(self, ids: Tensor) -> int:
+    def owner(self, ids: Tensor) -> int:
         known = ids[ids >= self.recording.tokens]
         return self.recording.owner(known.flatten()[0]) if known.numel() else -1
 
     def _live(self, side: Tensor) -> bool:
-        number = self._owner(side)
+        number = self.owner(side)
         return number >= 0 and self.recording.nodes[number].live
 
     def _touches(self, op: str, side: Tensor) -> list[Touch]:
@@ -187,7 +198,7 @@ class Flow:
         if bool((side < self.recording.tokens).all()):
             kind = "add" if op == "add" else "mul" if op == "mul" else "other"
             return [Touch(kind, side)] if bool((side >= 0).any()) else []
-        number = self._owner(side)
+        number = self.owner(side)
         node = self.recording.nodes[number] if number >= 0 else None
         if node is None or node.kind is not Kind.ELEMENTWISE or bool((side < node.start).any() or (side >= node.stop).any()):
             return []

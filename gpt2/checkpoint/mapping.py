@@ -5,15 +5,16 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..config import GPT2Config
-from .anatomy import Anatomy, Matrix, Table, Vector
-from .dataflow import Region, Source
+from .anatomy import Anatomy
+from .dataflow import Source
 from .keys import expected
+from .parts import Part, Table, Vector, first_id
 
 KEEP, ZERO, TORN = -1, -2, -3  # instead of an entry's number: leave as it is; set to zero; two entries contend
 
@@ -29,18 +30,32 @@ TARGETS = {
     **{f"{norm}.{kind}": f"h.{{}}.{norm}.{kind}" for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")},
     **{f"ln_f.{kind}": f"ln_f.{kind}" for kind in ("weight", "bias")},
 }
-SHARE = {"attn.q": 0, "attn.k": 1, "attn.v": 2}
+SHARES = {"attn.q": 0, "attn.k": 1, "attn.v": 2}
 
-Part = Matrix | Vector | Table
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A piece of a parameter and what fills it: the place ``start + i * strides[0] + j * strides[1]`` takes the entry
+    ``entry + i * steps[0] + j * steps[1]``, for (i, j) below ``shape``; an ``entry`` below zero is KEEP or ZERO for all."""
+
+    start: int
+    strides: tuple[int, int]
+    entry: int
+    steps: tuple[int, int]
+    shape: tuple[int, int]
+
+    def entries(self, dtype: torch.dtype) -> Tensor:
+        i, j = (torch.arange(n, dtype=dtype) * step for n, step in zip(self.shape, self.steps, strict=True))
+        return self.entry + i[:, None] + j if self.entry >= 0 else torch.full(self.shape, self.entry, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Places of a parameter that two parts of the forward pass use as different entries of the checkpoint."""
+    """Places of a parameter that the forward pass uses as two different sets of the checkpoint's entries."""
 
     source: str
-    taken: str
-    refused: str
+    taken: Tensor
+    refused: Tensor
 
 
 class Mapping:
@@ -51,51 +66,79 @@ class Mapping:
         self.shapes = expected(config)
         sizes = [torch.Size(shape).numel() for shape in self.shapes.values()]
         self.starts = dict(zip(self.shapes, itertools.accumulate(sizes, initial=0), strict=False))
+        self.names = list(self.shapes)
+        self.dtype = torch.int32 if sum(sizes) < 2**31 else torch.int64
         self.placed = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in self.shapes.items()}
         self.conflicts: list[Conflict] = []
-        self.parts_of: dict[int, list[Part]] = {}  # first id of a storage -> parts that lie in it
         self._storages = sorted({source.storage for source in anatomy.recording.sources})
-        for part in sorted(anatomy.parts, key=lambda part: isinstance(part, Table)):  # what a table leaves, it sets to zero
-            if self._fits(part):
-                for storage in self._touched(part):
-                    self.parts_of.setdefault(storage, []).append(part)
-        self._second_biases()
+        self._rectangles: dict[int, list[tuple[Rectangle, Part]]] = {storage: [] for storage in self._storages}
+        self.misfits: list[Part] = []  # parts that the checkpoint has not, or of another size
+        self.in_buffers: list[tuple[Part, str]] = []  # parts that are no parameters, beside others that are
+        shared: dict[str, Tensor] = {}
+        for part in sorted(self._parts(), key=lambda part: isinstance(part, Table)):  # what a table leaves, it sets to zero
+            if not self._fits(part):
+                self.misfits.append(part)
+                continue
+            for rectangle in self._cut(self._once(part, shared)):
+                storage = self._storages[bisect.bisect_right(self._storages, rectangle.start) - 1]
+                self._rectangles[storage].append((rectangle, part))
 
-    def name(self, entry: int) -> str:
-        """The checkpoint's tensor that an entry belongs to."""
-        names = list(self.starts)
-        return names[bisect.bisect_right(list(self.starts.values()), entry) - 1]
+    def owner(self, entry: int) -> str:
+        """The checkpoint's tensor that an entry belongs to; "" below zero."""
+        return self.names[bisect.bisect_right(list(self.starts.values()), entry) - 1] if entry >= 0 else ""
 
     def target(self, part: Part) -> str | None:
+        """The checkpoint's tensor that a part is."""
         template = TARGETS.get(part.part)
-        return None if template is None else template.format(part.layer) if "{}" in template else template
+        return template and template.format(part.layer)
 
     def entries(self, source: Source) -> Tensor:
-        """For each place of a parameter, the number of the entry that fills it, or KEEP, ZERO or TORN."""
-        found = torch.full((self._size(source.storage),), KEEP)
-        for part in self.parts_of.get(source.storage, []):
-            for ids, entries in self._cells(part):
-                ids, entries = torch.broadcast_tensors(ids, entries)
-                places, entries = (ids - source.storage).flatten(), entries.flatten()
-                if not isinstance(part, Vector) or self._touched(part) != [source.storage]:
-                    inside = (places >= 0) & (places < len(found))
-                    places, entries = places[inside], entries[inside]
-                before = found[places]
-                if isinstance(part, Table):
-                    entries = torch.where((before != KEEP) & (entries < 0), before, entries)
-                contended = (before >= 0) & (entries >= 0) & (before != entries)
-                if bool(contended.any()):
-                    names = [self.name(int(x[contended][0])) for x in (before, entries)]
-                    self.conflicts.append(Conflict(source.name, *names))
-                    entries = torch.where(contended, before, entries)
-                found[places] = entries
+        """For each place of a parameter, the number of the entry that fills it, or KEEP or ZERO."""
+        rest = [storage for storage in self._storages if storage > source.storage]
+        size = (rest[0] if rest else self.anatomy.recording.tokens) - source.storage
+        found = torch.full((size,), KEEP, dtype=self.dtype)
+        for r, _ in self._rectangles[source.storage]:
+            view = found.as_strided(r.shape, r.strides, r.start - source.storage)
+            entries = r.entries(self.dtype)
+            if bool((view != KEEP).any()):  # used before
+                contend = (view >= 0) & (entries >= 0) & (view != entries)
+                if bool(contend.any()):
+                    self.conflicts.append(Conflict(source.name, view[contend], entries[contend]))
+                entries = torch.where((view >= 0) | ((view == ZERO) & (entries == KEEP)), view, entries)
+            view.copy_(entries)
         region = source.region
         return found.as_strided(region.shape, region.strides, region.start - source.storage)
 
-    def _size(self, storage: int) -> int:
-        """How many ids a storage has, up to the next."""
-        rest = [s for s in self._storages if s > storage]
-        return (rest[0] if rest else self.anatomy.recording.tokens) - storage
+    def parts(self, source: Source) -> list[Part]:
+        """The parts that lie in a parameter."""
+        region = source.region
+        inside = [part for r, part in self._rectangles[source.storage] if region.start <= r.start <= region.last]
+        return list({id(part): part for part in inside}.values())
+
+    def refused(self, name: str) -> bool:
+        """Whether the module has such a part, but of another size than the checkpoint's."""
+        return any(self.target(part) == name for part in self.misfits)
+
+    def is_shifted(self, table: Table) -> bool:
+        """Whether a table is used from a later row on although it has no rows to spare: by mistake, it seems."""
+        spare = table.rows >= self.shapes[self.target(table)][0]
+        return (
+            table.skipped > 0
+            and not spare
+            and self.anatomy.name(int(table.first[0])) != self.anatomy.name(int(self.anatomy.words.first[0]))
+        )
+
+    def _parts(self) -> list[Part]:
+        """All parts, without those that lie in buffers, unless the module keeps all of its weights in buffers."""
+        sources = self.anatomy.recording.sources
+        parameters = {source.storage for source in sources if source.is_parameter}
+        names = {source.storage: source.name for source in sources}
+        inside = [(part, self._storages[bisect.bisect_right(self._storages, first_id(part)) - 1]) for part in self.anatomy.parts]
+        if any(storage in parameters for _, storage in inside):
+            self.in_buffers = [(part, names[storage]) for part, storage in inside if storage not in parameters]
+            inside = [(part, storage) for part, storage in inside if storage in parameters]
+        self.fills_buffers = not parameters & {storage for _, storage in inside}
+        return [part for part, _ in inside]
 
     def _fits(self, part: Part) -> bool:
         """Whether the checkpoint has such a part, of that size."""
@@ -107,66 +150,86 @@ class Mapping:
         *_, columns = shape = self.shapes[name]
         if isinstance(part, Table):
             return len(part.first) == columns
-        if part.part in SHARE or part.part.removesuffix(".bias") in SHARE:
+        if part.part.removesuffix(".bias") in SHARES:
             columns //= 3
         if isinstance(part, Vector):
             return bool((part.places >= 0).all() and (part.places < columns).all())
         if part.part == "head":
             return int(part.inputs.max()) < columns
-        return int(part.inputs.max()) < shape[0] and int(part.outputs.max()) < columns
+        return int(part.inputs.max()) < shape[0] and 0 <= int(part.outputs.min()) <= int(part.outputs.max()) < columns
 
-    def _touched(self, part: Part) -> list[int]:
-        """The storages that a part lies in."""
-        if isinstance(part, Matrix):
-            operand = part.node.operands[part.node.weight]
-            ids = (
-                torch.tensor([operand.start])
-                if isinstance(operand, Region)
-                else torch.cat([x.flatten() for x, _, _ in part.cells()])
-            )
-        else:
-            ids = part.first if isinstance(part, Table) else part.ids
-        found = torch.searchsorted(torch.tensor(self._storages), ids.contiguous(), right=True) - 1
-        return [self._storages[i] for i in found.unique().tolist()]
+    def _once(self, part: Part, shared: dict[str, Tensor]) -> Part:
+        """A bias that several parameters have a share in (one per head, say) goes into the first; the others become zero."""
+        if not isinstance(part, Vector) or not part.part.endswith(("c_proj.bias", "c_fc.bias")):
+            return part
+        name = self.target(part)
+        taken = shared.setdefault(name, torch.zeros(self.shapes[name], dtype=torch.bool))
+        again = bool(taken[part.places].all())
+        taken[part.places] = True
+        return Vector("surplus", None, part.ids, part.places) if again else part
 
-    def _cells(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
-        """(parameter ids, entry numbers), which broadcast."""
+    def _cut(self, part: Part) -> Iterator[Rectangle]:
+        """A part as rectangles."""
         if part.part in ("head.bias", "surplus"):
-            yield part.ids, torch.full_like(part.ids, ZERO)
+            for i, n, stride, _ in _runs(part.ids, torch.zeros_like(part.ids)):
+                yield Rectangle(int(part.ids[i]), (stride, 0), ZERO, (0, 0), (n, 1))
             return
         name = self.target(part)
         start, shape = self.starts[name], self.shapes[name]
-        shift = SHARE.get(part.part.removesuffix(".bias"), 0) * shape[-1] // 3
+        row = shape[-1]  # from one row of the tensor to the next
+        shift = start + SHARES.get(part.part.removesuffix(".bias"), 0) * row // 3
         if isinstance(part, Vector):
-            yield part.ids, start + shift + part.places
+            yield from self._outer(
+                name, part.ids, part.places + shift, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+            )
         elif isinstance(part, Table):
-            yield from self._table_cells(part, start, shape)
-        elif part.part == "head":
-            for ids, rows, columns in part.cells():
-                yield ids, torch.where(columns < shape[0], start + columns * shape[1] + rows, ZERO)
-        else:
-            for ids, rows, columns in part.cells():
-                yield ids, torch.where(rows < 0, KEEP, start + rows * shape[1] + shift + columns)
-
-    def _table_cells(self, part: Table, start: int, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-        rows = torch.arange(part.rows)
-        for some in rows.split(max(1, (1 << 22) // shape[1])):
+            part = (
+                replace(part, first=part.first - part.skipped * part.stride, rows=part.rows + part.skipped)
+                if self.is_shifted(part)
+                else part
+            )
+            rows = torch.arange(part.rows)
             beyond = ZERO if part.part == "wte" else KEEP
-            entries = torch.where(some[:, None] < shape[0], start + some[:, None] * shape[1] + torch.arange(shape[1]), beyond)
-            yield part.first + some[:, None] * part.stride, entries
+            yield from self._outer(name, rows * part.stride, rows * row + start, part.first, torch.arange(row), shape[0], beyond)
+        else:
+            known = part.inputs >= 0
+            inputs = part.inputs[known]
+            for f, g, outputs in part.outer():
+                along = (outputs * row, inputs, shape[0]) if part.part == "head" else (outputs, inputs * row, None)
+                yield from self._outer(name, f, along[0] + shift, g[known], along[1], along[2], ZERO)
 
-    def _second_biases(self) -> None:
-        """A bias that several parameters share in (one per head, say) goes into the first; the others are set to zero."""
-        seen: dict[str, Tensor] = {}
-        for parts in self.parts_of.values():
-            for number, part in enumerate(parts):
-                name = self.target(part)
-                if not isinstance(part, Vector) or name is None or not part.part.endswith(("c_proj.bias", "c_fc.bias")):
-                    continue
-                taken = seen.setdefault(name, torch.zeros(self.shapes[name], dtype=torch.bool))
-                if bool(taken[part.places].all()):
-                    parts[number] = Vector("surplus", part.layer, part.ids, part.places)
-                taken[part.places] = True
+    def _outer(
+        self, name: str, f: Tensor, to_f: Tensor, g: Tensor, to_g: Tensor, limit: int | None = None, beyond: int = ZERO
+    ) -> Iterator[Rectangle]:
+        """Places ``f + g`` take entries ``to_f + to_g``; the first ``limit`` of f only, the others ``beyond``."""
+        cut = len(f) if limit is None else int((to_f < self.starts[name] + limit * self.shapes[name][-1]).sum())
+        order = torch.argsort(to_f, stable=True)
+        f, to_f = f[order], to_f[order]
+        for j, m, b, d in _runs(g, to_g):
+            for i, n, a, c in _runs(f[:cut], to_f[:cut]):
+                yield (r := Rectangle(int(f[i] + g[j]), (a, b), int(to_f[i] + to_g[j]), (c, d), (n, m)))
+                self.placed[name].as_strided(r.shape, r.steps, r.entry - self.starts[name]).fill_(True)
+            for i, n, a, _ in _runs(f[cut:], torch.zeros_like(f[cut:])):
+                yield Rectangle(int(f[cut + i] + g[j]), (a, b), beyond, (0, 0), (n, m))
+
+
+def _runs(places: Tensor, entries: Tensor) -> list[tuple[int, int, int, int]]:
+    """Cut two sequences where either changes its pace, so that both rise evenly: (first, how many, their two steps)."""
+    n = len(places)
+    steps = torch.stack((places.diff(), entries.diff()), dim=1)
+    even = torch.zeros(n, dtype=torch.bool)  # whether an element goes on at the pace of the two before
+    even[2:] = (steps[1:] == steps[:-1]).all(1)
+    rises = torch.zeros(n, dtype=torch.bool)
+    rises[1:] = (steps[:, 0] > 0) & (steps[:, 1] >= 0)
+    even, rises, paces = even.tolist(), rises.tolist(), steps.tolist()
+    found, i = [], 0
+    while i < n:
+        stop = i + 1
+        while stop < n and rises[stop] and (stop == i + 1 or even[stop]):
+            stop += 1
+        found.append((i, stop - i, *(paces[i] if stop - i > 1 else (0, 0))))
+        i = stop
+    return found
 
 
 def describe(entries: Tensor, mapping: Mapping) -> tuple[tuple[str, ...], str]:
@@ -186,76 +249,93 @@ def describe(entries: Tensor, mapping: Mapping) -> tuple[tuple[str, ...], str]:
 def _segments(entries: Tensor, mapping: Mapping) -> list[tuple[str, str, Tensor]]:
     """Pieces along one axis that come from one tensor each: (where, tensor's name or "", entries)."""
 
-    def owner(part: Tensor) -> set[int]:
-        starts = torch.tensor(list(mapping.starts.values()))
-        found = torch.where(part < 0, part, torch.searchsorted(starts, part.contiguous(), right=True) - 1)
-        return set(found.unique().tolist())
+    def owner(low: int, high: int) -> str | int | None:
+        """The one tensor, or the one code below zero, that all entries between belong to."""
+        if low < 0:
+            return low if high == low else None
+        return name if (name := mapping.owner(low)) == mapping.owner(high) else None
 
-    def label(found: set[int]) -> str:
-        number = next(iter(found))
-        return list(mapping.starts)[number] if number >= 0 else ""
-
-    whole = owner(entries)
-    if len(whole) == 1 or entries.ndim == 0:
-        return [("", label(whole), entries)]
+    whole = owner(int(entries.min()), int(entries.max()))
+    if whole is not None:
+        return [("", whole if isinstance(whole, str) else "", entries)]
     for axis in range(entries.ndim):
-        slices = [owner(part) for part in entries.unbind(axis)]
-        if any(len(found) > 1 for found in slices):
+        others = [other for other in range(entries.ndim) if other != axis]
+        ends = (entries.amin(others), entries.amax(others)) if others else (entries, entries)
+        owners = [owner(*ends) for ends in zip(*(end.tolist() for end in ends), strict=True)]
+        if None in owners:
             continue
         result, start = [], 0
-        for found, run in itertools.groupby(slices, key=lambda found: next(iter(found))):
+        for found, run in itertools.groupby(owners):
             stop = start + len(list(run))
             what = ("rows" if axis == 0 else "columns") if entries.ndim > 1 else "entries"
             part = entries.narrow(axis, start, stop - start)
             part = part.squeeze(axis) if stop - start == 1 and entries.ndim > 1 else part
-            result.append((f"{what} {start}:{stop}", label({found}), part))
+            result.append((f"{what} {start}:{stop}", found if isinstance(found, str) else "", part))
             start = stop
         return result
-    return [("", label({max(whole)}), entries)]
+    return [("", mapping.owner(int(entries.max())), entries)]
 
 
 def _words(entries: Tensor, name: str, mapping: Mapping) -> str:
     """What was done to one tensor to get ``entries``."""
     if not name:
-        return {ZERO: "zeros", KEEP: "left as they are"}.get(int(entries.flatten()[0]), "?")
-    shape = mapping.shapes[name]
-    if bool((entries < 0).any()):
-        return "scattered among places that are left as they are"
-    places = torch.unravel_index(entries - mapping.starts[name], shape)
-    long = [axis for axis, n in enumerate(entries.shape) if n > 1]
-    moves = [[axis for axis in long if not torch.equal(p, p.select(axis, 0).unsqueeze(axis).expand_as(p))] for p in places]
-    if len({axis for axes in moves for axis in axes}) < sum(map(len, moves)):
+        return {ZERO: "zeros", KEEP: "left as they are"}[int(entries.flatten()[0])]
+    if int(entries.min()) < 0:
+        return "in part"
+    shape, start = mapping.shapes[name], mapping.starts[name]
+    rows, columns = (torch.arange(n, dtype=entries.dtype) for n in (shape if len(shape) == 2 else (1, *shape)))
+    whole = start + rows[:, None] * len(columns) + columns
+    if entries.shape == shape and torch.equal(entries, whole.view(shape)):
+        return "none"
+    if entries.ndim == 2 and entries.shape == whole.mT.shape and torch.equal(entries, whole.mT):
+        return "transposed"
+    places = torch.unravel_index(entries - start, shape)
+    moves = [[axis for axis in range(entries.ndim) if not bool((p == p.narrow(axis, 0, 1)).all())] for p in places]
+    order = [axis for axes in moves for axis in axes]
+    if len(set(order)) < len(order):
         return "rearranged entry by entry"
     words = []
     for number, (place, axes) in enumerate(zip(places, moves, strict=True)):
-        index = place
-        for axis in reversed(range(place.ndim)):
-            index = index if axis in axes else index.select(axis, 0)
+        for axis in range(entries.ndim):
+            place = place if axis in axes else place.narrow(axis, 0, 1)
         kind = "entries" if len(shape) == 1 else ("rows", "columns")[number]
-        words.append(_span(index.flatten().tolist(), kind, shape[number], mapping, name, number == len(shape) - 1))
+        words.append(_span(place.flatten().tolist(), kind, shape[number], mapping.config, name))
     words = [word for word in words if word]
-    order = [axis for axes in moves for axis in axes]
-    sizes = [entries.shape[axis] for axis in order]
-    if order != sorted(order) and len(order) == 2:
+    if order != sorted(order) and entries.ndim == 2:
         words.append("transposed")
-    elif order != sorted(order) or len(order) > len(shape) or tuple(entries.shape) != tuple(sizes):
-        if len(shape) == 2 and tuple(entries.shape) != shape or len(shape) == 1 and entries.ndim > 1:
-            words.append(f"reshaped to ({', '.join(map(str, entries.shape))})")
+    elif entries.ndim > len(shape):
+        words.append(f"reshaped to ({', '.join(map(str, entries.shape))})")
     return ", ".join(words) or "none"
 
 
-def _span(index: list[int], kind: str, size: int, mapping: Mapping, name: str, last: bool) -> str:
+def _span(index: list[int], kind: str, size: int, config: GPT2Config, name: str) -> str:
     """A selection along one axis of the checkpoint's tensor; "" for all in order."""
     if index == list(range(size)):
         return ""
     cuts = [0, *(i for i in range(1, len(index)) if index[i] != index[i - 1] + 1), len(index)]
     runs = [(index[a], index[b - 1] + 1) for a, b in itertools.pairwise(cuts)]
-    of = f" ({_share(runs[0], size, mapping.config)})" if ".c_attn." in name and last and len(runs) == 1 else ""
-    if len(runs) == 1:
-        a, b = runs[0]
-        return (f"{kind} {a}:{b}" if b - a > 1 else f"{kind} {a}") + of
+    if name == "wpe.weight" and kind == "rows" and len(runs) == 1 and runs[0][0] == 0:
+        return f"first {runs[0][1]} positions"
+    order = _order(index, config, name, kind)
+    if order:
+        return f"{kind} by ({order})"
     shown = ", ".join(f"{a}:{b}" if b - a > 1 else str(a) for a, b in runs[:4])
-    return f"{kind} {shown}{', ...' if len(runs) > 4 else ''}"
+    of = f" ({_share(runs[0], size, config)})" if ".c_attn." in name and kind != "rows" and len(runs) == 1 else ""
+    return f"{kind} {shown}{', ...' if len(runs) > 4 else ''}{of}"
+
+
+def _order(index: list[int], config: GPT2Config, name: str, kind: str) -> str:
+    """In which order the axes q|k|v, head and unit run, where it is another than the checkpoint's; "" where that is not all."""
+    axes = {"head": config.n_head, "unit": config.head_dim}
+    if ".c_attn." in name and kind != "rows":
+        axes = {"q|k|v": 3, **axes}
+    elif not (name.endswith("attn.c_proj.weight") and kind == "rows"):
+        return ""
+    natural = torch.arange(torch.Size(axes.values()).numel()).view(*axes.values())
+    for order in itertools.permutations(range(len(axes))):
+        if index == natural.permute(order).flatten().tolist():
+            return ", ".join(list(axes)[axis] for axis in order)
+    return ""
 
 
 def _share(run: tuple[int, int], size: int, config: GPT2Config) -> str:

@@ -1,0 +1,116 @@
+"""What :func:`gpt2.load_into` found, as a frozen dataclass; a table and JSON are made of it afterwards."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter of the module: which of the checkpoint's tensors fill it, what was done to them, and why we believe it."""
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    transformation: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class MappingReport:
+    """The weights of ``checkpoint`` in ``module``.
+
+    ``unfilled`` are the module's parameters that were left as they are, ``unused`` what of the checkpoint has no place in it, each
+    with the reason; ``ambiguous`` what the evidence did not settle; ``problems`` what keeps the module from being the
+    checkpoint's model; ``notes`` what is worth knowing and does not. ``logits_error`` is the worst difference of a logit from our
+    model's, over the root mean square of ours, both in float64; None where it could not be had, and ``logits_note`` says why.
+    ``agrees`` is whether that settles it.
+    """
+
+    module: str
+    checkpoint: str
+    rows: tuple[Row, ...]
+    unfilled: dict[str, str]
+    unused: dict[str, str]
+    ambiguous: tuple[str, ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    logits_error: float | None
+    logits_note: str
+    agrees: bool
+
+    @property
+    def ok(self) -> bool:
+        """All parameters filled, each from one place; nothing of the checkpoint lost; and the logits agree."""
+        return self.agrees and not (self.unfilled or self.ambiguous or self.problems)
+
+    def to_json(self) -> str:
+        return json.dumps({"ok": self.ok, **asdict(self)}, indent=2, ensure_ascii=False)
+
+    def table(self, width: int = 120) -> str:
+        """Plain text; parameters whose names differ in numbers only, and that were treated alike, share a line."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        console = Console(file=io.StringIO(), width=width, color_system=None)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), expand=False)
+        for title in ("parameter", "", "from", "transformation", "because"):
+            table.add_column(title, overflow="fold")
+        for names, rows in self._alike():
+            sources = tuple(_starred([row.sources[i] for row in rows]) for i in range(len(rows[0].sources)))
+            shown = ", ".join(sources[:3]) + (", ..." if len(sources) > 3 else "")
+            many = f"{len(rows)} x" if len(rows) > 1 else ""
+            table.add_row(
+                *map(
+                    Text,
+                    (
+                        names,
+                        many,
+                        shown or "-",
+                        _starred([row.transformation for row in rows]),
+                        _starred([row.evidence for row in rows]),
+                    ),
+                )
+            )
+        console.print(table)
+        for sign, sentences in (
+            ("?", self.ambiguous),
+            ("✗", self.problems),
+            ("✗", _alike_sentences(self.unfilled, "left as it is")),
+            ("·", self.notes),
+        ):
+            for sentence in sentences:
+                console.print(Text(f"{sign}  {sentence}"))
+        error = "" if self.logits_error is None else f" (worst error {self.logits_error:.1e} in float64)"
+        console.print(Text(f"\n{'EQUAL' if self.ok else 'NOT EQUAL'}: {self.logits_note}{error}"))
+        return console.file.getvalue()
+
+    def _alike(self) -> Iterator[tuple[str, list[Row]]]:
+        groups: dict[tuple[str, ...], list[Row]] = {}
+        for row in self.rows:
+            sources = [re.sub(r"^h\.\d+", "h.#", source) for source in row.sources]
+            key = (*(re.sub(r"\d+", "#", text) for text in (row.name, row.transformation)), *sources)
+            groups.setdefault(key, []).append(row)
+        for rows in groups.values():
+            yield _starred([row.name for row in rows]), rows
+
+
+def _starred(texts: list[str]) -> str:
+    """Texts that differ in numbers only, as one, with a star where they differ."""
+    parts = [re.split(r"(\d+)", text) for text in texts]
+    if len({len(part) for part in parts}) > 1:
+        return texts[0]
+    return "".join(column[0] if len(set(column)) == 1 else "*" for column in zip(*parts, strict=True))
+
+
+def _alike_sentences(found: dict[str, str], what: str) -> list[str]:
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in found.items():
+        groups.setdefault((re.sub(r"\d+", "#", name), reason), []).append(name)
+    return [f"{_starred(names)} {what}: {reason}" for (_, reason), names in groups.items()]

@@ -1,0 +1,357 @@
+"""Taking down a forward pass: what each of torch's operators does to single elements.
+
+A dispatch mode sees every operator that reaches a kernel. One that makes a view needs nothing, because its result lies in the
+same storage; one that copies is replayed on the ids; one that computes becomes a node, and its results get ids of their own.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .dataflow import NOWHERE, Kind, Node, Region
+from .shadows import Shadows
+
+# Operators that only copy, and the arguments that they copy from.
+MOVES = set(
+    ["clone", "_to_copy", "copy", "copy_", "cat", "stack", "index", "index_select", "gather", "embedding", "take", "constant_pad_nd", "repeat", "repeat_interleave", "roll", "flip", "slice_scatter", "select_scatter", "index_put", "index_put_", "index_copy", "index_copy_", "diag_embed", "masked_select", "view_copy", "permute_copy", "expand_copy", "slice_copy", "select_copy", "t_copy", "transpose_copy", "unsqueeze_copy", "squeeze_copy", "split_copy", "unbind_copy", "_reshape_copy"]
+)
+MOVED = {"self", "tensors", "src", "source", "values", "value", "weight", "input"}
+TAKES = {"embedding": "weight", "index": "self", "index_select": "self", "gather": "self"}  # from a table, by an index
+BLANKS = set(["zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty"])
+ROWWISE = set(["_softmax", "_log_softmax", "_safe_softmax", "cumsum", "tril", "triu"])
+REDUCTIONS = set(
+    ["mean", "sum", "var", "std", "var_mean", "std_mean", "amax", "amin", "max", "min", "norm", "linalg_vector_norm", "logsumexp", "prod", "any", "all", "argmax", "argmin"]
+)
+
+
+class Recorder(TorchDispatchMode):
+    """While entered, takes down every operator. ``nodes`` and ``shadows`` hold the result."""
+
+    def __init__(self, module: nn.Module, ids: Tensor) -> None:
+        super().__init__()
+        self.shadows = Shadows(module, ids)
+        self.nodes: list[Node] = []
+        self.unfollowed: set[str] = set()
+        self._starts: list[int] = []
+        self._weighted: list[bool] = []  # of each node: whether a source had a part in it
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in here, and saying so to torch would import its compiler, which takes seconds."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func._overloadpacket in FUSED_ATTENTION:
+            with self:
+                return _spelt_out(_named(func, args, kwargs), len(func._schema.returns))
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
+            with self:  # as inference mode hands it down: still to be taken apart
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        try:
+            self._follow(func, args, kwargs, result)
+        except Exception:  # an operator used in a way not foreseen here must not keep the module from running
+            self.unfollowed.add(str(func))
+            for tensor in _tensors(result):
+                self.shadows.write(tensor, torch.full(tensor.shape, NOWHERE))
+        return result
+
+    def _follow(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        name, writes = func._schema.name.removeprefix("aten::"), func._schema.is_mutable
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        if not writes:  # what lies in an input's storage is a view of it
+            known = {tensor.untyped_storage()._cdata for tensor in inputs}
+            outputs = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
+        if not outputs or name in BLANKS or not any(self.shadows.knows(tensor) for tensor in inputs):
+            return
+        for tensor in inputs:
+            self.shadows.use(tensor)
+        named = _named(func, args, kwargs)
+        op = name.removesuffix("_") if writes and not name.startswith("__") else name
+        if name in MOVES:
+            self.shadows.write(outputs[0], self._moved(func, op, named, outputs[0]))
+        elif op in HANDLERS and (ids := HANDLERS[op](self, named, outputs[0].shape)) is not None:
+            self.shadows.write(outputs[0], ids)
+        elif torch.Tag.pointwise in func.tags:
+            self.shadows.write(outputs[0], self.elementwise(op, outputs[0].shape, *inputs))
+        else:
+            self._rest(op, inputs, outputs)
+
+    # Nodes
+
+    def node(self, kind: Kind, op: str, shape: tuple[int, ...], *operands: Tensor | Region, **more: Any) -> Tensor:
+        """Ids of a new node's results."""
+        natures = [self.nature(operand) for operand in operands]
+        ids = self.shadows.fresh(shape)
+        self._starts.append(self.shadows.next - ids.numel())
+        self._weighted.append(any(weighted for _, weighted in natures))
+        live = kind is Kind.LOOKUP or any(live for live, _ in natures)
+        self.nodes.append(Node(kind, op, self._starts[-1], tuple(shape), operands, live, **more))
+        return ids
+
+    def elementwise(self, op: str, shape: tuple[int, ...], *inputs: Tensor | Ids) -> Tensor:
+        """A node over whatever broadcasts to ``shape``."""
+        ids = [x.ids if isinstance(x, Ids) else self.shadows.ids_of(x) for x in inputs]
+        return self.node(Kind.ELEMENTWISE, op, shape, *(x.expand(shape) for x in ids if x is not None))
+
+    def contraction(self, op: str, *factors: tuple[Tensor, Callable[[Tensor], Tensor]]) -> Tensor:
+        """Sums of products of two tensors, each brought into the shape (*results, summed) by the function that goes with it."""
+        taken = self._by_one_hot(op, *factors) or self._by_one_hot(op, *factors[::-1])
+        if taken is not None:
+            return taken.ids
+        operands = [self.shadows.operand(*factor) for factor in factors]
+        natures = [self.nature(operand) for operand in operands]
+        shape = tuple(operands[0].shape[:-1])
+        known = [operand for operand, nature in zip(operands, natures, strict=True) if any(nature)]
+        if len(known) < 2:  # with constants
+            return self.node(Kind.OTHER, op, shape, *known)
+        weights = [number for number, operand in enumerate(operands) if self._from_sources(operand)]
+        return self.node(Kind.CONTRACTION, op, shape, *operands, weight=weights[0] if len(weights) == 1 else None)
+
+    def owner(self, ids: Tensor) -> Node | None:
+        """The one node that all these elements are results of, if there is one."""
+        ends = [bisect.bisect_right(self._starts, int(id)) - 1 for id in ids.aminmax()]
+        return self.nodes[ends[0]] if ends[0] == ends[1] >= 0 else None
+
+    def nature(self, operand: Tensor | Region) -> tuple[bool, bool]:
+        """Whether elements depend on the tokens, and whether on a source."""
+        if isinstance(operand, Region):
+            return False, True
+        ids = _once(operand)
+        low, high = (int(end) for end in ids.aminmax())
+        if high < self.shadows.tokens:
+            return False, high >= 0
+        first, last = (bisect.bisect_right(self._starts, end) - 1 for end in (low, high))
+        owners = [last]
+        if first != last:
+            owners = (torch.searchsorted(torch.tensor(self._starts), ids.contiguous(), right=True) - 1).unique().tolist()
+        token = bool(((ids >= self.shadows.tokens) & (ids < self.shadows.computed)).any())
+        source = 0 <= low < self.shadows.tokens or bool(((ids >= 0) & (ids < self.shadows.tokens)).any())
+        return (
+            token or any(self.nodes[number].live for number in owners if number >= 0),
+            source or any(self._weighted[number] for number in owners if number >= 0),
+        )
+
+    def _from_sources(self, operand: Tensor | Region) -> bool:
+        """Whether elements are parameters themselves."""
+        if isinstance(operand, Region):
+            return True
+        low, high = _once(operand).aminmax()
+        return int(low) >= 0 and int(high) < self.shadows.tokens
+
+    # Copies
+
+    def _moved(self, func: Any, op: str, named: dict[str, Any], output: Tensor) -> Tensor:
+        """Ids of what an operator copied, by having it copy ids."""
+        if op in TAKES:
+            return self._taken(func, op, named)
+
+        def ids_of(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            ids = self.shadows.ids_of(x)
+            return torch.full(x.shape, NOWHERE) if ids is None else ids
+
+        if op in ("_to_copy", "copy"):
+            return ids_of(named["src" if op == "copy" else "self"]).expand(output.shape)
+        swapped = {name: tree_map(ids_of, value) if name in MOVED else value for name, value in named.items()}
+        return func(**swapped | ({"value": NOWHERE} if op == "constant_pad_nd" else {}))
+
+    def _taken(self, func: Any, op: str, named: dict[str, Any]) -> Tensor:
+        """Ids of what was taken from a table by an index; a lookup, if the tokens had a part in the index."""
+        table = named[TAKES[op]]
+
+        def take(numbers: Tensor) -> Tensor:
+            return func(**named | {TAKES[op]: numbers})
+
+        def coordinates(axis: int) -> Tensor:
+            n = table.shape[axis]
+            return take(torch.arange(n).view([-1 if i == axis else 1 for i in range(table.ndim)]).expand(table.shape))
+
+        region = self.shadows.region(table)
+        if region is None:
+            ids = self.shadows.ids_of(table)
+            ids = take(torch.full(table.shape, NOWHERE) if ids is None else ids)
+        else:  # without an id for every entry of a large table
+            ids = region.start + sum(coordinates(axis) * stride for axis, stride in enumerate(region.strides))
+        index = named["indices" if "indices" in named else "index"]
+        indices = [(axis, x) for axis, x in enumerate(index if isinstance(index, list | tuple) else [index]) if x is not None]
+        chosen = [axis for axis, x in indices if (numbers := self.shadows.ids_of(x)) is not None and self.nature(numbers)[0]]
+        if region is None or not chosen:
+            return ids
+        return self.node(Kind.LOOKUP, op, ids.shape, ids, index=coordinates(named.get("dim", chosen[0]) % table.ndim))
+
+    def _by_one_hot(
+        self, op: str, hot: tuple[Tensor, Callable[[Tensor], Tensor]], table: tuple[Tensor, Callable[[Tensor], Tensor]]
+    ) -> Ids | None:
+        """A product with one-hot vectors takes elements out of the other factor: a lookup, if the tokens had a part in them."""
+        ids = None if self.shadows.region(hot[0]) is not None else self.shadows.ids_of(hot[0])
+        live, weighted = (False, False) if ids is None else self.nature(ids)
+        if self.shadows.region(hot[0]) is not None or weighted or self.shadows.ids_of(table[0]) is None:
+            return None
+        values = hot[1](hot[0])
+        once = _once(values)
+        if not values.numel() or not bool((((once == 1).sum(-1) == 1) & ((once != 0).sum(-1) == 1)).all()):
+            return None
+        index = once.argmax(-1).expand(values.shape[:-1])
+        operand = self.shadows.operand(*table)
+        if isinstance(operand, Region):
+            operand = operand.ids()
+        taken = operand.gather(-1, index[..., None])[..., 0]
+        return Ids(self.node(Kind.LOOKUP, op, taken.shape, taken, index=index) if live else taken)
+
+    def _rest(self, op: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Operators of no special meaning here: rowwise if a result has an input's shape."""
+        known = [(tensor, ids) for tensor in inputs if (ids := self.shadows.ids_of(tensor)) is not None]
+        for number, output in enumerate(outputs):
+            like = [ids for tensor, ids in known if tensor.shape == output.shape and tensor.is_floating_point()]
+            if op in REDUCTIONS or number > 0:
+                ids = self.node(Kind.REDUCTION, op, output.shape, *(ids for _, ids in known))
+            elif like and (op in ROWWISE or output.is_floating_point()):
+                ids = self.node(Kind.ROWWISE, op, output.shape, like[0])
+            else:
+                ids = self.node(Kind.OTHER, op, output.shape, *(ids for _, ids in known))
+            self.shadows.write(output, ids)
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Ids where a tensor would stand: an intermediate result of an operator that does several things."""
+
+    ids: Tensor
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _named(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """Without the repetitions of expanded axes: they count once, and stay."""
+    kept = [n if stride or n == 0 else 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(kept, tensor.stride())
+
+
+# Handlers: (recorder, arguments by name, shape of the first result) to the ids of the first result, or None to pass.
+
+
+def _product(recorder: Recorder, op: str, a: Tensor, b: Tensor) -> Tensor:
+    """(..., I, K) times (..., K, J)."""
+    rows, columns = a.shape[-2], b.shape[-1]
+    return recorder.contraction(
+        op,
+        (a, lambda x: x.unsqueeze(-2).expand(*x.shape[:-1], columns, x.shape[-1])),
+        (b, lambda x: x.mT.unsqueeze(-3).expand(*x.shape[:-2], rows, x.shape[-1], x.shape[-2])),
+    )
+
+
+def _mm(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor:
+    return _product(recorder, "mm", named["self"], named["mat2"])
+
+
+def _addmm(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor:
+    factors = [named[name] for name in ("mat1", "mat2", "batch1", "batch2") if name in named]
+    return recorder.elementwise("add", shape, Ids(_product(recorder, "mm", *factors)), named["self"])
+
+
+def _mv(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor:
+    return recorder.contraction("mv", (named["self"], lambda x: x), (named["vec"], lambda x: x.expand(*shape, -1)))
+
+
+def _convolution(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
+    """(B, C, ...) by a kernel of width one; any wider one mixes positions, and is no GPT-2's."""
+    kernel, bias = named["weight"], named.get("bias")
+    if kernel.shape[2:].numel() != 1 or named.get("groups", 1) != 1 or named.get("transposed"):
+        return None
+    ones = [1] * (len(shape) - 2)
+    result = recorder.contraction(
+        "convolution",
+        (named["input"], lambda x: x.movedim(1, -1).unsqueeze(1).expand(*shape, -1)),
+        (kernel, lambda x: x.view(1, shape[1], *ones, -1).expand(*shape, -1)),
+    )
+    return result if bias is None else recorder.elementwise("add", shape, Ids(result), bias.view(-1, *ones))
+
+
+def _layer_norm(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor:
+    result = recorder.node(Kind.ROWWISE, "layer_norm", shape, recorder.shadows.ids_of(named["input"]))
+    for op, parameter in (("mul", named.get("weight")), ("add", named.get("bias"))):
+        if parameter is not None:
+            result = recorder.elementwise(op, shape, Ids(result), parameter)
+    return result
+
+
+def _addcmul(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor:
+    product = recorder.elementwise("mul", shape, named["tensor1"], named["tensor2"])
+    return recorder.elementwise("add", shape, named["self"], Ids(product))
+
+
+def _dropout(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor:
+    return recorder.elementwise("dropout", shape, named["input"])
+
+
+def _sum(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
+    """A sum of products is a contraction, and a sum of contractions (over heads, say) a longer one."""
+    x, dims = named["self"], named.get("dim")
+    ids = recorder.shadows.ids_of(x)
+    node = None if ids is None else recorder.owner(ids)
+    longer = node is not None and node.kind is Kind.CONTRACTION and node.weight is not None
+    product = node is not None and node.op == "mul" and len(node.operands) == 2 and not torch.equal(*node.operands)
+    if not longer and not product:
+        return None
+    summed = [d % x.ndim for d in ([dims] if isinstance(dims, int) else dims or range(x.ndim))]
+    kept = [axis for axis in range(x.ndim) if axis not in summed]
+    place = node.place(ids.permute(*kept, *summed).flatten(len(kept)))
+    operands = [operand[place].flatten(len(kept)) for operand in node.operands]
+    weights = [number for number, operand in enumerate(operands) if recorder._from_sources(operand)]
+    if len(weights) > 1 or not all(any(recorder.nature(operand)) for operand in operands):
+        return None
+    result = recorder.node(Kind.CONTRACTION, "sum", operands[0].shape[:-1], *operands, weight=weights[0] if weights else None)
+    return result.view(shape)
+
+
+HANDLERS: dict[str, Callable[[Recorder, dict[str, Any], torch.Size], Tensor | None]] = {
+    "mm": _mm,
+    "bmm": _mm,
+    "addmm": _addmm,
+    "baddbmm": _addmm,
+    "mv": _mv,
+    "convolution": _convolution,
+    "native_layer_norm": _layer_norm,
+    "addcmul": _addcmul,
+    "native_dropout": _dropout,
+    "sum": _sum,
+}
+
+# Kernels that a port may insist on; the plain ones then compute in their place.
+FUSED_ATTENTION = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+}
+
+
+def _spelt_out(named: dict[str, Any], results: int) -> tuple[Any, ...]:
+    """Attention by plain operators; the fused kernels' further results are for the backward pass only."""
+    mask = named.get("attn_mask", named.get("attn_bias"))
+    out, weights = torch.ops.aten._scaled_dot_product_attention_math(
+        named["query"], named["key"], named["value"], mask, 0.0, named.get("is_causal", False), scale=named.get("scale")
+    )
+    return (out, weights, *[None] * (results - 2))
