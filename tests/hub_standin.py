@@ -12,6 +12,7 @@ travel; a gated repository shows its file list to everybody and its files to nob
 are read (:class:`Content`): they are hashed in one pass and streamed, so 6 GB cost no memory, nor a disk.
 """
 
+import gzip
 import hashlib
 import json
 import os
@@ -136,7 +137,9 @@ class HubStandIn:
         self.outage: int | None = None  # answer everything with this status, say 503
         self.sent: Counter[tuple[str, str]] = Counter()  # (repo, path) -> bytes of bodies sent
         self.ranges = True  # whether a Range is honoured; if not, the whole file is the answer
+        self.gzip = False  # compress for whoever accepts that, as the real Hub does with text: no length, no ranges
         self._corrupt: dict[tuple[str, str], float] = {}  # (repo, path) -> how many more bodies to damage
+        self._failures: dict[tuple[str, str], tuple[int, float]] = {}  # (repo, path) -> status, how many more
         self._cuts: dict[tuple[str, str], tuple[int, float, bool]] = {}  # (repo, path) -> after, how many more, hold?
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -200,6 +203,10 @@ class HubStandIn:
         """Cut the connection after ``after`` bytes of the next ``times`` bodies of a file, if they are longer than that."""
         self._cuts[name, path] = (after, times, False)
 
+    def fail(self, name: str, path: str, status: int, times: float = float("inf")) -> None:
+        """Answer the next ``times`` questions for a file's bytes with ``status``."""
+        self._failures[name, path] = (status, times)
+
     def hold(self, name: str, path: str, after: int, times: float = 1) -> None:
         """After ``after`` bytes of the next ``times`` bodies of a file, send nothing more until the client is gone."""
         self._cuts[name, path] = (after, times, True)
@@ -216,6 +223,12 @@ class HubStandIn:
             left = self._corrupt.get((name, path), 0)
             self._corrupt[name, path] = max(left - 1, 0)
             return left > 0
+
+    def take_failure(self, name: str, path: str) -> int | None:
+        with self._lock:
+            status, left = self._failures.get((name, path), (0, 0))
+            self._failures[name, path] = (status, max(left - 1, 0))
+            return status if left > 0 else None
 
     def take_cut(self, name: str, path: str) -> tuple[int, bool] | None:
         with self._lock:
@@ -300,6 +313,10 @@ class _Handler(BaseHTTPRequestHandler):
         """The file, or the range asked for, a chunk at a time, with a byte flipped or the connection cut where ordered."""
         hub = self.hub
         start, stop, status = 0, file.size, 200
+        if self.command == "GET" and (failure := hub.take_failure(name, path)):
+            return self._error(failure, None, "so it was ordered")
+        if hub.gzip and self.command == "GET" and "gzip" in (self.headers["Accept-Encoding"] or ""):
+            return self._send(200, headers | {"Content-Encoding": "gzip"}, gzip.compress(b"".join(file.content.read(0, stop))))
         if hub.ranges and (asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")):
             start, stop, status = int(asked[1]), min(int(asked[2] or file.size) + 1, file.size), 206
             if start >= file.size:

@@ -50,9 +50,9 @@ def hub():
         yield server
 
 
-def start(hub: HubStandIn, home: Path, *args: str, code: str = RESOLVE) -> subprocess.Popen:
+def start(hub: HubStandIn, home: Path, *args: str, code: str = RESOLVE, **environ: str) -> subprocess.Popen:
     command = [sys.executable, "-W", "error", "-c", code, "org/name", *args]
-    environment = hub.environ(home) | {"PYTHONPATH": str(ROOT)}
+    environment = hub.environ(home, **environ) | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -203,6 +203,32 @@ def test_a_server_without_ranges(hub: HubStandIn, tmp_path: Path) -> None:
     assert len(asked(hub.requests)) == 2 + 1 + 3
 
 
+def test_a_server_that_compresses(hub: HubStandIn, tmp_path: Path) -> None:
+    """The real Hub does, for whoever accepts it: a part of that is no part of the file."""
+    hub.gzip = True
+    kill_in_the_middle(hub, tmp_path)
+    assert weights_of(finish(start(hub, tmp_path))) == WEIGHTS
+    assert asked(hub.requests) == [None, f"bytes={CUT}-"]
+
+
+def test_a_silent_server_is_asked_again(hub: HubStandIn, tmp_path: Path) -> None:
+    """A line that is up and brings nothing: without a limit, for ever."""
+    hub.hold("org/name", "model.safetensors", after=CUT)
+    environment = {"HF_HUB_DOWNLOAD_TIMEOUT": "1"}
+    assert weights_of(finish(start(hub, tmp_path, "hurry", **environment))) == WEIGHTS
+    assert asked(hub.requests) == [None, f"bytes={CUT}-"]
+
+
+def test_an_error_for_now_is_waited_out_and_a_refusal_is_final(hub: HubStandIn, tmp_path: Path) -> None:
+    hub.fail("org/name", "model.safetensors", 503, times=2)
+    assert weights_of(finish(start(hub, tmp_path / "busy", "hurry"))) == WEIGHTS
+    hub.requests.clear()
+    hub.fail("org/name", "model.safetensors", 403)
+    result = finish(start(hub, tmp_path / "refused", "hurry"))
+    assert "answers 403 for org/name" in result["message"]
+    assert asked(hub.requests) == [None]
+
+
 @pytest.mark.parametrize("locks", ["locks", "no locks"])
 def test_two_processes_at_once(hub: HubStandIn, tmp_path: Path, locks: str) -> None:
     """One downloads, the other waits for it. On file systems where locks do nothing both write one file, and it is right."""
@@ -232,7 +258,8 @@ def test_stale_leftovers_are_swept_away(hub: HubStandIn, tmp_path: Path) -> None
     assert asked(hub.requests) == [f"bytes={CUT}-"]
 
 
-def test_what_another_program_fetched_meanwhile_is_used(hub: HubStandIn, tmp_path: Path) -> None:
+@pytest.mark.parametrize("symlinks", [True, False])
+def test_what_another_program_fetched_meanwhile_is_used(hub: HubStandIn, tmp_path: Path, symlinks: bool) -> None:
     """The blob is there: then nothing is downloaded, the part that is left is of no use, and a link into nothing is mended."""
     ((commit, tree),) = hub.repos["org/name"].commits.items()
     storage = tmp_path / "hub/models--org--name"
@@ -243,7 +270,9 @@ def test_what_another_program_fetched_meanwhile_is_used(hub: HubStandIn, tmp_pat
     blob.write_bytes(WEIGHTS)
     blob.with_name(f"{blob.name}.gpt2-toolkit.incomplete").write_bytes(WEIGHTS[:CUT])
     link.symlink_to("../../blobs/gone")
-    assert weights_of(finish(start(hub, tmp_path))) == WEIGHTS
+    result = finish(start(hub, tmp_path, **({} if symlinks else {"HF_HUB_DISABLE_SYMLINKS": "1"})))
+    assert weights_of(result) == WEIGHTS
+    assert link.is_symlink() == symlinks
     assert asked(hub.requests) == []
     assert unfinished(tmp_path) == []
 
