@@ -25,6 +25,7 @@ from typing import BinaryIO
 
 from gpt2.errors import CheckpointError, InputError
 
+COMMIT = re.compile(r"[0-9a-f]{40}")
 HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # git's, or a sha256
 PAUSES = (0.5, 1.0, 1.5)  # seconds before a broken download is taken up again, as long as nothing more arrives
 ABANDONED = 24 * 3600  # seconds: a partial download that was not written to for so long is nobody's
@@ -42,7 +43,7 @@ class Declared:
 
 
 def fetch(repo: str, file: Path, declared: Declared, *, tries: int = 2) -> None:
-    """Download ``file``, an entry of a snapshot (``.../snapshots/<commit>/<name>``), as the client would lay it out.
+    """Download ``file``, an entry of a snapshot of a model or data set, as the client would lay it out.
 
     Two processes do not download the same: the second waits for the first. Where locks do not work (some network file
     systems), both write the same bytes at the same places, and the hash is the judge.
@@ -59,7 +60,7 @@ def fetch(repo: str, file: Path, declared: Declared, *, tries: int = 2) -> None:
 
     if not HASH.fullmatch(declared.digest):
         raise InputError(f"{constants.ENDPOINT} declares no hash for {file.name} of {repo}: check HF_ENDPOINT")
-    storage = file.parents[2]
+    storage = _place(file)[0]
     blob = storage / "blobs" / declared.digest
     part = blob.with_name(f"{blob.name}.gpt2-toolkit.incomplete")
     lock = Path(constants.HF_HUB_CACHE, ".locks", storage.name, f"{blob.name}.lock")
@@ -116,6 +117,12 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def _place(file: Path) -> tuple[Path, str, str]:
+    """Of ``.../models--org--name/snapshots/<commit>/<path>`` (or ``datasets--``): the first folder, the commit, the path."""
+    snapshot = next(folder for folder in file.parents if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name))
+    return snapshot.parents[1], snapshot.name, file.relative_to(snapshot).as_posix()
+
+
 def _sweep(blobs: Path, keep: Path) -> None:
     """Remove what broken downloads left behind, the client's too, which goes on with none of it."""
     for left in blobs.glob("*.incomplete"):
@@ -128,11 +135,13 @@ def _complete(repo: str, file: Path, part: Path, declared: Declared, tries: int)
     """Fill ``part`` up until it is what the Hub declared. A whole one that is not is deleted, and fetched anew once."""
     from huggingface_hub import hf_hub_url
 
+    storage, commit, name = _place(file)
+    url = hf_hub_url(repo, name, revision=commit, repo_type=storage.name.partition("s--")[0])
     actual = ""
     for number in range(tries):
         if number:
             log.info("%s: %s instead of %s, fetching it again", file, actual, declared.digest)
-        _download(hf_hub_url(repo, file.name, revision=file.parent.name), part, declared.size)
+        _download(url, part, declared.size)
         with part.open("rb") as stream:
             actual = _hash(stream, declared.digest)
             os.fsync(stream.fileno())

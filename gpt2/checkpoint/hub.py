@@ -18,6 +18,7 @@ files; a broken download goes on from where it was.
 branch's name it is one: where does the branch point?
 """
 
+import contextlib
 import difflib
 import json
 import logging
@@ -25,12 +26,13 @@ import os
 import queue
 import re
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
-from gpt2.checkpoint.download import HASH, Declared, digest, discard, fetch, mismatch, one_line
+from gpt2.checkpoint.download import COMMIT, HASH, Declared, digest, discard, fetch, mismatch, one_line
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL
 from gpt2.errors import CheckpointError, InputError
 
@@ -55,7 +57,6 @@ WEIGHTS = {
 }
 # Without any of those: the one file there that could be a whole model, such as a GGUF or nanoGPT's ckpt.pt.
 ALONE = r"(?!adapter_)[\w.+-]+\.(gguf|safetensors|pth?|ckpt)"
-COMMIT = re.compile(r"[0-9a-f]{40}")
 PATIENCE = 3.0  # seconds for the first answer; HF_HUB_ETAG_TIMEOUT, the client's own variable, overrides it
 
 log = logging.getLogger("gpt2")
@@ -108,23 +109,31 @@ def _did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def _from_hub(repo: str, revision: str, offline: bool) -> Source:
-    try:  # a malformed URL would make the client's own import fail
-        urlsplit(os.environ.get("HF_ENDPOINT", "")).port  # noqa: B018
-    except ValueError as error:
-        raise InputError(f"HF_ENDPOINT={os.environ['HF_ENDPOINT']} is not a URL: set or unset it ({error})") from error
-    from huggingface_hub import constants
-    from huggingface_hub.errors import HFValidationError, HTTPError
+    with explained(repo, revision):
+        from huggingface_hub import constants
 
-    try:
         folder, online = _snapshot(repo, revision, offline or constants.is_offline_mode())
         declared = _declared(folder)
         files = _choose(repo, declared or os.listdir(folder))
         _verify(repo, folder, files, declared, online)
+    return Source(repo, folder, folder.name)
+
+
+@contextlib.contextmanager
+def explained(repo: str, revision: str) -> Iterator[None]:
+    """Whatever goes wrong with the Hub inside, as an InputError or CheckpointError of one line."""
+    try:  # a malformed URL would make the client's own import fail
+        urlsplit(os.environ.get("HF_ENDPOINT", "")).port  # noqa: B018
+    except ValueError as error:
+        raise InputError(f"HF_ENDPOINT={os.environ['HF_ENDPOINT']} is not a URL: set or unset it ({error})") from error
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    try:
+        yield
     except InputError:
         raise
     except (HTTPError, HFValidationError, OSError) as error:
         raise _explain(repo, revision, error) from error
-    return Source(repo, folder, folder.name)
 
 
 def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, bool]:
@@ -142,7 +151,7 @@ def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, bool]:
     if COMMIT.fullmatch(revision) and (folder := _cached(repo, revision)) is not None and _declared(folder):
         return folder, True
     try:
-        info = _ask(repo, revision)
+        info = ask(repo, revision)
     except HTTPError as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500 and error.response.status_code != 429:
             raise  # a firm answer: no such repository, no such revision, no access
@@ -183,8 +192,8 @@ def _cached(repo: str, revision: str) -> Path | None:
     return folder if not declared or all((folder / name).exists() for name in _choose(repo, declared)) else None
 
 
-def _ask(repo: str, revision: str):
-    """The Hub's ``ModelInfo``, in one request and limited time.
+def ask(repo: str, revision: str, kind: Literal["model", "dataset"] = "model"):
+    """The Hub's ``ModelInfo`` or ``DatasetInfo``, in one request and limited time.
 
     In a thread, since a socket's timeout starts anew for every address a name resolves to and does not cover the name's
     lookup; through the client, so that its proxies, certificates and token hold.
@@ -195,13 +204,13 @@ def _ask(repo: str, revision: str):
     seconds = constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else PATIENCE
     answers: queue.SimpleQueue = queue.SimpleQueue()
 
-    def ask() -> None:
+    def request() -> None:
         try:
-            answers.put(HfApi().model_info(repo, revision=revision, timeout=seconds))
+            answers.put(HfApi().repo_info(repo, revision=revision, repo_type=kind, timeout=seconds))
         except Exception as error:
             answers.put(error)
 
-    threading.Thread(target=ask, daemon=True).start()
+    threading.Thread(target=request, daemon=True).start()
     try:
         answer = answers.get(timeout=seconds + 0.5)
     except queue.Empty:
