@@ -151,8 +151,11 @@ def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) ->
         spread = math.sqrt(total.b / a.numel()) * torch.finfo(coarser).eps / 2
         # The largest singular value of a matrix of independent errors of that size (Bai and Yin, 1993).
         noise = spread * (math.sqrt(a.shape[0]) + math.sqrt(a.shape[1]))
-        values = singular_values(a, b) if total.difference else torch.zeros(min(a.shape), dtype=torch.float64)
-        rank, effective = int((values > noise).sum()), effective_rank(values)
+        measurable = total.difference > 0 and math.isfinite(total.difference)
+        values = singular_values(a, b) if measurable else torch.zeros(min(a.shape), dtype=torch.float64)
+        # What the eigenvalues of a Gram matrix cannot tell from zero.
+        lost = float(values[0]) * math.sqrt(torch.finfo(torch.float64).eps * len(values))
+        rank, effective = int((values > max(noise, lost)).sum()), effective_rank(values)
     change = TensorChange(
         name=name,
         family=family,
@@ -209,8 +212,8 @@ def ulps(a: Tensor, b: Tensor) -> Tensor:
 def singular_values(a: Tensor, b: Tensor) -> Tensor:
     """Of ``b - a``, both (m, n): min(m, n) values, float64, largest first.
 
-    From the eigenvalues of the smaller Gram matrix, summed piece by piece: values below 1e-8 of the largest are lost, and weights
-    in float32 do not hold them either.
+    From the eigenvalues of the smaller Gram matrix, summed piece by piece: values below 1e-7 of the largest are lost, and weights
+    in float32 hardly hold them either.
     """
     if a.shape[0] < a.shape[1]:
         a, b = a.t(), b.t()
