@@ -176,7 +176,10 @@ class HubStandIn:
         branch: str = "main",
         commit: str | None = None,
     ) -> str:
-        """Commit ``files`` (the whole tree) on ``branch``, creating the repository if need be. Returns the commit."""
+        """Commit ``files`` (the whole tree) on ``branch``, creating the repository if need be. Returns the commit.
+
+        A data set's ``name`` begins with "datasets/".
+        """
         repo = self.repos.setdefault(name, Repo())
         tree = {path: File.of(content, path in lfs) for path, content in files.items()}
         seed = json.dumps([name, branch, len(repo.commits), sorted((p, f.etag) for p, f in tree.items())])
@@ -262,19 +265,23 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.outage is not None:
             self._error(hub.outage, None, "the Hub is down")
         elif on_cdn:
-            _, org, name, commit, *path = parts
-            self._body(f"{org}/{name}", "/".join(path), hub.repos[f"{org}/{name}"].commits[commit]["/".join(path)], {})
+            cut = 4 if parts[1] == "datasets" else 3
+            name, (commit, *path) = "/".join(parts[1:cut]), parts[cut:]
+            self._body(name, "/".join(path), hub.repos[name].commits[commit]["/".join(path)], {})
         elif parts[:2] == ["api", "models"]:
             self._with_repo(parts[2:], ("revision", "tree"), self._api)
+        elif parts[:2] == ["api", "datasets"]:
+            self._with_repo(parts[2:], ("revision", "tree"), self._api, "datasets/")
         elif "resolve" in parts:
-            self._with_repo(parts, ("resolve",), self._resolve)
+            kind = "datasets/" if parts[0] == "datasets" else ""
+            self._with_repo(parts[bool(kind) :], ("resolve",), self._resolve, kind)
         else:
             self._error(404, None, "no such page")
 
-    def _with_repo(self, parts: list[str], verbs: tuple[str, ...], then: Callable) -> None:
+    def _with_repo(self, parts: list[str], verbs: tuple[str, ...], then: Callable, kind: str = "") -> None:
         """Split ``[org,] name [, verb, revision, ...]``, follow aliases, look the repository and the revision up."""
         cut = next((i for i in (1, 2) if len(parts) > i and parts[i] in verbs), len(parts))
-        name, rest = "/".join(parts[:cut]), parts[cut:]
+        name, rest = kind + "/".join(parts[:cut]), parts[cut:]
         if new := self.hub.aliases.get(name):
             return self._send(307, {"Location": self.path.replace(f"/{name}", f"/{new}", 1)}, b"")
         repo = self.hub.repos.get(name)
@@ -294,7 +301,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json(rows + [file.tree_row(path) for path, file in sorted(tree.items())])
         siblings = [{"rfilename": path} for path in sorted(tree)]
         gated = "auto" if repo.gated else False
-        return self._json({"id": name, "sha": commit, "private": False, "gated": gated, "siblings": siblings})
+        return self._json(
+            {"id": name.removeprefix("datasets/"), "sha": commit, "private": False, "gated": gated, "siblings": siblings}
+        )
 
     def _resolve(self, name: str, repo: Repo, verb: str, commit: str, path: str) -> None:
         headers = {"X-Repo-Commit": commit}
