@@ -461,6 +461,7 @@ def test_a_true_archive_is_read(tmp_path: Path) -> None:
     for filler in range(4):
         file = TorchFile(zip_of(tmp_path / "a", ONE, {"filler": bytes(filler), "0": DATA}))
         assert holds(file, {"a": torch.tensor([1.0, 2.0])})
+        assert file.read("a").data_ptr() % 4 == 0, "some processors, and some kernels, fault on an unaligned float"
         starts.add(file.entries["a"].start % 4)
     assert starts == {0, 1, 2, 3}
     assert holds(TorchFile(legacy_of(tmp_path / "a", ONE, {"0": (2, DATA)})), {"a": torch.tensor([1.0, 2.0])})
@@ -503,6 +504,7 @@ CENTRAL, LOCAL, END = b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"
         (CENTRAL, 16, b"\x01\x02\x03\x04", 0, "checksum"),
         (CENTRAL, 6, b"\xff\x00", 0, "zip file version 25.5"),
         (LOCAL, 26, b"\xff\xff", 1, "lies about archive/data/0"),
+        (LOCAL, 2, b"\x03\x03", 1, "lies about archive/data/0"),
         (END, 12, b"\xff\xff\xff\x7f", 0, "cannot be read"),
         (END, 16, b"\xff\xff\xff\x7f", 0, "zip directory"),
         (END, 16, b"\x00\x00\x00\x00", 0, "zip directory"),
@@ -511,6 +513,15 @@ CENTRAL, LOCAL, END = b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"
 def test_a_lying_zip_directory_is_refused(tmp_path: Path, signature: bytes, at: int, new: bytes, which: int, says: str) -> None:
     """Aliased members, data beyond the file, sizes that only one of two readers believes."""
     refused(lambda: TorchFile(patched(zip_of(tmp_path / "a", ONE, {"0": DATA}), signature, at, new, which)), says)
+
+
+@pytest.mark.parametrize("offset", [2**31, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
+def test_a_member_far_beyond_the_file_is_refused(tmp_path: Path, offset: int) -> None:
+    """The 64-bit form of the directory can name bytes that no seek takes."""
+    with zipfile.ZipFile(tmp_path / "a", "w") as file:
+        file.writestr("archive/data.pkl", ONE)
+        file.infolist()[0].header_offset = offset
+    refused(lambda: TorchFile(tmp_path / "a"), "lies about archive/data.pkl")
 
 
 def test_a_huge_zip_directory_is_refused_unread(tmp_path: Path) -> None:
