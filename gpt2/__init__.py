@@ -34,6 +34,7 @@ _HOME = {
     "InputError": "errors",
     "MappingReport": "checkpoint.adapt",
     "Report": "compare.report",
+    "compare": "compare",
     "generate": "generate",
     "load": "checkpoint.load",
     "load_into": "checkpoint.adapt",
@@ -49,6 +50,7 @@ __all__ = [
     "InputError",
     "MappingReport",
     "Report",
+    "compare",
     "generate",
     "load",
     "load_into",
@@ -61,7 +63,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'gpt2' has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    module = import_module(f".{_HOME[name]}", __name__)
+    value = module if name == "compare" else getattr(module, name)  # that package is called itself
     globals()[name] = value
     return value
 
@@ -74,7 +77,7 @@ class _Package(ModuleType):
     """Keeps ``gpt2.generate`` the function: importing the submodule of that name would otherwise bind the module there."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
+        if name == "compare" or not (name in _HOME and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 

@@ -1,0 +1,23 @@
+"""Two models in, one report out. ``gpt2.compare("gpt2", "out/step-2000")`` is :func:`gpt2.compare.pair.compare`."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .comparison import Comparison
+
+
+class _Callable(ModuleType):
+    """The package bears the name of its main function, and is called as it."""
+
+    def __call__(self, a: str = "shakespeare-mini", b: str = "hf/shakespeare-mini", **settings: Any) -> Comparison:
+        """Compare two models by name, from weights to words; settings as in :func:`gpt2.compare.pair.compare`."""
+        from .pair import compare
+
+        return compare(a, b, **settings)
+
+
+sys.modules[__name__].__class__ = _Callable
