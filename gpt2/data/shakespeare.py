@@ -123,12 +123,12 @@ def held_out_text() -> str:
     return "\n".join(play(slug) for slug in HELD_OUT)
 
 
-def tiny_shakespeare(cache_dir: Path | None = None) -> str:
+def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) -> str:
     """Karpathy's 1,115,394 characters, known by their SHA-256 wherever they come from.
 
     From ``tinyshakespeare.txt`` in `cache_dir` (default: ``$GPT2_TOOLKIT_CACHE``, else ``gpt2-toolkit`` in the user's
     cache folder), else downloaded once from ``$GPT2_TINYSHAKESPEARE_URL`` or GitHub. A cached file that is not the text
-    is removed and fetched again. Raises :class:`InputError` when nothing reachable has the right hash.
+    is removed and fetched again, unless ``offline``. Raises :class:`InputError` when nothing reachable has the right hash.
     """
     folder = cache_dir or os.environ.get("GPT2_TOOLKIT_CACHE")
     if not folder:
@@ -139,6 +139,8 @@ def tiny_shakespeare(cache_dir: Path | None = None) -> str:
         if hashlib.sha256(data).hexdigest() == TINY_SHA256:
             return data.decode("utf-8")
         path.unlink()
+    if offline:
+        raise InputError(f"offline, and {path} is not tiny Shakespeare: run once online, or give a text of your own: {OWN_FILE}")
     url = os.environ.get("GPT2_TINYSHAKESPEARE_URL") or TINY_URL
     way_out = f"put the file at {path}, or give a text of your own: {OWN_FILE}"
     try:
@@ -198,6 +200,11 @@ def read_text(path: str | os.PathLike[str]) -> str:
         data = Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"{path}: cannot read the text: {error.strerror or error}; give a UTF-8 text file") from None
+    return checked_text(data, path)
+
+
+def checked_text(data: bytes, path: str | os.PathLike[str]) -> str:
+    """:func:`read_text` of bytes that were read already; ``path`` is what an error calls them."""
     try:
         text = data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
