@@ -126,7 +126,7 @@ class Comparison:
             yield f"[yellow]differs[/yellow]  {field}: {a} → {b}"
         for part, why in self.compatibility.impossible.items():
             yield f"[yellow]left out[/yellow]  {part}: {escape(why)}"
-        if self.weights is not None and self.weights.total.unchanged < 1:
+        if self.weights is not None and not self.weights.same_numbers:
             yield "\n[bold]Weights[/bold]  [dim]the ten that moved farthest for their size[/dim]"
             yield self._weights()
         if self.activations is not None and self.activations.points:
@@ -176,7 +176,9 @@ class Comparison:
             table.add_row("perplexity", f"{a.perplexity:.2f} → {b.perplexity:.2f}", "not comparable: other tokens")
         if self.weights is not None:
             total, most = self.weights.total, self.weights.most_changed(1)
-            if most:
+            if most and self.weights.same_numbers:
+                table.add_row("weights", "the same", f"rounded to {_coarser(self.a.dtype, self.b.dtype)}, and nothing else")
+            elif most:
                 told = f"most: {most[0].name}, {most[0].distance:.2%}"
                 table.add_row(
                     "weights moved", f"{total.distance:.2%}", f"{told}; {len(self.weights.unchanged)} tensors unchanged"
@@ -254,6 +256,10 @@ class Comparison:
             table.add_row(f"{row.prompt}\n({how})", row.a, row.b, parts)
             table.add_section()
         return table
+
+
+def _coarser(*dtypes: str) -> str:
+    return max(dtypes, key=["float64", "float32", "float16", "bfloat16"].index)
 
 
 def visible(text: str) -> str:

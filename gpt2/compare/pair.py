@@ -84,7 +84,7 @@ def compare(
             activations = compare_activations(
                 *models, window, same_shape=found.same_shape, threshold=threshold, progress=progress
             )
-            if weights is not None and _same_numbers(weights, sides) and (sides[0].dtype, a) != (sides[1].dtype, b):
+            if weights is not None and weights.same_numbers and a != b:
                 numerics = _numerics(sides, models, window, progress)
         if "distributions" not in found.impossible:
             vocab = _vocabulary(tokenizers, sides)
@@ -119,13 +119,6 @@ def compare(
 def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges:
     names = [(name, re.sub(r"^h\.\d+", "h.{}", name), layer(name)) for name in expected(sides[0].config)]
     return compare_weights(names, sides[0].reader(), sides[1].reader(), progress=progress)
-
-
-def _same_numbers(weights: WeightChanges, sides: tuple[Side, Side]) -> bool:
-    """Whether both run the same weights, up to rounding to the coarser dtype."""
-    return weights.total.unchanged == 1 or (
-        sides[0].dtype != sides[1].dtype and all(tensor.ulp_max == 0 for tensor in weights.tensors)
-    )
 
 
 @torch.no_grad()

@@ -79,6 +79,11 @@ class WeightChanges:
         return tuple(sorted(moved, key=lambda tensor: -tensor.distance)[:count])
 
     @property
+    def same_numbers(self) -> bool:
+        """Whether both hold the same weights, up to rounding to the coarser dtype."""
+        return all(tensor.ulp_max == 0 for tensor in self.tensors)
+
+    @property
     def unchanged(self) -> tuple[str, ...]:
         """Tensors seen to be equal in every entry."""
         return tuple(tensor.name for tensor in self.tensors if tensor.equal)
