@@ -71,7 +71,7 @@ class LanguageScore:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss >= 700 else math.exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float:
@@ -87,11 +87,14 @@ class Window(NamedTuple):
     first: int
 
 
-def windows(n: int, context: int, stride: int | None = None) -> Iterator[Window]:
+def windows(n: int, context: int, stride: int | None = None, *, guide: bool = False) -> Iterator[Window]:
     """The windows in which every token but the first of a text of ``n`` is scored, exactly once.
 
     Windows of ``context`` inputs move by ``stride`` (default: ``context``, no overlap); where they overlap, only what no
     earlier window scored counts. The last window reaches back, so that all are equally long.
+
+    ``guide`` cuts as Hugging Face's guide "Perplexity of fixed-length models" does: ``context`` counts the scored token too,
+    the first token of a window that overlaps none before it is not scored, and the last window is what is left.
 
     Raises:
         InputError: nothing to predict, no context, or a stride that would skip tokens.
@@ -99,10 +102,13 @@ def windows(n: int, context: int, stride: int | None = None) -> Iterator[Window]
     stride = context if stride is None else stride
     if n < 2:
         raise InputError(f"a text of {n} tokens has none to predict; give a longer one")
-    if context < 1:
-        raise InputError(f"context {context}: a token is predicted from at least 1; give 1 or more")
+    if context < 1 + guide:
+        raise InputError(f"context {context}: a token is predicted from at least 1; give {1 + guide} or more")
     if not 1 <= stride <= context:
         raise InputError(f"stride {stride} is not within 1 .. {context}, the context: tokens would be skipped, or none reached")
+    if guide:
+        yield from _guide_windows(n, context, stride)
+        return
     end = min(context, n - 1)
     yield Window(0, end, 0)
     while end < n - 1:
@@ -110,14 +116,25 @@ def windows(n: int, context: int, stride: int | None = None) -> Iterator[Window]
         yield Window(max(0, end - context), end, first)
 
 
+def _guide_windows(n: int, context: int, stride: int) -> Iterator[Window]:
+    end = 0  # of the window's tokens, its last target among them
+    for start in range(0, n, stride):
+        before, end = end, min(start + context, n)
+        if end - start > 1:
+            yield Window(start, end - 1, max(start, before - 1))
+        if end == n:
+            return
+
+
 def batches(
-    ids: Tensor, *, context: int, stride: int | None = None, batch_size: int | None = None
+    ids: Tensor, *, context: int, stride: int | None = None, batch_size: int | None = None, guide: bool = False
 ) -> Iterator[tuple[Tensor, list[Window]]]:
     """The :func:`windows` of a text (N,) as inputs (B, T) to run together, B at most ``batch_size`` (default: 4096 tokens)."""
     batch_size = max(1, 4096 // max(1, context)) if batch_size is None else batch_size
-    remaining = windows(len(ids), context, stride)
-    while group := list(itertools.islice(remaining, batch_size)):
-        yield torch.stack([ids[window.start : window.end] for window in group]), group
+    remaining = windows(len(ids), context, stride, guide=guide)
+    for _, alike in itertools.groupby(remaining, lambda window: window.end - window.start):
+        while group := list(itertools.islice(alike, batch_size)):
+            yield torch.stack([ids[window.start : window.end] for window in group]), group
 
 
 @torch.inference_mode()
@@ -131,8 +148,11 @@ def language_score(
     batch_size: int | None = 16,
     n_positions: int | None = None,
     vocab: int | None = None,
+    guide: bool = False,
 ) -> LanguageScore:
     """Score every token of ``ids`` (N,) but the first, exactly once, in the :func:`windows` of ``context`` and ``stride``.
+
+    With ``guide`` in those of Hugging Face's guide, which leave some tokens out.
 
     ``token_bytes`` (V,) is each token's length in bytes. ``model`` is ours, which then evaluates as it does without dropout,
     or any callable that gives logits, of which ``n_positions`` says how long a context it has. ``vocab`` cuts logits to a
@@ -148,7 +168,7 @@ def language_score(
     total, tokens, n_bytes = 0.0, 0, 0
     try:
         for window, losses in losses_of(
-            model, ids, context=context, stride=stride, batch_size=batch_size, n_positions=n_positions, vocab=vocab
+            model, ids, context=context, stride=stride, batch_size=batch_size, n_positions=n_positions, vocab=vocab, guide=guide
         ):
             total += losses.sum(dtype=torch.float64).item()
             tokens += len(losses)
@@ -168,12 +188,13 @@ def losses_of(
     batch_size: int | None = None,
     n_positions: int | None = None,
     vocab: int | None = None,
+    guide: bool = False,
 ) -> Iterator[tuple[Window, Tensor]]:
     """Window by window, the losses of the tokens that are scored there, those of ``ids[first + 1 : end + 1]``; see above."""
     if n_positions is not None and not 1 <= context <= n_positions:
         raise InputError(f"context {context} is not within the model's 1 .. {n_positions} positions")
     device = model.wte.weight.device if isinstance(model, GPT2) else None
-    for inputs, group in batches(ids, context=context, stride=stride, batch_size=batch_size):
+    for inputs, group in batches(ids, context=context, stride=stride, batch_size=batch_size, guide=guide):
         logits = model(inputs if device is None else inputs.to(device))  # (B, T, V)
         for row, window in enumerate(group):
             scored = logits[row : row + 1, window.first - window.start :, :vocab]
