@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -147,79 +147,103 @@ class Anatomy:
     # The stream, and what is added
 
     def _read_stream(self) -> None:
-        tokens = self.recording.ids.flatten()
-        tables = [node for node in self.nodes if node.kind is Kind.LOOKUP]
-        words = [node for node in tables if (rows := self._rows(node)) is not None and torch.equal(rows, tokens)]
-        if not words:
+        tokens, lookups = self.recording.ids.flatten(), [n for n, node in enumerate(self.nodes) if node.kind is Kind.LOOKUP]
+        tables: dict[str, list[int]] = {}
+        for number in lookups:
+            tables.setdefault(self.name(int(self.nodes[number].operands[0].flatten()[0])), []).append(number)
+        read = {name: self._read({n: self.nodes[n].operands[0] for n in numbers}) for name, numbers in tables.items()}
+        rows = {name: self._read({n: self.nodes[n].index for n in numbers}) for name, numbers in tables.items()}
+        begins = {
+            name: _begin(torch.stack([rows[name][place][0] for place in range(len(tokens))]), tokens)
+            for name in tables
+            if len(rows[name]) == len(tokens)
+        }
+        words = {name: begin for name, begin in begins.items() if begin is not None}
+        self.width = max((len(read[name][self.here]) for name in words), default=0)
+        words = {name: begin for name, begin in words.items() if len(read[name][self.here]) == self.width}
+        if not self.width:
             raise NotGPT2("nothing in its forward looks up a table of parameters by the token ids")
-        start = self.flow.here(words[0], self.here)
-        self.width = len(start)
+        self._words = {number for name in words for number in tables[name]}
+        start = torch.cat([results for n in sorted(self._words) if len(results := self._results(n))])[: self.width]
         self._number(self._units, self.flow.root(start))
-        self.words = self._table("wte", words[0], tokens)
-        if self.words is None:
-            raise NotGPT2("its token embedding is no table with a row per token")
-        self.parts.append(self.words)
-        for node in tables:  # positions that follow from the tokens (a count of those before, say)
-            rows = None if node in words else self._rows(node)
-            if rows is not None and len(rows.unique()) == self.recording.ids.size(1):
-                self._set_positions(self._table("wpe", node, rows))
+        self.words: list[Table] = []
+        for name, begin in words.items():
+            table = self._table("wte", read[name], {place: int(x[0]) for place, x in rows[name].items()}, start)
+            if table is None:
+                raise NotGPT2(f"its token embedding ({name}) is no table with a row per token")
+            self.words.append(replace(table, begin=begin))
+        self.parts += self.words
+        for name in tables.keys() - words.keys():  # positions that follow from the tokens, by counting them, say
+            if len({int(x[0]) for x in rows[name].values()}) == self.recording.ids.size(1):
+                self._set_positions(self._table("wpe", read[name], {place: int(x[0]) for place, x in rows[name].items()}, start))
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens have an embedding."""
+        return max(table.begin + table.rows for table in self.words)
+
+    def _read(self, numbers: dict[int, Tensor]) -> dict[int, Tensor]:
+        """What nodes have at each place of the probe: one of their operands, or what else has their shape."""
+        found: dict[int, Tensor] = {}
+        for number, values in numbers.items():
+            node = self.nodes[number]
+            for place, results in self.flow.by_place(node).items():
+                found.setdefault(place, values.flatten()[results - node.start])
+        return found
 
     def _set_positions(self, table: Table | None) -> None:
         if self.positions is None and table is not None:
             self.positions = table
             self.parts.append(table)
 
-    def _rows(self, node: Node) -> Tensor | None:
-        """Which row of a table a lookup reads at each place of the probe; None if it reads none or several at one."""
-        found = [node.index.flatten()[self.flow.here(node, place) - node.start] for place in range(self.here + 1)]
-        return torch.stack([x[0] for x in found]) if all(len(x) and bool((x == x[0]).all()) for x in found) else None
+    def _table(self, part: str, read: dict[int, Tensor], rows: dict[int, int], results: Tensor) -> Table | None:
+        """The table of which parameters were ``read`` (D,) in ``rows``, place by place, for ``results`` at the probed one.
 
-    def _read(self, node: Node, ids: Tensor, places: range) -> Tensor | None:
-        """Parameters (R, D) that a node used at places of the probe; None unless it used the stream's width of them at each."""
-        read = [ids.flatten()[self.flow.here(node, place) - node.start] for place in places]
-        return torch.stack(read) if all(len(x) == self.width and bool((x >= 0).all()) for x in read) else None
-
-    def _table(self, part: str, node: Node, rows: Tensor) -> Table | None:
-        read = self._read(node, node.operands[0], range(self.here + 1))
-        return None if read is None else self._extend(part, read, rows, self._coordinates(self.flow.here(node, self.here)))
-
-    def _extend(self, part: str, read: Tensor, rows: Tensor, places: Tensor) -> Table | None:
-        """The table of which the parameters ``read`` (R, D) are some ``rows``: linear in the row, or it is none.
-
-        How far it reaches, the axis of the source says that has the same stride.
+        A table is linear in the row; how far it reaches, the axis of the source says that has the same stride.
         """
-        apart = int((rows != rows[0]).int().argmax())
-        stride = int((read[apart, 0] - read[0, 0]) // (rows[apart] - rows[0]))
-        first = read[0] - rows[0] * stride
-        ordered = len(places.unique()) == self.width and bool((places >= 0).all())
-        if not ordered or not torch.equal(first + rows[:, None] * stride, read):
+        places = self._coordinates(results)
+        if any(len(x) != self.width or bool((x < 0).any()) for x in read.values()) or len(set(rows.values())) < 2:
             return None
-        first = torch.empty_like(first).index_copy_(0, places, first)
+        one = min(rows, key=rows.get)
+        other = max(rows, key=rows.get)
+        stride = int((read[other][0] - read[one][0]) // (rows[other] - rows[one]))
+        first = read[one] - rows[one] * stride
+        if len(places.unique()) != self.width or bool((places < 0).any()):
+            return None
+        if not all(torch.equal(first + row * stride, read[place]) for place, row in rows.items()):
+            return None
         regions = [source.region for source in self.recording.sources]
-        region = next(r for r in regions if r.start <= int(read.min()) and int(read.max()) <= r.last)
+        region = next(r for r in regions if r.start <= int(read[one].min()) and int(read[other].max()) <= r.last)
         axes = [axis for axis, n in enumerate(region.shape) if n > 1 and region.strides[axis] == stride]
-        if not axes:
-            return Table(part, first, stride, int(rows.max()) + 1)
-        size = region.shape[axes[0]]
-        skipped = int(first.min() - region.start) // stride % size
-        return Table(part, first, stride, size - skipped, skipped)
+        size = region.shape[axes[0]] if axes else rows[other] + 1
+        skipped = int(first.min() - region.start) // stride % size if axes else 0
+        return Table(part, torch.empty_like(first).index_copy_(0, places, first), stride, size - skipped, skipped)
 
     def _read_additions(self) -> None:
         length = self.recording.ids.size(1)
+        window = range(self.here + 1 - length, self.here + 1)
+        to_stream: dict[str, dict[int, Tensor]] = {}  # what each source adds to the stream, in one node after the other
         for number, touches in self.flow.touches.items():
             node, results = self.nodes[number], self._results(number)
+            if not len(results):
+                results = next(iter(self.flow.by_place(node).values()), results)
             for touch in touches:
                 if touch.kind != "add" or not len(results):
                     continue
                 ids, origins = touch.ids.flatten()[results - node.start], self._origins(results)
-                read = self._read(node, touch.ids, range(self.here + 1 - length, self.here + 1))
-                if read is not None and not torch.equal(read[0], read[-1]):
-                    self._set_positions(self._extend("wpe", read, torch.arange(length), self._coordinates(results)))
-                elif touch.before == "plain":
+                source = self.name(int(ids[0]))
+                if len(results) == self.width and self.flow.owner(self.flow.root(results)) in self._words:
+                    seen = to_stream.setdefault(source, {})
+                    seen |= {place: x for place, x in self._read({number: touch.ids}).items() if place not in seen}
+                if touch.before == "plain":
                     free = self.flow.at(self._biases, origins) < 0
                     self._biases[origins[free] - self.recording.tokens] = ids[free]
                 elif touch.before == "summed" and (after := self.flow.newest.get(number, -1)) not in self._late:
                     self._late[after] = Vector("", None, ids, self._coordinates(results))
+        start = next(results for n in sorted(self._words) if len(results := self._results(n)))
+        for read in to_stream.values():
+            if all(place in read for place in window) and not torch.equal(read[window[0]], read[window[-1]]):
+                self._set_positions(self._table("wpe", {p: read[p] for p in window}, {p: p - window[0] for p in window}, start))
 
     # Branches
 
@@ -253,12 +277,18 @@ class Anatomy:
         return found.setdefault(base, Branch(base, int(self._signatures(result[None])), norms, normed))
 
     def _heads(self) -> Iterator[Head]:
-        for number, (scores, values, second_is_key) in self.flow.mixes.items():
-            mixed = self._results(number)
+        second_by_all = sum(self.flow.votes.values()) >= 0
+        for number, (scores, values) in self.flow.mixes.items():
+            mixed, vote = self._results(number), self.flow.votes[number]
+            second_is_key = vote > 0 if vote else second_by_all
             place = self.nodes[number].place(mixed)
             score, value = self._origins(scores[place]), self._origins(values[place])  # (n, S)
-            itself = (self.flow.at(self.flow.row, values[place]) == self.here).int().argmax(-1, keepdim=True)
+            itself = self.flow.at(self.flow.row, values[place]) == self.here
+            if not bool(itself.any()):  # a mix of other tokens only
+                continue
+            itself = itself.int().argmax(-1, keepdim=True)
             score, value = score.gather(-1, itself)[:, 0], value.gather(-1, itself)[:, 0]
+            mixed = self.flow.root(mixed)
             for element in dict.fromkeys(score.tolist()):
                 node = self.nodes[self.recording.owner(element)]
                 factors = node.operands if second_is_key else node.operands[::-1]
@@ -281,8 +311,9 @@ class Anatomy:
             number: origins
             for number, node in enumerate(self.nodes)
             if self._is_projection(number) and node.live and len(results := self._results(number))
-            if len(origins := (x := self._origins(self._input(results[0])))[x >= 0])
+            if len(origins := (x := self.flow.root(self._input(results[0])))[x >= 0])
         }
+        self._set_adapters_aside()
         for number, origins in self._feeds.items():
             fed_by = [mixed[int(origin)] for origin in origins if int(origin) in mixed]
             if fed_by:
@@ -301,6 +332,19 @@ class Anatomy:
                 branch.ups += [up] if up not in branch.ups else []
                 branch.downs += [down] if down not in branch.downs else []
         return list(found.values())
+
+    def _set_adapters_aside(self) -> None:
+        """Pairs of projections whose result is added to that of a single one, of the same input: low-rank fine-tuning."""
+        found: set[int] = set()
+        for down, origins in self._feeds.items():
+            for up in set(self.recording.owners(origins).tolist()) & set(self._feeds):
+                beside = self._results(down)[:1]
+                while int(beside := self.flow.at(self.flow.joined, beside)) >= 0:
+                    number = self.recording.owner(beside)
+                    inputs = self._input(beside) if self._is_projection(number) else beside
+                    found |= {up, down} if torch.equal(inputs, self._input(self._results(up)[0])) else set()
+        self.adapters = {int(self._signatures(self._results(number)[:1])) for number in found}
+        self._feeds = {number: origins for number, origins in self._feeds.items() if number not in found}
 
     @staticmethod
     def _once(branches: list[Branch]) -> list[Branch]:
@@ -325,7 +369,7 @@ class Anatomy:
         """As they run; but where parameters lie unused and names are numbered, the numbers tell which blocks are left out."""
         layers = list(range(max(len(self.attentions), len(self.feed_forwards))))
         names = [self.name(branch.signature) for branch in self.attentions]
-        unused = [source.name for source in self.recording.sources if source.storage not in self.recording.used]
+        unused = [source.name for source in self.recording.sources if source.storage not in self.recording.uses]
         numbers = [[int(n) for n in re.findall(r"\d+", name)] for name in names]
         patterns = {re.sub(r"\d+", "#", name) for name in names}
         idle = [[int(n) for n in re.findall(r"\d+", name)] for name in unused if re.sub(r"\d+", "#", name) in patterns]
@@ -366,7 +410,7 @@ class Anatomy:
         """Projections back to the stream, from numbered units."""
 
         def rows(inputs: Tensor) -> Tensor:
-            origins = self._origins(inputs)
+            origins = self.flow.root(inputs)
             found = self.flow.at(units, origins)
             return found if bool(((found >= 0) | (origins < 0)).all()) else torch.arange(len(inputs))
 
@@ -424,3 +468,9 @@ class Anatomy:
         added to what is not normed, and the next branch is added to what is."""
         onto = [self.flow.onto.get(branch.downs[0]) for branch in self.feed_forwards if branch.downs]
         return bool(consumers) and not consumers[0][2] and any(found for *_, found in consumers) and onto[:1] == ["normed"]
+
+
+def _begin(rows: Tensor, tokens: Tensor) -> int | None:
+    """Where in the vocabulary a table begins that is read by the tokens; for a token of another shard, a shard reads its row 0."""
+    apart = (tokens - rows)[rows != 0].unique()
+    return int(apart) if len(apart) == 1 and bool(((tokens - rows == apart) | (rows == 0)).all()) else None

@@ -66,7 +66,8 @@ class Node:
     """One computing operator; its results bear the ids ``start`` to ``stop - 1``, in the order of ``shape``.
 
     ``operands`` are ids broadcast to ``shape``, except those of a contraction, which have the summed axis behind it, and those
-    of reductions and others, which have their own shapes. What came from nowhere is left out.
+    of reductions and others, which have their own shapes; those of a lookup are what was taken, and the indices that chose it.
+    What came from nowhere is left out.
     """
 
     kind: Kind
@@ -106,7 +107,7 @@ class Recording:
     tokens: int  # the number of the first token; every smaller one is a parameter's or buffer's
     nodes: tuple[Node, ...]
     output: Tensor  # ids of the logits
-    used: frozenset[int]  # storages that took part
+    uses: dict[int, frozenset[float]]  # storages that took part, and the constants by which they were multiplied before
     unfollowed: tuple[str, ...]  # operators that could not be followed: what they returned came from nowhere
 
     @property
@@ -149,7 +150,7 @@ def record(module: nn.Module, ids: Tensor) -> Recording:
         tokens=recorder.shadows.tokens,
         nodes=tuple(recorder.nodes),
         output=torch.full(output.shape, NOWHERE) if found is None else found,
-        used=frozenset(recorder.shadows.used),
+        uses={storage: frozenset(scales) for storage, scales in recorder.shadows.uses.items()},
         unfollowed=tuple(sorted(recorder.unfollowed)),
     )
 

@@ -60,6 +60,7 @@ LACKS = {
     "ln_f.weight": ("module", "no scale in its last norm"),
     "ln_f.bias": ("module", "no shift in its last norm"),
 }
+UNKNOWN = "used in the forward pass, but as no part of GPT-2 that is known here"
 WORDS = {"q": "queries", "k": "keys", "v": "values"}
 
 
@@ -74,6 +75,7 @@ class Findings:
     something that can be put in numbers: a bias of zero, a scale of one."""
 
     unfilled: dict[str, str] = field(default_factory=dict)
+    idle: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
     ambiguous: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -102,7 +104,7 @@ class Explanation:
         anatomy, config, say = self.anatomy, self.mapping.config, self.found.problems.append
         blocks, heads = len(anatomy.layers), len(anatomy.attentions[0].heads)
         hidden = sum(len(part.outputs) for part in anatomy.parts if part.part == "mlp.c_fc" and part.layer == anatomy.layers[0])
-        words = len(anatomy.head) if anatomy.head is not None else anatomy.words.rows
+        words = len(anatomy.head) if anatomy.head is not None else anatomy.vocabulary
         if anatomy.width != config.n_embd:
             say(f"your module is {anatomy.width:,} wide, the checkpoint {config.n_embd:,}")
         if blocks != config.n_layer:
@@ -241,30 +243,42 @@ class Explanation:
 
     # Left over of the module
 
-    def judge(self, source: Source, low: int, high: int, shown: str) -> None:
+    def judge(self, source: Source, low: int, high: int, shown: str, other_scales: list[float]) -> None:
         """Say why a parameter, whose entries lie between ``low`` and ``high``, is not filled, or not whole."""
+        if other_scales:
+            self.found.problems.append(f"{source.name} is used at several scales; it is filled for the smallest")
         if low != KEEP or source.name in self.found.unfilled:
             return
-        if high == KEEP:
+        positions = self.anatomy.positions
+        if high == KEEP and source.storage not in self.anatomy.recording.uses:
+            self.found.idle[source.name] = "never used in the forward pass"
+        elif high == KEEP:
             self.found.unfilled[source.name] = self._why(source)
-        elif self.anatomy.positions is not None and self.anatomy.name(int(self.anatomy.positions.first[0])) == source.name:
-            self.found.notes.append(
-                f"{source.name} has more positions than the checkpoint's {self.mapping.config.n_positions:,}: the rest is left as it is"
-            )
+        elif positions is not None and self.anatomy.name(int(positions.first[0])) == source.name:
+            most = self.mapping.config.n_positions
+            self.found.notes.append(f"{source.name} has more positions than the checkpoint's {most:,}: the rest is left as it is")
         else:
             self.found.unfilled[source.name] = f"in part ({shown})"
 
     def _why(self, source: Source) -> str:
-        if source.storage not in self.anatomy.recording.used:
-            return "never used in the forward pass"
+        region = source.region
+        if any(region.start <= id <= region.last for id in self.anatomy.adapters):
+            return "a pair of low rank beside a projection, which GPT-2 does not have"
         for part in self.mapping.misfits:
             if self._overlaps(part, source):
-                return (
-                    "the checkpoint has no such block"
-                    if part.layer not in (None, *range(self.mapping.config.n_layer))
-                    else "of another size in the checkpoint"
-                )
-        return "used in the forward pass, but as no part of GPT-2 that is known here"
+                beyond = part.layer not in (None, *range(self.mapping.config.n_layer))
+                return "the checkpoint has no such block" if beyond else "of another size in the checkpoint"
+        return UNKNOWN
+
+    def settle(self, agrees: bool) -> None:
+        """Where the logits agree, what was left as it is has no effect as it is, whatever it may be."""
+        if agrees:
+            self.found.idle |= {
+                name: f"{why}; without effect as it is"
+                for name, why in self.found.unfilled.items()
+                if not why.startswith("in part")
+            }
+            self.found.unfilled = {name: why for name, why in self.found.unfilled.items() if why.startswith("in part")}
 
     def _overlaps(self, part: Part, source: Source) -> bool:
         ids = next(part.outer())[0] if isinstance(part, Matrix) else part.first if isinstance(part, Table) else part.ids

@@ -54,7 +54,10 @@ class Flow:
     onto: dict[int, str] = field(default_factory=dict)  # that projection -> the state of what it was added to
     torn: set[int] = field(default_factory=set)  # projections whose inputs come from several positions
     scores: set[int] = field(default_factory=set)
-    mixes: dict[int, tuple[Tensor, Tensor, bool]] = field(default_factory=dict)  # node -> scores, values, whether b held keys
+    mixes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # node -> scores (*results, S) and values
+    votes: dict[int, int] = field(
+        default_factory=dict
+    )  # such a node -> how sure it is that the scores' second factor is the keys
 
     def __post_init__(self) -> None:
         rec = self.recording
@@ -76,6 +79,13 @@ class Flow:
     def results(self, table: Tensor, node: Node) -> Tensor:
         """``table`` at all results of a node, to read and to write."""
         return table[node.start - self.recording.tokens : node.stop - self.recording.tokens].view(node.shape)
+
+    def by_place(self, node: Node) -> dict[int, Tensor]:
+        """:meth:`here` of all positions that a node has results at."""
+        rows = self.results(self.row, node).flatten()
+        order = rows.argsort(stable=True)
+        places, counts = rows[order].unique_consecutive(return_counts=True)
+        return {int(p): ids + node.start for p, ids in zip(places, order.split(counts.tolist()), strict=True) if p >= 0}
 
     def here(self, node: Node, row: int) -> Tensor:
         """Ids of a node's results at one position of the probe, in their order."""
@@ -100,10 +110,11 @@ class Flow:
 
     def _lookup(self, number: int, node: Node) -> None:
         self._own(number, node)
-        tokens = self.recording.ids.flatten()
-        match = node.index[..., None] == tokens
-        row = torch.where(match.any(-1), match.int().argmax(-1), -1)
-        self.results(self.row, node).copy_(self._in_turn(node) if bool((row < 0).any()) else row)
+        rows = self.at(self.row, node.operands[1]) if len(node.operands) > 1 else torch.tensor(-1)
+        if bool((rows < 0).any()):
+            match = node.index[..., None] == self.recording.ids.flatten()
+            rows = torch.where(match.any(-1), match.int().argmax(-1), -1)
+        self.results(self.row, node).copy_(self._in_turn(node) if bool((rows < 0).any()) else rows)
 
     def _in_turn(self, node: Node) -> Tensor:
         """Positions, where nothing says which: one after the other, as (B, T, ...) lies."""
@@ -130,23 +141,33 @@ class Flow:
         a, b = node.operands
         from_scores = [self.owner(self.at(self.origin, factor[..., 0])) in self.scores for factor in (a, b)]
         if any(from_scores):
-            scores, values = (a, b) if from_scores[0] else (b, a)
-            origin = self.at(self.origin, scores)
-            rows, other = self.at(self.row, origin), self.at(self.key_row, origin)
-            positions = self.at(self.row, values)
-            second_is_key = bool((other == positions).sum() >= (rows == positions).sum())
-            self.mixes[number] = scores, values, second_is_key
-            self.results(self.row, node).copy_((rows if second_is_key else other)[..., 0])
+            self._mix(number, node, *((a, b) if from_scores[0] else (b, a)))
         else:
             self.scores.add(number)
             self.results(self.row, node).copy_(self.at(self.row, a[..., 0]))
             self.results(self.key_row, node).copy_(self.at(self.row, b[..., 0]))
 
+    def _mix(self, number: int, node: Node, scores: Tensor, values: Tensor) -> None:
+        """Values, weighed: what is indexed as they are was the keys, and the result stands where the other stood."""
+        origin, positions = self.at(self.origin, scores), self.at(self.row, values)
+        first, second = self.at(self.row, origin), self.at(self.key_row, origin)
+        self.votes[number] = int((second == positions).sum()) - int((first == positions).sum())
+        self.mixes[number] = scores, values
+        self.results(self.row, node).copy_((first if self.votes[number] >= 0 else second)[..., 0])
+
     def _elementwise(self, number: int, node: Node) -> None:
         origins = [self.at(self.origin, operand) for operand in node.operands]
         mains = [i for i, origin in enumerate(origins) if bool((origin >= 0).any())]
-        if not mains:
+        if not mains:  # a number made of tokens keeps its position
+            self.results(self.row, node).copy_(torch.stack([self.at(self.row, operand) for operand in node.operands]).amax(0))
             return
+        if node.op == "mul" and len(mains) == 2:
+            from_scores = [self.owner(origins[i]) in self.scores for i in mains]
+            if from_scores.count(True) == 1:  # a mix, one token at a time
+                scores, values = mains if from_scores[0] else mains[::-1]
+                self._own(number, node)
+                self._mix(number, node, node.operands[scores][..., None], node.operands[values][..., None])
+                return
         never = torch.iinfo(torch.int64).max
         oldest = torch.stack([torch.where(origins[i] < 0, never, origins[i]) for i in mains]).amin(0)
         oldest = torch.where(oldest == never, -1, oldest)
@@ -155,7 +176,7 @@ class Flow:
         for i in reversed(mains):  # the position is the oldest one's
             rows.copy_(torch.where(origins[i] == oldest, self.at(self.row, node.operands[i]), rows))
         younger = [origins[i] for i in mains if not torch.equal(origins[i], oldest)]
-        for origin in younger:
+        for origin in younger if node.op in ADDS else ():
             apart = (origin >= 0) & (origin != oldest)
             self.joined[origin[apart] - self.recording.tokens] = oldest[apart]
         if len(mains) > 1:

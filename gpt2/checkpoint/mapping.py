@@ -122,11 +122,8 @@ class Mapping:
     def is_shifted(self, table: Table) -> bool:
         """Whether a table is used from a later row on although it has no rows to spare: by mistake, it seems."""
         spare = table.rows >= self.shapes[self.target(table)][0]
-        return (
-            table.skipped > 0
-            and not spare
-            and self.anatomy.name(int(table.first[0])) != self.anatomy.name(int(self.anatomy.words.first[0]))
-        )
+        words = {self.anatomy.name(int(words.first[0])) for words in self.anatomy.words}
+        return table.skipped > 0 and not spare and self.anatomy.name(int(table.first[0])) not in words
 
     def _parts(self) -> list[Part]:
         """All parts, without those that lie in buffers, unless the module keeps all of its weights in buffers."""
@@ -190,7 +187,9 @@ class Mapping:
             )
             rows = torch.arange(part.rows)
             beyond = ZERO if part.part == "wte" else KEEP
-            yield from self._outer(name, rows * part.stride, rows * row + start, part.first, torch.arange(row), shape[0], beyond)
+            yield from self._outer(
+                name, rows * part.stride, (part.begin + rows) * row + start, part.first, torch.arange(row), shape[0], beyond
+            )
         else:
             known = part.inputs >= 0
             inputs = part.inputs[known]

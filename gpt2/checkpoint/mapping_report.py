@@ -24,8 +24,8 @@ class Row:
 class MappingReport:
     """The weights of ``checkpoint`` in ``module``.
 
-    ``unfilled`` are the module's parameters that were left as they are, ``unused`` what of the checkpoint has no place in it, each
-    with the reason; ``ambiguous`` what the evidence did not settle; ``problems`` what keeps the module from being the
+    ``unfilled`` are the module's parameters that were left as they are, ``idle`` those among them that are without effect,
+    ``unused`` what of the checkpoint has no place in it, each with the reason; ``ambiguous`` what the evidence did not settle; ``problems`` what keeps the module from being the
     checkpoint's model; ``notes`` what is worth knowing and does not. ``logits_error`` is the worst difference of a logit from our
     model's, over the root mean square of ours, both in float64; None where it could not be had, and ``logits_note`` says why.
     ``agrees`` is whether that settles it.
@@ -35,6 +35,7 @@ class MappingReport:
     checkpoint: str
     rows: tuple[Row, ...]
     unfilled: dict[str, str]
+    idle: dict[str, str]
     unused: dict[str, str]
     ambiguous: tuple[str, ...]
     problems: tuple[str, ...]
@@ -83,6 +84,7 @@ class MappingReport:
             ("?", self.ambiguous),
             ("✗", self.problems),
             ("✗", _alike_sentences(self.unfilled, "left as it is")),
+            ("·", _alike_sentences(self.idle, "left as it is")),
             ("·", self.notes),
         ):
             for sentence in sentences:

@@ -21,15 +21,18 @@ from .shadows import Shadows
 
 # Operators that only copy, and the arguments that they copy from.
 MOVES = set(
-    ["clone", "_to_copy", "copy", "copy_", "cat", "stack", "index", "index_select", "gather", "embedding", "take", "constant_pad_nd", "repeat", "repeat_interleave", "roll", "flip", "slice_scatter", "select_scatter", "index_put", "index_put_", "index_copy", "index_copy_", "diag_embed", "masked_select", "view_copy", "permute_copy", "expand_copy", "slice_copy", "select_copy", "t_copy", "transpose_copy", "unsqueeze_copy", "squeeze_copy", "split_copy", "unbind_copy", "_reshape_copy"]
+    """
+    clone _to_copy copy copy_ cat stack index index_select gather embedding take constant_pad_nd repeat repeat_interleave roll
+    flip slice_scatter select_scatter index_put index_put_ index_copy index_copy_ diag_embed masked_select view_copy permute_copy
+    expand_copy slice_copy select_copy t_copy transpose_copy unsqueeze_copy squeeze_copy split_copy unbind_copy _reshape_copy
+    """.split()  # noqa: SIM905
 )
 MOVED = {"self", "tensors", "src", "source", "values", "value", "weight", "input"}
 TAKES = {"embedding": "weight", "index": "self", "index_select": "self", "gather": "self"}  # from a table, by an index
-BLANKS = set(["zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty"])
-ROWWISE = set(["_softmax", "_log_softmax", "_safe_softmax", "cumsum", "tril", "triu"])
-REDUCTIONS = set(
-    ["mean", "sum", "var", "std", "var_mean", "std_mean", "amax", "amin", "max", "min", "norm", "linalg_vector_norm", "logsumexp", "prod", "any", "all", "argmax", "argmin"]
-)
+BLANKS = set("zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty".split())  # noqa: SIM905
+ROWWISE = {"_softmax", "_log_softmax", "_safe_softmax", "cumsum", "tril", "triu"}
+REDUCTIONS = {"mean", "sum", "var", "std", "var_mean", "std_mean", "amax", "amin", "max", "min", "prod", "any", "all"}
+REDUCTIONS |= {"norm", "linalg_vector_norm", "logsumexp", "argmax", "argmin"}
 
 
 class Recorder(TorchDispatchMode):
@@ -75,13 +78,18 @@ class Recorder(TorchDispatchMode):
             outputs = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
         if not outputs or name in BLANKS or not any(self.shadows.knows(tensor) for tensor in inputs):
             return
-        for tensor in inputs:
-            self.shadows.use(tensor)
         named = _named(func, args, kwargs)
         op = name.removesuffix("_") if writes and not name.startswith("__") else name
+        if not writes and (scaled := self._scaled(op, named)) is not None:
+            self.shadows.write(outputs[0], self.shadows.ids_of(scaled[0]))
+            self.shadows.make(outputs[0], [scaled[0]], scaled[1])
+            return
         if name in MOVES:
             self.shadows.write(outputs[0], self._moved(func, op, named, outputs[0]))
-        elif op in HANDLERS and (ids := HANDLERS[op](self, named, outputs[0].shape)) is not None:
+            return
+        for tensor in inputs:
+            self.shadows.use(tensor)
+        if op in HANDLERS and (ids := HANDLERS[op](self, named, outputs[0].shape)) is not None:
             self.shadows.write(outputs[0], ids)
         elif torch.Tag.pointwise in func.tags:
             self.shadows.write(outputs[0], self.elementwise(op, outputs[0].shape, *inputs))
@@ -152,10 +160,21 @@ class Recorder(TorchDispatchMode):
 
     # Copies
 
+    def _scaled(self, op: str, named: dict[str, Any]) -> tuple[Tensor, float] | None:
+        """A source, or copies of some, times a constant: the constant goes into the books, and the ids stay."""
+        x, constant = named.get("self"), named.get("other")
+        if op not in ("mul", "div") or not isinstance(x, Tensor) or named.get("rounding_mode"):
+            return None
+        if op == "mul" and isinstance(constant, Tensor) and self.shadows.made_of(x) is None:
+            x, constant = constant, x  # the constant came first
+        if isinstance(constant, Tensor):
+            constant = constant.item() if constant.numel() == 1 and not self.shadows.knows(constant) else None
+        if constant in (None, 0) or self.shadows.made_of(x) is None:
+            return None
+        return x, float(constant) if op == "mul" else 1 / float(constant)
+
     def _moved(self, func: Any, op: str, named: dict[str, Any], output: Tensor) -> Tensor:
         """Ids of what an operator copied, by having it copy ids."""
-        if op in TAKES:
-            return self._taken(func, op, named)
 
         def ids_of(x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -163,14 +182,21 @@ class Recorder(TorchDispatchMode):
             ids = self.shadows.ids_of(x)
             return torch.full(x.shape, NOWHERE) if ids is None else ids
 
+        if op in TAKES and (taken := self._taken(func, op, named)) is not None:
+            return taken
+        copied = {name: value for name, value in named.items() if name in MOVED}
+        if op != "copy":
+            self.shadows.make(output, _tensors(copied))
         if op in ("_to_copy", "copy"):
             return ids_of(named["src" if op == "copy" else "self"]).expand(output.shape)
-        swapped = {name: tree_map(ids_of, value) if name in MOVED else value for name, value in named.items()}
+        swapped = named | tree_map(ids_of, copied)
         return func(**swapped | ({"value": NOWHERE} if op == "constant_pad_nd" else {}))
 
-    def _taken(self, func: Any, op: str, named: dict[str, Any]) -> Tensor:
-        """Ids of what was taken from a table by an index; a lookup, if the tokens had a part in the index."""
-        table = named[TAKES[op]]
+    def _taken(self, func: Any, op: str, named: dict[str, Any]) -> Tensor | None:
+        """Ids of what was taken from a table of sources; a lookup, if the tokens had a part in the index. None: not such a table."""
+        table, index = named[TAKES[op]], named["indices" if "indices" in named else "index"]
+        if self.shadows.made_of(table) is None:
+            return None
 
         def take(numbers: Tensor) -> Tensor:
             return func(**named | {TAKES[op]: numbers})
@@ -181,16 +207,20 @@ class Recorder(TorchDispatchMode):
 
         region = self.shadows.region(table)
         if region is None:
-            ids = self.shadows.ids_of(table)
-            ids = take(torch.full(table.shape, NOWHERE) if ids is None else ids)
+            ids = take(self.shadows.ids_of(table))
         else:  # without an id for every entry of a large table
             ids = region.start + sum(coordinates(axis) * stride for axis, stride in enumerate(region.strides))
-        index = named["indices" if "indices" in named else "index"]
-        indices = [(axis, x) for axis, x in enumerate(index if isinstance(index, list | tuple) else [index]) if x is not None]
-        chosen = [axis for axis, x in indices if (numbers := self.shadows.ids_of(x)) is not None and self.nature(numbers)[0]]
-        if region is None or not chosen:
+        found = [(axis, x) for axis, x in enumerate(index if isinstance(index, list | tuple) else [index]) if x is not None]
+        numbers = [(axis, self.shadows.ids_of(x)) for axis, x in found]
+        chosen = [(axis, x) for axis, x in numbers if x is not None and self.nature(x)[0]]
+        if not chosen:
             return ids
-        return self.node(Kind.LOOKUP, op, ids.shape, ids, index=coordinates(named.get("dim", chosen[0]) % table.ndim))
+        self.shadows.use(table)
+        axis, by = chosen[0]
+        axis = named.get("dim", axis) % table.ndim
+        if by.shape != ids.shape:
+            by = by.view([1] * axis + [*by.shape] + [1] * (ids.ndim - axis - by.ndim)).expand(ids.shape)
+        return self.node(Kind.LOOKUP, op, ids.shape, ids, by, index=coordinates(axis))
 
     def _by_one_hot(
         self, op: str, hot: tuple[Tensor, Callable[[Tensor], Tensor]], table: tuple[Tensor, Callable[[Tensor], Tensor]]

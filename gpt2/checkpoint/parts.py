@@ -57,9 +57,8 @@ class Vector:
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding: its entry for row r and coordinate d is the parameter ``first[d] + r * stride``, for r below ``rows``.
-
-    ``skipped`` rows of the parameter lie before the first that is used.
+    """An embedding, or a piece of one: the parameter ``first[d] + r * stride`` is its entry for row ``begin + r`` and coordinate
+    d, for r below ``rows``. ``skipped`` rows of the parameter lie before the first that is used.
     """
 
     part: str
@@ -67,6 +66,7 @@ class Table:
     stride: int
     rows: int
     skipped: int = 0
+    begin: int = 0
     layer: None = None
 
 

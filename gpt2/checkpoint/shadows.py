@@ -21,7 +21,8 @@ class Shadows:
     def __init__(self, module: nn.Module, ids: Tensor) -> None:
         self.next = 0
         self.sources: list[Source] = []
-        self.used: set[int] = set()
+        self.uses: dict[int, set[float]] = {}  # a source's storage -> the constants that it was multiplied by before use
+        self._made: dict[int, tuple[frozenset[int], float]] = {}  # storage of copies -> the sources' storages, and the constant
         self._parameters: dict[int, int] = {}  # storage -> its first id
         self._shadows: dict[int, tuple[Tensor, int]] = {}  # storage -> ids of its elements, and their size in bytes
         self._alive: list[torch.UntypedStorage] = []  # lest the memory of one becomes another's
@@ -56,10 +57,22 @@ class Shadows:
         start = self._parameters.get(tensor.untyped_storage()._cdata)
         return None if start is None else Region(start + tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
+    def made_of(self, tensor: Tensor) -> tuple[frozenset[int], float] | None:
+        """Of a source, or of copies of sources: their storages, and the constant they are multiplied by; None of the rest."""
+        storage = tensor.untyped_storage()._cdata
+        return (frozenset({self._parameters[storage]}), 1.0) if storage in self._parameters else self._made.get(storage)
+
+    def make(self, tensor: Tensor, inputs: list[Tensor], scale: float = 1.0) -> None:
+        """A tensor is now a copy of these, times a constant."""
+        made = [self.made_of(x) for x in inputs if self.knows(x)]
+        if made and None not in made and len({before for _, before in made}) == 1:
+            self._made[tensor.untyped_storage()._cdata] = frozenset().union(*(of for of, _ in made)), made[0][1] * scale
+
     def use(self, tensor: Tensor) -> None:
-        """Take down that a source took part."""
-        start = self._parameters.get(tensor.untyped_storage()._cdata)
-        self.used |= set() if start is None else {start}
+        """Take down that sources took part."""
+        sources, scale = self.made_of(tensor) or ((), 1.0)
+        for source in sources:
+            self.uses.setdefault(source, set()).add(scale)
 
     def ids_of(self, tensor: Tensor) -> Tensor | None:
         """A copy of the ids of a tensor's elements as they are now; None where all are from nowhere."""
