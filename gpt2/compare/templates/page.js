@@ -1,0 +1,98 @@
+"use strict";
+const data = JSON.parse(document.getElementById("choices").textContent);
+const tip = document.getElementById("tip");
+const tokens = [...document.querySelectorAll(".tok")];
+const places = new Map(tokens.map((token, index) => [token, index]));
+let shown = null;
+
+function element(tag, name, text) {
+  const made = document.createElement(tag);
+  if (name) made.className = name;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function chance(p) {
+  if (p === null) return "–";
+  if (p === 0) return "0 %";
+  if (p < 0.0001) return "< 0.01 %";
+  return (100 * p).toFixed(p < 0.01 ? 2 : 1) + " %";
+}
+
+function row(name, text, p) {
+  const made = element("div", "row" + (name ? " " + name : ""));
+  made.append(element("span", "", text), element("span", "", chance(p)));
+  return made;
+}
+
+function show(token) {
+  if (token === shown) return;
+  hide();
+  shown = token;
+  token.classList.add("on");
+  token.setAttribute("aria-describedby", "tip");
+  const [text, js, pa, pb, a, b] = data.tokens[places.get(token)];
+  const head = element("div", "word");
+  head.append(element("b", "", text), element("span", "", "JS " + js));
+  const columns = element("div", "cols");
+  [[pa, a, "a"], [pb, b, "b"]].forEach(([p, top, side], index) => {
+    const column = element("div");
+    column.append(element("div", "who " + side, data.names[index]));
+    for (const [choice, q] of top) column.append(row(choice === text && Math.abs(q - p) <= 0.002 * p ? "right" : "", choice, q));
+    column.append(row("rest", "the text’s", p));
+    columns.append(column);
+  });
+  tip.replaceChildren(head, columns);
+  tip.hidden = false;
+  const at = token.getClientRects()[0], box = tip.getBoundingClientRect();
+  const left = Math.max(12, Math.min(at.left - 20, document.documentElement.clientWidth - box.width - 12));
+  const below = at.bottom + 10 + box.height <= window.innerHeight;
+  tip.style.left = left + "px";
+  tip.style.top = (below ? at.bottom + 8 : Math.max(8, at.top - box.height - 8)) + "px";
+}
+
+function hide() {
+  if (shown) {
+    shown.classList.remove("on");
+    shown.removeAttribute("aria-describedby");
+  }
+  shown = null;
+  tip.hidden = true;
+}
+
+const tokenOf = (event) => (event.target.closest ? event.target.closest(".tok") : null);
+document.addEventListener("pointerover", (event) => {
+  const token = tokenOf(event);
+  if (token) show(token);
+  else if (event.pointerType === "mouse") hide();
+});
+document.addEventListener("click", (event) => {
+  const token = tokenOf(event);
+  if (token) show(token);
+  else hide();
+});
+document.addEventListener("focusin", (event) => {
+  const token = tokenOf(event);
+  if (!token) return;
+  for (const other of token.parentElement.querySelectorAll(".tok[tabindex='0']")) other.tabIndex = -1;
+  token.tabIndex = 0;
+  if (token.matches(":focus-visible")) show(token);
+});
+document.addEventListener("focusout", hide);
+document.addEventListener("keydown", (event) => {
+  const token = tokenOf(event);
+  if (event.key === "Escape") hide();
+  if (!token) return;
+  const all = [...token.parentElement.querySelectorAll(".tok")];
+  const at = all.indexOf(token);
+  const to = { ArrowRight: at + 1, ArrowLeft: at - 1, ArrowDown: at + 10, ArrowUp: at - 10, Home: 0, End: all.length - 1 }[event.key];
+  if (to === undefined) return;
+  event.preventDefault();
+  all[Math.max(0, Math.min(all.length - 1, to))].focus();
+});
+document.addEventListener("scroll", hide, { capture: true, passive: true });
+for (const choice of document.querySelectorAll(".switch input")) {
+  choice.addEventListener("change", () => {
+    document.body.classList.toggle("lean", choice.value === "lean" && choice.checked);
+  });
+}
