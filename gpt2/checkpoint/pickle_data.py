@@ -6,7 +6,7 @@ records of what the pickle asked for, and only for names that the caller expects
 runs on numbers from outside, which `torch.load(weights_only=True)` lets happen before anyone can look at them: it allocates what
 the file claims, and has been made to corrupt memory (CVE-2026-24747).
 
-Read are the instructions that `torch.save` has ever written (protocols 2 to 5), and no others.
+Read are the instructions that tensors and plain values take, in protocols 2 to 5 (torch.save's own is 2), and no others.
 """
 
 from __future__ import annotations
