@@ -104,6 +104,7 @@ def measure_pair(
     Raises:
         InputError: no token to predict, a protocol that skips tokens, an id or a model that does not fit the vocabulary.
     """
+    ids = ids.long()
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         bad = int(ids.max() if ids.min() >= 0 else ids.min())
         raise InputError(f"token {bad} of the text is not within the vocabulary of {vocab}; use the models' own tokenizer")
@@ -138,7 +139,7 @@ def _rows(a: Tensor, b: Tensor, targets: Tensor, top: int) -> tuple[Tensor, ...]
     (top_a, value_a), (top_b, value_b) = _top(a, top), _top(b, top)
     found = torch.empty(7, rows, dtype=torch.float64, device=a.device)
     step = max(1, (1 << 24 if a.is_cuda else CACHED * torch.get_num_threads()) // vocab)
-    work = torch.empty(5, min(step, rows), vocab, dtype=torch.float64, device=a.device)
+    work = torch.empty(4, min(step, rows), vocab, dtype=torch.float64, device=a.device)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         found[:, part] = _divergences(
@@ -152,7 +153,7 @@ def _rows(a: Tensor, b: Tensor, targets: Tensor, top: int) -> tuple[Tensor, ...]
 
 def _divergences(a: Tensor, b: Tensor, max_a: Tensor, max_b: Tensor, targets: Tensor, work: Tensor) -> Tensor:
     """Seven figures of each row: logp of the target under a and b, KL(a||b), KL(b||a), JS, and both log of the sum of
-    exponentials of logits above whose maximum is 0. ``work`` (5, R, V) is float64 memory to compute in: fresh memory for each
+    exponentials of logits above whose maximum is 0. ``work`` (4, R, V) is float64 memory to compute in: fresh memory for each
     of a thousand small steps would cost more than the arithmetic.
 
     With x, y the logits less their maxima, P = exp(x), Q = exp(y) and Sa, Sb their sums::
@@ -162,42 +163,37 @@ def _divergences(a: Tensor, b: Tensor, max_a: Tensor, max_b: Tensor, targets: Te
 
     No large numbers cancel, and where x = y every term is 0 exactly.
     """
-    x, y, p, q, t = work
-    x.copy_(a).sub_(max_a)
-    y.copy_(b).sub_(max_b)
-    torch.exp(x, out=p)
-    torch.exp(y, out=q)
+    x, y, p, q = work
+    torch.exp(x.copy_(a).sub_(max_a), out=p)
+    torch.exp(y.copy_(b).sub_(max_b), out=q)
     sum_a, sum_b = p.sum(-1, keepdim=True), q.sum(-1, keepdim=True)
     log_a, log_b = sum_a.log(), sum_b.log()
     logp_a = x.gather(1, targets[:, None]) - log_a
     logp_b = y.gather(1, targets[:, None]) - log_b
-    # Beyond 1e-250 the quotient below may overflow; NaN is not above it either.
-    narrow = (torch.minimum(p.amin(-1), q.amin(-1)) > 1e-250).all()
-    if narrow:
-        between = torch.log1p((sum_a - sum_b) / sum_b)  # log(Sa / Sb), to 1e-16 where they are nearly the same
-        d = x.sub_(y)
-        kl_ab = torch.mul(p, d, out=t).sum(-1, keepdim=True) / sum_a - between
-        kl_ba = between - torch.mul(q, d, out=t).sum(-1, keepdim=True) / sum_b
-        mixed = torch.div(q, p, out=t).mul_(sum_a / sum_b * 0.5).add_(0.5).log_()
-        js = (kl_ba - p.mul_(mixed).sum(-1, keepdim=True) / sum_a - q.mul_(mixed).sum(-1, keepdim=True) / sum_b) / 2
-        kl_ab, kl_ba, js = kl_ab.clamp_(min=0), kl_ba.clamp_(min=0), js.clamp_(min=0)  # rounding: at most 1e-15 below
-    else:
-        kl_ab, kl_ba, js = _wide_divergences(x - log_a, y - log_b)
-    return torch.cat((logp_a, logp_b, kl_ab, kl_ba, js, log_a, log_b), 1).T
+    between = torch.log1p((sum_a - sum_b) / sum_b)  # log(Sa / Sb), to 1e-16 where they are nearly the same
+    d = x.sub_(y)
+    kl_ab = torch.mul(p, d, out=y).sum(-1, keepdim=True) / sum_a - between
+    kl_ba = between - torch.mul(q, d, out=y).sum(-1, keepdim=True) / sum_b
+    mixed = torch.div(q, p, out=d).mul_(sum_a / sum_b * 0.5).add_(0.5).log_()
+    js = (kl_ba - p.mul_(mixed).sum(-1, keepdim=True) / sum_a - q.mul_(mixed).sum(-1, keepdim=True) / sum_b) / 2
+    found = torch.cat((kl_ab, kl_ba, js), 1)
+    wide = ~found.isfinite().all(1)  # -inf among the logits, or so wide a span that a quotient overflowed
+    if wide.any():
+        found[wide] = _wide_divergences((a.double() - max_a - log_a)[wide], (b.double() - max_b - log_b)[wide])
+    return torch.cat((logp_a, logp_b, found.clamp_(min=0), log_a, log_b), 1).T  # rounding: at most 1e-15 below
 
 
-def _wide_divergences(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of log-probabilities (R, V) of any size, -inf among them: 0 log 0 is 0, and p log(p / 0) infinite."""
+def _wide_divergences(x: Tensor, y: Tensor) -> Tensor:
+    """The three divergences (R, 3) of log-probabilities (R, V) of any size: 0 log 0 is 0, and p log(p / 0) is infinite."""
     p, q, d = x.exp(), y.exp(), x - y
     # log of a's, or b's, share in the mean of both, from whichever side does not overflow; at d = 0 exactly 0
     of_a = torch.where(d >= 0, -(torch.expm1(-d) / 2).log1p(), d - (torch.expm1(d) / 2).log1p())
     of_b = torch.where(d <= 0, -(torch.expm1(d) / 2).log1p(), -d - (torch.expm1(-d) / 2).log1p())
 
     def expected(weight: Tensor, value: Tensor) -> Tensor:
-        total = torch.where(weight > 0, weight * value, 0).sum(-1, keepdim=True)
-        return torch.where(weight.isnan().any(-1, keepdim=True), math.nan, total.clamp(min=0))
+        return torch.where(weight == 0, 0, weight * value).sum(-1, keepdim=True)
 
-    return expected(p, d), expected(q, -d), (expected(p, of_a) + expected(q, of_b)) / 2
+    return torch.cat((expected(p, d), expected(q, -d), (expected(p, of_a) + expected(q, of_b)) / 2), 1)
 
 
 def _top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -206,9 +202,9 @@ def _top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     They lie in the k blocks with the largest maxima, so that all but those are read once. (``torch.topk`` takes ten times as
     long, and which of equals it gives is not defined.)
     """
-    rows, vocab = logits.shape
+    vocab = logits.size(1)
     whole = vocab // BLOCK * BLOCK
-    maxima = logits[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)
+    maxima = logits[:, :whole].unflatten(1, (vocab // BLOCK, BLOCK)).amax(-1)
     if whole < vocab:
         maxima = torch.cat((maxima, logits[:, whole:].amax(-1, keepdim=True)), 1)
     blocks = _largest(maxima, min(k, maxima.size(1))).sort(1).values
@@ -221,7 +217,14 @@ def _top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _largest(values: Tensor, k: int) -> Tensor:
     """Places (R, k) of the k largest of each row, the first first of equals."""
-    return values.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    remaining, places = values.clone(), []
+    for _ in range(k):
+        largest, place = remaining.max(1, keepdim=True)  # the first of equals, as torch promises
+        if largest.isneginf().any():  # what has been taken already looks like this too
+            return values.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        remaining.scatter_(1, place, -math.inf)
+        places.append(place)
+    return torch.cat(places, 1)
 
 
 @dataclass(frozen=True)
@@ -350,7 +353,9 @@ class Bootstrap:
 
     def _sums(self, values: Tensor) -> Tensor:
         sums = torch.zeros(self.blocks, dtype=torch.float64).index_add_(0, self.block, values.double())
-        return self.weights @ sums
+        finite = sums.isfinite()
+        infinite = torch.where(self.weights[:, ~finite] > 0, sums[~finite], 0).sum(1)  # only where drawn: 0 times inf is NaN
+        return self.weights[:, finite] @ sums[finite] + infinite
 
     def interval(self, value: float, resampled: Tensor) -> Estimate:
         """``value`` between the percentiles 2.5 and 97.5 of its resampled fellows."""
@@ -364,8 +369,8 @@ class Bootstrap:
     def fraction(self, hits: Tensor) -> Estimate:
         """A share of tokens, with Wilson's interval [5]: it is also right near 0 and 1, where a bootstrap finds no spread.
 
-        Wilson's tokens are independent; ours count for fewer, by the design effect [6]: the resampled variance over p (1 - p) / n,
-        where that is above 1.
+        Wilson's tokens are independent; ours count for fewer, by the design effect [6]: the resampled variance over
+        p (1 - p) / n, where that is above 1.
         """
         p, n = hits.double().mean().item(), self.n
         if 0 < p < 1:
@@ -473,9 +478,10 @@ def _exp(x: float) -> float:
 
 def correlation(x: Tensor, y: Tensor) -> float:
     """Pearson's correlation of two (N,): exactly 1 of a tensor with itself, NaN if one never varies."""
+    if x.min() == x.max() or y.min() == y.max():
+        return math.nan
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
-    variances = (x * x).sum().item() * (y * y).sum().item()
-    return (x * y).sum().item() / math.sqrt(variances) if variances > 0 else math.nan
+    return (x * y).sum().item() / math.sqrt((x * x).sum().item() * (y * y).sum().item())
 
 
 def _named_percentiles(values: Tensor, which: tuple[float, ...]) -> dict[str, float]:
@@ -509,4 +515,4 @@ def calibration(confidence: Tensor, right: Tensor, bins: int = CALIBRATION_BINS)
             mean, accuracy = confidence[inside].mean().item(), right[inside].double().mean().item()
             found.append(CalibrationBin(i / bins, (i + 1) / bins, int(inside.sum()), mean, accuracy))
             error += abs(accuracy - mean) * found[-1].tokens / len(confidence)
-    return Calibration(error, tuple(found))
+    return Calibration(math.nan if confidence.isnan().any() else error, tuple(found))

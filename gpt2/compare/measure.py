@@ -196,6 +196,9 @@ def losses_of(
     device = model.wte.weight.device if isinstance(model, GPT2) else None
     for inputs, group in batches(ids, context=context, stride=stride, batch_size=batch_size, guide=guide):
         logits = model(inputs if device is None else inputs.to(device))  # (B, T, V)
+        if vocab is not None and logits.size(-1) < vocab:
+            found = f"the model knows {logits.size(-1)} tokens and the tokenizer {vocab}"
+            raise InputError(f"{found}; use the model's own tokenizer")
         for row, window in enumerate(group):
             scored = logits[row : row + 1, window.first - window.start :, :vocab]
             yield window, token_losses(scored, ids[None, window.first + 1 : window.end + 1].to(logits.device))[0]

@@ -1,5 +1,6 @@
 """Every number against its definition, written out; and the numbers that have a right answer before any model is trained."""
 
+import itertools
 import math
 
 import pytest
@@ -8,11 +9,13 @@ import torch.nn.functional as F
 
 from gpt2.compare.measure import (
     LanguageScore,
+    batches,
     differing_bits,
     language_score,
     max_abs,
     relative_error,
     token_losses,
+    windows,
     worst_relative_error,
 )
 from gpt2.config import GPT2Config
@@ -160,6 +163,47 @@ def test_language_score_equals_a_loop_over_tokens(ids, context, stride, length, 
     assert (score.context, score.stride) == (context, stride)
 
 
+@pytest.mark.parametrize("stride", [None, 1, 2, 3, 7])
+@pytest.mark.parametrize("context", [1, 2, 7, 8])
+def test_windows_score_every_token_but_the_first_once(context, stride):
+    """The one definition that every statistic of a text goes by; the last window too is as long as the others."""
+    for n in range(2, 40):
+        if (stride or context) > context:
+            continue
+        found = list(windows(n, context, stride))
+        assert [target for window in found for target in range(window.first + 1, window.end + 1)] == list(range(1, n))
+        assert {window.end - window.start for window in found} == {min(context, n - 1)}
+        assert all(0 <= window.start <= window.first < window.end < n for window in found)
+        assert all(second.first - first.first <= (stride or context) for first, second in itertools.pairwise(found[1:]))
+        for batch_size in (1, 3, None):
+            run = list(batches(torch.arange(n), context=context, stride=stride, batch_size=batch_size))
+            assert [window for _, group in run for window in group] == found
+            assert all(len(inputs) == len(group) <= (batch_size or 4096) for inputs, group in run)
+            rows = [row for inputs, _ in run for row in inputs.tolist()]
+            assert rows == [list(range(window.start, window.end)) for window in found]
+
+
+def test_a_callable_is_scored_as_the_model_is(ids):
+    model, lengths = tiny(), torch.arange(13)
+    expected = language_score(model, ids, lengths, context=8, stride=3)
+    assert language_score(lambda inputs: model(inputs), ids, lengths, context=8, stride=3, n_positions=8) == expected
+    with pytest.raises(InputError, match=r"context 9 is not within the model's 1 .. 8 positions"):
+        language_score(lambda inputs: model(inputs), ids, lengths, context=9, n_positions=8)
+    with pytest.raises(InputError, match="context 0: a token is predicted from at least 1"):
+        language_score(lambda inputs: model(inputs), ids, lengths, context=0)
+
+
+def test_a_padded_vocabulary_is_cut_before_it_is_normalised(ids):
+    """Perplexity over 50,304 entries of which 47 are padding is not the tokenizer's."""
+    model, lengths = tiny(), torch.arange(13)
+    expected = language_score(model, ids, lengths, context=8)
+    padded = lambda inputs: F.pad(model(inputs), (0, 3), value=40.0)  # noqa: E731
+    assert language_score(padded, ids, lengths, context=8, vocab=13) == expected
+    assert language_score(padded, ids, lengths, context=8).loss > expected.loss + 10
+    with pytest.raises(InputError, match="the model knows 16 tokens and the tokenizer 17; use the model's own tokenizer"):
+        language_score(padded, ids, lengths, context=8, vocab=17)
+
+
 def test_more_overlap_is_more_context(ids):
     """A control of the above: the protocols give different numbers, so a perplexity without one is not a number."""
     model = tiny()
@@ -225,4 +269,6 @@ def test_protocols_that_skip_tokens_are_refused(ids, length, context, stride, sa
 
 def test_a_hopeless_loss_is_an_infinite_perplexity_not_an_error():
     assert LanguageScore(1e4, 1, 1, 8, 8).perplexity == INF
+    assert LanguageScore(INF, 1, 1, 8, 8).perplexity == INF
+    assert math.isnan(LanguageScore(NAN, 1, 1, 8, 8).perplexity)
     assert LanguageScore(math.log(29.41), 1, 1, 8, 8).perplexity == pytest.approx(29.41)
