@@ -134,15 +134,16 @@ def short_names(a: Model, b: Model) -> tuple[str, str]:
     return ("A", "B") if names[0] == names[1] else (names[0], names[1])
 
 
-def number(value: float | None, form: str = ".3g") -> str:
+def number(value: float | None, form: str = "#.3g") -> str:
     """A figure as a person reads it: ∞, and a dash for what is not defined."""
     if value is None or math.isnan(value):
         return "–"
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
-    text = format(value, form)
-    if "e" in text:
-        digits, exponent = text.split("e")
+    text = format(value, form) if value else "0"
+    digits, _, exponent = text.partition("e")
+    text = digits = digits.removesuffix(".")
+    if exponent:
         power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
         text = f"{digits} × 10{power}"
     return text.replace("-", "−")
@@ -160,7 +161,7 @@ def percent(value: float | None, digits: int = 1) -> str:
     return text.replace("-", "−").replace("%", " %")
 
 
-def between(estimate: Estimate, form: str = ".3g") -> str:
+def between(estimate: Estimate, form: str = "#.3g") -> str:
     """An interval, or nothing where it is a point."""
     if estimate.low == estimate.high:
         return ""
@@ -172,45 +173,47 @@ def percent_between(estimate: Estimate, digits: int = 1) -> str:
 
 
 def verdict(comparison: Comparison) -> tuple[str, str]:
-    """A word, and a sentence that a person understands."""
+    """What is the matter, in one sentence that a person understands: its beginning, to be stressed, and its end."""
     weights, found = comparison.weights, comparison.distributions
     a, b = comparison.a, comparison.b
     if comparison.ok:
-        return "Identical", "Nothing that was measured differs: not a weight, not an activation, not a probability."
-    word, sentence = "Different", ""
+        return "Identical", ": nothing that was measured differs, not a weight, not an activation, not a probability."
     if weights is not None and weights.total.unchanged == 1:
-        word = "The same weights"
         how = a.dtype != b.dtype and f"run in {a.dtype} and in {b.dtype}"
         how = how or (a.implementation != b.implementation and f"run by {a.implementation} and by {b.implementation}")
-        sentence = f"Every weight is equal, {how or 'run in two ways'}"
+        subject = f"The same weights, {how or 'run in two ways'}"
     elif weights is not None and all(tensor.ulp_max == 0 for tensor in weights.tensors):
-        word = "The same weights in another precision"
-        sentence = f"Every weight is that of the other, rounded: {a.dtype} and {b.dtype}"
+        subject = f"The same weights in another precision, {a.dtype} and {b.dtype}"
     elif weights is not None:
-        word = "Moved"
-        sentence = f"The weights moved by {percent(weights.total.distance, 2)} of their size"
+        subject = f"The weights moved by {percent(weights.total.distance)} of their size"
     else:
         differing = [field for field, *_ in comparison.compatibility.architecture]
-        sentence = f"Two models that differ in {', '.join(differing)}" if differing else "Two models"
+        subject = f"Two models that differ in {', '.join(differing)}" if differing else "Two models"
     if found is not None:
-        return word, f"{sentence}; {_prediction(comparison)}."
+        return subject, f": {_prediction(comparison)}."
     if comparison.alone:
         one, other = (score.bits_per_byte for score in comparison.alone)
-        return word, f"{sentence}; with their own tokenizers they need {number(one, '.3f')} and {number(other, '.3f')} bits per byte."
-    return word, f"{sentence}."
+        return subject, f": with tokenizers of their own, A needs {number(one)} and B {number(other)} bits per byte of this text."
+    return subject, "."
 
 
 def _prediction(comparison: Comparison) -> str:
     found = comparison.distributions
-    same = f"both have the same first choice for {percent(found.same_top.value)} of tokens"
+    same = f"both would choose the same next token {percent(found.same_top.value)} of the time"
     if found.undefined:
         return f"for {found.undefined:,} of {found.tokens:,} tokens a model gave no number at all"
     low, high = found.ratio.low, found.ratio.high
     if not low <= 1 <= high:
-        times = number(found.ratio.value, ".4g" if abs(found.ratio.value - 1) < 0.01 else ".3g")
+        times = number(found.ratio.value, ratio_form(found.ratio.value))
         better = "better" if found.ratio.value < 1 else "worse"
-        return f"B predicts this text {better}, its perplexity {times} times A’s, and {same}"
+        return f"B predicts this text {better}, with {times} times A’s perplexity, and {same}"
     return f"they predict this text equally well, as far as {found.tokens:,} tokens can tell, and {same}"
+
+
+def ratio_form(ratio: float) -> str:
+    """As many digits as tell a ratio from 1."""
+    off = abs(ratio - 1)
+    return f"#.{min(12, max(3, 3 - math.floor(math.log10(off))))}g" if 0 < off < 1 else "#.3g"
 
 
 def headline(comparison: Comparison) -> list[dict[str, str]]:
@@ -223,8 +226,9 @@ def headline(comparison: Comparison) -> list[dict[str, str]]:
 
     if found is not None:
         a, b = found.a, found.b
-        interval = between(found.ratio, ".3g" if abs(found.ratio.value - 1) > 0.01 else ".5g")
-        told = f"× {number(found.ratio.value)}" + (f" ({interval})" if interval else "")
+        form = ratio_form(found.ratio.value)
+        interval = between(found.ratio, form)
+        told = f"× {number(found.ratio.value, form)}" + (f" ({interval})" if interval else "")
         tile("perplexity", number(b.perplexity.value, ".4g"), told, number(a.perplexity.value, ".4g"))
         told = between(b.bits_per_byte, ".3f")
         tile("bits per byte", number(b.bits_per_byte.value, ".3f"), told, number(a.bits_per_byte.value, ".3f"))
@@ -260,8 +264,8 @@ def visible(text: str) -> str:
 
 
 def readable(text: str) -> str:
-    """A token as it stands in running text: its line breaks kept, and shown by a sign; other controls replaced."""
-    return "".join("⏎\n" if c == "\n" else c if c.isprintable() or c == "\t" else "�" for c in text)
+    """A token as it stands in running text: its line breaks kept, other controls replaced."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 
 def js_scale(values: list[float]) -> float:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEVELS = 17  # shades from "equal" to "as different as can be"
-WIDE, NARROW, SMALL = (10.6, 3.3), (3.7, 2.9), (4.4, 2.9)  # inches of 100 px
+WIDE, NARROW, SMALL = (10.6, 3.2), (3.6, 2.9), (5.0, 2.9)  # inches of 100 px
 
 INK, MUTED, RULE, PAPER, A, B = (f"#00000{n}" for n in range(1, 7))
 SHADES = [f"#0001{level:02x}" for level in range(LEVELS)]
@@ -43,7 +43,7 @@ SETTINGS = {
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.labelcolor": MUTED,
-    "axes.labelsize": 11,
+    "axes.labelsize": 8.5,
     "axes.linewidth": 1.0,
     "axes.spines.left": False,
     "axes.spines.right": False,
@@ -51,22 +51,22 @@ SETTINGS = {
     "axes.axisbelow": True,
     "figure.dpi": 100,
     "figure.facecolor": "none",
-    "font.size": 11,
+    "font.size": 8.5,
     "grid.color": RULE,
     "grid.linewidth": 0.8,
     "legend.frameon": False,
-    "legend.fontsize": 11,
+    "legend.fontsize": 8.5,
     "legend.labelcolor": INK,
     "svg.fonttype": "none",
     "text.color": INK,
     "text.parse_math": False,
     "xtick.color": RULE,
     "xtick.labelcolor": MUTED,
-    "xtick.labelsize": 10.5,
+    "xtick.labelsize": 8,
     "xtick.minor.size": 0,
     "ytick.color": RULE,
     "ytick.labelcolor": MUTED,
-    "ytick.labelsize": 10.5,
+    "ytick.labelsize": 8,
     "ytick.major.size": 0,
     "ytick.minor.size": 0,
 }
@@ -171,7 +171,7 @@ def _by_point(axes: Axes, errors: Sequence[tuple[str, float]], colour: str, wide
     """A dot per point and a line through the stream; also, unless ``name`` says whose they are, through both branches."""
     places = {point: place for place, (point, _) in enumerate(errors)}
     value = {point: error if math.isfinite(error) and error > 0 else math.nan for point, error in errors}
-    axes.plot(list(places.values()), list(value.values()), ".", color=colour if name else MUTED, markersize=3.5, alpha=0.55)
+    axes.plot(list(places.values()), list(value.values()), ".", color=colour if name else MUTED, markersize=3, alpha=0.5)
     lines = [("stream", lambda p: p == "embed" or (p.startswith("h.") and p.count(".") == 1), colour, "-", 2.2, "o")]
     if name is None:
         lines += [
@@ -249,7 +249,7 @@ def weight_heat(tensors: Sequence[TensorChange], *, wide: bool) -> str | None:
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         told = (lambda distance: _percent(distance)) if len(layers) <= (16 if wide else 6) else None
-        _heat(axes, [[heat_shade(cell, scale) for cell in row] for row in cells], cells, told, 10.5 if wide else 9.5)
+        _heat(axes, [[heat_shade(cell, scale) for cell in row] for row in cells], cells, told, 8 if wide else 7)
         axes.set_yticks(range(len(labels)), labels)
         step = math.ceil(len(layers) / (26 if wide else 9))
         axes.set_xticks(range(len(layers)), [f"h.{layer}" if layer % step == 0 else "" for layer in layers])
@@ -264,7 +264,7 @@ def similarity(cka: Sequence[Sequence[float]], names: tuple[str, str]) -> str:
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         told = (lambda value: f"{value:.2f}") if len(cka[0]) <= 13 else None
-        _heat(axes, [[shade(value) for value in row] for row in cka], cka, told, 9.5)
+        _heat(axes, [[shade(value) for value in row] for row in cka], cka, told, 7.5)
         for axis, count, name in ((axes.yaxis, len(cka), names[0]), (axes.xaxis, len(cka[0]), names[1])):
             step = math.ceil(count / 16)
             ticks = ["embed", *(f"h.{layer}" for layer in range(count - 1))]
@@ -302,7 +302,7 @@ def _percent(distance: float) -> str:
     if not math.isfinite(distance):
         return "∞" if distance > 0 else "?"
     percent = 100 * distance
-    return f"{percent:.0f}" if percent >= 99.5 else f"{percent:.2g}" if percent >= 0.01 else f"{percent:.0e}"
+    return f"{percent:.0f}" if percent >= 99.5 else f"{percent:#.2g}" if percent >= 0.01 else f"{percent:.0e}"
 
 
 def histogram(kl_ab: Sequence[tuple[float, float, int]], kl_ba: Sequence[tuple[float, float, int]], marks: dict[str, float]) -> str:
@@ -322,7 +322,7 @@ def histogram(kl_ab: Sequence[tuple[float, float, int]], kl_ba: Sequence[tuple[f
         for name, value in marks.items():
             if math.isfinite(value) and value > 0:
                 axes.axvline(value, color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
-                axes.annotate(name, (value, top), (3, -3), textcoords="offset points", va="top", fontsize=10, color=MUTED)
+                axes.annotate(name, (value, top), (3, -3), textcoords="offset points", va="top", fontsize=7.5, color=MUTED)
         axes.set(xlabel="nats", ylabel="tokens")
         _legend(axes)
 
