@@ -13,6 +13,8 @@ import importlib.metadata
 import json
 import math
 import random
+import re
+import shutil
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hub_standin import CHUNK, Content, HubStandIn, Unread
 from torch import Tensor
@@ -236,3 +239,11 @@ def add(hub: HubStandIn, name: str) -> str:
     copies = (*official.copies, *(path for path in CLUTTER if path.endswith((".onnx", ".bin", ".h5", ".ot", ".msgpack"))))
     files |= {path: Unread(size) for path, size in unread.items()}
     return hub.add_repo(official.repo, files, lfs=("model.safetensors", *copies), commit=official.revision)
+
+
+def require_room(folder: Path, *, disk: float, memory: float) -> None:
+    """Skip a test whose files or process would not fit on this machine; in bytes."""
+    free = shutil.disk_usage(folder).free
+    available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    if free < disk or (available and 1024 * int(available[1]) < memory):
+        pytest.skip(f"needs {disk / 1e9:.1f} GB of disk and {memory / 1e9:.1f} GB of memory")

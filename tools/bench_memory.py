@@ -111,9 +111,9 @@ def child(*args: str, code: str = CHILD) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-def measure(checkpoint: Path, dtype: str, runs: int, code: str = CHILD) -> dict:
-    """Medians over fresh processes, above one that only imports torch."""
-    floor, found = child(code=code), [child(f"{checkpoint}:{dtype}", code=code) for _ in range(runs)]
+def measure(checkpoint: Path, dtype: str, runs: int, floor: dict[str, float], code: str = CHILD) -> dict:
+    """Medians over fresh processes, above `floor`, which is `child()`: one that only imports torch."""
+    found = [child(f"{checkpoint}:{dtype}", code=code) for _ in range(runs)]
     told: dict = {"model": checkpoint.name, "layout": checkpoint.parent.name, "dtype": dtype, "runs": runs}
     told |= {key: statistics.median(run[key] for run in found) for key in found[0]}
     for key in ("peak", "anonymous", "rusage"):
@@ -152,13 +152,13 @@ def main() -> int:
     parser.add_argument("--dir", help="where the file is written (default: the temporary folder)")
     parser.add_argument("--runs", type=int, default=1)
     args = parser.parse_args()
-    results = []
+    results, floor = [], child()
     for name in args.models:
         if parse_random(name) is None:
             parser.error(f"{name}: give random:SIZE, whose files this script writes")
         for layout in args.layout or LAYOUTS:
             with checkpoint(parse_random(name)[0], layout, args.dir) as made:
-                results += [measure(made, dtype, args.runs) for dtype in args.dtype or DTYPES]
+                results += [measure(made, dtype, args.runs, floor) for dtype in args.dtype or DTYPES]
     show(results)
     print(json.dumps({"benchmark": "memory", "cpus": os.cpu_count(), "results": results}))
     return 0

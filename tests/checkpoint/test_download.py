@@ -112,6 +112,7 @@ def test_a_killed_download_goes_on_from_where_it_was(hub: HubStandIn, tmp_path: 
     assert not asked(hub.requests[before:]), "the client takes it for its own"
 
 
+@pytest.mark.slow
 def test_the_client_alone_begins_again(hub: HubStandIn, tmp_path: Path) -> None:
     """The control: were this to fail one day, `download.py` would have become unnecessary."""
     home = tmp_path / "client"
@@ -124,12 +125,12 @@ def test_the_client_alone_begins_again(hub: HubStandIn, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("leftover", "ranges"),
     [
-        (WEIGHTS[:CUT], [f"bytes={CUT}-"]),
+        pytest.param(WEIGHTS[:CUT], [f"bytes={CUT}-"], marks=pytest.mark.slow),
         (WEIGHTS[:100] + b"\0" + WEIGHTS[101:CUT], [f"bytes={CUT}-", None]),
         (WEIGHTS, []),
-        (WEIGHTS[:-1] + b"\0", [None]),
+        pytest.param(WEIGHTS[:-1] + b"\0", [None], marks=pytest.mark.slow),
         (WEIGHTS + b"\0", [None]),
-        (b"", [None]),
+        pytest.param(b"", [None], marks=pytest.mark.slow),
     ],
     ids=["good", "damaged", "whole", "whole and damaged", "too long", "empty"],
 )
@@ -146,6 +147,7 @@ def test_a_leftover_is_used_if_its_bytes_are_right(
     assert unfinished(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_mirror_that_alters_the_file_is_refused_and_nothing_stays(hub: HubStandIn, tmp_path: Path) -> None:
     """Two whole files with the wrong hash, and no third; nor may the rest of a bad one be the start of the next try."""
     hub.corrupt("org/name", "model.safetensors")
@@ -203,6 +205,7 @@ def test_a_server_without_ranges(hub: HubStandIn, tmp_path: Path) -> None:
     assert len(asked(hub.requests)) == 2 + 1 + 3
 
 
+@pytest.mark.slow
 def test_a_server_that_compresses(hub: HubStandIn, tmp_path: Path) -> None:
     """The real Hub does, for whoever accepts it: a part of that is no part of the file."""
     hub.gzip = True
@@ -211,6 +214,7 @@ def test_a_server_that_compresses(hub: HubStandIn, tmp_path: Path) -> None:
     assert asked(hub.requests) == [None, f"bytes={CUT}-"]
 
 
+@pytest.mark.slow
 def test_a_silent_server_is_asked_again(hub: HubStandIn, tmp_path: Path) -> None:
     """A line that is up and brings nothing: without a limit, for ever."""
     hub.hold("org/name", "model.safetensors", after=CUT)
@@ -229,7 +233,7 @@ def test_an_error_for_now_is_waited_out_and_a_refusal_is_final(hub: HubStandIn, 
     assert asked(hub.requests) == [None]
 
 
-@pytest.mark.parametrize("locks", ["locks", "no locks"])
+@pytest.mark.parametrize("locks", ["locks", pytest.param("no locks", marks=pytest.mark.slow)])
 def test_two_processes_at_once(hub: HubStandIn, tmp_path: Path, locks: str) -> None:
     """One downloads, the other waits for it. On file systems where locks do nothing both write one file, and it is right."""
     hub.drop("org/name", "model.safetensors", after=3_000_000, times=2)  # pauses, so that they do meet

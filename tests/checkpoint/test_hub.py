@@ -253,6 +253,7 @@ def test_every_refusal_is_one_line_that_says_what_to_do(hub: HubStandIn, tmp_pat
     hub.add_repo("no/config", {"model.safetensors": WEIGHTS})
     hub.add_repo("no/weights", {"config.json": CONFIG})
     hub.add_repo("other/formats", {"config.json": CONFIG, "tf_model.h5": WEIGHTS, "onnx/model.onnx": WEIGHTS})
+    hub.add_repo("only/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS})
     hub.add_repo("many/models", {f"q{bits}.gguf": WEIGHTS for bits in range(2, 9)} | {"README.md": b"#"})
     refusals = {
         "nobody/nothing": ("InputError", "no repository nobody/nothing", "and no such path here", "hf auth login"),
@@ -263,6 +264,7 @@ def test_every_refusal_is_one_line_that_says_what_to_do(hub: HubStandIn, tmp_pat
         "no/config": ("CheckpointError", "no/config has no config.json"),
         "no/weights": ("CheckpointError", "no/weights has no model.safetensors", "no weights to load"),
         "other/formats": ("CheckpointError", "has no model.safetensors (only onnx/model.onnx, tf_model.h5): choose a revision"),
+        "only/adapter": ("CheckpointError", "has no model.safetensors (only adapter_model.safetensors): choose"),
         "many/models": ("CheckpointError", "(only q2.gguf, q3.gguf, q4.gguf and more): fetch the right one of these 7 yourself"),
         "a--b/c": ("InputError", "a--b/c cannot be a repository"),
     }

@@ -1,14 +1,14 @@
 """What loading costs: at most 1.05 times the weights' own size at any moment, and at most one copy of each tensor."""
 
 import importlib.util
-import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from hf_layouts import TINY, weights, write_config, write_weights
+from hf_layouts import TINY, official, weights, write_config, write_weights
+from official_repositories import require_room
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2.checkpoint.load import load_path
@@ -32,23 +32,30 @@ def assert_within(told: dict[str, Any], n_bytes: int, *, mapped: bool) -> None:
     print({key: round(value, 3) if isinstance(value, float) else value for key, value in told.items()})
     assert told["bytes"] == n_bytes
     assert told["peak / size"] <= LIMIT
-    assert told["peak / size"] > 0.99, "every page was read, or the figure says nothing"
+    assert told["peak / size"] > 0.98, "every page was read, or the figure says nothing"
     if mapped:
         assert told["anonymous / size"] < 0.01, "nothing of a mapped file is this process's own"
 
 
 @PROC
-@pytest.mark.parametrize("layout", ["aligned", "official"])
+@pytest.mark.parametrize("layout", ["official", pytest.param("aligned", marks=pytest.mark.slow)])
 def test_loading_gpt2_needs_its_own_size(layout: str, tmp_path: Path) -> None:
-    """A second copy anywhere: of the file read before it is converted, of the model drawn before it is filled."""
+    """A second copy anywhere: of the file read before it is converted, of the model drawn before it is filled.
+
+    Above a process that has loaded a tiny model: the code that loads, a fixed 6 MB, is 2.5 % of gpt2 in bfloat16, and nothing
+    of gpt2-xl, which is measured above torch alone.
+    """
     tool = bench()
+    official(tmp_path / "tiny")
+    floor = tool.child(str(tmp_path / "tiny"))
+    careless = tool.CHILD.replace("gpt2.load(sys.argv[1])", "gpt2.load(sys.argv[1][:-5]).to(torch.bfloat16)")
+    assert careless != tool.CHILD
     with tool.checkpoint("gpt2", layout, tmp_path) as made:
         for dtype, size in (("float32", 4), ("bf16", 2)):
-            assert_within(tool.measure(made, dtype, 1), size * 124_439_808, mapped=(layout, dtype) == ("aligned", "float32"))
-        if layout == "aligned":
-            careless = tool.CHILD.replace("gpt2.load(sys.argv[1])", "gpt2.load(sys.argv[1][:-5]).to(torch.bfloat16)")
-            assert careless != tool.CHILD
-            assert tool.measure(made, "bf16", 1, careless)["peak / size"] > 1.5, "the control: float32 first, then bfloat16"
+            mapped = (layout, dtype) == ("aligned", "float32")
+            assert_within(tool.measure(made, dtype, 1, floor), size * 124_439_808, mapped=mapped)
+        twice = tool.measure(made, "bf16", 1, floor, careless)
+        assert twice["peak / size"] > 1.5, "the control: float32 first, then bfloat16"
 
 
 @PROC
@@ -56,12 +63,13 @@ def test_loading_gpt2_needs_its_own_size(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["aligned", "official"])
 def test_loading_gpt2_xl_needs_its_own_size(layout: str, tmp_path: Path) -> None:
     """6.2 GB of float32, or 3.1 GB of bfloat16, never both."""
-    if shutil.disk_usage(tmp_path).free < 8e9:
-        pytest.skip("needs 8 GB of disk")
+    require_room(tmp_path, disk=7e9, memory=8e9)
     tool = bench()
+    floor = tool.child()
     with tool.checkpoint("gpt2-xl", layout, tmp_path) as made:
         for dtype, size in (("float32", 4), ("bf16", 2)):
-            assert_within(tool.measure(made, dtype, 1), size * 1_557_611_200, mapped=(layout, dtype) == ("aligned", "float32"))
+            mapped = (layout, dtype) == ("aligned", "float32")
+            assert_within(tool.measure(made, dtype, 1, floor), size * 1_557_611_200, mapped=mapped)
 
 
 # A new module's norms are ones and zeros until they are replaced; a view is one under either name.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from hub_standin import HubStandIn
-from official_repositories import OFFICIAL, Weights, add, small_files
+from official_repositories import OFFICIAL, Weights, add, require_room, small_files
 
 from gpt2.checkpoint.hub import SMALL
 from gpt2.checkpoint.safetensors_file import SafetensorsFile
@@ -135,6 +135,7 @@ print(json.dumps(dict(logit=logit, wrong=wrong, parameters=sum(p.numel() for p i
 @pytest.mark.parametrize("name", ["gpt2", "distilgpt2"])
 def test_verify_an_official_repository(hub: HubStandIn, name: str, tmp_path: Path) -> None:
     """`gpt2 verify openai-community/gpt2`, the whole way: listing, download, hashes, cache, mapping, transformers, tokens."""
+    require_room(tmp_path, disk=1e9, memory=48 * official_size(name).num_parameters())
     commit = add(hub, name)
     begin = time.perf_counter()
     report = json.loads(gpt2(hub, tmp_path, "verify", OFFICIAL[name].repo, "--json", "-").stdout)
@@ -160,8 +161,7 @@ def test_verify_an_official_repository(hub: HubStandIn, name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", ["gpt2-medium", "gpt2-large", "gpt2-xl"])
 def test_load_a_larger_official_repository(hub: HubStandIn, name: str, tmp_path: Path) -> None:
     """Every byte over the wire, every parameter where it belongs, and the same again without a request."""
-    if shutil.disk_usage(tmp_path).free < 1.5 * OFFICIAL[name].size:
-        pytest.skip(f"needs {1.5 * OFFICIAL[name].size / 1e9:.0f} GB of disk")
+    require_room(tmp_path, disk=1.2 * OFFICIAL[name].size, memory=1.3 * OFFICIAL[name].size)
     commit = add(hub, name)
     try:
         begin = time.perf_counter()
