@@ -18,10 +18,14 @@ from . import plots
 from .distributions import Estimate
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .attention import AttentionReport
     from .comparison import Comparison, Model
     from .words import Choice, Continuation, Passage, Word
 
 FAMILY = 40  # characters of a name that fit a legend
+VIEWED = 1_000_000  # weights that a page carries to be looked at one by one
 LARGEST = math.log(2)  # Jensen-Shannon divergence, nats
 
 
@@ -72,7 +76,7 @@ def page(comparison: Comparison) -> str:
         pictures["calibration"] = plots.calibration(found.calibration_a, found.calibration_b, names)
     scale = js_scale([word.js for word in words.text]) if words is not None else LARGEST
     return render(
-        "report.html",
+        "report",
         c=comparison,
         names=names,
         verdict=verdict(comparison),
@@ -88,8 +92,8 @@ def page(comparison: Comparison) -> str:
     )
 
 
-def render(template: str, **values: Any) -> str:
-    """One of our templates, everything escaped that is put into it."""
+def render(name: str, **values: Any) -> str:
+    """One of our templates with its script, everything escaped that is put into it."""
     import jinja2
 
     loader = jinja2.PackageLoader("gpt2.compare", "templates")
@@ -98,9 +102,9 @@ def render(template: str, **values: Any) -> str:
     )
     environment.filters |= {"n": number, "pct": percent, "between": between, "pct_between": percent_between, "svg": safe, "visible": visible}
     environment.globals |= {"heat_shade": plots.heat_shade, "levels": plots.LEVELS, "zip": zip}
-    script = loader.get_source(environment, "page.js")[0]
+    script = loader.get_source(environment, f"{name}.js")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template(template).render(script=safe(script), script_hash=digest, ramps=RAMPS, **values)
+    return environment.get_template(f"{name}.html").render(script=safe(script), script_hash=digest, ramps=RAMPS, **values)
 
 
 def safe(text: str) -> Any:
@@ -318,3 +322,33 @@ def said(row: Continuation) -> dict[str, Any]:
     same = len(os.path.commonprefix([row.a, row.b]))
     how = "greedy" if row.temperature == 0 else f"sampled at T = {row.temperature:g}, the same random numbers"
     return {"prompt": row.prompt, "a": (row.a[:same], row.a[same:]), "b": (row.b[:same], row.b[same:]), "how": how, "at": row.parts_at}
+
+
+def attention_page(report: AttentionReport) -> str:
+    """What each head looks at, as a page of its own."""
+    maps = {"A": report.maps} if report.b is None else {"A": report.maps, "B": report.maps_b}
+    pictures = [(side, plots.attention_svg(found, report.tokens, signed=False)) for side, found in maps.items()]
+    if report.b is not None:
+        pictures.insert(0, ("B − A", plots.attention_svg(report.difference, report.tokens, signed=True)))
+    layers, heads, n, _ = report.maps.shape
+    data = {"layers": layers, "heads": heads, "tokens": [visible(token) for token in report.tokens], "maps": {}}
+    if len(maps) * layers * heads * n * (n + 1) // 2 <= VIEWED:
+        data["maps"] = {side: _packed(found) for side, found in maps.items()}
+    return render(
+        "attention",
+        report=report,
+        names={"A": report.a, "B": report.b},
+        pictures=pictures,
+        tokens=[readable(token) for token in report.tokens],
+        data=data,
+        rows=list(zip(report.heads, report.heads_b or [None] * len(report.heads), strict=True)),
+        notable=report.notable(),
+    )
+
+
+def _packed(maps: Tensor) -> str:
+    """Weights as bytes, 255 for 1, of what lies on or below the diagonal, row by row, in base64."""
+    low = maps.tril().nan_to_num().clamp(0, 1).mul(255).round().byte()
+    rows, columns = low.new_ones(low.shape[-2:]).nonzero(as_tuple=True)
+    inside = columns <= rows
+    return base64.b64encode(low[..., rows[inside], columns[inside]].contiguous().numpy().tobytes()).decode()
