@@ -25,7 +25,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("b", metavar="B", help="the other")
     parser.add_argument("--on", metavar="TEXT", help="a text file, - for stdin, or a name (default: a play nobody trained on)")
-    parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="how much of the text (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="how much of the text, 0 for all (default: 8192; all of wikitext2)"
+    )
     parser.add_argument(
         "--threshold",
         type=float,

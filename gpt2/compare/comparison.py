@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .activations import Activations
 from .compatibility import Compatibility
 from .distributions import Distributions, Estimate
+from .last_words import LastWords
 from .measure import LanguageScore
 from .report import Environment, finite
 from .weights import WeightChanges
@@ -71,6 +72,7 @@ class Comparison:
     distributions: Distributions | None
     alone: tuple[LanguageScore, ...]  # of each, where the distributions cannot be compared
     words: Words | None
+    last_words: LastWords | None
     numerics: Numerics | None
     environment: Environment
     seed: int
@@ -174,6 +176,12 @@ class Comparison:
             a, b = self.alone
             table.add_row("bits per byte", f"{a.bits_per_byte:.4f} → {b.bits_per_byte:.4f}", "each over its own tokens")
             table.add_row("perplexity", f"{a.perplexity:.2f} → {b.perplexity:.2f}", "not comparable: other tokens")
+        if self.last_words is not None:
+            a, b, change = self.last_words.a, self.last_words.b, self.last_words.change
+            told = f"{_interval(change.accuracy, '+.1%')} of {a.n:,} passages"
+            table.add_row("last words right", f"{a.accuracy.value:.1%} → {b.accuracy.value:.1%}", told)
+            of = f"× {_interval(change.ratio, '.3f')} per word"
+            table.add_row("their perplexity", f"{a.perplexity.value:.2f} → {b.perplexity.value:.2f}", of)
         if self.weights is not None:
             total, most = self.weights.total, self.weights.most_changed(1)
             if most and self.weights.same_numbers:
@@ -194,7 +202,7 @@ class Comparison:
         return table
 
     def _weights(self) -> RenderableType:
-        table = _table("tensor", "moved", "max", "cosine", "unchanged", "ulp", "rank (effective)", "norm")
+        table = _table("tensor", "moved", "max", "cosine", "unchanged", "rank (effective)")
         for tensor in self.weights.most_changed():
             rank = "" if tensor.rank is None else f"{tensor.rank}/{tensor.full_rank} ({tensor.effective_rank:.0f})"
             table.add_row(
@@ -203,9 +211,7 @@ class Comparison:
                 f"{tensor.max_abs:.2g}",
                 f"{tensor.cosine:.5f}",
                 f"{tensor.unchanged:.1%}",
-                f"{tensor.ulp_mean:.3g}",
                 rank,
-                f"{tensor.norm_a:.4g} → {tensor.norm_b:.4g}",
             )
         return table
 
@@ -280,8 +286,8 @@ def _table(*titles: str) -> Any:
             super().add_row(*(Text(cell) for cell in cells))
 
     table = Plain(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    for title in titles:
-        table.add_column(title)
+    for number, title in enumerate(titles):
+        table.add_column(title, no_wrap=number == 0)
     return table
 
 

@@ -89,13 +89,14 @@ def measure_pair(
     stride: int | None = None,
     batch_size: int | None = None,
     top: int = TOP,
+    guide: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Tokens:
     """Run both models over a text (N,) and compare what they expect of each token but the first.
 
-    Windows are those of :func:`~gpt2.compare.measure.language_score`. ``vocab`` is the tokenizer's size: logits beyond it
-    (a vocabulary padded to a multiple of something) are cut off, and what is left is normalised. One batch of logits of each
-    model is alive at a time; ``batch_size`` is in windows (default: 4096 tokens). ``progress`` is told how far it is.
+    Windows are those of :func:`~gpt2.compare.measure.language_score`, ``guide`` or not. ``vocab`` is the tokenizer's size:
+    logits beyond it (a vocabulary padded to a multiple of something) are cut off, and what is left is normalised. One batch of
+    logits of each model is alive at a time; ``batch_size`` is in windows (default: 1024 tokens). ``progress`` is told how far it is.
 
     Everything is computed in float64 from the logits as they are. Each divergence is exactly 0 where both rows of logits are
     the same bits, never negative, and off by at most about 1e-15 otherwise. A logit of -inf is a probability of 0, and a
@@ -110,7 +111,7 @@ def measure_pair(
         raise InputError(f"token {bad} of the text is not within the vocabulary of {vocab}; use the models' own tokenizer")
     parts: list[tuple[Tensor, ...]] = []
     done = 0
-    for inputs, group in batches(ids, context=context, stride=stride, batch_size=batch_size):
+    for inputs, group in batches(ids, context=context, stride=stride, batch_size=batch_size, guide=guide):
         logits_a, logits_b = _logits(a, "a", inputs, vocab), _logits(b, "b", inputs, vocab)
         for row, window in enumerate(group):
             first = window.first - window.start

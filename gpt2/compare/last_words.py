@@ -45,6 +45,15 @@ class LastWordChange:
     ratio: Estimate
 
 
+@dataclass(frozen=True)
+class LastWords:
+    """Two models on the same passages."""
+
+    a: LastWord
+    b: LastWord
+    change: LastWordChange
+
+
 @torch.inference_mode()
 def score_last_words(
     model: Logits,

@@ -20,6 +20,7 @@ from .activations import THRESHOLD, compare_activations
 from .comparison import Comparison, Model, Numerics, Scored
 from .compatibility import compatibility
 from .distributions import Tokens, measure_pair, summarise
+from .last_words import LastWords, last_words_change, score_last_words
 from .measure import LanguageScore, language_score, relative_error
 from .report import environment
 from .side import Side, logits_of
@@ -42,7 +43,7 @@ def compare(
     b: str = f"hf/{DEFAULT}",
     *,
     on: str | None = None,
-    tokens: int = TOKENS,
+    tokens: int | None = None,
     threshold: float = THRESHOLD,
     seed: int = 0,
     dtype: str | None = None,
@@ -56,7 +57,8 @@ def compare(
         a, b: names as :func:`gpt2.load` takes them, each with an optional ``:dtype`` behind and ``hf/`` in front, which is
             transformers' implementation of the same checkpoint.
         on: the text: a file, ``-`` for stdin, or a name that :func:`gpt2.compare.texts.open_text` knows, with options.
-        tokens: how many of its tokens are used, from the beginning.
+        tokens: how many of its tokens are used, from the beginning; 0 is all. Default: 8192, and all of a text that comes with
+            a protocol of its own, whose published figures are of the whole.
         threshold: relative error of an activation; the first point past it is named.
         seed: of the bootstrap, of sampled continuations, and of random ids where neither model has a tokenizer.
         dtype: what a model without a dtype of its own in its name runs in; default: as stored.
@@ -76,6 +78,9 @@ def compare(
         context = min(side.config.n_positions for side in sides)
         context = min(context, (text and text.protocol.context) or context)
         stride = min(context, (text and text.protocol.stride) or context)
+        guide = text is not None and text.protocol.guide
+        if tokens is None:
+            tokens = 0 if guide else TOKENS
         ids = _ids(text, tokenizers[0] or tokenizers[1], sides, tokens, seed)
         activations = numerics = distributions = words = None
         alone: tuple[LanguageScore, ...] = ()
@@ -88,7 +93,9 @@ def compare(
                 numerics = _numerics(sides, models, window, progress)
         if "distributions" not in found.impossible:
             vocab = _vocabulary(tokenizers, sides)
-            measured = measure_pair(*map(logits_of, models), ids, vocab=vocab, context=context, stride=stride, progress=progress)
+            measured = measure_pair(
+                *map(logits_of, models), ids, vocab=vocab, context=context, stride=stride, guide=guide, progress=progress
+            )
             distributions = summarise(measured, _lengths(tokenizers[0] or tokenizers[1], vocab), seed=seed)
             if tokenizer := tokenizers[0] or tokenizers[1]:
                 words = _words(models, tokenizer, measured, ids, context, seed, progress)
@@ -97,6 +104,9 @@ def compare(
                 _alone(side, model, tokenizer, text, tokenizers[0].decode(ids.tolist()))
                 for side, model, tokenizer in zip(sides, models, tokenizers, strict=True)
             )
+        last_words = None
+        if text is not None and text.passages and all(tokenizers):
+            last_words = _last_words(sides, models, tokenizers, text.passages, seed, progress)
     shown = text.name if text else "random ids"
     env = environment(" and ".join(dict.fromkeys(_dtype(side) for side in sides)), "cpu")
     return Comparison(
@@ -109,6 +119,7 @@ def compare(
         distributions=distributions,
         alone=alone,
         words=words,
+        last_words=last_words,
         numerics=numerics,
         environment=env,
         seed=seed,
@@ -180,13 +191,28 @@ def _words(
     return Words(tuple(word(at) for at in range(min(SHOWN, len(measured)))), tuple(worst), said)
 
 
+def _last_words(
+    sides: tuple[Side, Side],
+    models: list[nn.Module],
+    tokenizers: tuple[Tokenizer, Tokenizer],
+    passages: tuple[str, ...],
+    seed: int,
+    progress: Progress,
+) -> LastWords:
+    a, b = (
+        score_last_words(logits_of(model), tokenizer, passages, context=side.config.n_positions, seed=seed, progress=progress)
+        for side, model, tokenizer in zip(sides, models, tokenizers, strict=True)
+    )
+    return LastWords(a, b, last_words_change(a, b, seed=seed))
+
+
 def _ids(text: Text | None, tokenizer: Tokenizer | None, sides: tuple[Side, Side], tokens: int, seed: int) -> Tensor:
-    if tokens < 2:
-        raise InputError(f"{tokens} tokens are too few to predict one from another; give 2 or more")
+    if tokens < 0 or tokens == 1:
+        raise InputError(f"{tokens} tokens are too few to predict one from another; give 2 or more, or 0 for all of the text")
     if text is None or tokenizer is None:
         vocab = min(side.config.vocab_size for side in sides)
-        return torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(seed))
-    ids = tokenizer.encode(text.text)[:tokens]
+        return torch.randint(vocab, (tokens or TOKENS,), generator=torch.Generator().manual_seed(seed))
+    ids = tokenizer.encode(text.text)[: tokens or None]
     if len(ids) < 2:
         raise InputError(f"{text.name}: makes {len(ids)} tokens, and one can only be predicted from another; give a longer text")
     return torch.tensor(ids)
@@ -210,8 +236,17 @@ def _alone(side: Side, model: nn.Module, tokenizer: Tokenizer, text: Text, passa
     ids = torch.tensor(tokenizer.encode(passage))
     context = min(side.config.n_positions, text.protocol.context or side.config.n_positions)
     stride = min(context, text.protocol.stride or context)
-    lengths = _lengths(tokenizer, side.config.vocab_size)
-    return language_score(logits_of(model), ids, lengths, context=context, stride=stride)
+    lengths = _lengths(tokenizer, tokenizer.n_vocab)
+    return language_score(
+        logits_of(model),
+        ids,
+        lengths,
+        context=context,
+        stride=stride,
+        n_positions=side.config.n_positions,
+        vocab=tokenizer.n_vocab,
+        guide=text.protocol.guide,
+    )
 
 
 def _model(side: Side, versions: dict[str, str]) -> Model:
