@@ -47,7 +47,7 @@ class ToolkitLM(TemplateLM):
 
     Args:
         pretrained: a model name as :func:`gpt2.load` takes it; so are ``dtype``, ``revision`` and ``offline``.
-        device: default the GPU where there is one, as lm_eval's ``hf`` has it.
+        device: the CPU where there is no GPU, whatever is asked for, as lm_eval's ``hf`` has it.
         max_length: tokens of context, at most and by default the model's positions.
         prefix_token_id: stands before a text of which the first token is scored; default the tokenizer's end-of-text.
 
@@ -69,7 +69,9 @@ class ToolkitLM(TemplateLM):
         prefix_token_id: int | None = None,
     ) -> None:
         super().__init__()
-        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):  # its command asks for cuda:0
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(device)
         dtype = None if dtype == "auto" else dtype  # lm_eval's word for: as stored
         self.model = load(pretrained, dtype=dtype, device=self._device, revision=revision, offline=offline)
         self.tokenizer = load_tokenizer(pretrained, revision=revision, offline=offline)
