@@ -366,7 +366,8 @@ def anthonyli(c: GPT2Config, root: Path) -> nn.Module:
 
 def parkhamchuk(c: GPT2Config, root: Path) -> nn.Module:
     not_needed("wandb")
-    sizes = rooted(root, "model.hyperparams")
+    sizes = file_of(root, "model/hyperparams.py")
+    sys.modules["model.hyperparams"] = sizes
     sizes.VOCABULARY_SIZE, sizes.EMBEDDING_DIM, sizes.CONTEXT_SIZE = c.vocab_size, c.n_embd, c.n_positions
     sizes.DECODER_BLOCKS, sizes.ATTENTION_HEADS, sizes.HEAD_DIM = c.n_layer, c.n_head, c.head_dim
     return rooted(root, "model.model").GPT2()
@@ -428,6 +429,12 @@ def right_norm_no_softmax(model: nn.Module) -> None:
     model.embedding_sim.forward = lambda x, weight: x @ weight.T
 
 
+def true_float64(model: nn.Module) -> None:
+    from keras.src.backend.common import dtypes
+
+    dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+
+
 def functional_gelu(model: nn.Module) -> None:
     """`F.gelu` as their block sees it."""
     theirs = sys.modules[type(model.blocks[0]).__module__]
@@ -461,7 +468,13 @@ PROJECTS = (
     Project("litgpt GPT", "litgpt", litgpt, lacks="learned positions"),
     Project("TransformerLens HookedTransformer", "transformer-lens", hooked_transformer),
     Project("TransformerLens TransformerBridge", "transformer-lens", transformer_bridge),
-    Project("keras-hub GPT2CausalLM", "keras-hub", keras_hub),
+    Project(
+        "keras-hub GPT2CausalLM",
+        "keras-hub",
+        keras_hub,
+        "products and norms in float32 even where asked for float64",
+        true_float64,
+    ),
     Project("x-transformers Decoder", "x-transformers", x_transformers, "exact GELU", lacks="qkv, output and norm biases"),
     Project("labml lora GPT-2", "labml-nn", labml_lora, "exact GELU", tanh_gelu),
     Project("pytorch-pretrained-bert", "pytorch-pretrained-bert", pretrained_bert),
@@ -562,7 +575,9 @@ def attempt(project: Project, checkpoint: Path, repositories: Path | None) -> di
                 project.mend(module)
             stage = "load_into"
             report = load_into(module, str(checkpoint))
-            result["report, mended" if mended else "report"] = str(report)
+            said = json.loads(report.to_json())
+            said["rows"] = [row for row in said["rows"] if not row["sources"]]  # the filled ones are long and all alike
+            result["report, mended" if mended else "report"] = said
             stage = "compare"
             result["error, mended" if mended else "error"] = relative_error(module, checkpoint)
     except Absent as absent:
@@ -625,10 +640,12 @@ def row(result: dict[str, Any]) -> str:
     """One line of the table."""
     state = result.get("absent") or result.get("failed") or ""
     if not state:
-        state = f"logits {result['error']:.1e}"
+        state = f"ok={result['report']['ok']!s:5} logits {result['error']:.1e}"
         state += f", mended {result['error, mended']:.1e}" if "error, mended" in result else ""
         state += f" (theirs: {result['fault']})" if result["fault"] else ""
-        state += f" (lacks {result['lacks']})" if result["lacks"] else ""
+        last = result.get("report, mended", result["report"])
+        else_equal = any("logits agree" in note for note in last["notes"])
+        state += f" (lacks {result['lacks']}{': all that parts it from ours' if else_equal else ''})" if result["lacks"] else ""
     return f"{result['project']:42} {result.get('version', ''):12} {state}"
 
 

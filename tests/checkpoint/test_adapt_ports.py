@@ -11,23 +11,17 @@ from test_ports import CONFIGS, some_ids
 import gpt2
 from gpt2.checkpoint.adapt import load_into
 from gpt2.config import OFFICIAL_SIZES
-from gpt2.errors import InputError
 
 BOUND = 1e-10
 # What load_into does not manage yet; a port that it learns must be taken off this list.
 GAPS = {
-    "closure": "a copy of the module computes with the original's layers",
-    "adapters": "a low-rank branch is taken for the feed-forward",
-    "stepwise": "positions are computed one after another",
-    "sharded": "the vocabulary lies in two tables",
-    "lazy": "parameters have no shape before the first call",
+    "centred": "norms that store their distance from one",
+    "shifted": "tables whose first rows are never read",
+    "tiled": "a second head after the last norm",
 }
+NAMES = [pytest.param(n, marks=pytest.mark.xfail(reason=GAPS[n], strict=True)) if n in GAPS else n for n in PORTS]
+COMPLETE = [name for name in NAMES if name not in PORTS or PORTS[name].complete]
 LACKING = [name for name, port in PORTS.items() if port.lacks]
-
-
-def marked(names):
-    """The names, those of GAPS marked as expected to fail."""
-    return [pytest.param(n, marks=pytest.mark.xfail(reason=GAPS[n], strict=True)) if n in GAPS else n for n in names]
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +45,15 @@ def differing(port, module, by_hand):
     """Names of the weights that are not, bit for bit, what the author's own loading makes them."""
     found, expected = port.weights(module), port.weights(by_hand)
     assert found.keys() == expected.keys()
-    return [name for name in found if not torch.equal(found[name], expected[name])]
+    if port.exact:
+        return [name for name in found if not torch.equal(found[name], expected[name])]
+    rounding = {name: 4 * torch.finfo(tensor.dtype).eps for name, tensor in found.items()}
+    return [name for name in found if not torch.allclose(found[name], expected[name], rounding[name], rounding[name])]
 
 
-@pytest.mark.parametrize("sizes", CONFIGS)
-@pytest.mark.parametrize("name", marked(name for name, port in PORTS.items() if port.complete))
+# Sizes that coincide are the hardest; the others, where a shape alone decides, run with the slow tests.
+@pytest.mark.parametrize("sizes", ["alike", *(pytest.param(s, marks=pytest.mark.slow) for s in CONFIGS if s != "alike")])
+@pytest.mark.parametrize("name", COMPLETE)
 @torch.no_grad()
 def test_every_weight_lands_where_the_author_puts_it(name, sizes, checkpoints):
     """A wrong slice of equal shape, or a key's bias that no logit shows, is caught by the bits alone."""
@@ -70,7 +68,8 @@ def test_every_weight_lands_where_the_author_puts_it(name, sizes, checkpoints):
     assert not report.unused
     assert not report.ambiguous
     assert not report.problems
-    assert report.ok != bool(port.spare)
+    assert all(port.spare and port.spare in name for name in report.unfilled)
+    assert report.ok or port.spare
     assert port.weights(module).keys() <= {row.name for row in report.rows}
 
 
@@ -101,20 +100,6 @@ def test_fewer_positions_are_no_fault_but_are_said(checkpoints):
     assert "position" in " ".join((*report.notes, *report.unused, *report.unused.values()))
 
 
-@torch.no_grad()
-def test_weights_that_act_scaled_are_not_called_right(checkpoints):
-    """A port that multiplies its weights by a constant would compute something else if it were filled as if it did not."""
-    port, config = PORTS["equalised"], CONFIGS["tiny"]
-    module = port.build(config).double()
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    try:
-        report = load_into(module, str(checkpoints["tiny"]))
-    except InputError:
-        assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
-    else:
-        assert not report.ok
-
-
 @pytest.mark.parametrize("name", LACKING)
 @torch.no_grad()
 def test_a_missing_bias_is_no_fault_where_the_checkpoint_has_zeros(name, tmp_path):
@@ -132,7 +117,7 @@ def test_a_missing_bias_is_no_fault_where_the_checkpoint_has_zeros(name, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", marked(name for name in PORTS if name != "equalised"))
+@pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_official_shape(name, tmp_path_factory):
     """The shapes of the official gpt2: what is quadratic in the width, or takes ids for positions, shows only here."""
@@ -149,3 +134,4 @@ def test_official_shape(name, tmp_path_factory):
     gc.collect()
     assert wrong == []
     assert (report.logits_error <= BOUND) == (not port.lacks)
+    assert report.unused.keys() == {family.format(n) for family in port.lacks for n in range(config.n_layer)} or port.room < 1

@@ -31,6 +31,7 @@ class Port:
     note: str = ""
     lacks: tuple[str, ...] = ()
     room: float = 1.0
+    exact: bool = True
     spare: str = ""
     whole_windows: bool = False
 
@@ -64,11 +65,14 @@ class Port:
 
 
 def logits(module: nn.Module, ids: Tensor, vocabulary: int) -> Tensor:
-    """(B, T, V) out of whatever a port returns: in a tuple, an object, padded, or of the last position only."""
+    """(B, T, V) out of whatever a port returns: in a tuple, a dictionary, an object, padded, or of the last position only."""
 
     def once(tokens: Tensor) -> Tensor:
         output = module(tokens)
-        output = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, dict):
+            output = output["logits"]
+        if isinstance(output, tuple):
+            output = next(one for one in output if one is not None and one.ndim == 3)
         return getattr(output, "logits", output)[..., :vocabulary]
 
     found = once(ids)
@@ -130,6 +134,14 @@ PORTS: dict[str, Port] = {
         Port("lazy", "nn.LazyLinear: no weight has a shape before the first call"),
         Port("frozen", "weights are buffers, no parameters; q, k, v concatenated on every call"),
         Port("fixed", "whole windows only, custom autograd.Function, in-place arithmetic, a loop over heads", whole_windows=True),
-        Port("equalised", "weights multiplied by 1/sqrt(n_in) whenever used", "weights stored larger than they act"),
+        Port("equalised", "every matrix multiplied by 1/sqrt(n_in) whenever it is used", exact=False),
+        Port("centred", "norms store their distance from one, positions are scaled down whenever they are used", exact=False),
+        Port("shifted", "ids begin at 1 and positions at 2, tables with rows that are never read; returns a dictionary"),
+        Port(
+            "tiled",
+            "flash attention over tiles; a value head that the logits do not see; returns (values, logits)",
+            spare="value_",
+        ),
+        Port("vmapped", "pure functions of one sequence and one head, under torch.vmap; parameters in a tree of modules"),
     )
 }
