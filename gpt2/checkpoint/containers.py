@@ -7,8 +7,9 @@ which believes nothing that its file says before it is checked; and the helpers 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,6 +49,11 @@ class Container(Protocol):
         Raises:
             CheckpointError: the data is damaged, or cannot be read.
         """
+
+
+def countable(shape: Iterable[int]) -> bool:
+    """Whether torch can hold a tensor of this shape: an empty one too counts the elements that its other axes would have."""
+    return math.prod(n or 1 for n in shape) < 1 << 48
 
 
 def read_json(path: Path) -> dict[str, Any]:

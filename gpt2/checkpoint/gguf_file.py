@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..config import GPT2Config, quoted
 from ..errors import CheckpointError, InputError
-from .containers import Entry, shown
+from .containers import Entry, countable, shown
 from .mapped_file import MappedFile
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class GGUFFile:
             if name in entries:
                 raise _Damaged(f"has a directory with {shown(name)} twice")
             kind = self._kind(name, number)
-            if any(n >= 1 << 48 for n in shape) or (shape[-1] if shape else 1) % kind.block:
+            if not countable(shape) or (shape[-1] if shape else 1) % kind.block:
                 raise _Damaged(f"has a directory that contradicts itself about {shown(name)}: {kind.name} {quoted(list(shape))}")
             start = _padded(end, alignment)
             if data + offset != start:

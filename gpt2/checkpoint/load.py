@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..model import GPT2
 from . import gguf_file
 from .configs import config_of
-from .files import open_file, open_weights
+from .files import open_weights
 from .hub import resolve
 from .match import match
 from .names import DEFAULT, DTYPES, parse_random, split_dtype
@@ -86,10 +86,11 @@ def tokenizer_of(path: Path) -> Tokenizer:
     """:func:`load_tokenizer` for a directory or file on this machine: the files beside the weights, or what a GGUF file holds."""
     from ..data import from_directory
 
-    folder, files = (path, sorted(path.glob("*.gguf"))) if path.is_dir() else (path.parent, [path])
-    if len(files) == 1 and isinstance(file := open_file(files[0]), gguf_file.GGUFFile):
-        return gguf_file.tokenizer_of(file)
-    return from_directory(folder)
+    if path.is_file() or any(path.glob("*.gguf")):
+        file = next(iter(open_weights(path).values()), None)
+        if isinstance(file, gguf_file.GGUFFile):
+            return gguf_file.tokenizer_of(file)
+    return from_directory(path if path.is_dir() else path.parent)
 
 
 def require_vocabulary(tokenizer: Tokenizer, config: GPT2Config, name: str) -> None:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
-import weakref
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,8 @@ from torch import Tensor
 
 from ..config import quoted
 from ..errors import CheckpointError
-from .containers import HEADER_LIMIT, Entry, shown
+from .containers import HEADER_LIMIT, Entry, countable, shown
+from .mapped_file import MappedFile
 
 DTYPES = {
     "F64": torch.float64,
@@ -34,7 +32,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-PIECE = 1 << 21  # bytes converted at a time
 # What a file that is not safetensors begins with, what it is then, and what to do.
 OTHER_FORMATS = (
     (b"version https://git-lfs", "is a git-lfs pointer, not the file it points to; run `git lfs pull`"),
@@ -63,30 +60,20 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by the finalizer
-            weakref.finalize(self, self._file.close)
-            self.size = self._file.seek(0, 2)
-            self._file.seek(0)
-            head = self._file.read(32)
-            length = int.from_bytes(head[:8], "little")
-            if self.size < 8:
-                raise self._bad(f"is {f'only {self.size} bytes long' if self.size else 'empty'}")
-            if length > HEADER_LIMIT:
-                other = next((what for start, what in OTHER_FORMATS if head.startswith(start)), None)
-                if other is not None:
-                    raise CheckpointError(f"{path}: {other}")
-                raise self._bad(f"claims a header of {length:,} bytes, and no GPT-2 needs more than {HEADER_LIMIT:,}")
-            if length > self.size - 8:
-                raise self._bad(f"is cut short: {self.size:,} bytes, with a header of {length:,}")
-            self._file.seek(8)
-            header = self._file.read(length)
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be read ({error.strerror}); check that it is there, and yours to read"
-            ) from None
-        self.entries = self._parse(header, 8 + length)
+        self.path, self._data = path, MappedFile(path)
+        self.size = self._data.size
+        head = self._data.bytes(0, 32)
+        length = int.from_bytes(head[:8], "little")
+        if self.size < 8:
+            raise self._bad(f"is {f'only {self.size} bytes long' if self.size else 'empty'}")
+        if length > HEADER_LIMIT:
+            other = next((what for start, what in OTHER_FORMATS if head.startswith(start)), None)
+            if other is not None:
+                raise CheckpointError(f"{path}: {other}")
+            raise self._bad(f"claims a header of {length:,} bytes, and no GPT-2 needs more than {HEADER_LIMIT:,}")
+        if length > self.size - 8:
+            raise self._bad(f"is cut short: {self.size:,} bytes, with a header of {length:,}")
+        self.entries = self._parse(self._data.bytes(8, length), 8 + length)
 
     def _bad(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {what}; not a whole safetensors file, fetch it again")
@@ -123,62 +110,19 @@ class SafetensorsFile:
         if not isinstance(kind, str) or kind not in DTYPES:
             known = ", ".join(DTYPES)
             raise CheckpointError(f"{self.path}: {shown(name)} has dtype {quoted(kind)}; convert it to one of {known}")
-        if not whole or not isinstance(shape, list) or len(shape) > 8 or end - start != math.prod(shape) * DTYPES[kind].itemsize:
+        whole = whole and isinstance(shape, list) and len(shape) <= 8 and countable(shape)
+        if not whole or end - start != math.prod(shape) * DTYPES[kind].itemsize:
             claim = f"{kind} {quoted(shape)} in bytes {quoted(start)} to {quoted(end)}"
             raise self._bad(f"has a header that contradicts itself about {shown(name)}: {claim}")
         return Span(DTYPES[kind], tuple(shape), data + start, data + end)
 
-    @cached_property
-    def _mapping(self) -> mmap.mmap | None:
-        """The file, copied on write: what is written stays in this process. None where it cannot be mapped."""
-        try:
-            return mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError):
-            return None
-
-    @cached_property
-    def _scratch(self) -> Tensor:
-        """One for all conversions: a new one for each leaves holes in malloc's heap, a sixth of the weights' size in all."""
-        return torch.empty(PIECE, dtype=torch.uint8)
-
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
-        """One tensor on the CPU, as stored or converted to ``dtype``.
+        """One tensor on the CPU, as stored or converted to ``dtype``: a view of the mapped file, or memory of its own.
 
-        As stored, it is a view of the mapped file, private to this process when written to, unless the data is not aligned
-        (the official gpt2's begins at byte 14,291) or ``mapped`` is false: then it is read into memory of its own. A
-        conversion goes piece by piece, so that the source is never in memory as a whole.
+        The official gpt2's data begins at byte 14,291, where no float is aligned; such a file is read once instead.
         """
         entry = self.entries[name]
-        dtype = dtype or entry.dtype
-        count = math.prod(entry.shape)
-        aligned = entry.start % entry.dtype.itemsize == 0
-        if mapped and count and aligned and dtype == entry.dtype and self._mapping is not None:
-            # From the buffer, not a slice of one storage: a tensor pickled on its own must not take the whole file along.
-            return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=entry.start).view(entry.shape)
-        tensor = torch.empty(entry.shape, dtype=dtype)
-        flat = tensor.view(-1)
-        self._file.seek(entry.start)
-        if dtype == entry.dtype:
-            self._fill(flat)
-        else:
-            piece = self._scratch.view(entry.dtype)
-            for start in range(0, count, len(piece)):
-                part = piece[: count - start]
-                self._fill(part)
-                flat[start : start + len(piece)] = part
-        return tensor
-
-    def _fill(self, flat: Tensor) -> None:
-        """Read from where the file stands until ``flat`` is full."""
-        room = memoryview(flat.view(torch.uint8).numpy())
-        while room:
-            try:
-                count = self._file.readinto(room)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}); check its disk") from None
-            if not count:
-                raise self._bad("was cut short while it was read")
-            room = room[count:]
+        return self._data.tensor(entry.start, entry.shape, entry.dtype, dtype, mapped=mapped)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..config import MAX_SIZE, quoted
 from ..errors import CheckpointError
-from .containers import HEADER_LIMIT, Entry, listed, read_json, shown
+from .containers import HEADER_LIMIT, Entry, countable, listed, read_json, shown
 from .crc32c import crc32c
 from .mapped_file import MappedFile
 from .safetensors_file import OTHER_FORMATS
@@ -140,7 +140,7 @@ class TensorBundle:
             raise self._in_slices(name)
         kind, shard, start, size, checksum = (entry.get(field, 0) for field in (1, 3, 4, 5, 6))
         shape = _shape(entry.get(2, b""))
-        if shard >= shards or max(start, size, *shape) >= 1 << 48:
+        if shard >= shards or max(start, size) >= 1 << 48 or not countable(shape):
             raise TableError(f"contradicts itself about {shown(name)}: {size:,} bytes at {start:,} of data file {shard:,}")
         dtype = DTYPES.get(kind)
         if dtype is None:

@@ -11,7 +11,7 @@ from .common import Status, add_command, add_json, require_writable, seed, write
 
 EXAMPLES = """\
   gpt2 compare shakespeare-mini out/macbeth/best             a base and its fine-tune
-  gpt2 compare shakespeare-mini out/best --html report.html  the same as a page to share
+  gpt2 compare shakespeare-mini out/best --html report.html    the same as a page to share
   gpt2 compare gpt2 hf/gpt2                                  our implementation and transformers', the same weights
   gpt2 compare gpt2 gpt2:bf16                                two dtypes, with a float64 run as the ruler
   gpt2 compare gpt2 gpt2-medium --on wikitext2:stride=512    two sizes, on a text with its protocol

@@ -473,3 +473,13 @@ def test_models_of_turned_files_train_and_save(tmp_path: Path) -> None:
     copied(torch.tensor([[1, 2, 3]])).sum().backward()
     optimizer.step()
     assert not torch.equal(copied.h[0].attn.c_attn.weight, model.h[0].attn.c_attn.weight)
+
+
+def test_the_tokenizer_is_the_weights_own(tmp_path: Path) -> None:
+    """A GGUF beside safetensors: the weights come from one, so must the vocabulary."""
+    import gpt2
+
+    model, tokenizer = gpt2.load(), gpt2.load_tokenizer()
+    gpt2.save(model, tokenizer, tmp_path)
+    gguf("F32")(tmp_path)  # carries no tokenizer
+    assert gpt2.load_tokenizer(str(tmp_path)).fingerprint == tokenizer.fingerprint

@@ -112,6 +112,7 @@ def test_reads_what_the_library_reads(tmp_path: Path) -> None:
         ({"a": {**row(0, 16), "shape": [-2, -2]}}, "contradicts itself"),
         ({"a": {**row(0, 16), "shape": [2**63, 2]}}, "contradicts itself"),
         ({"a": {**row(0, 16), "shape": [5]}}, "contradicts itself"),
+        ({"a": {**row(0, 0), "shape": [0, 2**47, 2**47]}}, "contradicts itself"),
         ({"a": {**row(0, 16), "shape": [3]}}, "contradicts itself"),
         ({"a": {**row(0, 16), "shape": [1] * 100_000}}, "contradicts itself"),
         ({"a": {**row(0, 16), "data_offsets": ["0", "16"]}}, "contradicts itself"),
@@ -257,7 +258,7 @@ def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path, monkeypatch: pytes
     def no_mmap(*_: object, **__: object) -> None:
         raise OSError(19, "No such device")
 
-    monkeypatch.setattr("gpt2.checkpoint.safetensors_file.mmap.mmap", no_mmap)
+    monkeypatch.setattr("gpt2.checkpoint.mapped_file.mmap.mmap", no_mmap)
     assert SafetensorsFile(path).read("a").tolist() == [0, 1, 2, 3, 4]
 
 
