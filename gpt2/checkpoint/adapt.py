@@ -20,7 +20,7 @@ from ..model import GPT2
 from .anatomy import Anatomy, NotGPT2
 from .bench import Bench
 from .check import Check, told
-from .dataflow import Recording, record
+from .dataflow import Recording, Use, record
 from .explain import Explanation, evidence
 from .load import load
 from .mapping import KEEP, ZERO, Mapping, describe
@@ -54,6 +54,8 @@ def load_into(
     if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
         raise InputError(f"{who}: its parameters are on the meta device and hold nothing; call to_empty() first")
     _give_shapes(module, config, who)
+    if not any(tensor.is_floating_point() for tensor in [*module.parameters(), *module.buffers()]):
+        raise InputError(f"{who}: it has no parameters to fill; register its weights as torch.nn.Parameter")
     with torch.random.fork_rng(devices=[]), Bench(module) as bench:
         try:
             anatomy = Anatomy(_record(module, config, who))
@@ -85,7 +87,9 @@ def load_into(
 
 
 def _give_shapes(module: nn.Module, config: GPT2Config, who: str) -> None:
-    """Run a module once that waits for its first call to have parameters."""
+    """Have a module register its parameters (keras does so when asked), and give them shapes (lazy ones get them when called)."""
+    for part in list(module.modules()):
+        part.named_parameters()
     if any(is_lazy(tensor) for tensor in [*module.parameters(), *module.buffers()]):
         try:
             module(_probe(config, 2, min(5, config.n_positions)))
@@ -125,11 +129,11 @@ def _fill(bench: Bench, mapping: Mapping, state: MappingType[str, Tensor], expla
         entries = mapping.entries(source)
         low, high = (int(end) for end in entries.aminmax()) if entries.numel() else (ZERO, ZERO)
         names, words = describe(entries, mapping)
-        scale, *others = sorted(mapping.anatomy.recording.uses.get(source.storage, {1.0}))
-        explanation.judge(source, low, high, words, others)
+        use = explanation.judge(source, low, high, words)
         if high != KEEP or low != KEEP:
-            _put(bench.tensors[source.name], entries, low, high, mapping, state, scale)
-            words = words if scale == 1 else f"{words}, divided by {scale:.4g}"
+            _put(bench.tensors[source.name], entries, low, high, mapping, state, use)
+            words += f", less {use.shift:.4g}" if use.shift else ""
+            words += f", divided by {use.scale:.4g}" if use.scale != 1 else ""
             reasons = dict.fromkeys(evidence(part) for part in mapping.parts(source))
             rows.append(Row(source.name, source.region.shape, names, words, "; ".join(reasons)))
     explanation.conflicts()
@@ -137,15 +141,15 @@ def _fill(bench: Bench, mapping: Mapping, state: MappingType[str, Tensor], expla
 
 
 def _put(
-    target: Tensor, entries: Tensor, low: int, high: int, mapping: Mapping, state: MappingType[str, Tensor], scale: float
+    target: Tensor, entries: Tensor, low: int, high: int, mapping: Mapping, state: MappingType[str, Tensor], use: Use
 ) -> None:
-    """The checkpoint's entries into a parameter, which the module multiplies by ``scale`` before it uses it."""
+    """The checkpoint's entries into a parameter, whose value is used scaled and shifted."""
     if low >= 0 and mapping.owner(low) == mapping.owner(high):  # all of one tensor: no masks needed
         target.copy_(state[mapping.owner(low)].flatten()[entries - mapping.starts[mapping.owner(low)]])
-        target.div_(scale)
+        target.sub_(use.shift).div_(use.scale)
         return
-    target.masked_fill_(entries == ZERO, 0)
+    target.masked_fill_(entries == ZERO, -use.shift / use.scale)
     for name, start in mapping.starts.items():
         stop = start + state[name].numel()
         if low < stop and high >= start and bool((mine := (entries >= start) & (entries < stop)).any()):
-            target[mine] = state[name].flatten()[entries[mine] - start].to(target) / scale
+            target[mine] = (state[name].flatten()[entries[mine] - start].to(target) - use.shift) / use.scale

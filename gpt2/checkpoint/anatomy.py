@@ -235,7 +235,7 @@ class Anatomy:
                 if len(results) == self.width and self.flow.owner(self.flow.root(results)) in self._words:
                     seen = to_stream.setdefault(source, {})
                     seen |= {place: x for place, x in self._read({number: touch.ids}).items() if place not in seen}
-                if touch.before == "plain":
+                if touch.before == "plain" and self._is_projection(self.flow.owner(origins)):
                     free = self.flow.at(self._biases, origins) < 0
                     self._biases[origins[free] - self.recording.tokens] = ids[free]
                 elif touch.before == "summed" and (after := self.flow.newest.get(number, -1)) not in self._late:

@@ -16,6 +16,7 @@ from .explain import Findings
 from .mapping import Mapping
 
 BOUND = 1e-10  # relative, in float64: rounding is 1e-15, and any bug is larger
+NEARLY = 1e-6  # what float32 can do to a constant
 SLACK = 10  # where a port refuses float64: how much farther than our model it may be from the float64 run, in its own dtype
 AFFORDABLE = 4e9  # parameters times tokens in one forward pass
 
@@ -73,6 +74,11 @@ class Check:
         again, _ = self._theirs(bench.module)
         if any(torch.is_tensor(x) and not torch.equal(x, y) for x, y in zip(theirs, again, strict=True)):
             found.problems.append("your module gives other logits every time: does dropout not ask whether it is in eval mode?")
+        if error <= NEARLY:
+            found.problems.append(
+                f"your module is GPT-2 but for {error:.1e}, as if a constant in it were kept in float32; `gpt2 diagnose` says which"
+            )
+            return Verdict(False, error, "the logits nearly agree")
         placed = "what could be placed is placed" if found.unfilled or found.unused else "all weights are placed"
         found.problems.append(
             f"{placed}, but your module computes something else than GPT-2; `gpt2 diagnose` says where it departs"

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,13 @@ class Node:
         return torch.unravel_index(ids - self.start, self.shape)
 
 
+class Use(NamedTuple):
+    """How a parameter's value enters the computation: times ``scale``, plus ``shift``."""
+
+    scale: float = 1.0
+    shift: float = 0.0
+
+
 @dataclass(frozen=True)
 class Source:
     """A parameter or buffer: a region of ids. ``storage`` is the first id of its storage, which other names may share."""
@@ -107,7 +114,7 @@ class Recording:
     tokens: int  # the number of the first token; every smaller one is a parameter's or buffer's
     nodes: tuple[Node, ...]
     output: Tensor  # ids of the logits
-    uses: dict[int, frozenset[float]]  # storages that took part, and the constants by which they were multiplied before
+    uses: dict[int, frozenset[Use]]  # the storages that took part, and how
     unfollowed: tuple[str, ...]  # operators that could not be followed: what they returned came from nowhere
 
     @property
@@ -150,7 +157,7 @@ def record(module: nn.Module, ids: Tensor) -> Recording:
         tokens=recorder.shadows.tokens,
         nodes=tuple(recorder.nodes),
         output=torch.full(output.shape, NOWHERE) if found is None else found,
-        uses={storage: frozenset(scales) for storage, scales in recorder.shadows.uses.items()},
+        uses={storage: frozenset(uses) for storage, uses in recorder.shadows.uses.items()},
         unfollowed=tuple(sorted(recorder.unfollowed)),
     )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .anatomy import Anatomy
-from .dataflow import Source
+from .dataflow import Source, Use
 from .keys import layer as layer_of
 from .mapping import KEEP, Mapping
 from .parts import Matrix, Part, Table
@@ -243,12 +243,17 @@ class Explanation:
 
     # Left over of the module
 
-    def judge(self, source: Source, low: int, high: int, shown: str, other_scales: list[float]) -> None:
-        """Say why a parameter, whose entries lie between ``low`` and ``high``, is not filled, or not whole."""
-        if other_scales:
-            self.found.problems.append(f"{source.name} is used at several scales; it is filled for the smallest")
-        if low != KEEP or source.name in self.found.unfilled:
-            return
+    def judge(self, source: Source, low: int, high: int, shown: str) -> Use:
+        """How a parameter is used; and why it is not filled, or not whole, if its entries, from ``low`` to ``high``, say so."""
+        uses = sorted(self.anatomy.recording.uses.get(source.storage, {Use()}), key=lambda use: use != Use())
+        if len(uses) > 1:
+            ways = " and ".join(f"times {use.scale:.4g}" + (f" plus {use.shift:.4g}" if use.shift else "") for use in uses[:2])
+            self.found.ambiguous.append(f"{source.name} is used {ways}; it is filled for the first")
+        if low == KEEP and source.name not in self.found.unfilled:
+            self._left_out(source, high, shown)
+        return uses[0]
+
+    def _left_out(self, source: Source, high: int, shown: str) -> None:
         positions = self.anatomy.positions
         if high == KEEP and source.storage not in self.anatomy.recording.uses:
             self.found.idle[source.name] = "never used in the forward pass"

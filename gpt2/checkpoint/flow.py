@@ -225,7 +225,7 @@ class Flow:
             return []
         place, found = node.place(side), []
         for position, operand in enumerate(node.operands):
-            inner = {("add", "add"): "add", ("add", "mul"): "mul", ("mul", "mul"): "mul"}.get((op, node.op), "")
+            inner = {("add", "add"): "add", ("add", "mul"): "mul" if node.live else "", ("mul", "mul"): "mul"}.get((op, node.op), "")
             if (op, node.op, position) == ("add", "sub", 0):
                 inner = "add"
             found += self._touches(inner, operand[place])

@@ -80,9 +80,9 @@ class Recorder(TorchDispatchMode):
             return
         named = _named(func, args, kwargs)
         op = name.removesuffix("_") if writes and not name.startswith("__") else name
-        if not writes and (scaled := self._scaled(op, named)) is not None:
-            self.shadows.write(outputs[0], self.shadows.ids_of(scaled[0]))
-            self.shadows.make(outputs[0], [scaled[0]], scaled[1])
+        if not writes and (changed := self._changed(op, named)) is not None:
+            self.shadows.write(outputs[0], self.shadows.ids_of(changed[0][0]))
+            self.shadows.make(outputs[0], *changed)
             return
         if name in MOVES:
             self.shadows.write(outputs[0], self._moved(func, op, named, outputs[0]))
@@ -129,6 +129,8 @@ class Recorder(TorchDispatchMode):
 
     def owner(self, ids: Tensor) -> Node | None:
         """The one node that all these elements are results of, if there is one."""
+        if not ids.numel():
+            return None
         ends = [bisect.bisect_right(self._starts, int(id)) - 1 for id in ids.aminmax()]
         return self.nodes[ends[0]] if ends[0] == ends[1] >= 0 else None
 
@@ -137,6 +139,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(operand, Region):
             return False, True
         ids = _once(operand)
+        if not ids.numel():
+            return False, False
         low, high = (int(end) for end in ids.aminmax())
         if high < self.shadows.tokens:
             return False, high >= 0
@@ -153,25 +157,27 @@ class Recorder(TorchDispatchMode):
 
     def _from_sources(self, operand: Tensor | Region) -> bool:
         """Whether elements are parameters themselves."""
-        if isinstance(operand, Region):
-            return True
+        if isinstance(operand, Region) or not operand.numel():
+            return isinstance(operand, Region)
         low, high = _once(operand).aminmax()
         return int(low) >= 0 and int(high) < self.shadows.tokens
 
     # Copies
 
-    def _scaled(self, op: str, named: dict[str, Any]) -> tuple[Tensor, float] | None:
-        """A source, or copies of some, times a constant: the constant goes into the books, and the ids stay."""
-        x, constant = named.get("self"), named.get("other")
-        if op not in ("mul", "div") or not isinstance(x, Tensor) or named.get("rounding_mode"):
+    def _changed(self, op: str, named: dict[str, Any]) -> tuple[list[Tensor], float, float] | None:
+        """Of sources (or copies of some) that a constant is applied to: them, the scale and the shift. The ids stay."""
+        x, constant = named.get("self"), named.get("other", 0.0)
+        if op not in ("mul", "div", "add", "sub", "neg") or not isinstance(x, Tensor) or named.get("rounding_mode"):
             return None
-        if op == "mul" and isinstance(constant, Tensor) and self.shadows.made_of(x) is None:
+        if op in ("mul", "add") and isinstance(constant, Tensor) and self.shadows.made_of(x) is None:
             x, constant = constant, x  # the constant came first
         if isinstance(constant, Tensor):
             constant = constant.item() if constant.numel() == 1 and not self.shadows.knows(constant) else None
-        if constant in (None, 0) or self.shadows.made_of(x) is None:
+        if constant is None or self.shadows.made_of(x) is None or (op in ("mul", "div") and not constant):
             return None
-        return x, float(constant) if op == "mul" else 1 / float(constant)
+        constant = float(constant) * (named.get("alpha", 1) if op in ("add", "sub") else 1)
+        scale = {"mul": constant, "div": 1 / (constant or 1), "neg": -1.0}.get(op, 1.0)
+        return [x], scale, {"add": constant, "sub": -constant}.get(op, 0.0)
 
     def _moved(self, func: Any, op: str, named: dict[str, Any], output: Tensor) -> Tensor:
         """Ids of what an operator copied, by having it copy ids."""
@@ -182,7 +188,7 @@ class Recorder(TorchDispatchMode):
             ids = self.shadows.ids_of(x)
             return torch.full(x.shape, NOWHERE) if ids is None else ids
 
-        if op in TAKES and (taken := self._taken(func, op, named)) is not None:
+        if op in TAKES and (taken := self._taken(func, op, named, output)) is not None:
             return taken
         copied = {name: value for name, value in named.items() if name in MOVED}
         if op != "copy":
@@ -192,7 +198,7 @@ class Recorder(TorchDispatchMode):
         swapped = named | tree_map(ids_of, copied)
         return func(**swapped | ({"value": NOWHERE} if op == "constant_pad_nd" else {}))
 
-    def _taken(self, func: Any, op: str, named: dict[str, Any]) -> Tensor | None:
+    def _taken(self, func: Any, op: str, named: dict[str, Any], output: Tensor) -> Tensor | None:
         """Ids of what was taken from a table of sources; a lookup, if the tokens had a part in the index. None: not such a table."""
         table, index = named[TAKES[op]], named["indices" if "indices" in named else "index"]
         if self.shadows.made_of(table) is None:
@@ -214,6 +220,7 @@ class Recorder(TorchDispatchMode):
         numbers = [(axis, self.shadows.ids_of(x)) for axis, x in found]
         chosen = [(axis, x) for axis, x in numbers if x is not None and self.nature(x)[0]]
         if not chosen:
+            self.shadows.make(output, [table])
             return ids
         self.shadows.use(table)
         axis, by = chosen[0]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .dataflow import NOWHERE, Region, Source
+from .dataflow import NOWHERE, Region, Source, Use
 
 
 class Shadows:
@@ -21,8 +21,8 @@ class Shadows:
     def __init__(self, module: nn.Module, ids: Tensor) -> None:
         self.next = 0
         self.sources: list[Source] = []
-        self.uses: dict[int, set[float]] = {}  # a source's storage -> the constants that it was multiplied by before use
-        self._made: dict[int, tuple[frozenset[int], float]] = {}  # storage of copies -> the sources' storages, and the constant
+        self.uses: dict[int, set[Use]] = {}
+        self._made: dict[int, tuple[frozenset[int], Use]] = {}  # storage of copies -> the sources' storages, and what was done
         self._parameters: dict[int, int] = {}  # storage -> its first id
         self._shadows: dict[int, tuple[Tensor, int]] = {}  # storage -> ids of its elements, and their size in bytes
         self._alive: list[torch.UntypedStorage] = []  # lest the memory of one becomes another's
@@ -57,22 +57,23 @@ class Shadows:
         start = self._parameters.get(tensor.untyped_storage()._cdata)
         return None if start is None else Region(start + tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
-    def made_of(self, tensor: Tensor) -> tuple[frozenset[int], float] | None:
-        """Of a source, or of copies of sources: their storages, and the constant they are multiplied by; None of the rest."""
+    def made_of(self, tensor: Tensor) -> tuple[frozenset[int], Use] | None:
+        """Of a source, or of copies of sources: their storages, and how their values are changed; None for all else."""
         storage = tensor.untyped_storage()._cdata
-        return (frozenset({self._parameters[storage]}), 1.0) if storage in self._parameters else self._made.get(storage)
+        return (frozenset({self._parameters[storage]}), Use()) if storage in self._parameters else self._made.get(storage)
 
-    def make(self, tensor: Tensor, inputs: list[Tensor], scale: float = 1.0) -> None:
-        """A tensor is now a copy of these, times a constant."""
+    def make(self, tensor: Tensor, inputs: list[Tensor], scale: float = 1.0, shift: float = 0.0) -> None:
+        """A tensor is now a copy of these, scaled and shifted."""
         made = [self.made_of(x) for x in inputs if self.knows(x)]
-        if made and None not in made and len({before for _, before in made}) == 1:
-            self._made[tensor.untyped_storage()._cdata] = frozenset().union(*(of for of, _ in made)), made[0][1] * scale
+        if made and None not in made and len({use for _, use in made}) == 1:
+            use = Use(made[0][1].scale * scale, made[0][1].shift * scale + shift)
+            self._made[tensor.untyped_storage()._cdata] = frozenset().union(*(sources for sources, _ in made)), use
 
     def use(self, tensor: Tensor) -> None:
         """Take down that sources took part."""
-        sources, scale = self.made_of(tensor) or ((), 1.0)
+        sources, use = self.made_of(tensor) or ((), Use())
         for source in sources:
-            self.uses.setdefault(source, set()).add(scale)
+            self.uses.setdefault(source, set()).add(use)
 
     def ids_of(self, tensor: Tensor) -> Tensor | None:
         """A copy of the ids of a tensor's elements as they are now; None where all are from nowhere."""
