@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -129,8 +130,8 @@ def _guide_windows(n: int, context: int, stride: int) -> Iterator[Window]:
 def batches(
     ids: Tensor, *, context: int, stride: int | None = None, batch_size: int | None = None, guide: bool = False
 ) -> Iterator[tuple[Tensor, list[Window]]]:
-    """The :func:`windows` of a text (N,) as inputs (B, T) to run together, B at most ``batch_size`` (default: 4096 tokens)."""
-    batch_size = max(1, 4096 // max(1, context)) if batch_size is None else batch_size
+    """The :func:`windows` of a text (N,) as inputs (B, T) to run together, B at most ``batch_size`` (default: 1024 tokens)."""
+    batch_size = max(1, 1024 // max(1, context)) if batch_size is None else batch_size
     remaining = windows(len(ids), context, stride, guide=guide)
     for _, alike in itertools.groupby(remaining, lambda window: window.end - window.start):
         while group := list(itertools.islice(alike, batch_size)):
@@ -161,21 +162,14 @@ def language_score(
     Raises:
         InputError: nothing to predict, a context the model does not have, or a stride that would skip tokens.
     """
-    was_training = False
-    if isinstance(model, GPT2):
-        n_positions, was_training = model.config.n_positions, model.training
-        model.eval()
     total, tokens, n_bytes = 0.0, 0, 0
-    try:
+    with evaluating(model):
         for window, losses in losses_of(
             model, ids, context=context, stride=stride, batch_size=batch_size, n_positions=n_positions, vocab=vocab, guide=guide
         ):
             total += losses.sum(dtype=torch.float64).item()
             tokens += len(losses)
             n_bytes += int(token_bytes[ids[window.first + 1 : window.end + 1]].sum())
-    finally:
-        if was_training:
-            model.train()
     return LanguageScore(total / tokens, tokens, n_bytes, context, context if stride is None else stride)
 
 
@@ -191,6 +185,8 @@ def losses_of(
     guide: bool = False,
 ) -> Iterator[tuple[Window, Tensor]]:
     """Window by window, the losses of the tokens that are scored there, those of ``ids[first + 1 : end + 1]``; see above."""
+    if isinstance(model, GPT2):
+        n_positions = model.config.n_positions
     if n_positions is not None and not 1 <= context <= n_positions:
         raise InputError(f"context {context} is not within the model's 1 .. {n_positions} positions")
     device = model.wte.weight.device if isinstance(model, GPT2) else None
@@ -203,6 +199,19 @@ def losses_of(
             scored = logits[row : row + 1, window.first - window.start :, :vocab]
             yield window, token_losses(scored, ids[None, window.first + 1 : window.end + 1].to(logits.device))[0]
         del logits  # or two batches of it would be alive while the next is computed
+
+
+@contextmanager
+def evaluating(model: GPT2 | Logits) -> Iterator[None]:
+    """Without dropout; the model's mode is put back afterwards."""
+    was_training = isinstance(model, GPT2) and model.training
+    if was_training:
+        model.eval()
+    try:
+        yield
+    finally:
+        if was_training:
+            model.train()
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

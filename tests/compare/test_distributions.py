@@ -128,7 +128,33 @@ def test_small_divergences_have_their_digits(noise):
         assert ((p.exp() * (p - q)).sum(1) / got[0] - 1).abs().max() > 1e-2
 
 
-WIDE = [-1e4, -800.0, -740.0, -700.0, -600.0, -3.0, 0.0, 1.0, 500.0, 760.0]
+def test_nothing_is_negative():
+    """Models that differ by less than rounding: its error has a sign, a divergence has none."""
+    table = draw(50, 50, scale=5).double()
+    got = divergences(pair(table, table + draw(50, 50, seed=1).double() * 1e-9))
+    assert got.min(1).values.tolist() == [0.0] * 3
+    assert (got.max(1).values > 0).all()
+    assert got.max() < 1e-15
+
+
+def test_small_divergences_over_large_vocabularies_have_their_digits():
+    """The logs of two sums of 50,257 exponentials are 10.8 each, and rounded there: their difference is taken otherwise."""
+    half, vocab = 25000, 50257
+    a, b = torch.zeros(4, vocab).double(), torch.zeros(4, vocab).double()
+    b[:, :half] = torch.tensor([[1e-6], [-2e-6], [3e-6], [1e-5]])
+    got = divergences(pair(a, b, torch.tensor([0, 1, 2, 3, 0])))
+    for value, shift in zip(got.T.tolist(), b[:, 0].tolist(), strict=True):
+        with localcontext() as context:
+            context.prec = 60
+            p, low = Decimal(1) / vocab, 1 / (half * Decimal(shift).exp() + vocab - half)
+            high = low * Decimal(shift).exp()
+            kl_ab = half * p * (p / high).ln() + (vocab - half) * p * (p / low).ln()
+            kl_ba = half * high * (high / p).ln() + (vocab - half) * low * (low / p).ln()
+        assert value[:2] == pytest.approx([float(kl_ab), float(kl_ba)], abs=5e-16)
+        assert value[2] == pytest.approx(float(kl_ab + kl_ba) / 8, rel=1e-3, abs=2e-16)
+
+
+WIDE = [-1e4, -800.0, -700.0, -600.0, 0.0, 1.0, 25.0, 40.0, 500.0, 760.0]  # some of exp(x - 760) are 0, some subnormal
 
 
 def test_spans_that_overflow_a_quotient_of_probabilities():
@@ -439,6 +465,8 @@ def test_every_figure_of_the_summary_against_numpy_and_scipy():
     assert (got.top, got.tokens, got.undefined, got.seed, got.resamples) == (5, 1000, 0, 0, 2000)
     assert (got.blocks, got.block_tokens) == (62, 1000 / 62)
     assert json.loads(json.dumps(asdict(got)))["kl_ab"]["max_at"] == got.kl_ab.max_at
+    later = summarise(replace(tokens, index=tokens.index + 100), lengths)
+    assert (later.kl_ab.max_at, later.js.max_at) == (got.kl_ab.max_at + 100, got.js.max_at + 100)
 
 
 @pytest.mark.parametrize("context", [1, 2, 7, 64, 1000])
@@ -665,6 +693,12 @@ def test_one_model_is_scored_as_one_of_two(context, stride):
         assert asdict(alone.perplexity) == pytest.approx(asdict(both.a.perplexity), rel=1e-12)
         score = language_score(given, ids, lengths, context=context, stride=stride, **how)
         assert asdict(alone.score) == pytest.approx(asdict(score), rel=1e-12)
+    for block in model.h:
+        block.mlp.resid_dropout.p = 0.5
+    model.train()
+    assert score_one(model, ids, lengths, context=context, stride=stride) == score_one(
+        model.eval(), ids, lengths, context=context, stride=stride
+    )
 
 
 def test_bits_per_byte_is_resampled_with_the_bytes():

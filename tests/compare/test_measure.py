@@ -178,7 +178,7 @@ def test_windows_score_every_token_but_the_first_once(context, stride):
         for batch_size in (1, 3, None):
             run = list(batches(torch.arange(n), context=context, stride=stride, batch_size=batch_size))
             assert [window for _, group in run for window in group] == found
-            assert all(len(inputs) == len(group) <= (batch_size or 4096) for inputs, group in run)
+            assert all(len(inputs) == len(group) <= (batch_size or 1024) for inputs, group in run)
             rows = [row for inputs, _ in run for row in inputs.tolist()]
             assert rows == [list(range(window.start, window.end)) for window in found]
 

@@ -1,0 +1,114 @@
+"""How much does a comparison of distributions cost above the forward passes that it needs?
+
+    python tools/bench_compare.py [random:gpt2:0 random:gpt2:1] [--tokens 16384] [--context 1024] [--pairs 3]
+
+In turn, A B A B, after a warm-up of each: A runs both models over the same windows of random ids and throws their logits away;
+B is measure_pair and summarise, which runs them too and then computes every divergence, the likeliest tokens, intervals and
+bins. The figure is B over A, pair by pair; beside it, the share of B spent in neither model. Also the peak memory of the whole
+process, and which threads it had. Ends stdout with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import time
+
+import torch
+
+import gpt2
+from gpt2.compare.distributions import measure_pair, summarise
+from gpt2.compare.measure import Logits, batches
+
+
+class Timed:
+    """A model that counts the seconds spent in it."""
+
+    def __init__(self, model: Logits) -> None:
+        self.model, self.seconds = model, 0.0
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        begin = time.perf_counter()
+        logits = self.model(ids)
+        self.seconds += time.perf_counter() - begin
+        return logits
+
+
+@torch.inference_mode()
+def forward(a: Logits, b: Logits, ids: torch.Tensor, context: int) -> float:
+    """Seconds of both models over every window, one batch of logits of each alive."""
+    begin = time.perf_counter()
+    for inputs, _ in batches(ids, context=context):
+        pair = a(inputs), b(inputs)
+        del pair
+    return time.perf_counter() - begin
+
+
+def compare(a: Logits, b: Logits, ids: torch.Tensor, context: int, vocab: int) -> tuple[float, float]:
+    """Seconds of the comparison, and of them those spent in neither model."""
+    timed = Timed(a), Timed(b)
+    begin = time.perf_counter()
+    summarise(measure_pair(*timed, ids, vocab=vocab, context=context), torch.ones(vocab))
+    seconds = time.perf_counter() - begin
+    return seconds, seconds - timed[0].seconds - timed[1].seconds
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", default=["random:gpt2:0", "random:gpt2:1"], metavar="MODEL")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--pairs", type=int, default=3)
+    args = parser.parse_args()
+    if len(args.models) != 2:
+        parser.error("give two models")
+    a, b = (gpt2.load(name) for name in args.models)
+    vocab = min(a.config.vocab_size, b.config.vocab_size)
+    ids = torch.randint(vocab, (args.tokens + 1,), generator=torch.Generator().manual_seed(0))
+    warm = ids[: args.context + 1]
+    forward(a, b, warm, args.context)
+    compare(a, b, warm, args.context, vocab)
+    plain, whole, own = [], [], []
+    for index in range(args.pairs):
+        plain.append(forward(a, b, ids, args.context))
+        seconds, above = compare(a, b, ids, args.context, vocab)
+        whole.append(seconds)
+        own.append(above)
+        print(f"pair {index + 1}: forward {plain[-1]:.1f} s, comparison {seconds:.1f} s, of it in neither model {above:.1f} s")
+    ratios = [compared / run for compared, run in zip(whole, plain, strict=True)]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found = spread(ratios)
+    print(f"comparison / both forward passes: {found['median']:.3f} ({found['min']:.3f} .. {found['max']:.3f})")
+    print(f"peak memory {peak / 1e6:,.0f} MB, {torch.get_num_threads()} threads")
+    result = {
+        "benchmark": "compare",
+        "models": args.models,
+        "tokens": args.tokens,
+        "context": args.context,
+        "pairs": args.pairs,
+        "ratio": found,
+        "forward seconds": spread(plain),
+        "comparison seconds": spread(whole),
+        "seconds in neither model": spread(own),
+        "nanoseconds per logit pair": statistics.median(own) / args.tokens / vocab * 1e9,
+        "peak bytes": peak,
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "load": os.getloadavg(),
+    }
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
