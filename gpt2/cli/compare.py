@@ -15,6 +15,7 @@ EXAMPLES = """\
   gpt2 compare gpt2 hf/gpt2                                  our implementation and transformers', the same weights
   gpt2 compare gpt2 gpt2:bf16                                two dtypes, with a float64 run as the ruler
   gpt2 compare gpt2 gpt2-medium --on wikitext2:stride=512    two sizes, on a text with its protocol
+  gpt2 compare shakespeare-mini --attention "To be, or not to be" --html heads.html
   gpt2 compare out/step-1000 out/step-2000 --on my.txt --json -"""
 
 
@@ -23,7 +24,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "a", metavar="A", help="which model; hf/ in front picks transformers' implementation, :bf16 behind a dtype"
     )
-    parser.add_argument("b", metavar="B", help="the other")
+    parser.add_argument("b", metavar="B", nargs="?", help="the other; with --attention it may be left out")
     parser.add_argument("--on", metavar="TEXT", help="a text file, - for stdin, or a name (default: a play nobody trained on)")
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="how much of the text, 0 for all (default: 8192; all of wikitext2)"
@@ -37,7 +38,8 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of intervals and samples (default: %(default)s)")
     parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
-    parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
+    parser.add_argument("--attention", metavar="TEXT", help="compare what each head looks at in TEXT, instead of everything else")
+    parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page (with --attention also .png)")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -46,8 +48,22 @@ def run(args: argparse.Namespace) -> int:
     require_writable("--html", args.html)
     if not args.threshold >= 0:
         raise InputError(f"--threshold {args.threshold}: give a number from 0 up, such as 1e-3")
+    if args.b is None and args.attention is None:
+        raise InputError(f"compare {args.a} with what? give a second model, such as hf/{args.a}, or --attention TEXT")
     from rich.console import Console
 
+    if args.attention is not None:
+        from ..compare.attention import compare_attention
+
+        heads = compare_attention(args.a, args.b, args.attention, offline=args.offline)
+        if args.html:
+            (heads.save_png if args.html.endswith(".png") else heads.save_html)(args.html)
+            print(f"wrote {args.html}", file=sys.stderr)
+        if args.json:
+            write_json(args.json, heads.to_json())
+        if args.json != "-":
+            print(heads.table())
+        return 0
     from ..compare.pair import compare
 
     status = Status()
