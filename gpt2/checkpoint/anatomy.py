@@ -171,7 +171,9 @@ class Anatomy:
             table = self._table("wte", read[name], {place: int(x[0]) for place, x in rows[name].items()}, start)
             if table is None:
                 raise NotGPT2(f"its token embedding ({name}) is no table with a row per token")
-            self.words.append(replace(table, begin=begin))
+            unread = max(0, -begin)  # rows before the first token's
+            table = replace(table, first=table.first + unread * table.stride, rows=table.rows - unread, begin=max(0, begin))
+            self.words.append(table)
         self.parts += self.words
         for name in tables.keys() - words.keys():  # positions that follow from the tokens, by counting them, say
             if len({int(x[0]) for x in rows[name].values()}) == self.recording.ids.size(1):

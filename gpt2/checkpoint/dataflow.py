@@ -129,6 +129,19 @@ class Recording:
         """Index of the node that computed each element; -1 for sources, tokens and nowhere."""
         return torch.searchsorted(self._starts, ids.contiguous(), right=True) - 1
 
+    def needed(self) -> set[int]:
+        """The nodes that the output depends on."""
+        found, ahead = set(), set(self.owners(self.output).unique().tolist()) - {-1}
+        while ahead:
+            number = ahead.pop()
+            found.add(number)
+            for operand in self.nodes[number].operands:
+                if isinstance(operand, Tensor):
+                    strides = operand.stride()
+                    once = operand.as_strided([n if s else 1 for n, s in zip(operand.shape, strides, strict=True)], strides)
+                    ahead |= set(self.owners(once).unique().tolist()) - {-1} - found
+        return found
+
     def owner(self, id: Tensor | int) -> int:
         """:meth:`owners` of a single element."""
         return int(self.owners(torch.as_tensor(int(id))))
@@ -163,7 +176,7 @@ def record(module: nn.Module, ids: Tensor) -> Recording:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in whatever a forward returns: a tensor; ``logits`` of an object or dict; the first tensor that could be them.
+    """The logits in whatever a forward returns: a tensor; ``logits`` of an object or dict; the first tensor of three axes, or two.
 
     Raises:
         ValueError: none there.
@@ -175,7 +188,7 @@ def logits_of(output: Any) -> Tensor:
     found = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point() and part.ndim >= 2]
     if not found:
         raise ValueError(f"its forward returns {type(output).__name__} with no logits in it")
-    return found[0]
+    return next((part for part in found if part.ndim > 2), found[0])
 
 
 @contextmanager

@@ -259,6 +259,8 @@ class Explanation:
             self.found.idle[source.name] = "never used in the forward pass"
         elif high == KEEP:
             self.found.unfilled[source.name] = self._why(source)
+        elif any(self._overlaps(words, source) for words in self.anatomy.words):
+            self.found.notes.append(f"{source.name} has rows that no token reads: they are left as they are")
         elif positions is not None and self.anatomy.name(int(positions.first[0])) == source.name:
             most = self.mapping.config.n_positions
             self.found.notes.append(f"{source.name} has more positions than the checkpoint's {most:,}: the rest is left as it is")

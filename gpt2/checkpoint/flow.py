@@ -64,8 +64,9 @@ class Flow:
         size = rec.stop - rec.tokens
         self.origin, self.row, self.key_row, self.joined = (torch.full((size,), -1) for _ in range(4))
         self.row[: rec.ids.numel()] = torch.arange(rec.ids.numel())
+        self.needed = rec.needed()
         for number, node in enumerate(rec.nodes):
-            if not node.live:
+            if not node.live or number not in self.needed:
                 continue
             reader = getattr(self, f"_{node.kind.value}", None)
             if reader is not None:
