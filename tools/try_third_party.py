@@ -393,6 +393,72 @@ def r2d2(c: GPT2Config, root: Path) -> nn.Module:
     return theirs.GPT(theirs.gptconfig(**nano_sizes(c)))
 
 
+def anthracite(c: GPT2Config, _: Path) -> nn.Module:
+    from anthracite.architectures.gpt2_text import GPT2TextModel
+    from anthracite.core.config import ModelConfig
+
+    return GPT2TextModel(
+        ModelConfig(
+            vocab_size=c.vocab_size,
+            context_length=c.n_positions,
+            d_model=c.n_embd,
+            n_layers=c.n_layer,
+            n_heads=c.n_head,
+            ffn_hidden=c.inner,
+        )
+    )
+
+
+class TexarLogits(nn.Module):
+    """Its decoder decodes; given the tokens, and told to use them, it gives their logits."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.decoder(inputs=ids, decoding_strategy="train_greedy").logits
+
+
+def texar(c: GPT2Config, _: Path) -> nn.Module:
+    import numpy
+
+    numpy.float_ = numpy.float64  # its last release is older than NumPy 2
+    not_needed("pkg_resources")
+    sys.modules["pkg_resources"].parse_version = __import__("packaging.version").version.parse
+    from texar.torch.modules import GPT2Decoder
+
+    width = {"dim": c.n_embd}
+    sizes = {
+        "pretrained_model_name": None,
+        "vocab_size": c.vocab_size,
+        "position_size": c.n_positions,
+        "embed": width,
+        "position_embed": width,
+        "decoder": {
+            **width,
+            "num_blocks": c.n_layer,
+            "multihead_attention": attention_of(c),
+            "poswise_feedforward": feed_forward_of(c),
+        },
+    }
+    return TexarLogits(GPT2Decoder(hparams=sizes))
+
+
+def attention_of(c: GPT2Config) -> dict[str, Any]:
+    return {"use_bias": True, "num_units": c.n_embd, "num_heads": c.n_head, "output_dim": c.n_embd}
+
+
+def feed_forward_of(c: GPT2Config) -> dict[str, Any]:
+    from texar.torch.modules import GPT2Decoder
+
+    default = GPT2Decoder.default_hparams()["decoder"]["poswise_feedforward"]
+    linear = [layer["kwargs"] for layer in default["layers"] if layer["type"] == "Linear"]
+    linear[0].update(in_features=c.n_embd, out_features=c.inner)
+    linear[1].update(in_features=c.inner, out_features=c.n_embd)
+    return default
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Where theirs is not GPT-2, what would make it so
 # ---------------------------------------------------------------------------------------------------------------------
@@ -433,6 +499,11 @@ def true_float64(model: nn.Module) -> None:
     from keras.src.backend.common import dtypes
 
     dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+
+
+def no_downcast(model: nn.Module) -> None:
+    """Their `scores.float()` leaves float64 alone."""
+    torch.Tensor.float = lambda tensor: tensor
 
 
 def functional_gelu(model: nn.Module) -> None:
@@ -488,6 +559,8 @@ PROJECTS = (
     Project("sagar-neuron-gpt2", "sagar-neuron-gpt2", sagar, "GELU constant in float32", tanh_gelu),
     Project("nano-gpt", "nano-gpt", nano_gpt),
     Project("GPT2LM", "GPT2LM", gpt2lm),
+    Project("anthracite GPT2TextModel", "anthracite", anthracite, "softmax in float32 whatever the dtype", no_downcast),
+    Project("texar GPT2Decoder", "texar-pytorch", texar),
     Project("graykode/gpt-2-Pytorch", "graykode/gpt-2-Pytorch", graykode),
     Project("affjljoo3581/GPT2", "affjljoo3581/GPT2", affjljoo, "Swish", tanh_gelu),
     Project(
@@ -539,6 +612,7 @@ def all_logits(module: nn.Module, ids: Tensor, vocabulary: int) -> Tensor:
     def once(tokens: Tensor) -> Tensor:
         output = module(tokens)
         output = output[0] if isinstance(output, tuple | list) else output
+        output = output["logits"] if isinstance(output, dict) else output
         return getattr(output, "logits", output)[..., :vocabulary].double()
 
     first = once(ids)
