@@ -34,6 +34,7 @@ CONFIDENCE = 0.95
 POSITION_BINS = 16
 CONFIDENCE_BINS = 10
 CALIBRATION_BINS = 15  # Guo et al. [3]
+HISTOGRAM_STEPS = 4  # to a power of ten
 DIVERGENCE_PERCENTILES = (50, 90, 95, 99, 99.9)
 CHANGE_PERCENTILES = (0, 0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
 BLOCK = 64  # logits whose maximum is taken at once: the likeliest tokens then need a look at a few blocks only
@@ -250,12 +251,16 @@ class Language:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence over the tokens, nats: mean, percentiles by name, the largest and where in the text (an id's index)."""
+    """A divergence over the tokens, nats: mean, percentiles by name, the largest and where in the text (an id's index).
+
+    ``histogram`` has (low, high, tokens) of equal steps of the logarithm; tokens of divergence 0, infinite or NaN are in no bin.
+    """
 
     mean: Estimate
     percentiles: dict[str, float]
     max: float
     max_at: int
+    histogram: tuple[tuple[float, float, int], ...]
 
 
 @dataclass(frozen=True)
@@ -509,7 +514,20 @@ def _divergence(values: Tensor, index: Tensor, bootstrap: Bootstrap) -> Divergen
         _named_percentiles(values, DIVERGENCE_PERCENTILES),
         values[worst].item(),
         int(index[worst]),
+        _histogram(values),
     )
+
+
+def _histogram(values: Tensor) -> tuple[tuple[float, float, int], ...]:
+    """Four bins to a power of ten, from the smallest to the largest value that a logarithm has."""
+    exponents = values[values.isfinite() & (values > 0)].log10()
+    if not len(exponents):
+        return ()
+    bins = (exponents * HISTOGRAM_STEPS).floor().long()
+    first, last = int(bins.min()), int(bins.max())
+    counts = torch.bincount(bins - first, minlength=last - first + 1).tolist()
+    edges = [10 ** ((first + i) / HISTOGRAM_STEPS) for i in range(len(counts) + 1)]
+    return tuple(zip(edges, edges[1:], counts, strict=False))
 
 
 def _bin(tokens: Tokens, inside: Tensor, low: float, high: float) -> Bin | None:

@@ -710,3 +710,17 @@ def test_bits_per_byte_is_resampled_with_the_bytes():
     got = score_one(bigram(table), ids, lengths, context=10)
     assert got.bits_per_byte.low < 2 * 1000 / 3000 < got.bits_per_byte.high
     assert got.bits_per_byte.high < 2
+
+
+def test_the_histogram_counts_every_positive_value_once() -> None:
+    """A value on an edge counted twice, or the largest left out."""
+    from gpt2.compare.distributions import _histogram
+
+    values = torch.tensor([0.0, 1e-3, 1e-3, 2.5e-3, 0.9, 1.0, 7.0, math.inf, math.nan], dtype=torch.float64)
+    bins = _histogram(values)
+    assert sum(count for *_, count in bins) == 6
+    assert all(high == other for (_, high, _), (other, _, _) in zip(bins, bins[1:], strict=False))
+    for low, high, count in bins:
+        inside = ((values >= low * (1 - 1e-12)) & (values < high * (1 - 1e-12))).sum()
+        assert count == int(inside), (low, high)
+    assert _histogram(torch.zeros(3)) == ()
