@@ -719,7 +719,7 @@ def test_the_histogram_counts_every_positive_value_once() -> None:
     values = torch.tensor([0.0, 1e-3, 1e-3, 2.5e-3, 0.9, 1.0, 7.0, math.inf, math.nan], dtype=torch.float64)
     bins = _histogram(values)
     assert sum(count for *_, count in bins) == 6
-    assert all(high == other for (_, high, _), (other, _, _) in zip(bins, bins[1:], strict=False))
+    assert all(high == other for (_, high, _), (other, _, _) in itertools.pairwise(bins))
     for low, high, count in bins:
         inside = ((values >= low * (1 - 1e-12)) & (values < high * (1 - 1e-12))).sum()
         assert count == int(inside), (low, high)
