@@ -13,12 +13,7 @@ from gpt2.checkpoint.adapt import load_into
 from gpt2.config import OFFICIAL_SIZES
 
 BOUND = 1e-10
-# What load_into does not manage yet; a port that it learns must be taken off this list.
-GAPS = {
-    "centred": "norms that store their distance from one",
-    "shifted": "tables whose first rows are never read",
-    "tiled": "a second head after the last norm",
-}
+COMPLETE = [name for name, port in PORTS.items() if port.complete]
 LACKING = [name for name, port in PORTS.items() if port.lacks]
 
 
@@ -30,11 +25,6 @@ def checkpoints(tmp_path_factory):
         folders[sizes] = tmp_path_factory.mktemp(sizes)
         hf_layouts.official(folders[sizes], config)
     return folders
-
-
-def marked(names):
-    """The names, those of GAPS as expected to fail."""
-    return [pytest.param(n, marks=pytest.mark.xfail(reason=GAPS[n], strict=True)) if n in GAPS else n for n in names]
 
 
 def relative_error(module, port, model):
@@ -56,7 +46,7 @@ def differing(port, module, by_hand):
 
 # Sizes that coincide are the hardest; the others, where a shape alone decides, run with the slow tests.
 @pytest.mark.parametrize("sizes", ["alike", *(pytest.param(s, marks=pytest.mark.slow) for s in CONFIGS if s != "alike")])
-@pytest.mark.parametrize("name", marked(name for name in PORTS if PORTS[name].complete))
+@pytest.mark.parametrize("name", COMPLETE)
 @torch.no_grad()
 def test_every_weight_lands_where_the_author_puts_it(name, sizes, checkpoints):
     """A wrong slice of equal shape, or a key's bias that no logit shows, is caught by the bits alone."""
@@ -120,7 +110,7 @@ def test_a_missing_bias_is_no_fault_where_the_checkpoint_has_zeros(name, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", marked(PORTS))
+@pytest.mark.parametrize("name", PORTS)
 @torch.no_grad()
 def test_official_shape(name, tmp_path_factory):
     """The shapes of the official gpt2: what is quadratic in the width, or takes ids for positions, shows only here."""
