@@ -419,10 +419,11 @@ def test_an_incomplete_cache_is_filled_online_and_refused_offline(hub: HubStandI
     assert alone["error"] == "CheckpointError"
     assert "no model.safetensors" in alone["message"]
     assert {name: content(filled, name) for name in FILES} == FILES
-    Path(filled["path"], "vocab.json").unlink()
-    refused, filled = run(hub.environ(tmp_path), {"name": "org/name", "offline": True}, f"org/name@{commit}")
-    assert "holds no complete copy of org/name" in refused["message"]
-    assert content(filled, "vocab.json") == FILES["vocab.json"]
+    for name in ("vocab.json", "model.safetensors"):
+        Path(filled["path"], name).unlink()
+        refused, filled = run(hub.environ(tmp_path), {"name": "org/name", "offline": True}, f"org/name@{commit}")
+        assert "holds no complete copy of org/name" in refused["message"]
+        assert content(filled, name) == FILES[name]
 
 
 def test_a_dead_hub_gives_up_quickly_or_falls_back_on_a_warm_cache(hub: HubStandIn, tmp_path: Path) -> None:
