@@ -116,7 +116,12 @@ def test_in_any_batch_and_cut_from_the_left(tokenizer, batch, context, monkeypat
     monkeypatch.setattr(last_words, "BATCH", batch)
     model = tiny(tokenizer.n_vocab)
     told, cut = [], []
-    found = score_last_words(model, tokenizer, PASSAGES, context=context, progress=told.append)
+
+    def bounded(ids: Tensor) -> Tensor:
+        assert ids.numel() <= batch or len(ids) == 1
+        return model(ids)
+
+    found = score_last_words(bounded, tokenizer, PASSAGES, context=context, progress=told.append)
     for passage, loss, right in zip(PASSAGES, found.losses, found.right, strict=True):
         before, target = words_of(passage)
         whole, length = tokenizer.encode(before + target), len(tokenizer.encode(before))

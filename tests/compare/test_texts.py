@@ -291,6 +291,8 @@ def test_wikitext_and_lambada_from_the_hub(hub, tmp_path):
     ]  # each once, at the commit that the code names
     before = len(hub.requests)
     assert hub.open(tmp_path / "home", "lambada", "wikitext2", HF_HUB_OFFLINE="1")[1]["text"] == JOINED
+    [cold] = hub.open(tmp_path / "other", "lambada", HF_HUB_OFFLINE="1")
+    assert "holds no copy" in cold["message"]
     assert len(hub.requests) == before
 
 
@@ -374,6 +376,7 @@ def test_the_guides_windows(context, stride, length):
     model = tiny(13, 8)
     score = language_score(model, ids, torch.ones(13).long(), context=context, stride=stride, guide=True)
     mine, theirs = as_the_guide_does(model, ids, context, stride)
+    assert all(window.start <= window.first < window.end for window in windows(length, context, stride, guide=True))
     assert score.loss == pytest.approx(mine, rel=1e-12)
     if stride == context:
         assert score.loss == pytest.approx(theirs, rel=1e-12)
