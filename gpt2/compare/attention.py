@@ -126,7 +126,9 @@ class AttentionReport:
         from . import plots
 
         try:
-            Path(path).write_bytes(plots.attention_png(self.difference if self.b else self.maps, self.tokens, signed=bool(self.b)))
+            Path(path).write_bytes(
+                plots.attention_png(self.difference if self.b else self.maps, self.tokens, signed=bool(self.b))
+            )
         except OSError as error:
             raise InputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 
@@ -150,9 +152,7 @@ def attention_maps(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.stack(maps)
 
 
-def compare_attention(
-    a: str, b: str | None, text: str, *, dtype: str | None = None, offline: bool = False
-) -> AttentionReport:
+def compare_attention(a: str, b: str | None, text: str, *, dtype: str | None = None, offline: bool = False) -> AttentionReport:
     """Attention weights of one model on ``text``, or of two by name; names as in :func:`~gpt2.compare.pair.compare`.
 
     Raises:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from .comparison import Comparison, Model
     from .words import Choice, Continuation, Passage, Word
 
-FAMILY = 40  # characters of a name that fit a legend
+LEGEND = 40  # characters of a name that fit a legend
 VIEWED = 1_000_000  # weights that a page carries to be looked at one by one
 LARGEST = math.log(2)  # Jensen-Shannon divergence, nats
 
@@ -55,7 +54,9 @@ def page(comparison: Comparison) -> str:
         comparison.activations,
         comparison.words,
     )
-    pictures: dict[str, Any] = {}
+    pictures: dict[str, Any] = dict.fromkeys(
+        ("layers", "cka", "heat", "numerics", "histogram", "position", "confidence", "calibration")
+    )
     if activations is not None:
         pictures["layers"] = [
             plots.divergence_by_layer(activations.points, activations.threshold, wide=wide) for wide in (True, False)
@@ -64,16 +65,16 @@ def page(comparison: Comparison) -> str:
     if weights is not None and weights.total.unchanged < 1:
         pictures["heat"] = [plots.weight_heat(weights.tensors, wide=wide) for wide in (True, False)]
     if comparison.numerics is not None:
-        pictures["numerics"] = [
-            plots.numerics_by_layer(comparison.numerics.points, names, wide=wide) for wide in (True, False)
-        ]
+        pictures["numerics"] = [plots.numerics_by_layer(comparison.numerics.points, names, wide=wide) for wide in (True, False)]
     if found is not None:
         marks = {"median": found.kl_ab.percentiles["50"], "99 %": found.kl_ab.percentiles["99"]}
-        bins = [getattr(divergence, "histogram", ()) for divergence in (found.kl_ab, found.kl_ba)]
-        pictures["histogram"] = plots.histogram(*bins, marks) if all(bins) else None
+        bins = found.kl_ab.histogram, found.kl_ba.histogram
+        pictures["histogram"] = plots.histogram(*bins, marks) if any(bins) else None
         pictures["position"] = plots.by_position(found.by_position)
         pictures["confidence"] = plots.by_confidence(found.by_confidence)
-        pictures["calibration"] = plots.calibration(found.calibration_a, found.calibration_b, names)
+        sides = found.calibration_a, found.calibration_b
+        labels = [f"{name}: off by {percent(side.ece)}" for name, side in zip(names, sides, strict=True)]
+        pictures["calibration"] = plots.calibration(*sides, (labels[0], labels[1]))
     scale = js_scale([word.js for word in words.text]) if words is not None else LARGEST
     return render(
         "report",
@@ -100,7 +101,8 @@ def render(name: str, **values: Any) -> str:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"n": number, "pct": percent, "between": between, "pct_between": percent_between, "svg": safe, "visible": visible}
+    environment.filters |= {"n": number, "pct": percent, "between": between, "pct_between": percent_between}
+    environment.filters |= {"svg": safe, "visible": visible}
     environment.globals |= {"heat_shade": plots.heat_shade, "levels": plots.LEVELS, "zip": zip}
     script = loader.get_source(environment, f"{name}.js")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -134,7 +136,8 @@ RAMPS = {
 
 def short_names(a: Model, b: Model) -> tuple[str, str]:
     """What both are called in a legend: the end of a path, or A and B where that is one and the same."""
-    names = [model.name if len(model.name) <= 24 else "/".join(Path(model.name).parts[-2:])[-FAMILY:] for model in (a, b)]
+    whole = [visible(model.name) for model in (a, b)]
+    names = [name if len(name) <= 24 else "/".join(Path(name).parts[-2:])[-LEGEND:] for name in whole]
     return ("A", "B") if names[0] == names[1] else (names[0], names[1])
 
 
@@ -186,7 +189,7 @@ def verdict(comparison: Comparison) -> tuple[str, str]:
         how = a.dtype != b.dtype and f"run in {a.dtype} and in {b.dtype}"
         how = how or (a.implementation != b.implementation and f"run by {a.implementation} and by {b.implementation}")
         subject = f"The same weights, {how or 'run in two ways'}"
-    elif weights is not None and all(tensor.ulp_max == 0 for tensor in weights.tensors):
+    elif weights is not None and weights.same_numbers:
         subject = f"The same weights in another precision, {a.dtype} and {b.dtype}"
     elif weights is not None:
         subject = f"The weights moved by {percent(weights.total.distance)} of their size"
@@ -208,16 +211,16 @@ def _prediction(comparison: Comparison) -> str:
         return f"for {found.undefined:,} of {found.tokens:,} tokens a model gave no number at all"
     low, high = found.ratio.low, found.ratio.high
     if not low <= 1 <= high:
-        times = number(found.ratio.value, ratio_form(found.ratio.value))
         better = "better" if found.ratio.value < 1 else "worse"
-        return f"B predicts this text {better}, with {times} times A’s perplexity, and {same}"
+        perplexity = f"{number(found.a.perplexity.value, '.4g')} → {number(found.b.perplexity.value, '.4g')}"
+        return f"B predicts this text {better} (perplexity {perplexity}), and {same}"
     return f"they predict this text equally well, as far as {found.tokens:,} tokens can tell, and {same}"
 
 
 def ratio_form(ratio: float) -> str:
     """As many digits as tell a ratio from 1."""
     off = abs(ratio - 1)
-    return f"#.{min(12, max(3, 3 - math.floor(math.log10(off))))}g" if 0 < off < 1 else "#.3g"
+    return f".{min(12, 1 - math.floor(math.log10(off)))}f" if 0 < off < 0.1 else "#.3g"
 
 
 def headline(comparison: Comparison) -> list[dict[str, str]]:
@@ -242,10 +245,17 @@ def headline(comparison: Comparison) -> list[dict[str, str]]:
         one, other = comparison.alone
         tile("bits per byte", number(other.bits_per_byte, ".3f"), "each over its own tokens", number(one.bits_per_byte, ".3f"))
         tile("perplexity", number(other.perplexity, ".4g"), "not comparable", number(one.perplexity, ".4g"))
+    if comparison.last_words is not None:
+        a, b, change = comparison.last_words.a, comparison.last_words.b, comparison.last_words.change
+        told = f"of {a.n:,} passages; × {number(change.ratio.value)} perplexity"
+        tile("last words right", percent(b.accuracy.value), told, percent(a.accuracy.value))
     if weights is not None:
         still, count = len(weights.unchanged), len(weights.tensors)
-        told = "every entry" if still == count else f"{still} of {count} tensors unchanged" if still else f"all {count} tensors"
-        tile("weights moved" if still < count else "weights", percent(weights.total.distance, 2) if still < count else "equal", told)
+        if still == count:
+            tile("weights", "equal", f"every entry of {count} tensors")
+        else:
+            told = f"{still} of {count} tensors unchanged" if still else f"all {count} tensors"
+            tile("weights rounded" if weights.same_numbers else "weights moved", percent(weights.total.distance, 2), told)
     return tiles
 
 
@@ -290,7 +300,7 @@ def lean(word: Word) -> int:
     if a == b or math.isnan(a + b):
         return 0
     bits = math.log2(b / a) if a > 0 and b > 0 else math.copysign(math.inf, b - a)
-    size = min(4, math.ceil(abs(bits))) if abs(bits) >= 0.25 else 0
+    size = math.ceil(min(4, abs(bits))) if abs(bits) >= 0.25 else 0
     return int(math.copysign(size, bits)) if size else 0
 
 
@@ -319,9 +329,16 @@ def passage(part: Passage, scale: float) -> dict[str, Any]:
 
 def said(row: Continuation) -> dict[str, Any]:
     """A prompt and both continuations, each split where they part."""
-    same = len(os.path.commonprefix([row.a, row.b]))
-    how = "greedy" if row.temperature == 0 else f"sampled at T = {row.temperature:g}, the same random numbers"
-    return {"prompt": row.prompt, "a": (row.a[:same], row.a[same:]), "b": (row.b[:same], row.b[same:]), "how": how, "at": row.parts_at}
+    pairs = enumerate(zip(row.a, row.b, strict=False))
+    same = next((place for place, (one, other) in pairs if one != other), min(len(row.a), len(row.b)))
+    how = "greedy" if row.temperature == 0 else f"sampled at T = {number(row.temperature, 'g')}, the same random numbers"
+    return {
+        "prompt": row.prompt,
+        "a": (row.a[:same], row.a[same:]),
+        "b": (row.b[:same], row.b[same:]),
+        "how": how,
+        "at": row.parts_at,
+    }
 
 
 def attention_page(report: AttentionReport) -> str:

@@ -3,8 +3,8 @@
 Colours are drawn as placeholders and become CSS variables, so that one picture suits a light and a dark page, and text stays
 text, in the page's own font. The same data make the same bytes.
 
-matplotlib is imported at the first picture, with a configuration of our own: neither the user's ``matplotlibrc`` nor the home
-folder is read or written.
+matplotlib is imported at the first picture, with a configuration of our own: no ``matplotlibrc`` of the user's has a say, and
+nothing is written to the home folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEVELS = 17  # shades from "equal" to "as different as can be"
-WIDE, NARROW, SMALL = (10.6, 3.2), (3.6, 2.9), (5.0, 2.9)  # inches of 100 px
+Bar = tuple[float, float, int]  # from, to, how many
+
+WIDE, NARROW, SMALL = (10.6, 3.2), (3.6, 2.9), (4.4, 2.7)  # inches of 100 px
 
 INK, MUTED, RULE, PAPER, A, B = (f"#00000{n}" for n in range(1, 7))
 SHADES = [f"#0001{level:02x}" for level in range(LEVELS)]
@@ -77,7 +79,7 @@ def shade(share: float) -> int:
     """0 .. 1 to one of the LEVELS; 0 is kept for nothing at all."""
     if math.isnan(share):
         return LEVELS - 1
-    return 0 if share <= 0 else max(1, min(LEVELS - 1, math.ceil(share * (LEVELS - 1))))
+    return 0 if share <= 0 else max(1, math.ceil(min(share, 1.0) * (LEVELS - 1)))
 
 
 @contextmanager
@@ -217,11 +219,11 @@ def _power(value: float, _: object = None) -> str:
 
 
 def heat_scale(distances: Sequence[float]) -> tuple[float, float] | None:
-    """Both ends of the logarithmic scale of a heat map: at most three decades, the upper end the largest finite distance."""
+    """Both ends of the logarithmic scale of a heat map: one to three decades, the upper end the largest finite distance."""
     positive = sorted(distance for distance in distances if math.isfinite(distance) and distance > 0)
     if not positive:
         return None
-    return max(positive[0], positive[-1] / 1000), positive[-1]
+    return min(max(positive[0], positive[-1] / 1000), positive[-1] / 10) or positive[-1], positive[-1]
 
 
 def heat_shade(distance: float, scale: tuple[float, float] | None) -> int:
@@ -264,7 +266,7 @@ def similarity(cka: Sequence[Sequence[float]], names: tuple[str, str]) -> str:
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        told = (lambda value: f"{value:.2f}") if len(cka[0]) <= 13 else None
+        told = (lambda value: f"{value:.2f}" if math.isfinite(value) else "–") if len(cka[0]) <= 13 else None
         _heat(axes, [[shade(value) for value in row] for row in cka], cka, told, 7.5)
         for axis, count, name in ((axes.yaxis, len(cka), names[0]), (axes.xaxis, len(cka[0]), names[1])):
             step = math.ceil(count / 16)
@@ -303,15 +305,21 @@ def _percent(distance: float) -> str:
     if not math.isfinite(distance):
         return "∞" if distance > 0 else "?"
     percent = 100 * distance
-    return f"{percent:.0f}" if percent >= 99.5 else f"{percent:#.2g}" if percent >= 0.01 else f"{percent:.0e}"
+    return f"{percent:.0f}" if percent >= 99.5 else f"{percent:#.2g}".rstrip(".") if percent >= 0.01 else f"{percent:.0e}"
 
 
-def histogram(kl_ab: Sequence[tuple[float, float, int]], kl_ba: Sequence[tuple[float, float, int]], marks: dict[str, float]) -> str:
-    """How many tokens have which divergence; ``marks`` are named lines across, percentiles."""
+def histogram(
+    kl_ab: Sequence[tuple[float, float, int]], kl_ba: Sequence[tuple[float, float, int]], marks: dict[str, float]
+) -> str:
+    """How many tokens have which divergence, the last eight decades; ``marks`` are named lines across, percentiles."""
+    least = max(high for bins in (kl_ab, kl_ba) for _, high, _ in bins) / 1e8
+    kl_ab, kl_ba = ([bar for bar in bins if bar[0] >= least] for bins in (kl_ab, kl_ba))
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         for bins, colour, filled, name in ((kl_ab, B, True, "KL(A‖B)"), (kl_ba, INK, False, "KL(B‖A)")):
+            if not bins:
+                continue
             edges = [bins[0][0], *(high for _, high, _ in bins)]
             counts = [count for *_, count in bins]
             style = {"facecolor": colour, "alpha": 0.75} if filled else {"edgecolor": colour, "linewidth": 1.1}
@@ -320,10 +328,11 @@ def histogram(kl_ab: Sequence[tuple[float, float, int]], kl_ba: Sequence[tuple[f
         axes.xaxis.set_major_formatter(_power)
         top = axes.get_ylim()[1] * 1.12
         axes.set_ylim(0, top)
-        for name, value in marks.items():
-            if math.isfinite(value) and value > 0:
+        for place, (name, value) in enumerate(marks.items()):
+            if least <= value <= 1e8 * least:
                 axes.axvline(value, color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
-                axes.annotate(name, (value, top), (3, -3), textcoords="offset points", va="top", fontsize=7.5, color=MUTED)
+                side = {"xytext": (3, -3)} if place else {"xytext": (-3, -3), "ha": "right"}  # the smaller to the left
+                axes.annotate(name, (value, top), textcoords="offset points", va="top", fontsize=7.5, color=MUTED, **side)
         axes.set(xlabel="nats", ylabel="tokens")
         _legend(axes)
 
@@ -364,16 +373,16 @@ def by_confidence(bins: Sequence[Bin]) -> str | None:
     return svg("confidence", SMALL, "Divergence by confidence", draw)
 
 
-def calibration(a: Calibration, b: Calibration, names: tuple[str, str]) -> str:
+def calibration(a: Calibration, b: Calibration, labels: tuple[str, str]) -> str:
     """How often the first choice was right against how sure the model was; a dot's area is its share of the tokens."""
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
-        for side, colour, name in ((a, A, names[0]), (b, B, names[1])):
+        for side, colour, label in ((a, A, labels[0]), (b, B, labels[1])):
             total = sum(found.tokens for found in side.bins) or 1
             where = [found.confidence for found in side.bins], [found.accuracy for found in side.bins]
-            axes.plot(*where, color=colour, linewidth=1.6, label=f"{name}: off by {side.ece:.1%}")
+            axes.plot(*where, color=colour, linewidth=1.6, label=label)
             axes.scatter(*where, s=[8 + 240 * found.tokens / total for found in side.bins], color=colour, alpha=0.85, linewidth=0)
         axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="probability of the first choice", ylabel="how often it was right")
         for axis in (axes.xaxis, axes.yaxis):
