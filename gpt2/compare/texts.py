@@ -13,6 +13,7 @@ and ``context=N``, ``stride=N`` are options of every running text.
 Sources:
     [1] Merity et al., "Pointer Sentinel Mixture Models", 2016: WikiText. The bytes are those of the authors' own archive, kept
         in the data set `ggml-org/ci`, which llama.cpp measures on; Salesforce/wikitext holds the same lines as Parquet.
+        The test split is 4,358 lines, and joined as in [2] 287,644 of GPT-2's tokens, as many as the guide counts.
     [2] Hugging Face, "Perplexity of fixed-length models" (transformers' documentation): lines joined by blank lines, windows
         of 1024 tokens moved by 512, or by 1024. gpt2-large: 16.44 and 19.44; gpt2 moved by 1024: 29.94.
     [3] Paperno et al., "The LAMBADA dataset", 2016, in OpenAI's form (its own detokenised English), EleutherAI/lambada_openai.
