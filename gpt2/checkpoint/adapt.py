@@ -23,7 +23,7 @@ from .check import Check, told
 from .dataflow import Recording, Use, record
 from .explain import Explanation, evidence
 from .load import load
-from .mapping import KEEP, ZERO, Mapping, describe
+from .mapping import KEEP, PIECE, ZERO, Mapping, describe
 from .mapping_report import MappingReport, Row
 from .names import DEFAULT
 
@@ -131,7 +131,7 @@ def _fill(bench: Bench, mapping: Mapping, state: MappingType[str, Tensor], expla
         names, words = describe(entries, mapping)
         use = explanation.judge(source, low, high, words)
         if high != KEEP or low != KEEP:
-            _put(bench.tensors[source.name], entries, low, high, mapping, state, use)
+            _put(bench.tensors[source.name], entries, mapping, state, use)
             words += f", less {use.shift:.4g}" if use.shift else ""
             words += f", divided by {use.scale:.4g}" if use.scale != 1 else ""
             reasons = dict.fromkeys(evidence(part) for part in mapping.parts(source))
@@ -140,13 +140,16 @@ def _fill(bench: Bench, mapping: Mapping, state: MappingType[str, Tensor], expla
     return rows
 
 
-def _put(
-    target: Tensor, entries: Tensor, low: int, high: int, mapping: Mapping, state: MappingType[str, Tensor], use: Use
-) -> None:
+def _put(target: Tensor, entries: Tensor, mapping: Mapping, state: MappingType[str, Tensor], use: Use) -> None:
     """The checkpoint's entries into a parameter, whose value is used scaled and shifted."""
-    if low >= 0 and mapping.owner(low) == mapping.owner(high):  # all of one tensor: no masks needed
-        target.copy_(state[mapping.owner(low)].flatten()[entries - mapping.starts[mapping.owner(low)]])
-        target.sub_(use.shift).div_(use.scale)
+    if target.numel() > PIECE and len(target) > 1:
+        for part, some in zip(target.chunk(2), entries.chunk(2), strict=True):
+            _put(part, some, mapping, state, use)
+        return
+    low, high = (int(end) for end in entries.aminmax())
+    if low >= 0 and (name := mapping.owner(low)) == mapping.owner(high):  # all of one tensor: no masks needed
+        values = state[name].flatten().index_select(0, (entries - mapping.starts[name]).flatten())
+        target.copy_(values.view(target.shape)).sub_(use.shift).div_(use.scale)
         return
     target.masked_fill_(entries == ZERO, -use.shift / use.scale)
     for name, start in mapping.starts.items():

@@ -38,7 +38,8 @@ class Bench:
         return self
 
     def to_float64(self) -> None:
-        """Have parameters and floating-point buffers hold copies of themselves in float64."""
+        """Have parameters and floating-point buffers hold copies of themselves in float64: what they held is now out of reach."""
+        self._buffers = [(buffer, before) for buffer, before in self._buffers if not torch.equal(buffer, before)]
         for tensor in self.tensors.values():
             if tensor.is_floating_point() and id(tensor) not in self._swapped:
                 self._swapped[id(tensor)] = tensor, tensor.data

@@ -16,7 +16,8 @@ from .dataflow import Source
 from .keys import expected
 from .parts import Part, Table, Vector, first_id
 
-KEEP, ZERO, TORN = -1, -2, -3  # instead of an entry's number: leave as it is; set to zero; two entries contend
+KEEP, ZERO = -1, -2  # instead of an entry's number: leave as it is; set to zero
+PIECE = 1 << 22  # entries that are held at a time
 
 # Part -> (tensor of the checkpoint, its share of the columns). The head is the token embedding once more, on its side.
 TARGETS = {
@@ -44,9 +45,13 @@ class Rectangle:
     steps: tuple[int, int]
     shape: tuple[int, int]
 
-    def entries(self, dtype: torch.dtype) -> Tensor:
-        i, j = (torch.arange(n, dtype=dtype) * step for n, step in zip(self.shape, self.steps, strict=True))
-        return self.entry + i[:, None] + j if self.entry >= 0 else torch.full(self.shape, self.entry, dtype=dtype)
+    def strips(self, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """Piece by piece, so that a large one needs little memory: the first place, and the entries."""
+        height = max(1, PIECE // self.shape[1])
+        for i in range(0, self.shape[0], height):
+            rows = torch.arange(i, min(i + height, self.shape[0]), dtype=dtype) * self.steps[0]
+            entries = rows[:, None] + torch.arange(self.shape[1], dtype=dtype) * self.steps[1] + self.entry
+            yield self.start + i * self.strides[0], entries
 
 
 @dataclass(frozen=True)
@@ -98,14 +103,14 @@ class Mapping:
         size = (rest[0] if rest else self.anatomy.recording.tokens) - source.storage
         found = torch.full((size,), KEEP, dtype=self.dtype)
         for r, _ in self._rectangles[source.storage]:
-            view = found.as_strided(r.shape, r.strides, r.start - source.storage)
-            entries = r.entries(self.dtype)
-            if bool((view != KEEP).any()):  # used before
-                contend = (view >= 0) & (entries >= 0) & (view != entries)
-                if bool(contend.any()):
-                    self.conflicts.append(Conflict(source.name, view[contend], entries[contend]))
-                entries = torch.where((view >= 0) | ((view == ZERO) & (entries == KEEP)), view, entries)
-            view.copy_(entries)
+            for start, entries in r.strips(self.dtype):
+                view = found.as_strided(entries.shape, r.strides, start - source.storage)
+                if bool((view != KEEP).any()):  # used before
+                    contend = (view >= 0) & (entries >= 0) & (view != entries)
+                    if bool(contend.any()):
+                        self.conflicts.append(Conflict(source.name, view[contend], entries[contend]))
+                    entries = torch.where((view >= 0) | ((view == ZERO) & (entries == KEEP)), view, entries)
+                view.copy_(entries)
         region = source.region
         return found.as_strided(region.shape, region.strides, region.start - source.storage)
 
