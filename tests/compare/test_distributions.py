@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from decimal import Decimal, localcontext
 
@@ -286,16 +287,29 @@ def test_a_sharpened_model_has_a_closed_form():
     assert (got.top_p_b[:, 0] > got.top_p_a[:, 0]).all()
 
 
-def test_how_rows_are_cut_into_chunks_changes_nothing(monkeypatch):
-    """The last, shorter chunk computes in the same memory as those before it."""
+def test_how_rows_are_cut_and_shared_changes_nothing(monkeypatch):
+    """The last, shorter chunk computes in the memory of those before it; a thread's rows must not land in another's place."""
     a, b = draw(50, 100), draw(50, 100, seed=1)
-    ids = text(50, 60)
+    a[7, 3], b[8, 4] = -INF, NAN
+    ids, threads = text(50, 70), torch.get_num_threads()
     whole = pair(a, b, ids, context=30)
-    for cached in (1, 700, 10**6):
-        monkeypatch.setattr(distributions, "CACHED", cached)
-        got = pair(a, b, ids, context=30)
-        torch.testing.assert_close(divergences(got), divergences(whole), rtol=1e-12, atol=1e-15)
-        assert torch.equal(got.top_p_a, whole.top_p_a)
+    assert divergences(whole).isnan().any()
+    try:
+        for cached, share, workers in ((1, 1 << 18, 1), (700, 1 << 18, 1), (700, 1, 3), (1 << 16, 1000, 2), (1, 1, 64)):
+            torch.set_num_threads(workers)
+            monkeypatch.setattr(distributions, "CACHED", cached)
+            monkeypatch.setattr(distributions, "SHARE", share)
+            got = pair(a, b, ids, context=30)
+            torch.testing.assert_close(divergences(got), divergences(whole), rtol=1e-12, atol=1e-15, equal_nan=True)
+            assert torch.equal(got.top_b, whole.top_b)
+            torch.testing.assert_close(got.top_p_a, whole.top_p_a, rtol=1e-13, atol=0)
+            torch.testing.assert_close(got.logp_b, whole.logp_b, rtol=1e-13, atol=0, equal_nan=True)
+            assert torch.get_num_threads() == workers  # and so for the threads to come:
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(torch.get_num_threads).result() == workers
+            assert divergences(pair(a[:7], a[:7], text(7, 30))).max() == 0
+    finally:
+        torch.set_num_threads(threads)
 
 
 # The likeliest tokens
