@@ -28,7 +28,7 @@ from gpt2.compare.distributions import (
     score_one,
     summarise,
 )
-from gpt2.compare.measure import language_score
+from gpt2.compare.measure import language_score, windows
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.model import GPT2
@@ -169,6 +169,15 @@ def test_spans_that_overflow_a_quotient_of_probabilities():
     for value, last in zip(got.T.tolist(), ids[:-1].tolist(), strict=True):
         for number, right in zip(value, exact(a[last].tolist(), b[last].tolist()), strict=True):
             assert number == pytest.approx(float(right), rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("span", [600.0, 708.0, 720.0, 740.0, 744.0, 746.0])
+def test_a_probability_too_small_to_divide_by(span):
+    """exp(-720) is subnormal: not 0, but 1 over it is infinite, and JS minus infinity."""
+    a, b = torch.tensor([[0.0, -span], [-span, 1.0]]), torch.tensor([[-1.0, 0.0], [-span, 1.0 - span]])
+    got = divergences(pair(a, b, torch.tensor([0, 1, 0])))
+    for value, rows in zip(got.T.tolist(), zip(a.tolist(), b.tolist(), strict=True), strict=True):
+        assert value == pytest.approx([float(number) for number in exact(*rows)], rel=1e-13)
 
 
 @pytest.mark.parametrize("lowest", [-1e4, torch.finfo(torch.float32).min])
@@ -325,7 +334,9 @@ def test_the_likeliest_tokens_and_the_lower_id_first_of_equals(vocab, k):
     """A tie that falls one way in one model and the other in the next is a disagreement that is none."""
     table = torch.randint(4, (30, vocab), generator=torch.Generator().manual_seed(vocab)).float()
     table[3], table[4, 5:], table[5, : vocab // 2] = 0, -INF, -INF
-    table[6, 1:], table[7] = -INF, torch.arange(vocab)
+    table[6, 1:], table[7], table[8] = -INF, torch.arange(vocab), 0
+    table[8, 0] = table[8, -2:-1] = 1  # equals, the later of which lies beside the largest
+    table[8, -1] = 2
     ids, values = distributions._top(table, min(k, vocab))
     assert ids.tolist() == [likeliest(row, k) for row in table.tolist()]
     assert torch.equal(values, table.double().gather(1, ids))
@@ -380,6 +391,22 @@ def test_every_token_once_with_the_context_it_had(length, context, stride, batch
     for model, logp in ((a, got.logp_a), (b, got.logp_b)):
         score = language_score(model, ids, torch.ones(13), context=context, stride=stride)
         assert score.loss == pytest.approx(-logp.mean().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3)])
+def test_tokens_that_a_protocol_leaves_out_are_left_out_of_everything(context, stride):
+    """The guide's windows do not score each first token: its bytes, too, must not count, nor its place move the others."""
+    a, b, ids, lengths = tiny(0), tiny(1), text(13, 30), torch.arange(1, 14)
+    got = measure_pair(a, b, ids, vocab=13, context=context, stride=stride, guide=True)
+    places = {place: window for window in windows(30, context, stride, guide=True) for place in range(window.first, window.end)}
+    assert got.index.tolist() == [place + 1 for place in places]
+    assert got.position.tolist() == [place + 1 - window.start for place, window in places.items()]
+    assert torch.equal(got.targets, ids[got.index])
+    assert (len(got) < 29) == (stride == 8)
+    score = language_score(a, ids, lengths, context=context, stride=stride, guide=True)
+    alone = score_one(a, ids, lengths, context=context, stride=stride, guide=True)
+    for found in (alone, summarise(got, lengths).a):
+        assert asdict(found.score) == pytest.approx(asdict(score), rel=1e-12)
 
 
 def test_padded_vocabularies_are_cut_before_they_are_normalised():
