@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +21,8 @@ from .trace import trace_blocks
 if TYPE_CHECKING:
     from rich.console import Console
 
-TOKENS = 256  # more than that, and nobody sees a thing; gpt2-xl's maps then take 0.3 GB
+TOKENS = 256  # more than that, and nobody sees a thing
+WEIGHTS = 750_000  # of all heads, in a page of less than 3 MB: 72 tokens of gpt2, 25 of gpt2-xl
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,10 @@ def compare_attention(a: str, b: str | None, text: str, *, dtype: str | None = N
     if tokenizer is None:
         raise InputError(f"{a}: has no tokenizer to read a text with; give a model that comes with one")
     ids = tokenizer.encode(text)
-    most = min(TOKENS, *(side.config.n_positions for side in sides))
+    heads = max(side.config.n_layer * side.config.n_head for side in sides)
+    most = min(TOKENS, math.isqrt(WEIGHTS // heads), *(side.config.n_positions for side in sides))
     if not 2 <= len(ids) <= most:
-        raise InputError(f"the text makes {len(ids)} tokens; attention is shown for 2 to {most}: give another")
+        raise InputError(f"the text makes {len(ids)} tokens; attention of {heads} heads is shown for 2 to {most}: give another")
     if len(sides) == 2:
         for part in ("n_layer", "n_head"):
             values = [getattr(side.config, part) for side in sides]

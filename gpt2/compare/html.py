@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .words import Choice, Continuation, Passage, Word
 
 LEGEND = 40  # characters of a name that fit a legend
-VIEWED = 1_000_000  # weights that a page carries to be looked at one by one
+VIEWED = 500_000  # weights that a page carries to be looked at one by one
 LARGEST = math.log(2)  # Jensen-Shannon divergence, nats
 
 
@@ -212,7 +212,7 @@ def _prediction(comparison: Comparison) -> str:
     low, high = found.ratio.low, found.ratio.high
     if not low <= 1 <= high:
         better = "better" if found.ratio.value < 1 else "worse"
-        perplexity = f"{number(found.a.perplexity.value, '.4g')} → {number(found.b.perplexity.value, '.4g')}"
+        perplexity = f"{number(found.a.perplexity.value, '#.4g')} → {number(found.b.perplexity.value, '#.4g')}"
         return f"B predicts this text {better} (perplexity {perplexity}), and {same}"
     return f"they predict this text equally well, as far as {found.tokens:,} tokens can tell, and {same}"
 
@@ -236,7 +236,7 @@ def headline(comparison: Comparison) -> list[dict[str, str]]:
         form = ratio_form(found.ratio.value)
         interval = between(found.ratio, form)
         told = f"× {number(found.ratio.value, form)}" + (f" ({interval})" if interval else "")
-        tile("perplexity", number(b.perplexity.value, ".4g"), told, number(a.perplexity.value, ".4g"))
+        tile("perplexity", number(b.perplexity.value, "#.4g"), told, number(a.perplexity.value, "#.4g"))
         told = between(b.bits_per_byte, ".3f")
         tile("bits per byte", number(b.bits_per_byte.value, ".3f"), told, number(a.bits_per_byte.value, ".3f"))
         tile("KL(A‖B), nats", number(found.kl_ab.mean.value), between(found.kl_ab.mean))
@@ -244,7 +244,7 @@ def headline(comparison: Comparison) -> list[dict[str, str]]:
     elif comparison.alone:
         one, other = comparison.alone
         tile("bits per byte", number(other.bits_per_byte, ".3f"), "each over its own tokens", number(one.bits_per_byte, ".3f"))
-        tile("perplexity", number(other.perplexity, ".4g"), "not comparable", number(one.perplexity, ".4g"))
+        tile("perplexity", number(other.perplexity, "#.4g"), "not comparable", number(one.perplexity, "#.4g"))
     if comparison.last_words is not None:
         a, b, change = comparison.last_words.a, comparison.last_words.b, comparison.last_words.change
         told = f"of {a.n:,} passages; × {number(change.ratio.value)} perplexity"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import gpt2
 from gpt2.compare.attention import attention_maps, compare_attention, summarise_attention
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
@@ -81,6 +82,8 @@ def test_a_model_against_itself_has_not_moved(tmp_path: Path) -> None:
     """The whole way, by name, in every form."""
     report = compare_attention("shakespeare-mini", "shakespeare-mini", TEXT)
     assert "".join(report.tokens) == TEXT
+    ids = torch.tensor([gpt2.load_tokenizer("shakespeare-mini").encode(TEXT)])
+    assert torch.equal(report.maps, attention_maps(gpt2.load("shakespeare-mini"), ids))
     assert all(head.moved == 0 for head in report.heads)
     assert not report.difference.any()
     body = json.loads(report.to_json(maps=True))
@@ -98,8 +101,8 @@ def test_a_model_against_itself_has_not_moved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("b", "text", "said"),
     [
-        (None, "a", "2 to 256"),
-        (None, "light " * 300, "2 to 256"),
+        (None, "a", "2 to 173"),
+        (None, "light " * 300, "25 heads is shown for 2 to 173"),
         ("random:distilgpt2", TEXT, "n_layer"),
     ],
 )
