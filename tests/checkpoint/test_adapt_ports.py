@@ -109,8 +109,13 @@ def test_a_missing_bias_is_no_fault_where_the_checkpoint_has_zeros(name, tmp_pat
     assert report.ok
 
 
+# One of each structure, since a port takes half a minute at this size: heads apart, fused and interleaved, einsum, torch's own
+# layers, no modules at all, layers in one tensor, other languages, something missing.
+STRUCTURES = "nano heads_list einsum encoder_layer mha interleaved kqv flat_list scan deutsch letters backwards channels lecture"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PORTS)
+@pytest.mark.parametrize("name", STRUCTURES.split())
 @torch.no_grad()
 def test_official_shape(name, tmp_path_factory):
     """The shapes of the official gpt2: what is quadratic in the width, or takes ids for positions, shows only here."""

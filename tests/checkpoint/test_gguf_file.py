@@ -382,7 +382,7 @@ LIES: list[tuple[bytes, str]] = [
     (padded(header(row(b"a", (4,)) + row(b"a", (4,), offset=32), counts=(2, 0)), 64), "a twice"),
     (padded(header(row(b"a", (2**40,)), counts=(1, 0)), 64), "bytes where its directory says 4,398,046,511,"),
     (padded(header(row(b"a", (2**63,)), counts=(1, 0)), 64), "contradicts itself about a"),
-    (padded(header(row(b"a", (2**47,) * 4), counts=(1, 0)), 64), "bytes where its directory says"),
+    (padded(header(row(b"a", (2**47,) * 4), counts=(1, 0)), 64), "contradicts itself about a"),
     (padded(header(row(b"a", (33,), kind=8), counts=(1, 0)), 64), "contradicts itself about a: Q8_0 [33]"),
     (padded(header(row(b"a", (), kind=8), counts=(1, 0)), 64), "contradicts itself about a: Q8_0 []"),
     (padded(header(row(b"a", (4,), offset=32), counts=(1, 0)), 64), "a leaves a gap before it"),
