@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 
-class NewGELU(nn.Module):
+class Bend(nn.Module):
     def forward(self, x):
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
@@ -34,15 +34,13 @@ class Block(nn.Module):
         self.ln_1 = nn.LayerNorm(dim)
         self.attn = SelfAttention(dim, heads, block_size)
         self.ln_2 = nn.LayerNorm(dim)
-        self.mlp = nn.ModuleDict(
-            {"c_fc": nn.Linear(dim, hidden), "c_proj": nn.Linear(hidden, dim), "act": NewGELU(), "dropout": nn.Dropout(0.1)}
-        )
-        m = self.mlp
-        self.mlpf = lambda x: m.dropout(m.c_proj(m.act(m.c_fc(x))))
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(dim, hidden), "bend": Bend(), "c_proj": nn.Linear(hidden, dim)})
+        up, bend, down = self.mlp.values()
+        self.feed = lambda y: down(bend(up(y)))
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
-        return x + self.mlpf(self.ln_2(x))
+        return x + self.feed(self.ln_2(x))
 
 
 class GPT(nn.Module):

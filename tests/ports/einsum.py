@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self.b_K = nn.Parameter(t.zeros(n_heads, d_head))
         self.b_V = nn.Parameter(t.zeros(n_heads, d_head))
         self.b_O = nn.Parameter(t.zeros(d_model))
-        self.register_buffer("IGNORE", t.tensor(float("-inf")))
+        self.register_buffer("never", t.tensor(-t.inf))
 
     def forward(self, x):
         q = t.einsum("bpd,ndh->bpnh", x, self.W_Q) + self.b_Q
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         v = t.einsum("bpd,ndh->bpnh", x, self.W_V) + self.b_V
         scores = t.einsum("bqnh,bknh->bnqk", q, k) / q.shape[-1] ** 0.5
         future = t.triu(t.ones(scores.shape[-2:], device=x.device), diagonal=1).bool()
-        pattern = scores.masked_fill(future, self.IGNORE).softmax(-1)
+        pattern = scores.masked_fill(future, self.never).softmax(-1)
         z = t.einsum("bknh,bnqk->bqnh", v, pattern)
         return t.einsum("bqnh,nhd->bqd", z, self.W_O) + self.b_O
 
@@ -80,9 +80,9 @@ class TransformerBlock(nn.Module):
         self.ln2 = LayerNorm(d_model)
         self.mlp = MLP(d_model, d_mlp)
 
-    def forward(self, resid_pre):
-        resid_mid = self.attn(self.ln1(resid_pre)) + resid_pre
-        return self.mlp(self.ln2(resid_mid)) + resid_mid
+    def forward(self, stream):
+        middle = self.attn(self.ln1(stream)) + stream
+        return self.mlp(self.ln2(middle)) + middle
 
 
 class Unembed(nn.Module):
@@ -95,7 +95,7 @@ class Unembed(nn.Module):
         return x @ self.W_U + self.b_U
 
 
-class DemoTransformer(nn.Module):
+class Transparent(nn.Module):
     def __init__(self, d_vocab, n_ctx, d_model, n_layers, n_heads, d_mlp):
         super().__init__()
         self.embed = Embed(d_vocab, d_model)
@@ -112,7 +112,7 @@ class DemoTransformer(nn.Module):
 
 
 def build(config):
-    return DemoTransformer(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
+    return Transparent(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
 @t.no_grad()
@@ -133,5 +133,5 @@ def fill(module, state):
         new[to + "mlp.W_out"], new[to + "mlp.b_out"] = state[of + "mlp.c_proj.weight"], state[of + "mlp.c_proj.bias"]
         for k in "12":
             new[f"{to}ln{k}.w"], new[f"{to}ln{k}.b"] = state[f"{of}ln_{k}.weight"], state[f"{of}ln_{k}.bias"]
-        new[to + "attn.IGNORE"] = block.attn.IGNORE
+        new[to + "attn.never"] = block.attn.never
     module.load_state_dict(new)

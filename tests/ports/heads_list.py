@@ -1,122 +1,108 @@
-"""A GPT from scratch, following the lecture: one Head module per head. Biases added so that GPT-2 fits."""
+"""GPT from first principles, a module for each attention head. Biases in the heads, so that GPT-2's weights have a place."""
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-dropout = 0.2
 
+class OneHead(nn.Module):
+    """Looks back over the sequence once."""
 
-class Head(nn.Module):
-    """one head of self-attention"""
-
-    def __init__(self, n_embd, head_size, block_size):
+    def __init__(self, width, head_width, context):
         super().__init__()
-        self.key = nn.Linear(n_embd, head_size)
-        self.query = nn.Linear(n_embd, head_size)
-        self.value = nn.Linear(n_embd, head_size)
-        self.register_buffer("tril", torch.tril(torch.ones(block_size, block_size)))
-        self.dropout = nn.Dropout(dropout)
+        self.key = nn.Linear(width, head_width)
+        self.query = nn.Linear(width, head_width)
+        self.value = nn.Linear(width, head_width)
+        self.dropout = nn.Dropout(0.2)
+        self.register_buffer("tril", torch.ones(context, context).tril())
 
     def forward(self, x):
-        T = x.shape[1]
-        k = self.key(x)
-        q = self.query(x)
-        wei = q @ k.transpose(-2, -1) * k.shape[-1] ** -0.5
-        wei = wei.masked_fill(self.tril[:T, :T] == 0, float("-inf"))
-        wei = self.dropout(F.softmax(wei, dim=-1))
-        return wei @ self.value(x)
+        steps = x.size(1)
+        affinity = self.query(x) @ self.key(x).mT / self.key.out_features**0.5
+        affinity[:, self.tril[:steps, :steps] == 0] = -torch.inf
+        return self.dropout(affinity.softmax(dim=-1)) @ self.value(x)
 
 
-class MultiHeadAttention(nn.Module):
-    """multiple heads of self-attention in parallel"""
+class ManyHeads(nn.Module):
+    """The heads side by side, then mixed."""
 
-    def __init__(self, n_embd, num_heads, block_size):
+    def __init__(self, width, count, context):
         super().__init__()
-        head_size = n_embd // num_heads
-        self.heads = nn.ModuleList([Head(n_embd, head_size, block_size) for _ in range(num_heads)])
-        self.proj = nn.Linear(n_embd, n_embd)
-        self.dropout = nn.Dropout(dropout)
+        self.heads = nn.ModuleList(OneHead(width, width // count, context) for _ in range(count))
+        self.proj = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.2)
 
     def forward(self, x):
-        out = torch.cat([h(x) for h in self.heads], dim=-1)
-        return self.dropout(self.proj(out))
+        outputs = [head(x) for head in self.heads]
+        return self.dropout(self.proj(torch.cat(outputs, dim=2)))
 
 
-class FeedFoward(nn.Module):
-    """a simple linear layer followed by a non-linearity"""
+class Thinking(nn.Module):
+    """What each token does with what it has seen."""
 
-    def __init__(self, n_embd, n_hidden):
+    def __init__(self, width, hidden):
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(n_embd, n_hidden),
-            nn.GELU("tanh"),
-            nn.Linear(n_hidden, n_embd),
-            nn.Dropout(dropout),
-        )
+        self.net = nn.Sequential(nn.Linear(width, hidden), nn.GELU("tanh"), nn.Linear(hidden, width), nn.Dropout(0.2))
 
     def forward(self, x):
         return self.net(x)
 
 
-class Block(nn.Module):
-    """communication followed by computation"""
-
-    def __init__(self, n_embd, n_head, n_hidden, block_size):
+class Layer(nn.Module):
+    def __init__(self, width, heads, hidden, context):
         super().__init__()
-        self.sa = MultiHeadAttention(n_embd, n_head, block_size)
-        self.ffwd = FeedFoward(n_embd, n_hidden)
-        self.ln1 = nn.LayerNorm(n_embd)
-        self.ln2 = nn.LayerNorm(n_embd)
+        self.looking = ManyHeads(width, heads, context)
+        self.thinking = Thinking(width, hidden)
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
 
     def forward(self, x):
-        x = x + self.sa(self.ln1(x))
-        x = x + self.ffwd(self.ln2(x))
-        return x
+        x = self.looking(self.ln1(x)) + x
+        return self.thinking(self.ln2(x)) + x
 
 
-class GPTLanguageModel(nn.Module):
-    def __init__(self, vocab_size, block_size, n_embd, n_head, n_layer, n_hidden):
+class CharModel(nn.Module):
+    def __init__(self, vocabulary, context, width, heads, layers, hidden):
         super().__init__()
-        self.token_embedding_table = nn.Embedding(vocab_size, n_embd)
-        self.position_embedding_table = nn.Embedding(block_size, n_embd)
-        self.blocks = nn.Sequential(*[Block(n_embd, n_head, n_hidden, block_size) for _ in range(n_layer)])
-        self.ln_f = nn.LayerNorm(n_embd)
-        self.lm_head = nn.Linear(n_embd, vocab_size)
+        self.token_table = nn.Embedding(vocabulary, width)
+        self.position_table = nn.Embedding(context, width)
+        self.layers = nn.Sequential(*(Layer(width, heads, hidden, context) for _ in range(layers)))
+        self.ln_last = nn.LayerNorm(width)
+        self.to_vocabulary = nn.Linear(width, vocabulary)
 
-    def forward(self, idx):
-        T = idx.shape[1]
-        tok_emb = self.token_embedding_table(idx)
-        pos_emb = self.position_embedding_table(torch.arange(T, device=idx.device))
-        x = self.blocks(tok_emb + pos_emb)
-        return self.lm_head(self.ln_f(x))
+    def forward(self, ids, targets=None):
+        here = torch.arange(ids.size(1), device=ids.device)
+        x = self.layers(self.token_table(ids) + self.position_table(here))
+        logits = self.to_vocabulary(self.ln_last(x))
+        if targets is not None:
+            return logits, F.cross_entropy(logits.transpose(1, 2), targets)
+        return logits
 
 
 def build(config):
-    return GPTLanguageModel(config.vocab_size, config.n_positions, config.n_embd, config.n_head, config.n_layer, config.inner)
+    return CharModel(config.vocab_size, config.n_positions, config.n_embd, config.n_head, config.n_layer, config.inner)
 
 
 @torch.no_grad()
 def fill(module, state):
-    module.token_embedding_table.weight.copy_(state["wte.weight"])
-    module.position_embedding_table.weight.copy_(state["wpe.weight"])
-    module.lm_head.weight.copy_(state["wte.weight"])
-    module.lm_head.bias.zero_()
-    module.ln_f.load_state_dict({"weight": state["ln_f.weight"], "bias": state["ln_f.bias"]})
-    for i, block in enumerate(module.blocks):
+    module.token_table.weight.copy_(state["wte.weight"])
+    module.position_table.weight.copy_(state["wpe.weight"])
+    module.to_vocabulary.weight.copy_(state["wte.weight"])
+    module.to_vocabulary.bias.zero_()
+    module.ln_last.load_state_dict({"weight": state["ln_f.weight"], "bias": state["ln_f.bias"]})
+    for i, layer in enumerate(module.layers):
         p = {key.removeprefix(f"h.{i}."): value for key, value in state.items() if key.startswith(f"h.{i}.")}
-        heads = block.sa.heads
+        heads = layer.looking.heads
         weights, biases = p["attn.c_attn.weight"].chunk(3, dim=1), p["attn.c_attn.bias"].chunk(3)
         for which, w, b in zip(("query", "key", "value"), weights, biases, strict=True):
             for head, w_h, b_h in zip(heads, w.chunk(len(heads), dim=1), b.chunk(len(heads)), strict=True):
                 getattr(head, which).weight.copy_(w_h.T)
                 getattr(head, which).bias.copy_(b_h)
-        for layer, name in (
-            (block.sa.proj, "attn.c_proj"),
-            (block.ffwd.net[0], "mlp.c_fc"),
-            (block.ffwd.net[2], "mlp.c_proj"),
-            (block.ln1, "ln_1"),
-            (block.ln2, "ln_2"),
+        for target, name in (
+            (layer.looking.proj, "attn.c_proj"),
+            (layer.thinking.net[0], "mlp.c_fc"),
+            (layer.thinking.net[2], "mlp.c_proj"),
+            (layer.ln1, "ln_1"),
+            (layer.ln2, "ln_2"),
         ):
-            layer.weight.copy_(p[f"{name}.weight"].T if name[:2] != "ln" else p[f"{name}.weight"])
-            layer.bias.copy_(p[f"{name}.bias"])
+            target.weight.copy_(p[f"{name}.weight"].t())
+            target.bias.copy_(p[f"{name}.bias"])

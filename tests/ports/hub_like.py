@@ -1,129 +1,115 @@
-"""GPT-2 in the shape of the well-known library's class: Conv1D, mask buffers, a cache, an output object."""
+"""Keys as the checkpoint's, down to the buffers: [in, out] matrices, masks, a cache that is passed along, an output object."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
-@dataclass
-class CausalLMOutput:
-    loss: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    past_key_values: tuple | None = None
+class Output(NamedTuple):
+    loss: Tensor | None
+    logits: Tensor
+    cache: list[tuple[Tensor, Tensor]]
 
 
 class Conv1D(nn.Module):
-    def __init__(self, nf, nx):
+    """A Linear the other way round."""
+
+    def __init__(self, width_in, width_out):
         super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.empty(nx, nf))
-        self.bias = nn.Parameter(torch.zeros(nf))
-        nn.init.normal_(self.weight, std=0.02)
+        self.weight = nn.Parameter(torch.randn(width_in, width_out) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(width_out))
 
     def forward(self, x):
-        size_out = (*x.size()[:-1], self.nf)
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
+        return x @ self.weight + self.bias
 
 
-class NewGELUActivation(nn.Module):
-    def forward(self, input):
-        return 0.5 * input * (1.0 + torch.tanh((2.0 / torch.pi) ** 0.5 * (input + 0.044715 * torch.pow(input, 3.0))))
+def gelu(x):
+    inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x * x * x)
+    return x * (torch.tanh(inner) + 1) / 2
 
 
 class Attention(nn.Module):
-    def __init__(self, nx, n_ctx, n_head):
+    def __init__(self, width, context, heads):
         super().__init__()
-        self.register_buffer("bias", torch.tril(torch.ones((n_ctx, n_ctx), dtype=torch.uint8)).view(1, 1, n_ctx, n_ctx))
+        self.heads = heads
+        self.c_attn, self.c_proj = Conv1D(width, 3 * width), Conv1D(width, width)
+        self.attn_dropout, self.resid_dropout = nn.Dropout(0.1), nn.Dropout(0.1)
+        self.register_buffer("bias", torch.ones(1, 1, context, context, dtype=torch.uint8).tril())
         self.register_buffer("masked_bias", torch.tensor(-1e4))
-        self.n_head = n_head
-        self.split_size = nx
-        self.c_attn = Conv1D(3 * nx, nx)
-        self.c_proj = Conv1D(nx, nx)
-        self.attn_dropout = nn.Dropout(0.1)
-        self.resid_dropout = nn.Dropout(0.1)
 
-    def split_heads(self, x):
-        return x.view(*x.size()[:-1], self.n_head, x.size(-1) // self.n_head).permute(0, 2, 1, 3)
-
-    def forward(self, x, layer_past=None):
-        query, key, value = map(self.split_heads, self.c_attn(x).split(self.split_size, dim=2))
-        if layer_past is not None:
-            key = torch.cat((layer_past[0], key), dim=-2)
-            value = torch.cat((layer_past[1], value), dim=-2)
-        w = torch.matmul(query, key.transpose(-1, -2)) / (float(value.size(-1)) ** 0.5)
-        nd, ns = w.size(-2), w.size(-1)
-        w = torch.where(self.bias[:, :, ns - nd : ns, :ns].bool(), w, self.masked_bias.to(w.dtype))
-        w = self.attn_dropout(nn.functional.softmax(w, dim=-1))
-        a = torch.matmul(w, value).permute(0, 2, 1, 3).contiguous()
-        a = a.view(*a.size()[:-2], self.split_size)
-        return self.resid_dropout(self.c_proj(a)), (key, value)
+    def forward(self, x, past):
+        q, k, v = (y.unflatten(2, (self.heads, -1)).transpose(1, 2) for y in self.c_attn(x).chunk(3, dim=2))
+        if past is not None:
+            k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
+        seen, new = k.shape[2], q.shape[2]
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        mask = self.bias[..., seen - new : seen, :seen]
+        scores = torch.where(mask > 0, scores, self.masked_bias.to(scores))
+        y = self.attn_dropout(scores.softmax(-1)) @ v
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2))), (k, v)
 
 
 class MLP(nn.Module):
-    def __init__(self, n_state, nx):
+    def __init__(self, width, hidden):
         super().__init__()
-        self.c_fc = Conv1D(n_state, nx)
-        self.c_proj = Conv1D(nx, n_state)
-        self.act = NewGELUActivation()
+        self.c_fc, self.c_proj = Conv1D(width, hidden), Conv1D(hidden, width)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x):
-        return self.dropout(self.c_proj(self.act(self.c_fc(x))))
+        return self.dropout(self.c_proj(gelu(self.c_fc(x))))
 
 
 class Block(nn.Module):
-    def __init__(self, cfg):
+    def __init__(self, c):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(cfg.n_embd, eps=cfg.layer_norm_epsilon)
-        self.attn = Attention(cfg.n_embd, cfg.n_positions, cfg.n_head)
-        self.ln_2 = nn.LayerNorm(cfg.n_embd, eps=cfg.layer_norm_epsilon)
-        self.mlp = MLP(cfg.inner, cfg.n_embd)
+        self.ln_1 = nn.LayerNorm(c.n_embd, eps=c.layer_norm_epsilon)
+        self.attn = Attention(c.n_embd, c.n_positions, c.n_head)
+        self.ln_2 = nn.LayerNorm(c.n_embd, eps=c.layer_norm_epsilon)
+        self.mlp = MLP(c.n_embd, c.inner)
 
-    def forward(self, x, layer_past=None):
-        a, present = self.attn(self.ln_1(x), layer_past)
-        x = x + a
+    def forward(self, x, past):
+        attended, present = self.attn(self.ln_1(x), past)
+        x = x + attended
         return x + self.mlp(self.ln_2(x)), present
 
 
-class GPT2Model(nn.Module):
-    def __init__(self, cfg):
+class Body(nn.Module):
+    def __init__(self, c):
         super().__init__()
-        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
-        self.wpe = nn.Embedding(cfg.n_positions, cfg.n_embd)
+        self.wte, self.wpe = nn.Embedding(c.vocab_size, c.n_embd), nn.Embedding(c.n_positions, c.n_embd)
         self.drop = nn.Dropout(0.1)
-        self.h = nn.ModuleList([Block(cfg) for _ in range(cfg.n_layer)])
-        self.ln_f = nn.LayerNorm(cfg.n_embd, eps=cfg.layer_norm_epsilon)
+        self.h = nn.ModuleList(Block(c) for _ in range(c.n_layer))
+        self.ln_f = nn.LayerNorm(c.n_embd, eps=c.layer_norm_epsilon)
 
-    def forward(self, input_ids, past_key_values=None):
-        past = 0 if past_key_values is None else past_key_values[0][0].size(-2)
-        position_ids = torch.arange(past, past + input_ids.size(-1), device=input_ids.device).unsqueeze(0)
-        hidden = self.drop(self.wte(input_ids) + self.wpe(position_ids))
-        presents = ()
-        for i, block in enumerate(self.h):
-            hidden, present = block(hidden, None if past_key_values is None else past_key_values[i])
-            presents += (present,)
-        return self.ln_f(hidden), presents
+    def forward(self, ids, cache):
+        start = cache[0][0].shape[2] if cache else 0
+        places = torch.arange(start, start + ids.shape[1], device=ids.device)
+        x, presents = self.drop(self.wte(ids) + self.wpe(places)), []
+        for number, block in enumerate(self.h):
+            x, present = block(x, cache[number] if cache else None)
+            presents.append(present)
+        return self.ln_f(x), presents
 
 
-class GPT2LMHead(nn.Module):
-    def __init__(self, cfg):
+class WithHead(nn.Module):
+    def __init__(self, c):
         super().__init__()
-        self.transformer = GPT2Model(cfg)
-        self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        self.transformer = Body(c)
+        self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
 
-    def forward(self, input_ids, past_key_values=None, labels=None):
-        hidden, presents = self.transformer(input_ids, past_key_values)
-        logits = self.lm_head(hidden)
+    def forward(self, ids, cache=None, labels=None):
+        x, presents = self.transformer(ids, cache)
+        logits = self.lm_head(x)
         loss = None
         if labels is not None:
-            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutput(loss, logits, presents)
+            loss = nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:])
+        return Output(loss, logits, presents)
 
 
 def build(config):
-    return GPT2LMHead(config)
+    return WithHead(config)
 
 
 def fill(module, state):

@@ -1,124 +1,105 @@
-"""
-Full definition of a GPT language model, all of it in this single file.
-"""
+"""A GPT in one short file: fused projections, PyTorch's attention kernel, one matrix for both ends."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-from torch.nn import functional as F
-
-
-class LayerNorm(nn.Module):
-    """LayerNorm but with an optional bias"""
-
-    def __init__(self, ndim, bias):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(ndim))
-        self.bias = nn.Parameter(torch.zeros(ndim)) if bias else None
-
-    def forward(self, input):
-        return F.layer_norm(input, self.weight.shape, self.weight, self.bias, 1e-5)
-
-
-class CausalSelfAttention(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.attn_dropout = nn.Dropout(config.dropout)
-        self.resid_dropout = nn.Dropout(config.dropout)
-        self.n_head = config.n_head
-        self.dropout = config.dropout
-
-    def forward(self, x):
-        B, T, C = x.size()
-        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in self.c_attn(x).chunk(3, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0, is_causal=True)
-        y = y.transpose(1, 2).contiguous().view(B, T, C)
-        return self.resid_dropout(self.c_proj(y))
-
-
-class MLP(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, config.n_inner, bias=config.bias)
-        self.gelu = nn.GELU(approximate="tanh")
-        self.c_proj = nn.Linear(config.n_inner, config.n_embd, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x):
-        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
-
-
-class Block(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
-        self.attn = CausalSelfAttention(config)
-        self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
-        self.mlp = MLP(config)
-
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        x = x + self.mlp(self.ln_2(x))
-        return x
+import torch.nn.functional as F
 
 
 @dataclass
-class Config:
-    block_size: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    n_inner: int
+class Sizes:
+    vocab: int
+    context: int
+    layers: int
+    heads: int
+    width: int
+    hidden: int
     dropout: float = 0.1
     bias: bool = True
 
 
-class GPT(nn.Module):
-    def __init__(self, config):
+class Norm(nn.Module):
+    """LayerNorm whose shift can be left out."""
+
+    def __init__(self, width, bias):
         super().__init__()
-        self.config = config
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(config.vocab_size, config.n_embd),
-                wpe=nn.Embedding(config.block_size, config.n_embd),
-                drop=nn.Dropout(config.dropout),
-                h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-                ln_f=LayerNorm(config.n_embd, bias=config.bias),
-            )
-        )
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
-        self.apply(self._init_weights)
-        for pn, p in self.named_parameters():
-            if pn.endswith("c_proj.weight"):
-                torch.nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
+        self.weight = nn.Parameter(torch.ones(width))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(width)) if bias else None)
 
-    def _init_weights(self, module):
-        if isinstance(module, nn.Linear | nn.Embedding):
-            torch.nn.init.normal_(module.weight, mean=0.0, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            torch.nn.init.zeros_(module.bias)
+    def forward(self, x):
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, eps=1e-5)
 
-    def forward(self, idx, targets=None):
-        pos = torch.arange(idx.size(1), device=idx.device)
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
-        for block in self.transformer.h:
-            x = block(x)
-        logits = self.lm_head(self.transformer.ln_f(x))
-        loss = None
-        if targets is not None:
-            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
-        return logits, loss
+
+class SelfAttention(nn.Module):
+    def __init__(self, s):
+        super().__init__()
+        self.heads, self.dropout = s.heads, s.dropout
+        self.c_attn = nn.Linear(s.width, s.width * 3, bias=s.bias)
+        self.c_proj = nn.Linear(s.width, s.width, bias=s.bias)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        qkv = self.c_attn(x).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout * self.training)
+        return self.c_proj(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, s):
+        super().__init__()
+        self.c_fc = nn.Linear(s.width, s.hidden, bias=s.bias)
+        self.gelu = nn.GELU(approximate="tanh")
+        self.c_proj = nn.Linear(s.hidden, s.width, bias=s.bias)
+
+    def forward(self, x):
+        return self.c_proj(self.gelu(self.c_fc(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, s):
+        super().__init__()
+        self.ln_1, self.attn = Norm(s.width, s.bias), SelfAttention(s)
+        self.ln_2, self.mlp = Norm(s.width, s.bias), FeedForward(s)
+        self.drop = nn.Dropout(s.dropout)
+
+    def forward(self, x):
+        x = x + self.drop(self.attn(self.ln_1(x)))
+        return x + self.drop(self.mlp(self.ln_2(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, s):
+        super().__init__()
+        parts = {
+            "wte": nn.Embedding(s.vocab, s.width),
+            "wpe": nn.Embedding(s.context, s.width),
+            "drop": nn.Dropout(s.dropout),
+            "h": nn.ModuleList(Layer(s) for _ in range(s.layers)),
+            "ln_f": Norm(s.width, s.bias),
+        }
+        self.transformer = nn.ModuleDict(parts)
+        self.lm_head = nn.Linear(s.width, s.vocab, bias=False)
+        self.lm_head.weight = self.transformer["wte"].weight
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, ids, targets=None):
+        t = self.transformer
+        x = t["drop"](t["wte"](ids) + t["wpe"].weight[: ids.shape[1]])
+        for layer in t["h"]:
+            x = layer(x)
+        logits = self.lm_head(t["ln_f"](x))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def build(config):
     return GPT(
-        Config(config.n_positions, config.vocab_size, config.n_layer, config.n_head, config.n_embd, config.inner, bias=True)
+        Sizes(config.vocab_size, config.n_positions, config.n_layer, config.n_head, config.n_embd, config.inner, bias=True)
     )
 
 

@@ -4,37 +4,28 @@ import torch
 from torch import nn
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, embed_size, heads):
+class MultiHead(nn.Module):
+    def __init__(self, size, heads):
         super().__init__()
         self.heads = heads
-        self.head_dim = embed_size // heads
-        self.W_q = nn.Linear(embed_size, embed_size)
-        self.W_k = nn.Linear(embed_size, embed_size)
-        self.W_v = nn.Linear(embed_size, embed_size)
-        self.W_o = nn.Linear(embed_size, embed_size, bias=False)
+        self.W_q, self.W_k, self.W_v = nn.Linear(size, size), nn.Linear(size, size), nn.Linear(size, size)
+        self.W_o = nn.Linear(size, size, bias=False)
 
     def forward(self, x, mask):
-        N, T, E = x.shape
-        queries = self.W_q(x).reshape(N, T, self.heads, self.head_dim)
-        keys = self.W_k(x).reshape(N, T, self.heads, self.head_dim)
-        values = self.W_v(x).reshape(N, T, self.heads, self.head_dim)
-        energy = torch.einsum("nqhd,nkhd->nhqk", [queries, keys])
-        energy = energy.masked_fill(mask == 0, float("-1e20"))
-        attention = torch.softmax(energy / self.head_dim**0.5, dim=3)
-        return self.W_o(torch.einsum("nhql,nlhd->nqhd", [attention, values]).reshape(N, T, E))
+        shape = (*x.shape[:2], self.heads, x.shape[2] // self.heads)
+        q, k, v = self.W_q(x).reshape(shape), self.W_k(x).reshape(shape), self.W_v(x).reshape(shape)
+        scores = torch.einsum("nqhd,nkhd->nhqk", [q, k]) / shape[-1] ** 0.5
+        weights = scores.masked_fill(mask == 0, -1e20).softmax(dim=3)
+        return self.W_o(torch.einsum("nhqk,nkhd->nqhd", [weights, v]).reshape(x.shape))
 
 
-class TransformerBlock(nn.Module):
-    def __init__(self, embed_size, heads, hidden_size, dropout=0.1):
+class Block(nn.Module):
+    def __init__(self, size, heads, hidden):
         super().__init__()
-        self.attention = SelfAttention(embed_size, heads)
-        self.norm1 = nn.LayerNorm(embed_size)
-        self.norm2 = nn.LayerNorm(embed_size)
-        self.feed_forward = nn.Sequential(
-            nn.Linear(embed_size, hidden_size), nn.GELU(approximate="tanh"), nn.Linear(hidden_size, embed_size)
-        )
-        self.dropout = nn.Dropout(dropout)
+        self.attention = MultiHead(size, heads)
+        self.norm1, self.norm2 = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.feed_forward = nn.Sequential(nn.Linear(size, hidden), nn.GELU(approximate="tanh"), nn.Linear(hidden, size))
+        self.dropout = nn.Dropout(0.1)
 
     def forward(self, x, mask):
         x = x + self.dropout(self.attention(self.norm1(x), mask))
@@ -42,23 +33,21 @@ class TransformerBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, vocab_size, max_length, embed_size, num_layers, heads, hidden_size):
+    def __init__(self, vocabulary, longest, size, depth, heads, hidden):
         super().__init__()
-        self.word_embedding = nn.Embedding(vocab_size, embed_size)
-        self.position_embedding = nn.Embedding(max_length, embed_size)
-        self.layers = nn.ModuleList([TransformerBlock(embed_size, heads, hidden_size) for _ in range(num_layers)])
-        self.norm = nn.LayerNorm(embed_size)
-        self.fc_out = nn.Linear(embed_size, vocab_size)
+        self.words, self.places = nn.Embedding(vocabulary, size), nn.Embedding(longest, size)
+        self.layers = nn.ModuleList([Block(size, heads, hidden) for _ in range(depth)])
+        self.norm = nn.LayerNorm(size)
+        self.out = nn.Linear(size, vocabulary)
         self.dropout = nn.Dropout(0.1)
 
-    def forward(self, x):
-        N, T = x.shape
-        positions = torch.arange(0, T, device=x.device).expand(N, T)
-        mask = torch.tril(torch.ones((T, T), device=x.device)).expand(N, 1, T, T)
-        x = self.dropout(self.word_embedding(x) + self.position_embedding(positions))
+    def forward(self, ids):
+        n, t = ids.shape
+        mask = torch.ones(n, 1, t, t, device=ids.device).tril()
+        x = self.dropout(self.words(ids) + self.places(torch.arange(t, device=ids.device).repeat(n, 1)))
         for layer in self.layers:
             x = layer(x, mask)
-        return self.fc_out(self.norm(x))
+        return self.out(self.norm(x))
 
 
 def build(config):
@@ -67,10 +56,10 @@ def build(config):
 
 @torch.no_grad()
 def fill(module, state):
-    module.word_embedding.weight.copy_(state["wte.weight"])
-    module.position_embedding.weight.copy_(state["wpe.weight"])
-    module.fc_out.weight.copy_(state["wte.weight"])
-    module.fc_out.bias.zero_()
+    module.words.weight.copy_(state["wte.weight"])
+    module.places.weight.copy_(state["wpe.weight"])
+    module.out.weight.copy_(state["wte.weight"])
+    module.out.bias.zero_()
     module.norm.load_state_dict({"weight": state["ln_f.weight"], "bias": state["ln_f.bias"]})
     for i, layer in enumerate(module.layers):
         p = {key.removeprefix(f"h.{i}."): value for key, value in state.items() if key.startswith(f"h.{i}.")}

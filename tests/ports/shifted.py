@@ -5,15 +5,14 @@ from torch import nn
 from torch.nn import functional as F
 
 
-class LearnedPositionalEmbedding(nn.Embedding):
-    offset = 2
+class Places(nn.Embedding):
+    """Two rows more than there are positions; padding reads row 1, and row 0 is nobody's."""
 
-    def __init__(self, num_embeddings, embedding_dim):
-        super().__init__(num_embeddings + self.offset, embedding_dim)
+    def __init__(self, positions, dim):
+        super().__init__(positions + 2, dim)
 
-    def forward(self, attention_mask):
-        positions = (torch.cumsum(attention_mask, dim=1) * attention_mask).long() - 1
-        return super().forward(positions + self.offset)
+    def forward(self, real):
+        return super().forward(torch.where(real > 0, real.cumsum(-1) + 1, 1))
 
 
 class Attention(nn.Module):
@@ -53,7 +52,7 @@ class Decoder(nn.Module):
     def __init__(self, vocab_size, max_positions, embed_dim, layers, heads, ffn_dim):
         super().__init__()
         self.embed_tokens = nn.Embedding(vocab_size + 1, embed_dim, padding_idx=0)
-        self.embed_positions = LearnedPositionalEmbedding(max_positions, embed_dim)
+        self.embed_positions = Places(max_positions, embed_dim)
         self.layers = nn.ModuleList([DecoderLayer(embed_dim, heads, ffn_dim) for _ in range(layers)])
         self.final_layer_norm = nn.LayerNorm(embed_dim)
 
