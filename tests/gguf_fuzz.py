@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from gguf_layouts import BF16, F16, F32, Q8_0, WIDE, write
 
-from gpt2.checkpoint.gguf_file import GGUFFile, config_of, tokenizer_of
+from gpt2.checkpoint.containers.gguf_file import GGUFFile, config_of, tokenizer_of
 from gpt2.checkpoint.load import load_path
 from gpt2.data.bpe import train_bpe
 from gpt2.errors import InputError

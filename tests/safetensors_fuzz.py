@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save
 
 from gpt2.checkpoint.containers import HEADER_LIMIT
-from gpt2.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+from gpt2.checkpoint.containers.safetensors_file import DTYPES, SafetensorsFile
 from gpt2.errors import CheckpointError
 
 NUMBERS = [-1, 0, 1, 2, 3, 4, 7, 8, 12, 16, 24, 255, 2**16, 2**31, 2**32, 2**47, 2**48, 2**53, 2**62, 2**63, 2**64 - 1, 2**64]

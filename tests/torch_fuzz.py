@@ -22,7 +22,7 @@ import torch
 from hf_layouts import TINY
 from torch_layouts import hf_bin, lightning, mingpt, nanogpt
 
-from gpt2.checkpoint.torch_file import TorchFile
+from gpt2.checkpoint.containers.torch_file import TorchFile
 from gpt2.errors import CheckpointError
 
 SMALL = type(TINY)(vocab_size=5, n_positions=4, n_embd=4, n_layer=1, n_head=2, bos_token_id=4, eos_token_id=4)

@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gpt2
+from gpt2.checkpoint.containers.gguf_file import GGUFFile
 from gpt2.checkpoint.export import TYPES, export
-from gpt2.checkpoint.gguf_file import GGUFFile
 from gpt2.checkpoint.load import random_model
 from gpt2.data.bpe import BPE
 

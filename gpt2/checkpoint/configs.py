@@ -13,12 +13,11 @@ from typing import Any
 
 from ..config import OFFICIAL_SIZES, GPT2Config
 from ..errors import CheckpointError, InputError
-from . import gguf_file
-from .containers import Container, listed, read_json
+from .containers import Container, gguf_file, listed, read_json
+from .containers.tensorflow_file import TensorBundle, read_hparams
+from .containers.torch_file import TorchFile
 from .files import what_is_there
 from .keys import from_file, sizes
-from .tensorflow_file import TensorBundle, read_hparams
-from .torch_file import TorchFile
 
 # (layers, width) -> heads, of published shapes: OpenAI's, and minGPT's own (karpathy/minGPT, mingpt/model.py), whose state
 # dicts come without a word about their heads.

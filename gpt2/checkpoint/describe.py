@@ -7,15 +7,15 @@ from pathlib import Path
 
 from ..config import GPT2Config, official_size
 from .configs import config_of
+from .containers.gguf_file import GGUFFile
+from .containers.safetensors_file import SafetensorsFile
+from .containers.tensorflow_file import TensorBundle
+from .containers.torch_file import TorchFile
 from .files import open_weights
-from .gguf_file import GGUFFile
 from .hub import resolve
 from .match import Assignment, match
 from .names import DEFAULT, parse_random, split_dtype
-from .safetensors_file import SafetensorsFile
 from .save import sha256
-from .tensorflow_file import TensorBundle
-from .torch_file import TorchFile
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 KINDS = {SafetensorsFile: "safetensors", TorchFile: "torch.save", TensorBundle: "TensorFlow", GGUFFile: "GGUF"}

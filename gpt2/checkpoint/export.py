@@ -20,9 +20,9 @@ from ..data.bpe import BPE
 from ..data.bpe_files import ADDED, FILES
 from ..data.chars import FILE as CHARS
 from ..errors import InputError
+from .containers.gguf_file import ALIGNMENT, ARRAY, CONFIG_KEYS, CONTROL, KINDS, NORMAL, STRING, GGUFFile, Kind, NoTokenizer
 from .describe import File
 from .files import WEIGHTS, open_weights
-from .gguf_file import ALIGNMENT, ARRAY, CONFIG_KEYS, CONTROL, KINDS, NORMAL, STRING, GGUFFile, Kind, NoTokenizer
 from .hub import resolve
 from .keys import GGUF, layer, to_file
 from .load import load_path, random_model, require_vocabulary, tokenizer_of

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .containers import Container, listed, read_json, shown
-from .gguf_file import GGUFFile
-from .safetensors_file import SafetensorsFile
-from .tensorflow_file import TensorBundle, checkpoint_prefix
-from .torch_file import TorchFile
+from .containers.gguf_file import GGUFFile
+from .containers.safetensors_file import SafetensorsFile
+from .containers.tensorflow_file import TensorBundle, checkpoint_prefix
+from .containers.torch_file import TorchFile
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -10,8 +10,8 @@ import torch
 from ..config import GPT2Config, official_size, quoted
 from ..errors import InputError
 from ..model import GPT2
-from . import gguf_file
 from .configs import config_of
+from .containers import gguf_file
 from .files import open_weights
 from .hub import resolve
 from .match import match

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..errors import InputError
 from .containers import listed
+from .containers.safetensors_file import DTYPES
 from .files import WEIGHTS
 from .keys import expected, to_file
-from .safetensors_file import DTYPES
 
 if TYPE_CHECKING:
     from ..data import Tokenizer

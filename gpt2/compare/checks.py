@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.configs import config_of
+from ..checkpoint.containers.safetensors_file import SafetensorsFile
 from ..checkpoint.files import open_weights
 from ..checkpoint.keys import from_file, layer
 from ..checkpoint.load import require_vocabulary, tokenizer_of
 from ..checkpoint.match import match
-from ..checkpoint.safetensors_file import SafetensorsFile
 from ..config import GPT2Config
 from ..data import Tokenizer
 from ..errors import InputError

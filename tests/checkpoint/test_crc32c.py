@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tf_bundle
 
-from gpt2.checkpoint.crc32c import DEGREE, SHIFTS, crc32c
+from gpt2.checkpoint.containers.crc32c import DEGREE, SHIFTS, crc32c
 
 P = 0x11EDC6F41  # Castagnoli's polynomial, RFC 3720, 12.1
 
@@ -56,7 +56,7 @@ def test_every_length_and_split_gives_the_plain_checksum() -> None:
 @pytest.mark.parametrize("words", [DEGREE - 1, DEGREE, 999])
 def test_more_than_one_chunk(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
     """A chunk shorter than what is carried over from the one before."""
-    monkeypatch.setattr("gpt2.checkpoint.crc32c.CHUNK", words)
+    monkeypatch.setattr("gpt2.checkpoint.containers.crc32c.CHUNK", words)
     for length in (8 * words * 3, 8 * words * 3 + 7, 8 * words * 3 + 8, 100_000):
         data = random.Random(length).randbytes(length)
         assert crc32c(data) == tf_bundle.crc32c(data)

@@ -277,7 +277,9 @@ DIALECTS = {
     "transformers": Dialect("what `save_pretrained` writes", "transformers 5.23", hf(transformers_saved)),
     "shards": Dialect("sharded safetensors", "ours", hf(sharded)),
     "shards-no-prefix": Dialect("sharded safetensors without prefix", "ours", hf(unprefixed_shards)),
-    "linear-shards": Dialect("`[out, in]` matrices, the square ones too (gpt2-xl-linear-sharded)", "ours", hf(linear_shards), "oracle"),
+    "linear-shards": Dialect(
+        "`[out, in]` matrices, the square ones too (gpt2-xl-linear-sharded)", "ours", hf(linear_shards), "oracle"
+    ),
     "float16": Dialect("float16 weights", "ours", hf(half)),
     "mixed": Dialect("bfloat16 matrices beside float32 norms", "ours", hf(mixed)),
     "bin": Dialect("`pytorch_model.bin`, byte masks, `lm_head.decoder.weight`", "torch.save", hf(pytorch_bin)),
@@ -295,7 +297,9 @@ DIALECTS = {
         "oracle",
     ),
     "unscaled": Dialect("`scale_attn_weights: false`", "ours", hf(official, UNSCALED, scale_attn_weights=False), "oracle"),
-    "cerebras": Dialect("erf GELU, `n_inner`, 2048 positions, 17 heads (Cerebras-GPT)", "ours", hf(official, CEREBRAS, **NO_DROPOUT)),
+    "cerebras": Dialect(
+        "erf GELU, `n_inner`, 2048 positions, 17 heads (Cerebras-GPT)", "ours", hf(official, CEREBRAS, **NO_DROPOUT)
+    ),
     "rinna": Dialect("`gelu_fast`, a narrow `n_inner` (rinna-1b)", "ours", hf(prefixed, RINNA)),
     "mgpt": Dialect("another vocabulary, an odd width (mGPT)", "ours", hf(prefixed, ODD)),
     "chinese": Dialect("bos and eos outside the vocabulary (Chinese ports)", "ours", hf(official, CHINESE)),
@@ -310,8 +314,12 @@ DIALECTS = {
         ),
     ),
     "nanogpt": Dialect("nanoGPT `ckpt.pt`: `[out, in]`, erf GELU, optimizer beside it", "torch.save", nanogpt(), "oracle"),
-    "nanogpt-compiled": Dialect("nanoGPT, compiled (`_orig_mod.`), mask buffers", "torch.save", nanogpt(compiled=True, masked=True), "oracle"),
-    "nanogpt-padded": Dialect("nanoGPT, vocabulary padded, no biases", "torch.save", nanogpt(bias=False, vocab=64, compiled=True), "oracle"),
+    "nanogpt-compiled": Dialect(
+        "nanoGPT, compiled (`_orig_mod.`), mask buffers", "torch.save", nanogpt(compiled=True, masked=True), "oracle"
+    ),
+    "nanogpt-padded": Dialect(
+        "nanoGPT, vocabulary padded, no biases", "torch.save", nanogpt(bias=False, vocab=64, compiled=True), "oracle"
+    ),
     "mingpt": Dialect("minGPT state dict, no config: heads from its published sizes", "torch.save", mingpt, "oracle"),
     "lightning": Dialect("Lightning and DistributedDataParallel wrappers", "torch.save", wrapped, "oracle"),
     "openai": Dialect("OpenAI's TensorFlow files, no TensorFlow", "ours, held to TensorFlow's", openai, "oracle"),

@@ -20,8 +20,8 @@ from gguf_layouts import BF16, F16, F32, Q8_0, WIDE, arithmetic, write
 from hf_layouts import TINY, official, prefixed, sharded, weights, write_config, write_weights
 
 import gpt2
+from gpt2.checkpoint.containers.gguf_file import GGUFFile, config_of, tokenizer_of
 from gpt2.checkpoint.export import TYPES, _quantised, export
-from gpt2.checkpoint.gguf_file import GGUFFile, config_of, tokenizer_of
 from gpt2.config import OFFICIAL_SIZES, GPT2Config
 from gpt2.data.bpe import BPE, train_bpe
 from gpt2.data.chars import Chars

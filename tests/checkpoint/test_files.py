@@ -16,8 +16,8 @@ from hf_layouts import TINY, official, sharded, weights, write_config, write_wei
 from safetensors import SafetensorError, safe_open
 
 from gpt2.checkpoint.containers import HEADER_LIMIT, read_json
+from gpt2.checkpoint.containers.safetensors_file import DTYPES, SafetensorsFile
 from gpt2.checkpoint.files import open_weights
-from gpt2.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 from gpt2.errors import CheckpointError
 
 PROC = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
@@ -258,7 +258,7 @@ def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path, monkeypatch: pytes
     def no_mmap(*_: object, **__: object) -> None:
         raise OSError(19, "No such device")
 
-    monkeypatch.setattr("gpt2.checkpoint.mapped_file.mmap.mmap", no_mmap)
+    monkeypatch.setattr("gpt2.checkpoint.containers.mapped_file.mmap.mmap", no_mmap)
     assert SafetensorsFile(path).read("a").tolist() == [0, 1, 2, 3, 4]
 
 

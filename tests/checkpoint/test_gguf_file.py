@@ -20,8 +20,8 @@ from gguf.quants import dequantize
 from gguf_layouts import BF16, F16, F32, Q8_0, WIDE, add_tokenizer, gguf_name, write
 from hf_layouts import TINY, weights
 
-from gpt2.checkpoint import gguf_file
-from gpt2.checkpoint.gguf_file import GGUFFile, NoTokenizer, config_of, tokenizer_of
+from gpt2.checkpoint.containers import gguf_file
+from gpt2.checkpoint.containers.gguf_file import GGUFFile, NoTokenizer, config_of, tokenizer_of
 from gpt2.checkpoint.keys import from_file
 from gpt2.checkpoint.load import load
 from gpt2.config import GPT2Config
@@ -482,7 +482,7 @@ def test_a_header_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 LARGEST = """
 import resource, sys, time
 from pathlib import Path
-from gpt2.checkpoint.gguf_file import GGUFFile
+from gpt2.checkpoint.containers.gguf_file import GGUFFile
 before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
 file = GGUFFile(Path(sys.argv[1]))
 print(len(file.metadata["k"]), time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

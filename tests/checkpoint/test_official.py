@@ -13,8 +13,8 @@ import torch
 from hub_standin import HubStandIn
 from official_repositories import OFFICIAL, Weights, add, require_room, small_files
 
+from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.hub import SMALL
-from gpt2.checkpoint.safetensors_file import SafetensorsFile
 from gpt2.config import OFFICIAL_SIZES, official_size
 
 ROOT = Path(__file__).parents[2]

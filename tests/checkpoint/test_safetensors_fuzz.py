@@ -12,7 +12,7 @@ import safetensors
 from safetensors_fuzz import STRICTER, header
 
 from gpt2.checkpoint.containers import HEADER_LIMIT
-from gpt2.checkpoint.safetensors_file import SafetensorsFile
+from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.errors import CheckpointError
 
 TESTS = Path(__file__).parents[1]

@@ -17,8 +17,8 @@ import torch
 from hf_layouts import TINY, weights, write_config, write_weights
 from safetensors import safe_open
 
+from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.load import load, load_tokenizer
-from gpt2.checkpoint.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.save import save, sha256, write_file, write_json
 from gpt2.config import GPT2Config
 from gpt2.data.chars import Chars

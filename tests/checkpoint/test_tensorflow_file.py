@@ -26,8 +26,8 @@ from hf_layouts import TINY
 from tf_bundle import block, closed, entry, field, header, sealed, table, varint
 
 import gpt2.data
-from gpt2.checkpoint.crc32c import crc32c
-from gpt2.checkpoint.tensorflow_file import (
+from gpt2.checkpoint.containers.crc32c import crc32c
+from gpt2.checkpoint.containers.tensorflow_file import (
     DTYPES,
     INDEX_LIMIT,
     MAX_TENSORS,
@@ -366,14 +366,14 @@ def test_a_shard_without_tensors_need_not_be_there(tmp_path: Path) -> None:
 
 def test_large_tensors_are_checked_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksum of the last piece for that of the whole; or a second check, of 498 MB, whenever a tensor is read again."""
-    monkeypatch.setattr("gpt2.checkpoint.tensorflow_file.PIECE", 1001)
+    monkeypatch.setattr("gpt2.checkpoint.containers.tensorflow_file.PIECE", 1001)
     pieces = []
 
     def counted(data: bytes, crc: int = 0) -> int:
         pieces.append(len(data))
         return crc32c(data, crc)
 
-    monkeypatch.setattr("gpt2.checkpoint.tensorflow_file.crc32c", counted)
+    monkeypatch.setattr("gpt2.checkpoint.containers.tensorflow_file.crc32c", counted)
     tf_bundle.write(tmp_path / "m", {"a": torch.arange(1000.0), "b": torch.ones(3)})
     bundle = TensorBundle(tmp_path / "m")
     assert pieces == []

@@ -36,8 +36,8 @@ from torch_layouts import (
     zip_of,
 )
 
-from gpt2.checkpoint.safetensors_file import DTYPES
-from gpt2.checkpoint.torch_file import PICKLE_LIMIT, TorchFile
+from gpt2.checkpoint.containers.safetensors_file import DTYPES
+from gpt2.checkpoint.containers.torch_file import PICKLE_LIMIT, TorchFile
 from gpt2.errors import CheckpointError
 
 PROC = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
@@ -426,7 +426,7 @@ def test_all_that_torch_allows_is_known(tmp_path: Path) -> None:
     """A checkpoint that torch's own weights_only takes must not be called code; and no list of ours may be longer."""
     from torch._weights_only_unpickler import _get_allowed_globals
 
-    from gpt2.checkpoint.torch_tensors import ALLOWED, STORAGES
+    from gpt2.checkpoint.containers.torch_tensors import ALLOWED, STORAGES
 
     theirs = set(_get_allowed_globals())
     tensor_classes = {name for name in theirs if re.fullmatch(r"torch\.(cuda\.|sparse\.|cuda\.sparse\.)?\w+Tensor", name)}
@@ -707,7 +707,7 @@ def test_one_storage_of_two_kinds_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("push", [b"N", b"}", b"]\x94", b"(", b"K\x01"])
 def test_a_pickle_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, push: bytes) -> None:
     """Sixteen million dicts of two bytes each are 2 GB of memory."""
-    monkeypatch.setattr("gpt2.checkpoint.pickle_data.INSTRUCTIONS_LIMIT", 5000)
+    monkeypatch.setattr("gpt2.checkpoint.containers.pickle_data.INSTRUCTIONS_LIMIT", 5000)
     refused(lambda: TorchFile(zip_of(tmp_path / "a", b"\x80\x02" + push * 5001, {})), "more than 5,000 instructions")
     assert holds(TorchFile(zip_of(tmp_path / "a", ONE, {"0": DATA})), {"a": torch.tensor([1.0, 2.0])})
 
@@ -886,7 +886,7 @@ def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path, monkeypatch: pytes
     def no_mmap(*_: object, **__: object) -> None:
         raise OSError(19, "No such device")
 
-    monkeypatch.setattr("gpt2.checkpoint.mapped_file.mmap.mmap", no_mmap)
+    monkeypatch.setattr("gpt2.checkpoint.containers.mapped_file.mmap.mmap", no_mmap)
     assert TorchFile(save(tmp_path / "a", {"a": torch.arange(5.0)})).read("a").tolist() == [0, 1, 2, 3, 4]
 
 
@@ -894,7 +894,8 @@ def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path, monkeypatch: pytes
 @FORMS
 def test_an_optimizer_s_state_is_never_read(tmp_path: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """nanoGPT's ckpt.pt is three times the size of its weights, all of which torch.load reads in the old form."""
-    monkeypatch.setattr("gpt2.checkpoint.torch_file.PICKLE_LIMIT", 20_000)  # of the old form, so much is read to find the pickles
+    # of the old form, so much is read to find the pickles
+    monkeypatch.setattr("gpt2.checkpoint.containers.torch_file.PICKLE_LIMIT", 20_000)
     nanogpt(tmp_path / "a", type(TINY)(vocab_size=5000, n_positions=64, n_embd=48, n_layer=2, n_head=3), zipped=zipped)
 
     def count() -> int:
@@ -934,7 +935,7 @@ PEAK = """
 import json, re, sys
 from pathlib import Path
 import torch
-from gpt2.checkpoint.torch_file import TorchFile
+from gpt2.checkpoint.containers.torch_file import TorchFile
 def memory(kind): return int(re.search(kind + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 torch.ones(1000).to(torch.bfloat16)
 before = memory("VmRSS")

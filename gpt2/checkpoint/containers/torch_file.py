@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import quoted
-from ..errors import CheckpointError
-from .containers import listed, shown
+from ...config import quoted
+from ...errors import CheckpointError
+from . import listed, shown
 from .mapped_file import MappedFile
 from .pickle_data import Call, ForbiddenName, Pickle, PickleError, read_pickle
 from .torch_tensors import ALLOWED, NotDense, Storage, Strided, describe, kind, storage

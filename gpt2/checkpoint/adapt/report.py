@@ -24,11 +24,11 @@ class Row:
 class MappingReport:
     """The weights of ``checkpoint`` in ``module``.
 
-    ``unfilled`` are the module's parameters that were left as they are, ``idle`` those among them that are without effect,
-    ``unused`` what of the checkpoint has no place in it, each with the reason; ``ambiguous`` what the evidence did not settle; ``problems`` what keeps the module from being the
-    checkpoint's model; ``notes`` what is worth knowing and does not. ``logits_error`` is the worst difference of a logit from our
-    model's, over the root mean square of ours, both in float64; None where it could not be had, and ``logits_note`` says why.
-    ``agrees`` is whether that settles it.
+    ``unfilled`` are the module's parameters that were left as they are, ``idle`` those that were left and are without effect,
+    ``unused`` what of the checkpoint has no place in it, each with the reason; ``ambiguous`` what the evidence did not settle;
+    ``problems`` what keeps the module from being the checkpoint's model; ``notes`` what is worth knowing and does not.
+    ``logits_error`` is the worst difference of a logit from our model's, over the root mean square of ours, both in float64;
+    None where it could not be had, and ``logits_note`` says why. ``agrees`` is whether that settles it.
     """
 
     module: str

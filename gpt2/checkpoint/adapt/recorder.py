@@ -1,4 +1,4 @@
-"""Taking down a forward pass: what each of torch's operators does to single elements.
+"""Taking down a forward pass, operator by operator.
 
 A dispatch mode sees every operator that reaches a kernel. One that makes a view needs nothing, because its result lies in the
 same storage; one that copies is replayed on the ids; one that computes becomes a node, and its results get ids of their own.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,22 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .dataflow import NOWHERE, Kind, Node, Region
+from .operators import BLANKS, FUSED_ATTENTION, HANDLERS, MOVED, MOVES, REDUCTIONS, ROWWISE, TAKES, Ids, spelt_out
 from .shadows import Shadows
 
-# Operators that only copy, and the arguments that they copy from.
-MOVES = set(
-    """
-    clone _to_copy copy copy_ cat stack index index_select gather embedding take constant_pad_nd repeat repeat_interleave roll
-    flip slice_scatter select_scatter index_put index_put_ index_copy index_copy_ diag_embed masked_select view_copy permute_copy
-    expand_copy slice_copy select_copy t_copy transpose_copy unsqueeze_copy squeeze_copy split_copy unbind_copy _reshape_copy
-    """.split()  # noqa: SIM905
-)
-MOVED = {"self", "tensors", "src", "source", "values", "value", "weight", "input"}
-TAKES = {"embedding": "weight", "index": "self", "index_select": "self", "gather": "self"}  # from a table, by an index
-BLANKS = set("zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty".split())  # noqa: SIM905
-ROWWISE = {"_softmax", "_log_softmax", "_safe_softmax", "cumsum", "tril", "triu"}
-REDUCTIONS = {"mean", "sum", "var", "std", "var_mean", "std_mean", "amax", "amin", "max", "min", "prod", "any", "all"}
-REDUCTIONS |= {"norm", "linalg_vector_norm", "logsumexp", "argmax", "argmin"}
+Factor = tuple[Tensor, Callable[[Tensor], Tensor]]  # of a contraction: a tensor, and how to view it as (*results, summed)
 
 
 class Recorder(TorchDispatchMode):
@@ -55,7 +42,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._overloadpacket in FUSED_ATTENTION:
             with self:
-                return _spelt_out(_named(func, args, kwargs), len(func._schema.returns))
+                return spelt_out(_named(func, args, kwargs), len(func._schema.returns))
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
             with self:  # as inference mode hands it down: still to be taken apart
                 result = func.decompose(*args, **kwargs)
@@ -113,8 +100,8 @@ class Recorder(TorchDispatchMode):
         ids = [x.ids if isinstance(x, Ids) else self.shadows.ids_of(x) for x in inputs]
         return self.node(Kind.ELEMENTWISE, op, shape, *(x.expand(shape) for x in ids if x is not None))
 
-    def contraction(self, op: str, *factors: tuple[Tensor, Callable[[Tensor], Tensor]]) -> Tensor:
-        """Sums of products of two tensors, each brought into the shape (*results, summed) by the function that goes with it."""
+    def contraction(self, op: str, *factors: Factor) -> Tensor:
+        """Sums of products of two tensors."""
         taken = self._by_one_hot(op, *factors) or self._by_one_hot(op, *factors[::-1])
         if taken is not None:
             return taken.ids
@@ -199,7 +186,7 @@ class Recorder(TorchDispatchMode):
         return func(**swapped | ({"value": NOWHERE} if op == "constant_pad_nd" else {}))
 
     def _taken(self, func: Any, op: str, named: dict[str, Any], output: Tensor) -> Tensor | None:
-        """Ids of what was taken from a table of sources; a lookup, if the tokens had a part in the index. None: not such a table."""
+        """Ids of what was taken from a table of sources (None: from another); a lookup, if the tokens had a part in the index."""
         table, index = named[TAKES[op]], named["indices" if "indices" in named else "index"]
         if self.shadows.made_of(table) is None:
             return None
@@ -229,9 +216,7 @@ class Recorder(TorchDispatchMode):
             by = by.view([1] * axis + [*by.shape] + [1] * (ids.ndim - axis - by.ndim)).expand(ids.shape)
         return self.node(Kind.LOOKUP, op, ids.shape, ids, by, index=coordinates(axis))
 
-    def _by_one_hot(
-        self, op: str, hot: tuple[Tensor, Callable[[Tensor], Tensor]], table: tuple[Tensor, Callable[[Tensor], Tensor]]
-    ) -> Ids | None:
+    def _by_one_hot(self, op: str, hot: Factor, table: Factor) -> Ids | None:
         """A product with one-hot vectors takes elements out of the other factor: a lookup, if the tokens had a part in them."""
         ids = None if self.shadows.region(hot[0]) is not None else self.shadows.ids_of(hot[0])
         live, weighted = (False, False) if ids is None else self.nature(ids)
@@ -262,13 +247,6 @@ class Recorder(TorchDispatchMode):
             self.shadows.write(output, ids)
 
 
-@dataclass(frozen=True)
-class Ids:
-    """Ids where a tensor would stand: an intermediate result of an operator that does several things."""
-
-    ids: Tensor
-
-
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
@@ -281,114 +259,3 @@ def _once(tensor: Tensor) -> Tensor:
     """Without the repetitions of expanded axes: they count once, and stay."""
     kept = [n if stride or n == 0 else 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(kept, tensor.stride())
-
-
-# Handlers: (recorder, arguments by name, shape of the first result) to the ids of the first result, or None to pass.
-
-
-def _product(recorder: Recorder, op: str, a: Tensor, b: Tensor) -> Tensor:
-    """(..., I, K) times (..., K, J)."""
-    rows, columns = a.shape[-2], b.shape[-1]
-    return recorder.contraction(
-        op,
-        (a, lambda x: x.unsqueeze(-2).expand(*x.shape[:-1], columns, x.shape[-1])),
-        (b, lambda x: x.mT.unsqueeze(-3).expand(*x.shape[:-2], rows, x.shape[-1], x.shape[-2])),
-    )
-
-
-def _mm(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor:
-    return _product(recorder, "mm", named["self"], named["mat2"])
-
-
-def _addmm(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor:
-    factors = [named[name] for name in ("mat1", "mat2", "batch1", "batch2") if name in named]
-    return recorder.elementwise("add", shape, Ids(_product(recorder, "mm", *factors)), named["self"])
-
-
-def _mv(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor:
-    return recorder.contraction("mv", (named["self"], lambda x: x), (named["vec"], lambda x: x.expand(*shape, -1)))
-
-
-def _convolution(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
-    """(B, C, ...) by a kernel of width one; any wider one mixes positions, and is no GPT-2's."""
-    kernel, bias = named["weight"], named.get("bias")
-    if kernel.shape[2:].numel() != 1 or named.get("groups", 1) != 1 or named.get("transposed"):
-        return None
-    ones = [1] * (len(shape) - 2)
-    result = recorder.contraction(
-        "convolution",
-        (named["input"], lambda x: x.movedim(1, -1).unsqueeze(1).expand(*shape, -1)),
-        (kernel, lambda x: x.view(1, shape[1], *ones, -1).expand(*shape, -1)),
-    )
-    return result if bias is None else recorder.elementwise("add", shape, Ids(result), bias.view(-1, *ones))
-
-
-def _layer_norm(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor:
-    result = recorder.node(Kind.ROWWISE, "layer_norm", shape, recorder.shadows.ids_of(named["input"]))
-    for op, parameter in (("mul", named.get("weight")), ("add", named.get("bias"))):
-        if parameter is not None:
-            result = recorder.elementwise(op, shape, Ids(result), parameter)
-    return result
-
-
-def _addcmul(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor:
-    product = recorder.elementwise("mul", shape, named["tensor1"], named["tensor2"])
-    return recorder.elementwise("add", shape, named["self"], Ids(product))
-
-
-def _dropout(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor:
-    return recorder.elementwise("dropout", shape, named["input"])
-
-
-def _sum(recorder: Recorder, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
-    """A sum of products is a contraction, and a sum of contractions (over heads, say) a longer one."""
-    x, dims = named["self"], named.get("dim")
-    ids = recorder.shadows.ids_of(x)
-    node = None if ids is None else recorder.owner(ids)
-    longer = node is not None and node.kind is Kind.CONTRACTION and node.weight is not None
-    product = node is not None and node.op == "mul" and len(node.operands) == 2 and not torch.equal(*node.operands)
-    if not longer and not product:
-        return None
-    summed = [d % x.ndim for d in ([dims] if isinstance(dims, int) else dims or range(x.ndim))]
-    kept = [axis for axis in range(x.ndim) if axis not in summed]
-    place = node.place(ids.permute(*kept, *summed).flatten(len(kept)))
-    operands = [operand[place].flatten(len(kept)) for operand in node.operands]
-    weights = [number for number, operand in enumerate(operands) if recorder._from_sources(operand)]
-    if len(weights) > 1 or not all(any(recorder.nature(operand)) for operand in operands):
-        return None
-    result = recorder.node(Kind.CONTRACTION, "sum", operands[0].shape[:-1], *operands, weight=weights[0] if weights else None)
-    return result.view(shape)
-
-
-HANDLERS: dict[str, Callable[[Recorder, dict[str, Any], torch.Size], Tensor | None]] = {
-    "mm": _mm,
-    "bmm": _mm,
-    "addmm": _addmm,
-    "baddbmm": _addmm,
-    "mv": _mv,
-    "convolution": _convolution,
-    "native_layer_norm": _layer_norm,
-    "addcmul": _addcmul,
-    "native_dropout": _dropout,
-    "sum": _sum,
-}
-
-# Kernels that a port may insist on; the plain ones then compute in their place.
-FUSED_ATTENTION = {
-    getattr(torch.ops.aten, name)
-    for name in (
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-}
-
-
-def _spelt_out(named: dict[str, Any], results: int) -> tuple[Any, ...]:
-    """Attention by plain operators; the fused kernels' further results are for the backward pass only."""
-    mask = named.get("attn_mask", named.get("attn_bias"))
-    out, weights = torch.ops.aten._scaled_dot_product_attention_math(
-        named["query"], named["key"], named["value"], mask, 0.0, named.get("is_causal", False), scale=named.get("scale")
-    )
-    return (out, weights, *[None] * (results - 2))

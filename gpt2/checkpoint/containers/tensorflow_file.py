@@ -1,8 +1,8 @@
 """OpenAI's TensorFlow checkpoints, read without TensorFlow.
 
 A checkpoint is a *bundle*: ``model.ckpt.index`` says which tensor lies where in ``model.ckpt.data-00000-of-00001``, or in one of
-several such files. The index is a table (:mod:`gpt2.checkpoint.sstable`) from names to protobufs; the data files are the tensors'
-bytes one after another, and the index has a checksum of each (tensorflow, ``core/util/tensor_bundle`` and
+several such files. The index is a table (:mod:`.sstable`) from names to protobufs; the data files are the tensors' bytes one
+after another, and the index has a checksum of each (tensorflow, ``core/util/tensor_bundle`` and
 ``core/protobuf/tensor_bundle.proto``). Beside them lie ``checkpoint``, which names the bundle, and OpenAI's ``hparams.json``.
 The ``.meta`` file, a graph to be run, is not read. Nothing that the others say is believed before it is checked.
 """
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import MAX_SIZE, quoted
-from ..errors import CheckpointError
-from .containers import HEADER_LIMIT, Entry, countable, listed, read_json, shown
+from ...config import MAX_SIZE, quoted
+from ...errors import CheckpointError
+from . import HEADER_LIMIT, Entry, countable, listed, read_json, shown
 from .crc32c import crc32c
 from .mapped_file import MappedFile
 from .safetensors_file import OTHER_FORMATS

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..config import quoted
-from .containers import Entry
+from ...config import quoted
+from . import Entry
 from .pickle_data import Call, Name, Persistent, PickleError
 from .safetensors_file import DTYPES
 

@@ -3,7 +3,7 @@
 A recording numbers every element of every parameter, the token ids, and every element that an operator computed, and says of
 each operator which elements went into which. Copies, views and slices leave no mark: an element keeps its number wherever it is
 moved. Nothing depends on names or module types, so one recording sees functions, einsum, ``nn.MultiheadAttention`` and
-hand-written layer norms alike. How it is taken: :mod:`.operators`.
+hand-written layer norms alike. How it is taken: :mod:`.recorder`.
 """
 
 from __future__ import annotations
@@ -129,8 +129,16 @@ class Recording:
         """Index of the node that computed each element; -1 for sources, tokens and nowhere."""
         return torch.searchsorted(self._starts, ids.contiguous(), right=True) - 1
 
-    def needed(self) -> set[int]:
-        """The nodes that the output depends on."""
+    def source(self, id: int) -> Source:
+        """The parameter or buffer that an element is of: the first by that id."""
+        return next(source for source in self.sources if source.region.start <= id <= source.region.last)
+
+    def name(self, id: int) -> str:
+        """That source's name; "" for an element that was computed."""
+        return self.source(id).name if 0 <= id < self.tokens else ""
+
+    @cached_property
+    def _needed(self) -> set[int]:
         found, ahead = set(), set(self.owners(self.output).unique().tolist()) - {-1}
         while ahead:
             number = ahead.pop()
@@ -141,6 +149,10 @@ class Recording:
                     once = operand.as_strided([n if s else 1 for n, s in zip(operand.shape, strides, strict=True)], strides)
                     ahead |= set(self.owners(once).unique().tolist()) - {-1} - found
         return found
+
+    def needed(self) -> set[int]:
+        """The nodes that the output depends on."""
+        return self._needed
 
     def owner(self, id: Tensor | int) -> int:
         """:meth:`owners` of a single element."""
@@ -157,7 +169,7 @@ def record(module: nn.Module, ids: Tensor) -> Recording:
     Raises:
         whatever the module raises, and ValueError where its output holds no logits.
     """
-    from .operators import Recorder
+    from .recorder import Recorder
 
     with _plain_attention():
         recorder = Recorder(module, ids)
@@ -176,7 +188,7 @@ def record(module: nn.Module, ids: Tensor) -> Recording:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in whatever a forward returns: a tensor; ``logits`` of an object or dict; the first tensor of three axes, or two.
+    """The logits in what a forward returns: a tensor; ``logits`` of an object or dict; the first tensor of three axes, or of two.
 
     Raises:
         ValueError: none there.

@@ -14,18 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..config import GPT2Config
-from ..errors import InputError
-from ..model import GPT2
-from .anatomy import Anatomy, NotGPT2
+from ...config import GPT2Config
+from ...errors import InputError
+from ...model import GPT2
+from ..load import load
+from ..names import DEFAULT
+from .anatomy import Anatomy
 from .bench import Bench
 from .check import Check, told
 from .dataflow import Recording, Use, record
-from .explain import Explanation, evidence
-from .load import load
-from .mapping import KEEP, PIECE, ZERO, Mapping, describe
-from .mapping_report import MappingReport, Row
-from .names import DEFAULT
+from .explain import Explanation
+from .mapping import KEEP, PIECE, ZERO, Mapping
+from .parts import evidence
+from .report import MappingReport, Row
+from .stream import NotGPT2
+from .wording import describe
 
 
 @torch.no_grad()
@@ -92,30 +95,31 @@ def _give_shapes(module: nn.Module, config: GPT2Config, who: str) -> None:
         part.named_parameters()
     if any(is_lazy(tensor) for tensor in [*module.parameters(), *module.buffers()]):
         try:
-            module(_probe(config, 2, min(5, config.n_positions)))
+            module(_probe(config.vocab_size, 2, min(5, config.n_positions)))
         except Exception as error:
             raise InputError(f"{who}: its parameters have no shapes yet, and its forward fails ({told(error)})") from None
 
 
 def _record(module: nn.Module, config: GPT2Config, who: str) -> Recording:
-    """A forward pass on a few tokens; on as many as the checkpoint has positions, if the module takes no fewer."""
+    """A forward pass on a few tokens; on early ones, if the module knows fewer; on as many as the checkpoint has positions, if
+    it takes no fewer."""
     device = next(module.parameters(), torch.empty(0)).device
     failures = []
     short = min(5, config.n_positions)
-    for batch, length in dict.fromkeys([(2, short), (1, config.n_positions)]):
+    few = min(6 * short, config.vocab_size)  # ids that every vocabulary has
+    tries = [(2, short, config.vocab_size), (2, short, few), (1, config.n_positions, config.vocab_size)]
+    for batch, length, vocabulary in dict.fromkeys(tries):
         try:
-            ids = _probe(config, batch, length).to(device)
-            return record(module, ids)
+            return record(module, _probe(vocabulary, batch, length).to(device))
         except Exception as error:
             failures.append(told(error))
     raise InputError(f"{who}: its forward fails on ids of shape (2, {short}): {failures[0]}")
 
 
-def _probe(config: GPT2Config, batch: int, length: int) -> Tensor:
+def _probe(vocabulary: int, batch: int, length: int) -> Tensor:
     """(B, T) ids, distinct where the vocabulary allows, and none of them the number of a position."""
-    low = length if config.vocab_size >= length * (batch + 1) else 0
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(config.vocab_size - low, generator=generator) + low
+    low = length if vocabulary >= length * (batch + 1) else 0
+    order = torch.randperm(vocabulary - low, generator=torch.Generator().manual_seed(0)) + low
     return order.repeat(length * batch // len(order) + 1)[: length * batch].view(batch, length)
 
 

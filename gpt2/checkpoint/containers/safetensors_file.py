@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import quoted
-from ..errors import CheckpointError
-from .containers import HEADER_LIMIT, Entry, countable, shown
+from ...config import quoted
+from ...errors import CheckpointError
+from . import HEADER_LIMIT, Entry, countable, shown
 from .mapped_file import MappedFile
 
 DTYPES = {

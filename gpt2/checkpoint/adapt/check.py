@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..model import GPT2
+from ...model import GPT2
 from .anatomy import Anatomy
 from .bench import Bench
 from .dataflow import logits_of
-from .explain import Findings
+from .lacks import Findings
 from .mapping import Mapping
 
 BOUND = 1e-10  # relative, in float64: rounding is 1e-15, and any bug is larger
@@ -36,7 +36,7 @@ class Check:
     def __init__(self, anatomy: Anatomy, mapping: Mapping, state: MappingType[str, Tensor], neutral: dict[str, Tensor]) -> None:
         self.config, self.state = mapping.config, state
         self.in_stream = anatomy.head is None
-        self.vocabulary = min(anatomy.vocabulary, self.config.vocab_size, *([] if self.in_stream else [len(anatomy.head)]))
+        self.vocabulary = min(anatomy.stream.vocabulary, self.config.vocab_size, *([] if self.in_stream else [len(anatomy.head)]))
         self.fits = anatomy.width == self.config.n_embd
         context = min(self.config.n_positions, self.config.n_positions if anatomy.positions is None else anatomy.positions.rows)
         lengths = {min(length, context) for length in (1, 7, 32)}
@@ -76,7 +76,7 @@ class Check:
             found.problems.append("your module gives other logits every time: does dropout not ask whether it is in eval mode?")
         if error <= NEARLY:
             found.problems.append(
-                f"your module is GPT-2 but for {error:.1e}, as if a constant in it were kept in float32; `gpt2 diagnose` says which"
+                f"your module is GPT-2 but for {error:.1e}, as if it kept a constant in float32; `gpt2 diagnose` says which"
             )
             return Verdict(False, error, "the logits nearly agree")
         placed = "what could be placed is placed" if found.unfilled or found.unused else "all weights are placed"
@@ -93,9 +93,10 @@ class Check:
         if not any(torch.is_tensor(output) for output in theirs):
             return Verdict(False, None, f"the logits cannot be compared: the forward fails ({failures[0]})")
         error, ours = _worst(theirs, self.whole), _worst(self._ours(self.state, dtype), self.whole)
-        name = str(dtype).removeprefix("torch.")
-        said = f"in {name}, for it does not run in float64 ({failure}): {error:.1e} from our model in float64, which itself strays {ours:.1e}"
-        return Verdict(error <= SLACK * ours, None, f"the logits {'agree' if error <= SLACK * ours else 'differ'} {said}")
+        agrees, name = error <= SLACK * ours, str(dtype).removeprefix("torch.")
+        strays = f"{error:.1e} from our model in float64, which itself strays {ours:.1e}"
+        words = f"the logits {'agree' if agrees else 'differ'} in {name}, {strays} (in float64 yours fails: {failure})"
+        return Verdict(agrees, None, words)
 
     def _theirs(self, module: nn.Module) -> tuple[list[Tensor | None], list[str]]:
         outputs: list[Tensor | None] = []

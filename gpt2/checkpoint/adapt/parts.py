@@ -72,6 +72,38 @@ class Table:
 
 Part = Matrix | Vector | Table
 
+# How we know a part when we see it: by what it does in the forward pass.
+EVIDENCE = {
+    "wte": "the token ids choose its rows",
+    "wpe": "added to the stream, other rows at other positions",
+    "attn.q": "its results are matched against the keys, for the position that the mix is for",
+    "attn.k": "its results are matched against the queries, for the positions that are mixed",
+    "attn.v": "its results are what attention mixes",
+    "attn.c_proj": "takes the mix back to the stream",
+    "mlp.c_fc": "takes the stream to units that only the next projection reads",
+    "mlp.c_proj": "takes the hidden units back to the stream",
+    "attn.q.bias": "added to the queries",
+    "attn.k.bias": "added to the keys",
+    "attn.v.bias": "added to the values",
+    "attn.c_proj.bias": "added to what attention gives back",
+    "mlp.c_fc.bias": "added to the hidden units",
+    "mlp.c_proj.bias": "added to what the feed-forward gives back",
+    "ln_1.weight": "scales the normed stream before the queries",
+    "ln_1.bias": "shifts the normed stream before the queries",
+    "ln_2.weight": "scales the normed stream before the feed-forward",
+    "ln_2.bias": "shifts the normed stream before the feed-forward",
+    "ln_f.weight": "scales the normed stream at the end",
+    "ln_f.bias": "shifts the normed stream at the end",
+    "head": "its results are the logits; GPT-2's head is its token embedding",
+    "head.bias": "added to the logits, where GPT-2 adds nothing",
+    "surplus": "added where a bias is added already",
+}
+
+
+def evidence(part: Part) -> str:
+    """Why we believe that a parameter is this part of GPT-2."""
+    return EVIDENCE[part.part] if part.layer is None else f"block {part.layer}: {EVIDENCE[part.part]}"
+
 
 def first_id(part: Part) -> int:
     """One of the parameters that a part lies in."""
