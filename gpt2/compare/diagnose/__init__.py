@@ -1,0 +1,1 @@
+"""Why somebody's GPT-2 is almost right."""
