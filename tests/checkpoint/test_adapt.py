@@ -677,3 +677,22 @@ def test_a_name_is_as_good_as_a_model() -> None:
     assert (report.ok, report.checkpoint, report.module) == (True, "shakespeare-mini", type(module).__name__)
     with pytest.raises(InputError, match="no-such-model"):
         load_into(module, "no-such-model", offline=True)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_a_buffer_that_serves_as_a_bias_is_in_the_way_only_if_it_changes_something(value: float) -> None:
+    """TransformerLens keeps a bias of zeros beside the head: a report that is not ok over it would be a false alarm."""
+
+    class WithBuffer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.port = Faulty()
+            self.register_buffer("b_U", torch.full((CONFIG.vocab_size,), value))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.port(ids) + self.b_U
+
+    report = load_into(WithBuffer(), checkpoint())
+    assert report.ok == (value == 0)
+    sentence = "your head.bias (b_U) is a buffer and no parameter: it is left as it is"
+    assert sentence in (report.problems if value else report.notes)

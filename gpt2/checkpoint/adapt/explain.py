@@ -66,13 +66,15 @@ class Explanation:
             self.found.unfilled |= dict.fromkeys(sorted(names), "a norm that GPT-2 does not have")
         if anatomy.positions is not None and anatomy.positions.skipped and self.mapping.is_shifted(anatomy.positions):
             say(f"your positions begin at row {anatomy.positions.skipped} of their table, the checkpoint's at 0")
-        for part, name in self.mapping.in_buffers:
-            what = "position embedding" if part.part == "wpe" else part.part
-            say(f"your {what} ({name}) is a buffer and no parameter: it is left as it is")
+        self.found.problems += self._in_buffers()
         if anatomy.head is None:
             self.found.notes.append("your forward returns no logits: its hidden states are compared with ours")
         if anatomy.recording.unfollowed:
             self.found.notes.append(f"not followed: {', '.join(anatomy.recording.unfollowed)}")
+
+    def _in_buffers(self) -> list[str]:
+        parts = ((("position embedding" if part.part == "wpe" else part.part), name) for part, name in self.mapping.in_buffers)
+        return [f"your {what} ({name}) is a buffer and no parameter: it is left as it is" for what, name in parts]
 
     # Left over of the module
 
@@ -119,6 +121,9 @@ class Explanation:
                 if not why.startswith("in part")
             }
             self.found.unfilled = {name: why for name, why in self.found.unfilled.items() if why.startswith("in part")}
+            harmless = self._in_buffers()  # such as a bias of zeros
+            self.found.problems[:] = [problem for problem in self.found.problems if problem not in harmless]
+            self.found.notes += harmless
 
     def _overlaps(self, part: Part, source: Source) -> bool:
         ids = next(part.outer())[0] if isinstance(part, Matrix) else part.first if isinstance(part, Table) else part.ids
