@@ -171,7 +171,7 @@ def record(module: nn.Module, ids: Tensor) -> Recording:
     """
     from .recorder import Recorder
 
-    with _plain_attention():
+    with plain_attention():
         recorder = Recorder(module, ids)
         with recorder:
             output = logits_of(module(ids))
@@ -204,7 +204,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 @contextmanager
-def _plain_attention() -> Iterator[None]:
+def plain_attention() -> Iterator[None]:
     """Attention spelt out in operators: no fused kernel, no compiled graph."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
