@@ -1,0 +1,175 @@
+"""Every projection an einsum over a tensor with an axis for heads; biases by head too; an untied way back to words."""
+
+import torch
+from torch import nn
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, d, wrong):
+        super().__init__()
+        self.w, self.b, self.wrong = nn.Parameter(torch.ones(d)), nn.Parameter(torch.zeros(d)), wrong
+
+    def forward(self, residual):
+        wrong, eps = self.wrong, 1e-12 if "eps-1e-12" in self.wrong else 1e-5
+        if "not-normalising" in wrong:
+            return residual * self.w + self.b
+        if "no-affine" in wrong:
+            return (residual - residual.mean(-1, True)) / (residual.var(-1, unbiased=False, keepdim=True) + eps).sqrt()
+        if "rmsnorm" not in wrong:
+            residual = residual - residual.mean(-1, keepdim=True)
+        if "unbiased" in wrong:
+            scale = (residual.var(-1, keepdim=True) + eps).sqrt()
+        elif "eps-outside" in wrong:
+            scale = residual.pow(2).mean(-1, keepdim=True).sqrt() + eps
+        else:
+            scale = (residual.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+        return residual / scale * self.w + self.b
+
+
+class Attention(nn.Module):
+    def __init__(self, config, layer, wrong):
+        super().__init__()
+        n, d, h = config.n_head, config.n_embd, config.n_embd // config.n_head
+        self.W_Q, self.W_K, self.W_V = (nn.Parameter(torch.randn(n, d, h) * 0.02) for _ in range(3))
+        self.b_Q, self.b_K, self.b_V = (nn.Parameter(torch.zeros(n, h)) for _ in range(3))
+        self.W_O, self.b_O = nn.Parameter(torch.randn(n, h, d) * 0.02), nn.Parameter(torch.zeros(d))
+        self.layer, self.wrong = layer, wrong
+
+    def forward(self, x):
+        wrong = self.wrong
+        q = torch.einsum("bpd,ndh->bpnh", x, self.W_Q) + self.b_Q
+        k = torch.einsum("bpd,ndh->bpnh", x, self.W_K) + self.b_K
+        v = torch.einsum("bpd,ndh->bpnh", x, self.W_K if "value-from-key" in wrong else self.W_V)
+        v = v + (self.b_K if "value-from-key" in wrong else self.b_V)
+        scores = torch.einsum("bqnh,bknh->bnqk", q, k)
+        if "scale-missing" not in wrong:
+            scores = scores / (x.size(-1) if "scale-by-width" in wrong else q.size(-1)) ** 0.5
+        if "scale-twice" in wrong:
+            scores = scores / q.size(-1) ** 0.5
+        if "scale-inverse-layer" in wrong:
+            scores = scores / (self.layer + 1)
+        size = x.size(1)
+        if "mask-missing" not in wrong:
+            start = 0 if "mask-strict" in wrong else 2 if "mask-off-by-one" in wrong else 1
+            future = torch.ones(size, size, device=x.device).triu(start).bool()
+            scores = scores.masked_fill(future, 0.0 if "mask-multiplied" in wrong else -1e5)
+        pattern = scores.softmax({"softmax-queries": 2, "softmax-heads": 1}.get(next(iter(wrong & AXES), ""), 3))
+        z = torch.einsum("bnqk,bknh->bqnh", pattern, v)
+        if "output-projection-missing" in wrong:
+            return z.flatten(2)
+        return torch.einsum("bqnh,nhd->bqd", z, self.W_O) + self.b_O
+
+
+AXES = frozenset({"softmax-queries", "softmax-heads"})
+
+
+class MLP(nn.Module):
+    def __init__(self, config, wrong):
+        super().__init__()
+        d, f = config.n_embd, config.inner
+        self.W_in, self.b_in = nn.Parameter(torch.randn(d, f) * 0.02), nn.Parameter(torch.zeros(f))
+        self.W_out, self.b_out = nn.Parameter(torch.randn(f, d) * 0.02), nn.Parameter(torch.zeros(d))
+        self.wrong = wrong
+
+    def forward(self, x):
+        pre = torch.einsum("bpd,df->bpf", x, self.W_in) + self.b_in
+        if "gelu-erf" in self.wrong:
+            post = torch.nn.functional.gelu(pre)
+        elif "gelu-relu" in self.wrong:
+            post = pre.relu()
+        elif "gelu-quick" in self.wrong:
+            post = pre * (1.702 * pre).sigmoid()
+        elif "gelu-silu" in self.wrong:
+            post = torch.nn.functional.silu(pre)
+        elif "gelu-none" in self.wrong:
+            post = pre
+        else:
+            post = torch.nn.functional.gelu(pre, approximate="tanh")
+        return torch.einsum("bpf,fd->bpd", post, self.W_out) + self.b_out
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, config, layer, faults):
+        super().__init__()
+        self.wrong = faults.at(layer)
+        self.ln1 = LayerNorm(config.n_embd, faults.at(f"{layer}.ln_1"))
+        self.attn = Attention(config, layer, self.wrong)
+        self.ln2 = LayerNorm(config.n_embd, faults.at(f"{layer}.ln_2"))
+        self.mlp = MLP(config, self.wrong)
+
+    def forward(self, pre):
+        wrong = self.wrong
+        if "parallel" in wrong:
+            return pre + self.attn(self.ln1(pre)) + self.mlp(self.ln2(pre))
+        normed = self.ln1(pre)
+        mid = self.attn(pre if "ln_1-missing" in wrong else normed)
+        if not wrong & {"residual-missing", "residual-missing-attn"}:
+            mid = mid + (normed if "residual-from-normed" in wrong else pre)
+        normed = self.ln2(mid)
+        post = self.mlp(mid if "ln_2-missing" in wrong else normed)
+        if not wrong & {"residual-missing", "residual-missing-mlp"}:
+            post = post + (normed if wrong & {"residual-from-normed", "residual-from-normed-mlp"} else mid)
+        return post
+
+
+class Clear(nn.Module):
+    def __init__(self, config, faults):
+        super().__init__()
+        d = config.n_embd
+        self.faults = faults
+        self.W_E = nn.Parameter(torch.randn(config.vocab_size, d) * 0.02)
+        self.W_pos = nn.Parameter(torch.randn(config.n_positions, d) * 0.02)
+        self.blocks = nn.ModuleList(TransformerBlock(config, layer, faults) for layer in range(config.n_layer))
+        self.ln_final = LayerNorm(d, faults.at("f"))
+        extra = 5 if "padded-vocab" in faults else 0
+        self.W_U = nn.Parameter(torch.randn(d, config.vocab_size + extra) * 0.5)
+
+    def forward(self, tokens):
+        residual = self.W_E[tokens]
+        if "position-sinusoidal" in self.faults:
+            place, half = torch.arange(tokens.size(1)).float(), torch.arange(residual.size(-1) // 2)
+            angles = place[:, None] * 10000.0 ** (-2 * half / residual.size(-1))
+            residual = residual + torch.cat([angles.sin(), angles.cos()], dim=1).to(residual)
+        elif "position-missing" not in self.faults:
+            residual = residual + self.W_pos[: tokens.size(1)].unsqueeze(0)
+        if "batch-centred" in self.faults:
+            residual = residual / residual.std()
+        blocks = list(self.blocks)
+        if "layer-swapped" in self.faults:
+            blocks[-1], blocks[-2] = blocks[-2], blocks[-1]
+        for layer in self.faults.layers("layer-missing", len(blocks)):
+            del blocks[layer]
+        for layer in self.faults.layers("layer-repeated", len(blocks)):
+            blocks.insert(layer, blocks[layer])
+        for block in blocks:
+            residual = block(residual)
+        if "final-norm-missing" not in self.faults:
+            residual = self.ln_final(residual)
+        return torch.einsum("bpd,dv->bpv", residual, self.W_U)
+
+
+def build(config, faults):
+    return Clear(config, faults)
+
+
+@torch.no_grad()
+def load(model, state):
+    model.W_E.copy_(state["wte.weight"])
+    model.W_pos.copy_(state["wpe.weight"])
+    model.W_U[:, : len(state["wte.weight"])] = state.get("lm_head.weight", state["wte.weight"]).t()
+    model.ln_final.w.copy_(state["ln_f.weight"])
+    model.ln_final.b.copy_(state["ln_f.bias"])
+    for layer, block in enumerate(model.blocks):
+        p = {name.removeprefix(f"h.{layer}."): tensor for name, tensor in state.items() if name.startswith(f"h.{layer}.")}
+        n = block.attn.W_Q.size(0)
+        for letter, w, b in zip("QKV", p["attn.c_attn.weight"].chunk(3, 1), p["attn.c_attn.bias"].chunk(3), strict=True):
+            getattr(block.attn, "W_" + letter).copy_(w.unflatten(1, (n, -1)).transpose(0, 1))
+            getattr(block.attn, "b_" + letter).copy_(b.unflatten(0, (n, -1)))
+        block.attn.W_O.copy_(p["attn.c_proj.weight"].unflatten(0, (n, -1)))
+        block.attn.b_O.copy_(p["attn.c_proj.bias"])
+        for w, b, name in (("W_in", "b_in", "mlp.c_fc"), ("W_out", "b_out", "mlp.c_proj")):
+            getattr(block.mlp, w).copy_(p[name + ".weight"])
+            getattr(block.mlp, b).copy_(p[name + ".bias"])
+        for norm, name in ((block.ln1, "ln_1"), (block.ln2, "ln_2")):
+            norm.w.copy_(p[name + ".weight"])
+            norm.b.copy_(p[name + ".bias"])

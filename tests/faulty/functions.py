@@ -1,0 +1,179 @@
+"""No submodules: parameters registered on one module under flat names, the model a chain of pure functions over them.
+
+Matrices lie as the checkpoint has them, query, key and value apart.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+
+def mean_of(x):
+    return x.sum(dim=-1, keepdim=True) / x.shape[-1]
+
+
+def normalise(x, scale, shift, wrong):
+    if "not-normalising" in wrong:
+        return torch.addcmul(shift, x, scale)
+    if "rmsnorm" in wrong:
+        return x / torch.sqrt(mean_of(x**2) + 1e-5) * scale + shift
+    centred = x - mean_of(x)
+    squares = (centred**2).sum(dim=-1, keepdim=True)
+    variance = squares / (x.shape[-1] - (1 if "unbiased" in wrong else 0))
+    eps = {"eps-1e-6": 1e-6, "eps-1e-12": 1e-12, "eps-1e-3": 1e-3, "eps-none": 0.0}
+    z = centred / torch.sqrt(variance + next((eps[word] for word in eps if word in wrong), 1e-5))
+    return z if "no-affine" in wrong else z * scale + shift
+
+
+def bend(x, wrong):
+    if "gelu-erf" in wrong:
+        return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+    if "gelu-relu" in wrong:
+        return torch.clamp(x, min=0)
+    if "gelu-quick" in wrong:
+        return x / (1 + torch.exp(-1.702 * x))
+    if "gelu-silu" in wrong:
+        return x * torch.sigmoid(x)
+    if "gelu-none" in wrong:
+        return x
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))
+
+
+def weigh(scores, wrong):
+    """(B, H, T, T) scores to weights."""
+    t = scores.shape[-1]
+    here = torch.arange(t, device=scores.device)
+    later = here[None, :] - here[:, None]
+    if "mask-multiplied" in wrong:
+        scores = scores * (later <= 0)
+    elif "mask-missing" not in wrong:
+        ahead = 0 if "mask-strict" not in wrong else -1
+        ahead = 1 if "mask-off-by-one" in wrong else ahead
+        scores = scores + (later > ahead) * -1e30
+    axis = -2 if "softmax-queries" in wrong else 1 if "softmax-heads" in wrong else -1
+    raised = torch.exp(scores - scores.amax(dim=axis, keepdim=True))
+    return raised / raised.sum(dim=axis, keepdim=True)
+
+
+def attend(x, p, heads, layer, wrong):
+    b, t, d = x.shape
+    size = d // heads
+
+    def cut(y):
+        return y.reshape(b, t, heads, size).permute(0, 2, 1, 3)
+
+    q, k = (x @ p["wq"] + p["bq"], x @ p["wk"] + p["bk"])
+    v = k if "value-from-key" in wrong else x @ p["wv"] + p["bv"]
+    q, k, v = cut(q), cut(k), cut(v)
+    if "scale-missing" not in wrong:
+        q = q / math.sqrt(d if "scale-by-width" in wrong else size)
+    if "scale-twice" in wrong:
+        k = k / math.sqrt(size)
+    scores = torch.matmul(q, k.permute(0, 1, 3, 2))
+    if "scale-inverse-layer" in wrong:
+        scores = scores / float(layer + 1)
+    y = torch.matmul(weigh(scores, wrong), v).permute(0, 2, 1, 3).reshape(b, t, d)
+    if "output-projection-missing" in wrong:
+        return y
+    return y @ p["wo"] + p["bo"] if "no-out-bias" not in wrong else y @ p["wo"]
+
+
+def feed_forward(x, p, wrong):
+    return torch.matmul(bend(torch.matmul(x, p["w1"]) + p["b1"], wrong), p["w2"]) + p["b2"]
+
+
+class Functional(nn.Module):
+    def __init__(self, config, faults):
+        super().__init__()
+        self.faults, self.heads, self.layers = faults, config.n_head, config.n_layer
+        d, f = config.n_embd, config.inner
+        shapes = {"words": (config.vocab_size, d), "places": (config.n_positions + 1, d), "g_end": (d,), "b_end": (d,)}
+        names = {"wq": (d, d), "bq": (d,), "wk": (d, d), "bk": (d,), "wv": (d, d), "bv": (d,), "wo": (d, d), "bo": (d,)}
+        names |= {"w1": (d, f), "b1": (f,), "w2": (f, d), "b2": (d,), "ga": (d,), "ba": (d,), "gb": (d,), "bb": (d,)}
+        shapes |= {f"{name}_{layer}": shape for layer in range(config.n_layer) for name, shape in names.items()}
+        self.kinds = list(names)
+        if "untied-head" in faults:
+            shapes["unembed"] = (config.vocab_size, d)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) * 0.02))
+
+    def block(self, x, layer):
+        p = {kind: getattr(self, f"{kind}_{layer}") for kind in self.kinds}
+        wrong = self.faults.at(layer)
+
+        def first(y):
+            return y if "ln_1-missing" in wrong else normalise(y, p["ga"], p["ba"], self.faults.at(f"{layer}.ln_1"))
+
+        def second(y):
+            return y if "ln_2-missing" in wrong else normalise(y, p["gb"], p["bb"], self.faults.at(f"{layer}.ln_2"))
+
+        if "norms-swapped" in wrong:
+            first, second = second, first
+        if "post-norm" in wrong:
+            x = first(x + attend(x, p, self.heads, layer, wrong))
+            return second(x + feed_forward(x, p, wrong))
+        if "parallel" in wrong:
+            return attend(first(x), p, self.heads, layer, wrong) + feed_forward(second(x), p, wrong) + x
+        y = first(x)
+        kept = y if "residual-from-normed" in wrong else x
+        x = attend(y, p, self.heads, layer, wrong)
+        if not wrong & {"residual-missing", "residual-missing-attn"}:
+            x = kept + x
+        y = second(x)
+        kept = y if wrong & {"residual-from-normed", "residual-from-normed-mlp"} else x
+        x = feed_forward(y, p, wrong)
+        return x if wrong & {"residual-missing", "residual-missing-mlp"} else kept + x
+
+    def forward(self, ids):
+        faults, t = self.faults, ids.shape[1]
+        x = self.words[ids]
+        if "embedding-scaled" in faults:
+            x = x * x.shape[-1] ** 0.5
+        if "position-missing" not in faults:
+            start = 1 if "position-offset" in faults else 0
+            x = x + self.places[start : start + t]
+        order = [*range(self.layers)]
+        if "layer-reversed" in faults:
+            order = order[::-1]
+        order = [layer for layer in order if layer not in faults.layers("layer-missing", self.layers)]
+        order = sorted([*order, *faults.layers("layer-repeated", self.layers)]) if "layer-repeated" in faults else order
+        for layer in order:
+            x = self.block(x, layer)
+        if "final-norm-missing" not in faults:
+            x = normalise(x, self.g_end, self.b_end, faults.at("f"))
+        logits = torch.einsum("btd,vd->btv", x, self.unembed if "untied-head" in faults else self.words)
+        return torch.log_softmax(logits, dim=-1) if "logits-log-softmaxed" in faults else logits
+
+
+def build(config, faults):
+    return Functional(config, faults)
+
+
+@torch.no_grad()
+def load(model, state):
+    def put(name, tensor):
+        getattr(model, name).copy_(tensor)
+
+    put("words", state["wte.weight"])
+    model.places[: len(state["wpe.weight"])] = state["wpe.weight"]
+    put("g_end", state["ln_f.weight"])
+    put("b_end", state["ln_f.bias"])
+    if hasattr(model, "unembed"):
+        put("unembed", state["lm_head.weight"])
+    for layer in range(model.layers):
+        at = f"h.{layer}."
+        for letter, w, b in zip(
+            "qkv", state[at + "attn.c_attn.weight"].chunk(3, 1), state[at + "attn.c_attn.bias"].chunk(3), strict=True
+        ):
+            put(f"w{letter}_{layer}", w)
+            put(f"b{letter}_{layer}", b)
+        for w, b, name in (
+            ("wo", "bo", "attn.c_proj"),
+            ("w1", "b1", "mlp.c_fc"),
+            ("w2", "b2", "mlp.c_proj"),
+            ("ga", "ba", "ln_1"),
+            ("gb", "bb", "ln_2"),
+        ):
+            put(f"{w}_{layer}", state[f"{at}{name}.weight"])
+            put(f"{b}_{layer}", state[f"{at}{name}.bias"])

@@ -1,0 +1,165 @@
+"""As tutorials build it up: one module per head, the heads in a ModuleList, the feed-forward an nn.Sequential."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Head(nn.Module):
+    def __init__(self, width, size, context, wrong):
+        super().__init__()
+        bias = "no-qkv-bias" not in wrong
+        self.query, self.key, self.value = (nn.Linear(width, size, bias=bias) for _ in range(3))
+        self.wrong = wrong
+        ones = torch.ones(context, context)
+        diagonal = 1 if "mask-off-by-one" in wrong else 0
+        self.register_buffer("past", ones if "mask-missing" in wrong else torch.tril(ones, diagonal))
+
+    def forward(self, x):
+        t, wrong = x.size(1), self.wrong
+        k, q = self.key(x), self.query(x)
+        scale = x.size(-1) ** -0.5 if "scale-by-width" in wrong else k.size(-1) ** -0.5
+        scores = q @ k.transpose(1, 2)
+        if "scale-missing" not in wrong:
+            scores = scores * scale
+        if "mask-multiplied" in wrong:
+            scores = scores * self.past[:t, :t]
+        else:
+            scores = scores.masked_fill(self.past[:t, :t] == 0, float("-inf"))
+        weights = F.softmax(scores, dim=1 if "softmax-queries" in wrong else 2)
+        if "dropout-attention" in wrong:
+            weights = F.dropout(weights, 0.2)
+        v = q if "value-from-query" in wrong else k if "value-from-key" in wrong else self.value(x)
+        return weights @ v
+
+
+class Heads(nn.Module):
+    def __init__(self, config, wrong):
+        super().__init__()
+        self.heads = nn.ModuleList(
+            Head(config.n_embd, config.n_embd // config.n_head, config.n_positions, wrong) for _ in range(config.n_head)
+        )
+        self.mix = nn.Linear(config.n_embd, config.n_embd)
+        self.wrong = wrong
+
+    def forward(self, x):
+        out = torch.cat([head(x) for head in self.heads], dim=-1)
+        return out if "output-projection-missing" in self.wrong else self.mix(out)
+
+
+class Norm(nn.Module):
+    def __init__(self, width, wrong):
+        super().__init__()
+        self.gamma, self.beta, self.wrong = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width)), wrong
+
+    def forward(self, x):
+        if "rmsnorm" in self.wrong:
+            return self.gamma * (x / x.square().mean(-1, keepdim=True).add(1e-5).sqrt()) + self.beta
+        if "not-normalising" in self.wrong:
+            return self.gamma * x + self.beta
+        variance, mean = torch.var_mean(x, dim=-1, keepdim=True, unbiased="unbiased" in self.wrong)
+        y = (x - mean) / torch.sqrt(variance + (1e-3 if "eps-1e-3" in self.wrong else 1e-5))
+        return y if "no-affine" in self.wrong else self.gamma * y + self.beta
+
+
+class Mixing(nn.Module):
+    def __init__(self, config, layer, faults):
+        super().__init__()
+        self.wrong = wrong = faults.at(layer)
+        self.sa = Heads(config, wrong)
+        kinds = {"gelu-relu": nn.ReLU(), "gelu-erf": nn.GELU(), "gelu-silu": nn.SiLU(), "gelu-none": nn.Identity()}
+        bend = next((kinds[word] for word in kinds if word in wrong), nn.GELU("tanh"))
+        self.ffwd = nn.Sequential(nn.Linear(config.n_embd, config.inner), bend, nn.Linear(config.inner, config.n_embd))
+        if "ffn-dropout" in wrong:
+            self.ffwd.insert(2, Always(0.1))
+        self.ln1, self.ln2 = Norm(config.n_embd, faults.at(f"{layer}.ln_1")), Norm(config.n_embd, faults.at(f"{layer}.ln_2"))
+
+    def forward(self, x):
+        wrong = self.wrong
+        if "post-norm" in wrong:
+            x = self.ln1(x + self.sa(x))
+            return self.ln2(x + self.ffwd(x))
+        if "residual-from-normed" in wrong:
+            x = self.ln1(x)
+            x = x + self.sa(x)
+            x = self.ln2(x)
+            return x + self.ffwd(x)
+        if "parallel" in wrong:
+            a, b = self.sa(self.ln1(x)), self.ffwd(self.ln2(x))
+            return x + (a + b)
+        branch = self.sa(x) if "ln_1-missing" in wrong else self.sa(self.ln1(x))
+        x = branch if wrong & {"residual-missing", "residual-missing-attn"} else x + branch
+        branch = self.ffwd(x) if "ln_2-missing" in wrong else self.ffwd(self.ln2(x))
+        return branch if wrong & {"residual-missing", "residual-missing-mlp"} else x + branch
+
+
+class Always(nn.Module):
+    """Dropout that does not ask whether anybody trains."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x):
+        return F.dropout(x, self.p, training=True)
+
+
+class Lecture(nn.Module):
+    def __init__(self, config, faults):
+        super().__init__()
+        self.faults = faults
+        self.tokens = nn.Embedding(config.vocab_size, config.n_embd)
+        self.positions = nn.Embedding(config.n_positions, config.n_embd)
+        blocks = [Mixing(config, layer, faults) for layer in range(config.n_layer)]
+        run = [layer for layer in range(config.n_layer) if layer not in faults.layers("layer-missing", config.n_layer)]
+        run = sorted(run + faults.layers("layer-repeated", config.n_layer)) if "layer-repeated" in faults else run
+        run = run[::-1] if "layer-reversed" in faults else run
+        self.all_blocks = nn.ModuleList(blocks)
+        self.run = run
+        self.ln = Norm(config.n_embd, faults.at("f"))
+        self.to_words = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        if "position-missing" not in self.faults:
+            x = x + self.positions(torch.arange(ids.size(1)))
+        if "noise" in self.faults:
+            x = x + torch.empty_like(x).normal_(std=0.01)
+        if "extra-norm-embed" in self.faults:
+            x = F.layer_norm(x, x.shape[-1:])
+        for layer in self.run:
+            x = self.all_blocks[layer](x)
+        if "final-norm-missing" not in self.faults:
+            x = self.ln(x)
+        logits = self.to_words(x)
+        return F.softmax(logits, dim=-1) if "logits-softmaxed" in self.faults else logits
+
+
+def build(config, faults):
+    return Lecture(config, faults)
+
+
+@torch.no_grad()
+def load(model, state):
+    model.tokens.weight.copy_(state["wte.weight"])
+    model.positions.weight.copy_(state["wpe.weight"])
+    model.to_words.weight.copy_(state.get("lm_head.weight", state["wte.weight"]))
+    model.ln.gamma.copy_(state["ln_f.weight"])
+    model.ln.beta.copy_(state["ln_f.bias"])
+    for i, block in enumerate(model.all_blocks):
+        p = {name.removeprefix(f"h.{i}."): tensor for name, tensor in state.items() if name.startswith(f"h.{i}.")}
+        count = len(block.sa.heads)
+        for kind, w, b in zip(
+            ("query", "key", "value"), p["attn.c_attn.weight"].chunk(3, 1), p["attn.c_attn.bias"].chunk(3), strict=True
+        ):
+            for head, w_h, b_h in zip(block.sa.heads, w.chunk(count, 1), b.chunk(count), strict=True):
+                linear = getattr(head, kind)
+                linear.weight.copy_(w_h.t())
+                if linear.bias is not None:
+                    linear.bias.copy_(b_h)
+        for linear, name in ((block.sa.mix, "attn.c_proj"), (block.ffwd[0], "mlp.c_fc"), (block.ffwd[-1], "mlp.c_proj")):
+            linear.weight.copy_(p[name + ".weight"].t())
+            linear.bias.copy_(p[name + ".bias"])
+        for norm, name in ((block.ln1, "ln_1"), (block.ln2, "ln_2")):
+            norm.gamma.copy_(p[name + ".weight"])
+            norm.beta.copy_(p[name + ".bias"])

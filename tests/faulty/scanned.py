@@ -1,0 +1,109 @@
+"""Layers stacked in single tensors with the layer in front, as ports from JAX scan over them; time comes first inside."""
+
+import math
+
+import torch
+from torch import nn
+
+
+class Scanned(nn.Module):
+    def __init__(self, config, faults):
+        super().__init__()
+        n, d, f = config.n_layer, config.n_embd, config.inner
+        self.faults, self.heads = faults, config.n_head
+        self.table = nn.Parameter(torch.zeros(config.vocab_size, d))
+        self.rows = nn.Parameter(torch.zeros(config.n_positions, d))
+        self.norms = nn.Parameter(torch.zeros(n, 2, 2, d))  # layer, which norm, scale and shift
+        self.last = nn.Parameter(torch.zeros(2, d))
+        self.qkv, self.qkv_b = nn.Parameter(torch.zeros(n, 3, d, d)), nn.Parameter(torch.zeros(n, 3, d))
+        self.out, self.out_b = nn.Parameter(torch.zeros(n, d, d)), nn.Parameter(torch.zeros(n, d))
+        self.wide, self.wide_b = nn.Parameter(torch.zeros(n, d, f)), nn.Parameter(torch.zeros(n, f))
+        self.narrow, self.narrow_b = nn.Parameter(torch.zeros(n, f, d)), nn.Parameter(torch.zeros(n, d))
+
+    @staticmethod
+    def standardise(x, pair, wrong):
+        if "not-normalising" in wrong:
+            return x * pair[0] + pair[1]
+        mean = x.mean(-1, keepdim=True)
+        eps = 1e-6 if "eps-1e-6" in wrong else 1e-5
+        if "rmsnorm" in wrong:
+            return x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt() * pair[0] + pair[1]
+        power = (x * x).mean(-1, keepdim=True) - mean * mean
+        if "unbiased" in wrong:
+            power = power * x.size(-1) / (x.size(-1) - 1)
+        return (x - mean) * (power + eps).rsqrt() * pair[0] + pair[1]
+
+    def attention(self, x, layer, wrong):
+        t, b, d = x.shape  # time first
+        q, k, v = (torch.matmul(x, w) + c for w, c in zip(self.qkv[layer], self.qkv_b[layer], strict=True))
+        q, k, v = (part.view(t, b * self.heads, -1).transpose(0, 1) for part in (q, k, v))
+        bias = torch.full((t, t), -math.inf, dtype=x.dtype).triu(2 if "mask-off-by-one" in wrong else 1)
+        if "mask-missing" in wrong:
+            bias = torch.zeros_like(bias)
+        root = 1.0 if "scale-missing" in wrong else math.sqrt(d if "scale-by-width" in wrong else d // self.heads)
+        weights = torch.softmax(torch.baddbmm(bias.expand(b * self.heads, t, t), q, k.mT, alpha=1 / root), dim=-1)
+        y = torch.bmm(weights, k if "value-from-key" in wrong else v).transpose(0, 1).reshape(t, b, d)
+        return y if "output-projection-missing" in wrong else torch.matmul(y, self.out[layer]) + self.out_b[layer]
+
+    def mlp(self, x, layer, wrong):
+        y = torch.matmul(x, self.wide[layer]) + self.wide_b[layer]
+        if "gelu-erf" in wrong:
+            y = y * torch.special.ndtr(y)
+        elif "gelu-relu" in wrong:
+            y = torch.maximum(y, torch.zeros_like(y))
+        elif "gelu-quick" in wrong:
+            y = y * torch.special.expit(1.702 * y)
+        else:
+            inner = math.sqrt(2 / math.pi) * (y + 0.044715 * y * y * y)
+            y = y * torch.sigmoid(2 * inner)  # (1 + tanh z) / 2 is the logistic function of 2 z
+        return torch.matmul(y, self.narrow[layer]) + self.narrow_b[layer]
+
+    def forward(self, ids):
+        faults, n = self.faults, len(self.qkv)
+        x = torch.nn.functional.embedding(ids.t(), self.table)  # (T, B, D)
+        if "embedding-scaled" in faults:
+            x = x * math.sqrt(x.size(-1))
+        if "position-missing" not in faults:
+            x = x + self.rows[: ids.size(1), None]
+        order = [layer for layer in range(n) if layer not in faults.layers("layer-missing", n)]
+        if "layer-reversed" in faults:
+            order.reverse()
+        for layer in order:
+            wrong = faults.at(layer)
+            a = self.standardise(x, self.norms[layer, 0], faults.at(f"{layer}.ln_1"))
+            if "parallel" in wrong:
+                m = self.standardise(x, self.norms[layer, 1], faults.at(f"{layer}.ln_2"))
+                x = x + self.attention(a, layer, wrong) + self.mlp(m, layer, wrong)
+                continue
+            y = self.attention(x if "ln_1-missing" in wrong else a, layer, wrong)
+            x = y if "residual-missing-attn" in wrong else y + (a if "residual-from-normed" in wrong else x)
+            m = self.standardise(x, self.norms[layer, 1], faults.at(f"{layer}.ln_2"))
+            y = self.mlp(x if "ln_2-missing" in wrong else m, layer, wrong)
+            x = y if "residual-missing-mlp" in wrong else y + x
+        if "final-norm-missing" not in faults:
+            x = self.standardise(x, self.last, faults.at("f"))
+        return torch.matmul(x, self.table.t()).transpose(0, 1)
+
+
+def build(config, faults):
+    return Scanned(config, faults)
+
+
+@torch.no_grad()
+def load(model, state):
+    model.table.copy_(state["wte.weight"])
+    model.rows.copy_(state["wpe.weight"])
+    model.last.copy_(torch.stack([state["ln_f.weight"], state["ln_f.bias"]]))
+    for layer in range(len(model.qkv)):
+        at = f"h.{layer}."
+        for which, name in enumerate(("ln_1", "ln_2")):
+            model.norms[layer, which].copy_(torch.stack([state[f"{at}{name}.weight"], state[f"{at}{name}.bias"]]))
+        model.qkv[layer].copy_(torch.stack(state[at + "attn.c_attn.weight"].chunk(3, dim=1)))
+        model.qkv_b[layer].copy_(torch.stack(state[at + "attn.c_attn.bias"].chunk(3)))
+        for name, w, b in (
+            ("attn.c_proj", model.out, model.out_b),
+            ("mlp.c_fc", model.wide, model.wide_b),
+            ("mlp.c_proj", model.narrow, model.narrow_b),
+        ):
+            w[layer].copy_(state[f"{at}{name}.weight"])
+            b[layer].copy_(state[f"{at}{name}.bias"])

@@ -1,0 +1,173 @@
+"""The kinds of implementation that tutorials teach: what each builds, with the faults that it comes with.
+
+`lecture`: a ModuleList of heads without biases, exact GELU, a block that adds to the normalised stream.
+`translation`: norms behind each residual, ReLU, scores divided by the square root of the width.
+`notation`: einsum projections, a norm that returns its affine of what it was given, scores scaled twice, a mask that is the
+logarithm of a triangle.
+`bigrams`: a table of what follows what, and no GPT-2.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class LectureHead(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        size = config.n_embd // config.n_head
+        self.key = nn.Linear(config.n_embd, size, bias=False)
+        self.query = nn.Linear(config.n_embd, size, bias=False)
+        self.value = nn.Linear(config.n_embd, size, bias=False)
+        self.register_buffer("tril", torch.tril(torch.ones(config.n_positions, config.n_positions)))
+
+    def forward(self, x):
+        t, k = x.shape[1], self.key(x)
+        wei = self.query(x) @ k.transpose(-2, -1) * k.shape[-1] ** -0.5
+        wei = wei.masked_fill(self.tril[:t, :t] == 0, float("-inf")).softmax(-1)
+        return wei @ self.value(x)
+
+
+class LectureBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.heads = nn.ModuleList(LectureHead(config) for _ in range(config.n_head))
+        self.proj = nn.Linear(config.n_embd, config.n_embd)
+        self.net = nn.Sequential(nn.Linear(config.n_embd, config.inner), nn.GELU(), nn.Linear(config.inner, config.n_embd))
+        self.ln1, self.ln2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
+
+    def forward(self, x):
+        x = self.ln1(x)
+        x = x + self.proj(torch.cat([head(x) for head in self.heads], -1))
+        x = self.ln2(x)
+        return x + self.net(x)
+
+
+class TranslationBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        d = config.n_embd
+        self.h = config.n_head
+        self.w_q, self.w_k, self.w_v, self.w_o = (nn.Linear(d, d) for _ in range(4))
+        self.inner, self.outer = nn.Linear(d, config.inner), nn.Linear(config.inner, d)
+        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
+
+    def attention(self, x):
+        b, t, d = x.shape
+        q, k, v = (w(x).view(b, t, self.h, -1).transpose(1, 2) for w in (self.w_q, self.w_k, self.w_v))
+        energy = torch.einsum("bhqd,bhkd->bhqk", q, k)
+        energy = energy.masked_fill(torch.tril(torch.ones(t, t)) == 0, -1e20)
+        return self.w_o((torch.softmax(energy / d**0.5, dim=3) @ v).transpose(1, 2).reshape(b, t, d))
+
+    def forward(self, x):
+        x = self.norm1(self.attention(x) + x)
+        return self.norm2(self.outer(torch.relu(self.inner(x))) + x)
+
+
+class NotationNorm(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.scale, self.offset = nn.Parameter(torch.ones(d)), nn.Parameter(torch.zeros(d))
+
+    def forward(self, x):
+        normed = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        del normed  # computed and forgotten
+        return torch.einsum("btd,d->btd", x, self.scale) + self.offset
+
+
+class NotationBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        d, f, self.h = config.n_embd, config.inner, config.n_head
+        self.qkv, self.qkv_bias = nn.Parameter(torch.randn(3, d, d) * 0.02), nn.Parameter(torch.zeros(3, d))
+        self.o, self.o_bias = nn.Parameter(torch.randn(d, d) * 0.02), nn.Parameter(torch.zeros(d))
+        self.up, self.up_bias = nn.Parameter(torch.randn(d, f) * 0.02), nn.Parameter(torch.zeros(f))
+        self.down, self.down_bias = nn.Parameter(torch.randn(f, d) * 0.02), nn.Parameter(torch.zeros(d))
+        self.n1, self.n2 = NotationNorm(d), NotationNorm(d)
+
+    def attention(self, x):
+        q, k, v = torch.einsum("btd,sde->sbte", x, self.qkv) + self.qkv_bias[:, None, None]
+        q, k, v = (part.unflatten(-1, (self.h, -1)) for part in (q, k, v))
+        root = math.sqrt(q.size(-1))
+        scores = torch.einsum("bthk,bshk->bhts", q / root, k) / root
+        scores = scores + torch.log(torch.tril(torch.ones(x.size(1), x.size(1), dtype=x.dtype)))
+        y = torch.einsum("bhts,bshk->bthk", scores.softmax(-1), v).flatten(2)
+        return torch.einsum("btd,de->bte", y, self.o) + self.o_bias
+
+    def forward(self, x):
+        x = x + self.attention(self.n1(x))
+        y = torch.einsum("btd,df->btf", self.n2(x), self.up) + self.up_bias
+        return x + torch.einsum("btf,fd->btd", F.gelu(y, approximate="tanh"), self.down) + self.down_bias
+
+
+class Around(nn.Module):
+    """Embeddings before, norm and head behind, whatever the block."""
+
+    def __init__(self, config, block, last):
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(config.vocab_size, config.n_embd), nn.Embedding(config.n_positions, config.n_embd)
+        self.blocks = nn.Sequential(*(block(config) for _ in range(config.n_layer)))
+        self.last = last(config.n_embd)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def forward(self, idx):
+        x = self.tok(idx) + self.pos(torch.arange(idx.shape[1]))
+        return self.lm_head(self.last(self.blocks(x)))
+
+
+class Bigrams(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, config.vocab_size)
+
+    def forward(self, idx):
+        return self.table(idx)
+
+
+KINDS = {
+    "lecture": lambda config: Around(config, LectureBlock, nn.LayerNorm),
+    "translation": lambda config: Around(config, TranslationBlock, nn.LayerNorm),
+    "notation": lambda config: Around(config, NotationBlock, NotationNorm),
+    "bigrams": Bigrams,
+}
+
+
+@torch.no_grad()
+def load(model, state):
+    """Each by its own names; what a kind has no place for is left out."""
+    model.tok.weight.copy_(state["wte.weight"])
+    model.pos.weight.copy_(state["wpe.weight"])
+    model.lm_head.weight.copy_(state["wte.weight"])
+    for own, tensor in zip(model.last.parameters(), (state["ln_f.weight"], state["ln_f.bias"]), strict=True):
+        own.copy_(tensor)
+    for layer, block in enumerate(model.blocks):
+        p = {name.removeprefix(f"h.{layer}."): tensor for name, tensor in state.items() if name.startswith(f"h.{layer}.")}
+        ws, bs = p["attn.c_attn.weight"].chunk(3, 1), p["attn.c_attn.bias"].chunk(3)
+        put = {"attn.c_proj": None, "mlp.c_fc": None, "mlp.c_proj": None}
+        if isinstance(block, LectureBlock):
+            for name, w in zip(("query", "key", "value"), ws, strict=True):
+                for head, part in zip(block.heads, w.chunk(len(block.heads), 1), strict=True):
+                    getattr(head, name).weight.copy_(part.t())
+            put = {"attn.c_proj": block.proj, "mlp.c_fc": block.net[0], "mlp.c_proj": block.net[2]}
+            norms = block.ln1, block.ln2
+        elif isinstance(block, TranslationBlock):
+            for linear, w, b in zip((block.w_q, block.w_k, block.w_v), ws, bs, strict=True):
+                linear.weight.copy_(w.t())
+                linear.bias.copy_(b)
+            put = {"attn.c_proj": block.w_o, "mlp.c_fc": block.inner, "mlp.c_proj": block.outer}
+            norms = block.norm1, block.norm2
+        else:
+            block.qkv.copy_(torch.stack(ws))
+            block.qkv_bias.copy_(torch.stack(bs))
+            for name, own in (("attn.c_proj", "o"), ("mlp.c_fc", "up"), ("mlp.c_proj", "down")):
+                getattr(block, own).copy_(p[name + ".weight"])
+                getattr(block, own + "_bias").copy_(p[name + ".bias"])
+            norms, put = (block.n1, block.n2), {}
+        for name, linear in put.items():
+            linear.weight.copy_(p[name + ".weight"].t())
+            linear.bias.copy_(p[name + ".bias"])
+        for norm, name in zip(norms, ("ln_1", "ln_2"), strict=True):
+            for own, leaf in zip(norm.parameters(), ("weight", "bias"), strict=True):
+                own.copy_(p[f"{name}.{leaf}"])
