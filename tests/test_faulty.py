@@ -1,5 +1,7 @@
 """The ports of tests/faulty are what the registry says: the faulty ones faulty, the others right."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from faulty import ARCHITECTURES, CONFIG, FAULTY, SOUND, write
@@ -123,3 +125,20 @@ def test_there_are_enough():
     ):
         homes = {port.architecture for port in FAULTY.values() if any(id == ids[0] for ids in port.causes.values())}
         assert len(homes) >= 4, id
+
+
+def test_every_hostile_file_has_an_exit_code():
+    """A file that no test runs would be a promise that nobody keeps."""
+    from faulty.exits import HOSTILE
+
+    folder = Path(__file__).parent / "faulty" / "hostile"
+    assert {path.stem for path in folder.glob("*.py")} == set(HOSTILE)
+
+
+@torch.no_grad()
+def test_the_sound_file_among_the_hostile_is_right(checkpoint, reference, monkeypatch):
+    """All the others are made of it: they must fail by what they do, and not because it is wrong."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "faulty" / "hostile"))
+    import sound
+
+    assert error(sound.build(str(checkpoint)), reference) < 1e-12

@@ -1,0 +1,8 @@
+"""Waits for somebody to type."""
+
+import sound
+
+
+def build(checkpoint_dir):
+    input("Which size? ")
+    return sound.build(checkpoint_dir)

@@ -1,0 +1,7 @@
+"""`build` gives the class."""
+
+import sound
+
+
+def build(checkpoint_dir):
+    return sound.Sound

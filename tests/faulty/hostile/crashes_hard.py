@@ -1,0 +1,14 @@
+"""Takes the interpreter with it."""
+
+import os
+
+import sound
+
+
+class Aborts(sound.Sound):
+    def forward(self, ids):
+        os.abort()
+
+
+def build(checkpoint_dir):
+    return Aborts(sound.sizes(checkpoint_dir))

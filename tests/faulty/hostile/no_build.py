@@ -1,0 +1,5 @@
+"""Has a `make`, and no `build`."""
+
+from sound import build as make
+
+__all__ = ["make"]

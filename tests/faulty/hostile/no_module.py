@@ -1,0 +1,7 @@
+"""`build` gives a state dict."""
+
+import sound
+
+
+def build(checkpoint_dir):
+    return sound.build(checkpoint_dir).state_dict()
