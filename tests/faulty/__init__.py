@@ -15,7 +15,7 @@ from torch import nn
 
 from gpt2.config import GPT2Config
 
-from .faults import MEANINGS, Faults, matches
+from .faults import MEANINGS, Faults, Meaning, matches
 from .loading import read, write
 from .tutorials import KINDS
 
@@ -42,7 +42,7 @@ class Faulty:
     """A port and what is wrong with it.
 
     ``line`` is the faults, "" for none; ``kind`` the class within tutorials.py. ``filled`` if the checkpoint goes in by
-    `load_into` and not by the author's loading. ``told`` stands for the line's causes where the port has its faults by nature.
+    `load_into` and not by the author's loading.
     """
 
     architecture: str
@@ -63,6 +63,10 @@ class Faulty:
     def causes(self) -> dict[str, tuple[str, ...]]:
         """Word -> the ids that say it rightly, the best first."""
         return {word: MEANINGS[word].ids for word in self.faults.sites}
+
+    @staticmethod
+    def meaning(word: str) -> Meaning:
+        return MEANINGS[word]
 
     @property
     def points(self) -> tuple[str, ...]:
@@ -161,6 +165,17 @@ LINES = {
         residual-missing-mlp@2 value-from-key@1 gelu-silu@0
     """,
     "functions": """
+        position-sinusoidal
+        noise
+        extra-norm-end@1
+        padded-vocab
+        batch-centred
+        ffn-dropout@1
+        cache-positions
+        cache-mask
+        cache-forgets
+        padding-ignored
+        padding-inverted
         gelu-erf
         gelu-silu@1
         gelu-none@2
@@ -215,6 +230,13 @@ LINES = {
         no-out-bias eps-1e-3
     """,
     "heads": """
+        position-sinusoidal
+        position-offset
+        norms-swapped@1
+        norm-weights-swapped
+        batch-statistics
+        padding-ignored
+        padding-queries
         gelu-erf
         gelu-none@1
         rmsnorm@1.ln_2
@@ -257,6 +279,16 @@ LINES = {
         mask-multiplied@1 not-loaded-ln_2@0
     """,
     "einsum3d": """
+        norms-swapped
+        logits-softmaxed
+        noise
+        extra-norm-branch@1
+        extra-norm-embed
+        ffn-dropout@2
+        cache-positions
+        cache-mask
+        cache-forgets
+        padding-inverted
         gelu-quick
         gelu-relu
         eps-1e-12
@@ -303,6 +335,13 @@ LINES = {
         rmsnorm eps-outside@2 position-missing
     """,
     "italiano": """
+        noise
+        logits-log-softmaxed
+        batch-centred
+        extra-norm-embed
+        cache-positions
+        cache-mask
+        cache-forgets
         gelu-erf@1
         gelu-none
         eps-1e-6@f
@@ -386,6 +425,9 @@ LINES = {
         unbiased gelu-quick@1
     """,
     "scanned": """
+        extra-norm-embed
+        dropout-active
+        norm-weights-swapped@1
         gelu-erf
         gelu-relu@1
         gelu-quick

@@ -35,12 +35,15 @@ class Attention(nn.Module):
         self.W_O, self.b_O = nn.Parameter(torch.randn(n, h, d) * 0.02), nn.Parameter(torch.zeros(d))
         self.layer, self.wrong = layer, wrong
 
-    def forward(self, x):
+    def forward(self, x, cache, real):
+        """``cache`` keeps keys and values of earlier calls, (B, S, H, K) each; ``real`` is (B, S), False at padding."""
         wrong = self.wrong
         q = torch.einsum("bpd,ndh->bpnh", x, self.W_Q) + self.b_Q
         k = torch.einsum("bpd,ndh->bpnh", x, self.W_K) + self.b_K
         v = torch.einsum("bpd,ndh->bpnh", x, self.W_K if "value-from-key" in wrong else self.W_V)
         v = v + (self.b_K if "value-from-key" in wrong else self.b_V)
+        if cache is not None:
+            k, v = cache.add(self.layer, k, v, forget="cache-forgets" in wrong)
         scores = torch.einsum("bqnh,bknh->bnqk", q, k)
         if "scale-missing" not in wrong:
             scores = scores / (x.size(-1) if "scale-by-width" in wrong else q.size(-1)) ** 0.5
@@ -48,11 +51,14 @@ class Attention(nn.Module):
             scores = scores / q.size(-1) ** 0.5
         if "scale-inverse-layer" in wrong:
             scores = scores / (self.layer + 1)
-        size = x.size(1)
+        size, seen = x.size(1), k.size(1)
         if "mask-missing" not in wrong:
             start = 0 if "mask-strict" in wrong else 2 if "mask-off-by-one" in wrong else 1
-            future = torch.ones(size, size, device=x.device).triu(start).bool()
+            start = start if "cache-mask" in wrong else start + seen - size
+            future = torch.ones(size, seen, device=x.device).triu(start).bool()
             scores = scores.masked_fill(future, 0.0 if "mask-multiplied" in wrong else -1e5)
+        if real is not None:
+            scores = scores.masked_fill(real[:, None, None, :] == (1 if "padding-inverted" in wrong else 0), -1e5)
         pattern = scores.softmax({"softmax-queries": 2, "softmax-heads": 1}.get(next(iter(wrong & AXES), ""), 3))
         z = torch.einsum("bnqk,bknh->bqnh", pattern, v)
         if "output-projection-missing" in wrong:
@@ -85,6 +91,8 @@ class MLP(nn.Module):
             post = pre
         else:
             post = torch.nn.functional.gelu(pre, approximate="tanh")
+        if "ffn-dropout" in self.wrong:
+            post = torch.nn.functional.dropout(post, 0.1)
         return torch.einsum("bpf,fd->bpd", post, self.W_out) + self.b_out
 
 
@@ -97,12 +105,17 @@ class TransformerBlock(nn.Module):
         self.ln2 = LayerNorm(config.n_embd, faults.at(f"{layer}.ln_2"))
         self.mlp = MLP(config, self.wrong)
 
-    def forward(self, pre):
+    def forward(self, pre, cache=None, real=None):
         wrong = self.wrong
         if "parallel" in wrong:
-            return pre + self.attn(self.ln1(pre)) + self.mlp(self.ln2(pre))
+            return pre + self.attn(self.ln1(pre), cache, real) + self.mlp(self.ln2(pre))
+        if "norms-swapped" in wrong:
+            mid = pre + self.attn(self.ln2(pre), cache, real)
+            return mid + self.mlp(self.ln1(mid))
         normed = self.ln1(pre)
-        mid = self.attn(pre if "ln_1-missing" in wrong else normed)
+        mid = self.attn(pre if "ln_1-missing" in wrong else normed, cache, real)
+        if "extra-norm-branch" in wrong:
+            mid = torch.nn.functional.layer_norm(mid, (mid.size(-1),))
         if not wrong & {"residual-missing", "residual-missing-attn"}:
             mid = mid + (normed if "residual-from-normed" in wrong else pre)
         normed = self.ln2(mid)
@@ -110,6 +123,21 @@ class TransformerBlock(nn.Module):
         if not wrong & {"residual-missing", "residual-missing-mlp"}:
             post = post + (normed if wrong & {"residual-from-normed", "residual-from-normed-mlp"} else mid)
         return post
+
+
+class Cache:
+    def __init__(self):
+        self.kept = {}
+
+    @property
+    def length(self):
+        return next(iter(self.kept.values()))[0].size(1) if self.kept else 0
+
+    def add(self, layer, k, v, forget):
+        if layer in self.kept and not forget:
+            k, v = (torch.cat(pair, 1) for pair in zip(self.kept[layer], (k, v), strict=True))
+        self.kept[layer] = k, v
+        return k, v
 
 
 class Clear(nn.Module):
@@ -124,14 +152,18 @@ class Clear(nn.Module):
         extra = 5 if "padded-vocab" in faults else 0
         self.W_U = nn.Parameter(torch.randn(d, config.vocab_size + extra) * 0.5)
 
-    def forward(self, tokens):
+    def new_cache(self, batch):
+        return Cache()
+
+    def forward(self, tokens, kv_cache=None, attention_mask=None):
+        before = 0 if kv_cache is None or "cache-positions" in self.faults else kv_cache.length
         residual = self.W_E[tokens]
         if "position-sinusoidal" in self.faults:
             place, half = torch.arange(tokens.size(1)).float(), torch.arange(residual.size(-1) // 2)
             angles = place[:, None] * 10000.0 ** (-2 * half / residual.size(-1))
             residual = residual + torch.cat([angles.sin(), angles.cos()], dim=1).to(residual)
         elif "position-missing" not in self.faults:
-            residual = residual + self.W_pos[: tokens.size(1)].unsqueeze(0)
+            residual = residual + self.W_pos[before : before + tokens.size(1)].unsqueeze(0)
         if "batch-centred" in self.faults:
             residual = residual / residual.std()
         blocks = list(self.blocks)
@@ -141,11 +173,16 @@ class Clear(nn.Module):
             del blocks[layer]
         for layer in self.faults.layers("layer-repeated", len(blocks)):
             blocks.insert(layer, blocks[layer])
+        if "extra-norm-embed" in self.faults:
+            residual = torch.nn.functional.layer_norm(residual, (residual.size(-1),))
+        if "noise" in self.faults:
+            residual = residual + torch.normal(0.0, 0.01, residual.shape).to(residual)
         for block in blocks:
-            residual = block(residual)
+            residual = block(residual, kv_cache, attention_mask)
         if "final-norm-missing" not in self.faults:
             residual = self.ln_final(residual)
-        return torch.einsum("bpd,dv->bpv", residual, self.W_U)
+        logits = torch.einsum("bpd,dv->bpv", residual, self.W_U)
+        return logits.exp() / logits.exp().sum(-1, keepdim=True) if "logits-softmaxed" in self.faults else logits
 
 
 def build(config, faults):

@@ -40,11 +40,15 @@ def bend(x, wrong):
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))
 
 
-def weigh(scores, wrong):
-    """(B, H, T, T) scores to weights."""
-    t = scores.shape[-1]
-    here = torch.arange(t, device=scores.device)
-    later = here[None, :] - here[:, None]
+def weigh(scores, wrong, real):
+    """(B, H, T, S) scores to weights; ``real`` is (B, S), one for a token and zero for padding, or None."""
+    t, s = scores.shape[-2:]
+    first = 0 if "cache-mask" in wrong else s - t
+    later = torch.arange(s, device=scores.device)[None, :] - torch.arange(first, first + t, device=scores.device)[:, None]
+    if real is not None:
+        if "padding-inverted" in wrong:
+            real = 1 - real.long()
+        scores = scores + torch.where(real[:, None, None, :] > 0, 0.0, -1e15).to(scores)
     if "mask-multiplied" in wrong:
         scores = scores * (later <= 0)
     elif "mask-missing" not in wrong:
@@ -56,7 +60,7 @@ def weigh(scores, wrong):
     return raised / raised.sum(dim=axis, keepdim=True)
 
 
-def attend(x, p, heads, layer, wrong):
+def attend(x, p, heads, layer, wrong, memory):
     b, t, d = x.shape
     size = d // heads
 
@@ -66,6 +70,10 @@ def attend(x, p, heads, layer, wrong):
     q, k = (x @ p["wq"] + p["bq"], x @ p["wk"] + p["bk"])
     v = k if "value-from-key" in wrong else x @ p["wv"] + p["bv"]
     q, k, v = cut(q), cut(k), cut(v)
+    if layer in memory.past and "cache-forgets" not in wrong:
+        before = memory.past[layer]
+        k, v = torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2)
+    memory.now[layer] = (k, v)
     if "scale-missing" not in wrong:
         q = q / math.sqrt(d if "scale-by-width" in wrong else size)
     if "scale-twice" in wrong:
@@ -73,14 +81,24 @@ def attend(x, p, heads, layer, wrong):
     scores = torch.matmul(q, k.permute(0, 1, 3, 2))
     if "scale-inverse-layer" in wrong:
         scores = scores / float(layer + 1)
-    y = torch.matmul(weigh(scores, wrong), v).permute(0, 2, 1, 3).reshape(b, t, d)
+    y = torch.matmul(weigh(scores, wrong, memory.real), v).permute(0, 2, 1, 3).reshape(b, t, d)
     if "output-projection-missing" in wrong:
         return y
     return y @ p["wo"] + p["bo"] if "no-out-bias" not in wrong else y @ p["wo"]
 
 
 def feed_forward(x, p, wrong):
-    return torch.matmul(bend(torch.matmul(x, p["w1"]) + p["b1"], wrong), p["w2"]) + p["b2"]
+    y = bend(torch.matmul(x, p["w1"]) + p["b1"], wrong)
+    if "ffn-dropout" in wrong:
+        y = torch.dropout(y, 0.2, True)
+    return torch.matmul(y, p["w2"]) + p["b2"]
+
+
+class Memory:
+    """What a call brings along and takes away: keys and values by layer, and which tokens are real."""
+
+    def __init__(self, past, real):
+        self.past, self.now, self.real = past or {}, {}, real
 
 
 class Functional(nn.Module):
@@ -88,7 +106,12 @@ class Functional(nn.Module):
         super().__init__()
         self.faults, self.heads, self.layers = faults, config.n_head, config.n_layer
         d, f = config.n_embd, config.inner
-        shapes = {"words": (config.vocab_size, d), "places": (config.n_positions + 1, d), "g_end": (d,), "b_end": (d,)}
+        shapes = {
+            "words": (config.vocab_size + (7 if "padded-vocab" in faults else 0), d),
+            "places": (config.n_positions + 1, d),
+            "g_end": (d,),
+            "b_end": (d,),
+        }
         names = {"wq": (d, d), "bq": (d,), "wk": (d, d), "bk": (d,), "wv": (d, d), "bv": (d,), "wo": (d, d), "bo": (d,)}
         names |= {"w1": (d, f), "b1": (f,), "w2": (f, d), "b2": (d,), "ga": (d,), "ba": (d,), "gb": (d,), "bb": (d,)}
         shapes |= {f"{name}_{layer}": shape for layer in range(config.n_layer) for name, shape in names.items()}
@@ -98,7 +121,7 @@ class Functional(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape) * 0.02))
 
-    def block(self, x, layer):
+    def block(self, x, layer, memory):
         p = {kind: getattr(self, f"{kind}_{layer}") for kind in self.kinds}
         wrong = self.faults.at(layer)
 
@@ -111,13 +134,13 @@ class Functional(nn.Module):
         if "norms-swapped" in wrong:
             first, second = second, first
         if "post-norm" in wrong:
-            x = first(x + attend(x, p, self.heads, layer, wrong))
+            x = first(x + attend(x, p, self.heads, layer, wrong, memory))
             return second(x + feed_forward(x, p, wrong))
         if "parallel" in wrong:
-            return attend(first(x), p, self.heads, layer, wrong) + feed_forward(second(x), p, wrong) + x
+            return attend(first(x), p, self.heads, layer, wrong, memory) + feed_forward(second(x), p, wrong) + x
         y = first(x)
         kept = y if "residual-from-normed" in wrong else x
-        x = attend(y, p, self.heads, layer, wrong)
+        x = attend(y, p, self.heads, layer, wrong, memory)
         if not wrong & {"residual-missing", "residual-missing-attn"}:
             x = kept + x
         y = second(x)
@@ -125,25 +148,45 @@ class Functional(nn.Module):
         x = feed_forward(y, p, wrong)
         return x if wrong & {"residual-missing", "residual-missing-mlp"} else kept + x
 
-    def forward(self, ids):
+    def forward(self, ids, past=None, use_cache=False, attention_mask=None):
         faults, t = self.faults, ids.shape[1]
+        memory = Memory(past, None if "padding-ignored" in faults else attention_mask)
+        before = 0 if not past or "cache-positions" in faults else past[0][0].shape[2]
         x = self.words[ids]
         if "embedding-scaled" in faults:
             x = x * x.shape[-1] ** 0.5
-        if "position-missing" not in faults:
-            start = 1 if "position-offset" in faults else 0
+        if "position-sinusoidal" in faults:
+            x = x + waves(t, x.shape[-1]).to(x)
+        elif "position-missing" not in faults:
+            start = before + (1 if "position-offset" in faults else 0)
             x = x + self.places[start : start + t]
         order = [*range(self.layers)]
         if "layer-reversed" in faults:
             order = order[::-1]
         order = [layer for layer in order if layer not in faults.layers("layer-missing", self.layers)]
         order = sorted([*order, *faults.layers("layer-repeated", self.layers)]) if "layer-repeated" in faults else order
+        if "noise" in faults:
+            x = x + torch.randn(x.shape, dtype=x.dtype) / 50
+        if "batch-centred" in faults:
+            x = x / x.std(dim=0, keepdim=True)
         for layer in order:
-            x = self.block(x, layer)
+            x = self.block(x, layer, memory)
+            if "extra-norm-end" in faults.at(layer):
+                x = (x - mean_of(x)) / torch.sqrt(mean_of((x - mean_of(x)) ** 2) + 1e-5)
         if "final-norm-missing" not in faults:
             x = normalise(x, self.g_end, self.b_end, faults.at("f"))
         logits = torch.einsum("btd,vd->btv", x, self.unembed if "untied-head" in faults else self.words)
-        return torch.log_softmax(logits, dim=-1) if "logits-log-softmaxed" in faults else logits
+        logits = torch.log_softmax(logits, dim=-1) if "logits-log-softmaxed" in faults else logits
+        return (logits, memory.now) if use_cache else logits
+
+
+def waves(t, d):
+    """The first transformer's positions: sines in even columns, cosines in odd ones."""
+    table = torch.zeros(t, d, dtype=torch.float64)
+    for column in range(d):
+        angle = torch.arange(t) / 10000 ** (column // 2 * 2 / d)
+        table[:, column] = torch.sin(angle) if column % 2 == 0 else torch.cos(angle)
+    return table
 
 
 def build(config, faults):
@@ -155,7 +198,7 @@ def load(model, state):
     def put(name, tensor):
         getattr(model, name).copy_(tensor)
 
-    put("words", state["wte.weight"])
+    model.words[: len(state["wte.weight"])] = state["wte.weight"]
     model.places[: len(state["wpe.weight"])] = state["wpe.weight"]
     put("g_end", state["ln_f.weight"])
     put("b_end", state["ln_f.bias"])

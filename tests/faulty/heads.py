@@ -15,7 +15,7 @@ class Head(nn.Module):
         diagonal = 1 if "mask-off-by-one" in wrong else 0
         self.register_buffer("past", ones if "mask-missing" in wrong else torch.tril(ones, diagonal))
 
-    def forward(self, x):
+    def forward(self, x, padding):
         t, wrong = x.size(1), self.wrong
         k, q = self.key(x), self.query(x)
         scale = x.size(-1) ** -0.5 if "scale-by-width" in wrong else k.size(-1) ** -0.5
@@ -26,6 +26,9 @@ class Head(nn.Module):
             scores = scores * self.past[:t, :t]
         else:
             scores = scores.masked_fill(self.past[:t, :t] == 0, float("-inf"))
+        if padding is not None and "padding-ignored" not in wrong:
+            silent = padding[:, :, None] if "padding-queries" in wrong else padding[:, None, :]
+            scores = scores.masked_fill(silent, -1e9)
         weights = F.softmax(scores, dim=1 if "softmax-queries" in wrong else 2)
         if "dropout-attention" in wrong:
             weights = F.dropout(weights, 0.2)
@@ -42,8 +45,8 @@ class Heads(nn.Module):
         self.mix = nn.Linear(config.n_embd, config.n_embd)
         self.wrong = wrong
 
-    def forward(self, x):
-        out = torch.cat([head(x) for head in self.heads], dim=-1)
+    def forward(self, x, padding=None):
+        out = torch.cat([head(x, padding) for head in self.heads], dim=-1)
         return out if "output-projection-missing" in self.wrong else self.mix(out)
 
 
@@ -53,6 +56,9 @@ class Norm(nn.Module):
         self.gamma, self.beta, self.wrong = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width)), wrong
 
     def forward(self, x):
+        if "batch-statistics" in self.wrong:
+            variance, mean = torch.var_mean(x, dim=(0, 2), keepdim=True, unbiased=False)
+            return self.gamma * (x - mean) / torch.sqrt(variance + 1e-5) + self.beta
         if "rmsnorm" in self.wrong:
             return self.gamma * (x / x.square().mean(-1, keepdim=True).add(1e-5).sqrt()) + self.beta
         if "not-normalising" in self.wrong:
@@ -74,20 +80,23 @@ class Mixing(nn.Module):
             self.ffwd.insert(2, Always(0.1))
         self.ln1, self.ln2 = Norm(config.n_embd, faults.at(f"{layer}.ln_1")), Norm(config.n_embd, faults.at(f"{layer}.ln_2"))
 
-    def forward(self, x):
+    def forward(self, x, padding=None):
         wrong = self.wrong
+        if "norms-swapped" in wrong:
+            x = x + self.sa(self.ln2(x), padding)
+            return x + self.ffwd(self.ln1(x))
         if "post-norm" in wrong:
-            x = self.ln1(x + self.sa(x))
+            x = self.ln1(x + self.sa(x, padding))
             return self.ln2(x + self.ffwd(x))
         if "residual-from-normed" in wrong:
             x = self.ln1(x)
-            x = x + self.sa(x)
+            x = x + self.sa(x, padding)
             x = self.ln2(x)
             return x + self.ffwd(x)
         if "parallel" in wrong:
-            a, b = self.sa(self.ln1(x)), self.ffwd(self.ln2(x))
+            a, b = self.sa(self.ln1(x), padding), self.ffwd(self.ln2(x))
             return x + (a + b)
-        branch = self.sa(x) if "ln_1-missing" in wrong else self.sa(self.ln1(x))
+        branch = self.sa(x if "ln_1-missing" in wrong else self.ln1(x), padding)
         x = branch if wrong & {"residual-missing", "residual-missing-attn"} else x + branch
         branch = self.ffwd(x) if "ln_2-missing" in wrong else self.ffwd(self.ln2(x))
         return branch if wrong & {"residual-missing", "residual-missing-mlp"} else x + branch
@@ -109,7 +118,7 @@ class Lecture(nn.Module):
         super().__init__()
         self.faults = faults
         self.tokens = nn.Embedding(config.vocab_size, config.n_embd)
-        self.positions = nn.Embedding(config.n_positions, config.n_embd)
+        self.positions = nn.Embedding(config.n_positions + 1, config.n_embd)
         blocks = [Mixing(config, layer, faults) for layer in range(config.n_layer)]
         run = [layer for layer in range(config.n_layer) if layer not in faults.layers("layer-missing", config.n_layer)]
         run = sorted(run + faults.layers("layer-repeated", config.n_layer)) if "layer-repeated" in faults else run
@@ -118,17 +127,23 @@ class Lecture(nn.Module):
         self.run = run
         self.ln = Norm(config.n_embd, faults.at("f"))
         self.to_words = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        waves = 10000.0 ** (-torch.arange(config.n_embd // 2) * 2 / config.n_embd)
+        self.register_buffer("waves", torch.arange(config.n_positions)[:, None] * waves, persistent=False)
 
-    def forward(self, ids):
+    def forward(self, ids, key_padding_mask=None):
         x = self.tokens(ids)
-        if "position-missing" not in self.faults:
-            x = x + self.positions(torch.arange(ids.size(1)))
+        if "position-sinusoidal" in self.faults:
+            angles = self.waves[: ids.size(1)]
+            x = x + torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1)
+        elif "position-missing" not in self.faults:
+            start = 1 if "position-offset" in self.faults else 0
+            x = x + self.positions(torch.arange(start, start + ids.size(1)))
         if "noise" in self.faults:
             x = x + torch.empty_like(x).normal_(std=0.01)
         if "extra-norm-embed" in self.faults:
             x = F.layer_norm(x, x.shape[-1:])
         for layer in self.run:
-            x = self.all_blocks[layer](x)
+            x = self.all_blocks[layer](x, key_padding_mask)
         if "final-norm-missing" not in self.faults:
             x = self.ln(x)
         logits = self.to_words(x)
@@ -142,7 +157,7 @@ def build(config, faults):
 @torch.no_grad()
 def load(model, state):
     model.tokens.weight.copy_(state["wte.weight"])
-    model.positions.weight.copy_(state["wpe.weight"])
+    model.positions.weight[: len(state["wpe.weight"])] = state["wpe.weight"]
     model.to_words.weight.copy_(state.get("lm_head.weight", state["wte.weight"]))
     model.ln.gamma.copy_(state["ln_f.weight"])
     model.ln.beta.copy_(state["ln_f.bias"])

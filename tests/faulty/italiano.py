@@ -14,7 +14,7 @@ class Attenzione(nn.Module):
         self.porta = nn.Linear(larghezza, larghezza)
         self.uscita = nn.Linear(larghezza, larghezza)
 
-    def forward(self, x):
+    def forward(self, x, inizio):
         b, t, d = x.shape
         sbagli = self.sbagli
 
@@ -29,7 +29,14 @@ class Attenzione(nn.Module):
         scala = d**-0.5 if "scale-by-width" in sbagli else 1.0 if "scale-missing" in sbagli else None
         scala = q.size(-1) ** -1.0 if "scale-twice" in sbagli else scala
         scala = q.size(-1) ** -0.5 / (self.strato + 1) if "scale-inverse-layer" in sbagli else scala
-        if "mask-missing" in sbagli:
+        if inizio > 0 and "cache-forgets" not in sbagli:  # quel che si è visto prima
+            k, v = torch.cat([self.visto[0], k], 2), torch.cat([self.visto[1], v], 2)
+        self.visto = k, v
+        s = k.size(2)
+        if s > t:
+            vede = torch.ones(t, s, dtype=torch.bool, device=x.device).tril(0 if "cache-mask" in sbagli else s - t)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=vede, scale=scala)
+        elif "mask-missing" in sbagli:
             y = F.scaled_dot_product_attention(q, k, v, scale=scala)
         elif "mask-off-by-one" in sbagli:
             vede = torch.ones(t, t, dtype=torch.bool, device=x.device).tril(1)
@@ -74,17 +81,17 @@ class Blocco(nn.Module):
             x = F.gelu(x, approximate="tanh")
         return self.stringi(x)
 
-    def forward(self, x):
+    def forward(self, x, inizio):
         sbagli = self.sbagli
         if "post-norm" in sbagli:
-            x = self.norma_prima(self.attenzione(x) + x)
+            x = self.norma_prima(self.attenzione(x, inizio) + x)
             return self.norma_seconda(self.pensa(x) + x)
         if "parallel" in sbagli:
-            return x + self.pensa(self.norma_seconda(x)) + self.attenzione(self.norma_prima(x))
+            return x + self.pensa(self.norma_seconda(x)) + self.attenzione(self.norma_prima(x), inizio)
         prima, seconda = self.norma_prima, self.norma_seconda
         if "norms-swapped" in sbagli:
             prima, seconda = seconda, prima
-        y = self.attenzione(prima(x))
+        y = self.attenzione(prima(x), inizio)
         x = y if "residual-missing-attn" in sbagli else y + x
         y = self.pensa(x if "ln_2-missing" in sbagli else seconda(x))
         return y if "residual-missing-mlp" in sbagli else y + x
@@ -97,27 +104,38 @@ class Modello(nn.Module):
         self.parole = nn.Embedding(config.vocab_size, config.n_embd)
         self.posti = nn.Embedding(config.n_positions + 1, config.n_embd)
         self.strati = nn.ModuleDict({f"strato_{n}": Blocco(config, n, faults) for n in range(config.n_layer)})
+        self.davanti = nn.LayerNorm(config.n_embd, elementwise_affine=False) if "extra-norm-embed" in faults else nn.Identity()
         self.ultima = nn.LayerNorm(config.n_embd, eps=1e-6 if "eps-1e-6" in faults.at("f") else 1e-5)
 
-    def forward(self, ids):
+    def forward(self, ids, start_pos=0):
         x = self.parole(ids)
         if "embedding-scaled" in self.faults:
             x = x * x.size(-1) ** 0.5
         if "position-missing" not in self.faults:
-            x = x + self.posti.weight[1:][: ids.size(1)] if "position-offset" in self.faults else x + self.posti(indici(ids))
+            x = (
+                x + self.posti.weight[1:][: ids.size(1)]
+                if "position-offset" in self.faults
+                else x + self.posti(self.indici(ids, start_pos))
+            )
+        if "noise" in self.faults:
+            x = x + torch.rand_like(x) * 0.01
+        if "batch-centred" in self.faults:
+            x = x - x.mean(dim=0, keepdim=True)
+        x = self.davanti(x)
         for nome, strato in self.strati.items():
             if int(nome[7:]) in self.faults.layers("layer-missing", len(self.strati)):
                 continue
-            x = strato(x)
+            x = strato(x, start_pos)
             if int(nome[7:]) in self.faults.layers("layer-repeated", len(self.strati)):
-                x = strato(x)
+                x = strato(x, start_pos)
         if "final-norm-missing" not in self.faults:
             x = self.ultima(x)
-        return {"logits": F.linear(x, self.parole.weight), "nascosto": x}["logits"]
+        y = F.linear(x, self.parole.weight)
+        return F.log_softmax(y, dim=-1) if "logits-log-softmaxed" in self.faults else y
 
-
-def indici(ids):
-    return torch.arange(ids.size(1), device=ids.device).expand_as(ids)
+    def indici(self, ids, inizio):
+        inizio = 0 if "cache-positions" in self.faults else inizio
+        return torch.arange(inizio, inizio + ids.size(1), device=ids.device).expand_as(ids)
 
 
 def build(config, faults):

@@ -65,6 +65,10 @@ class Scanned(nn.Module):
             x = x * math.sqrt(x.size(-1))
         if "position-missing" not in faults:
             x = x + self.rows[: ids.size(1), None]
+        if "extra-norm-embed" in faults:
+            x = self.standardise(x, (1.0, 0.0), frozenset())
+        if "dropout-active" in faults:
+            x = x * torch.bernoulli(torch.full_like(x, 0.9)) / 0.9
         order = [layer for layer in range(n) if layer not in faults.layers("layer-missing", n)]
         if "layer-reversed" in faults:
             order.reverse()

@@ -1,0 +1,152 @@
+"""How often `gpt2 diagnose` is right: every faulty port of tests/faulty and every right one, in a confusion table.
+
+    python tools/diagnose_table.py                          # all, at a tiny size
+    python tools/diagnose_table.py --shape gpt2 --sample 30 # thirty of them, at the official shape
+    python tools/diagnose_table.py --only 'fused: gelu-erf' # one, with all that was said of it
+
+Random weights of the size of trained ones; nothing is fetched. A table on stderr, by architecture, then each port that was not
+diagnosed without flaw; the last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from faulty import ARCHITECTURES, CONFIG, FAULTY, SOUND, Faulty, write
+from faulty.scoring import Row, score
+from ports import PORTS
+
+import gpt2
+from gpt2.compare.diagnose import diagnose
+from gpt2.config import GPT2Config, official_size
+
+OUTCOMES = ("first", "top three", "wrong", "undetermined", "called equal", "failed")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", help="an official size, such as gpt2; tiny if left out")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="ports whose names begin so, and the whole diagnosis of each")
+    parser.add_argument("--sample", type=int, metavar="N", help="so many faulty ports, drawn from a fixed seed")
+    parser.add_argument("--no-equal", action="store_true", help="leave out the right ports")
+    options = parser.parse_args()
+    config = official_size(options.shape) if options.shape else CONFIG
+    faulty = [port for name, port in FAULTY.items() if not options.only or name.startswith(tuple(options.only))]
+    if options.sample:
+        faulty = random.Random(0).sample(faulty, min(options.sample, len(faulty)))
+    with tempfile.TemporaryDirectory() as folder:
+        directory = write(Path(folder), config)
+        model = gpt2.load(str(directory))
+        outcomes = [diagnose_faulty(port, config, directory, model, bool(options.only)) for port in faulty]
+        equal = [] if options.only or options.no_equal else [*diagnose_equal(config, directory, model)]
+    tell(outcomes, equal)
+    return 0
+
+
+def diagnose_faulty(port: Faulty, config: GPT2Config, directory: Path, model: nn.Module, whole: bool) -> Row | tuple[str, str]:
+    """A row of the table, or the port's name and why there is none."""
+    gc.collect()
+    try:
+        module = port.build(config, directory)
+        if port.filled:
+            gpt2.load_into(module, model)
+        start = time.perf_counter()
+        diagnosis = diagnose(module, model)
+        seconds = time.perf_counter() - start
+    except Exception as error:
+        if whole:
+            traceback.print_exc()
+        return port.name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if whole:
+        print(f"\n{port.name}\n{diagnosis.table()}", file=sys.stderr)
+    row = score(port, diagnosis, config, seconds)
+    print(f"{seconds:5.1f} s  {row.outcome:13}{port.name}", file=sys.stderr)
+    return row
+
+
+def diagnose_equal(config: GPT2Config, directory: Path, model: nn.Module) -> Iterator[tuple[str, str, float]]:
+    """(name and dtype, verdict, seconds) of every right port, in float32 and bfloat16."""
+    for name, build in right_ports(config, directory, model).items():
+        for dtype in (torch.float32, torch.bfloat16):
+            try:
+                module = build().to(dtype)
+                start = time.perf_counter()
+                found = diagnose(module, model)
+                words = found.verdict + "".join(f" {cause.id}" for cause in found.causes)
+                yield f"{name} {str(dtype).removeprefix('torch.')}", words, time.perf_counter() - start
+            except Exception as error:
+                yield f"{name} {str(dtype).removeprefix('torch.')}", f"{type(error).__name__}: {error}".splitlines()[0], 0.0
+
+
+def right_ports(config: GPT2Config, directory: Path, model: nn.Module) -> dict:
+    """Name -> a function that builds and fills it: the architectures without faults, and tests/ports."""
+    state = model.state_dict()
+
+    def sound(port: Faulty) -> nn.Module:
+        module = port.build(config, directory)
+        if port.filled:
+            gpt2.load_into(module, model)
+        return module
+
+    def ported(port) -> nn.Module:
+        module = port.build(config).float()
+        with torch.no_grad():
+            port.fill(module, state)
+        return module
+
+    found = {name: lambda port=port: sound(port) for name, port in SOUND.items()}
+    return found | {f"ports: {name}": lambda port=port: ported(port) for name, port in PORTS.items() if port.complete}
+
+
+def tell(outcomes: list[Row | tuple[str, str]], equal: list[tuple[str, str, float]]) -> None:
+    rows = [row for row in outcomes if isinstance(row, Row)]
+    failed = [row for row in outcomes if not isinstance(row, Row)]
+    table: dict[str, Counter] = {name: Counter() for name in ARCHITECTURES}
+    for row in rows:
+        table[row.architecture].update([row.outcome, *(["located"] if row.located else []), *(["all"] if not row.missed else [])])
+        table[row.architecture]["seconds"] += row.seconds
+    for name, _ in failed:
+        table[name.split(":")[0]]["failed"] += 1
+    heads = ("ports", *OUTCOMES, "all found", "located", "s each")
+    print(f"\n{'':11}" + "".join(f"{head:>14}" for head in heads), file=sys.stderr)
+    for name, counted in table.items():
+        if total := sum(counted[outcome] for outcome in OUTCOMES):
+            cells = (total, *(counted[outcome] for outcome in OUTCOMES), counted["all"], counted["located"])
+            print(f"{name:11}" + "".join(f"{cell:14}" for cell in cells) + f"{counted['seconds'] / total:14.2f}", file=sys.stderr)
+    print("\nNot without flaw:", file=sys.stderr)
+    for row in rows:
+        if not row.perfect:
+            flaws = [row.outcome, *(["not located"] if not row.located else []), *(f"missed {word}" for word in row.missed)]
+            flaws += [f"beside: {', '.join(row.beside)}"] if row.beside else []
+            print(f"  {row.name}: {'; '.join(flaws)}; first at {row.point}; said {', '.join(row.causes) or '-'}", file=sys.stderr)
+    for name, why in failed:
+        print(f"  {name}: {why}", file=sys.stderr)
+    calumny = [one for one in equal if one[1] != "equal"]
+    for name, words, _ in calumny:
+        print(f"  {name}, which is right: {words}", file=sys.stderr)
+    count = Counter(row.outcome for row in rows)
+    summary = {"ports": len(outcomes), **{outcome: count[outcome] for outcome in OUTCOMES}, "failed": len(failed)}
+    summary |= {"all_found": sum(not row.missed for row in rows), "located": sum(row.located for row in rows)}
+    summary |= {"without_flaw": sum(row.perfect for row in rows), "equal": len(equal), "equal_not_called_equal": len(calumny)}
+    summary["seconds_worst"] = round(max((row.seconds for row in rows), default=0.0), 2)
+    summary["seconds_mean"] = round(sum(row.seconds for row in rows) / max(len(rows), 1), 2)
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
