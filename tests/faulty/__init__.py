@@ -62,7 +62,7 @@ class Faulty:
     @property
     def causes(self) -> dict[str, tuple[str, ...]]:
         """Word -> the ids that say it rightly, the best first."""
-        return {word: MEANINGS[word].ids for word in self.faults.sites}
+        return {word: MEANINGS[word].ids for word in self.faults.sites if word in MEANINGS}
 
     @staticmethod
     def meaning(word: str) -> Meaning:
@@ -494,4 +494,18 @@ FAULTY: dict[str, Faulty] = {
 
 # The same architectures without a fault.
 SOUND: dict[str, Faulty] = {port.name: port for name in LINES for port in (Faulty(name, ""),)}
-SOUND |= {port.name: port for sound in list(SOUND.values()) for port in (replace(sound, filled=True),)}
+SOUND |= {
+    port.name: port
+    for name, lines in (
+        (
+            "fused",
+            "mask-1e4 scale-split softmax-upcast norm-upcast logits-upcast vocabulary-cut heads-permuted dropout-in-training "
+            "idle-norm",
+        ),
+        ("functions", "key-bias-missing heads-permuted"),
+        ("heads", "heads-permuted"),
+        ("italiano", "heads-permuted"),
+    )
+    for port in (Faulty(name, line) for line in lines.split())
+}
+SOUND |= {port.name: port for sound in list(SOUND.values()) if not sound.line for port in (replace(sound, filled=True),)}

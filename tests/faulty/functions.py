@@ -67,7 +67,9 @@ def attend(x, p, heads, layer, wrong, memory):
     def cut(y):
         return y.reshape(b, t, heads, size).permute(0, 2, 1, 3)
 
-    q, k = (x @ p["wq"] + p["bq"], x @ p["wk"] + p["bk"])
+    q, k = x @ p["wq"] + p["bq"], x @ p["wk"]
+    if "key-bias-missing" not in wrong:
+        k = k + p["bk"]
     v = k if "value-from-key" in wrong else x @ p["wv"] + p["bv"]
     q, k, v = cut(q), cut(k), cut(v)
     if layer in memory.past and "cache-forgets" not in wrong:

@@ -13,6 +13,8 @@ class HandNorm(nn.Module):
         self.weight, self.bias, self.kind = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width)), kind
 
     def forward(self, x):
+        if self.kind == "norm-upcast":
+            return F.layer_norm(x.float(), self.weight.shape, self.weight.float(), self.bias.float()).type_as(x)
         if self.kind == "rmsnorm":
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight + self.bias
         if self.kind == "not-normalising":
@@ -29,7 +31,7 @@ class HandNorm(nn.Module):
 
 
 def norm(width, wrong):
-    for kind in ("rmsnorm", "not-normalising", "unbiased", "annotated", "eps-outside", "batch-statistics"):
+    for kind in ("rmsnorm", "not-normalising", "unbiased", "annotated", "eps-outside", "batch-statistics", "norm-upcast"):
         if kind in wrong:
             return HandNorm(width, kind)
     if "rmsnorm-no-bias" in wrong:
@@ -62,10 +64,12 @@ class SelfAttention(nn.Module):
             q, k, v = (part.reshape(b, self.n_head, t, c // self.n_head) for part in (q, k, v))
         else:
             q, k, v = (part.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for part in (q, k, v))
+        if "scale-split" in wrong:
+            q, k = q / k.size(-1) ** 0.25, k / k.size(-1) ** 0.25
         att = q @ k.transpose(-2, -1)
         if "scale-by-width" in wrong:
             att = att / math.sqrt(c)
-        elif "scale-missing" not in wrong:
+        elif not wrong & {"scale-missing", "scale-split"}:
             att = att * (1.0 / math.sqrt(k.size(-1)))
         if "scale-twice" in wrong:
             att = att / math.sqrt(k.size(-1))
@@ -75,12 +79,16 @@ class SelfAttention(nn.Module):
             att = att * self.mask[:t, :t]
         else:
             nothing = -1e9 if wrong & {"mask-strict", "softmax-heads", "softmax-batch"} else -math.inf
-            att = att.masked_fill(self.mask[:t, :t] == 0, nothing)
+            att = att.masked_fill(self.mask[:t, :t] == 0, -1e4 if "mask-1e4" in wrong else nothing)
+        if "softmax-upcast" in wrong:
+            att = att.float()
         axis = {"softmax-queries": -2, "softmax-heads": 1, "softmax-batch": 0}
         att = F.softmax(att, dim=next((axis[word] for word in axis if word in wrong), -1))
         if "dropout-attention" in wrong:
             att = F.dropout(att, 0.1)
-        y = att @ v
+        if "dropout-in-training" in wrong:
+            att = F.dropout(att, 0.1, self.training)
+        y = att.type_as(v) @ v
         y = y.reshape(b, t, c) if "heads-merged-wrongly" in wrong else y.transpose(1, 2).contiguous().view(b, t, c)
         return y if "output-projection-missing" in wrong else self.proj(y)
 
@@ -148,7 +156,10 @@ class GPT(nn.Module):
     def __init__(self, config, faults):
         super().__init__()
         self.faults = faults
-        rows = config.vocab_size + (5 if "padded-vocab" in faults else 0)
+        rows = config.vocab_size + (5 if "padded-vocab" in faults or "vocabulary-cut" in faults else 0)
+        self.words = config.vocab_size
+        if "idle-norm" in faults:
+            self.ln_0 = nn.LayerNorm(config.n_embd)
         self.wte = nn.Embedding(rows, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions + ("position-offset" in faults), config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer, faults) for layer in range(config.n_layer))
@@ -195,6 +206,10 @@ class GPT(nn.Module):
         for layer in self.order:
             x = self.blocks[layer](x)
         logits = self.head(x if "final-norm-missing" in faults else self.ln_f(x))
+        if "vocabulary-cut" in faults:
+            logits = logits[..., : self.words]
+        if "logits-upcast" in faults:
+            logits = logits.float()
         if "logits-softmaxed" in faults:
             logits = logits.softmax(-1)
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())

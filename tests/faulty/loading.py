@@ -104,6 +104,8 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
                     state |= {name: right[other + name.removeprefix(at)] for name in right if name.startswith(at)}
                 case "bf16-fc":
                     state[c_fc + "weight"] = right[c_fc + "weight"].bfloat16().float()
+    if "heads-permuted" in faults:
+        state |= _permuted(right, config)
     if "not-loaded-ln_f" in faults:
         state |= {"ln_f.weight": initial("ln_f.weight"), "ln_f.bias": initial("ln_f.bias")}
     if "not-loaded-wpe" in faults:
@@ -118,6 +120,18 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
     if "untied-head" in faults:
         state["lm_head.weight"] = initial("wte.weight")
     return {name: tensor.contiguous() for name, tensor in state.items()}
+
+
+def _permuted(right: dict[str, Tensor], config: GPT2Config) -> dict[str, Tensor]:
+    """The same heads, the last one first: another file, the same function."""
+    order = torch.arange(config.n_embd).view(config.n_head, -1).flip(0).flatten()
+    moved = {}
+    for layer in range(config.n_layer):
+        at = f"h.{layer}.attn."
+        for leaf in ("weight", "bias"):
+            moved[f"{at}c_attn.{leaf}"] = torch.cat([part[..., order] for part in right[f"{at}c_attn.{leaf}"].chunk(3, -1)], -1)
+        moved[f"{at}c_proj.weight"] = right[f"{at}c_proj.weight"][order]
+    return moved
 
 
 def _relaid(columns: Tensor, config: GPT2Config, word: str) -> Tensor:
