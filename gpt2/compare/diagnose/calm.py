@@ -1,0 +1,105 @@
+"""Run somebody's forward pass so that two causes of difference are gone: random numbers, and detours through a narrower dtype.
+
+What is left to differ is what the port computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+NARROWER = (torch.float32, torch.bfloat16, torch.float16)
+CONTRACTIONS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
+DRAWS = {
+    "randn",
+    "randn_like",
+    "normal_",
+    "normal",
+    "rand",
+    "rand_like",
+    "uniform_",
+    "randint",
+    "randint_like",
+    "randperm",
+    "multinomial",
+}
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """A dropout that was active: the width of what it was applied to, and the length of the sums of the last product before."""
+
+    width: int
+    rows: int
+    after: int
+
+
+class Calm(TorchDispatchMode):
+    """Under it dropout lets all through, normal noise is zero, and what is cast from float64 to less stays float64.
+
+    ``dropouts`` and ``draws`` (names of operators) say what it met; ``casts``, the dtypes that were asked for. With
+    ``lift=False`` and ``still=False`` it only takes notes.
+    """
+
+    def __init__(self, *, lift: bool = True, still: bool = True) -> None:
+        super().__init__()
+        self.lift, self.still = lift, still
+        self.dropouts: list[Dropout] = []
+        self.draws: list[str] = []
+        self.casts: set[str] = set()
+        self._after = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
+        if name in CONTRACTIONS:
+            self._after = [arg for arg in args if isinstance(arg, Tensor)][-1].shape[-2]
+        if name == "_to_copy" and args[0].dtype == torch.float64 and kwargs.get("dtype") in NARROWER:
+            self.casts.add(str(kwargs["dtype"]).removeprefix("torch."))
+            if self.lift:
+                kwargs["dtype"] = torch.float64
+        if name == "native_dropout" and args[2] is not False and args[1] > 0:
+            self._dropped(args[0])
+            if self.still:
+                return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if name in ("bernoulli_", "bernoulli") and isinstance(args[0], Tensor):
+            keep = args[1] if len(args) > 1 else kwargs.get("p")
+            self._dropped(args[0])
+            if self.still and isinstance(keep, float) and name == "bernoulli_":
+                return args[0].fill_(keep)  # divided by that probability afterwards
+            if self.still and keep is None:
+                return torch.ones_like(args[0])
+        if name == "_scaled_dot_product_flash_attention_for_cpu":
+            dropout = args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)
+            if dropout > 0:
+                self.dropouts.append(Dropout(args[0].shape[-2], args[0].shape[-2], self._after))
+        result = func(*args, **kwargs)
+        if name in DRAWS:
+            self.draws.append(name)
+            if self.still and name in ("randn", "randn_like", "normal_", "normal"):
+                result.zero_()
+        return result
+
+    def _dropped(self, tensor: Tensor) -> None:
+        shape = tensor.shape
+        self.dropouts.append(Dropout(shape[-1] if shape else 1, shape[-2] if len(shape) > 1 else 1, self._after))
+
+
+def calmly(call: Callable[[], Any]) -> tuple[Any, Calm]:
+    """``call()`` under :class:`Calm`. Where its constants do not mix with float64, casts are left as they are."""
+    calm = Calm()
+    try:
+        with calm:
+            return call(), calm
+    except (RuntimeError, TypeError):
+        if not calm.casts:
+            raise
+    calm = Calm(lift=False)
+    with calm:
+        return call(), calm
