@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...config import GPT2Config
 from .hypotheses import Finding, attention_weights, likely_scales, scale_finding
+from .pool import Pool
 from .search import Chooser, Option
 
 STREAM = (0, 1)  # axes along which a port may have a (B, T, D) in pieces: rows, tokens
@@ -24,8 +25,8 @@ Split = Callable[[Tensor], Tensor]
 
 @dataclass
 class Branch:
-    """What became of one branch: traced points and how far each was off where it was found, what is wrong, and the results that the
-    branch may have (several where only what follows can tell)."""
+    """What became of one branch: traced points and how far each was off where it was found, what is wrong, and the results that
+    it may have (several where only what follows can tell)."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
@@ -87,8 +88,8 @@ def project(chooser: Chooser, config: GPT2Config, x: Tensor, weights: dict[str, 
 
 
 class Attending:
-    """Attention of one block. ``projected`` are its queries, keys and values, ``taken`` what they are projections of, ``stream`` what
-    that was made from."""
+    """Attention of one block. ``projected`` are its queries, keys and values, ``taken`` what they are projections of, ``stream``
+    what that was made from."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class Attending:
 
     def run(self) -> Branch:
         """The branch; its ``results`` are empty if what attention computes could not be told."""
-        split, label, findings, factors = self._split()
+        split, findings, factors = self._split()
         chosen = self._weigh(split, factors)
         heads: list[tuple[Tensor, tuple[Finding, ...]]] = []
         if chosen is not None:
@@ -137,7 +138,7 @@ class Attending:
             "viewed, time first": lambda y: y.transpose(0, 1).reshape(self.batch, heads, self.tokens, -1),
         }
 
-    def _split(self) -> tuple[Split, str, tuple[Finding, ...], list[float]]:
+    def _split(self) -> tuple[Split, tuple[Finding, ...], list[float]]:
         """How heads are cut out, as the scores show; and the factors by which these are seen multiplied."""
         details = {
             "viewed": "heads are cut out by view(B, H, T, K) without a transpose, which mixes positions and heads",
@@ -148,8 +149,8 @@ class Attending:
             factors = self.pool.factors(self._scores(split), *GRID)
             if factors:
                 findings = () if label == "right" else (Finding("head-layout", "attn", details[label]),)
-                return split, label, findings, factors
-        return self._splits()["right"], "right", (), []
+                return split, findings, factors
+        return self._splits()["right"], (), []
 
     def _scores(self, split: Split) -> Tensor:
         return split(self.projected.parts["q"]) @ split(self.projected.parts["k"]).mT
@@ -168,7 +169,8 @@ class Attending:
         for factor in factors or right:
             wrong = len(scale_finding(self.config, self.layer, factor))
             for label, weights, findings in attention_weights(self._scaled(split, factor)):
-                yield Option(label, lambda weights=weights: weights, findings, base=factor, cost=float(wrong))
+                cost = wrong + 0.1 * label.startswith("filled")
+                yield Option(label, lambda weights=weights: weights, findings, base=factor, cost=cost)
         exchanged = Finding("qkv-order", "attn", "queries and keys have changed places")
         for factor in (factors or right)[:3]:
             for label, weights, findings in attention_weights(raw.mT * factor):

@@ -239,6 +239,8 @@ def attention_weights(scores: Tensor) -> Iterator[tuple[str, Tensor, tuple[Findi
             yield f"{label} cleared", masked(allowed, -math.inf).nan_to_num(0.0), why
             empty = ~allowed.any(-1)
             yield f"{label} added", torch.where(empty[:, None], scores.softmax(-1), masked(allowed, -1e30)), why
+    for fill in (-1e4, -1e9, torch.finfo(torch.float32).min):  # right in effect, unless scores are as large
+        yield f"filled {fill:g}", masked(within(0), fill), ()
     multiplied = "masked scores become {}, which softmax gives a share, instead of minus infinity"
     for label, allowed, why in kinds[:1] + kinds[2:4]:
         for fill in (0.0, 1e-9, -1e-9, -1.0, 1.0, -10.0, -100.0, -1000.0, 1e-20, 1e9):
@@ -270,7 +272,7 @@ def attention_weights(scores: Tensor) -> Iterator[tuple[str, Tensor, tuple[Findi
 
 
 def scale_finding(config: GPT2Config, layer: int, factor: float, inverse_first: bool = False) -> tuple[Finding, ...]:
-    """What it means that the scores are multiplied by ``factor``; with ``inverse_first``, the layer's number is thought of first."""
+    """What it means that the scores are multiplied by ``factor``; ``inverse_first``: try the layer's number first."""
     width, size, heads, number = config.n_embd, config.head_dim, config.n_head, layer + 1
     root = 1 / math.sqrt(size)
     right = (root if config.scale_attn_weights else 1.0) / (number if config.scale_attn_by_inverse_layer_idx else 1)

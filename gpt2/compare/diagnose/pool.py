@@ -51,8 +51,8 @@ class _Shelf:
 
 
 class Pool:
-    """The tensors, by size and sums. ``logits`` is what the forward returned, float64; ``narrow`` whether anything was computed in
-    less than float64; ``operators`` the names of all that ran."""
+    """The tensors, by size and sums. ``logits`` is what the forward returned, float64; ``narrow`` whether anything was computed
+    in less than float64; ``operators`` the names of all that ran."""
 
     def __init__(self) -> None:
         self.entries: list[Tensor] = []
@@ -117,9 +117,10 @@ class Pool:
                 size = math.sqrt(squares / second) if squares < math.inf else 0.0
                 for factor in (size, -size) if size > 0 else ():
                     scale = math.sqrt(squares / part.numel()) * part.numel()
-                    if abs(mine - factor * first) <= self.bound * scale and not any(_same(factor, f) for f in found):
-                        if _error(self._in_order(number), (factor * part).flatten().sort().values) <= self.bound:
-                            found.append(factor)
+                    if abs(mine - factor * first) > self.bound * scale or any(_same(factor, f) for f in found):
+                        continue
+                    if _error(self._in_order(number), (factor * part).flatten().sort().values) <= self.bound:
+                        found.append(factor)
             if found:
                 break
         return found

@@ -25,8 +25,8 @@ BLIND = 48  # of options that are not seen themselves, how many are tried for wh
 class Option:
     """Something a port may compute at a place: how, what is wrong if it does, and what it is computed from.
 
-    ``label`` is the same in every block, so that what one block does is tried first in the next. ``silent`` if its value is in the
-    pool whether or not the port means it here. ``values`` are traced points that are known if this is so.
+    ``label`` is the same in every block, so that what one block does is tried first in the next. ``silent`` if its value is in
+    the pool whether or not the port means it here. ``values`` are traced points that are known if this is so.
     """
 
     label: str

@@ -39,8 +39,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Walk:
-    """``explained`` if the walk reaches the port's own logits with nothing unknown on the way. ``causes`` by the first place where
-    each shows. ``blocks`` are the numbers of the blocks whose weights were used, in the order in which they ran; ``lost`` the
+    """``explained`` if the walk reaches the port's own logits with nothing unknown on the way. ``causes`` by the first place
+    where each shows. ``blocks`` are the numbers of the blocks whose weights were used, as they ran; ``lost`` the
     points where the port computes something that is not known here."""
 
     steps: tuple[Step, ...]

@@ -22,8 +22,8 @@ AFTER = "norm-after"  # a norm that stands after a branch: with none before it, 
 
 @dataclass
 class Taken:
-    """A block's attention branch, as far as it is settled: the stream before it (None if that was lost), its input, whether that is
-    normed, its results, and the stream's label."""
+    """A block's attention branch, as far as it is settled: the stream before it (None if that was lost), its input, whether that
+    is normed, and its results."""
 
     stream: Tensor | None
     taken: Tensor
