@@ -6,7 +6,6 @@ a run that is interrupted and goes on computes, bit for bit, what it would have 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import signal
 from collections.abc import Callable, Iterator
@@ -21,12 +20,13 @@ import torch.nn.functional as F
 from ..checkpoint.load import load, load_path, load_tokenizer, require_vocabulary
 from ..compare.measure import LanguageScore, language_score
 from ..config import GPT2Config
-from ..data import Tokenizer, from_directory, shakespeare
+from ..data import Tokenizer, from_directory
 from ..data.batches import batch
 from ..errors import InputError
 from ..generate import generate
 from ..model import GPT2
 from . import state
+from .corpus import corpus
 from .metrics import Metrics, Pace
 from .optim import adamw, learning_rate
 from .recipe import Recipe
@@ -94,7 +94,6 @@ def train(
         InputError: text, model, recipe or folder do not work together, the run diverged, or the disk is full.
     """
     folder = Path(folder)
-    train_text, val_text = texts(recipe)
     with state.locked(folder):
         goes_on = state.holds(folder, recipe, init, fresh)
         notes = [f"{folder}: going on with the run that is there"] if goes_on else []
@@ -104,18 +103,25 @@ def train(
         elif init is not None:
             model, tokenizer = load(init, dtype="float32"), load_tokenizer(init)
         else:
-            tokenizer = _new_tokenizer(recipe, train_text, val_text)
-            model = _new_model(recipe, tokenizer)
+            model, tokenizer = None, None
+        text = corpus(recipe, tokenizer)
+        tokenizer = text.tokenizer
+        model = model or _new_model(recipe, tokenizer)
         _fit(model, tokenizer, recipe, init or "the recipe's model")
-        train_ids, val_ids = _encode(tokenizer, recipe, train_text, val_text)
-        text_hash = hashlib.sha256(train_ids.tobytes() + b"|" + val_ids.tobytes()).hexdigest()
-        state.claim(folder, recipe, init, text_hash, fresh)
+        state.claim(folder, recipe, init, text.sha256, fresh)
         optimizer = adamw(model, recipe.optim)
         progress = state.restore(found, optimizer) if found else None
         with Metrics(folder, progress) as metrics, _interruptions() as interrupted:
-            run = _Run(recipe, folder, model, tokenizer, optimizer, train_ids, val_ids, metrics, report)
+            run = _Run(recipe, folder, model, tokenizer, optimizer, text.train_ids, text.val_ids, metrics, report)
             report(
-                Started(recipe, model.config, len(train_ids), len(val_ids), progress.step if progress else 0, (*notes, *skipped))
+                Started(
+                    recipe,
+                    model.config,
+                    len(text.train_ids),
+                    len(text.val_ids),
+                    progress.step if progress else 0,
+                    (*notes, *skipped),
+                )
             )
             return run(progress, interrupted)
 
@@ -191,24 +197,6 @@ class _Run:
         state.save(self.folder, self.model, self.tokenizer, self.optimizer, progress)
 
 
-def texts(recipe: Recipe) -> tuple[str, str]:
-    """Training and validation text of a recipe."""
-    data = recipe.data
-    if data.path:
-        text = shakespeare.read_text(data.path)
-    elif data.source == "plays":
-        return shakespeare.training_text(), shakespeare.held_out_text()
-    elif data.source.startswith("play:"):
-        text = shakespeare.play(data.source.removeprefix("play:"))
-    elif data.source == "tinyshakespeare":
-        text = shakespeare.tiny_shakespeare()
-    else:
-        raise InputError(
-            f"recipe: data.source is {data.source!r}; give plays, play:NAME or tinyshakespeare, or set data.path to a text file"
-        )
-    return shakespeare.split(text, 1 - data.held_out)
-
-
 def _fit(model: GPT2, tokenizer: Tokenizer, recipe: Recipe, name: str) -> None:
     """See that the recipe fits the model, and make the model ready to be trained."""
     config = model.config
@@ -227,31 +215,6 @@ def _fit(model: GPT2, tokenizer: Tokenizer, recipe: Recipe, name: str) -> None:
         # Out of the mapped file, whose pages would otherwise be copied one by one in the first step; and to an address as even as
         # any other, because some kernels sum in another order where it is not, and a resumed run would drift from the first.
         parameter.data = parameter.data.clone()
-
-
-def _encode(tokenizer: Tokenizer, recipe: Recipe, train_text: str, val_text: str) -> tuple[np.ndarray, np.ndarray]:
-    """The two texts as int32 ids. Validation makes do with a shorter window, training does not."""
-    train_ids, val_ids = (np.array(tokenizer.encode(text), dtype=np.int32) for text in (train_text, val_text))
-    if len(train_ids) < recipe.context + 1:
-        remedy = f" or --set context={len(train_ids) - 1}" if len(train_ids) > 1 else ""
-        raise InputError(
-            f"the training text has {len(train_ids)} tokens, too few for a context of {recipe.context} and the token after it; "
-            f"give a longer text{remedy}"
-        )
-    if len(val_ids) < 2:
-        raise InputError(f"the validation text has {len(val_ids)} tokens, too few to score; give a longer text or data.held_out")
-    return train_ids, val_ids
-
-
-def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:
-    """A vocabulary from the training text; characters also from the validation text, which must be spellable."""
-    if recipe.data.tokenizer == "chars":
-        from ..data.chars import Chars
-
-        return Chars.from_text(train_text + val_text)
-    from ..data.bpe import train_bpe
-
-    return train_bpe(train_text, recipe.data.vocab_size)
 
 
 def _new_model(recipe: Recipe, tokenizer: Tokenizer) -> GPT2:

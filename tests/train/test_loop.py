@@ -16,6 +16,7 @@ from gpt2.data import from_directory
 from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.train import loop, state
+from gpt2.train.corpus import texts
 from gpt2.train.loop import Evaluated, Logged, Started, train
 from gpt2.train.optim import adamw, learning_rate
 from gpt2.train.recipe import Data, Model, Optim, Recipe
@@ -165,7 +166,7 @@ def test_best_is_the_model_of_the_lowest_loss(recipe, tmp_path):
     events = []
     result = train(recipe, tmp_path / "run", report=events.append)
     model, tokenizer = load_path(tmp_path / "run" / "best"), from_directory(tmp_path / "run" / "best")
-    _, val = loop.texts(recipe)
+    _, val = texts(recipe)
     val_ids = torch.tensor(tokenizer.encode(val))
     lengths = torch.ones(tokenizer.n_vocab, dtype=torch.long)
     score = loop.language_score(model, val_ids, lengths, context=recipe.context, batch_size=recipe.batch_size)

@@ -1,0 +1,79 @@
+"""What a recipe trains on and is judged on: its text as token ids, and the tokenizer that made them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..data import Tokenizer, shakespeare
+from ..errors import InputError
+from .recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and validation ids, one integer per token, and the tokenizer that gives them their meaning.
+
+    ``sha256`` (hex) tells one corpus from another, so that a run only goes on with what it began with.
+    """
+
+    tokenizer: Tokenizer
+    train_ids: np.ndarray
+    val_ids: np.ndarray
+    sha256: str
+
+
+def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
+    """The recipe's corpus in the ids of ``tokenizer``; of a new one, made from the text as the recipe says, where there is none.
+
+    Raises:
+        InputError: no such text, one too short for a window, or one that the tokenizer cannot spell.
+    """
+    train_text, val_text = texts(recipe)
+    tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
+    train_ids, val_ids = (np.array(tokenizer.encode(text), dtype=np.int32) for text in (train_text, val_text))
+    _long_enough(train_ids, val_ids, recipe)
+    return Corpus(tokenizer, train_ids, val_ids, hashlib.sha256(train_ids.tobytes() + b"|" + val_ids.tobytes()).hexdigest())
+
+
+def texts(recipe: Recipe) -> tuple[str, str]:
+    """Training and validation text of a recipe."""
+    data = recipe.data
+    if data.path:
+        text = shakespeare.read_text(data.path)
+    elif data.source == "plays":
+        return shakespeare.training_text(), shakespeare.held_out_text()
+    elif data.source.startswith("play:"):
+        text = shakespeare.play(data.source.removeprefix("play:"))
+    elif data.source == "tinyshakespeare":
+        text = shakespeare.tiny_shakespeare()
+    else:
+        raise InputError(
+            f"recipe: data.source is {data.source!r}; give plays, play:NAME or tinyshakespeare, or set data.path to a text file"
+        )
+    return shakespeare.split(text, 1 - data.held_out)
+
+
+def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:
+    """A vocabulary from the training text; characters also from the validation text, which must be spellable."""
+    if recipe.data.tokenizer == "chars":
+        from ..data.chars import Chars
+
+        return Chars.from_text(train_text + val_text)
+    from ..data.bpe import train_bpe
+
+    return train_bpe(train_text, recipe.data.vocab_size)
+
+
+def _long_enough(train_ids: np.ndarray, val_ids: np.ndarray, recipe: Recipe) -> None:
+    """Validation makes do with a shorter window, training does not."""
+    if len(train_ids) < recipe.context + 1:
+        remedy = f" or --set context={len(train_ids) - 1}" if len(train_ids) > 1 else ""
+        raise InputError(
+            f"the training text has {len(train_ids)} tokens, too few for a context of {recipe.context} and the token after it; "
+            f"give a longer text{remedy}"
+        )
+    if len(val_ids) < 2:
+        raise InputError(f"the validation text has {len(val_ids)} tokens, too few to score; give a longer text or data.held_out")
