@@ -20,6 +20,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -41,12 +42,12 @@ OUTCOMES = ("first", "top three", "wrong", "undetermined", "called equal", "fail
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", help="an official size, such as gpt2; tiny if left out")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="ports whose names begin so, and the whole diagnosis of each")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these ports (* for anything), and the whole diagnosis of each")
     parser.add_argument("--sample", type=int, metavar="N", help="so many faulty ports, drawn from a fixed seed")
     parser.add_argument("--no-equal", action="store_true", help="leave out the right ports")
     options = parser.parse_args()
     config = official_size(options.shape) if options.shape else CONFIG
-    faulty = [port for name, port in FAULTY.items() if not options.only or name.startswith(tuple(options.only))]
+    faulty = [port for name, port in FAULTY.items() if not options.only or any(fnmatchcase(name, one) for one in options.only)]
     if options.sample:
         faulty = random.Random(0).sample(faulty, min(options.sample, len(faulty)))
     with tempfile.TemporaryDirectory() as folder:
@@ -73,10 +74,19 @@ def diagnose_faulty(port: Faulty, config: GPT2Config, directory: Path, model: nn
             traceback.print_exc()
         return port.name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if whole:
-        print(f"\n{port.name}\n{diagnosis.table()}", file=sys.stderr)
+        print(f"\n{port.name}\n{diagnosis.table()}\n", file=sys.stderr)
     row = score(port, diagnosis, config, seconds)
-    print(f"{seconds:5.1f} s  {row.outcome:13}{port.name}", file=sys.stderr)
+    print(
+        f"{seconds:5.1f} s  {row.outcome:13}{port.name}{'' if row.perfect else '   ' + flaws(row)}", file=sys.stderr, flush=True
+    )
     return row
+
+
+def flaws(row: Row) -> str:
+    """What is to be said against a diagnosis, in a line."""
+    found = [*(["verdict undetermined"] if row.verdict == "undetermined" else []), *(["not located"] if not row.located else [])]
+    found += [*(f"missed {word}" for word in row.missed), *([f"beside: {', '.join(row.beside)}"] if row.beside else [])]
+    return "; ".join((*found, f"first at {row.point}", f"said {' | '.join(row.causes) or '-'}"))
 
 
 def diagnose_equal(config: GPT2Config, directory: Path, model: nn.Module) -> Iterator[tuple[str, str, float]]:
@@ -131,9 +141,7 @@ def tell(outcomes: list[Row | tuple[str, str]], equal: list[tuple[str, str, floa
     print("\nNot without flaw:", file=sys.stderr)
     for row in rows:
         if not row.perfect:
-            flaws = [row.outcome, *(["not located"] if not row.located else []), *(f"missed {word}" for word in row.missed)]
-            flaws += [f"beside: {', '.join(row.beside)}"] if row.beside else []
-            print(f"  {row.name}: {'; '.join(flaws)}; first at {row.point}; said {', '.join(row.causes) or '-'}", file=sys.stderr)
+            print(f"  {row.name}: {row.outcome}; {flaws(row)}", file=sys.stderr)
     for name, why in failed:
         print(f"  {name}: {why}", file=sys.stderr)
     calumny = [one for one in equal if one[1] != "equal"]

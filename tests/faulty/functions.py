@@ -170,7 +170,7 @@ class Functional(nn.Module):
         if "noise" in faults:
             x = x + torch.randn(x.shape, dtype=x.dtype) / 50
         if "batch-centred" in faults:
-            x = x / x.std(dim=0, keepdim=True)
+            x = x - 0.1 * x.mean(dim=0)
         for layer in order:
             x = self.block(x, layer, memory)
             if "extra-norm-end" in faults.at(layer):
