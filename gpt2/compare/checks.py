@@ -252,7 +252,9 @@ def tokens(subject: Subject) -> Check:
         ours: Tokenizer = tokenizer_of(subject.path)
     except InputError:
         folder = subject.path if subject.path.is_dir() else subject.path.parent
-        if any((folder / name).is_file() for name in ("vocab.json", "tokenizer.json", "chars.json", "encoder.json")):
+        if any(
+            (folder / name).is_file() for name in ("vocab.json", "tokenizer.json", "chars.json", "words.json", "encoder.json")
+        ):
             raise
         return Check("tokens", EXACT, "ids and text", "", skipped="the model comes without a tokenizer")
     require_vocabulary(ours, subject.config, str(subject.path))

@@ -92,7 +92,9 @@ class Side:
             return tokenizer_of(self.path)
         except InputError:
             folder = self.path if self.path.is_dir() else self.path.parent
-            if any((folder / name).is_file() for name in ("vocab.json", "tokenizer.json", "chars.json", "encoder.json")):
+            if any(
+                (folder / name).is_file() for name in ("vocab.json", "tokenizer.json", "chars.json", "words.json", "encoder.json")
+            ):
                 raise
             return None
 

@@ -13,7 +13,7 @@ __all__ = ["Tokenizer", "from_directory"]
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer here can do: :class:`gpt2.data.bpe.BPE`, :class:`gpt2.data.chars.Chars`."""
+    """What every tokenizer here can do: those of :mod:`gpt2.data.bpe`, :mod:`gpt2.data.chars` and :mod:`gpt2.data.words`."""
 
     @property
     def n_vocab(self) -> int:
@@ -44,20 +44,24 @@ class Tokenizer(Protocol):
 
 
 def from_directory(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer whose files lie in a directory: characters where `chars.json` is, else byte-level BPE.
+    """The tokenizer whose files lie in a directory: characters by `chars.json`, words by `words.json`, else byte-level BPE.
 
     Raises:
-        InputError: no such files, the files of both, or damaged ones.
+        InputError: no such files, those of two tokenizers, or damaged ones.
     """
+    from gpt2.data import chars, words
     from gpt2.data.bpe import BPE
     from gpt2.data.bpe_files import FILES
-    from gpt2.data.chars import FILE, Chars
 
     path = Path(path)
     if not path.is_dir():
         raise InputError(f"{path} is not a directory; give the one that holds the tokenizer's files")
-    if not (path / FILE).is_file():
+    own = {chars.FILE: chars.Chars, words.FILE: words.Words}
+    there = [name for name in (*own, *(name for pair in FILES for name in pair)) if (path / name).is_file()]
+    if not there or there[0] not in own:
         return BPE.from_directory(path)
-    if both := [name for pair in FILES for name in pair if (path / name).is_file()]:
-        raise InputError(f"{path} holds {FILE} and {both[0]}, two tokenizers; remove the one that the model was not made with")
-    return Chars.from_directory(path)
+    if len(there) > 1:
+        raise InputError(
+            f"{path} holds {there[0]} and {there[1]}, two tokenizers; remove the one that the model was not made with"
+        )
+    return own[there[0]].from_directory(path)

@@ -1,0 +1,167 @@
+"""A tokenizer of words: the vocabulary is the most frequent words of a text, with their leading space.
+
+What the tutorials on word-level models train on, with one difference. Theirs map every rare word to one unknown token, which
+cannot be read back and is cheap to predict, so that neither their samples nor their losses compare with anything. Here a word
+that is not in the vocabulary is spelt in bytes: any text round-trips, and bits per byte mean what they mean elsewhere.
+
+Text is cut as GPT-2 cuts it (:data:`gpt2.data.bpe.PATTERN`): a word, a number, or a run of punctuation, each with the space
+before it, or white space. In the `tokenizers` library that is a byte-level BPE without a single merge, told to take a whole piece
+where it is in the vocabulary (`ignore_merges`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from gpt2.data import bpe_files
+from gpt2.data.bpe import PATTERN, openai_byte_order, refuse_surrogates
+from gpt2.data.bpe_files import END_OF_TEXT, N_BYTES, byte_alphabet
+from gpt2.errors import InputError
+
+FILE = "words.json"
+
+
+class Words:
+    """A vocabulary of the 256 bytes, then `words` in their order, then `<|endoftext|>`.
+
+    Args:
+        words: pieces of text as :data:`gpt2.data.bpe.PATTERN` cuts it, each longer than one byte, each once.
+        where: what to call the source in an error.
+
+    Raises:
+        InputError: a word that is no such piece, so no text would ever be given its id; or one listed twice.
+    """
+
+    def __init__(self, words: Sequence[str], *, where: str = "the vocabulary") -> None:
+        byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
+        self._bytes = [bytes([byte_of[char]]) for char in openai_byte_order()]
+        self._byte_ids = {token[0]: i for i, token in enumerate(self._bytes)}
+        self._words = list(words)
+        self._ids = {word: N_BYTES + i for i, word in enumerate(self._words)}
+        for i, word in enumerate(self._words):
+            if self._ids[word] != N_BYTES + i:
+                raise InputError(f"{where}: {word!r} is listed twice, as words {i} and {self._ids[word] - N_BYTES}; remove one")
+            refuse_surrogates(word)
+            if len(word.encode()) < 2 or _pieces(word) != [word]:
+                raise InputError(f"{where}: {word!r} is not one word of two bytes or more; make the vocabulary from a text")
+        self._bytes += [word.encode() for word in self._words] + [END_OF_TEXT.encode()]
+
+    @classmethod
+    def from_text(cls, text: str, vocab_size: int) -> Words:
+        """The most frequent words of `text`, so that all entries are `vocab_size`; of equally frequent ones the first met.
+
+        Raises:
+            InputError: `vocab_size` below 257, or more than the text has words for.
+        """
+        wanted = vocab_size - N_BYTES - 1
+        if wanted < 0:
+            raise InputError(f"vocab_size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257")
+        refuse_surrogates(text)
+        counts = Counter(piece for piece in _pieces(text) if len(piece.encode()) > 1)
+        if len(counts) < wanted:
+            raise InputError(
+                f"vocab_size {vocab_size} is too large for this text of {len(text):,} characters, which has only "
+                f"{len(counts):,} different words; ask for at most {N_BYTES + len(counts) + 1}, or give more text"
+            )
+        return cls([word for word, _ in counts.most_common(wanted)], where="the text")
+
+    def __repr__(self) -> str:
+        return f"Words(n_vocab={self.n_vocab})"
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of ids."""
+        return len(self._bytes)
+
+    @property
+    def eot(self) -> int:
+        """Id of `<|endoftext|>`, the last."""
+        return self.n_vocab - 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sha256 (hex) of the words in id order: equal ones give the same ids for every text."""
+        return hashlib.sha256(json.dumps(["words", self._words]).encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, all of which is data: one for each word of the vocabulary, one for each byte of any other.
+
+        Raises:
+            InputError: a lone surrogate, which has no UTF-8 form.
+        """
+        refuse_surrogates(text)
+        ids: list[int] = []
+        for piece in _pieces(text):
+            known = self._ids.get(piece)
+            if known is None:
+                ids += [self._byte_ids[byte] for byte in piece.encode()]
+            else:
+                ids.append(known)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of `ids` (a list, or a 1-d array or tensor), exactly.
+
+        Raises:
+            InputError: an id outside 0..n_vocab-1.
+        """
+        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        if ids and not (min(ids) >= 0 and max(ids) < self.n_vocab):
+            bad = next(i for i in ids if not 0 <= i < self.n_vocab)
+            raise InputError(f"id {bad} is not in this vocabulary of {self.n_vocab} words; decode with the model's own")
+        return b"".join([self._bytes[i] for i in ids])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one id."""
+        return self.decode_bytes([token_id])
+
+    @classmethod
+    def from_directory(cls, path: str | os.PathLike[str]) -> Words:
+        """Read `words.json`."""
+        file = Path(path) / FILE
+        content = bpe_files.read_json(file)
+        words = content.get("words") if isinstance(content, dict) else None
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise InputError(f'{file} holds no {{"words": ["...", ...]}}; it is damaged, save the tokenizer again')
+        return cls(words, where=f"{file}")
+
+    def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
+        """Write words.json, and the tokenizer.json and tokenizer_config.json that transformers opens; returns the paths."""
+        alphabet = byte_alphabet()
+        spelt = ["".join(alphabet[byte] for byte in token) for token in self._bytes[:-1]]
+        model = {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,
+            "vocab": {token: i for i, token in enumerate([*spelt, END_OF_TEXT])},
+            "merges": [],
+        }
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+        steps = {"pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level}
+        texts = bpe_files.tokenizer_texts(model, steps, {END_OF_TEXT: self.eot}, n_positions)
+        # GPT2Tokenizer builds a BPE of its own from vocabulary and merges, and would spell out every word.
+        config = json.loads(texts["tokenizer_config.json"]) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        texts["tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
+        texts[FILE] = json.dumps({"words": self._words}, ensure_ascii=False) + "\n"
+        return bpe_files.write(Path(directory), texts)
+
+
+def _pieces(text: str) -> list[str]:
+    import regex  # tiktoken's own dependency; `re` knows no \p{L}
+
+    return regex.findall(PATTERN, text)
