@@ -14,11 +14,14 @@ from .configs import config_of
 from .containers import gguf_file
 from .files import open_weights
 from .hub import resolve
-from .match import match
+from .match import Assignment, match
 from .names import DEFAULT, DTYPES, parse_random, split_dtype
+from .peft_files import base_of, is_adapter, read_adapter
 
 if TYPE_CHECKING:
     from ..data import Tokenizer
+
+TOKENIZERS = ("vocab.json", "tokenizer.json", "chars.json", "words.json", "encoder.json")  # one lies beside weights that have one
 
 
 def load(
@@ -54,20 +57,39 @@ def load(
     if random is not None:
         return random_model(*random).to(device=device, dtype=target or torch.float32).eval()
     source = resolve(base, revision=revision, offline=offline)
-    return load_path(source.path, dtype=target, device=device)
+    return load_path(source.path, dtype=target, device=device, offline=offline)
 
 
-def load_path(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> GPT2:
-    """:func:`load` for a directory or file that is already on this machine."""
-    files = open_weights(path)
-    config = config_of(path, files)
-    assignment = match(files, config, path)
+def load_path(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", offline: bool = False) -> GPT2:
+    """:func:`load` for a directory or file that is already on this machine. (The base of an adapter may not be.)"""
+    config, assignment = open_checkpoint(path, offline=offline)
     dtype = dtype or assignment.dtype
     model = GPT2(config, initialise=False)
     for name in assignment.names:
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, torch.nn.Parameter(assignment.read(name, dtype).to(device)))
     return model.eval()
+
+
+def open_checkpoint(path: Path, *, offline: bool = False) -> tuple[GPT2Config, Assignment]:
+    """A checkpoint's config, and which of its tensors is which parameter; nothing is read yet but headers.
+
+    A directory that holds a LoRA adapter of PEFT's is the model it names as its base, with the adapter merged in.
+
+    Raises:
+        CheckpointError: it cannot be read, its tensors do not fit its config, or the base of an adapter cannot be had.
+    """
+    if is_adapter(path):
+        adapter = read_adapter(path)
+        config, base = _open(base_of(adapter, offline=offline))
+        return config, adapter.on(base)
+    return _open(path)
+
+
+def _open(path: Path) -> tuple[GPT2Config, Assignment]:
+    files = open_weights(path)
+    config = config_of(path, files)
+    return config, match(files, config, path)
 
 
 def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline: bool = False) -> Tokenizer:
@@ -79,13 +101,18 @@ def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline:
     base, _ = split_dtype(name)
     if parse_random(base) is not None:
         raise InputError(f"{name}: random weights come without a tokenizer; name a trained model")
-    return tokenizer_of(resolve(base, revision=revision, offline=offline).path)
+    return tokenizer_of(resolve(base, revision=revision, offline=offline).path, offline=offline)
 
 
-def tokenizer_of(path: Path) -> Tokenizer:
-    """:func:`load_tokenizer` for a directory or file on this machine: the files beside the weights, or what a GGUF file holds."""
+def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:
+    """:func:`load_tokenizer` for a directory or file on this machine: the files beside the weights, or what a GGUF file holds.
+
+    An adapter has its base's, unless some lie beside it.
+    """
     from ..data import from_directory
 
+    if is_adapter(path) and not any((path / name).is_file() for name in TOKENIZERS):
+        path = base_of(read_adapter(path), offline=offline)
     if path.is_file() or any(path.glob("*.gguf")):
         file = next(iter(open_weights(path).values()), None)
         if isinstance(file, gguf_file.GGUFFile):

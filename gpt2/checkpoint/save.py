@@ -48,7 +48,7 @@ def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path) -> Pat
         directory.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
         try:
-            write_file(aside / WEIGHTS, _safetensors({to_file(name): tensor for name, tensor in tensors.items()}))
+            write_file(aside / WEIGHTS, safetensors_file({to_file(name): tensor for name, tensor in tensors.items()}))
             write_json(aside / "config.json", config)
             write_json(aside / "generation_config.json", generation)
             if tokenizer is not None:
@@ -100,7 +100,7 @@ def _plain(model: GPT2) -> dict[str, Tensor]:
     return {name: state[name] for name in wanted}
 
 
-def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def safetensors_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """A safetensors file, piece by piece; wider dtypes first, so that every tensor is aligned to its own."""
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,0 +1,246 @@
+"""LoRA adapters in PEFT's own two files, read and written: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+The tensors lie as nn.Linear's whatever the base's do: A is (r, in) and B (out, r), named after the module they stand beside.
+``fan_in_fan_out`` tells PEFT that the base is a Conv1D, so that it turns their product before it adds it; GPT-2's always is.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..config import quoted
+from ..errors import CheckpointError, InputError
+from ..lora import PROJECTIONS, adapters, merge_into
+from .containers import Container, listed, read_json
+from .files import open_file
+from .hub import resolve
+from .keys import from_file, layer, to_file
+from .match import Assignment
+from .names import DEFAULT, OFFICIAL, parse_random, split_dtype
+from .save import safetensors_file, write_file, write_json
+
+if TYPE_CHECKING:
+    from ..model import GPT2
+
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."  # PeftModel's and LoraModel's own attributes
+TENSOR = re.compile(r"(h\.\d{1,5}\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj))\.lora_([AB])(?:\.weight)?", re.ASCII)
+# What a config may say without changing what A and B mean. All else that is set to something is refused.
+WITHOUT_EFFECT = {
+    *("peft_type", "peft_version", "task_type", "inference_mode", "auto_mapping", "runtime_config", "lora_dropout"),
+    *("base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "eva_config", "ensure_weight_tying"),
+    *("megatron_core", "qalora_group_size", "init_lora_weights", "bias"),
+}
+# Other ways to begin (pissa, olora, loftq, corda ...) change the base's own weights, which the adapter then counts on.
+INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """PEFT's two files, checked: what is added to which weight of the base they name."""
+
+    path: Path
+    base: str | None
+    revision: str | None
+    file: Container
+    factors: Mapping[str, tuple[str, str, float]]  # parameter ("h.0.attn.c_attn.weight") -> names of A and B, scale
+
+    def on(self, base: Assignment) -> Assignment:
+        """The base's parameters, each read with its adapter merged into it.
+
+        Raises:
+            CheckpointError: the adapter was made for a model of another shape.
+        """
+        wanted, odd = base.shapes, []
+        for name, (a, b, _) in self.factors.items():
+            shape = (self.file.entries[a].shape[1], self.file.entries[b].shape[0])
+            if wanted.get(name) != shape:
+                there = list(wanted[name]) if name in wanted else "not there"
+                odd.append(f"{name} is {there}, the adapter's {list(shape)}")
+        if odd:
+            more = f" and {len(odd) - 2} more" if len(odd) > 2 else ""
+            raise CheckpointError(
+                f"{self.path}: does not fit its base {self.base} ({'; '.join(odd[:2])}{more}); give the model it was trained on"
+            )
+        return _Merged(**vars(base), adapter=self)
+
+
+@dataclass(frozen=True)
+class _Merged(Assignment):
+    adapter: Adapter
+
+    def read(self, name: str, dtype: torch.dtype, *, mapped: bool = True) -> Tensor:
+        if name not in self.adapter.factors:
+            return super().read(name, dtype, mapped=mapped)
+        a, b, scale = self.adapter.factors[name]
+        wide = torch.promote_types(dtype, torch.float32)
+        weight = super().read(name, wide, mapped=mapped)
+        return merge_into(weight, self.adapter.file.read(a, wide), self.adapter.file.read(b, wide), scale).to(dtype)
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a directory holds an adapter and no model: where it holds both, the model is what was asked for."""
+    return (path / CONFIG).is_file() and not any(
+        (path / name).is_file() for name in ("config.json", "model.safetensors", "pytorch_model.bin")
+    )
+
+
+def read_adapter(path: Path) -> Adapter:
+    """What lies in a directory that PEFT wrote, or :func:`save_adapter`.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, the two disagree, or the adapter does more than LoRA on projections does.
+    """
+    where, config = path / CONFIG, read_json(path / CONFIG)
+    _refuse_more_than_lora(config, where)
+    weights = next((path / name for name in (WEIGHTS, PICKLED) if (path / name).is_file()), None)
+    if weights is None:
+        raise CheckpointError(f"{path}: has no {WEIGHTS} beside {CONFIG}; fetch the adapter again")
+    file = open_file(weights)
+    pairs: dict[str, dict[str, str]] = {}
+    strange = []
+    for key in file.entries:
+        found = TENSOR.fullmatch(from_file(key.removeprefix(PREFIX)))
+        if found is None or len(file.entries[key].shape) != 2:
+            strange.append(key)
+        else:
+            pairs.setdefault(found[1], {})[found[2]] = key
+    strange += [key for pair in pairs.values() if len(pair) < 2 for key in pair.values()]
+    if strange or not pairs:
+        what = f"holds {listed(strange)}, no A and B of a projection" if strange else "holds no adapter"
+        raise CheckpointError(f"{weights}: {what}; {MERGE_WITH_PEFT}")
+    factors = {f"{name}.weight": (pair["A"], pair["B"], _scale(config, file, pair, where)) for name, pair in pairs.items()}
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    return Adapter(
+        path, base if isinstance(base, str) and base else None, revision if isinstance(revision, str) else None, file, factors
+    )
+
+
+def base_of(adapter: Adapter, *, offline: bool = False) -> Path:
+    """Where the model lies that an adapter was made for, fetched if need be.
+
+    Raises:
+        CheckpointError: it names none, or none that can be had here.
+    """
+    remedy = f"put the name or the path of its base model into base_model_name_or_path of {CONFIG}"
+    if adapter.base is None:
+        raise CheckpointError(f"{adapter.path}: a LoRA adapter that names no model it belongs to; {remedy}")
+    here = adapter.base == DEFAULT or os.path.exists(adapter.base)
+    try:
+        path = resolve(adapter.base, revision=None if here else adapter.revision, offline=offline).path
+    except InputError as error:
+        raise CheckpointError(f"{adapter.path}: a LoRA adapter, and its base cannot be had ({error}); {remedy}") from None
+    if is_adapter(path):
+        raise CheckpointError(f"{adapter.path}: its base {adapter.base} is an adapter too; {MERGE_WITH_PEFT}")
+    return path
+
+
+MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload, save_pretrained) and load what that writes"
+
+
+def _refuse_more_than_lora(config: Mapping[str, Any], where: Path) -> None:
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{where}: peft_type is {quoted(str(config.get('peft_type')))}, not LORA; {MERGE_WITH_PEFT}")
+    more = [key for key, value in config.items() if key not in WITHOUT_EFFECT and value not in (None, False, {}, [], "")]
+    more += ["bias"] if config.get("bias", "none") != "none" else []
+    if config.get("init_lora_weights") not in INITIALISATIONS:
+        more.append("init_lora_weights")
+    if more:
+        raise CheckpointError(f"{where}: uses {listed(more)}, which is more than LoRA; {MERGE_WITH_PEFT}")
+
+
+def _scale(config: Mapping[str, Any], file: Container, pair: Mapping[str, str], where: Path) -> float:
+    """alpha / r, or alpha / √r for rsLoRA (Kalajdzievski, arXiv:2312.03732), as the config says it for this module."""
+    name = pair["A"].removeprefix(PREFIX).rpartition(".lora_")[0]
+    r = _number(config, "r", 8, "rank_pattern", name, where)
+    alpha = _number(config, "lora_alpha", 8, "alpha_pattern", name, where)
+    there = (file.entries[pair["A"]].shape[0], file.entries[pair["B"]].shape[1])
+    if there != (r, r):
+        raise CheckpointError(
+            f"{where}: says rank {r:g} for {name}, the tensors {there[0]} and {there[1]}; fetch the adapter again"
+        )
+    return alpha / math.sqrt(r) if config.get("use_rslora") else alpha / r
+
+
+def _number(config: Mapping[str, Any], key: str, default: float, patterns: str, name: str, where: Path) -> float:
+    """A number of the config, or what the first fitting of its patterns has in its place: PEFT's rule."""
+    value = config.get(key, default)
+    table = config.get(patterns) or {}
+    for pattern, special in table.items() if isinstance(table, dict) else ():
+        if not re.fullmatch(r"[\w.^\\$]{1,200}", pattern, re.ASCII):  # nothing that repeats: such a pattern can take for ever
+            raise CheckpointError(
+                f"{where}: {patterns} has the pattern {quoted(pattern)}, which is no plain name; {MERGE_WITH_PEFT}"
+            )
+        try:
+            fits = re.match(rf"(.*\.)?({pattern})$", name)
+        except re.error:
+            fits = None
+        if fits:
+            value = special
+            break
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise CheckpointError(f"{where}: {key} is {quoted(str(value))}, no positive number; fetch the adapter again")
+    return value
+
+
+def save_adapter(model: GPT2, directory: Path, base: str | None) -> Path:
+    """Write the adapters of ``model`` into ``directory`` as PEFT does; ``base`` is the name of the model they were put into.
+
+    ``PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), directory)`` opens it, and so does :func:`gpt2.load`.
+
+    Raises:
+        InputError: the model has no adapters.
+    """
+    adapted = adapters(model)
+    if not adapted:
+        raise InputError("cannot save adapters: this model has none; inject some, or save the model itself")
+    first = next(iter(adapted.values()))
+    name, revision = _portable(base)
+    layers = {layer(f"{name}.weight") for name in adapted}
+    suffixes = [name for name in PROJECTIONS if any(key.endswith(name) for key in adapted)]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": name,
+        "revision": revision,
+        "inference_mode": True,
+        "r": first.r,
+        "lora_alpha": first.alpha,
+        "lora_dropout": first.dropout,
+        "target_modules": suffixes,
+        "fan_in_fan_out": True,
+        "bias": "none",
+        "use_rslora": False,
+        "init_lora_weights": True,
+    }
+    assert len(adapted) == len(layers) * len(suffixes)
+    tensors = {
+        f"{PREFIX}{to_file(name)}.lora_{which}.weight": getattr(module, f"lora_{which}")
+        for name, module in adapted.items()
+        for which in "AB"
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    write_file(directory / WEIGHTS, safetensors_file(tensors))
+    write_json(directory / CONFIG, config)
+    return directory
+
+
+def _portable(base: str | None) -> tuple[str | None, str | None]:
+    """A model's name as others know it, and its revision: a path is made absolute, an official name a repository's."""
+    if base is None:
+        return None, None
+    base, _ = split_dtype(base)
+    if os.path.exists(os.path.expanduser(base)) and base not in OFFICIAL and parse_random(base) is None:
+        return os.path.abspath(os.path.expanduser(base)), None
+    repo, _, revision = base.partition("@")
+    return OFFICIAL.get(repo, repo), revision or None

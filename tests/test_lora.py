@@ -1,0 +1,145 @@
+"""Adapters beside frozen projections: the function they compute, and that merging and unmerging lose nothing."""
+
+import pytest
+import torch
+
+from gpt2 import GPT2, GPT2Config, InputError
+from gpt2.lora import PROJECTIONS, TARGETS, adapters, inject, merge, merged, unmerge
+
+CONFIG = GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+IDS = torch.arange(16)[None]
+
+
+def model(dtype: torch.dtype = torch.float64) -> GPT2:
+    torch.manual_seed(1)
+    return GPT2(CONFIG).to(dtype).eval()
+
+
+def trained(**settings) -> GPT2:
+    """A model whose adapters are no longer what they began as."""
+    adapted = inject(model(), **settings)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for module in adapters(adapted).values():
+            module.lora_B.normal_(0, 0.1)
+    return adapted
+
+
+def bits(of: GPT2) -> dict[str, bytes]:
+    return {name: tensor.clone().view(torch.uint8).numpy().tobytes() for name, tensor in of.state_dict().items()}
+
+
+def test_training_begins_at_the_model_itself() -> None:
+    """B that does not begin as zeros starts a fine-tune from a damaged model, and nothing but the loss tells."""
+    assert torch.equal(inject(model())(IDS), model()(IDS))
+
+
+def test_the_function_is_the_papers() -> None:
+    """Scale, order and orientation, from the definition: x (W + alpha / r Aᵀ Bᵀ) + b; every wrong one is told apart."""
+    adapted = trained(r=3, alpha=5.0)
+    x = torch.randn(7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    module = adapted.h[1].attn.c_proj
+    a, b = module.lora_A, module.lora_B
+    expected = x @ (module.weight + 5 / 3 * a.T @ b.T) + module.bias
+    torch.testing.assert_close(module(x), expected, rtol=0, atol=1e-12)
+    for wrong in (5.0 * a.T @ b.T, 5 / 3**0.5 * a.T @ b.T, 5 / 3 * (b @ a)):
+        assert (module(x) - x @ (module.weight + wrong) - module.bias).abs().max() > 1e-3
+
+
+def test_merging_changes_no_logit_and_unmerging_gives_back_every_bit() -> None:
+    """Subtracting what was added leaves a model that is nobody's: off by a rounding in nearly every weight."""
+    adapted = trained().float()
+    before, logits = bits(adapted), adapted(IDS)
+    once = bits(merge(adapted))
+    assert {name for name in before if once[name] != before[name]} == {f"{name}.weight" for name in adapters(adapted)}
+    torch.testing.assert_close(adapted(IDS), logits, rtol=0, atol=1e-6)
+    assert bits(merge(adapted)) == once  # twice is once
+    subtracted = adapted.h[0].attn.c_attn
+    difference = subtracted.weight - subtracted.scale * subtracted.lora_A.T @ subtracted.lora_B.T
+    assert not torch.equal(difference, subtracted.unmerged)  # the control: so would it be done wrong
+    assert bits(unmerge(adapted)) == before
+    assert torch.equal(adapted(IDS), logits)
+
+
+def test_a_merged_model_is_a_plain_one(tmp_path) -> None:
+    adapted = trained()
+    before = bits(adapted)
+    plain = merged(adapted)
+    assert type(plain.h[0].attn.c_attn).__name__ == "Conv1D"
+    assert plain.state_dict().keys() == model().state_dict().keys()
+    torch.testing.assert_close(plain(IDS), adapted(IDS), rtol=0, atol=1e-12)
+    assert (plain(IDS) - model()(IDS)).abs().max() > 1e-3
+    assert plain.wte.weight.data_ptr() == adapted.wte.weight.data_ptr()
+    assert bits(adapted) == before
+    assert bits(merged(merge(adapted))) == bits(plain)
+    assert merged(plain) is plain
+
+
+def test_bfloat16_weights_are_merged_in_float32() -> None:
+    """Summed in bfloat16, a small change is rounded away three times instead of once."""
+    adapted = trained()
+    exact = merged(adapted).h[0].mlp.c_fc.weight
+    adapted.h[0].mlp.c_fc.weight.data = adapted.h[0].mlp.c_fc.weight.data.bfloat16()
+    adapted.h[0].mlp.c_fc.bias.data = adapted.h[0].mlp.c_fc.bias.data.bfloat16()
+    rounded = merged(adapted).h[0].mlp.c_fc.weight
+    assert rounded.dtype == torch.bfloat16
+    start = adapted.h[0].mlp.c_fc.weight.double()
+    assert torch.equal(rounded, (start + (exact - model().h[0].mlp.c_fc.weight)).bfloat16())
+
+
+def test_only_the_adapters_learn() -> None:
+    adapted = inject(model(), r=2, targets=("c_attn", "mlp.c_proj"), dropout=0.5)
+    assert [name for name in adapters(adapted)] == [f"h.{i}.{name}" for i in range(2) for name in ("attn.c_attn", "mlp.c_proj")]
+    adapted.train()(IDS).sum().backward()
+    assert {name for name, p in adapted.named_parameters() if p.grad is not None} == {
+        f"{name}.lora_{which}" for name in adapters(adapted) for which in "AB"
+    }
+    assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == 2 * 2 * ((16 + 48) + (64 + 16))
+
+
+def test_dropout_acts_on_the_adapters_while_training_only() -> None:
+    adapted = trained(dropout=0.5)
+    assert torch.equal(adapted(IDS), adapted(IDS))
+    for module in adapted.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    for block in adapted.h:
+        block.attn.attn_pdrop = 0.0
+    adapted.train()
+    assert not torch.equal(adapted(IDS), adapted(IDS))
+
+
+def test_the_same_seed_gives_the_same_adapters() -> None:
+    one, same, other = (inject(model(), seed=seed).h[0].attn.c_attn.lora_A for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert 0.9 / 4 < one.abs().max() <= 1 / 4  # within 1/√in, as PEFT draws it
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_targets_are_named_as_in_peft(target: str) -> None:
+    """`c_proj` alone means both of a block: whoever wants one writes which."""
+    names = [name.removeprefix("h.0.") for name in adapters(inject(model(), targets=[target])) if name.startswith("h.0.")]
+    assert names == [name for name in PROJECTIONS if name == target or name.endswith(f".{target}")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"targets": ["c_atn"]}, "no projection 'c_atn'; did you mean c_attn"),
+        ({"targets": ["wte"]}, "give some of c_attn, c_proj, c_fc"),
+        ({"targets": ["proj"]}, "no projection 'proj'"),
+        ({"targets": []}, "names nothing to adapt"),
+        ({"r": 0}, "give 1 or more"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_in_one_line(settings: dict, says: str) -> None:
+    """An unknown target that is passed over trains nothing, for hours."""
+    with pytest.raises(InputError, match=says) as raised:
+        inject(model(), **settings)
+    assert "\n" not in str(raised.value)
+
+
+def test_adapters_go_in_once() -> None:
+    with pytest.raises(InputError, match="has adapters already"):
+        inject(inject(model()))
