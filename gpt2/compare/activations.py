@@ -87,7 +87,7 @@ def _cosine(a: Tensor, b: Tensor) -> float:
     squares = float(a @ a), float(b @ b)
     if 0 in squares:
         return 1.0 if squares[0] == squares[1] else 0.0
-    return max(-1.0, min(1.0, float(a @ b) / math.sqrt(squares[0] * squares[1])))
+    return max(min(float(a @ b) / math.sqrt(squares[0] * squares[1]), 1.0), -1.0)  # in this order NaN stays NaN
 
 
 def _streams(model: nn.Module, ids: Tensor, progress: Callable[[str], None]) -> list[Tensor]:

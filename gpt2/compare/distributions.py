@@ -520,7 +520,7 @@ def _language(logp: Tensor, lengths: Tensor, context: int, stride: int, bootstra
 
 
 def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+    return math.inf if x >= 700 else math.exp(x)  # NaN stays NaN
 
 
 def correlation(x: Tensor, y: Tensor) -> float:

@@ -140,4 +140,4 @@ def _batches(lengths: list[int]) -> Iterator[list[int]]:
 
 
 def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+    return math.inf if x >= 700 else math.exp(x)  # NaN stays NaN

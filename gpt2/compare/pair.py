@@ -182,7 +182,7 @@ def _words(
     starts = [0, *(passage.start for passage in worst[:2])]
     prompts = [ids[start : start + length].tolist() for start in dict.fromkeys(starts) if start + length <= len(ids)]
     said = ()
-    if prompts and length:
+    if prompts and length and not measured.js.isnan().any():  # nothing can be drawn from a model that gives NaN
         progress("words: both go on")
         room = min(CONTINUED, context - length)
         pair = list(map(logits_of, models))

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import __version__
 from ..errors import InputError
 
 if TYPE_CHECKING:
@@ -221,7 +222,8 @@ def environment(dtype: str, device: str) -> Environment:
     import torch
 
     names = ("torch", "transformers", "safetensors", "tokenizers", "tiktoken", "numpy")
-    versions = {"python": platform.python_version(), **{name: version(name) for name in names}}
+    own = {"gpt2-toolkit": __version__, "python": platform.python_version()}
+    versions = {**own, **{name: version(name) for name in names}}
     return Environment(versions, dtype, device, torch.get_num_threads(), f"{platform.machine()}, {os.cpu_count()} cores")
 
 

@@ -25,7 +25,8 @@ class TensorChange:
     ``distance`` is the Frobenius norm of the change over that of a. ``unchanged`` is the fraction of entries that are equal.
     ``ulp_max`` and ``ulp_mean`` count representable numbers between the two values, in the coarser of the two dtypes.
     ``effective_rank`` of a matrix's change is the exponential of the entropy of its normalised singular values (Roy and
-    Vetterli, 2007), and ``rank`` the number of those that rounding b could not have made; both None for vectors.
+    Vetterli, 2007), and ``rank`` the number of those that rounding b could not have made; both None for vectors and
+    where the change is not finite.
     """
 
     name: str
@@ -131,7 +132,7 @@ class _Sums:
     def cosine(self) -> float:
         if self.a == 0 or self.b == 0:
             return 1.0 if self.a == self.b else 0.0
-        return max(-1.0, min(1.0, self.product / math.sqrt(self.a * self.b)))
+        return max(min(self.product / math.sqrt(self.a * self.b), 1.0), -1.0)  # in this order NaN stays NaN
 
 
 def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) -> tuple[TensorChange, _Sums]:
@@ -152,12 +153,11 @@ def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) ->
         total.ulp_max = max(total.ulp_max, int(apart.max()))
         total.ulp_sum += int(apart.sum())
     rank = effective = None
-    if a.ndim == 2:
+    if a.ndim == 2 and math.isfinite(total.difference):
         spread = math.sqrt(total.b / a.numel()) * torch.finfo(coarser).eps / 2
         # The largest singular value of a matrix of independent errors of that size (Bai and Yin, 1993).
         noise = spread * (math.sqrt(a.shape[0]) + math.sqrt(a.shape[1]))
-        measurable = total.difference > 0 and math.isfinite(total.difference)
-        values = singular_values(a, b) if measurable else torch.zeros(min(a.shape), dtype=torch.float64)
+        values = singular_values(a, b) if total.difference > 0 else torch.zeros(min(a.shape), dtype=torch.float64)
         # What the eigenvalues of a Gram matrix cannot tell from zero.
         lost = float(values[0]) * math.sqrt(torch.finfo(torch.float64).eps * len(values))
         rank, effective = int((values > max(noise, lost)).sum()), effective_rank(values)

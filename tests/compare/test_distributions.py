@@ -228,6 +228,7 @@ def test_nan_stays_with_its_token():
     assert math.isnan(found.kl_ab.mean.value)
     assert math.isnan(found.kl_ab.percentiles["50"])
     assert math.isnan(found.a.score.perplexity)
+    assert math.isnan(found.ratio.value)
     assert math.isnan(found.calibration_a.ece)
     json.dumps(asdict(found))
 

@@ -1,7 +1,9 @@
 """compare from end to end: a model against itself, its fine-tune, its other precisions, and strangers."""
 
 import json
+import math
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,18 @@ def test_noise_in_one_tensor_is_found_located_and_sized(base: Path, text: str, t
     assert len(body["weights"]["unchanged"]) == len(found.weights.tensors) - 1
 
 
+def test_a_model_that_broke_is_compared_all_the_same(base: Path, text: str, tmp_path: Path) -> None:
+    """A run that diverged is what one compares; sampling from its NaN ended in a traceback, and its cosine was told as 1."""
+    broken = changed(base, tmp_path / "nan", lambda model: model.h[1].mlp.c_fc.weight[3, 3].fill_(math.nan))
+    found = run(base, broken, text)
+    assert found.distributions.undefined == 199
+    assert found.words.continuations == ()
+    assert math.isnan(next(point.cosine for point in found.activations.points if point.point == "h.1.mlp.c_fc"))
+    assert found.activations.first_past.point == "h.1.mlp.c_fc"
+    assert json.loads(found.to_json())["weights"]["most_changed"] == ["h.1.mlp.c_fc.weight"]
+    found.save_html(tmp_path / "nan.html")
+
+
 def test_two_dtypes_of_one_model(base: Path, text: str) -> None:
     """Rounding is told from training: the weights are equal in the coarser dtype, and a float64 run is the ruler."""
     found = run(base, f"{base}:bf16", text)
@@ -113,7 +127,7 @@ def test_two_dtypes_of_one_model(base: Path, text: str) -> None:
     ours, coarse = (max(row[i] for row in found.numerics.points) for i in (1, 2))
     assert 1e-8 < ours < 1e-5 < 1e-3 < coarse < 0.2
     assert len(found.numerics.logits) == 4
-    assert found.a.dtype, found.b.dtype == ("float32", "bfloat16")
+    assert (found.a.dtype, found.b.dtype) == ("float32", "bfloat16")
     assert 0 < found.distributions.kl_ab.mean.value < 1e-2
 
 
@@ -192,7 +206,8 @@ def test_json_is_enough_to_run_it_again(base: Path, text: str) -> None:
     assert body["a"]["files"].keys() >= {"config.json", "model.safetensors", "vocab.json", "merges.txt"}
     assert len(body["text"]["sha256"]) == 64
     assert (body["text"]["tokens"], body["text"]["context"], body["text"]["stride"]) == (200, 32, 32)
-    assert body["environment"]["versions"]["torch"] == torch.__version__.split("+")[0] or body["environment"]["versions"]["torch"]
+    assert body["environment"]["versions"]["torch"] == version("torch")
+    assert body["environment"]["versions"]["gpt2-toolkit"] == gpt2.__version__
     assert body["seed"] == 0
 
 

@@ -135,6 +135,8 @@ def test_nan_is_no_equality() -> None:
     found = one(a, b)
     assert found.max_abs == math.inf
     assert not found.equal
+    assert math.isnan(found.cosine)
+    assert (found.rank, found.effective_rank) == (None, None)
 
 
 def test_shapes_must_agree() -> None:
