@@ -29,12 +29,15 @@ class Ending:
 
     def reach(self, streams: list[Option]) -> tuple[Choice, tuple[Finding, ...], Tensor, float] | None:
         """The stream and the norm that lead to the logits, what is wrong after the norm, the logits (B, T', V), and the error."""
-        kept = self.chooser.seen(streams, self.axes)
-        options: list[Option] = []
         missing = Finding("final-norm-missing", "ln_f", "the head takes the stream as it is, without the last norm")
-        for stream in kept:
-            options += self.norms.before("ln_f", stream, missing)
-        choice = self.chooser.choose("ln_f", options, self._lead, self.axes)
+        choice = None
+        for some in (self.chooser.likely("out", streams), streams):
+            options: list[Option] = []
+            for stream in self.chooser.seen(some, self.axes):
+                options += self.norms.before("ln_f", stream, missing)
+            choice = self.chooser.choose("ln_f", options, self._lead, self.axes)
+            if choice is not None:
+                break
         if choice is None:
             return None
         findings, error = choice.result

@@ -125,6 +125,9 @@ def norms(
                 (swapped, found("rmsnorm", "it divides by the root mean square and does not subtract the mean (RMSNorm)")),
             )
         )
+    if bool((weight == 1).all()) and not bool(bias.any()):  # then these are another way of saying that there is no norm
+        idle = ("affine only", "no affine", "no weight", "no bias", "rms no")
+        out = [hypothesis for hypothesis in out if not hypothesis.label.startswith(idle)]
     return out
 
 

@@ -87,6 +87,8 @@ class Pool:
             return Match(whole[0], (whole[1],), ())
         for some in [*((axis,) for axis in axes), *([tuple(axes)] if len(axes) > 1 else [])]:
             found = []
+            if value.numel() // max(math.prod(value.shape[axis] for axis in some), 1) not in self._shelves:
+                continue
             for part in _slices(value, some):
                 one = self._find(part)
                 if one is None:

@@ -119,7 +119,9 @@ class Walker:
         expected, choice = self._order()[0], None
         for kept in (self.chooser.likely("out", streams_now), streams_now):
             kept = self.chooser.seen(kept, STREAM)
-            choice = choice or self._enter(expected, kept)
+            choice = self._enter(expected, kept)
+            if choice is not None:
+                break
         layer = expected
         for layer in self._order()[1:] if choice is None else ():
             if (choice := self._enter(layer, kept[:6], narrow=True)) is not None:
@@ -185,7 +187,9 @@ class Walker:
         every = list(middles(self.norms, self.pool, layer, attention)) if attention.results else []
         for mids in (self.chooser.likely("mid", every), every):
             kept = self.chooser.seen(mids, STREAM)
-            choice = choice or self.chooser.choose("ln_2", inputs(self.norms, layer, attention, kept), anchor, STREAM)
+            choice = self.chooser.choose("ln_2", inputs(self.norms, layer, attention, kept), anchor, STREAM)
+            if choice is not None:
+                break
         mid = None
         if choice is None:
             choice, mid = self._taken_somewhere(n, layer, anchor)

@@ -60,9 +60,9 @@ class Norms:
     def before(self, name: str, stream: Option, missing: Finding, cost: float = 0.0) -> Iterator[Option]:
         """What may go into a branch: the stream normed in one way or another, or as it is."""
         for hypothesis in self.at(name):
-            yield Option(
-                hypothesis.label, lambda f=hypothesis.formula: f(stream.value), hypothesis.findings, base=stream, cost=cost
-            )
+            far = 0.3 if name == "ln_f" and any(f.id == "norms-swapped" for f in hypothesis.findings) else 0.0
+            formula = hypothesis.formula
+            yield Option(hypothesis.label, lambda f=formula: f(stream.value), hypothesis.findings, base=stream, cost=cost + far)
         yield Option("no norm", lambda: stream.value, (missing,), silent=True, base=stream, cost=cost)
 
     def extra(self, names: Iterable[str], x: Option, part: str, words: str) -> Iterator[Option]:
