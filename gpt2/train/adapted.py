@@ -1,0 +1,60 @@
+"""A run that trains adapters: what of its model is stored, and how that is opened again.
+
+The frozen weights are written once, to ``base/``, so the run does not need the model it began with to stay where it is. A
+checkpoint then holds the adapters alone, as PEFT writes them, and ``best/`` the merged model with its adapters in ``adapter/``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from ..checkpoint.keys import to_file
+from ..checkpoint.peft_files import CONFIG, PREFIX, WEIGHTS, save_adapter
+from ..checkpoint.save import save
+from ..data import Tokenizer
+from ..errors import InputError
+from ..lora import adapters, chosen_projections, inject, merged
+from ..model import GPT2
+from .recipe import Recipe
+
+BASE, ADAPTER = "base", "adapter"
+FILES = (CONFIG, WEIGHTS)
+
+
+def check(recipe: Recipe, init: str | None) -> None:
+    """Refuse, before anything is read or written, adapters on nothing or on what GPT-2 does not have."""
+    if not recipe.lora.r:
+        return
+    chosen_projections(recipe.lora.targets)
+    if init is None:
+        raise InputError(f"{recipe.name}: adapters go beside a pretrained model's weights; name that with --init")
+
+
+def adapt(model: GPT2, recipe: Recipe, found: Path | None) -> str:
+    """Put the recipe's adapters into ``model``, as they were stored in ``found`` or new; returns a line that says how many."""
+    lora = recipe.lora
+    inject(model, lora.r, lora.alpha, lora.dropout, lora.targets, seed=recipe.seed)
+    if found is not None:
+        stored = load_file(found / WEIGHTS)
+        for name, module in adapters(model).items():
+            for which in "AB":
+                getattr(module, f"lora_{which}").data = stored[f"{PREFIX}{to_file(name)}.lora_{which}.weight"].clone()
+    trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (False, True))
+    return (
+        f"LoRA of rank {lora.r} on {', '.join(lora.targets)}: {trained:,} parameters trained beside {total - trained:,} frozen "
+        f"({trained / (total - trained):.2%})"
+    )
+
+
+def save_model(model: GPT2, tokenizer: Tokenizer, directory: Path, init: str | None, *, whole: bool) -> None:
+    """Write a model into a new directory: of one with adapters those alone or, if ``whole``, it merged and they beside it."""
+    if not adapters(model):
+        save(model, tokenizer, directory)
+    elif whole:
+        save(merged(model), tokenizer, directory)
+        save_adapter(model, directory / ADAPTER, init)
+    else:
+        save_adapter(model, directory, init)
+        tokenizer.save(directory, n_positions=model.config.n_positions)
