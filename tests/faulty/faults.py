@@ -93,7 +93,7 @@ MEANINGS: dict[str, Meaning] = {
     "layer-reversed": _mean("layer-order", "h.{}"),
     "layer-swapped": _mean("layer-order", "h.{}", first_layer=1),  # the last two
     "layer-missing": _mean("layer-missing", "h.{}", "ln_f"),
-    "layer-repeated": _mean("layer-repeated", "h.{}", "h.2", "ln_f"),
+    "layer-repeated": _mean("layer-repeated", "h.{}", "h.1", "h.2", "ln_f"),
     "logits-softmaxed": _mean("logits-softmaxed", "logits"),
     "logits-log-softmaxed": _mean("logits-softmaxed", "logits"),
     # Weights.
@@ -140,7 +140,7 @@ MEANINGS: dict[str, Meaning] = {
     "cache-unscaled": _mean("cache-inconsistent"),
     "cache-forgets": _mean("cache-inconsistent"),
     "cache-of-the-call-before": _mean("cache-inconsistent not-deterministic"),
-    "batch-statistics": _mean("batch-dependent", NORM),
+    "batch-statistics": _mean("batch-dependent layernorm-axis", NORM),
     "batch-centred": _mean("batch-dependent", "embed", "h.0.ln_1"),
     "padding-ignored": _mean("padding-wrong"),
     "padding-inverted": _mean("padding-wrong"),
