@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config import GPT2Config, official_size, quoted
-from ..errors import InputError
+from ..errors import CheckpointError, InputError
 from ..model import GPT2
 from .configs import config_of
 from .containers import gguf_file
@@ -81,7 +81,10 @@ def open_checkpoint(path: Path, *, offline: bool = False) -> tuple[GPT2Config, A
     """
     if is_adapter(path):
         adapter = read_adapter(path)
-        config, base = _open(base_of(adapter, offline=offline))
+        try:
+            config, base = _open(base_of(adapter, offline=offline))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: a LoRA adapter; its base model cannot be opened: {error}") from None
         return config, adapter.on(base)
     return _open(path)
 

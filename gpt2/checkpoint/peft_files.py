@@ -132,16 +132,16 @@ def base_of(adapter: Adapter, *, offline: bool = False) -> Path:
     Raises:
         CheckpointError: it names none, or none that can be had here.
     """
-    remedy = f"put the name or the path of its base model into base_model_name_or_path of {CONFIG}"
+    remedy = f"put the base model's name or path into base_model_name_or_path of {adapter.path / CONFIG}"
     if adapter.base is None:
-        raise CheckpointError(f"{adapter.path}: a LoRA adapter that names no model it belongs to; {remedy}")
+        raise CheckpointError(f"it names none; {remedy}")
     here = adapter.base == DEFAULT or os.path.exists(adapter.base)
     try:
         path = resolve(adapter.base, revision=None if here else adapter.revision, offline=offline).path
     except InputError as error:
-        raise CheckpointError(f"{adapter.path}: a LoRA adapter, and its base cannot be had ({error}); {remedy}") from None
+        raise CheckpointError(f"{error}; or {remedy}") from None
     if is_adapter(path):
-        raise CheckpointError(f"{adapter.path}: its base {adapter.base} is an adapter too; {MERGE_WITH_PEFT}")
+        raise CheckpointError(f"{adapter.base} is an adapter too; {MERGE_WITH_PEFT}")
     return path
 
 

@@ -1,0 +1,320 @@
+"""Adapters in PEFT's files: what PEFT writes opens here, what is written here opens in PEFT, and the logits are the same."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import gpt2
+from gpt2 import GPT2, CheckpointError, GPT2Config, InputError
+from gpt2.checkpoint.peft_files import CONFIG, WEIGHTS, is_adapter, save_adapter
+from gpt2.lora import adapters, inject, merged
+
+TINY = GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+IDS = torch.arange(16)[None]
+ALL = ["c_attn", "c_proj", "c_fc"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model on disk whose every parameter is drawn."""
+    torch.manual_seed(1)
+    model = GPT2(TINY)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    return gpt2.save(model, None, tmp_path_factory.mktemp("base") / "model")
+
+
+def draw(module: torch.nn.Module) -> torch.nn.Module:
+    """Adapters as if trained: B of zeros would hide every fault."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return module
+
+
+def ours(path: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return gpt2.load(str(path), dtype="float64")(IDS)
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+def edit(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({key: value for key, value in (config | changes).items() if value is not ...}))
+
+
+# The real package
+
+
+@pytest.fixture(scope="module")
+def peft():
+    """PEFT, if it is here; its own imports and transformers' warn of what is none of our doing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("peft")
+
+
+def reference(base: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    from gpt2.compare.reference import load_reference
+
+    return load_reference(base, dtype)
+
+
+def theirs(peft, base: Path, adapter: Path) -> torch.Tensor:
+    """transformers' GPT-2 with the adapter that PEFT opens, in float64."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(reference(base), str(adapter)).double().eval()
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def written_by_peft(peft, base: Path, folder: Path, **settings) -> torch.Tensor:
+    """Save an adapter as PEFT does; returns the logits of PEFT's model, in float64."""
+    settings = {"r": 4, "lora_alpha": 12, "target_modules": ALL, "task_type": "CAUSAL_LM", "fan_in_fan_out": True} | settings
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = draw(peft.get_peft_model(reference(base), peft.LoraConfig(**settings)))
+        model.save_pretrained(folder)
+        edit(folder, base_model_name_or_path=str(base))
+        with torch.no_grad():
+            return model.double().eval()(IDS).logits
+
+
+SETTINGS = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "one square matrix": {"target_modules": ["attn.c_proj"]},
+    "two layers apart": {"rank_pattern": {"attn.c_proj": 2}, "alpha_pattern": {"c_fc": 5, "h.1.attn.c_attn": 3}},
+    "one layer": {"layers_to_transform": [1]},
+    "by expression": {"target_modules": r".*\.h\.0\..*c_(fc|attn)"},
+    "fan_in_fan_out left to PEFT": {"fan_in_fan_out": False},
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_what_peft_writes_opens_here(peft, base: Path, tmp_path: Path, what: str) -> None:
+    expected = written_by_peft(peft, base, tmp_path, **SETTINGS[what])
+    assert apart(ours(tmp_path), expected) < 1e-10
+    assert apart(ours(base), expected) > 1e-2  # the control: without the adapter it is another model
+
+
+@pytest.mark.parametrize("targets", [("c_attn", "c_proj", "c_fc"), ("attn.c_proj",), ("mlp.c_proj", "c_attn")])
+def test_what_is_written_here_opens_in_peft(peft, base: Path, tmp_path: Path, targets: tuple[str, ...]) -> None:
+    model = draw(inject(gpt2.load(str(base)), r=3, alpha=5.0, targets=targets))
+    save_adapter(model, tmp_path, str(base))
+    expected = theirs(peft, base, tmp_path)
+    with torch.no_grad():
+        assert apart(model.double()(IDS), expected) < 1e-10
+        assert apart(merged(model)(IDS), expected) < 1e-10
+    assert apart(ours(tmp_path), expected) < 1e-10
+
+
+def test_peft_finds_the_base_by_itself(peft, base: Path, tmp_path: Path) -> None:
+    save_adapter(draw(inject(gpt2.load(str(base)))), tmp_path, str(base))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path)).double().eval()
+    with torch.no_grad():
+        assert apart(model(IDS).logits, ours(tmp_path)) < 1e-10
+
+
+def turn_square(folder: Path) -> None:
+    """What a wrong fan_in_fan_out does to attn.c_proj, the one it does not fail on: (Aᵀ Bᵀ)ᵀ is the product of Bᵀ and Aᵀ."""
+    tensors = load_file(folder / WEIGHTS)
+    for name in [name for name in tensors if "attn.c_proj.lora_A" in name]:
+        other = name.replace("lora_A", "lora_B")
+        tensors[name], tensors[other] = tensors[other].t().contiguous(), tensors[name].t().contiguous()
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+WRONG = {
+    "fan_in_fan_out": turn_square,
+    "alpha instead of alpha / r": lambda folder: edit(folder, lora_alpha=12 * 4),
+    "alpha / sqrt(r) instead of alpha / r": lambda folder: edit(folder, use_rslora=True),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_every_wrong_reading_would_show(peft, base: Path, tmp_path: Path, what: str) -> None:
+    """The controls: each mistake that loads without a word is far above the bar that the right reading passes."""
+    expected = written_by_peft(peft, base, tmp_path)
+    WRONG[what](tmp_path)
+    assert apart(ours(tmp_path), expected) > 1e-2
+    assert apart(theirs(peft, base, tmp_path), expected) > 1e-2  # and PEFT reads the same out of the wrong files
+
+
+# Without it
+
+
+@pytest.fixture
+def adapter(base: Path, tmp_path: Path) -> Path:
+    return save_adapter(draw(inject(gpt2.load(str(base)), r=4, alpha=12.0)), tmp_path / "adapter", str(base))
+
+
+def test_the_files_say_what_peft_reads(base: Path, adapter: Path) -> None:
+    """Pinned from what PEFT 0.21 writes itself, so that a slip shows where PEFT is not installed too."""
+    config = json.loads((adapter / CONFIG).read_text())
+    assert (config["peft_type"], config["task_type"], config["bias"], config["fan_in_fan_out"]) == (
+        "LORA",
+        "CAUSAL_LM",
+        "none",
+        True,
+    )
+    assert (config["r"], config["lora_alpha"], config["use_rslora"], config["base_model_name_or_path"]) == (
+        4,
+        12,
+        False,
+        str(base),
+    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(adapter / WEIGHTS).items()}
+    assert len(shapes) == 2 * 4 * 2
+    assert shapes["base_model.model.transformer.h.1.attn.c_attn.lora_A.weight"] == (4, 16)
+    assert shapes["base_model.model.transformer.h.1.attn.c_attn.lora_B.weight"] == (48, 4)
+    assert shapes["base_model.model.transformer.h.0.mlp.c_proj.lora_A.weight"] == (4, 64)
+
+
+def test_an_adapter_by_its_folder_is_the_merged_model(base: Path, adapter: Path) -> None:
+    model = draw(inject(gpt2.load(str(base)), r=4, alpha=12.0))
+    for name, tensor in gpt2.load(str(adapter)).state_dict().items():
+        assert torch.equal(tensor, merged(model).state_dict()[name]), name
+    assert gpt2.load(str(adapter)).config == TINY
+    assert is_adapter(adapter)
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("gpt2", ("openai-community/gpt2", None)),
+        ("gpt2:fp32", ("openai-community/gpt2", None)),
+        ("org/name@v1", ("org/name", "v1")),
+        ("shakespeare-mini", ("shakespeare-mini", None)),
+        (None, (None, None)),
+    ],
+)
+def test_the_base_is_named_as_others_know_it(tmp_path: Path, name: str | None, written: tuple) -> None:
+    """`gpt2` is a folder in this very repository, and `org/name@v1` a name that nobody else can read."""
+    save_adapter(inject(GPT2(TINY)), tmp_path, name)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == written
+
+
+def test_a_model_beside_an_adapter_is_what_is_loaded(base: Path, adapter: Path) -> None:
+    """A folder of both was loaded with the adapter added to what already had it."""
+    gpt2.save(gpt2.load(str(base)), None, adapter)
+    assert not is_adapter(adapter)
+    assert torch.equal(ours(adapter), ours(base))
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        gpt2.load(str(path))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+CONFIGS = {
+    "no base": ({"base_model_name_or_path": None}, "its base model cannot be opened: it names none; put the base"),
+    "a base that is gone": ({"base_model_name_or_path": "/nowhere/at/all"}, "no such file or directory: /nowhere/at/all"),
+    "a base that is no name": ({"base_model_name_or_path": "my best"}, "unknown model 'my best'"),
+    "a base without weights": ({"base_model_name_or_path": "/usr"}, "its base model cannot be opened: /usr: no model.safe"),
+    "another method": ({"peft_type": "IA3"}, "peft_type is 'IA3', not LORA; merge it with PEFT"),
+    "DoRA": ({"use_dora": True}, "uses use_dora, which is more than LoRA; merge it with PEFT"),
+    "biases": ({"bias": "all"}, "uses bias, which"),
+    "whole modules": ({"modules_to_save": ["wte"]}, "uses modules_to_save, which"),
+    "what is not invented yet": ({"use_lora_9": 1}, "uses use_lora_9, which"),
+    "a base that it changed": ({"init_lora_weights": "pissa_niter_4"}, "uses init_lora_weights, which"),
+    "another rank": ({"r": 8}, "says rank 8 for transformer.h.0.attn.c_attn, the tensors 4 and 4"),
+    "no rank": ({"r": 0}, "r is '0', no positive number"),
+    "a rank in words": ({"r": "four"}, "no positive number"),
+    "no scale": ({"lora_alpha": float("nan")}, "lora_alpha is 'nan', no positive number"),
+    "an expression that takes for ever": ({"alpha_pattern": {"(a+)+$": 3}}, "alpha_pattern has the pattern '(a+)+$'"),
+}
+
+
+@pytest.mark.parametrize("what", CONFIGS)
+def test_a_config_that_says_more_is_refused(adapter: Path, what: str) -> None:
+    """What is passed over here, DoRA's magnitudes or PiSSA's changed base, gives a model that is nearly right."""
+    changes, says = CONFIGS[what]
+    edit(adapter, **changes)
+    assert says in refusal(adapter)
+
+
+def test_a_base_of_another_shape_is_refused(adapter: Path, tmp_path: Path) -> None:
+    other = gpt2.save(GPT2(GPT2Config(31, 16, n_embd=8, n_layer=1, n_head=2)), None, tmp_path / "other")
+    edit(adapter, base_model_name_or_path=str(other))
+    said = refusal(adapter)
+    assert "does not fit its base" in said
+    assert "h.0.attn.c_attn.weight is [8, 24], the adapter's [16, 48]" in said
+    assert "and 6 more" in said
+
+
+def test_an_adapter_on_an_adapter_is_refused(adapter: Path) -> None:
+    """One that names itself would be opened for ever."""
+    edit(adapter, base_model_name_or_path=str(adapter))
+    assert "is an adapter too" in refusal(adapter)
+
+
+def rename(tensors: dict, old: str, new: str) -> dict:
+    return {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
+
+TENSORS = {
+    "an embedding": (lambda t: rename(t, "h.0.attn.c_attn.lora_A.weight", "wte.lora_embedding_A"), "holds base_model"),
+    "half a pair": (lambda t: {n: v for n, v in t.items() if "h.0.attn.c_attn.lora_B" not in n}, "no A and B of a projection"),
+    "a layer too many": (lambda t: rename(t, "h.1.", "h.7."), "h.7.attn.c_attn.weight is not there"),
+    "nothing": (lambda t: {}, "holds no adapter"),
+    "a vector": (lambda t: {n: v.flatten() for n, v in t.items()}, "no A and B"),
+}
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_tensors_that_are_no_adapter_are_refused(adapter: Path, what: str) -> None:
+    change, says = TENSORS[what]
+    tensors = change(load_file(adapter / WEIGHTS))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, adapter / WEIGHTS, {"format": "pt"})
+    assert says in refusal(adapter)
+
+
+def test_an_adapter_without_tensors_is_refused(adapter: Path) -> None:
+    (adapter / WEIGHTS).unlink()
+    assert f"has no {WEIGHTS}" in refusal(adapter)
+
+
+def test_a_pickled_adapter_opens_as_data(base: Path, adapter: Path) -> None:
+    """PEFT before safetensors wrote `adapter_model.bin`."""
+    expected = ours(adapter)
+    torch.save(load_file(adapter / WEIGHTS), adapter / "adapter_model.bin")
+    (adapter / WEIGHTS).unlink()
+    assert torch.equal(ours(adapter), expected)
+
+
+def test_a_base_stored_the_other_way_round_is_merged_the_right_way(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """[out, in] matrices: the product of A and B is turned once, not twice, and the square one tells."""
+    tensors = load_file(base / "model.safetensors")
+    turned = {n: v.t().contiguous() if v.ndim == 2 and ".h." in n else v for n, v in tensors.items()}
+    folder = tmp_path / "linear"
+    folder.mkdir()
+    save_file(turned, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_bytes((base / "config.json").read_bytes())
+    expected = ours(adapter)
+    edit(adapter, base_model_name_or_path=str(folder))
+    assert apart(ours(adapter), expected) < 1e-12
+
+
+def test_a_model_without_adapters_has_none_to_save(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="this model has none"):
+        save_adapter(GPT2(TINY), tmp_path, None)
+    with pytest.raises(InputError, match="merge its adapters"):
+        gpt2.save(inject(GPT2(TINY)), None, tmp_path)
+    assert len(adapters(inject(GPT2(TINY)))) == 8
