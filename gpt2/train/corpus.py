@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from ..data import Tokenizer, shakespeare
+from ..checkpoint.load import load_tokenizer
+from ..data import Tokenizer, from_directory, shakespeare, token_files
 from ..errors import InputError
 from .recipe import Recipe
+
+TOKENIZER_FILES = ("chars.json", "words.json", "vocab.json", "encoder.json", "tokenizer.json")
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,32 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
     Raises:
         InputError: no such text, one too short for a window, or one that the tokenizer cannot spell.
     """
+    if recipe.data.tokens:
+        return _from_token_files(recipe, tokenizer)
     train_text, val_text = texts(recipe)
     tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
     train_ids, val_ids = (np.array(tokenizer.encode(text), dtype=np.int32) for text in (train_text, val_text))
+    val_ids = val_ids[: recipe.eval_tokens or None]
     _long_enough(train_ids, val_ids, recipe)
     return Corpus(tokenizer, train_ids, val_ids, hashlib.sha256(train_ids.tobytes() + b"|" + val_ids.tobytes()).hexdigest())
+
+
+def _from_token_files(recipe: Recipe, tokenizer: Tokenizer | None) -> Corpus:
+    """Tokens that were made elsewhere: with ``tokenizer``, the one whose files lie beside them, or the recipe's."""
+    folder = Path(recipe.data.tokens)
+    if tokenizer is None and any((folder / name).is_file() for name in TOKENIZER_FILES):
+        tokenizer = from_directory(folder)
+    if tokenizer is None and recipe.data.tokenizer != "gpt2":
+        raise InputError(
+            f"{folder}: no tokenizer lies there, and {recipe.data.tokenizer!r} is made from a text; "
+            "put the tokenizer's own files there, or --set data.tokenizer=gpt2 where it is GPT-2's"
+        )
+    tokenizer = tokenizer or load_tokenizer("gpt2")
+    train_ids, val_ids = token_files.read(folder, tokenizer.n_vocab)
+    sha256 = token_files.fingerprint(train_ids, val_ids)
+    val_ids = np.array(val_ids[: recipe.eval_tokens or None], dtype=np.int32)
+    _long_enough(train_ids, val_ids, recipe)
+    return Corpus(tokenizer, train_ids, val_ids, sha256)
 
 
 def texts(recipe: Recipe) -> tuple[str, str]:
@@ -45,13 +70,16 @@ def texts(recipe: Recipe) -> tuple[str, str]:
         text = shakespeare.read_text(data.path)
     elif data.source == "plays":
         return shakespeare.training_text(), shakespeare.held_out_text()
+    elif data.source == "all-plays":
+        text = "\n".join(shakespeare.plays().values())
     elif data.source.startswith("play:"):
         text = shakespeare.play(data.source.removeprefix("play:"))
     elif data.source == "tinyshakespeare":
         text = shakespeare.tiny_shakespeare()
     else:
         raise InputError(
-            f"recipe: data.source is {data.source!r}; give plays, play:NAME or tinyshakespeare, or set data.path to a text file"
+            f"recipe: data.source is {data.source!r}; give plays, all-plays, play:NAME or tinyshakespeare, "
+            "or set data.path to a text file"
         )
     return shakespeare.split(text, 1 - data.held_out)
 
@@ -62,6 +90,12 @@ def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:
         from ..data.chars import Chars
 
         return Chars.from_text(train_text + val_text)
+    if recipe.data.tokenizer == "words":
+        from ..data.words import Words
+
+        return Words.from_text(train_text, recipe.data.vocab_size)
+    if recipe.data.tokenizer == "gpt2":
+        return load_tokenizer("gpt2")
     from ..data.bpe import train_bpe
 
     return train_bpe(train_text, recipe.data.vocab_size)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..checkpoint.load import load, load_path, load_tokenizer, require_vocabulary
+from ..checkpoint.load import load, load_tokenizer, require_vocabulary
 from ..compare.measure import LanguageScore, language_score
 from ..config import GPT2Config
 from ..data import Tokenizer, from_directory
@@ -25,9 +25,12 @@ from ..data.batches import batch
 from ..errors import InputError
 from ..generate import generate
 from ..model import GPT2
-from . import state
+from . import adapted, divergence, state
+from .bigram import Bigram, BigramConfig, load_model
 from .corpus import corpus
-from .metrics import Metrics, Pace
+from .divergence import Rewind
+from .estimate import peak_memory
+from .metrics import Metrics, Pace, parted
 from .optim import adamw, learning_rate
 from .recipe import Recipe
 from .state import Progress
@@ -42,7 +45,25 @@ class Started:
     train_tokens: int
     val_tokens: int
     step: int
+    memory: int = 0  # bytes, an estimate of the peak
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """Told once, after the first :data:`ESTIMATE_AFTER` steps: how long the rest will take, evaluations and all."""
+
+    step: int
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class Diverged:
+    """A step that never reached the weights, and what the recipe's ``on_divergence`` made of it."""
+
+    step: int
+    why: str
+    action: str
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,7 @@ class Evaluated:
     val: LanguageScore
     best: bool
     sample: str = ""
+    warning: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,7 +100,8 @@ class Result:
     stopped: str  # "finished", "early" or "interrupted"
 
 
-Listener = Callable[[Started | Logged | Evaluated], None]
+Listener = Callable[[Started | Logged | Evaluated | Estimated | Diverged], None]
+ESTIMATE_AFTER = 10  # steps
 
 
 def train(
@@ -93,13 +116,24 @@ def train(
     Raises:
         InputError: text, model, recipe or folder do not work together, the run diverged, or the disk is full.
     """
-    folder = Path(folder)
+    recipe, folder = recipe.resolved(init), Path(folder)
+    adapted.check(recipe, init)
+    rewound = 0
+    while True:
+        try:
+            return _train(recipe, folder, init, fresh and not rewound, report, rewound)
+        except Rewind:
+            rewound += 1
+
+
+def _train(recipe: Recipe, folder: Path, init: str | None, fresh: bool, report: Listener, rewound: int) -> Result:
+    """:func:`train`, until it is to be rewound; ``rewound`` says that it just was."""
     with state.locked(folder):
         goes_on = state.holds(folder, recipe, init, fresh)
         notes = [f"{folder}: going on with the run that is there"] if goes_on else []
         found, skipped = state.newest_intact(folder) if goes_on else (None, [])
         if found:
-            model, tokenizer = load_path(found, dtype=torch.float32), from_directory(found)
+            model, tokenizer = load_model(state.model_of(folder, found)), from_directory(found)
         elif init is not None:
             model, tokenizer = load(init, dtype="float32"), load_tokenizer(init)
         else:
@@ -109,9 +143,15 @@ def train(
         model = model or _new_model(recipe, tokenizer)
         _fit(model, tokenizer, recipe, init or "the recipe's model")
         state.claim(folder, recipe, init, text.sha256, fresh)
+        if recipe.lora.r:
+            if not found:
+                state.save_base(folder, model, tokenizer)
+            notes.append(adapted.adapt(model, recipe, found))
         optimizer = adamw(model, recipe.optim)
         progress = state.restore(found, optimizer) if found else None
-        with Metrics(folder, progress) as metrics, _interruptions() as interrupted:
+        if progress and rewound:
+            progress = replace(progress, rewinds=progress.rewinds + 1, skips=0)
+        with Metrics(folder, progress, tensorboard=recipe.tensorboard) as metrics, _interruptions() as interrupted:
             run = _Run(recipe, folder, model, tokenizer, optimizer, text.train_ids, text.val_ids, metrics, report)
             report(
                 Started(
@@ -120,9 +160,12 @@ def train(
                     len(text.train_ids),
                     len(text.val_ids),
                     progress.step if progress else 0,
+                    peak_memory(model, recipe),
                     (*notes, *skipped),
                 )
             )
+            if rewound:
+                run.save(progress)  # so that a process killed before the next checkpoint does not rewind a second time
             return run(progress, interrupted)
 
 
@@ -144,23 +187,31 @@ class _Run:
         """From where the run stands (None: nowhere yet) to its end, whichever of the three comes first."""
         recipe = self.recipe
         begins = progress is None
-        progress = self.evaluate(Progress(step=0)) if begins else progress
+        pace = Pace(progress.step if progress else 0, recipe)
+        with pace.paused(pace.first):
+            progress = self.evaluate(Progress(step=0)) if begins else progress
         stopped = self.ended(progress, interrupted)
         if begins and stopped:
             self.save(progress)
-        pace = Pace(progress.step, recipe)
         while not stopped:
             lr = learning_rate(progress.step, recipe.steps, recipe.optim)
-            loss, norm = _step(self.model, self.optimizer, self.train_ids, recipe, progress.step, lr)
-            progress = replace(progress, step=progress.step + 1)
+            drawn = replace(recipe, seed=(recipe.seed + progress.rewinds) % 2**63)  # after a rewind other windows, other dropout
+            limit = divergence.limit(progress.best_loss, self.tokenizer.n_vocab)
+            loss, norm = _step(self.model, self.optimizer, self.train_ids, drawn, progress.step, lr, limit)
+            fault = divergence.fault(loss, norm, limit)
+            progress = replace(progress, step=progress.step + 1, skips=progress.skips + 1 if fault else 0)
+            if fault:
+                self.diverged(progress, fault)
             last = progress.step == recipe.steps
-            if progress.step % recipe.log_every == 0 or last:
+            if progress.step - pace.began == ESTIMATE_AFTER:
+                self.report(Estimated(progress.step, pace.seconds_left(progress.step)))
+            if (progress.step % recipe.log_every == 0 or last) and not fault:
                 logged = Logged(progress.step, loss, lr, norm, *pace(progress.step))
                 self.metrics.write(**asdict(logged))
                 self.report(logged)
             if progress.step % recipe.eval_every == 0 or last:
-                progress = self.evaluate(progress)
-                pace.pause(progress.step)
+                with pace.paused(progress.step):
+                    progress = self.evaluate(progress)
             stopped = self.ended(progress, interrupted)
             if stopped or progress.step % recipe.save_every == 0:
                 self.save(progress)
@@ -174,12 +225,37 @@ class _Run:
             return "early"
         return "interrupted" if interrupted() else ""
 
+    def diverged(self, progress: Progress, fault: str) -> None:
+        """Log a step that went wrong, and stop, go on, or rewind, as the recipe says and while it makes sense."""
+        action = self.recipe.on_divergence
+        last_resort = {
+            "stop": "",
+            "skip": f"{divergence.MAX_SKIPS} steps in a row" if progress.skips >= divergence.MAX_SKIPS else "",
+            "rewind": f"{divergence.MAX_REWINDS} rewinds did not help" if progress.rewinds >= divergence.MAX_REWINDS else "",
+        }[action]
+        if action == "rewind" and not state.checkpoints(self.folder):
+            last_resort = "no checkpoint to rewind to"
+        action = "stop" if last_resort else action
+        self.metrics.write(step=progress.step, diverged=fault, action=action)
+        self.metrics.sync()
+        self.report(Diverged(progress.step, fault, action))
+        if action == "rewind":
+            raise Rewind
+        if action == "stop":
+            reason = f" ({last_resort})" if last_resort else ""
+            raise InputError(
+                f"step {progress.step}: {fault}; the run diverged{reason}, lower optim.lr (checkpoints before it are kept)"
+            )
+
     def evaluate(self, progress: Progress) -> Progress:
         """Score the whole validation text, and keep the model if it is the best so far."""
         recipe, ids = self.recipe, torch.from_numpy(self.val_ids).long()
         lengths = torch.tensor([len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.n_vocab)])
-        score = language_score(self.model, ids, lengths, context=recipe.context, batch_size=recipe.batch_size)
+        rows = recipe.batch_size // recipe.grad_accum  # as many as a step holds in memory at a time
+        score = language_score(self.model, ids, lengths, context=recipe.context, batch_size=rows)
         if not math.isfinite(score.loss):
+            if progress.step and recipe.on_divergence == "rewind":
+                self.diverged(progress, f"validation loss {score.loss}")
             remedy = "lower optim.lr" if progress.step else "the model it starts from is broken"
             raise InputError(f"step {progress.step}: the validation loss is {score.loss}; {remedy} (nothing of it was saved)")
         best = progress.best_loss is None or score.loss < progress.best_loss
@@ -189,7 +265,8 @@ class _Run:
         else:
             progress = replace(progress, evals_since_best=progress.evals_since_best + 1)
         self.metrics.write(step=progress.step, val_loss=score.loss, val_bits_per_byte=score.bits_per_byte)
-        self.report(Evaluated(progress.step, score, best, _sample(self.model, self.tokenizer, self.val_ids, recipe)))
+        sample = _sample(self.model, self.tokenizer, self.val_ids, recipe)
+        self.report(Evaluated(progress.step, score, best, sample, parted(self.metrics.rows, progress.best_step)))
         return progress
 
     def save(self, progress: Progress) -> None:
@@ -217,10 +294,14 @@ def _fit(model: GPT2, tokenizer: Tokenizer, recipe: Recipe, name: str) -> None:
         parameter.data = parameter.data.clone()
 
 
-def _new_model(recipe: Recipe, tokenizer: Tokenizer) -> GPT2:
+def _new_model(recipe: Recipe, tokenizer: Tokenizer) -> GPT2 | Bigram:
+    if recipe.model.kind == "bigram":
+        return Bigram(BigramConfig(tokenizer.n_vocab))
+    sizes = asdict(recipe.model)
+    del sizes["kind"]
     config = GPT2Config(
         tokenizer.n_vocab,
-        **asdict(recipe.model),
+        **sizes,
         resid_pdrop=recipe.dropout,
         embd_pdrop=recipe.dropout,
         attn_pdrop=recipe.attn_dropout,
@@ -232,9 +313,18 @@ def _new_model(recipe: Recipe, tokenizer: Tokenizer) -> GPT2:
 
 
 def _step(
-    model: GPT2, optimizer: torch.optim.Optimizer, ids: np.ndarray, recipe: Recipe, step: int, lr: float
+    model: GPT2,
+    optimizer: torch.optim.Optimizer,
+    ids: np.ndarray,
+    recipe: Recipe,
+    step: int,
+    lr: float,
+    limit: float = math.inf,
 ) -> tuple[float, float]:
-    """One optimizer step; returns the batch's loss and the gradient's norm before clipping."""
+    """One optimizer step; returns the batch's loss and the gradient's norm before clipping.
+
+    Where either is not finite, or the loss is above ``limit``, the weights stay as they were.
+    """
     model.train()
     torch.manual_seed(np.random.SeedSequence((recipe.seed, step)).generate_state(1, np.uint64)[0].item())
     x, y = (
@@ -247,14 +337,10 @@ def _step(
         loss.backward()
         total += loss.item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optim.clip or math.inf).item()
-    if not math.isfinite(total) or not math.isfinite(norm):
-        raise InputError(
-            f"step {step + 1}: loss {total}, gradient norm {norm}; the run diverged, "
-            "lower optim.lr (checkpoints before it are kept)"
-        )
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.step()
+    if not divergence.fault(total, norm, limit):
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return total, norm
 
@@ -264,6 +350,8 @@ def _sample(model: GPT2, tokenizer: Tokenizer, val_ids: np.ndarray, recipe: Reci
     if not recipe.sample_tokens:
         return ""
     prompt = [int(i) for i in val_ids[:8]]
+    if isinstance(model, Bigram):
+        return tokenizer.decode(model.sample(prompt, recipe.sample_tokens, recipe.seed))
     return tokenizer.decode(generate(model, prompt, recipe.sample_tokens, temperature=0.8, top_p=0.95, seed=recipe.seed))
 
 

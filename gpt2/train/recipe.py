@@ -11,27 +11,30 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..errors import InputError
 
 FOLDER = Path(__file__).parent / "recipes"
+FINE_TUNE_PATIENCE = 5  # evaluations without a better one
 
 
 @dataclass(frozen=True)
 class Data:
     """Which text, and what its tokens are.
 
-    ``source`` is "plays" (all but the held-out plays, which are the validation text), "play:NAME" (one play), or
-    "tinyshakespeare"; ``path`` is a text file to use instead. Where the source does not name its validation text, it is the
-    last ``held_out`` of the text. ``tokenizer`` is "bpe" (trained on the training text, ``vocab_size`` entries) or "chars";
-    a fine-tune always uses the tokenizer of the model it starts from.
+    ``source`` is "plays" (all but the held-out plays, which are the validation text), "all-plays" (every play, in one text),
+    "play:NAME" (one play), or "tinyshakespeare"; ``path`` is a text file to use instead. Where the source does not name its
+    validation text, it is the last ``held_out`` of the text. ``tokenizer`` is "bpe" or "words" (both made from the training
+    text, ``vocab_size`` entries), "chars", or "gpt2" (the official vocabulary); a fine-tune always uses the tokenizer of the
+    model it starts from. ``tokens`` is a folder of token files (:mod:`gpt2.data.token_files`) to use instead of any text.
     """
 
     source: str = "tinyshakespeare"
     path: str = ""
+    tokens: str = ""
     held_out: float = 0.1
     tokenizer: str = "bpe"
     vocab_size: int = 2048
@@ -39,8 +42,12 @@ class Data:
 
 @dataclass(frozen=True)
 class Model:
-    """The model to train from scratch; a fine-tune takes its shape from the model it starts from."""
+    """The model to train from scratch; a fine-tune takes its shape from the model it starts from.
 
+    ``kind`` is "gpt2", or "bigram" (:mod:`gpt2.train.bigram`), a table of which the sizes say nothing.
+    """
+
+    kind: str = "gpt2"
     n_layer: int = 5
     n_embd: int = 160
     n_head: int = 5
@@ -61,14 +68,35 @@ class Optim:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Adapters to train instead of the weights (:mod:`gpt2.lora`): of rank ``r`` (0: none), added ``alpha / r`` times.
+
+    ``targets`` are the projections to adapt: c_attn, c_fc, c_proj (both of a block, or one as attn.c_proj, mlp.c_proj).
+    """
+
+    r: int = 0
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ("c_attn", "c_proj", "c_fc")
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One training run.
 
-    A step reads ``batch_size`` windows of ``context`` tokens, in ``grad_accum`` parts. Every ``eval_every`` steps the whole
-    validation text is scored and, if it has not improved ``patience`` times in a row, the run stops (0: never). ``dropout`` acts
-    on the embeddings and both residual branches, ``attn_dropout`` on the attention weights; the latter is 0 by default because
-    it keeps PyTorch from its fused attention kernel (a step of the embedded model: 1.20 s with it, 0.72 s without). ``expect``
-    is the validation loss the recipe reaches on its own text, in nats per token; 0 where there is none to state.
+    A step reads ``batch_size`` windows of ``context`` tokens, in ``grad_accum`` parts. Every ``eval_every`` steps the validation
+    text is scored (its first ``eval_tokens`` tokens; 0: all) and, if it has not improved ``patience`` times in a row, the run
+    stops (0: never; -1: after 5 where a model is fine-tuned, which overfits a small text, and never where one is trained from
+    scratch). ``dropout`` acts on the embeddings and both residual branches, ``attn_dropout`` on the attention weights; the latter
+    is 0 by default because it keeps PyTorch from its fused attention kernel (a step of the embedded model: 1.20 s with it, 0.72 s
+    without).
+
+    A step whose loss or gradient is not finite, or whose loss explodes (:mod:`gpt2.train.divergence`), never reaches the weights.
+    ``on_divergence`` says what then: "stop" the run, "skip" the step, or "rewind" to the newest checkpoint and go on from there
+    with other windows.
+
+    ``expect`` is the validation loss the recipe reaches on its own text, in nats per token, 0 where there is none to state;
+    ``takes`` how long, and where that was measured. ``tensorboard`` writes the metrics for TensorBoard too.
     """
 
     name: str = ""
@@ -84,17 +112,23 @@ class Recipe:
     eval_every: int = 100
     save_every: int = 100
     sample_tokens: int = 64
-    patience: int = 0
+    eval_tokens: int = 0
+    patience: int = -1
+    on_divergence: str = "stop"
+    tensorboard: bool = False
     expect: float = 0.0
+    takes: str = ""
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     optim: Optim = field(default_factory=Optim)
+    lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "context", "grad_accum", "log_every", "eval_every", "save_every"):
             _require(name, getattr(self, name), 1, math.inf, "give 1 or more")
-        for name in ("patience", "sample_tokens", "expect"):
+        for name in ("eval_tokens", "sample_tokens", "expect"):
             _require(name, getattr(self, name), 0, math.inf, "give 0 or more")
+        _require("patience", self.patience, -1, math.inf, "give 0 (never stop early) or more, or -1 (as suits the run)")
         _require("seed", self.seed, 0, 2**63, "give 0 or more, below 2**63")
         for name in ("dropout", "attn_dropout"):
             _require(name, getattr(self, name), 0, 1, "give 0 or more and less than 1")
@@ -102,16 +136,30 @@ class Recipe:
             _require(f"optim.{name}", getattr(self.optim, name), 0, 1, "give 0 or more and less than 1")
         for name in ("lr", "min_lr", "warmup", "weight_decay", "clip"):
             _require(f"optim.{name}", getattr(self.optim, name), 0, math.inf, "give 0 or more, and finite")
+        _require("lora.r", self.lora.r, 0, math.inf, "give a rank, or 0 for no adapters")
+        _require("lora.alpha", self.lora.alpha, math.ulp(0), math.inf, "give more than 0")
+        _require("lora.dropout", self.lora.dropout, 0, 1, "give 0 or more and less than 1")
         if self.batch_size % self.grad_accum:
             raise InputError(f"recipe: batch_size {self.batch_size} does not divide into grad_accum {self.grad_accum} parts")
         if not 0 < self.data.held_out < 1:
             raise InputError(f"recipe: data.held_out is {self.data.held_out}; give a fraction between 0 and 1")
-        if self.data.tokenizer not in ("bpe", "chars"):
-            raise InputError(f"recipe: data.tokenizer is {self.data.tokenizer!r}; give 'bpe' or 'chars'")
+        for name, value, known in (
+            ("data.tokenizer", self.data.tokenizer, ("bpe", "chars", "words", "gpt2")),
+            ("model.kind", self.model.kind, ("gpt2", "bigram")),
+            ("on_divergence", self.on_divergence, ("stop", "skip", "rewind")),
+        ):
+            if value not in known:
+                raise InputError(f"recipe: {name} is {value!r}; give {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
+        if self.data.path and self.data.tokens:
+            raise InputError("recipe: data.path and data.tokens both say what to train on; give one of them")
         if self.optim.lr < self.optim.min_lr:
             raise InputError(
                 f"recipe: optim.lr {self.optim.lr} is below optim.min_lr {self.optim.min_lr}, the rate it decays to; set both"
             )
+
+    def resolved(self, init: str | None) -> Recipe:
+        """This recipe with what it leaves to the run decided: from scratch, or from the model named ``init``."""
+        return self if self.patience >= 0 else replace(self, patience=0 if init is None else FINE_TUNE_PATIENCE)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -213,6 +261,12 @@ def _build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> 
             continue
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
+        if wanted == tuple[str, ...]:
+            names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+            if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+                raise InputError(f"{where}: {prefix + key} is a list of names, found {value!r}")
+            values[key] = tuple(names)
+            continue
         if type(value) is not wanted:
             raise InputError(f"{where}: {prefix + key} must be {wanted.__name__}, found {value!r}")
         values[key] = value

@@ -1,8 +1,9 @@
 """A run's folder: whose it is, and checkpoints that appear whole or not at all. Safetensors and JSON only.
 
 It holds ``recipe.json``, ``metrics.jsonl``, ``step-N/`` (the newest two, each with all it takes to go on) and ``best/`` (the
-model of the lowest validation loss). Each of the last two is a directory that ``gpt2.load`` and transformers open. It is written
-aside, synced, listed in a manifest with sha256, and renamed; a run goes on from the newest whose every file still has its hash.
+model of the lowest validation loss). Each of the last two is a directory that ``gpt2.load`` and transformers open (a run
+of adapters: :mod:`gpt2.train.adapted`). It is written aside, synced, listed in a manifest with sha256, and renamed; a run goes on
+from the newest whose every file still has its hash.
 """
 
 from __future__ import annotations
@@ -23,20 +24,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 
-from ..checkpoint.save import save as save_model
 from ..checkpoint.save import sha256, write_file, write_json
 from ..data import Tokenizer
 from ..errors import InputError
 from ..model import GPT2
+from . import adapted
+from .bigram import Bigram, save_bigram
 from .recipe import Recipe, build
 
 KEEP = 2
 RECIPE, METRICS, BEST, MANIFEST = "recipe.json", "metrics.jsonl", "best", "manifest.json"
 STEP = re.compile(r"step-(\d+)")
-ASIDE = re.compile(r"\.(step-\d+|best)\.(partial|old)")
-NEEDED = ("config.json", "model.safetensors", "optimizer.safetensors", "progress.json")  # without these nothing goes on
+ASIDE = re.compile(r"\.(step-\d+|best|base)\.(partial|old)")
+MODEL = ("config.json", "model.safetensors")
+NEEDED = ("optimizer.safetensors", "progress.json")  # beside the model or its adapters; without these nothing goes on
 TEXT = "text_sha256"  # in recipe.json, beside the recipe's own keys and `init`
-SAYS_NOTHING = ("name", "description", "expect")  # keys of a recipe that do not touch what it computes
+SAYS_NOTHING = ("name", "description", "expect", "takes", "tensorboard")  # keys of a recipe that do not touch what it computes
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Progress:
     best_loss: float | None = None
     best_step: int = 0
     evals_since_best: int = 0
+    skips: int = 0  # of steps that diverged, in a row
+    rewinds: int = 0  # in the whole run; each changes the windows that follow
 
 
 @contextlib.contextmanager
@@ -126,7 +131,7 @@ def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool
     path = folder / RECIPE
     with writing(folder):
         if fresh:
-            for old in (*checkpoints(folder), folder / BEST):
+            for old in (*checkpoints(folder), folder / BEST, folder / adapted.BASE):
                 shutil.rmtree(old, ignore_errors=True)
             for name in (METRICS, RECIPE):
                 (folder / name).unlink(missing_ok=True)
@@ -167,6 +172,27 @@ def save_best(folder: Path, model: GPT2, tokenizer: Tokenizer, progress: Progres
     """Write ``folder/best``: the model alone, and the step it comes from."""
     with writing(folder):
         _write_whole(folder / BEST, model, tokenizer, {"progress.json": json.dumps(asdict(progress)).encode()})
+
+
+def save_base(folder: Path, model: GPT2, tokenizer: Tokenizer) -> None:
+    """Write ``folder/base``: the weights that a run of adapters leaves as they are."""
+    with writing(folder):
+        _write_whole(folder / adapted.BASE, model, tokenizer, {})
+
+
+def model_of(folder: Path, found: Path) -> Path:
+    """Where the weights of checkpoint ``found`` lie: in it, or in the run's ``base/`` if it holds adapters alone.
+
+    Raises:
+        InputError: that base is damaged.
+    """
+    if not (found / adapted.FILES[0]).is_file():
+        return found
+    base = folder / adapted.BASE
+    fault = _fault(base, needed=())
+    if fault is not None:
+        raise InputError(f"{base}: {fault}, and the adapters of this run go beside it; bring it back, or start anew with --fresh")
+    return base
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -218,11 +244,17 @@ def _write_whole(target: Path, model: GPT2, tokenizer: Tokenizer, files: dict[st
     for leftover in (aside, old):
         shutil.rmtree(leftover, ignore_errors=True)
     try:
-        save_model(model, tokenizer, aside)
+        init = json.loads((target.parent / RECIPE).read_text(encoding="utf-8"))["init"]
+        if isinstance(model, Bigram):
+            save_bigram(model, tokenizer, aside)
+        else:
+            adapted.save_model(model, tokenizer, aside, init, whole=target.name == BEST)
         for name, content in files.items():
             write_file(aside / name, content)
-        write_json(aside / MANIFEST, {path.name: sha256(path) for path in sorted(aside.iterdir())})
-        _sync_directory(aside)
+        written = sorted(aside.rglob("*"))
+        write_json(aside / MANIFEST, {str(path.relative_to(aside)): sha256(path) for path in written if path.is_file()})
+        for directory in (*(path for path in written if path.is_dir()), aside):
+            _sync_directory(directory)
     except (OSError, InputError):
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -241,11 +273,11 @@ def _sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def _fault(path: Path) -> str | None:
+def _fault(path: Path, needed: tuple[str, ...] = NEEDED) -> str | None:
     """What is wrong with a checkpoint directory, or None."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        for name in NEEDED:
+        for name in (*(adapted.FILES if adapted.FILES[0] in manifest else MODEL), *needed):
             if name not in manifest:
                 return f"{MANIFEST} does not list {name}"
         for name, declared in manifest.items():

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from gpt2.checkpoint.load import load_path
+from gpt2.checkpoint.save import save
 from gpt2.data import from_directory
 from gpt2.errors import InputError
 from gpt2.model import GPT2
-from gpt2.train import loop, state
+from gpt2.train import adapted, loop, state
 from gpt2.train.corpus import texts
 from gpt2.train.loop import Evaluated, Logged, Started, train
 from gpt2.train.optim import adamw, learning_rate
@@ -218,7 +219,7 @@ def test_context_beyond_the_positions_is_refused(recipe, tmp_path):
 
 def test_unknown_source_is_refused(recipe, tmp_path):
     wrong = replace(recipe, data=Data(source="shakespeare"))
-    assert "data.source is 'shakespeare'; give plays, play:NAME" in refusal(wrong, tmp_path / "run")
+    assert "data.source is 'shakespeare'; give plays, all-plays, play:NAME" in refusal(wrong, tmp_path / "run")
 
 
 def test_fine_tune_uses_the_models_own_vocabulary(recipe, text, tmp_path):
@@ -417,7 +418,7 @@ def test_writes_that_fail_anywhere_are_one_line(recipe, tmp_path, monkeypatch, w
         monkeypatch.setattr(state, "write_json", lambda *a: None)
         monkeypatch.setattr(state, "save_best", lambda *a: None)
     elif what == "best":
-        monkeypatch.setattr(state, "save_model", fail)
+        monkeypatch.setattr(adapted, "save", fail)
     else:
         monkeypatch.setattr(state, "write_json", fail)
     assert "cannot write there (No space left on device); make room" in refusal(recipe, tmp_path / "run")
@@ -450,7 +451,7 @@ def test_a_model_that_is_not_finite_is_never_the_best(recipe, tmp_path):
     train(replace(recipe, steps=1), tmp_path / "first")
     model, tokenizer = load_path(tmp_path / "first" / "best"), from_directory(tmp_path / "first" / "best")
     model.ln_f.weight.data[0] = math.nan
-    state.save_model(model, tokenizer, tmp_path / "broken")
+    save(model, tokenizer, tmp_path / "broken")
     says = refusal(recipe, tmp_path / "run", init=str(tmp_path / "broken"))
     assert "step 0: the validation loss is nan; the model it starts from is broken" in says
     assert not (tmp_path / "run" / "best").exists()

@@ -2,13 +2,12 @@
 
 import json
 import math
-from dataclasses import asdict
 
 import pytest
 
 from gpt2.errors import InputError
 from gpt2.train import recipe as recipes
-from gpt2.train.recipe import Recipe, read
+from gpt2.train.recipe import Recipe, build, read
 
 
 def refusal(*args, **kwargs) -> str:
@@ -35,7 +34,7 @@ def test_recipe_by_path_has_defaults_for_what_it_does_not_say(tmp_path):
     found = read(str(path))
     assert (found.name, found.steps, found.data.path) == ("mine", 5, "x.txt")
     assert found.optim == Recipe().optim
-    assert json.loads(found.to_json()) == asdict(found)
+    assert build(json.loads(found.to_json()), "its own JSON") == found
 
 
 @pytest.mark.parametrize(
@@ -58,14 +57,17 @@ def test_recipe_by_path_has_defaults_for_what_it_does_not_say(tmp_path):
         ("batch_size=6", "batch_size 6 does not divide into grad_accum 4 parts"),
         ("dropout=1.0", "dropout is 1.0; give 0 or more and less than 1"),
         ("data.held_out=0", "data.held_out is 0.0; give a fraction"),
-        ("data.tokenizer=words", "data.tokenizer is 'words'; give 'bpe' or 'chars'"),
+        ("data.tokenizer=word", "data.tokenizer is 'word'; give 'bpe', 'chars', 'words' or 'gpt2'"),
+        ("model.kind=lstm", "model.kind is 'lstm'; give 'gpt2' or 'bigram'"),
+        ("on_divergence=pray", "on_divergence is 'pray'; give 'stop', 'skip' or 'rewind'"),
+        ("eval_tokens=-1", "eval_tokens is -1; give 0 or more"),
         ("optim.lr=1e-9", "optim.lr 1e-09 is below optim.min_lr"),
         ("optim.lr=nan", "optim.lr is nan; give 0 or more, and finite"),
         ("optim.lr=inf", "optim.lr is inf; give 0 or more, and finite"),
         ("optim.clip=-1", "optim.clip is -1.0; give 0 or more, and finite"),
         ("optim.beta2=1.0", "optim.beta2 is 1.0; give 0 or more and less than 1"),
         ("seed=-1", "seed is -1; give 0 or more"),
-        ("patience=-1", "patience is -1; give 0 or more"),
+        ("patience=-2", "patience is -2; give 0 (never stop early) or more, or -1"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(override, says, tmp_path):
@@ -111,6 +113,19 @@ def test_unknown_recipe_names_the_nearest(tmp_path):
     assert "not a TOML file" in refusal(str(bad))
     bad.write_bytes(b"\xff\xfe")
     assert "not a TOML file" in refusal(str(bad))
+
+
+def test_two_texts_at_once_are_refused(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[data]\npath = "x.txt"\n')
+    assert "data.path and data.tokens both say what to train on" in refusal(str(path), ["data.tokens=here"])
+
+
+def test_a_fine_tune_stops_early_unless_told_otherwise():
+    """A small text is soon known by heart: the loss falls, the held-out loss climbs, and the night is wasted."""
+    assert Recipe().resolved(None).patience == 0
+    assert Recipe().resolved("gpt2").patience == 5
+    assert Recipe(patience=0).resolved("gpt2").patience == 0
 
 
 def test_defaults_are_themselves_allowed():

@@ -1,0 +1,45 @@
+"""How much memory a run will take, before it takes it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..config import GPT2Config
+from .recipe import Recipe
+
+FLOAT = 4  # bytes of a float32
+PASSED = 2  # copies of the logits alive at once: their log-softmax, and the logits or their gradient
+
+
+def peak_memory(model: nn.Module, recipe: Recipe) -> int:
+    """Bytes of weights, gradients, AdamW's two moments, and one part of a batch on its way through; what torch itself takes is
+    not in it. The formula is held against what autograd keeps, and against a run's measured peak, in `tests/train`.
+    """
+    return standing(model) + passing(model.config, recipe)
+
+
+def standing(model: nn.Module) -> int:
+    """Bytes that stay from the first step to the last: a parameter that is trained has a gradient and two moments."""
+    return sum(p.numel() * FLOAT * (4 if p.requires_grad else 1) for p in model.parameters())
+
+
+def passing(config: object, recipe: Recipe) -> int:
+    """Bytes of activations kept for the backward pass, and of logits, for one of ``grad_accum`` parts of a batch."""
+    tokens = recipe.batch_size // recipe.grad_accum * recipe.context
+    logits = PASSED * tokens * config.vocab_size * FLOAT
+    return logits + (tokens * kept_per_token(config, recipe) if isinstance(config, GPT2Config) else 0)
+
+
+def kept_per_token(config: GPT2Config, recipe: Recipe) -> int:
+    """Bytes that autograd keeps of one token, all layers together.
+
+    Of a block of width d and feed-forward f: the inputs of both norms (2 d), their outputs (2 d), q, k and v (3 d), what
+    attention returns and its copy with the heads side by side (2 d), the feed-forward before and after its activation (2 f);
+    with dropout, two masks of a byte an entry (d / 2). Attention weights are never kept, except where ``attn_dropout``
+    takes the fused kernel away: then they are, with their mask, for each of n_head heads and ``context`` tokens looked at.
+    """
+    d, f = config.n_embd, config.inner
+    block = 9 * d + 2 * f + (d / 2 if recipe.dropout else 0) + 2 * config.n_head  # the last: norms and softmax, a number a row
+    if recipe.attn_dropout:
+        block += 2.25 * config.n_head * recipe.context
+    return int(FLOAT * (config.n_layer * block + 2 * d))

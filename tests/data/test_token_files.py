@@ -1,0 +1,62 @@
+"""Token files as nanoGPT writes them: mapped, checked, and told apart."""
+
+import numpy as np
+import pytest
+
+from gpt2.data import token_files
+from gpt2.errors import InputError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "train.bin")  # all that nanoGPT's prepare.py does
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "val.bin")
+    return tmp_path
+
+
+def test_files_are_mapped_and_not_read(folder):
+    """OpenWebText is 17 GB; a copy of it in memory is the end of the run."""
+    train, val = token_files.read(folder, 1000)
+    assert isinstance(train, np.memmap)
+    assert not train.flags.writeable
+    assert train.tolist() == list(range(1000))
+    assert len(val) == 100
+
+
+def test_written_as_it_is_read(tmp_path):
+    for name in ("train.bin", "val.bin"):
+        token_files.write(tmp_path / name, np.array([0, 258, 65535]))
+    assert (tmp_path / "train.bin").read_bytes() == b"\0\0\x02\x01\xff\xff"  # little-endian, whatever the machine
+    assert token_files.read(tmp_path, 65536)[0].tolist() == [0, 258, 65535]
+    with pytest.raises(InputError, match="does not fit a token file"):
+        token_files.write(tmp_path / "train.bin", np.array([65536]))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(None, "cannot be read"), (b"", "no whole number"), (b"abc", "3 bytes are no whole number")]
+)
+def test_what_is_no_token_file_is_refused(folder, content, says):
+    path = folder / "val.bin"
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(InputError, match=says) as error:
+        token_files.read(folder, 1000)
+    assert "\n" not in str(error.value)
+
+
+def test_ids_beyond_the_vocabulary_are_refused(folder, monkeypatch):
+    """An index error in the middle of the night; or, on a GPU, an assertion that names nothing."""
+    with pytest.raises(InputError, match=r"train\.bin: id 999 lies outside the tokenizer's vocabulary of 999"):
+        token_files.read(folder, 999)
+    monkeypatch.setattr(token_files, "SAMPLES", 10)
+    monkeypatch.setattr(token_files, "BLOCK", 10)
+    with pytest.raises(InputError, match="id 999"):  # the last block is always among those looked at
+        token_files.read(folder, 999)
+
+
+def test_fingerprints_tell_files_apart(folder, monkeypatch):
+    train, val = token_files.read(folder, 1000)
+    before = token_files.fingerprint(train, val)
+    assert before == token_files.fingerprint(train.copy(), val) != token_files.fingerprint(train[:-1], val)
+    monkeypatch.setattr(token_files, "SAMPLES", 10)
+    monkeypatch.setattr(token_files, "BLOCK", 10)
+    assert token_files.fingerprint(train, val) != token_files.fingerprint(train[:-1], val)
