@@ -113,9 +113,9 @@ def _order(
 ) -> list[tuple[int | None, Finding, float | None]]:
     """What is wrong with the sequence of blocks. They are numbered by whose weights of the checkpoint they hold."""
     ran = list(blocks)
-    theirs = [block.mlp.c_fc.weight.double() for block in reference.h]
+    theirs = [block.mlp.c_fc.weight[:8].double() for block in reference.h]  # a few rows are as good as all
     holders = [
-        next((number for number, weight in enumerate(theirs) if torch.allclose(weight, own[f"h.{b}.mlp.c_fc.weight"])), b)
+        next((number for number, weight in enumerate(theirs) if torch.allclose(weight, own[f"h.{b}.mlp.c_fc.weight"][:8])), b)
         for b in blocks
     ]
     if len(set(holders)) == len(set(blocks)):
