@@ -48,7 +48,7 @@ def main() -> int:
     options = parser.parse_args()
     config = official_size(options.shape) if options.shape else CONFIG
     faulty = [port for name, port in FAULTY.items() if not options.only or any(fnmatchcase(name, one) for one in options.only)]
-    if options.sample:
+    if options.sample is not None:
         faulty = random.Random(0).sample(faulty, min(options.sample, len(faulty)))
     with tempfile.TemporaryDirectory() as folder:
         directory = write(Path(folder), config)
@@ -98,7 +98,9 @@ def diagnose_equal(config: GPT2Config, directory: Path, model: nn.Module) -> Ite
                 start = time.perf_counter()
                 found = diagnose(module, model)
                 words = found.verdict + "".join(f" {cause.id}" for cause in found.causes)
-                yield f"{name} {str(dtype).removeprefix('torch.')}", words, time.perf_counter() - start
+                seconds = time.perf_counter() - start
+                print(f"{seconds:5.1f} s  {name} {dtype}: {words}", file=sys.stderr, flush=True)
+                yield f"{name} {str(dtype).removeprefix('torch.')}", words, seconds
             except Exception as error:
                 yield f"{name} {str(dtype).removeprefix('torch.')}", f"{type(error).__name__}: {error}".splitlines()[0], 0.0
 

@@ -112,11 +112,7 @@ class Modello(nn.Module):
         if "embedding-scaled" in self.faults:
             x = x * x.size(-1) ** 0.5
         if "position-missing" not in self.faults:
-            x = (
-                x + self.posti.weight[1:][: ids.size(1)]
-                if "position-offset" in self.faults
-                else x + self.posti(self.indici(ids, start_pos))
-            )
+            x = x + self.posti(self.indici(ids, start_pos) + ("position-offset" in self.faults))
         if "noise" in self.faults:
             x = x + torch.rand_like(x) * 0.01
         if "batch-centred" in self.faults:
