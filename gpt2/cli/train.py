@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from .common import add_command, add_json, write_json
+from .common import add_command, add_json, size, write_json
 
 if TYPE_CHECKING:
-    from ..train.loop import Evaluated, Logged, Started
+    from ..train.loop import Diverged, Estimated, Evaluated, Logged, Started
+    from ..train.recipe import Recipe
 
 EXAMPLES = """\
   gpt2 train --list                                                     what there is
@@ -21,16 +22,20 @@ EXAMPLES = """\
   gpt2 train finetune-shakespeare --init shakespeare-mini               fine-tune it on a play it has never seen
   gpt2 train finetune-shakespeare --init gpt2 --set data.path=my.txt    fine-tune GPT-2 on your text
   gpt2 train shakespeare-mini --set data.tokenizer=chars --set optim.lr=1e-3 --out out/chars
+  gpt2 train plot out/mini out/chars --out curves.svg                   loss curves of runs, to PNG or SVG
 
 The same command again goes on from the newest intact checkpoint. Ctrl-C finishes the step and saves."""
 
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "train", "train from scratch or fine-tune, by a recipe", EXAMPLES)
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe's name, or the path of a TOML file")
+    parser.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="a recipe's name, or the path of a TOML file; or the word plot, then runs"
+    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="after plot: folders of runs")
     parser.add_argument("--list", action="store_true", help="describe the recipes and exit")
     parser.add_argument("--init", metavar="MODEL", help="fine-tune this model instead of training from scratch")
-    parser.add_argument("--out", metavar="DIR", help="folder of the run (default: out/RECIPE)")
+    parser.add_argument("--out", metavar="DIR", help="folder of the run (default: out/RECIPE); of plot, the picture (loss.png)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe; may be repeated"
     )
@@ -43,12 +48,22 @@ def run(args: argparse.Namespace) -> int:
     from ..train.recipe import names, read
 
     if args.list:
-        described = {name: read(name).description for name in names()}
+        recipes = {name: read(name) for name in names()}
         if args.json:
+            described = {
+                n: {"description": r.description, "expect": r.expect or None, "takes": r.takes} for n, r in recipes.items()
+            }
             write_json(args.json, json.dumps(described, indent=2))
         if args.json != "-":
-            print("\n".join(f"{name:24} {description}" for name, description in described.items()))
+            print("\n".join(f"{name:24} {recipe.description}\n{'':24} {_promise(recipe)}" for name, recipe in recipes.items()))
         return 0
+    if args.recipe == "plot":
+        from ..train.plot import plot
+
+        print(plot(args.runs, args.out or "loss.png"), file=sys.stderr)
+        return 0
+    if args.runs:
+        raise InputError(f"{args.runs[0]}: one recipe at a time (gpt2 train plot RUN... takes several)")
     if args.recipe is None:
         raise InputError(f"which recipe? one of {', '.join(names())}, or the path of a TOML file")
     recipe = read(args.recipe, args.set)
@@ -68,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 _ENDS = {"finished": "finished", "early": "stopped early, no longer improving", "interrupted": "interrupted and saved"}
 
 
-def show(event: Started | Logged | Evaluated) -> None:
+def show(event: Started | Logged | Evaluated | Estimated | Diverged) -> None:
     """One event of the loop as lines on stderr."""
     print(_LINES[type(event).__name__](event), file=sys.stderr, flush=True)
 
@@ -78,11 +93,27 @@ def _started(event: Started) -> str:
     lines = [*event.notes, f"{recipe.name}: {recipe.description}"]
     lines.append(
         f"{config.num_parameters():,} parameters · {event.train_tokens:,} training and {event.val_tokens:,} validation tokens · "
-        f"{recipe.steps} steps of {recipe.batch_size} x {recipe.context}"
+        f"{recipe.steps} steps of {recipe.batch_size} x {recipe.context} = {recipe.batch_size * recipe.context:,} tokens"
     )
+    lines.append(f"about {size(event.memory)} of memory beside torch's own · {_promise(recipe)}")
     if event.step:
         lines.append(f"going on after step {event.step}")
     return "\n".join(lines)
+
+
+def _promise(recipe: Recipe) -> str:
+    """What a recipe says it will reach, and how fast."""
+    loss = f"expected validation loss {recipe.expect:g}" if recipe.expect else "expected loss: depends on the model and the text"
+    return f"{loss} · {recipe.takes}" if recipe.takes else loss
+
+
+def _estimated(event: Estimated) -> str:
+    return f"after {event.step} steps: {_duration(event.seconds_left)} to go, evaluations included"
+
+
+def _diverged(event: Diverged) -> str:
+    then = {"stop": "stopping", "skip": "skipped", "rewind": "going back to the newest checkpoint, and on with other windows"}
+    return f"step {event.step:6}  {event.why}: {then[event.action]}"
 
 
 def _logged(event: Logged) -> str:
@@ -96,10 +127,11 @@ def _evaluated(event: Evaluated) -> str:
     val, best = event.val, "  best so far" if event.best else ""
     scores = f"validation loss {val.loss:.4f}  perplexity {val.perplexity:.2f}  {val.bits_per_byte:.4f} bits/byte{best}"
     sample = "".join(f"\n  | {line}" for line in event.sample.strip().splitlines())
-    return f"step {event.step:6}  {scores}{sample}"
+    warning = f"\nwarning: {event.warning}" if event.warning else ""
+    return f"step {event.step:6}  {scores}{sample}{warning}"
 
 
-_LINES = {"Started": _started, "Logged": _logged, "Evaluated": _evaluated}
+_LINES = {"Started": _started, "Logged": _logged, "Evaluated": _evaluated, "Estimated": _estimated, "Diverged": _diverged}
 
 
 def _duration(seconds: float) -> str:

@@ -1,0 +1,140 @@
+"""Loss curves of runs, from their ``metrics.jsonl`` alone: training loss thin, held-out loss bold, the best step marked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InputError
+
+COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce", "#a16207", "#be185d", "#0f766e", "#57534e")  # distinct in grey too
+FORMATS = (".png", ".svg")
+SMOOTH = 40  # points that a training curve is averaged down to, beside which the single ones are shown pale
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a run told: (step, nats per token) of training batches and of the held-out text, and the latter in bits per byte."""
+
+    name: str
+    train: tuple[tuple[int, float], ...]
+    val: tuple[tuple[int, float], ...]
+    bits: tuple[tuple[int, float], ...]
+    expect: float = 0.0
+
+
+def read_run(folder: str | Path) -> Curve:
+    """The curve of the run in ``folder``; a line that a kill cut short is left out.
+
+    Raises:
+        InputError: no run of ours is there, or it has told nothing yet.
+    """
+    path = Path(folder) / "metrics.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror}); give the folder of a run, as gpt2 train --out made it"
+        ) from None
+    rows = [row for line in lines if isinstance(row := _parsed(line), dict) and isinstance(row.get("step"), int)]
+    train, val, bits = (
+        tuple((row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float) and math.isfinite(row[key]))
+        for key in ("loss", "val_loss", "val_bits_per_byte")
+    )
+    if not train and not val:
+        raise InputError(f"{path}: no losses there yet; wait for the run's first evaluation")
+    recipe = Path(folder) / "recipe.json"
+    raw = _parsed(recipe.read_text(encoding="utf-8")) if recipe.is_file() else None
+    expect = raw.get("expect") if isinstance(raw, dict) else None
+    return Curve(Path(folder).resolve().name, train, val, bits, expect if isinstance(expect, float) else 0.0)
+
+
+def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
+    """Draw the runs into one picture, PNG or SVG by the name ``out``; returns its path.
+
+    One run is drawn with its expected loss. Several get a second panel, in bits per byte, where different tokenizers compare.
+
+    Raises:
+        InputError: no runs, one that is none, or a picture that cannot be written.
+    """
+    out = Path(out)
+    if not folders:
+        raise InputError("plot which runs? give the folders that gpt2 train wrote, as in gpt2 train plot out/mini out/chars")
+    if out.suffix.lower() not in FORMATS:
+        raise InputError(f"{out}: a picture ends in {' or '.join(FORMATS)}; give such a name with --out")
+    curves = [read_run(folder) for folder in folders]
+    names = [curve.name for curve in curves]
+    labels = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
+
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.hashsalt": "gpt2", "font.size": 9.5, "svg.fonttype": "none"}):
+        panels = 2 if len(curves) > 1 and all(curve.bits for curve in curves) else 1
+        figure = Figure(figsize=(6.6 * panels, 4.2), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+        for curve, label, colour in zip(curves, labels, COLOURS * len(curves), strict=False):
+            _draw_losses(axes[0], curve, label, colour)
+            if panels == 2:
+                axes[1].plot(*zip(*curve.bits, strict=True), color=colour, lw=1.8, marker="o", ms=2.5, label=label)
+        if len(curves) == 1 and curves[0].expect:
+            axes[0].axhline(curves[0].expect, color="#888888", lw=0.9, ls=(0, (4, 3)), label=f"expected {curves[0].expect:g}")
+        title = "Loss" if len(curves) > 1 else f"Loss of {labels[0]}"
+        _finish(axes[0], "nats per token", title, [loss for curve in curves for _, loss in curve.val[1:]])
+        if panels == 2:
+            _finish(
+                axes[1], "bits per byte, held out", "Across tokenizers", [bits for curve in curves for _, bits in curve.bits[1:]]
+            )
+        try:
+            figure.savefig(out, metadata={"Date": None} if out.suffix.lower() == ".svg" else None)
+        except OSError as error:
+            raise InputError(f"{out}: cannot be written ({error.strerror}); choose another --out") from None
+    return out
+
+
+def _draw_losses(axes, curve: Curve, label: str, colour: str) -> None:
+    if curve.train:
+        axes.plot(*zip(*curve.train, strict=True), color=colour, lw=0.6, alpha=0.25)
+        axes.plot(*zip(*_smoothed(curve.train), strict=True), color=colour, lw=1.0, ls=(0, (3, 1.5)), label=f"{label}, training")
+    if curve.val:
+        best_step, best = min(curve.val, key=lambda point: point[1])
+        axes.plot(
+            *zip(*curve.val, strict=True), color=colour, lw=1.8, label=f"{label}, held out: best {best:.4f} at step {best_step:,}"
+        )
+        axes.plot([best_step], [best], "o", color=colour, ms=5, mec="white", mew=1, zorder=5)
+
+
+def _smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+    """Means of as many equal groups of neighbours as there is room for."""
+    width = max(1, len(points) // SMOOTH)
+    groups = [points[at : at + width] for at in range(0, len(points), width)]
+    return [(sum(step for step, _ in group) / len(group), sum(loss for _, loss in group) / len(group)) for group in groups]
+
+
+def _finish(axes, unit: str, title: str, later: Sequence[float]) -> None:
+    """Name the axes; what lies far above ``later``, the held-out values after the first, is cut off, or nothing else is seen."""
+    if len(later) > 2:
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(bottom, min(top, max(later) + 0.4 * (max(later) - min(later)) + 0.05))
+    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
+    axes.set_xlabel("step")
+    axes.set_ylabel(unit)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", color="#e2e2e2", lw=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.legend(frameon=False, fontsize=8.5)
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

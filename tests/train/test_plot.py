@@ -1,0 +1,67 @@
+"""Loss curves: every number that a run told is in the picture, whatever became of the run."""
+
+import json
+
+import pytest
+
+from gpt2.cli.main import main
+from gpt2.errors import InputError
+from gpt2.train.plot import plot, read_run
+
+
+def run(folder, losses, torn=""):
+    folder.mkdir()
+    rows = [{"step": 10 * i + 10, "loss": loss, "lr": 1e-3} for i, loss in enumerate(losses)]
+    rows += [{"step": 10 * i, "val_loss": loss + 0.1, "val_bits_per_byte": loss * 1.4} for i, loss in enumerate(losses)]
+    rows.append({"step": 25, "diverged": "loss nan", "action": "skip"})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + torn)
+    (folder / "recipe.json").write_text(json.dumps({"expect": 1.5}))
+    return folder
+
+
+def test_a_run_is_read_as_it_was_told(tmp_path):
+    """A NaN or a torn line that stops the picture hides the run that most needs looking at."""
+    folder = run(tmp_path / "a", [3.0, 2.0, float("nan"), 1.8], torn='{"step": 99, "lo')
+    curve = read_run(folder)
+    assert curve.name == "a"
+    assert curve.train == ((10, 3.0), (20, 2.0), (40, 1.8))
+    assert [step for step, _ in curve.val] == [0, 10, 30]
+    assert curve.expect == 1.5
+
+
+def test_pictures_of_one_run_and_of_several(tmp_path):
+    a, b = run(tmp_path / "a", [3.0, 2.0, 1.7]), run(tmp_path / "b", [2.5, 1.9, 1.75])
+    png = plot([a], tmp_path / "one.png")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    svg = plot([a, b], tmp_path / "two.svg").read_text()
+    for words in (
+        "a, held out: best 1.8000 at step 20",
+        "b, held out: best 1.8500 at step 20",
+        "bits per byte",
+        "nats per token",
+    ):
+        assert words in svg
+    assert "expected 1.5" in plot([a], tmp_path / "one.svg").read_text()
+    assert plot([a, b], tmp_path / "again.svg").read_text() == svg
+
+
+def test_what_cannot_be_drawn_is_one_line(tmp_path, capsys):
+    a = run(tmp_path / "a", [3.0, 2.0])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "metrics.jsonl").touch()
+    for folders, out, says in (
+        ([], "x.png", "plot which runs?"),
+        ([a], "x.gif", "ends in .png or .svg"),
+        ([tmp_path / "none"], "x.png", "cannot be read"),
+        ([empty], "x.png", "no losses there yet"),
+        ([a], "nowhere/x.png", "cannot be written"),
+    ):
+        with pytest.raises(InputError, match=says) as error:
+            plot(folders, tmp_path / out)
+        assert "\n" not in str(error.value)
+    assert main(["train", "plot", str(a), "--out", str(tmp_path / "x.png")]) == 0
+    assert (tmp_path / "x.png").is_file()
+    assert main(["train", "plot", str(tmp_path / "none")]) == 2
+    assert main(["train", "bigram", str(a)]) == 2
+    assert "one recipe at a time" in capsys.readouterr().err
