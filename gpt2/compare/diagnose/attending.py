@@ -61,6 +61,18 @@ def affine(chooser: Chooser, x: Tensor, weight: Tensor, bias: Tensor, axes: tupl
     return None
 
 
+def added(bias: Tensor, found: tuple[Tensor, float, tuple[Finding, ...]], part: str) -> list[Option]:
+    """The results of a projection that was found. Where it was seen without its bias, that may be added later, to the sum."""
+    value, _, findings = found
+    if not findings:
+        return [Option("projected", lambda: value)]
+    whole = value + bias
+    return [
+        Option("bias later", lambda: whole, values={part: whole}),
+        Option("no bias", lambda: value, findings, silent=True, values={part: value}),
+    ]
+
+
 def project(chooser: Chooser, config: GPT2Config, x: Tensor, weights: dict[str, Tensor], enough: int = 1) -> Projected | None:
     """Queries, keys and values of ``x``, if at least ``enough`` of them are found."""
     parts, errors, lacking = {}, {}, []
@@ -263,11 +275,11 @@ class Attending:
         return Option(f"heads {label}", lambda: merged, (*wrong, missing), silent=True, values={"attn.c_proj": merged})
 
     def _done(self, merged: Tensor, found: tuple[Tensor, float, tuple[Finding, ...]], wrong: tuple[Finding, ...]) -> None:
-        value, error, more = found
-        self.branch.findings += [*wrong, *more]
+        value, error, _ = found
+        self.branch.findings += wrong
         self.branch.keep("attn.heads", merged, self.branch.errors.get("attn.heads"))
         self.branch.keep("attn.c_proj", value, error)
-        self.branch.results = [Option("projected", lambda: value)]
+        self.branch.results = added(self.weights["attn.c_proj.bias"], found, "attn.c_proj")
 
     def _normed(self, merged: Tensor) -> Iterator[tuple[str, Tensor]]:
         plain = (merged - merged.mean(-1, keepdim=True)) / (merged.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()

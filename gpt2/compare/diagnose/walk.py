@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...config import GPT2Config
 from ...model import GPT2
-from .attending import STREAM, Attending, Branch, affine, project, streams
+from .attending import STREAM, Attending, Branch, Projected, added, affine, project, streams
 from .ending import Ending
 from .hypotheses import Finding, activations
 from .pool import Pool
@@ -60,7 +60,10 @@ def walk(
     ``own`` are its weights by the checkpoint's names and ``head`` (V, D) its head's, if that is not the token embedding;
     ``reference`` is our model with the checkpoint's, in float64. ``ids`` (B, T), B and T at least 2.
     """
-    walker = Walker(pool, {name: tensor.detach().double() for name, tensor in own.items()}, config, ids, head)
+    weights = {name: tensor.detach().double() for name, tensor in own.items()}
+    if not bool(weights["wpe.weight"].any()):  # it has none: then whether it adds the checkpoint's, or others, or none, is open
+        weights["wpe.weight"] = reference.wpe.weight.detach().double()
+    walker = Walker(pool, weights, config, ids, head)
     walker.run()
     return walker.report(reference)
 
@@ -129,6 +132,8 @@ class Walker:
         if choice is None:
             layer, choice = self._found_again()
         if choice is None:
+            layer, choice = expected, self._unseen(expected, kept)
+        if choice is None:
             return None
         self.blocks.append(layer)
         weights = self._weights(layer)
@@ -153,6 +158,20 @@ class Walker:
             known = self.chooser.known.get("ln_1", [])
             options = [o for o in options if o.price <= 1 or o.path in known][:60]
         return self.chooser.choose("ln_1", options, lambda o, x: project(self.chooser, self.config, x, weights), STREAM)
+
+    def _unseen(self, layer: int, kept: list[Option]) -> Choice | None:
+        """The input that would be right, if it is seen and nothing shows its projections: what comes after has to."""
+        if layer >= self.config.n_layer or layer in self.blocks:
+            return None
+        for stream in kept:
+            formula = self.norms.at(f"h.{layer}.ln_1")[0].formula
+            option = Option("right", lambda f=formula, s=stream: f(s.value), base=stream)
+            if stream.price <= 0 and (match := self.pool.find(option.value, *STREAM)) is not None:
+                weights, bias = (self.own[f"h.{layer}.attn.c_attn.{kind}"] for kind in ("weight", "bias"))
+                value = self.pool.adopt(option.value, match)
+                parts = dict(zip("qkv", (value @ weights + bias).chunk(3, -1), strict=True))
+                return Choice(option, value, match.error, Projected(parts, {}, ()))
+        return None
 
     def _found_again(self) -> tuple[int | None, Choice | None]:
         """Whatever in the pool it is that a block's projection was applied to; the way there is not known."""
@@ -255,10 +274,9 @@ class Walker:
                 hidden.append(Option(f"hidden {option.label}", lambda o=option: o.value @ weight + bias, option.findings))
             return hidden
         self._settle(n, choice, "mlp.act")
-        value, error, findings = choice.result
-        self.found += [(n, finding, error) for finding in findings]
+        value, error, _ = choice.result
         self._keep(self._where(n, "mlp.c_proj"), value, error)
-        return [Option("projected", lambda: value)]
+        return added(bias, choice.result, "mlp.c_proj")
 
     # What was found
 
@@ -306,7 +324,7 @@ class Walker:
     def _blame(self, n: int | None, option: Option, error: float | None) -> None:
         self.found += [(n, finding, error) for finding in option.findings]
         for name, value in option.values.items():
-            if name in ("wte", "wpe", "attn.c_proj"):
+            if name in ("wte", "wpe", "attn.c_proj", "mlp.c_proj"):
                 self._keep(
                     self._where(n, name), value.expand(len(self.ids), *value.shape[1:]) if value.ndim == 3 else value, error
                 )
