@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .checkpoint.adapt import MappingReport, load_into
     from .checkpoint.load import load, load_tokenizer
     from .checkpoint.save import save
+    from .compare.diagnose import Diagnosis, diagnose
     from .compare.report import Report
     from .compare.run import verify
     from .config import GPT2Config
@@ -31,10 +32,12 @@ _HOME = {
     "GPT2": "model",
     "GPT2Config": "config",
     "CheckpointError": "errors",
+    "Diagnosis": "compare.diagnose",
     "InputError": "errors",
     "MappingReport": "checkpoint.adapt",
     "Report": "compare.report",
     "compare": "compare",
+    "diagnose": "compare.diagnose",
     "generate": "generate",
     "load": "checkpoint.load",
     "load_into": "checkpoint.adapt",
@@ -46,11 +49,13 @@ _HOME = {
 __all__ = [
     "GPT2",
     "CheckpointError",
+    "Diagnosis",
     "GPT2Config",
     "InputError",
     "MappingReport",
     "Report",
     "compare",
+    "diagnose",
     "generate",
     "load",
     "load_into",

@@ -10,21 +10,20 @@ beside that (:mod:`.behaviour`).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-from ...checkpoint.load import load
 from ...checkpoint.names import DEFAULT
 from ...errors import InputError
-from ...model import GPT2
-from .examination import Examination
 from .report import Cause, Diagnosis, Divergence
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...model import GPT2
 
 __all__ = ["Cause", "Diagnosis", "Divergence", "diagnose"]
 
 
-@torch.no_grad()
 def diagnose(
     module: nn.Module, model: str | GPT2 = DEFAULT, *, revision: str | None = None, offline: bool = False, fill: bool = False
 ) -> Diagnosis:
@@ -43,8 +42,14 @@ def diagnose(
         InputError: no module; one that does not run, returns no logits of the right shape, or NaN; one that is no GPT-2 at all,
             or of another size; no such model.
     """
-    if not isinstance(module, nn.Module):
+    import torch
+
+    from ...checkpoint.load import load
+    from .examination import Examination
+
+    if not isinstance(module, torch.nn.Module):
         raise InputError(f"diagnose takes a torch.nn.Module, and was given {type(module).__name__}; build the module first")
     ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
-    found = Examination(module, ours, fill).diagnosis()
+    with torch.no_grad():
+        found = Examination(module, ours, fill).diagnosis()
     return replace(found, checkpoint=model if isinstance(model, str) else "a model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ...checkpoint.adapt.dataflow import logits_of
 from ...config import GPT2Config
 from .calm import Calm, Dropout, calmly
 from .causes import cause
-from .report import SURE, Cause
+from .report import SURE, Cause, Divergence, merged
 
 ALIKE = 1e-9  # relative, in float64: other shapes are summed in another order
 PASTS = ("past_key_values", "past_key_value", "past", "layer_past", "kv_cache", "cache", "past_kv", "kv_caches", "caches")
@@ -33,14 +34,23 @@ class Behaviour:
     """Tries a module that lies on the bench, in float64. ``causes`` and ``notes`` are what came of it.
 
     ``expected(ids, offset)`` are the logits that our model gives with the port's own weights and positions from ``offset``; they
-    decide which convention of positions a padded row follows. ``bound`` is what its logits may be off.
+    decide which convention of positions a padded row follows. ``points(ids)`` are the traced values on the way there. ``bound``
+    is what its logits may be off. ``divergence`` is where it begins to be random, if that is known.
     """
 
-    def __init__(self, module: nn.Module, config: GPT2Config, expected: Callable[[Tensor, int], Tensor], bound: float) -> None:
-        self.module, self.config, self.expected = module, config, expected
+    def __init__(
+        self,
+        module: nn.Module,
+        config: GPT2Config,
+        expected: Callable[[Tensor, int], Tensor],
+        points: Callable[[Tensor], Mapping[str, Tensor]],
+        bound: float,
+    ) -> None:
+        self.module, self.config, self.expected, self.points = module, config, expected, points
         self.bound = max(bound, ALIKE)
         self.causes: list[Cause] = []
         self.notes: list[str] = []
+        self.divergence: Divergence | None = None
         try:
             self.takes: Mapping[str, inspect.Parameter] = inspect.signature(module.forward).parameters
         except (TypeError, ValueError):
@@ -68,12 +78,7 @@ class Behaviour:
             return
         evidence = f"two calls with the same ids differ by {apart(again, once):.1e}"
         if watch.dropouts:
-            inside = all(self._is_inside(dropout) for dropout in watch.dropouts)
-            id = "ffn-dropout" if inside else "dropout-active"
-            where = "h.*.mlp" if inside else self._where(watch.dropouts)
-            words = "dropout inside the feed-forward" if inside else "dropout"
-            count = f"{len(watch.dropouts)} dropout{'s' if len(watch.dropouts) > 1 else ''} ran in eval mode"
-            self.causes.append(cause(id, where, f"your {words} does not stop in eval mode", f"{count}; {evidence}", SURE))
+            self._dropouts(ids, apart(again, once))
         else:
             drawn = (
                 f"your forward draws random numbers ({', '.join(dict.fromkeys(watch.draws))})"
@@ -84,15 +89,32 @@ class Behaviour:
                 cause("not-deterministic", "logits", f"the same ids give other logits every time; {drawn}", evidence, SURE)
             )
 
+    def _dropouts(self, ids: Tensor, error: float) -> None:
+        """Where they are: what they are applied to is known by its value, the dropouts before being made to let all through."""
+        evidence = f"two calls with the same ids differ by {error:.1e}"
+        _, calm = calmly(lambda: self.module(ids))
+        traced = self.points(ids)
+        found = [next((point for point, value in traced.items() if _is_of(dropout, value)), None) for dropout in calm.dropouts]
+        inside = all(
+            ".mlp." in point if point else self._is_inside(dropout) for point, dropout in zip(found, calm.dropouts, strict=True)
+        )
+        id = "ffn-dropout" if inside else "dropout-active"
+        words = f"your dropout{' inside the feed-forward' if inside else ''} does not stop in eval mode"
+        count = f"{len(calm.dropouts)} ran in eval mode" if len(calm.dropouts) > 1 else "one ran in eval mode"
+        places = [point.rpartition(".mlp")[0] + ".mlp" if ".mlp." in point else point for point in found if point]
+        causes = [cause(id, place, words, f"{count}; {evidence}", SURE) for place in dict.fromkeys(places)]
+        if causes:
+            where = ", ".join(one.where for one in merged(causes, self.config.n_layer))
+            self.causes.append(replace(causes[0], where=where))
+            first = next(point for point in traced if point in found)
+            self.divergence = Divergence(first, int(first.split(".")[1]) if first.startswith("h.") else None, error)
+        else:
+            self.causes.append(cause(id, "h.*.mlp" if inside else "h.*", words, f"{count}; {evidence}", SURE))
+
     def _is_inside(self, dropout: Dropout) -> bool:
         """In the feed-forward: of the hidden units, or of what the product that sums over them gave."""
         inner = self.config.inner
         return inner != self.config.n_embd and (dropout.width == inner or dropout.after == inner)
-
-    def _where(self, dropouts: list[Dropout]) -> str:
-        if all(dropout.width == dropout.rows for dropout in dropouts):
-            return "h.*.attn.weights"
-        return "embed" if len(dropouts) == 1 and not dropouts[0].after else "h.*"
 
     # A row alone
 
@@ -249,6 +271,11 @@ def apart(theirs: Tensor, ours: Tensor) -> float:
         return float("inf")
     error = float((theirs - ours).abs().max() / ours.square().mean().sqrt().clamp(min=1e-300))
     return error if error == error else float("inf")
+
+
+def _is_of(dropout: Dropout, value: Tensor) -> bool:
+    """Of a traced value, or of one head of it."""
+    return dropout.is_of(value) or (value.ndim == 4 and any(dropout.is_of(head) for head in value.unbind(1)))
 
 
 def _cache_of(output: Any) -> Any:

@@ -33,11 +33,19 @@ DRAWS = {
 
 @dataclass(frozen=True)
 class Dropout:
-    """A dropout that was active: the width of what it was applied to, and the length of the sums of the last product before."""
+    """A dropout that was active, and what it was applied to: its width and rows, its size, sum and sum of squares; ``after`` is
+    the length of the sums of the last product before."""
 
     width: int
     rows: int
     after: int
+    sums: tuple[int, float, float]
+
+    def is_of(self, value: Tensor) -> bool:
+        """Whether it was applied to ``value``, however that lay."""
+        size, first, second = sums(value)
+        scale = (second / max(size, 1)) ** 0.5 * size
+        return size == self.sums[0] and abs(first - self.sums[1]) <= 1e-9 * scale and abs(second - self.sums[2]) <= 1e-9 * second
 
 
 class Calm(TorchDispatchMode):
@@ -54,6 +62,12 @@ class Calm(TorchDispatchMode):
         self.draws: list[str] = []
         self.casts: set[str] = set()
         self._after = 0
+        self._noise: Tensor | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As in load_into's recorder: else torch imports its compiler, which takes seconds."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -68,9 +82,17 @@ class Calm(TorchDispatchMode):
             self._dropped(args[0])
             if self.still:
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if self._noise is not None and name in ("mul", "mul_"):
+            factors = [arg for arg in args if isinstance(arg, Tensor)]
+            if any(factor.data_ptr() == self._noise.data_ptr() for factor in factors):
+                self._dropped(next((f for f in factors if f.data_ptr() != self._noise.data_ptr()), factors[0]))
+                self._noise = None
         if name in ("bernoulli_", "bernoulli") and isinstance(args[0], Tensor):
             keep = args[1] if len(args) > 1 else kwargs.get("p")
-            self._dropped(args[0])
+            if name == "bernoulli_":
+                self._noise = args[0]  # what it is multiplied with is dropped out
+            else:
+                self._dropped(args[0])
             if self.still and isinstance(keep, float) and name == "bernoulli_":
                 return args[0].fill_(keep)  # divided by that probability afterwards
             if self.still and keep is None:
@@ -78,7 +100,7 @@ class Calm(TorchDispatchMode):
         if name == "_scaled_dot_product_flash_attention_for_cpu":
             dropout = args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)
             if dropout > 0:
-                self.dropouts.append(Dropout(args[0].shape[-2], args[0].shape[-2], self._after))
+                self.dropouts.append(Dropout(args[0].shape[-2], args[0].shape[-2], self._after, (0, 0.0, 0.0)))
         result = func(*args, **kwargs)
         if name in DRAWS:
             self.draws.append(name)
@@ -88,7 +110,14 @@ class Calm(TorchDispatchMode):
 
     def _dropped(self, tensor: Tensor) -> None:
         shape = tensor.shape
-        self.dropouts.append(Dropout(shape[-1] if shape else 1, shape[-2] if len(shape) > 1 else 1, self._after))
+        width, rows = shape[-1] if shape else 1, shape[-2] if len(shape) > 1 else 1
+        self.dropouts.append(Dropout(width, rows, self._after, sums(tensor)))
+
+
+def sums(tensor: Tensor) -> tuple[int, float, float]:
+    """Its size, sum and sum of squares."""
+    values = tensor.double()
+    return values.numel(), float(values.sum()), float(values.square().sum())
 
 
 def calmly(call: Callable[[], Any]) -> tuple[Any, Calm]:

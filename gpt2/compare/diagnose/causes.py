@@ -41,7 +41,6 @@ CAUSES: dict[str, Known] = {
         "load the checkpoint in float32 and keep it so: no .half(), no .bfloat16()",
     ),
     "padded-vocab": Known("there are more logits than tokens", "logits = logits[..., :vocab_size]"),
-    "extra-bias": Known("a bias that GPT-2 does not have", "nn.Linear(n_in, n_out, bias=False), as the head of GPT-2 has none"),
     # Normalisation
     "layernorm-eps": Known("another epsilon in the layer norm", "nn.LayerNorm(n_embd, eps=1e-5)"),
     "layernorm-unbiased-variance": Known("the variance is divided by D - 1", "x.var(-1, keepdim=True, unbiased=False)"),

@@ -20,7 +20,7 @@ from ...checkpoint.adapt.mapping import Mapping
 from ...checkpoint.adapt.stream import NotGPT2
 from ...errors import InputError
 from ...model import GPT2
-from ..trace import trace
+from ..trace import points, trace
 from .behaviour import Behaviour, apart
 from .calm import calmly
 from .own import Own, own_weights
@@ -61,7 +61,11 @@ class Examination:
             raise InputError(f"{self.who}: its parameters are on the meta device and hold nothing; call to_empty() and load them")
         adapt._give_shapes(self.module, self.config, self.who)
         self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise InputError(f"{self.who}: its {name} holds NaN; look where its values come from")
         with torch.random.fork_rng(devices=[]), Bench(self.module) as bench:
+            self.module.eval()  # as anybody would: what some make of it is theirs
             return self._examine(bench)
 
     def _examine(self, bench: Bench) -> Diagnosis:
@@ -75,13 +79,13 @@ class Examination:
         ids = outputs[0][0]
         padding, notes = padding_causes(outputs[0][1], self.config)
         self.notes += notes
-        behaviour = Behaviour(self.module, self.config, same, self.bound)
+        behaviour = Behaviour(self.module, self.config, same, lambda ids: trace(same.model, ids.cpu()), self.bound)
         behaviour.judge(ids.to(self.device))
         self.notes += behaviour.notes
         errors = [_error(cut(theirs, self.config), reference(probe)) for probe, theirs in outputs]
         if max(errors) <= self.bound:
             unseen = [cause for cause in self.causes if blank or cause.where.startswith(UNSEEN)]
-            return self._diagnosed(max(errors), blank, [*padding, *unseen, *behaviour.causes])
+            return self._diagnosed(max(errors), blank or behaviour.divergence, [*padding, *unseen, *behaviour.causes])
         wrong = next(number for number, error in enumerate(errors) if error > self.bound)
         ids, theirs = outputs[wrong]
         if wrong:
@@ -89,10 +93,14 @@ class Examination:
         alike = _error(cut(theirs, self.config), same(ids))
         if own.placed and alike <= self.bound:
             divergence = _first_apart(trace(reference.model, ids), trace(same.model, ids))
-            causes = [self._sure(cause, alike) for cause in self.causes]
+            silent = [c for c in structural_causes(anatomy, self.mapping, self.config) if c.id == "position-missing"]
+            causes = [self._sure(cause, alike) for cause in [*self.causes, *silent]]
         else:
             divergence, causes = self._walked(ids, own, reference, anatomy)
-        return self._diagnosed(max(errors), blank or divergence, [*causes, *padding, *behaviour.causes])
+        order = {point: number for number, point in enumerate(points(self.config.n_layer))}
+        both = [found for found in (blank, divergence, behaviour.divergence) if found is not None]
+        divergence = min(both, key=lambda found: order.get(found.point, 0), default=None)
+        return self._diagnosed(max(errors), divergence, [*causes, *padding, *behaviour.causes])
 
     def _diagnosed(self, error: float, divergence: Divergence | None, causes: list[Cause]) -> Diagnosis:
         causes = ranked(causes, self.config.n_layer)
@@ -219,17 +227,21 @@ class Examination:
         """GPT-2's stages with the port's own weights, against what the port computed on the way."""
         config = self.config
         pool, _ = calmly(lambda: collect(self.module, ids.to(self.device), config.n_embd, config.inner))
-        narrow, pool.narrow = pool.narrow, pool.narrow and self.bound > BOUND
-        walked = walk(pool, own.weights, config, ids, reference.model, own.head)
-        if narrow and not pool.narrow and not walked.explained:  # constants in float32 may be all that is in the way
+        pool.narrow = self.bound > BOUND
+        weights = dict(own.weights)
+        if own.placed and not bool(own.placed["wpe.weight"].any()):  # what is added in place of positions, the walk finds out
+            weights["wpe.weight"] = self.state["wpe.weight"]
+        walked = walk(pool, weights, config, ids, reference.model, own.head)
+        if not pool.narrow and not walked.explained:  # constants that were made in float32 may be all that is in the way
             pool.narrow = True
-            again = walk(pool, own.weights, config, ids, reference.model, own.head)
+            again = walk(pool, weights, config, ids, reference.model, own.head)
             walked = again if again.explained else walked
         if anatomy is None and self.no_gpt2 and not walked.causes and not walked.explained:
             raise InputError(f"{self.who}: {self.no_gpt2}; this is another kind of model, and gpt2 diagnose needs a GPT-2")
         causes = [*walked.causes]
         if walked.explained:
-            return walked.first_divergence, [*causes, *(self._sure(cause, None) for cause in self.causes)]
+            held = [cause for cause in self.causes if cause.id != "extra-bias"]  # the walk has seen what it does
+            return walked.first_divergence, [*causes, *(self._sure(cause, None) for cause in held)]
         known = {cause.id for cause in causes}
         if anatomy is not None:
             causes += [c for c in structural_causes(anatomy, self.mapping, config) if c.id not in known]

@@ -27,7 +27,8 @@ class Own:
 
     Elsewhere the weights hold what leaves GPT-2 as the port is (no bias, a scale of one), or, of a matrix, the checkpoint's own.
     ``names`` are the port's parameters that hold each tensor; ``head`` (V, D) the head's, where it is another parameter than the
-    token embedding, and its name; ``extra`` what is added where GPT-2 adds nothing, and its norm.
+    token embedding, and its name; ``extra`` what is added where GPT-2 adds nothing, and its norm; ``shared``, of a share of
+    c_attn without a parameter of its own, the parameter that serves, and as what it serves besides.
     """
 
     weights: dict[str, Tensor]
@@ -36,6 +37,7 @@ class Own:
     head: Tensor | None = None
     head_name: str = ""
     extra: dict[str, float] = field(default_factory=dict)
+    shared: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -45,6 +47,7 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
     placed = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in state.items()}
     names: dict[str, list[str]] = {name: [] for name in state}
     extra: dict[str, float] = {}
+    shared: dict[str, tuple[str, str]] = {}
     heads: list[tuple[str, Tensor, Tensor]] = []
     recording, seen = mapping.anatomy.recording, set()
     words = {recording.source(int(table.first[0])).storage for table in mapping.anatomy.words}
@@ -68,13 +71,16 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
             taken[mine] = weights[name].flatten()[places]
         for name in _scatter(mapping, conflict.refused, taken, weights, placed):
             names[name].append(conflict.source)
+            if ".c_attn." in name:
+                one, other = (_share(mapping, int(entries[0])) for entries in (conflict.refused, conflict.taken))
+                shared[f"{name} ({one})"] = conflict.source, other
     for name, tensor in weights.items():
         if tensor.ndim > 1 and bool(placed[name].any() if name == "wpe.weight" else not placed[name].all()):
             weights[name] = torch.where(placed[name], tensor, state[name].double())
         if not torch.equal(weights[name], state[name]):  # (g - 1) + 1 is not g
             same = (weights[name] - state[name]).abs() <= ROUNDING * (1 + state[name].abs())
             weights[name] = torch.where(same, state[name], weights[name])
-    return Own(weights, placed, {name: tuple(found) for name, found in names.items()}, *_head(mapping, heads), extra)
+    return Own(weights, placed, {name: tuple(found) for name, found in names.items()}, *_head(mapping, heads), extra, shared)
 
 
 def _neutral(name: str, tensor: Tensor) -> Tensor:
@@ -91,6 +97,8 @@ def _split(mapping: Mapping, entries: Tensor) -> list[tuple[str, Tensor, Tensor]
     """Entries by the tensor that they are of: its name, a mask of those entries, and their places in it."""
     found = []
     low, high = (int(end) for end in entries.aminmax()) if entries.numel() else (KEEP, KEEP)
+    if low >= 0 and (name := mapping.owner(low)) == mapping.owner(high):  # all of one tensor: no masks needed
+        return [(name, ..., entries - mapping.starts[name])]
     for name, start in mapping.starts.items():
         stop = start + torch.Size(mapping.shapes[name]).numel()
         if high < start or low >= stop:
@@ -99,6 +107,13 @@ def _split(mapping: Mapping, entries: Tensor) -> list[tuple[str, Tensor, Tensor]
         if bool(mine.any()):
             found.append((name, mine, entries[mine] - start))
     return found
+
+
+def _share(mapping: Mapping, entry: int) -> str:
+    """Which of q, k and v an entry of c_attn is of; the tensor's name for another."""
+    name = mapping.owner(entry)
+    width = mapping.shapes[name][-1]
+    return "qkv"[(entry - mapping.starts[name]) % width * 3 // width] if ".c_attn." in name else name
 
 
 def _scatter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ..trace import points
 from .report import Cause, merged
@@ -16,25 +17,57 @@ EXPLAINS = {
     "layernorm-without-affine": {"missing-bias"},
     "post-norm": {"norm-missing"},
     "residual-from-normed": {"norm-missing"},
-    "layer-missing": {"missing-bias"},
+    "layer-missing": {"missing-bias", "layernorm-without-affine"},
     "output-projection-missing": {"missing-bias"},
     "value-projection-wrong": {"missing-bias", "wrong-tensor"},
-    "dropout-active": {"not-deterministic"},
-    "ffn-dropout": {"not-deterministic", "dropout-active"},
+    "position-sinusoidal": {"position-missing"},
+}
+FUTURE = ("mask-missing", "mask-multiplied", "mask-off-by-one", "mask-strict", "softmax-axis", "softmax-missing")
+RANDOM = ("not-deterministic", "dropout-active", "ffn-dropout")
+# Of how a port behaves, what follows from what it computes: who sees the future sees another one through a cache.
+IMPLIES = {
+    **{id: {"cache-inconsistent", "padding-wrong"} for id in FUTURE},
+    "layer-repeated": {"cache-inconsistent"},
+    "position-sinusoidal": {"cache-inconsistent"},
+    "position-missing": {"cache-inconsistent"},
+    "batch-dependent": {"cache-inconsistent", "padding-wrong"},
+    **{id: {"batch-dependent", "cache-inconsistent", "padding-wrong"} for id in RANDOM},
 }
 
 
 def ranked(causes: Iterable[Cause], layers: int) -> list[Cause]:
     """Blocks' causes together, by confidence, then by what comes first in the forward pass."""
-    found = merged(dict.fromkeys(causes), layers)
-    dropped = {id for cause in found for id in EXPLAINS.get(cause.id, ())}
+    once: dict[tuple[str, str], Cause] = {}
+    for cause in causes:
+        once.setdefault((cause.id, cause.where), cause)
+    found = merged(once.values(), layers)
+    implied = {id for cause in found for id in IMPLIES.get(cause.id, ())}
     kept = [
         cause
-        for cause in found
-        if cause.id not in dropped or not any(cause.id in EXPLAINS.get(other.id, ()) and _near(other, cause) for other in found)
+        for cause in _joined(found)
+        if cause.id not in implied and not any(cause.id in EXPLAINS.get(other.id, ()) and _near(other, cause) for other in found)
     ]
     order = {point: number for number, point in enumerate(points(layers))}
     return sorted(kept, key=lambda cause: (-round(cause.confidence, 2), _first(cause.where, order)))
+
+
+def _joined(causes: list[Cause]) -> list[Cause]:
+    """What is wrong in the same way at two places of the same blocks (both residuals) as one."""
+    out: list[Cause] = []
+    for cause in causes:
+        number = next((i for i, other in enumerate(out) if other.id == cause.id and _nested(other.where, cause.where)), None)
+        if number is None:
+            out.append(cause)
+            continue
+        other = out[number]
+        detail = other.detail if cause.detail == other.detail else f"{other.detail}; {cause.detail}"
+        where, confidence = f"{other.where}, {cause.where}", min(other.confidence, cause.confidence)
+        out[number] = replace(other, where=where, detail=detail, confidence=confidence)
+    return out
+
+
+def _nested(one: str, other: str) -> bool:
+    return other.startswith(f"{one}.") or one.startswith(f"{other}.")
 
 
 def _near(one: Cause, other: Cause) -> bool:

@@ -93,6 +93,7 @@ class Judge:
                 f"your {name} (norm {norm:.2g}) is added where GPT-2 adds nothing",
                 "its values are not zero",
                 0.7,
+                "nn.Linear(n_in, n_out, bias=False), as GPT-2's head has none",
             )
         absent = [cause for cause in self.causes if cause.id == "missing-bias"]
         if len({re.sub(r"\d+", "#", cause.where) for cause in absent}) > MANY:
@@ -115,7 +116,9 @@ class Judge:
         words = (
             "none of the checkpoint's values" if blank else f"not the checkpoint's values in {len(fresh)} places ({some}, ...)"
         )
-        where = "all weights" if blank else "h.*"
+        layers = sorted({layer_of(cause.where.partition(" ")[0]) for cause in fresh} - {None})
+        blocks = [f"h.{layer}" for layer in layers] if len(layers) < self.config.n_layer else ["h.*"]
+        where = "all weights" if blank else ", ".join(blocks)
         self._say("not-loaded", where, f"your module holds {words}; {fresh[0].detail.partition(': ')[2]}", fresh[0].evidence, 0.9)
 
     def _say(self, id: str, where: str, detail: str, evidence: str, confidence: float = EXACT, fix: str | None = None) -> None:
@@ -134,7 +137,11 @@ class Judge:
             if not name.endswith("bias") or bool(placed.all()):
                 continue
             lost = tensor.masked_fill(placed, 0.0)
-            share, where = "", name
+            norm, share = name.removesuffix(".bias"), ""
+            if "ln_" in norm.rpartition(".")[2] and not bool(self.own.placed[f"{norm}.weight"].any()):
+                evidence = f"no parameter takes the place of the checkpoint's {norm}.weight and {norm}.bias"
+                self._say("layernorm-without-affine", norm, "your norm has no weight and no bias", evidence, 0.9)
+                continue
             if name.endswith("c_attn.bias"):
                 absent = [letter for letter, third in zip("qkv", placed.chunk(3), strict=True) if not bool(third.any())]
                 share = f" for {', '.join(absent)}" if len(absent) < 3 else ""
@@ -142,7 +149,7 @@ class Judge:
                     self.notes.append(f"no bias for the keys ({name}): softmax does not see what is added to all keys alike")
                     continue
             detail = f"you have no bias{share} here; the checkpoint's is not zero (norm {float(lost.norm()):.2g})"
-            self._say("missing-bias", where, detail, f"no parameter takes the place of the checkpoint's {name}", 0.9)
+            self._say("missing-bias", name, detail, f"no parameter takes the place of the checkpoint's {name}", 0.9)
 
     def _not_harmless(self, differing: list[str]) -> list[str]:
         """Without those that differ and compute the same: heads, and hidden units, that changed places together."""
@@ -221,10 +228,23 @@ class Judge:
     def _piece(self, piece: Piece) -> None:
         called = self._called(piece.name)
         theirs, ours = piece.theirs, piece.ours
+        if piece.label in self.own.shared:
+            served, taken = self.own.shared[piece.label]
+            detail = f"your {served} serves as {piece.share} and as {taken} at once"
+            evidence = "in the forward pass one parameter is multiplied into both"
+            id = "value-projection-wrong" if piece.share == "v" else "wrong-tensor"
+            where = piece.name.replace("attn.c_attn.weight", f"attn.{piece.share}")
+            if piece.name.endswith("weight"):
+                self._say(id, where, detail, evidence)
+            return
         for dtype, narrow in NARROW.items():
             if torch.equal(theirs[piece.placed], ours.to(narrow).double()[piece.placed]):
                 self._rounded.setdefault(dtype, []).append(piece.label)
                 return
+        if piece.name == "wpe.weight" and (by := _rolled(theirs, ours)):
+            detail = f"position p reads the checkpoint's row p {'+' if by > 0 else '-'} {abs(by)}"
+            self._say("position-offset", "wpe", detail, f"{called}, moved by {abs(by)}, equals the checkpoint's to the bit")
+            return
         square = theirs.ndim == 2 and theirs.shape[0] == theirs.shape[1]
         if square and torch.equal(theirs, ours.t()):
             self._say(
@@ -403,3 +423,12 @@ class Judge:
         detail = f"your head ({name}) has weights of its own: {kind}; GPT-2's head is its token embedding"
         evidence = f"{name} differs from the checkpoint's wte.weight, which your embedding {holds}"
         self._say("untied-head", "logits", detail, evidence)
+
+
+def _rolled(theirs: Tensor, ours: Tensor) -> int:
+    """By how many rows a table was moved, 0 for not at all: row r is the checkpoint's r + n."""
+    for by in (1, 2, -1, -2):
+        mine, right = (theirs[:-by], ours[by:]) if by > 0 else (theirs[-by:], ours[:by])
+        if len(mine) > 2 and torch.equal(mine, right):
+            return by
+    return 0
