@@ -1,0 +1,214 @@
+"""A run of adapters: they alone change, they alone are stored, and every promise of other runs holds."""
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import gpt2
+from gpt2.checkpoint.peft_files import is_adapter
+from gpt2.errors import InputError
+from gpt2.train import state
+from gpt2.train.loop import Logged, Started, train
+from gpt2.train.recipe import Lora, build, read
+
+FILES = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "progress.json", "manifest.json")
+
+
+@pytest.fixture(scope="module")
+def init(recipe, tmp_path_factory):
+    """The model that the adapters go beside."""
+    folder = tmp_path_factory.mktemp("init")
+    train(replace(recipe, steps=3), folder / "run")
+    return str(folder / "run" / "best")
+
+
+@pytest.fixture(scope="module")
+def lora(recipe):
+    return replace(recipe, name="lora", lora=Lora(r=2, alpha=4.0, dropout=0.1))
+
+
+@pytest.fixture(scope="module")
+def run(lora, init, tmp_path_factory):
+    """The undisturbed run; to be read."""
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    events = []
+    assert train(lora, folder, init=init, report=events.append).stopped == "finished"
+    assert "512 parameters trained beside" in events[0].notes[-1]
+    return folder
+
+
+def everything(folder):
+    """Every byte a run goes on from, or is used for."""
+    newest = state.checkpoints(folder)[0]
+    files = [newest / name for name in FILES]
+    files += [folder / "best" / name for name in ("model.safetensors", "adapter/adapter_model.safetensors", "manifest.json")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_only_the_adapters_are_trained_and_they_learn(run, init):
+    before, after = gpt2.load(init).state_dict(), gpt2.load(str(run / "best")).state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    losses = [row["val_loss"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "val_loss" in row]
+    assert min(losses[1:]) < losses[0]
+
+
+def test_a_checkpoint_holds_the_adapters_alone(run, init):
+    """The frozen weights once, not once a checkpoint; and they are the ones it began with, bit for bit."""
+    assert [path.name for path in run.rglob("model.safetensors")].count("model.safetensors") == 2  # base/ and best/
+    assert is_adapter(run / "step-12")
+    base = gpt2.load(str(run / "base")).state_dict()
+    assert all(torch.equal(tensor, base[name]) for name, tensor in gpt2.load(init).state_dict().items())
+    moments = load_file(run / "step-12" / "optimizer.safetensors")
+    assert (
+        sum(tensor.numel() for name, tensor in moments.items() if name.endswith("exp_avg")) == 512
+    )  # r (in + out) of each projection
+
+
+def test_best_is_the_merged_model_with_its_adapter_beside(run, init, tmp_path):
+    """transformers with PEFT takes a folder with both for the adapter, and looks for the base: so that lies one deeper."""
+    best = gpt2.load(str(run / "best")).state_dict()
+    assert all(torch.equal(tensor, best[name]) for name, tensor in gpt2.load(str(run / "best" / "adapter")).state_dict().items())
+    assert not (run / "best" / "adapter_config.json").exists()
+    said = json.loads((run / "best" / "adapter" / "adapter_config.json").read_text())
+    assert (said["base_model_name_or_path"], said["r"], said["lora_alpha"]) == (os.path.abspath(init), 2, 4.0)
+    assert gpt2.load_tokenizer(str(run / "step-12")).n_vocab == gpt2.load_tokenizer(init).n_vocab
+    listed = json.loads((run / "best" / "manifest.json").read_text())
+    assert "adapter/adapter_model.safetensors" in listed
+
+
+def test_compare_shows_the_rank_of_each_change(run, init, text):
+    """Is it a LoRA? The rank says so: 2 of 16 where there is an adapter, none where there is not."""
+    report = gpt2.compare(init, str(run / "best"), on=str(text), tokens=64)
+    ranks = {tensor.name: tensor.rank for tensor in report.weights.tensors if tensor.rank is not None}
+    assert {name for name, rank in ranks.items() if rank == 2} == {
+        f"h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
+    assert {rank for name, rank in ranks.items() if not name.startswith("h.")} == {0}
+    assert "2/16" in report.table()
+
+
+def test_a_full_fine_tune_has_another_rank(recipe, init, text, tmp_path):
+    """The control: a rank that any change would have says nothing about adapters."""
+    train(recipe, tmp_path / "full", init=init)
+    report = gpt2.compare(init, str(tmp_path / "full" / "best"), on=str(text), tokens=64)
+    assert min(tensor.rank for tensor in report.weights.tensors if tensor.name.startswith("h.") and tensor.rank is not None) > 8
+
+
+# Going on
+
+
+def stop_at(step):
+    sent = []
+
+    def report(event):
+        if isinstance(event, Logged) and event.step == step and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    return report
+
+
+@pytest.mark.parametrize("steps", [(1,), (5, 6, 11), (4, 8)])
+def test_a_stopped_run_ends_with_the_undisturbed_runs_bytes(lora, init, run, tmp_path, told, steps):
+    """Adapters that are drawn anew, or dropout that is, would be told by the last bit of some weight."""
+    for step in steps:
+        assert train(lora, tmp_path / "run", init=init, report=stop_at(step)).step == step
+    assert train(lora, tmp_path / "run", init=init).stopped == "finished"
+    assert everything(tmp_path / "run") == everything(run)
+    assert told(tmp_path / "run") == told(run)
+
+
+def test_it_goes_on_without_the_model_it_began_with(lora, init, run, tmp_path, told):
+    """A model that was moved, or trained on, since: the adapters would go on beside weights they were not made for."""
+    mine = tmp_path / "init"
+    shutil.copytree(init, mine)
+    train(lora, tmp_path / "run", init=str(mine), report=stop_at(5))
+    shutil.rmtree(mine)
+    assert train(lora, tmp_path / "run", init=str(mine)).stopped == "finished"
+    weights = "best/model.safetensors"
+    assert everything(tmp_path / "run")[weights] == everything(run)[weights]
+    assert told(tmp_path / "run") == told(run)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda p: flip(p / "adapter_model.safetensors"), "adapter_model.safetensors does not have the sha256"),
+        (lambda p: (p / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing"),
+        (lambda p: (p / "adapter_config.json").unlink(), "adapter_config.json is missing"),
+    ],
+    ids=["flipped", "gone", "config gone"],
+)
+def test_a_damaged_checkpoint_is_passed_over(lora, init, run, tmp_path, told, damage, reason):
+    train(lora, tmp_path / "run", init=init, report=stop_at(10))
+    damage(tmp_path / "run" / "step-10")
+    events = []
+    train(lora, tmp_path / "run", init=init, report=events.append)
+    assert isinstance(events[0], Started)
+    assert events[0].step == 8
+    assert [note for note in events[0].notes if reason in note]
+    assert everything(tmp_path / "run") == everything(run)
+
+
+def test_adapters_never_go_on_beside_a_damaged_base(lora, init, tmp_path):
+    train(lora, tmp_path / "run", init=init, report=stop_at(4))
+    flip(tmp_path / "run" / "base" / "model.safetensors")
+    with pytest.raises(InputError, match=r"base: model\.safetensors does not have the sha256.*--fresh"):
+        train(lora, tmp_path / "run", init=init)
+    assert train(lora, tmp_path / "run", init=init, fresh=True).stopped == "finished"
+
+
+# What is refused, and before a file is written
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"targets": ("c_atn",)}, "no projection 'c_atn'; did you mean c_attn"),
+        ({"targets": ()}, "names nothing to adapt"),
+        ({"r": -1}, "lora.r is -1"),
+        ({"alpha": 0.0}, "lora.alpha is 0.0"),
+        ({"dropout": 1.0}, "lora.dropout is 1.0"),
+    ],
+)
+def test_a_table_that_makes_no_sense_is_refused(lora, init, tmp_path, settings, says):
+    with pytest.raises(InputError, match=says) as raised:
+        train(replace(lora, lora=replace(lora.lora, **settings)), tmp_path / "run", init=init)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_adapters_need_a_model(lora, tmp_path):
+    """Beside random frozen weights they learn next to nothing, for as long as one lets them."""
+    with pytest.raises(InputError, match="lora: adapters go beside a pretrained model's weights; name that with --init"):
+        train(lora, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_recipe_and_what_may_be_set_of_it():
+    recipe = read("finetune-lora")
+    assert (recipe.lora.r, recipe.lora.alpha, recipe.lora.targets) == (8, 16.0, ("c_attn", "c_proj", "c_fc"))
+    assert read("finetune-lora", ["lora.r=4", "lora.targets=c_attn, mlp.c_proj"]).lora.targets == ("c_attn", "mlp.c_proj")
+    assert read("finetune-lora", ['lora.targets=["c_fc"]']).lora.targets == ("c_fc",)
+    for override, says in (("lora.rank=4", "unknown key 'lora.rank'"), ("lora.targets=3", "lora.targets is a list of names")):
+        with pytest.raises(InputError, match=says):
+            read("finetune-lora", [override])
+    assert build(json.loads(recipe.to_json()), "its own JSON") == recipe
+
+
+def test_another_rank_is_another_run(lora, init, tmp_path):
+    train(replace(lora, steps=1), tmp_path / "run", init=init)
+    with pytest.raises(InputError, match=r"lora\.r 2 there, 4 here"):
+        train(replace(lora, steps=1, lora=replace(lora.lora, r=4)), tmp_path / "run", init=init)
