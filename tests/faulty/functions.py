@@ -54,7 +54,7 @@ def weigh(scores, wrong, real):
     elif "mask-missing" not in wrong:
         ahead = 0 if "mask-strict" not in wrong else -1
         ahead = 1 if "mask-off-by-one" in wrong else ahead
-        scores = scores + (later > ahead) * -1e30
+        scores = scores + ((later > ahead) * -1e30).to(scores)
     axis = -2 if "softmax-queries" in wrong else 1 if "softmax-heads" in wrong else -1
     raised = torch.exp(scores - scores.amax(dim=axis, keepdim=True))
     return raised / raised.sum(dim=axis, keepdim=True)
