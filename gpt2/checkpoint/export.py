@@ -84,6 +84,8 @@ def export(
         raise InputError(f"type {quoted(type)} is for gguf; hf keeps the model's dtype, so put one behind its name: {name}:bf16")
     if type is not None and type not in TYPES:
         raise InputError(f"unknown type {quoted(type)}; known: {', '.join(TYPES)}")
+    if not str(directory):
+        raise InputError("the folder to write has an empty name; give one, or . for this one")
     directory = Path(directory)
     model, tokenizer, notes = _load(name, revision, offline)
     if format == "hf":
@@ -115,7 +117,7 @@ def _load(name: str, revision: str | None, offline: bool) -> tuple[GPT2, Tokeniz
     if random is not None:
         return random_model(*random).to(dtype or torch.float32), None, ["without a tokenizer: the weights are random"]
     path = resolve(base, revision=revision, offline=offline).path
-    model = load_path(path, dtype=dtype)
+    model = load_path(path, dtype=dtype, offline=offline)
     try:
         tokenizer = _tokenizer(path)
     except NoTokenizer as error:

@@ -49,8 +49,10 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool = False) -> Non
 
 def require_writable(flag: str, target: str | None) -> None:
     """Find out that a result cannot be written before it is computed rather than after."""
-    if target is None or target == "-":
+    if target is None or (target == "-" and flag == "--json"):
         return
+    if target == "-":
+        raise InputError(f"{flag} -: only --json goes to stdout; give a file")
     path = Path(target)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InputError(f"{flag} {target}: cannot be written; give a file in a folder that exists and is yours")

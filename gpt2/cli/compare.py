@@ -10,7 +10,7 @@ from ..errors import InputError
 from .common import Status, add_command, add_json, require_writable, seed, write_json
 
 EXAMPLES = """\
-  gpt2 compare shakespeare-mini out/macbeth/best             a base and its fine-tune
+  gpt2 compare shakespeare-mini out/macbeth/best --on plays:play=twelfth-night    a base and its fine-tune
   gpt2 compare shakespeare-mini out/best --html report.html    the same as a page to share
   gpt2 compare gpt2 hf/gpt2                                  our implementation and transformers', the same weights
   gpt2 compare gpt2 gpt2:bf16                                two dtypes, with a float64 run as the ruler
@@ -25,7 +25,9 @@ def add(commands: Any) -> None:
         "a", metavar="A", help="which model; hf/ in front picks transformers' implementation, :bf16 behind a dtype"
     )
     parser.add_argument("b", metavar="B", nargs="?", help="the other; with --attention it may be left out")
-    parser.add_argument("--on", metavar="TEXT", help="a text file, - for stdin, or a name (default: a play nobody trained on)")
+    parser.add_argument(
+        "--on", metavar="TEXT", help="a text file, - for stdin, or a name (default: Macbeth, new to shakespeare-mini)"
+    )
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="how much of the text, 0 for all (default: 8192; all of wikitext2)"
     )

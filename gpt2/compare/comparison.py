@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,6 +87,18 @@ class Comparison:
         distributions = self.distributions is not None and self.distributions.js.max == 0
         return weights and activations and distributions and not self.compatibility.architecture
 
+    @property
+    def protocol(self) -> str:
+        """How much was scored, from how much context; of each model where they read other tokens."""
+        if self.alone:
+            return " → ".join(f"{s.tokens:,} tokens scored, context {s.context}, stride {s.stride}" for s in self.alone)
+        return f"{self.text.tokens:,} tokens, context {self.text.context}, stride {self.text.stride}"
+
+    @property
+    def bits_per(self) -> str:
+        """What bits are counted by: random ids stand for no bytes, and count as one each."""
+        return "bits per byte" if self.text.sha256 else "bits per token"
+
     def to_json(self) -> str:
         body = {"verdict": "identical" if self.ok else "different", **asdict(self)}
         first = self.activations.first_past if self.activations else None
@@ -154,9 +167,7 @@ class Comparison:
         sizes = f"{self.a.parameters:,}"
         sizes += f" → {self.b.parameters:,}" if self.a.parameters != self.b.parameters else ""
         dtypes = self.a.dtype + (f" → {self.b.dtype}" if self.a.dtype != self.b.dtype else "")
-        text = self.text
-        protocol = f"{text.tokens:,} tokens, context {text.context}, stride {text.stride}"
-        return f"{sizes} parameters · {dtypes} · {tokenizer}\n{text.name}: {protocol}"
+        return f"{sizes} parameters · {dtypes} · {tokenizer}\n{self.text.name}: {self.protocol}"
 
     def _summary(self) -> RenderableType:
         from rich.table import Table
@@ -166,7 +177,7 @@ class Comparison:
         if found is not None:
             a, b = found.a.score, found.b.score
             table.add_row("perplexity", f"{a.perplexity:.2f} → {b.perplexity:.2f}", f"× {_interval(found.ratio, '.3f')}")
-            table.add_row("bits per byte", f"{a.bits_per_byte:.4f} → {b.bits_per_byte:.4f}")
+            table.add_row(self.bits_per, f"{a.bits_per_byte:.4f} → {b.bits_per_byte:.4f}")
             spread = f"median {found.kl_ab.percentiles['50']:.3g}, 99 % below {found.kl_ab.percentiles['99']:.3g}"
             table.add_row("KL(a‖b)", f"{found.kl_ab.mean.value:.3g} nats", spread)
             table.add_row(
@@ -187,7 +198,7 @@ class Comparison:
             if most and self.weights.same_numbers:
                 table.add_row("weights", "the same", f"rounded to {_coarser(self.a.dtype, self.b.dtype)}, and nothing else")
             elif most:
-                told = f"most: {most[0].name}, {most[0].distance:.2%}"
+                told = f"most: {most[0].name}, {_moved(most[0].distance)}"
                 table.add_row(
                     "weights moved", f"{total.distance:.2%}", f"{told}; {len(self.weights.unchanged)} tensors unchanged"
                 )
@@ -207,7 +218,7 @@ class Comparison:
             rank = "" if tensor.rank is None else f"{tensor.rank}/{tensor.full_rank} ({tensor.effective_rank:.0f})"
             table.add_row(
                 tensor.name,
-                f"{tensor.distance:.2%}",
+                _moved(tensor.distance),
                 f"{tensor.max_abs:.2g}",
                 f"{tensor.cosine:.5f}",
                 f"{tensor.unchanged:.1%}",
@@ -262,6 +273,10 @@ class Comparison:
             table.add_row(f"{row.prompt}\n({how})", row.a, row.b, parts)
             table.add_section()
         return table
+
+
+def _moved(distance: float) -> str:
+    return "from zero" if distance == math.inf else f"{distance:.2%}"  # a bias as it was initialised
 
 
 def _coarser(*dtypes: str) -> str:

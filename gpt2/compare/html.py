@@ -238,7 +238,7 @@ def headline(comparison: Comparison) -> list[dict[str, str]]:
         told = f"× {number(found.ratio.value, form)}" + (f" ({interval})" if interval else "")
         tile("perplexity", number(b.perplexity.value, "#.4g"), told, number(a.perplexity.value, "#.4g"))
         told = between(b.bits_per_byte, ".3f")
-        tile("bits per byte", number(b.bits_per_byte.value, ".3f"), told, number(a.bits_per_byte.value, ".3f"))
+        tile(comparison.bits_per, number(b.bits_per_byte.value, ".3f"), told, number(a.bits_per_byte.value, ".3f"))
         tile("KL(A‖B), nats", number(found.kl_ab.mean.value), between(found.kl_ab.mean))
         tile("same first choice", percent(found.same_top.value), percent_between(found.same_top))
     elif comparison.alone:

@@ -347,6 +347,7 @@ def test_another_size_is_said(changes: dict[str, int], said: str) -> None:
     report = load_into(module, model)
     assert said in report.problems
     assert not report.ok
+    assert ("NOT ALL IN PLACE, though the logits agree" in report.table()) == ("vocab_size" in changes)
     if "n_embd" in changes:
         assert report.logits_error is None
         assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before.parameters(), strict=True))
@@ -354,6 +355,15 @@ def test_another_size_is_said(changes: dict[str, int], said: str) -> None:
         assert set(report.unfilled) == {name for name, _ in module.named_parameters()}
     else:
         assert torch.equal(module.blocks[0].sa.q.weight, by_hand(model, "blocks.0.sa.q.weight"))
+
+
+def test_the_json_of_a_port_that_gives_nan_is_json() -> None:
+    """`Infinity` is no JSON: every strict reader stops at it."""
+    model = checkpoint()
+    model.ln_f.weight.data[0] = torch.nan
+    report = load_into(Faulty(), model)
+    assert not report.ok
+    assert json.loads(report.to_json(), parse_constant=pytest.fail)["logits_error"] == "inf"
 
 
 def test_a_larger_vocabulary_is_padded_with_zeros() -> None:

@@ -101,6 +101,7 @@ def test_a_padded_vocabulary_is_cropped_and_said(tmp_path: Path, capsys: pytest.
         (["no-such-model", "{}"], "unknown model 'no-such-model'"),
         (["./none", "{}"], "no such file or directory"),
         (["shakespeare-mini", "{}", "--type", "q8_0"], "is for gguf"),
+        (["shakespeare-mini", ""], "an empty name"),
         (["shakespeare-mini", "{}/file"], "cannot write the checkpoint"),
         (["shakespeare-mini", "{}/file", "--format", "gguf"], "cannot write the checkpoint"),
         (["shakespeare-mini", "{}", "--json", "{}/none/x"], "--json"),

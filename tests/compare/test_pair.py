@@ -118,6 +118,14 @@ def test_a_model_that_broke_is_compared_all_the_same(base: Path, text: str, tmp_
     found.save_html(tmp_path / "nan.html")
 
 
+def test_what_was_zero_did_not_move_by_inf_percent(base: Path, text: str, tmp_path: Path) -> None:
+    """Biases start at zero: the first step of a run moves each of them infinitely far."""
+    start = changed(base, tmp_path, lambda model: model.h[0].ln_1.bias.zero_())
+    told = run(start, base, text).table()
+    assert "h.0.ln_1.bias, from zero" in told
+    assert "inf%" not in told
+
+
 def test_two_dtypes_of_one_model(base: Path, text: str) -> None:
     """Rounding is told from training: the weights are equal in the coarser dtype, and a float64 run is the ruler."""
     found = run(base, f"{base}:bf16", text)
@@ -162,6 +170,8 @@ def test_another_vocabulary_leaves_bits_per_byte(base: Path, text: str, tmp_path
     assert len(found.alone) == 2
     assert abs(found.alone[0].bytes - found.alone[1].bytes) <= 8  # the first token of each is not scored
     assert "bits per byte" in found.table(200)
+    scored = (f"{score.tokens:,} tokens scored, context 32, stride 32" for score in found.alone)
+    assert " → ".join(scored) in found.table(200)  # of each its own: one line for both would be false of one
     assert not found.ok
     json.loads(found.to_json())
 
@@ -190,6 +200,8 @@ def test_random_models_are_compared_on_random_ids(monkeypatch: pytest.MonkeyPatc
     found = compare("random:tiny", "random:tiny:1", tokens=50)
     assert found.words is None
     assert found.text.name == "random ids"
+    assert "bits per token" in found.table()
+    assert "bits per byte" not in found.table()  # there are no bytes
     assert found.weights.tensors[0].distance == pytest.approx(2**0.5, rel=0.1)  # the embeddings, independent draws
     assert compare("random:tiny", "random:tiny", tokens=50).ok
 
@@ -228,6 +240,7 @@ def test_the_command(base: Path, text: str, tmp_path: Path, capsys: pytest.Captu
         (["--tokens", "1"], "1 tokens are too few"),
         (["--threshold", "nan"], "--threshold nan"),
         (["--on", "/nowhere/text.txt"], "/nowhere/text.txt"),
+        (["--html", "-"], "--html -: only --json goes to stdout"),
         (["--html", "/nowhere/x.html"], "--html /nowhere/x.html: cannot be written"),
     ],
 )

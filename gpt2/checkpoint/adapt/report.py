@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -50,7 +51,10 @@ class MappingReport:
         return self.agrees and not (self.unfilled or self.ambiguous or self.problems)
 
     def to_json(self) -> str:
-        return json.dumps({"ok": self.ok, **asdict(self)}, indent=2, ensure_ascii=False)
+        body = {"ok": self.ok, **asdict(self)}
+        if self.logits_error is not None and not math.isfinite(self.logits_error):
+            body["logits_error"] = str(self.logits_error)  # JSON knows no infinity
+        return json.dumps(body, indent=2, ensure_ascii=False, allow_nan=False)
 
     def table(self, width: int = 120) -> str:
         """Plain text; parameters whose names differ in numbers only, and that were treated alike, share a line."""
@@ -90,7 +94,8 @@ class MappingReport:
             for sentence in sentences:
                 console.print(Text(f"{sign}  {sentence}"))
         error = "" if self.logits_error is None else f" (worst error {self.logits_error:.1e} in float64)"
-        console.print(Text(f"\n{'EQUAL' if self.ok else 'NOT EQUAL'}: {self.logits_note}{error}"))
+        verdict = "EQUAL:" if self.ok else "NOT ALL IN PLACE, though" if self.agrees else "NOT EQUAL:"
+        console.print(Text(f"\n{verdict} {self.logits_note}{error}"))
         return console.file.getvalue()
 
     def _alike(self) -> Iterator[tuple[str, list[Row]]]:
