@@ -13,7 +13,11 @@ MAX_SKIPS, MAX_REWINDS = 10, 3  # in a row; in a run: then it stops, whatever th
 
 
 class Rewind(Exception):
-    """The run is to go on from its newest checkpoint, with other windows."""
+    """The run is to go on from its newest checkpoint, with other windows, because ``step`` diverged."""
+
+    def __init__(self, step: int, why: str) -> None:
+        super().__init__(f"step {step}: {why}")
+        self.step, self.why = step, why
 
 
 def limit(best_loss: float | None, n_vocab: int) -> float:

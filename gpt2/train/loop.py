@@ -118,16 +118,16 @@ def train(
     """
     recipe, folder = recipe.resolved(init), Path(folder)
     adapted.check(recipe, init)
-    rewound = 0
+    rewound: Rewind | None = None
     while True:
         try:
             return _train(recipe, folder, init, fresh and not rewound, report, rewound)
-        except Rewind:
-            rewound += 1
+        except Rewind as wanted:
+            rewound = wanted
 
 
-def _train(recipe: Recipe, folder: Path, init: str | None, fresh: bool, report: Listener, rewound: int) -> Result:
-    """:func:`train`, until it is to be rewound; ``rewound`` says that it just was."""
+def _train(recipe: Recipe, folder: Path, init: str | None, fresh: bool, report: Listener, rewound: Rewind | None) -> Result:
+    """:func:`train`, until it is to be rewound; ``rewound`` says that it just was, and why."""
     with state.locked(folder):
         goes_on = state.holds(folder, recipe, init, fresh)
         notes = [f"{folder}: going on with the run that is there"] if goes_on else []
@@ -165,6 +165,7 @@ def _train(recipe: Recipe, folder: Path, init: str | None, fresh: bool, report: 
                 )
             )
             if rewound:
+                metrics.write(step=progress.step, rewound_from=rewound.step, diverged=rewound.why)
                 run.save(progress)  # so that a process killed before the next checkpoint does not rewind a second time
             return run(progress, interrupted)
 
@@ -240,7 +241,7 @@ class _Run:
         self.metrics.sync()
         self.report(Diverged(progress.step, fault, action))
         if action == "rewind":
-            raise Rewind
+            raise Rewind(progress.step, fault)
         if action == "stop":
             reason = f" ({last_resort})" if last_resort else ""
             raise InputError(
