@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import GPT2Config, official_size
-from .configs import config_of
 from .containers.gguf_file import GGUFFile
 from .containers.safetensors_file import SafetensorsFile
 from .containers.tensorflow_file import TensorBundle
 from .containers.torch_file import TorchFile
-from .files import open_weights
 from .hub import resolve
-from .match import Assignment, match
+from .load import open_checkpoint
+from .match import Assignment
 from .names import DEFAULT, parse_random, split_dtype
+from .peft_files import Merged
 from .save import sha256
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -75,9 +75,7 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
     if random is not None:
         return Description(base, None, None, official_size(random[0]), dtype or "float32", "none", (), (), ())
     source = resolve(base, revision=revision, offline=offline)
-    files = open_weights(source.path)
-    config = config_of(source.path, files)
-    assignment = match(files, config, source.path)
+    config, assignment = open_checkpoint(source.path, offline=offline)
     paths = sorted(path for path in source.path.iterdir() if path.is_file()) if source.path.is_dir() else [source.path]
     return Description(
         name=source.name,
@@ -85,7 +83,7 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
         revision=source.revision,
         config=config,
         dtype=dtype or str(assignment.dtype).removeprefix("torch."),
-        container=next(kind for of, kind in KINDS.items() if isinstance(next(iter(files.values())), of)),
+        container=next(kind for of, kind in KINDS.items() if isinstance(next(iter(assignment.files.values())), of)),
         notes=_notes(assignment),
         dropped=assignment.dropped,
         files=tuple(_file(path) for path in paths),
@@ -94,6 +92,9 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
 
 def _notes(assignment: Assignment) -> tuple[str, ...]:
     notes = ["matrices lie [out, in], as nn.Linear keeps them: read as transposed views"] if assignment.turned else []
+    if isinstance(assignment, Merged):
+        adapter = assignment.adapter
+        notes.append(f"a LoRA adapter of {adapter.base}, merged into {len(adapter.factors)} of its matrices as it is read")
     notes += ["not a single bias is stored: zeros stand for them"] if assignment.absent else []
     return tuple(notes)
 

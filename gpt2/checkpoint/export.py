@@ -22,10 +22,10 @@ from ..data.chars import FILE as CHARS
 from ..errors import InputError
 from .containers.gguf_file import ALIGNMENT, ARRAY, CONFIG_KEYS, CONTROL, KINDS, NORMAL, STRING, GGUFFile, Kind, NoTokenizer
 from .describe import File
-from .files import WEIGHTS, open_weights
+from .files import WEIGHTS
 from .hub import resolve
 from .keys import GGUF, layer, to_file
-from .load import load_path, random_model, require_vocabulary, tokenizer_of
+from .load import load_path, open_checkpoint, random_model, require_vocabulary, tokenizer_of
 from .names import parse_random, split_dtype
 from .save import save, sha256, write_file
 
@@ -147,11 +147,11 @@ def _tokenizer(path: Path) -> Tokenizer:
     folder = path if path.is_dir() else path.parent
     ours = [name for name in (CHARS, *(name for pair in FILES for name in pair)) if (folder / name).is_file()]
     try:
-        return tokenizer_of(path)
+        return tokenizer_of(path, offline=True)
     except NoTokenizer:
         raise
     except InputError as error:
-        if ours or any(isinstance(file, GGUFFile) for file in open_weights(path).values()):
+        if ours or any(isinstance(file, GGUFFile) for file in open_checkpoint(path, offline=True)[1].files.values()):
             raise
         raise NoTokenizer(str(error)) from None
 

@@ -14,6 +14,7 @@ from .containers.torch_file import TorchFile
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 # The names that transformers gives to weights, best first: one file, or an index of its shards.
 LAYOUTS = ((WEIGHTS, INDEX, ".safetensors"), ("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin"))
 # What a lone file of weights may end in, where a folder holds none of the names above.
@@ -40,6 +41,10 @@ def open_weights(path: Path) -> dict[str, Container]:
             return _shards(path / index, suffix)
     if (prefix := checkpoint_prefix(path)) is not None:
         return _by_tensor([TensorBundle(prefix)])
+    if (path / ADAPTER).is_file():
+        raise CheckpointError(
+            f"{path}: a LoRA adapter, not a model; gpt2 export {path} DIR writes the model that it makes of its base"
+        )
     lone = [file for file in _files(path) if file.suffix in LONE]
     if len(lone) != 1:
         raise CheckpointError(f"{path}: no {WEIGHTS} there; {what_is_there(path)}")

@@ -21,6 +21,7 @@ from ..config import quoted
 from ..errors import CheckpointError, InputError
 from ..lora import PROJECTIONS, adapters, merge_into
 from .containers import Container, listed, read_json
+from .files import ADAPTER as CONFIG
 from .files import open_file
 from .hub import resolve
 from .keys import from_file, layer, to_file
@@ -31,7 +32,7 @@ from .save import safetensors_file, write_file, write_json
 if TYPE_CHECKING:
     from ..model import GPT2
 
-CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # PeftModel's and LoraModel's own attributes
 TENSOR = re.compile(r"(h\.\d{1,5}\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj))\.lora_([AB])(?:\.weight)?", re.ASCII)
 # What a config may say without changing what A and B mean. All else that is set to something is refused.
@@ -72,11 +73,13 @@ class Adapter:
             raise CheckpointError(
                 f"{self.path}: does not fit its base {self.base} ({'; '.join(odd[:2])}{more}); give the model it was trained on"
             )
-        return _Merged(**vars(base), adapter=self)
+        return Merged(**vars(base), adapter=self)
 
 
 @dataclass(frozen=True)
-class _Merged(Assignment):
+class Merged(Assignment):
+    """A base's parameters, each with its adapter added as it is read."""
+
     adapter: Adapter
 
     def read(self, name: str, dtype: torch.dtype, *, mapped: bool = True) -> Tensor:

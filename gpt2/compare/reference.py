@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.configs import config_of, read_config
-from ..checkpoint.files import INDEX, LAYOUTS, WEIGHTS, open_weights
+from ..checkpoint.files import ADAPTER, INDEX, LAYOUTS, WEIGHTS, open_weights
 from ..checkpoint.keys import to_file
 from ..checkpoint.load import load_path, random_model, tokenizer_of
 from ..checkpoint.match import match
@@ -49,8 +49,8 @@ def opens(path: Path) -> bool:
 
     It would also open some that it misreads (a key it does not know is left at random values), so they are not left to it.
     """
-    if not path.is_dir() or not (path / "config.json").is_file():
-        return False
+    if not path.is_dir() or not (path / "config.json").is_file() or (path / ADAPTER).is_file():
+        return False  # and where an adapter lies beside a model, PEFT, if it is there, would add it
     if not any((path / name).is_file() for single, index, _ in LAYOUTS for name in (single, index)):
         return False
     files = open_weights(path)
@@ -73,10 +73,10 @@ def directory(
         if path is None:
             save_random(*random, folder)
         else:
-            model = load_path(path)
+            model = load_path(path, offline=True)
             save_with_transformers(model.config, model.state_dict(), folder)
             with suppress(InputError):  # no tokenizer there, or a damaged one: the check of tokens tells which
-                tokenizer_of(path).save(folder, n_positions=model.config.n_positions)
+                tokenizer_of(path, offline=True).save(folder, n_positions=model.config.n_positions)
             del model
         gc.collect()
         yield folder

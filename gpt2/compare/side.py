@@ -10,11 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.configs import config_of
-from ..checkpoint.files import files_of, open_weights
+from ..checkpoint.files import files_of
 from ..checkpoint.hub import resolve
-from ..checkpoint.load import load_path, random_model, tokenizer_of
-from ..checkpoint.match import match
+from ..checkpoint.load import load_path, open_checkpoint, random_model, tokenizer_of
 from ..checkpoint.names import DTYPES, parse_random, split_dtype
 from ..checkpoint.save import sha256
 from ..config import GPT2Config, official_size
@@ -58,9 +56,9 @@ class Side:
             path, pinned, config, stored = None, None, official_size(random[0]), torch.float32
         else:
             source = resolve(base, revision=revision, offline=offline)
-            files = open_weights(source.path)
-            path, pinned, config = source.path, source.revision, config_of(source.path, files)
-            stored = match(files, config, path).dtype
+            path, pinned = source.path, source.revision
+            config, assignment = open_checkpoint(path, offline=offline)
+            stored = assignment.dtype
         return cls(name, theirs, path, random, pinned, config, stored, getattr(torch, asked) if asked else stored)
 
     def reader(self) -> Callable[[str], Tensor]:
@@ -68,8 +66,7 @@ class Side:
         if self.path is None:
             state = random_model(*self.random).state_dict()
             return lambda name: state[name].to(self.dtype)
-        files = open_weights(self.path)
-        assignment = match(files, self.config, self.path)
+        _, assignment = open_checkpoint(self.path, offline=True)  # what it takes was fetched when this was opened
         return lambda name: assignment.read(name, self.dtype, mapped=False)
 
     @contextmanager
@@ -82,14 +79,14 @@ class Side:
         elif self.path is None:
             yield random_model(*self.random).to(dtype).eval()
         else:
-            yield load_path(self.path, dtype=dtype)
+            yield load_path(self.path, dtype=dtype, offline=True)
 
     def tokenizer(self) -> Tokenizer | None:
         """The checkpoint's own tokenizer; None where it comes without one."""
         if self.path is None:
             return None
         try:
-            return tokenizer_of(self.path)
+            return tokenizer_of(self.path, offline=True)
         except InputError:
             folder = self.path if self.path.is_dir() else self.path.parent
             if any(

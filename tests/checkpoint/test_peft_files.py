@@ -318,3 +318,27 @@ def test_a_model_without_adapters_has_none_to_save(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="merge its adapters"):
         gpt2.save(inject(GPT2(TINY)), None, tmp_path)
     assert len(adapters(inject(GPT2(TINY)))) == 8
+
+
+def test_every_command_takes_an_adapter_or_says_what_to_do(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """info, compare (by either implementation) and export see the merged model; verify has no file to hold bits against."""
+    from gpt2.checkpoint.describe import describe
+    from gpt2.checkpoint.export import export
+
+    assert f"a LoRA adapter of {base}, merged into 8 of its matrices as it is read" in describe(str(adapter)).notes
+    weights = gpt2.compare(str(base), f"hf/{adapter}", tokens=16).weights
+    assert sorted({tensor.rank for tensor in weights.tensors if tensor.rank is not None}) == [0, 4]
+    export(str(adapter), str(tmp_path / "merged"))
+    assert torch.equal(ours(tmp_path / "merged"), gpt2.load(str(adapter)).double()(IDS))
+    with pytest.raises(CheckpointError, match=r"a LoRA adapter, not a model; gpt2 export .* writes the model"):
+        gpt2.verify(str(adapter))
+
+
+def test_a_model_with_an_adapter_beside_it_is_not_left_to_transformers(base: Path, adapter: Path) -> None:
+    """Where PEFT is installed, transformers would add the adapter, and the reference would be another model."""
+    from gpt2.compare import reference
+
+    gpt2.save(gpt2.load(str(base)), None, adapter)
+    assert reference.opens(base)
+    assert not reference.opens(adapter)
+    assert gpt2.compare(str(base), f"hf/{adapter}", tokens=16).weights.same_numbers
