@@ -297,8 +297,9 @@ def streams(pool: Pool, batch: int, tokens: int, width: int) -> Iterator[Tensor]
     """Whatever in the pool may be a (B, T, D): as it lies, or with time first."""
     for entry in pool.of_size(batch * tokens * width):
         if entry.shape[-1] != width:
-            continue
-        if entry.shape[:2] == (tokens, batch) and tokens != batch:
+            if entry.shape[:2] == (batch, tokens):  # heads side by side, about to be merged
+                yield entry.reshape(batch, tokens, width)
+        elif entry.shape[:2] == (tokens, batch) and tokens != batch:
             yield entry.transpose(0, 1)
         elif entry.ndim <= 3:
             yield entry.reshape(batch, tokens, width)

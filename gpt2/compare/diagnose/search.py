@@ -66,6 +66,7 @@ class Chooser:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.known: dict[str, list[str]] = {}
+        self.labels: set[str] = set()
 
     def choose(
         self, place: str, options: Iterable[Option], anchor: Callable[[Option, Tensor], Any], axes: tuple[int, ...]
@@ -73,7 +74,7 @@ class Chooser:
         """The cheapest option that ``anchor`` bears out: it is given the option and its value, and returns None if not so."""
         known = self.known.setdefault(place, [])
         rank = {label: number for number, label in enumerate(known)}
-        ordered = sorted(options, key=lambda o: (o.price > 0, rank.get(o.path, len(rank)), o.price))
+        ordered = sorted(options, key=lambda o: (o.price > 0, rank.get(o.path, len(rank)), o.label not in self.labels, o.price))
         nearly: list[tuple[float, int, Option, Match]] = []
         unseen: list[Option] = []
         chosen = None
@@ -103,6 +104,7 @@ class Chooser:
                 break
         if chosen is not None and chosen.option.path not in rank:
             known.append(chosen.option.path)
+            self.labels.add(chosen.option.label)
         return chosen
 
     def _borne_out(self, option: Option, match: Match, anchor: Callable[[Option, Tensor], Any]) -> Choice | None:

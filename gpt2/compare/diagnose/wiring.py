@@ -102,13 +102,19 @@ def embeddings(pool: Pool, norms: Norms, ids: Tensor) -> list[Option]:
     sine = Finding("position-sinusoidal", "wpe", "positions are sines and cosines, not the checkpoint's learned ones")
     right = Option("right", lambda: words + wpe[:tokens], () if sinus is None else (sine,))
     right.values = {"wte": words, "wpe": wpe[None, :tokens]}
-    if (match := pool.find(right.value, 0, 1)) is not None:
-        right.__dict__["value"] = pool.adopt(right.value, match)
-        return [right, *_normed_embedding(norms, right)]
 
     def scaled(factor: float, what: str) -> tuple[Finding, ...]:
         root = f" (sqrt(n_embd) = {math.sqrt(width):.6g})" if math.isclose(factor, math.sqrt(width), rel_tol=1e-6) else ""
         return (Finding("embedding-scaled", "wte", f"{what} are multiplied by {factor:.6g}{root}"),)
+
+    both = []
+    for factor in [f for f in pool.factors(words + wpe[:tokens], 0, 1) if not math.isclose(f, 1.0)]:
+        value = (words + wpe[:tokens]) * factor
+        found = scaled(factor, "the embeddings, tokens and positions together,")
+        both.append(Option(f"both {factor:g}", lambda v=value: v, found, values={"wte": words, "wpe": wpe[None, :tokens]}))
+    if (match := pool.find(right.value, 0, 1)) is not None:
+        right.__dict__["value"] = pool.adopt(right.value, match)
+        return [right, *both, *(more for option in (right, *both) for more in _normed_embedding(norms, option))]
 
     factors = [1.0, *(f for f in [*pool.factors(words, 0), math.sqrt(width)] if not math.isclose(f, 1.0))]
     places = list(_positions(pool, wpe, ids, sine))
@@ -134,10 +140,7 @@ def embeddings(pool: Pool, norms: Norms, ids: Tensor) -> list[Option]:
         if match is not None:
             option.__dict__["value"] = pool.adopt(option.value, match)
             kept.append(option)
-    for factor in [f for f in pool.factors(words + wpe[:tokens], 0, 1) if not math.isclose(f, 1.0)]:
-        value = (words + wpe[:tokens]) * factor
-        found = scaled(factor, "the embeddings, tokens and positions together,")
-        kept.append(Option(f"both {factor:g}", lambda v=value: v, found, values={"wte": words, "wpe": wpe[None, :tokens]}))
+    kept += both
     if not any(not option.silent for option in kept):
         kept += _unknown_positions(pool, words, factors, scaled)
     kept.sort(key=lambda option: option.price)
