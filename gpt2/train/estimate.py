@@ -36,10 +36,10 @@ def kept_per_token(config: GPT2Config, recipe: Recipe) -> int:
     Of a block of width d and feed-forward f: the inputs of both norms (2 d), their outputs (2 d), q, k and v (3 d), what
     attention returns and its copy with the heads side by side (2 d), the feed-forward before and after its activation (2 f);
     with dropout, two masks of a byte an entry (d / 2). Attention weights are never kept, except where ``attn_dropout``
-    takes the fused kernel away: then they are, with their mask, for each of n_head heads and ``context`` tokens looked at.
+    takes the fused kernel away: then they are, three times and with their mask, for each of n_head heads and ``context`` tokens.
     """
     d, f = config.n_embd, config.inner
     block = 9 * d + 2 * f + (d / 2 if recipe.dropout else 0) + 2 * config.n_head  # the last: norms and softmax, a number a row
     if recipe.attn_dropout:
-        block += 2.25 * config.n_head * recipe.context
+        block += 3.25 * config.n_head * recipe.context
     return int(FLOAT * (config.n_layer * block + 2 * d))

@@ -159,6 +159,8 @@ class Recipe:
 
     def resolved(self, init: str | None) -> Recipe:
         """This recipe with what it leaves to the run decided: from scratch, or from the model named ``init``."""
+        if init is not None and self.model.kind == "bigram":
+            raise InputError(f"--init {init}: a bigram is trained from scratch; leave that out, or choose another recipe")
         return self if self.patience >= 0 else replace(self, patience=0 if init is None else FINE_TUNE_PATIENCE)
 
     def to_json(self) -> str:

@@ -1,0 +1,86 @@
+"""What a run tells beside its losses: that they part, how long it will take, and all of it to TensorBoard."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from gpt2.train import metrics
+from gpt2.train.loop import Estimated, Evaluated, train
+from gpt2.train.metrics import Pace, parted
+from gpt2.train.recipe import Recipe
+
+
+def rows(train_losses, val_losses):
+    """Ten steps between evaluations, a training loss in the middle of each ten."""
+    told = [{"step": 0, "val_loss": val_losses[0]}]
+    for i, (loss, val) in enumerate(zip(train_losses, val_losses[1:], strict=True)):
+        told += [{"step": 10 * i + 5, "loss": loss}, {"step": 10 * i + 10, "val_loss": val}]
+    return told
+
+
+def test_losses_that_part_are_told_with_both_figures():
+    said = parted(rows([2.0, 1.5, 1.0], [3.0, 2.0, 2.1, 2.3]), best_step=10)
+    assert said == (
+        "overfitting: since step 10 the training loss fell from 2.0000 to 1.0000 and the held-out loss rose from 2.0000 to 2.3000"
+    )
+
+
+@pytest.mark.parametrize(
+    ("train_losses", "val_losses", "best_step"),
+    [
+        ([2.0, 1.5, 1.0], [3.0, 2.0, 1.9, 1.8], 30),  # both fall
+        ([2.0, 1.5, 1.0], [3.0, 2.0, 2.0, 2.01], 10),  # within noise
+        ([2.0, 2.5, 3.0], [3.0, 2.0, 2.5, 3.0], 10),  # both rise: the run is ill, but it does not overfit
+        ([2.0], [3.0, 3.5], 0),  # the best is what it began with: nothing was trained before it to compare with
+        ([], [3.0], 0),
+    ],
+)
+def test_no_warning_where_nothing_parts(train_losses, val_losses, best_step):
+    """A warning that comes anyway is one that nobody reads."""
+    assert parted(rows(train_losses, val_losses), best_step) == ""
+
+
+def test_a_text_known_by_heart_is_warned_of_and_stopped(recipe, tmp_path):
+    """Fine-tuning stops by itself where the held-out loss no longer falls."""
+    few = tmp_path / "few.txt"
+    few.write_text("the king doth sleep, and so speak no more,\n" * 3 + "while villains art, thou villain, night and art,\n")
+    train(replace(recipe, steps=1), tmp_path / "first")
+    heart = replace(
+        recipe, steps=400, eval_every=10, dropout=0.0, patience=-1, data=replace(recipe.data, path=str(few), held_out=0.25)
+    )
+    events = []
+    result = train(heart, tmp_path / "run", init=str(tmp_path / "first" / "best"), report=events.append)
+    assert result.stopped == "early"
+    assert result.step < 400
+    assert any("overfitting" in event.warning for event in events if isinstance(event, Evaluated))
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["patience"] == 5
+
+
+def test_time_left_counts_steps_and_evaluations(monkeypatch):
+    """Evaluations left out of the estimate are a third of a short run."""
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    pace = Pace(0, Recipe(steps=100, eval_every=30, batch_size=2, context=5))
+    with pace.paused(0):
+        now[0] += 7
+    now[0] += 10 * 0.5
+    assert pace.seconds_left(10) == pytest.approx(90 * 0.5 + 4 * 7)  # after steps 30, 60, 90 and 100
+    assert pace(10) == (pytest.approx(10 * 10 / 5), pytest.approx(90 * 0.5 + 4 * 7))
+
+
+def test_an_estimate_comes_once_after_ten_steps(recipe, tmp_path):
+    events = []
+    train(recipe, tmp_path / "run", report=events.append)
+    assert [event.step for event in events if isinstance(event, Estimated)] == [10]
+
+
+def test_tensorboard_is_told_what_the_file_is(recipe, tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(replace(recipe, tensorboard=True), tmp_path / "run")
+    board = reader.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    board.Reload()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for name in ("loss", "val_loss", "lr", "grad_norm"):
+        told = [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in lines if name in row]
+        assert [(event.step, event.value) for event in board.Scalars(name)] == told
