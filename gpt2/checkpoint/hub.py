@@ -55,7 +55,9 @@ WEIGHTS = {
     "pytorch_model.bin.index.json": r"pytorch_model-\d+-of-\d+\.bin",
     "model.ckpt.index": r"model\.ckpt\.data-\d+-of-\d+|checkpoint|hparams\.json|encoder\.json|vocab\.bpe",  # OpenAI's own
 }
-# Without any of those: the one file there that could be a whole model, such as a GGUF or nanoGPT's ckpt.pt.
+# Without any of those: an adapter of PEFT's, whose base is another repository.
+ADAPTER, ADAPTED = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+# Without that too: the one file there that could be a whole model, such as a GGUF or nanoGPT's ckpt.pt.
 ALONE = r"(?!adapter_)[\w.+-]+\.(gguf|safetensors|pth?|ckpt)"
 PATIENCE = 3.0  # seconds for the first answer; HF_HUB_ETAG_TIMEOUT, the client's own variable, overrides it
 
@@ -94,7 +96,7 @@ def resolve(name: str, *, revision: str | None = None, offline: bool = False) ->
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo, re.ASCII):
         hint = _did_you_mean(repo, [DEFAULT, *OFFICIAL])
         known = ", ".join([DEFAULT, *OFFICIAL])
-        raise InputError(f"unknown model {name!r}{hint}: use {known}, org/name[@revision], or an existing path")
+        raise InputError(f"unknown model {name!r}{hint}: use {known}, org/name[@revision], random:SIZE, or an existing path")
     if at and revision is not None and pinned != revision:
         raise InputError(f"{name} and revision {revision!r} disagree: give the revision once")
     revision = pinned if at else revision or "main"
@@ -233,6 +235,9 @@ def _choose(repo: str, names: Collection[str]) -> list[str]:
         if "config.json" not in names and first != "model.ckpt.index":
             raise CheckpointError(f"{repo} has no config.json: it is not a GPT-2 checkpoint in the Hub's layout")
         return [*small, first, *sorted(name for name in names if re.fullmatch(WEIGHTS[first], name, re.ASCII))]
+    adapter = next((name for name in ADAPTED if name in names), None)
+    if adapter is not None and ADAPTER in names:
+        return [*small, ADAPTER, adapter]
     alone = sorted(name for name in names if re.fullmatch(ALONE, name, re.ASCII))
     if len(alone) == 1:
         return small + alone

@@ -10,13 +10,19 @@ from ..errors import InputError
 from .common import Status, add_command, add_json, require_writable, seed, write_json
 
 EXAMPLES = """\
-  gpt2 compare shakespeare-mini out/macbeth/best --on plays:play=twelfth-night    a base and its fine-tune
-  gpt2 compare shakespeare-mini out/best --html report.html    the same as a page to share
+  gpt2 compare shakespeare-mini out/macbeth/best             a base and its fine-tune, on a play that neither has seen
+  gpt2 compare shakespeare-mini out/macbeth/best --html report.html    the same as a page to share
   gpt2 compare gpt2 hf/gpt2                                  our implementation and transformers', the same weights
   gpt2 compare gpt2 gpt2:bf16                                two dtypes, with a float64 run as the ruler
   gpt2 compare gpt2 gpt2-medium --on wikitext2:stride=512    two sizes, on a text with its protocol
   gpt2 compare shakespeare-mini --attention "To be, or not to be" --html heads.html
-  gpt2 compare out/step-1000 out/step-2000 --on my.txt --json -"""
+  gpt2 compare out/step-1000 out/step-2000 --on my.txt --json -
+
+Exits with 0 whatever it finds: a comparison claims nothing. gpt2 verify does, and exits with 1 where it does not hold."""
+APART = ("on", "tokens", "threshold", "seed")  # what --attention has no use for
+
+
+DEFAULTS = {"on": None, "tokens": None, "threshold": 1e-3, "seed": 0}
 
 
 def add(commands: Any) -> None:
@@ -26,7 +32,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("b", metavar="B", nargs="?", help="the other; with --attention it may be left out")
     parser.add_argument(
-        "--on", metavar="TEXT", help="a text file, - for stdin, or a name (default: Macbeth, new to shakespeare-mini)"
+        "--on", metavar="TEXT", help="a text file, - for stdin, or a name (default: Twelfth Night, new to shakespeare-mini)"
     )
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="how much of the text, 0 for all (default: 8192; all of wikitext2)"
@@ -34,11 +40,13 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--threshold",
         type=float,
-        default=1e-3,
+        default=DEFAULTS["threshold"],
         metavar="E",
         help="name the first activation past this error (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of intervals and samples (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=seed, default=DEFAULTS["seed"], metavar="N", help="of intervals and samples (default: %(default)s)"
+    )
     parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
     parser.add_argument("--attention", metavar="TEXT", help="compare what each head looks at in TEXT, instead of everything else")
     parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page (with --attention also .png)")
@@ -54,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"compare {args.a} with what? give a second model, such as hf/{args.a}, or --attention TEXT")
     from rich.console import Console
 
+    if args.attention is not None and (idle := [name for name in APART if getattr(args, name) != DEFAULTS[name]]):
+        raise InputError(f"--{idle[0]} says nothing beside --attention, which looks at the text given there; leave it out")
     if args.attention is not None:
         from ..compare.attention import compare_attention
 
@@ -62,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             (heads.save_png if args.html.endswith(".png") else heads.save_html)(args.html)
             print(f"wrote {args.html}", file=sys.stderr)
         if args.json:
-            write_json(args.json, heads.to_json())
+            write_json(args.json, heads.to_json(maps=True))
         if args.json != "-":
             print(heads.table())
         return 0

@@ -6,7 +6,7 @@ import io
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .report import finite
+from .comparison import Model
+from .pair import model_of
+from .report import Environment, environment, finite
 from .side import Side
 from .trace import trace_blocks
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-TOKENS = 256  # more than that, and nobody sees a thing
 WEIGHTS = 750_000  # of all heads, in a page of less than 3 MB: 72 tokens of gpt2, 25 of gpt2-xl
 
 
@@ -55,6 +56,8 @@ class AttentionReport:
     heads_b: tuple[Head, ...]
     maps: Tensor = field(repr=False, compare=False)
     maps_b: Tensor | None = field(default=None, repr=False, compare=False)
+    models: tuple[Model, ...] = ()
+    environment: Environment | None = None
 
     def to_json(self, *, maps: bool = False) -> str:
         """All figures; the weights themselves only when asked for: they are many."""
@@ -62,6 +65,8 @@ class AttentionReport:
             "a": self.a,
             "b": self.b,
             "tokens": self.tokens,
+            "models": [asdict(model) for model in self.models],
+            "environment": None if self.environment is None else asdict(self.environment),
             "heads": [asdict(head) for head in self.heads],
             "heads_b": [asdict(head) for head in self.heads_b],
         }
@@ -121,18 +126,29 @@ class AttentionReport:
         """The pictures and every head's figures as one self-contained page."""
         from . import html
 
+        self._require_room("a page")
         html.write(Path(path), html.attention_page(self))
 
     def save_png(self, path: str | Path) -> None:
         """The small multiples as a picture: the difference where there are two models."""
         from . import plots
 
+        self._require_room("a picture")
         try:
             Path(path).write_bytes(
                 plots.attention_png(self.difference if self.b else self.maps, self.tokens, signed=bool(self.b))
             )
         except OSError as error:
             raise InputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
+
+    def _require_room(self, what: str) -> None:
+        """Raises InputError where nobody could tell one weight from the next."""
+        most = math.isqrt(WEIGHTS // len(self.heads))
+        if len(self.tokens) > most:
+            raise InputError(
+                f"the text makes {len(self.tokens)} tokens, and {what} of {len(self.heads)} heads has room for {most}: "
+                "give a shorter text, or take the weights as --json"
+            )
 
     @property
     def difference(self) -> Tensor:
@@ -167,10 +183,9 @@ def compare_attention(a: str, b: str | None, text: str, *, dtype: str | None = N
     if tokenizer is None:
         raise InputError(f"{a}: has no tokenizer to read a text with; give a model that comes with one")
     ids = tokenizer.encode(text)
-    heads = max(side.config.n_layer * side.config.n_head for side in sides)
-    most = min(TOKENS, math.isqrt(WEIGHTS // heads), *(side.config.n_positions for side in sides))
+    most = min(side.config.n_positions for side in sides)
     if not 2 <= len(ids) <= most:
-        raise InputError(f"the text makes {len(ids)} tokens; attention of {heads} heads is shown for 2 to {most}: give another")
+        raise InputError(f"the text makes {len(ids)} tokens; the model looks at 2 to {most} at a time: give another")
     if len(sides) == 2:
         for part in ("n_layer", "n_head"):
             values = [getattr(side.config, part) for side in sides]
@@ -182,7 +197,9 @@ def compare_attention(a: str, b: str | None, text: str, *, dtype: str | None = N
     for side in sides:
         with side.model() as model:
             maps.append(attention_maps(model, torch.tensor([ids])))
-    return summarise_attention(a, b, tuple(tokenizer.decode([index]) for index in ids), *maps)
+    found = summarise_attention(a, b, tuple(tokenizer.decode([index]) for index in ids), *maps)
+    env = environment(" and ".join(dict.fromkeys(str(side.dtype).removeprefix("torch.") for side in sides)), "cpu")
+    return replace(found, models=tuple(model_of(side, env.versions) for side in sides), environment=env)
 
 
 def summarise_attention(

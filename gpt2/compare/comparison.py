@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 
+SEEN = 0.005  # nats of Jensen-Shannon that two digits show
+
+
 @dataclass(frozen=True)
 class Model:
     """One side, as it was run. ``files`` are name -> sha256."""
@@ -100,7 +103,7 @@ class Comparison:
         return "bits per byte" if self.text.sha256 else "bits per token"
 
     def to_json(self) -> str:
-        body = {"verdict": "identical" if self.ok else "different", **asdict(self)}
+        body = {"verdict": "identical" if self.ok else "different", "ok": self.ok, **asdict(self)}
         first = self.activations.first_past if self.activations else None
         body["first_past"] = None if first is None else {"point": first.point, "layer": first.layer, "error": first.error}
         if self.weights is not None:
@@ -153,7 +156,7 @@ class Comparison:
         if self.distributions is not None:
             yield "\n[bold]Distributions[/bold]  [dim]per token, in nats; intervals are 95 %[/dim]"
             yield self._distributions()
-        if self.words is not None and self.words.passages:
+        if self.words is not None and any(word.js >= SEEN for passage in self.words.passages for word in passage.words):
             yield "\n[bold]Words[/bold]  [dim]where they disagree most: the text, and what each expected instead[/dim]"
             yield self._passage()
         if self.words is not None and self.words.continuations:
@@ -244,20 +247,26 @@ class Comparison:
 
     def _distributions(self) -> RenderableType:
         found = self.distributions
-        table = _table("", "mean", "median", "90 %", "95 %", "99 %", "99.9 %", "max")
-        for name, divergence in (("KL(a‖b)", found.kl_ab), ("KL(b‖a)", found.kl_ba), ("Jensen-Shannon", found.js)):
-            cells = [f"{divergence.percentiles[key]:.3g}" for key in ("50", "90", "95", "99", "99.9")]
-            table.add_row(name, _interval(divergence.mean, ".3g"), *cells, f"{divergence.max:.3g}")
+        table = _table("", "KL(a‖b)", "KL(b‖a)", "Jensen-Shannon")
+        divergences = (found.kl_ab, found.kl_ba, found.js)
+        table.add_row("mean", *(f"{one.mean.value:.3g}" for one in divergences))
+        table.add_row("95 % interval", *(f"{one.mean.low:.3g} .. {one.mean.high:.3g}" for one in divergences))
+        for key, name in (("50", "median"), *((key, f"{key} %") for key in ("90", "95", "99", "99.9"))):
+            table.add_row(name, *(f"{one.percentiles[key]:.3g}" for one in divergences))
+        table.add_row("max", *(f"{one.max:.3g}" for one in divergences))
         return _lines(
             table,
             f"top {found.top} overlap {found.overlap.value:.1%} · correlation of log-probabilities {found.correlation:.4f} · "
-            f"right token's probability {found.change.mean.value:+.2%} on average, {found.change.rms.value:.2%} RMS",
+            f"right token's probability {100 * found.change.mean.value:+.2f} percentage points on average, "
+            f"{100 * found.change.rms.value:.2f} RMS",
             f"calibration error {found.calibration_a.ece:.2%} → {found.calibration_b.ece:.2%}",
         )
 
     def _passage(self) -> RenderableType:
         table = _table("", "the text", "a", "b", "a expected", "b expected", "JS")
         for passage in self.words.passages[:2]:
+            if all(word.js < SEEN for word in passage.words):
+                continue
             for word in passage.words:
                 tops = [f"{visible(top[0].text)} {top[0].probability:.0%}" if top else "" for top in (word.top_a, word.top_b)]
                 chances = [f"{chance:.1%}" for chance in (word.probability_a, word.probability_b)]

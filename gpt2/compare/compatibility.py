@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from ..config import GPT2Config
 from ..data import Tokenizer
+from ..errors import InputError
+
+PADDING = 128  # vocabularies are padded to a multiple of at most so much, for speed
 
 # What decides which numbers a model computes; the rest of a config is about training it, or about ids that end a text.
 SHAPE = ("n_layer", "n_embd", "n_head", "n_inner", "n_positions", "vocab_size")
@@ -67,11 +70,21 @@ def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None) -> Vocabulari
 
 
 def compatibility(a: GPT2Config, b: GPT2Config, tokenizer_a: Tokenizer | None, tokenizer_b: Tokenizer | None) -> Compatibility:
-    """What differs, and what follows for the parts of a comparison."""
+    """What differs, and what follows for the parts of a comparison.
+
+    Raises:
+        InputError: vocabularies of different sizes, beyond padding, of which one has no tokenizer to be compared.
+    """
     fields = {field: (getattr(a, field), getattr(b, field)) for field in (*SHAPE, *FUNCTION)}
     fields["n_inner"] = a.inner, b.inner
     differing = tuple((field, *values) for field, values in fields.items() if values[0] != values[1])
     vocabularies = compare_vocabularies(tokenizer_a, tokenizer_b)
+    small, large = sorted((a.vocab_size, b.vocab_size))
+    if vocabularies.verdict == "none" and large > -(-small // PADDING) * PADDING:
+        raise InputError(
+            f"one of the models has no tokenizer, and {a.vocab_size:,} ids cannot be the other's {b.vocab_size:,}: there is "
+            "nothing to compare; give models of one vocabulary, or with their tokenizers"
+        )
     of_shape = [field for field, *_ in differing if field in SHAPE]
     impossible = {}
     if of_shape:

@@ -110,8 +110,8 @@ def compare(
     shown = text.name if text else "random ids"
     env = environment(" and ".join(dict.fromkeys(_dtype(side) for side in sides)), "cpu")
     return Comparison(
-        a=_model(sides[0], env.versions),
-        b=_model(sides[1], env.versions),
+        a=model_of(sides[0], env.versions),
+        b=model_of(sides[1], env.versions),
         compatibility=found,
         text=Scored(shown, text.sha256 if text else "", len(ids), context, stride, text.protocol.told if text else ""),
         weights=weights,
@@ -249,7 +249,8 @@ def _alone(side: Side, model: nn.Module, tokenizer: Tokenizer, text: Text, passa
     )
 
 
-def _model(side: Side, versions: dict[str, str]) -> Model:
+def model_of(side: Side, versions: dict[str, str]) -> Model:
+    """All it takes to run this side again."""
     implementation = f"transformers {versions['transformers']}" if side.theirs else "gpt2"
     parameters = side.config.num_parameters()
     return Model(side.name, implementation, _dtype(side), side.revision, parameters, asdict(side.config), side.files())

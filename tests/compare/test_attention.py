@@ -101,8 +101,8 @@ def test_a_model_against_itself_has_not_moved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("b", "text", "said"),
     [
-        (None, "a", "2 to 173"),
-        (None, "light " * 300, "25 heads is shown for 2 to 173"),
+        (None, "a", "2 to 256"),
+        (None, "light " * 300, "2 to 256"),
         ("random:distilgpt2", TEXT, "n_layer"),
     ],
 )
@@ -117,3 +117,16 @@ def test_a_model_without_a_tokenizer_is_refused() -> None:
     """A text cannot be read without one."""
     with pytest.raises(InputError, match="no tokenizer"):
         compare_attention("random:distilgpt2", None, TEXT)
+
+
+def test_a_text_too_long_to_be_seen_can_still_be_had_as_numbers(tmp_path: Path) -> None:
+    """The page's size is no limit of the model's: 200 tokens make a page of nothing, and a JSON of everything."""
+    found = compare_attention("shakespeare-mini", None, "light " * 198)
+    assert len(found.tokens) == 200
+    for save in (found.save_html, found.save_png):
+        with pytest.raises(InputError, match="25 heads has room for 173: give a shorter text, or take the weights as --json"):
+            save(tmp_path / "page")
+    told = json.loads(found.to_json(maps=True))
+    assert torch.tensor(told["maps"]).shape == (5, 5, 200, 200)
+    assert told["models"][0]["files"]["model.safetensors"]
+    assert told["environment"]["versions"]["torch"] == torch.__version__

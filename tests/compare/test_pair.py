@@ -260,3 +260,9 @@ def test_no_such_model_is_told_first(base: Path) -> None:
 
 def test_the_package_is_its_function(base: Path, text: str) -> None:
     assert gpt2.compare(str(base), str(base), on=text, tokens=60).ok
+
+
+def test_vocabularies_that_cannot_be_one_are_refused(tmp_path: Path) -> None:
+    """Without a tokenizer nothing says what an id is: 50,257 logits cut to 2,048 made a perplexity of nothing."""
+    with pytest.raises(InputError, match="2,048 ids cannot be the other's 50,257: there is nothing to compare"):
+        compare("shakespeare-mini", "random:distilgpt2", tokens=64)

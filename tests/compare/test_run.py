@@ -314,7 +314,7 @@ def test_the_probe_shows_every_id_and_position_it_claims() -> None:
 
 @pytest.mark.slow
 def test_an_official_shape_written_by_transformers() -> None:
-    """Width brings rounding of its own; the rules must hold there as they do on tiny models. (gpt2: checkpoint/test_official.py)"""
+    """Width brings rounding of its own; the rules must hold there too. (gpt2 itself: checkpoint/test_official.py)"""
     report = verify("random:distilgpt2")
     assert failing(report) == []
     assert [check.id for check in report.checks if check.skipped] == ["tokens"]

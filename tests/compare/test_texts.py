@@ -22,6 +22,7 @@ from gpt2.data import shakespeare
 from gpt2.data.chars import Chars
 from gpt2.errors import InputError
 from gpt2.model import GPT2
+from gpt2.train.recipe import read
 
 WIKI = " \n = Robert = \n \n Robert is a film , television 8 @,@ 600 actor . \n She said : é \n"
 JOINED = "\n\n = Robert = \n\n\n\n\n Robert is a film , television 8 @,@ 600 actor . \n\n\n She said : é \n"
@@ -51,17 +52,19 @@ def stdin(monkeypatch):
 def test_the_default_needs_no_network():
     """`gpt2 compare A B` must not begin with a download, and the text must be one that the embedded model never saw."""
     text = open_text(offline=True)
-    assert text == open_text("macbeth")
-    assert (text.name, len(text.text), text.passages) == ("macbeth", 95_856, ())
+    assert text == open_text("twelfth-night")
+    assert (text.name, len(text.text), text.passages) == ("twelfth-night", 110_828, ())
     assert text.sha256 == hashlib.sha256(text.text.encode()).hexdigest()
     assert (text.protocol.context, text.protocol.stride, text.protocol.guide) == (None, None, False)
     assert text.protocol.told == "every token but the first; the text as it stands"
 
 
-def test_macbeth_is_held_out():
-    """A default that the embedded model was trained on would flatter it."""
-    assert open_text().text == shakespeare.play("macbeth") == open_text("plays:play=macbeth").text
-    assert "macbeth" in shakespeare.HELD_OUT
+def test_the_default_is_held_out():
+    """A default that the embedded model, or the recipe to fine-tune it, was trained on would flatter one of the two."""
+    assert open_text().text == shakespeare.play("twelfth-night") == open_text("plays:play=twelfth-night").text
+    assert open_text("macbeth").text == shakespeare.play("macbeth")
+    assert "twelfth-night" in shakespeare.HELD_OUT
+    assert "twelfth-night" not in read("finetune-shakespeare").data.source
     assert open_text("plays").text == shakespeare.held_out_text()
 
 
@@ -150,7 +153,10 @@ def test_offline_makes_no_request(monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("wikitex2", r"^no text 'wikitex2' \(did you mean wikitext2\?\): give a text file, - for stdin, or macbeth, plays,"),
+        (
+            "wikitex2",
+            r"^no text 'wikitex2' \(did you mean wikitext2\?\): give a text file, - for stdin, or twelfth-night,",
+        ),
         ("LAMBADA", r"did you mean lambada\?"),
         ("mine.text", r"did you mean mine.txt\?"),
         ("./mine.text", r"did you mean mine.txt\?"),
