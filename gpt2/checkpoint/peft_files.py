@@ -22,7 +22,7 @@ from ..errors import CheckpointError, InputError
 from ..lora import PROJECTIONS, adapters, merge_into
 from .containers import Container, listed, read_json
 from .files import ADAPTER as CONFIG
-from .files import open_file
+from .files import LAYOUTS, open_file
 from .hub import resolve
 from .keys import from_file, layer, to_file
 from .match import Assignment
@@ -93,9 +93,7 @@ class Merged(Assignment):
 
 def is_adapter(path: Path) -> bool:
     """Whether a directory holds an adapter and no model: where it holds both, the model is what was asked for."""
-    return (path / CONFIG).is_file() and not any(
-        (path / name).is_file() for name in ("config.json", "model.safetensors", "pytorch_model.bin")
-    )
+    return (path / CONFIG).is_file() and not any((path / name).is_file() for pair in LAYOUTS for name in pair[:2])
 
 
 def read_adapter(path: Path) -> Adapter:

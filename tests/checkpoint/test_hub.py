@@ -253,7 +253,7 @@ def test_every_refusal_is_one_line_that_says_what_to_do(hub: HubStandIn, tmp_pat
     hub.add_repo("no/config", {"model.safetensors": WEIGHTS})
     hub.add_repo("no/weights", {"config.json": CONFIG})
     hub.add_repo("other/formats", {"config.json": CONFIG, "tf_model.h5": WEIGHTS, "onnx/model.onnx": WEIGHTS})
-    hub.add_repo("only/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS})
+    hub.add_repo("half/adapter", {"README.md": b"#", "adapter_model.safetensors": WEIGHTS})
     hub.add_repo("many/models", {f"q{bits}.gguf": WEIGHTS for bits in range(2, 9)} | {"README.md": b"#"})
     refusals = {
         "nobody/nothing": ("InputError", "no repository nobody/nothing", "and no such path here", "hf auth login"),
@@ -264,7 +264,7 @@ def test_every_refusal_is_one_line_that_says_what_to_do(hub: HubStandIn, tmp_pat
         "no/config": ("CheckpointError", "no/config has no config.json"),
         "no/weights": ("CheckpointError", "no/weights has no model.safetensors", "no weights to load"),
         "other/formats": ("CheckpointError", "has no model.safetensors (only onnx/model.onnx, tf_model.h5): choose a revision"),
-        "only/adapter": ("CheckpointError", "has no model.safetensors (only adapter_model.safetensors): choose"),
+        "half/adapter": ("CheckpointError", "has no model.safetensors (only adapter_model.safetensors): choose"),
         "many/models": ("CheckpointError", "(only q2.gguf, q3.gguf, q4.gguf and more): fetch the right one of these 7 yourself"),
         "a--b/c": ("InputError", "a--b/c cannot be a repository"),
     }
@@ -281,6 +281,7 @@ def test_every_refusal_is_one_line_that_says_what_to_do(hub: HubStandIn, tmp_pat
     assert f"cannot store or read openai-community/gpt2 in the cache {tmp_path}/file" in disk["message"]
 
 
+ADAPTER = {"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS[2:]}
 PICKLED = {"config.json": CONFIG, "pytorch_model.bin": WEIGHTS[1:]}
 BIN_SHARDS = {"pytorch_model.bin.index.json": b"{}"} | {f"pytorch_model-0000{i}-of-00002.bin": WEIGHTS[i:] for i in (1, 2)}
 SHARDS = {"model.safetensors.index.json": b"{}"} | {f"model-0000{i}-of-00002.safetensors": WEIGHTS[i:] for i in (1, 2)}
@@ -301,6 +302,7 @@ OPENAI |= {"model.ckpt.data-00000-of-00001": WEIGHTS}
         (GGUF, ["gpt2.Q8_0.gguf"]),
         ({"ckpt.pt": WEIGHTS, "vocab.json": b"{}", "training_args.bin": b"args"}, ["vocab.json", "ckpt.pt"]),
         (OPENAI | {"model.ckpt.meta": WEIGHTS, "events.out.tfevents": b"log"}, [*OPENAI]),
+        (ADAPTER | {"vocab.json": b"{}", "training_args.bin": b"args"}, ["vocab.json", *ADAPTER]),
         ({**PICKLED, "deep/model.safetensors": WEIGHTS, "model-1-of-2/../../x.safetensors": WEIGHTS}, [*PICKLED]),
     ],
     ids=[
@@ -313,6 +315,7 @@ OPENAI |= {"model.ckpt.data-00000-of-00001": WEIGHTS}
         "gguf",
         "nanoGPT",
         "OpenAI",
+        "adapter",
         "deeper",
     ],
 )

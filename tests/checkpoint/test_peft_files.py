@@ -1,11 +1,14 @@
 """Adapters in PEFT's files: what PEFT writes opens here, what is written here opens in PEFT, and the logits are the same."""
 
 import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from hub_standin import HubStandIn
 from safetensors.torch import load_file, save_file
 
 import gpt2
@@ -342,3 +345,28 @@ def test_a_model_with_an_adapter_beside_it_is_not_left_to_transformers(base: Pat
     assert reference.opens(base)
     assert not reference.opens(adapter)
     assert gpt2.compare(str(base), f"hf/{adapter}", tokens=16).weights.same_numbers
+
+
+FROM_THE_HUB = """
+import sys, torch, gpt2
+for offline in (False, True):
+    model = gpt2.load("me/adapter", dtype="float64", offline=offline)
+    torch.save(model(torch.arange(16)[None]).detach(), sys.argv[1])
+"""
+
+
+def test_an_adapter_and_its_base_from_the_hub(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """Both repositories are fetched, the base at the revision that the adapter names, and both are there offline."""
+    expected = ours(adapter)
+    edit(adapter, base_model_name_or_path="org/base", revision="v1")
+    with HubStandIn() as hub:
+        hub.add_repo(
+            "org/base", {file.name: file.read_bytes() for file in base.iterdir()}, lfs=("model.safetensors",), branch="v1"
+        )
+        hub.add_repo("org/base", {"config.json": b"another since"})
+        hub.add_repo("me/adapter", {file.name: file.read_bytes() for file in adapter.iterdir()}, lfs=(WEIGHTS,))
+        command = [sys.executable, "-W", "error", "-c", FROM_THE_HUB, str(tmp_path / "logits")]
+        environ = hub.environ(tmp_path / "cache") | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(tmp_path / "logits"), expected)
