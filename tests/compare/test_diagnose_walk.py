@@ -471,10 +471,12 @@ def test_masks_that_are_right_in_effect() -> None:
 def test_evidence_and_fix_are_said() -> None:
     """A diagnosis that gives no reason is an opinion."""
     (cause,) = walked(**PARTS["no scale"][0]).causes
-    assert "reproduces your own values to" in cause.evidence
-    assert "ends at your logits" in cause.evidence
+    assert "computed so from your own weights and inputs, h.0.attn is what your module has there to " in cause.evidence
+    assert "the walk ends at your own logits" in cause.evidence
     assert cause.fix.startswith("scores = q @ k")
     assert cause.confidence == 1.0
+    (cause,) = walked(**PARTS["erf"][0]).causes
+    assert "GPT-2's formula is off by " in cause.evidence
 
 
 # The pool.

@@ -157,15 +157,17 @@ def _causes(found: list, walker: Walker, layers: int, explained: bool) -> list[C
     causes = []
     for (id, _), same in groups.items():
         detail = same[0][1].detail
-        errors = [error for _, _, error in same if error is not None]
-        error = max(errors, default=None)
-        told = "reproduces your own values" if error is None else f"reproduces your own values to {error:.0e}"
+        place = _where(same[0][0], same[0][1].part)
+        error = max((error for _, _, error in same if error is not None), default=None)
+        close = "" if error is None else " to the last bit" if error == 0 else f" to {error:.0e}"
         if id in ("layer-order", "layer-missing", "layer-repeated"):
             told = "each block's projections were found in your run, with the weights of these blocks and in this order"
         else:
-            told = f"computed so, from your own weights, it {told} at {_where(same[0][0], same[0][1].part)}"
+            told = f"computed so from your own weights and inputs, {place} is what your module has there{close}"
+            if (missed := walker.missed.get(place)) is not None and missed > BOUND:
+                told += f"; GPT-2's formula is off by {missed:.0e}"
         if explained:
-            told += "; so explained, the whole walk ends at your logits"
+            told += "; with all causes here, the walk ends at your own logits"
         confidence = SURE if explained else LIKELY
         where = _places([_where(n, finding.part) for n, finding, _ in same], layers)
         if id in CAUSES:

@@ -33,6 +33,7 @@ class Branch:
     findings: list[Finding] = field(default_factory=list)
     results: list[Option] = field(default_factory=list)
     factor: float | None = None  # of the scores
+    missed: float | None = None  # how far off the weights would be by GPT-2's formula
 
     def keep(self, point: str, value: Tensor, error: float | None) -> None:
         self.values[point] = value
@@ -126,7 +127,7 @@ class Attending:
         chosen = self._weigh(split, factors)
         heads: list[tuple[Tensor, tuple[Finding, ...]]] = []
         if chosen is not None:
-            option, weights, error, (y, y_error, more) = chosen
+            option, weights, error, (y, y_error, more), self.branch.missed = chosen
             factor = option.base
             self.branch.findings += [*findings, *option.findings, *more]
             self.branch.factor = factor
@@ -220,7 +221,7 @@ class Attending:
         if found is None:  # hidden in one operator with the values: judged by these
             for option in sorted(options, key=lambda option: option.price):
                 if (mixed := self._mixed(split, option.value)) is not None:
-                    return option, option.value, None, mixed
+                    return option, option.value, None, mixed, None
         return found
 
     def _hidden(self, split: Split, factors: list[float]) -> Iterator[tuple[Tensor, tuple[Finding, ...]]]:

@@ -52,12 +52,14 @@ class Option:
 
 
 class Choice(NamedTuple):
-    """The option that was taken; the port's own value of it; how far it was off; and what bore it out."""
+    """The option that was taken; the port's own value of it; how far it was off; what bore it out; and how far off what would
+    have been right there is, if that is something else."""
 
     option: Option
     value: Tensor
     error: float | None
     result: Any
+    missed: float | None = None
 
 
 class Chooser:
@@ -105,6 +107,11 @@ class Chooser:
         if chosen is not None and chosen.option.path not in rank:
             known.append(chosen.option.path)
             self.labels.add(chosen.option.label)
+        if chosen is not None and chosen.option.findings:
+            right = next((o for o in ordered if o.label == "right" and o.base is chosen.option.base), None)
+            right = right or next((o for o in ordered if o.label == "right"), None)
+            if right is not None:
+                chosen = chosen._replace(missed=relative(right.value, chosen.value))
         return chosen
 
     def _borne_out(self, option: Option, match: Match, anchor: Callable[[Option, Tensor], Any]) -> Choice | None:

@@ -78,6 +78,7 @@ class Walker:
         self.found: list[tuple[int | None, Finding, float | None]] = []  # with the block as it runs
         self.blocks: list[int] = []
         self.factors: dict[int, float] = {}  # of the scores, by block
+        self.missed: dict[str, float] = {}  # how far off GPT-2's own formula is, where the port's is another
         self.lost: list[str] = []
         self.reached = False
 
@@ -293,6 +294,8 @@ class Walker:
     def _absorb(self, n: int, branch: Branch) -> None:
         for point, value in branch.values.items():
             self._keep(self._where(n, point), value, branch.errors.get(point))
+        if branch.missed is not None:
+            self.missed[self._where(n, "attn")] = branch.missed
         if branch.factor is not None:
             self.factors[n] = branch.factor
         for finding in branch.findings:
@@ -303,6 +306,8 @@ class Walker:
     def _settle(self, n: int | None, choice: Choice, part: str) -> None:
         """A choice, and all that it was made from, is what the port does."""
         self._keep(self._where(n, part), choice.value, choice.error)
+        if choice.missed is not None:
+            self.missed[self._where(n, part)] = choice.missed
         option: Option | None = choice.option
         at = n
         self._blame(at, option, choice.error)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ...config import GPT2Config
-from .hypotheses import Finding, Hypothesis, norms, sinusoids
+from .hypotheses import Finding, Hypothesis, sinusoids
+from .norms import norms
 from .pool import Pool
 from .search import Option
 
