@@ -65,7 +65,7 @@ class Behaviour:
         self._padded(ids)
 
     def _logits(self, *args: Any, **kwargs: Any) -> Tensor:
-        return calmly(lambda: logits_of(self.module(*args, **kwargs)))[0].double()
+        return calmly(lambda: logits_of(self.module(*args, **kwargs)))[0][..., : self.config.vocab_size].double()
 
     # The same every time
 
@@ -75,6 +75,7 @@ class Behaviour:
             once = logits_of(self.module(ids)).double()
         again = logits_of(self.module(ids)).double()
         if torch.equal(once, again) and not watch.dropouts:
+            self._remembers(ids)
             return
         evidence = f"two calls with the same ids differ by {apart(again, once):.1e}"
         if watch.dropouts:
@@ -88,6 +89,20 @@ class Behaviour:
             self.causes.append(
                 cause("not-deterministic", "logits", f"the same ids give other logits every time; {drawn}", evidence, SURE)
             )
+
+    def _remembers(self, ids: Tensor) -> None:
+        """Whether one token's logits depend on what was run before."""
+        found = []
+        for before in (ids, ids[:, :3]):
+            try:
+                self._logits(before)
+                found.append(self._logits(ids[:, :1]))
+            except Exception:
+                return
+        if not (error := apart(*found)) <= self.bound:
+            words = "the logits of one token depend on the text that was run before: your module remembers it"
+            evidence = f"after {ids.size(1)} tokens and after 3, they differ by {error:.1e}"
+            self.causes.append(cause("not-deterministic", "logits", words, evidence, SURE))
 
     def _dropouts(self, ids: Tensor, error: float) -> None:
         """Where they are: what they are applied to is known by its value, the dropouts before being made to let all through."""
@@ -201,7 +216,7 @@ class Behaviour:
             extra |= {start: at} if start else {}
             output = calmly(lambda extra=extra, at=at, piece=piece: self.module(ids[:, at : at + piece], **extra))[0]
             at += piece
-            found.append(logits_of(output).double())
+            found.append(logits_of(output)[..., : self.config.vocab_size].double())
             if past:
                 cache = _cache_of(output) if given is None else given
                 if cache is None:
@@ -269,7 +284,8 @@ def apart(theirs: Tensor, ours: Tensor) -> float:
     """The largest difference over the root mean square of ``ours``; infinite where shapes differ or numbers are none."""
     if theirs.shape != ours.shape:
         return float("inf")
-    error = float((theirs - ours).abs().max() / ours.square().mean().sqrt().clamp(min=1e-300))
+    differences = (theirs - ours).abs().masked_fill(theirs == ours, 0.0)  # minus infinity in both is no difference
+    error = float(differences.max() / ours.square().mean().sqrt().clamp(min=1e-300))
     return error if error == error else float("inf")
 
 

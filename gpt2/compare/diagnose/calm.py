@@ -87,15 +87,14 @@ class Calm(TorchDispatchMode):
             if any(factor.data_ptr() == self._noise.data_ptr() for factor in factors):
                 self._dropped(next((f for f in factors if f.data_ptr() != self._noise.data_ptr()), factors[0]))
                 self._noise = None
-        if name in ("bernoulli_", "bernoulli") and isinstance(args[0], Tensor):
-            keep = args[1] if len(args) > 1 else kwargs.get("p")
-            if name == "bernoulli_":
-                self._noise = args[0]  # what it is multiplied with is dropped out
-            else:
-                self._dropped(args[0])
-            if self.still and isinstance(keep, float) and name == "bernoulli_":
+        if name == "bernoulli_":
+            self._noise = args[0]  # what it is multiplied with is dropped out
+            keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            if self.still and isinstance(keep, float):
                 return args[0].fill_(keep)  # divided by that probability afterwards
-            if self.still and keep is None:
+        if name == "bernoulli":
+            self._dropped(args[0])
+            if self.still:
                 return torch.ones_like(args[0])
         if name == "_scaled_dot_product_flash_attention_for_cpu":
             dropout = args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)

@@ -88,6 +88,8 @@ class Examination:
             return self._diagnosed(max(errors), blank or behaviour.divergence, [*padding, *unseen, *behaviour.causes])
         wrong = next(number for number, error in enumerate(errors) if error > self.bound)
         ids, theirs = outputs[wrong]
+        if wrong and any(cause.id == "not-deterministic" for cause in behaviour.causes):
+            return self._diagnosed(max(errors), blank, [*self.causes, *padding, *behaviour.causes])
         if wrong:
             self.notes.append(f"your logits are right for {outputs[0][0].size(1)} tokens; they part at {ids.size(1)}")
         alike = _error(cut(theirs, self.config), same(ids))

@@ -22,7 +22,7 @@ EXPLAINS = {
     "value-projection-wrong": {"missing-bias", "wrong-tensor"},
     "position-sinusoidal": {"position-missing"},
 }
-FUTURE = ("mask-missing", "mask-multiplied", "mask-off-by-one", "mask-strict", "softmax-axis", "softmax-missing")
+FUTURE = ("head-layout", "mask-missing", "mask-multiplied", "mask-off-by-one", "mask-strict", "softmax-axis", "softmax-missing")
 RANDOM = ("not-deterministic", "dropout-active", "ffn-dropout")
 # Of how a port behaves, what follows from what it computes: who sees the future sees another one through a cache.
 IMPLIES = {

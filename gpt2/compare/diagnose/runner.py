@@ -121,7 +121,9 @@ def _watch(folder: Path, found: Target, timeout: float) -> tuple[int, str]:
             time.sleep(0.02)
     finally:
         _kill(process)
-    reader.join(1)
+        reader.join(1)
+        if not reader.is_alive():  # else somebody that left the group still holds the other end
+            process.stdout.close()
     return process.returncode, printed[0].decode(errors="replace")
 
 

@@ -1,0 +1,176 @@
+"""`gpt2 diagnose FILE.py:build`: whatever the file does, one clear line or a clean result, and the right exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faulty import CONFIG, write
+from faulty.exits import HOSTILE
+
+from gpt2.cli.main import main
+from gpt2.compare.diagnose import runner
+from gpt2.compare.diagnose.report import Diagnosis, Divergence
+from gpt2.errors import InputError
+
+FILES = Path(__file__).parents[1] / "faulty" / "hostile"
+# What each must be told; those of the first lines also by default, each for another reason.
+SAID = {
+    "prints": "",
+    "crashes_hard": "killed by SIGABRT in its forward (crashes_hard.py, line 10, in forward)",
+    "hangs_in_build": "its build() did not end in 3 s (hangs_in_build.py, line ",
+    "wants_gpu_in_forward": "needs a GPU, and there is none here (wants_gpu_in_forward.py, line 9:",
+    "hangs_in_forward": "did not end in 3 s (hangs_in_forward.py, line 13, in forward)",
+    "crashes_in_build": "(crashes_in_build.py, line 5:",
+    "crashes_in_forward": "(crashes_in_forward.py, line 8:",
+    "exits": "it calls sys.exit(0) (exits.py, line 7",
+    "exits_in_silence": "ended the process (exit code 0) in build()",
+    "asks": "waits for input (asks.py, line 7",
+    "imports_what_is_not_there": "No module named 'a_package_that_nobody_has_installed'",
+    "needs_more": "build(checkpoint_dir, device, compile)",
+    "no_build": "has no function build; it has",
+    "no_module": "build() returned OrderedDict",
+    "class_and_no_instance": "return an instance of it",
+    "returns_nan": "its logits are NaN from position 0 on",
+    "returns_a_nan_weight": "its layers.0.up.weight holds NaN",
+    "returns_hidden": "it returns (2, 8, 20), and logits are (2, 8, 67); return logits",
+    "returns_nothing": "NoneType with no logits in it",
+    "returns_ids": "with no logits in it",
+    "returns_flat": "",
+    "bigrams": "Bigrams: nothing in its forward weighs projections",
+    "too_big": "not enough memory (too_big.py, line 8",
+    "wants_gpu": "needs a GPU, and there is none here (wants_gpu.py, line 7",
+    "sound": "",
+    "beside": "",
+    "hangs_at_the_end": "",
+    "training_dropout": "",
+}
+DEFAULT = ("prints", "crashes_hard", "hangs_in_build")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("checkpoint"), CONFIG)
+
+
+def diagnose(name: str, checkpoint: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gpt2", "diagnose", f"{FILES / name}.py:build", "--model", str(checkpoint), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in HOSTILE])
+def test_whatever_the_file_does_the_answer_is_clear(name: str, checkpoint: Path) -> None:
+    """A file that hangs, aborts, exits with 0 or prints JSON must not decide what a program that reads our JSON sees."""
+    done = diagnose(name, checkpoint, "--json", "-", "--timeout", "3" if "hangs_in" in name else "30")
+    assert done.returncode == HOSTILE[name], done.stderr
+    if done.returncode == 2:
+        assert done.stdout == ""
+        assert done.stderr.count("\n") == 1
+        assert done.stderr.startswith("gpt2 diagnose: ")
+        assert SAID[name] in done.stderr
+    else:
+        assert json.loads(done.stdout)["verdict"] == ("equal" if done.returncode == 0 else "mismatch")
+        assert done.stderr == ""
+
+
+def test_every_hostile_file_is_told_something() -> None:
+    """Else a new file would be held to its exit code only."""
+    assert set(SAID) == set(HOSTILE)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nowhere.py:build", "nowhere.py: no such file; give a Python file"),
+        ("{folder}/other.py", "no such file; there are port.py; give"),
+        ("{folder}", "is a directory; give the Python file"),
+        ("{folder}/port.py:a-b", "'a-b' is no name of a function; write port.py:build"),
+    ],
+)
+def test_a_target_that_is_none(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Told before torch is imported and a checkpoint fetched."""
+    (tmp_path / "port.py").write_text("")
+    assert main(["diagnose", text.format(folder=tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_build_is_the_name_where_none_is_given(tmp_path: Path) -> None:
+    """As everybody types it the first time."""
+    (tmp_path / "port.py").write_text("")
+    assert runner.target(str(tmp_path / "port.py")).name == "build"
+    assert runner.target(f"{tmp_path / 'port.py'}:make").name == "make"
+
+
+def test_a_model_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The file is right, the model's name is not: the message must be about the name."""
+    (tmp_path / "port.py").write_text("def build(): ...")
+    assert main(["diagnose", str(tmp_path / "port.py"), "--model", "gtp2", "--offline"]) == 2
+    assert "unknown model 'gtp2' (did you mean gpt2?)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_timeout_that_is_none(seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """NaN would wait for ever."""
+    assert main(["diagnose", "port.py", "--timeout", seconds]) == 2
+    assert "--timeout" in capsys.readouterr().err
+
+
+FOUND = Diagnosis("mismatch", Divergence("h.0.ln_1", 0, 0.5), (), (), "port.py:build", "a", 0.5)
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("equal", 0), ("mismatch", 1), ("undetermined", 1)])
+def test_exit_codes(verdict: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """CI pipelines branch on these."""
+    found = Diagnosis(verdict, FOUND.first_divergence, (), (), "m", "c", 0.5)
+    monkeypatch.setattr(runner, "run", lambda *args, **kwargs: found)
+    assert main(["diagnose", "port.py:build"]) == code
+    assert verdict.upper() in capsys.readouterr().out
+
+
+def test_json_to_a_file_and_the_table_to_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """With a file both are wanted; with - only the JSON."""
+    monkeypatch.setattr(runner, "run", lambda *args, **kwargs: FOUND)
+    assert main(["diagnose", "port.py:build", "--json", str(tmp_path / "out.json")]) == 1
+    assert "MISMATCH  first at h.0.ln_1" in capsys.readouterr().out
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["first_divergence"] == {"point": "h.0.ln_1", "layer": 0, "error": 0.5}
+
+
+def test_nothing_of_the_process_is_left(tmp_path: Path) -> None:
+    """A port that started a process of its own, and hangs, must not keep the machine busy after we have given up."""
+    (tmp_path / "port.py").write_text(
+        "import os, subprocess, sys, time, pathlib\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    with pytest.raises(InputError, match=r"being imported did not end in 2 s \(port.py, line 4"):
+        runner.run(str(tmp_path / "port.py"), "shakespeare-mini", timeout=2)
+    pid = int((tmp_path / "pid").read_text())
+    status = Path(f"/proc/{pid}/stat")
+    if status.exists():  # a zombie until somebody reaps it
+        assert status.read_text().split()[2] == "Z"
+    else:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, signal.SIG_DFL)
+
+
+def test_a_build_without_arguments_is_filled(tmp_path: Path) -> None:
+    """`build()` hands over a fresh module, and `random:` models have no folder of their own."""
+    (tmp_path / "gpt2.py").write_text(  # a name that must not shadow ours
+        f"import sys; sys.path.insert(0, {str(FILES.parents[1])!r})\nfrom ports import PORTS\n"
+        "def build():\n    import gpt2\n    return PORTS['nano'].build(gpt2.load('shakespeare-mini').config)\n"
+    )
+    found = runner.run(str(tmp_path / "gpt2.py"), "shakespeare-mini")
+    assert found.ok, found.table()
+    assert found.module == "gpt2.py:build"
