@@ -7,7 +7,7 @@ from torch import nn
 from ..config import GPT2Config
 from .recipe import Recipe
 
-FLOAT = 4  # bytes of a float32
+FLOAT, BF16 = 4, 2  # bytes
 PASSED = 2  # copies of the logits alive at once: their log-softmax, and the logits or their gradient
 
 
@@ -15,7 +15,8 @@ def peak_memory(model: nn.Module, recipe: Recipe) -> int:
     """Bytes of weights, gradients, AdamW's two moments, and one part of a batch on its way through; what torch itself takes is
     not in it. The formula is held against what autograd keeps, and against a run's measured peak, in `tests/train`.
     """
-    return standing(model) + passing(model.config, recipe)
+    casts = sum(p.numel() * BF16 for p in model.parameters() if p.ndim > 1) if recipe.precision == "bf16" else 0  # autocast's
+    return standing(model) + casts + passing(model.config, recipe)
 
 
 def standing(model: nn.Module) -> int:
@@ -26,12 +27,13 @@ def standing(model: nn.Module) -> int:
 def passing(config: object, recipe: Recipe) -> int:
     """Bytes of activations kept for the backward pass, and of logits, for one of ``grad_accum`` parts of a batch."""
     tokens = recipe.batch_size // recipe.grad_accum * recipe.context
-    logits = PASSED * tokens * config.vocab_size * FLOAT
+    logits = tokens * config.vocab_size * (PASSED * FLOAT + (BF16 if recipe.precision == "bf16" else 0))
     return logits + (tokens * kept_per_token(config, recipe) if isinstance(config, GPT2Config) else 0)
 
 
 def kept_per_token(config: GPT2Config, recipe: Recipe) -> int:
-    """Bytes that autograd keeps of one token, all layers together.
+    """Bytes that autograd keeps of one token, all layers together; where blocks are computed again, of what goes into each, and
+    of one block at a time.
 
     Of a block of width d and feed-forward f: the inputs of both norms (2 d), their outputs (2 d), q, k and v (3 d), what
     attention returns and its copy with the heads side by side (2 d), the feed-forward before and after its activation (2 f);
@@ -39,7 +41,11 @@ def kept_per_token(config: GPT2Config, recipe: Recipe) -> int:
     takes the fused kernel away: then they are, three times and with their mask, for each of n_head heads and ``context`` tokens.
     """
     d, f = config.n_embd, config.inner
-    block = 9 * d + 2 * f + (d / 2 if recipe.dropout else 0) + 2 * config.n_head  # the last: norms and softmax, a number a row
+    product = BF16 if recipe.precision == "bf16" else FLOAT  # of what goes into a product or comes out; norms read float32
+    block = 2 * d * FLOAT + (7 * d + 2 * f) * product + 2 * config.n_head * FLOAT  # the last: norms and softmax, a number a row
+    if recipe.dropout:
+        block += 2 * d
     if recipe.attn_dropout:
-        block += 3.25 * config.n_head * recipe.context
-    return int(FLOAT * (config.n_layer * block + 2 * d))
+        block += 3.25 * config.n_head * recipe.context * product
+    blocks = config.n_layer * d * FLOAT + block if recipe.checkpointing else config.n_layer * block
+    return int(blocks + 2 * d * FLOAT)

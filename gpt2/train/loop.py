@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ..checkpoint.load import load, load_tokenizer, require_vocabulary
 from ..compare.measure import LanguageScore, language_score
@@ -289,10 +290,18 @@ def _fit(model: GPT2, tokenizer: Tokenizer, recipe: Recipe, name: str) -> None:
             module.p = recipe.dropout
         elif hasattr(module, "attn_pdrop"):
             module.attn_pdrop = recipe.attn_dropout
+    if recipe.checkpointing:
+        for block in getattr(model, "h", ()):
+            block.forward = _checkpointed(block.forward)
     for parameter in model.parameters():
         # Out of the mapped file, whose pages would otherwise be copied one by one in the first step; and to an address as even as
         # any other, because some kernels sum in another order where it is not, and a resumed run would drift from the first.
         parameter.data = parameter.data.clone()
+
+
+def _checkpointed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``forward``, whose intermediate results are not kept for the backward pass but computed again there."""
+    return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False) if torch.is_grad_enabled() else forward(*inputs)
 
 
 def _new_model(recipe: Recipe, tokenizer: Tokenizer) -> GPT2 | Bigram:
@@ -334,7 +343,8 @@ def _step(
     )
     total = 0.0
     for part_x, part_y in zip(x.chunk(recipe.grad_accum), y.chunk(recipe.grad_accum), strict=True):
-        loss = F.cross_entropy(model(part_x).flatten(0, 1), part_y.flatten()) / recipe.grad_accum
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
+            loss = F.cross_entropy(model(part_x).flatten(0, 1), part_y.flatten()) / recipe.grad_accum
         loss.backward()
         total += loss.item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optim.clip or math.inf).item()

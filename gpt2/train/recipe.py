@@ -91,6 +91,9 @@ class Recipe:
     is 0 by default because it keeps PyTorch from its fused attention kernel (a step of the embedded model: 1.20 s with it, 0.72 s
     without).
 
+    ``precision`` "bf16" computes a training step's matrix products in bfloat16, by autocast; weights, optimizer and evaluations
+    stay float32. ``checkpointing`` keeps of every block only what went in, and computes the rest again on the way back.
+
     A step whose loss or gradient is not finite, or whose loss explodes (:mod:`gpt2.train.divergence`), never reaches the weights.
     ``on_divergence`` says what then: "stop" the run, "skip" the step, or "rewind" to the newest checkpoint and go on from there
     with other windows.
@@ -114,6 +117,8 @@ class Recipe:
     sample_tokens: int = 64
     eval_tokens: int = 0
     patience: int = -1
+    precision: str = "float32"
+    checkpointing: bool = False
     on_divergence: str = "stop"
     tensorboard: bool = False
     expect: float = 0.0
@@ -146,6 +151,7 @@ class Recipe:
         for name, value, known in (
             ("data.tokenizer", self.data.tokenizer, ("bpe", "chars", "words", "gpt2")),
             ("model.kind", self.model.kind, ("gpt2", "bigram")),
+            ("precision", self.precision, ("float32", "bf16")),
             ("on_divergence", self.on_divergence, ("stop", "skip", "rewind")),
         ):
             if value not in known:

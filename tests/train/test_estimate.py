@@ -1,18 +1,21 @@
 """The memory told before a run, against what autograd keeps and what AdamW holds."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2
-from gpt2.train import estimate
+from gpt2.train import estimate, loop
 from gpt2.train.bigram import Bigram, BigramConfig
+from gpt2.train.loop import train
 from gpt2.train.optim import adamw
 from gpt2.train.recipe import Recipe
 
 
-def kept(model, ids) -> int:
+def kept(model, ids, precision="float32") -> int:
     """Bytes of distinct storages that the backward pass of one step waits with, parameters aside."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {ids.untyped_storage().data_ptr()}
     sizes, alive = {}, []
@@ -24,7 +27,8 @@ def kept(model, ids) -> int:
             alive.append(tensor)  # or its address would be given to another
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    bf16 = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), bf16:
         F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
     return sum(sizes.values())
 
@@ -49,6 +53,34 @@ def test_activations_are_what_autograd_keeps(dropout, attn_dropout, width, layer
     measured = kept(GPT2(config).train(), torch.zeros(4, context, dtype=torch.long))
     logits = 4 * context * 65 * 4  # the log-softmax; the estimate has one copy more, alive for a moment
     assert estimate.passing(config, recipe) - logits == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_in_bf16_and_computed_again(checkpointing):
+    """What makes gpt2-medium fit 8 GB is these two; if they are not there, neither is the memory."""
+    recipe = Recipe(batch_size=4, context=128, dropout=0.0, precision="bf16", checkpointing=checkpointing)
+    model = GPT2(GPT2Config(65, 128, 64, 8, 4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0))
+    if checkpointing:
+        for block in model.h:
+            block.forward = loop._checkpointed(block.forward)
+    casts = sum(p.nbytes // 2 for p in model.parameters() if p.ndim > 1)
+    measured = kept(model.train(), torch.zeros(4, 128, dtype=torch.long), "bf16")
+    logits = 4 * 128 * 65 * 4
+    if checkpointing:  # what goes into every block; what one of them keeps on its way back comes later
+        assert measured - logits == pytest.approx((8 + 2) * 4 * 128 * 64 * 4, rel=0.1)
+    else:
+        assert estimate.passing(recipe=recipe, config=model.config) - logits + casts == pytest.approx(measured, rel=0.15)
+
+
+def test_computed_again_is_computed_the_same(recipe, tmp_path, stored):
+    """Dropout drawn anew on the way back would make gradients of another function."""
+    steps = replace(recipe, steps=4)
+    train(steps, tmp_path / "kept")
+    train(replace(steps, checkpointing=True), tmp_path / "again")
+    name = "step-4/model.safetensors"
+    assert stored(tmp_path / "kept")[name] == stored(tmp_path / "again")[name]
+    train(replace(steps, precision="bf16"), tmp_path / "bf16")
+    assert stored(tmp_path / "kept")[name] != stored(tmp_path / "bf16")[name]
 
 
 def test_what_stands_is_weights_gradients_and_moments():
