@@ -1,9 +1,12 @@
 """A run of adapters: they alone change, they alone are stored, and every promise of other runs holds."""
 
 import json
+import multiprocessing
 import os
+import random
 import shutil
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -134,6 +137,45 @@ def test_it_goes_on_without_the_model_it_began_with(lora, init, run, tmp_path, t
     weights = "best/model.safetensors"
     assert everything(tmp_path / "run")[weights] == everything(run)[weights]
     assert told(tmp_path / "run") == told(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_moments(lora, init, tmp_path, told, seed):
+    """SIGKILL inside a save of `base/`, `best/` or a checkpoint, a step or a line: the disk has all it takes to go on."""
+    long, whole, run, rng = (
+        replace(lora, steps=45, eval_every=2, save_every=3),
+        tmp_path / "whole",
+        tmp_path / "run",
+        random.Random(seed),
+    )
+    train(long, whole, init=init)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gpt2.train.loop", "torch._dynamo"])
+    killed, before, codes = 0, -1, []
+    while killed < 8:
+        process = context.Process(target=train, args=(long, run), kwargs={"init": init})
+        process.start()
+        deadline = time.monotonic() + 60
+        while process.is_alive() and time.monotonic() < deadline and newest_line(run) <= before + (killed > 1) * 4:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.1))
+        process.kill()
+        process.join()
+        killed, before = killed + 1, newest_line(run)
+        codes.append(process.exitcode)
+    process = context.Process(target=train, args=(long, run), kwargs={"init": init})
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert codes.count(-signal.SIGKILL) >= 5  # it was killed on its way, not at its end
+    assert everything(run) == everything(whole)
+    assert told(run) == told(whole)
+
+
+def newest_line(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_text(errors="replace").count('"loss"') if path.is_file() else -1
 
 
 def flip(path):
