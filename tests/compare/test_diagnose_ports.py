@@ -35,7 +35,7 @@ def one_of_each_cause() -> list[str]:
     """Names of ports with one fault, a port for each cause, no architecture twice in a row where that can be helped."""
     homes: dict[str, list[str]] = {}
     for name, port in FAULTY.items():
-        if port.line and " " not in port.line and port.architecture != "compiled":
+        if port.line and len(port.causes) == 1 and port.architecture != "compiled":
             homes.setdefault(next(iter(port.causes.values()))[0], []).append(name)
     return [names[turn % len(names)] for turn, names in enumerate(homes.values())]
 

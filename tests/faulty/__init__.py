@@ -155,6 +155,9 @@ LINES = {
         counts-calls
         batch-statistics
         batch-centred
+        masked-first scale-by-width
+        masked-first scale-missing@1
+        masked-first rmsnorm@1.ln_1
         gelu-erf eps-1e-6
         gelu-erf@2 scale-by-width@0
         post-norm gelu-relu scale-by-width
@@ -499,8 +502,8 @@ SOUND |= {
     for name, lines in (
         (
             "fused",
-            "mask-1e4 scale-split softmax-upcast norm-upcast logits-upcast vocabulary-cut heads-permuted dropout-in-training "
-            "idle-norm",
+            "mask-1e4 masked-first scale-split softmax-upcast norm-upcast logits-upcast vocabulary-cut heads-permuted "
+            "dropout-in-training idle-norm",
         ),
         ("functions", "key-bias-missing heads-permuted"),
         ("heads", "heads-permuted"),

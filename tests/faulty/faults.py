@@ -152,6 +152,7 @@ MEANINGS: dict[str, Meaning] = {
 # Peculiarities that change nothing, and must not be called faults.
 HARMLESS = {
     "mask-1e4": "masked scores are -10,000, whose exponential is zero",
+    "masked-first": "scores are masked before they are scaled",
     "scale-split": "queries and keys are each divided by the fourth root",
     "key-bias-missing": "softmax does not see what is added to all keys alike",
     "softmax-upcast": "the softmax is taken in float32",
@@ -202,7 +203,8 @@ class Faults:
 
     def first(self) -> tuple[str, ...]:
         """Where the port may first differ: the points of the fault that comes first in the forward pass."""
-        shown = [(min(map(_rank, points)), points) for name in self.sites if (points := self.points(name))]
+        harmful = [name for name in self.sites if name in MEANINGS]
+        shown = [(min(map(_rank, points)), points) for name in harmful if (points := self.points(name))]
         return min(shown)[1] if shown else ()
 
 

@@ -67,6 +67,8 @@ class SelfAttention(nn.Module):
         if "scale-split" in wrong:
             q, k = q / k.size(-1) ** 0.25, k / k.size(-1) ** 0.25
         att = q @ k.transpose(-2, -1)
+        if "masked-first" in wrong:
+            att = att.masked_fill(self.mask[:t, :t] == 0, -1e20)
         if "scale-by-width" in wrong:
             att = att / math.sqrt(c)
         elif not wrong & {"scale-missing", "scale-split"}:

@@ -179,8 +179,8 @@ class Attending:
     def _options(self, split: Split, factors: list[float]) -> Iterator[Option]:
         right = likely_scales(self.config, self.layer)
         raw = self._scores(split)
-        for factor in factors or right:
-            wrong = len(scale_finding(self.config, self.layer, factor))
+        for factor in dict.fromkeys([*factors, *right]):  # what is scaled after it is masked is not seen as scaled scores
+            wrong = len(scale_finding(self.config, self.layer, factor)) + 0.5 * bool(factors and factor not in factors)
             for label, weights, findings in attention_weights(self._scaled(split, factor)):
                 cost = wrong + 0.1 * label.startswith("filled")
                 yield Option(label, lambda weights=weights: weights, findings, base=factor, cost=cost)
