@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .checkpoint.adapt import MappingReport, load_into
     from .checkpoint.load import load, load_tokenizer
     from .checkpoint.save import save
+    from .compare.comparison import Comparison
     from .compare.diagnose import Diagnosis, diagnose
     from .compare.report import Report
     from .compare.run import verify
@@ -32,6 +33,7 @@ _HOME = {
     "GPT2": "model",
     "GPT2Config": "config",
     "CheckpointError": "errors",
+    "Comparison": "compare.comparison",
     "Diagnosis": "compare.diagnose",
     "InputError": "errors",
     "MappingReport": "checkpoint.adapt",
@@ -49,6 +51,7 @@ _HOME = {
 __all__ = [
     "GPT2",
     "CheckpointError",
+    "Comparison",
     "Diagnosis",
     "GPT2Config",
     "InputError",
