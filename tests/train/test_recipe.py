@@ -23,6 +23,7 @@ def test_own_recipes_are_read_and_describe_themselves(name):
     found = read(name)
     assert found.name == name
     assert found.description
+    assert found.takes
     assert found.optim.warmup < found.steps
     assert found.eval_every <= found.steps
     assert found.context <= 1024  # fits every official GPT-2
