@@ -103,7 +103,7 @@ def _started(event: Started) -> str:
 
 def _promise(recipe: Recipe) -> str:
     """What a recipe says it will reach, and how fast."""
-    loss = f"expected validation loss {recipe.expect:g}" if recipe.expect else "no expected loss: it depends on the model and the text, or is not yet measured"
+    loss = f"expected validation loss {recipe.expect:g}" if recipe.expect else "no loss stated"
     return f"{loss} · {recipe.takes}" if recipe.takes else loss
 
 
