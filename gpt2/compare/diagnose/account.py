@@ -169,7 +169,7 @@ def _causes(found: list, walker: Walker, layers: int, explained: bool) -> list[C
         if explained:
             told += "; with all causes here, the walk ends at your own logits"
         confidence = SURE if explained else LIKELY
-        where = _places([_where(n, finding.part) for n, finding, _ in same], layers)
+        where = _places([_where(n, finding.part) for n, finding, _ in same], len(walker.blocks) if walker.reached else layers)
         if id in CAUSES:
             causes.append(cause(id, where, detail, told, confidence, _fix(id, walker.config)))
         else:
@@ -187,7 +187,7 @@ def _fix(id: str, config: GPT2Config) -> str | None:
 
 
 def _places(where: list[str], layers: int) -> str:
-    """``h.*.ln_1`` where all blocks have it; else every place."""
+    """``h.*.ln_1`` where all blocks have it (all that run, where some do not); else every place."""
     parts: dict[str, list[int]] = {}
     plain = []
     for one in dict.fromkeys(where):

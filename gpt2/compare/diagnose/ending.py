@@ -27,11 +27,14 @@ class Ending:
         self.log_probabilities = bool(((total - 1).abs() < ROWS).all())
         self.probabilities = bool(((self.given.sum(-1) - 1).abs() < ROWS).all() and (self.given >= 0).all())
 
-    def reach(self, streams: list[Option]) -> tuple[Choice, tuple[Finding, ...], Tensor, float] | None:
-        """The stream and the norm that lead to the logits, what is wrong after the norm, the logits (B, T', V), and the error."""
+    def reach(self, streams: list[Option], quick: bool = False) -> tuple[Choice, tuple[Finding, ...], Tensor, float] | None:
+        """The stream and the norm that lead to the logits, what is wrong after the norm, the logits (B, T', V), and the error.
+
+        ``quick``: from likely streams only.
+        """
         missing = Finding("final-norm-missing", "ln_f", "the head takes the stream as it is, without the last norm")
         choice = None
-        for some in (self.chooser.likely("out", streams), streams):
+        for some in (self.chooser.likely("out", streams), *([] if quick else [streams])):
             options: list[Option] = []
             for stream in self.chooser.seen(some, self.axes):
                 options += self.norms.before("ln_f", stream, missing)

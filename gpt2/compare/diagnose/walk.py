@@ -90,15 +90,19 @@ class Walker:
         while len(self.blocks) <= 2 * self.config.n_layer:
             if len(self.blocks) >= self.config.n_layer and self._end(streams_now):
                 return
-            following = self._block(len(self.blocks), streams_now)
+            entered = self._next(streams_now)
+            if self.reached:
+                return
+            following = None if entered is None else self._block(len(self.blocks), *entered)
             if following is None:
-                if not self._end(streams_now):
-                    self.lost.append(self._where(len(self.blocks), "ln_1") if len(self.blocks) < self.config.n_layer else "ln_f")
+                if not self.lost or entered is None:
+                    inside = len(self.blocks) < self.config.n_layer
+                    self.lost.append(self._where(len(self.blocks), "ln_1") if inside else "ln_f")
                 return
             streams_now = following
 
-    def _end(self, streams_now: list[Option]) -> bool:
-        found = self.ending.reach(streams_now)
+    def _end(self, streams_now: list[Option], quick: bool = False) -> bool:
+        found = self.ending.reach(streams_now, quick)
         if found is None:
             return False
         choice, findings, logits, error = found
@@ -118,24 +122,27 @@ class Walker:
         everything = list(range(self.config.n_layer))
         return sorted(everything, key=lambda layer: (layer != following, layer < following, layer))
 
-    def _block(self, n: int, streams_now: list[Option]) -> list[Option] | None:
-        """Follow the block that runs as the ``n``-th; the streams that may come out of it."""
-        expected, choice = self._order()[0], None
-        for kept in (self.chooser.likely("out", streams_now), streams_now):
-            kept = self.chooser.seen(kept, STREAM)
-            choice = self._enter(expected, kept)
-            if choice is not None:
-                break
-        layer = expected
-        for layer in self._order()[1:] if choice is None else ():
-            if (choice := self._enter(layer, kept[:6], narrow=True)) is not None:
-                break
-        if choice is None:
-            layer, choice = self._found_again()
-        if choice is None:
-            layer, choice = expected, self._unseen(expected, kept)
-        if choice is None:
+    def _next(self, streams_now: list[Option]) -> tuple[int, Choice] | None:
+        """The block that runs next, by whose weights are used, and what goes into its attention. None if the walk ends here."""
+        expected, *others = self._order()
+        likely = self.chooser.seen(self.chooser.likely("out", streams_now), STREAM)
+        for layer in (expected, *others):  # another block, before another fault is thought of
+            if (choice := self._enter(layer, likely, narrow=layer != expected)) is not None:
+                return layer, choice
+        if self.blocks and self._end(streams_now, quick=True):
             return None
+        kept = self.chooser.seen(streams_now, STREAM)
+        for layer in (expected, *others):
+            some = kept if layer == expected else kept[:6]
+            if (choice := self._enter(layer, some, narrow=layer != expected)) is not None:
+                return layer, choice
+        if self.blocks and self._end(streams_now):
+            return None
+        choice = self._found_again(expected) or self._unseen(expected, kept)
+        return None if choice is None else (expected, choice)
+
+    def _block(self, n: int, layer: int, choice: Choice) -> list[Option] | None:
+        """Follow the block that runs as the ``n``-th; the streams that may come out of it."""
         self.blocks.append(layer)
         weights = self._weights(layer)
         stream = choice.option.base
@@ -162,7 +169,7 @@ class Walker:
 
     def _unseen(self, layer: int, kept: list[Option]) -> Choice | None:
         """The input that would be right, if it is seen and nothing shows its projections: what comes after has to."""
-        if layer >= self.config.n_layer or layer in self.blocks:
+        if layer in self.blocks:
             return None
         for stream in kept:
             formula = self.norms.at(f"h.{layer}.ln_1")[0].formula
@@ -174,12 +181,11 @@ class Walker:
                 return Choice(option, value, match.error, Projected(parts, {}, ()))
         return None
 
-    def _found_again(self) -> tuple[int | None, Choice | None]:
+    def _found_again(self, expected: int) -> Choice | None:
         """Whatever in the pool it is that a block's projection was applied to; the way there is not known."""
         shape = (*self.ids.shape, self.config.n_embd)
-        expected = self._order()[0]
-        if expected in self.blocks or expected >= self.config.n_layer:
-            return None, None
+        if expected in self.blocks:
+            return None
         weights = self._weights(expected)
         for entry in streams(self.pool, *shape):
             projected = project(self.chooser, self.config, entry, weights, enough=2)
@@ -196,8 +202,8 @@ class Walker:
                 point = "embed" if not self.blocks else f"h.{len(self.blocks) - 1}"
             self.lost.append(point)
             option = Option("found", lambda entry=entry: entry, (), base=stream)
-            return expected, Choice(option, entry, 0.0, projected)
-        return None, None
+            return Choice(option, entry, 0.0, projected)
+        return None
 
     def _feed_forward(self, n: int, layer: int, weights: dict[str, Tensor], attention: Taken) -> list[Option] | None:
         def anchor(option: Option, x: Tensor) -> tuple | None:
