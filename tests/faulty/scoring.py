@@ -34,7 +34,8 @@ class Row:
     causes: tuple[str, ...]
     missed: tuple[str, ...]
     beside: tuple[str, ...]
-    seconds: float
+    seconds: float  # of the clock
+    cpu: float  # of all threads: what a machine that others use as well can be judged by
 
     @property
     def outcome(self) -> str:
@@ -55,7 +56,7 @@ class Row:
         return asdict(self) | {"outcome": self.outcome}
 
 
-def score(port: Faulty, diagnosis, config: GPT2Config, seconds: float) -> Row:
+def score(port: Faulty, diagnosis, config: GPT2Config, seconds: float, cpu: float) -> Row:
     """Hold a diagnosis against what is wrong with the port."""
     said, wanted = [cause.id for cause in diagnosis.causes], port.causes
     most = max(3, len(wanted))
@@ -75,6 +76,7 @@ def score(port: Faulty, diagnosis, config: GPT2Config, seconds: float) -> Row:
         missed=missed,
         beside=tuple(one for one in dict.fromkeys(said) if not any(one in ids for ids in wanted.values())),
         seconds=seconds,
+        cpu=cpu,
     )
 
 
