@@ -14,7 +14,7 @@ from ...checkpoint import adapt
 from ...checkpoint.adapt.anatomy import Anatomy
 from ...checkpoint.adapt.bench import Bench
 from ...checkpoint.adapt.check import told
-from ...checkpoint.adapt.dataflow import Use, logits_of
+from ...checkpoint.adapt.dataflow import Use, logits_of, plain_attention
 from ...checkpoint.adapt.explain import Explanation
 from ...checkpoint.adapt.mapping import Mapping
 from ...checkpoint.adapt.stream import NotGPT2
@@ -64,7 +64,7 @@ class Examination:
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise InputError(f"{self.who}: its {name} holds NaN; look where its values come from")
-        with torch.random.fork_rng(devices=[]), Bench(self.module) as bench:
+        with torch.random.fork_rng(devices=[]), plain_attention(), Bench(self.module) as bench:
             self.module.eval()  # as anybody would: what some make of it is theirs
             return self._examine(bench)
 

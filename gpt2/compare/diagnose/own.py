@@ -43,7 +43,7 @@ class Own:
 @torch.no_grad()
 def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: MappingType[str, Tensor]) -> Own:
     """Read them out of ``tensors``, the port's parameters and buffers by name; ``state`` is the checkpoint."""
-    weights = {name: _neutral(name, tensor) for name, tensor in state.items()}
+    weights: dict[str, Tensor] = {}
     placed = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in state.items()}
     names: dict[str, list[str]] = {name: [] for name in state}
     extra: dict[str, float] = {}
@@ -63,8 +63,12 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
         surplus = entries == ZERO
         if parts and bool(surplus.any()) and source.storage not in words and bool((norm := value[surplus].norm()) > 0):
             extra[source.name] = float(norm)
+        if name := _whole(mapping, entries, value, weights, placed):
+            names[name].append(source.name)
+            continue
         for name in _scatter(mapping, entries, value, weights, placed):
             names[name].append(source.name)
+    weights = {name: weights[name] if name in weights else _neutral(name, tensor.shape) for name, tensor in state.items()}
     for conflict in mapping.conflicts:  # what serves as two parts
         taken = torch.empty(conflict.taken.shape, dtype=torch.float64)
         for name, mine, places in _split(mapping, conflict.taken):
@@ -74,23 +78,26 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
             if ".c_attn." in name:
                 one, other = (_share(mapping, int(entries[0])) for entries in (conflict.refused, conflict.taken))
                 shared[f"{name} ({one})"] = conflict.source, other
-    for name, tensor in weights.items():
+    for name, tensor in list(weights.items()):
         if tensor.ndim > 1 and bool(placed[name].any() if name == "wpe.weight" else not placed[name].all()):
             weights[name] = torch.where(placed[name], tensor, state[name].double())
-        if not torch.equal(weights[name], state[name]):  # (g - 1) + 1 is not g
+        if torch.equal(weights[name], state[name]):
+            weights[name] = state[name]  # the same object, so that nobody need compare again
+        else:  # (g - 1) + 1 is not g
             same = (weights[name] - state[name]).abs() <= ROUNDING * (1 + state[name].abs())
             weights[name] = torch.where(same, state[name], weights[name])
     return Own(weights, placed, {name: tuple(found) for name, found in names.items()}, *_head(mapping, heads), extra, shared)
 
 
-def _neutral(name: str, tensor: Tensor) -> Tensor:
-    return torch.full(tensor.shape, 1.0 if f".{name}".endswith(ONES) else 0.0, dtype=torch.float64)
+def _neutral(name: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.full(shape, 1.0 if f".{name}".endswith(ONES) else 0.0, dtype=torch.float64)
 
 
 def _value(mapping: Mapping, source: Source, tensor: Tensor) -> Tensor:
     """What the computation sees of a parameter."""
     use = min(mapping.anatomy.recording.uses.get(source.storage, {Use()}), key=lambda use: use != Use())
-    return tensor.detach().to("cpu", torch.float64) * use.scale + use.shift
+    value = tensor.detach().to("cpu", torch.float64)
+    return value if use == Use() else value * use.scale + use.shift
 
 
 def _split(mapping: Mapping, entries: Tensor) -> list[tuple[str, Tensor, Tensor]]:
@@ -116,12 +123,31 @@ def _share(mapping: Mapping, entry: int) -> str:
     return "qkv"[(entry - mapping.starts[name]) % width * 3 // width] if ".c_attn." in name else name
 
 
+def _whole(mapping: Mapping, entries: Tensor, value: Tensor, weights: dict[str, Tensor], placed: dict[str, Tensor]) -> str:
+    """Take a parameter that is one tensor of the checkpoint, as it is or on its side, without a copy: its name, "" for others."""
+    name = mapping.owner(int(entries.flatten()[0])) if entries.numel() else ""
+    if not name or name in weights or entries.numel() != placed[name].numel():
+        return ""
+    numbers = torch.arange(entries.numel(), dtype=entries.dtype).view(placed[name].shape) + mapping.starts[name]
+    for turned in (False, True) if entries.ndim == 2 else (False,):
+        there = numbers.t() if turned else numbers
+        if entries.shape == there.shape and torch.equal(entries, there):
+            weights[name] = value.t() if turned else value
+            placed[name].fill_(True)
+            return name
+    return ""
+
+
 def _scatter(
     mapping: Mapping, entries: Tensor, value: Tensor, weights: dict[str, Tensor], placed: dict[str, Tensor]
 ) -> list[str]:
     """Put values where their entries belong; which tensors those are of."""
     found = _split(mapping, entries)
     for name, mine, places in found:
+        if name not in weights:
+            weights[name] = _neutral(name, mapping.shapes[name])
+        elif not weights[name].is_contiguous() or not bool((~placed[name]).any()):
+            weights[name] = weights[name].clone(memory_format=torch.contiguous_format)  # the parameter's own memory
         weights[name].view(-1)[places] = value[mine]
         placed[name].view(-1)[places] = True
     return [name for name, _, _ in found]

@@ -73,7 +73,11 @@ class Judge:
         self._index: dict[tuple[int, int], str] | None = None
 
     def judge(self) -> Verdicts:
-        differing = [name for name, theirs in self.own.weights.items() if not torch.equal(theirs, self.state[name])]
+        differing = [
+            name
+            for name, theirs in self.own.weights.items()
+            if theirs is not self.state[name] and not torch.equal(theirs, self.state[name])
+        ]
         self._missing(differing)
         left = self._not_harmless(differing)
         self._whole_blocks(left)
@@ -411,7 +415,7 @@ class Judge:
 
     def _head(self) -> None:
         head, name = self.own.head, self.own.head_name
-        if head is None or torch.equal(head, self.own.weights["wte.weight"]) or torch.equal(head, self.state["wte.weight"]):
+        if head is None or any(torch.equal(head, weights["wte.weight"]) for weights in (self.state, self.own.weights)):
             return
         ours = self.state["wte.weight"]
         for dtype, narrow in NARROW.items():
