@@ -66,18 +66,20 @@ def diagnose_faulty(port: Faulty, config: GPT2Config, directory: Path, model: nn
         module = port.build(config, directory)
         if port.filled:
             gpt2.load_into(module, model)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         diagnosis = diagnose(module, model)
-        seconds = time.perf_counter() - start
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     except Exception as error:
         if whole:
             traceback.print_exc()
         return port.name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if whole:
         print(f"\n{port.name}\n{diagnosis.table()}\n", file=sys.stderr)
-    row = score(port, diagnosis, config, seconds)
+    row = score(port, diagnosis, config, seconds, cpu)
     print(
-        f"{seconds:5.1f} s  {row.outcome:13}{port.name}{'' if row.perfect else '   ' + flaws(row)}", file=sys.stderr, flush=True
+        f"{seconds:5.1f} s {cpu:5.1f} cpu  {row.outcome:13}{port.name}{'' if row.perfect else '   ' + flaws(row)}",
+        file=sys.stderr,
+        flush=True,
     )
     return row
 
@@ -145,15 +147,15 @@ def tell(outcomes: list[Row | tuple[str, str]], equal: list[tuple[str, str, floa
     table: dict[str, Counter] = {name: Counter() for name in ARCHITECTURES}
     for row in rows:
         table[row.architecture].update([row.outcome, *(["located"] if row.located else []), *(["all"] if not row.missed else [])])
-        table[row.architecture]["seconds"] += row.seconds
+        table[row.architecture]["cpu"] += row.cpu
     for name, _ in failed:
         table[name.split(":")[0]]["failed"] += 1
-    heads = ("ports", *OUTCOMES, "all found", "located", "s each")
+    heads = ("ports", *OUTCOMES, "all found", "located", "cpu s each")
     print(f"\n{'':11}" + "".join(f"{head:>14}" for head in heads), file=sys.stderr)
     for name, counted in table.items():
         if total := sum(counted[outcome] for outcome in OUTCOMES):
             cells = (total, *(counted[outcome] for outcome in OUTCOMES), counted["all"], counted["located"])
-            print(f"{name:11}" + "".join(f"{cell:14}" for cell in cells) + f"{counted['seconds'] / total:14.2f}", file=sys.stderr)
+            print(f"{name:11}" + "".join(f"{cell:14}" for cell in cells) + f"{counted['cpu'] / total:14.2f}", file=sys.stderr)
     print("\nNot without flaw:", file=sys.stderr)
     for row in rows:
         if not row.perfect:
@@ -169,6 +171,8 @@ def tell(outcomes: list[Row | tuple[str, str]], equal: list[tuple[str, str, floa
     summary |= {"without_flaw": sum(row.perfect for row in rows), "equal": len(equal), "equal_not_called_equal": len(calumny)}
     summary["seconds_worst"] = round(max((row.seconds for row in rows), default=0.0), 2)
     summary["seconds_mean"] = round(sum(row.seconds for row in rows) / max(len(rows), 1), 2)
+    summary["cpu_seconds_worst"] = round(max((row.cpu for row in rows), default=0.0), 2)
+    summary["cpu_seconds_mean"] = round(sum(row.cpu for row in rows) / max(len(rows), 1), 2)
     print(json.dumps(summary))
 
 
