@@ -97,9 +97,10 @@ class Calm(TorchDispatchMode):
             if self.still and isinstance(keep, float):
                 return args[0].fill_(keep)  # divided by that probability afterwards
         if name == "bernoulli":
-            self._dropped(args[0])
-            if self.still:
-                return torch.ones_like(args[0])
+            keep = args[1] if len(args) > 1 else kwargs.get("p")
+            result = torch.full_like(args[0], keep) if isinstance(keep, float) else args[0].clone()
+            self._noise = result = result if self.still else func(*args, **kwargs)
+            return result
         if name == "_scaled_dot_product_flash_attention_for_cpu":
             dropout = args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)
             if dropout > 0:
