@@ -21,12 +21,11 @@ def require_logits(logits: Tensor, ids: Tensor, config: GPT2Config, who: str) ->
     """
     (batch, length), wanted = ids.shape, (*ids.shape, config.vocab_size)
     given = tuple(logits.shape)
-    if logits.ndim == 2 and logits.shape[0] == batch * length and batch * length > batch:
-        logits = logits.view(batch, length, -1)
-    elif logits.ndim == 2 and logits.shape[0] == batch:
+    if logits.ndim == 2 and logits.shape[0] == batch:
         logits = logits[:, None]
     if logits.ndim != 3 or logits.shape[0] != batch or logits.shape[1] not in (1, length) or logits.shape[2] < config.vocab_size:
         hint = "; return logits = x @ wte.weight.t()" if given[-1:] == (config.n_embd,) else ""
+        hint = "; leave them as they are, and flatten them for the loss only" if given[:1] == (batch * length,) else hint
         raise InputError(f"{who}: for ids of shape {tuple(ids.shape)} it returns {given}, and logits are {wanted}{hint}")
     if bool(logits.isnan().any()):
         where = int(logits.isnan().any(-1).any(0).nonzero()[0])

@@ -122,11 +122,7 @@ def _imported(file: Path) -> ModuleType:
 def _build_of(module: ModuleType, file: Path, name: str) -> Callable[..., Any]:
     found = getattr(module, name, None)
     if not callable(found):
-        own = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and not key.startswith("_") and getattr(value, "__module__", "") == module.__name__
-        ]
+        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         there = f"; it has {', '.join(own[:6])}" if own else ""
         raise InputError(
             f"{file.name}: has no function {name}{there}; write {name}(checkpoint_dir), or name another: {file.name}:NAME"
