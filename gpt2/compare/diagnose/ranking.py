@@ -42,6 +42,10 @@ def ranked(causes: Iterable[Cause], layers: int) -> list[Cause]:
         once.setdefault((cause.id, cause.where), cause)
     found = merged(once.values(), layers)
     implied = {id for cause in found for id in IMPLIES.get(cause.id, ())}
+    if {"not-deterministic", "batch-dependent"} & {
+        cause.id for cause in found
+    }:  # a factor of this one call, of no line that scales
+        found = [cause for cause in found if cause.id != "embedding-scaled" or "sqrt" in cause.detail]
     kept = [
         cause
         for cause in _joined(found)
