@@ -83,6 +83,7 @@ FUNCTIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 }
 CONSTANTS = {"gelu_new 0.7978845608": _tanh_gelu(0.7978845608), "gelu_new 0.79788456": _tanh_gelu(0.79788456)}
 CONSTANTS |= {"gelu_new float32": _tanh_gelu(ROUNDED), "gelu_new 0.7979": _tanh_gelu(0.7979)}
+SHORT = {"gelu": "erf", "gelu_new": "tanh", "quick_gelu": "quick"}  # as the literature calls them
 SAME = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
 
 
@@ -96,13 +97,9 @@ def activations(config: GPT2Config) -> list[Hypothesis]:
         out.append(Hypothesis(name, formula, (rounded,)))
     for name, (words, formula) in FUNCTIONS.items():
         if name != right:
-            detail = f"{name if name in ('none', 'relu', 'silu') else words}; the checkpoint's activation is {wanted}"
-            out.append(Hypothesis(name, formula, (Finding("gelu-variant", "mlp.act", f"{_short(name)}{detail}"),)))
+            detail = f"{SHORT.get(name, name)}: your activation is {words}; the checkpoint's is {wanted}"
+            out.append(Hypothesis(name, formula, (Finding("gelu-variant", "mlp.act", detail),)))
     return out
-
-
-def _short(name: str) -> str:
-    return {"gelu": "erf: ", "gelu_new": "tanh: ", "quick_gelu": "quick: "}.get(name, "")  # as the literature calls them
 
 
 def attention_weights(scores: Tensor) -> Iterator[tuple[str, Tensor, tuple[Finding, ...]]]:

@@ -71,13 +71,10 @@ class Diagnosis:
         """For a terminal of ``width`` columns: the verdict, where, then each cause with how we know and what mends it."""
         width = max(width, NARROW)
         lines = [self._headline(), f"{self.module}  against  {self.checkpoint}"]
-        column = max([len(LABEL), *(len(cause.id) for cause in self.causes)])
         for number, cause in enumerate(self.causes, 1):
-            place = f"{cause.where}    " if len(cause.where) <= width // 4 else f"{cause.where}: "
-            hung = len(place) if place.endswith("    ") else 0
-            lines += ["", *_hung(f"{number:<3}{cause.id:<{column}}  ", place + cause.detail, width, hung)]
+            lines += ["", *_hung(f"{number:<3}{cause.id}  ", f"at {cause.where}", width), *_hung("   ", cause.detail, width)]
             for label, text in ((LABEL, cause.evidence), (FIX, cause.fix)):
-                lines += _hung(f"   {label:<{column}}  ", text, width) if text else []
+                lines += _hung(f"   {label:<{len(LABEL)}}  ", text, width) if text else []
         if self.notes:
             lines.append("")
         for note in self.notes:
@@ -115,11 +112,11 @@ def merged(causes: Iterable[Cause], layers: int) -> list[Cause]:
     return found
 
 
-def _hung(lead: str, text: str, width: int, more: int = 0) -> list[str]:
-    """``text`` wrapped beside ``lead``; what follows the first line stands under its first word, ``more`` to the right."""
+def _hung(lead: str, text: str, width: int) -> list[str]:
+    """``text`` wrapped beside ``lead``; what follows the first line stands under its first word."""
     lines = []
     for line in text.splitlines() or [""]:
-        indent = " " * (len(lead) + more)
+        indent = " " * len(lead)
         lines += textwrap.wrap(
             (lead if not lines else indent) + line,
             width,
