@@ -468,6 +468,17 @@ def test_masks_that_are_right_in_effect() -> None:
     assert walked(soft=soft(lambda s, past: (s + past.double().log()).softmax(-1))).causes == ()
 
 
+def test_an_epsilon_is_told_where_it_hardly_matters() -> None:
+    """Beside a variance of thousands it moves the tenth digit: the best match is meant, not the first that is good enough."""
+    model = checkpoint()
+    model.wte.weight.data *= 100
+    model.wpe.weight.data *= 100
+    pool = collect(Port(model, "batch", {"norm": norm(1e-6)}), IDS, CONFIG.n_embd, CONFIG.inner)
+    found = walk(pool, model.state_dict(), CONFIG, IDS, model)
+    assert said(found) == [("layernorm-eps", EVERY_NORM)]
+    assert "epsilon 1e-06" in found.causes[0].detail
+
+
 def test_evidence_and_fix_are_said() -> None:
     """A diagnosis that gives no reason is an opinion."""
     (cause,) = walked(**PARTS["no scale"][0]).causes
