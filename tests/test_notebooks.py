@@ -1,0 +1,41 @@
+"""Every notebook runs from top to bottom, and prints what is committed with it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+ROUNDING = re.compile(r"to the last\s+bit|(to )?\d(\.\d)?e-1\d")  # what another processor's last digits make of an error
+
+
+def printed(notebook: nbformat.NotebookNode) -> list[str]:
+    """What each cell printed, and the kinds of what it showed."""
+    found = []
+    for cell in notebook.cells:
+        outputs = cell.get("outputs", [])
+        text = "".join(output.text for output in outputs if output.output_type == "stream")
+        found.append(" ".join(ROUNDING.sub("#", text).split()))  # wherever that wraps the lines
+        found += [kind for output in outputs for kind in sorted(output.get("data", {}))]
+    return found
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_shows_what_it_prints(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook that was last run a year ago teaches what was true a year ago."""
+    for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR", "MPLCONFIGDIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    committed = nbformat.read(path, 4)
+    assert any(printed(committed)), "committed with its outputs"
+    fresh = nbformat.read(path, 4)
+    NotebookClient(fresh, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert printed(fresh) == printed(committed)
+
+
+def test_there_are_notebooks() -> None:
+    """A glob that finds nothing passes everything."""
+    assert NOTEBOOKS
