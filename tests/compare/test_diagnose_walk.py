@@ -358,13 +358,60 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("fault", [*NORMS, *PARTS, *WIRING])
+# Where some of these first show, against the reference's own trace: not one point late.
+POINTS = {
+    "epsilon in one": "h.1.ln_2",
+    "quick": "h.1.mlp.act",
+    "by layer": "h.1.attn.scores",
+    "one ahead": "h.0.attn.weights",
+    "values from queries": "h.1.attn.heads",
+    "positions from 2": "wpe",
+    "scaled tokens": "wte",
+    "softmaxed": "logits",
+    "no last norm": "ln_f",
+    "no residual around attention": "h.0.mid",
+    "no residual around the feed-forward": "h.2",
+}
+# Variants of others, which .ci/run tries.
+RARER = set(
+    [
+        "epsilon 1e-08",
+        "epsilon 1e-12",
+        "no bias",
+        "silu",
+        "cubic",
+        "by heads",
+        "mask after softmax",
+        "over the batch",
+        "heads interleaved",
+    ]
+)
+RARER |= set(
+    [
+        "values from the input",
+        "position 0 for all",
+        "no positions",
+        "no residual",
+        "no first norm",
+        "log-softmaxed",
+        "norm on a branch",
+    ]
+)
+RARER |= set(["rms last", "twice", "no mask", "heads viewed"])
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name in RARER)) for name in (*NORMS, *PARTS, *WIRING)]
+)
 def test_a_fault_is_named_where_it_is_and_nothing_else(fault: str) -> None:
     """A cause beside the true one sends its reader to mend what is right."""
     wrong, expected = {**NORMS, **PARTS, **WIRING}[fault]
     found = walked(**wrong)
     assert sorted(said(found)) == sorted(expected)
     assert found.explained
+    if fault in POINTS:
+        assert found.first_divergence.point == POINTS[fault]
+        assert found.first_divergence.error > 1e-9
 
 
 @pytest.mark.parametrize("faults", TOGETHER)
@@ -386,7 +433,7 @@ def test_the_right_port_has_no_causes_in_any_layout(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["heads", "time"])
-@pytest.mark.parametrize("fault", ["by width", "strict mask", "mask multiplied", "values from keys", "no output projection"])
+@pytest.mark.parametrize("fault", ["strict mask", "values from keys"])
 def test_layouts_are_seen_through(layout: str, fault: str) -> None:
     """A module per head, and time before batch: the same numbers lie elsewhere."""
     wrong, expected = PARTS[fault]
@@ -400,29 +447,6 @@ def test_other_parts_are_found_in_every_layout(layout: str) -> None:
     found = walked(layout, **PARTS["erf"][0], **NORMS["rms"][0])
     assert set(said(found)) == {("gelu-variant", "h.*.mlp.act"), ("rmsnorm", EVERY_NORM)}
     assert found.explained
-
-
-@pytest.mark.parametrize(
-    ("fault", "point"),
-    [
-        ("epsilon in one", "h.1.ln_2"),
-        ("quick", "h.1.mlp.act"),
-        ("by layer", "h.1.attn.scores"),
-        ("one ahead", "h.0.attn.weights"),
-        ("values from queries", "h.1.attn.heads"),
-        ("positions from 2", "wpe"),
-        ("scaled tokens", "wte"),
-        ("softmaxed", "logits"),
-        ("no last norm", "ln_f"),
-        ("no residual around attention", "h.0.mid"),
-        ("no residual around the feed-forward", "h.2"),
-    ],
-)
-def test_the_first_divergence_is_where_the_fault_is(fault: str, point: str) -> None:
-    """Against the reference's own trace: not one point late."""
-    found = walked(**{**NORMS, **PARTS, **WIRING}[fault][0])
-    assert found.first_divergence.point == point
-    assert found.first_divergence.error > 1e-9
 
 
 def test_the_config_says_what_is_right() -> None:
@@ -469,10 +493,10 @@ def test_masks_that_are_right_in_effect() -> None:
 
 
 def test_an_epsilon_is_told_where_it_hardly_matters() -> None:
-    """Beside a variance of thousands it moves the tenth digit: the best match is meant, not the first that is good enough."""
+    """Beside a variance of 100,000 it moves the eleventh digit: the best match is meant, not the first good one."""
     model = checkpoint()
-    model.wte.weight.data *= 100
-    model.wpe.weight.data *= 100
+    model.wte.weight.data *= 1000
+    model.wpe.weight.data *= 1000
     pool = collect(Port(model, "batch", {"norm": norm(1e-6)}), IDS, CONFIG.n_embd, CONFIG.inner)
     found = walk(pool, model.state_dict(), CONFIG, IDS, model)
     assert said(found) == [("layernorm-eps", EVERY_NORM)]
