@@ -57,9 +57,9 @@ def next_ids(
 ) -> Tensor:
     """Choose one id per row of (B, V) logits: (B,), int64. Temperature 0 is greedy, the lowest id among equals."""
     check_settings(temperature, top_k, top_p)
-    if bool(logits.isnan().any()):
-        raise InputError("the model's logits are not numbers (NaN): its weights are damaged, or its dtype is too small for them")
     if temperature == 0:
         return logits.argmax(-1)
+    if bool(logits.isnan().any()):
+        raise InputError("the model's logits are not numbers (NaN): its weights are damaged, or its dtype is too small for them")
     probabilities = restrict(logits, temperature, top_k, top_p).softmax(-1)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)

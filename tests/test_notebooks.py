@@ -24,6 +24,7 @@ def printed(notebook: nbformat.NotebookNode) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_shows_what_it_prints(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook that was last run a year ago teaches what was true a year ago."""

@@ -38,7 +38,8 @@ def assert_within(told: dict[str, Any], n_bytes: int, *, mapped: bool) -> None:
 
 
 @PROC
-@pytest.mark.parametrize("layout", ["official", pytest.param("aligned", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["official", "aligned"])
 def test_loading_gpt2_needs_its_own_size(layout: str, tmp_path: Path) -> None:
     """A second copy anywhere: of the file read before it is converted, of the model drawn before it is filled.
 

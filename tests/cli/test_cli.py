@@ -44,9 +44,11 @@ def one_line(capsys: pytest.CaptureFixture) -> str:
 # --- verify
 
 
-def test_verify_exits_0_and_prints_a_table(capsys: pytest.CaptureFixture) -> None:
+def test_verify_exits_0_prints_a_table_and_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The first command a newcomer runs."""
-    assert main(["verify"]) == 0
+    assert main(["verify", "--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]) == 0
+    assert json.loads((tmp_path / "r.json").read_text())["ok"] is True
+    assert "EQUAL" in (tmp_path / "r.html").read_text()
     out = capsys.readouterr().out
     assert "EQUAL" in out
     assert "h.4" in out
@@ -68,14 +70,6 @@ def test_verify_exits_1_on_a_model_that_differs(
     body = json.loads(capsys.readouterr().out)
     assert body["first_divergence"]["point"] == "h.2.ln_2"
     assert body["first_divergence"]["layer"] == 2
-
-
-def test_verify_writes_json_and_html(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Both files, and the table as well."""
-    assert main(["verify", str(copy), "--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]) == 0
-    assert json.loads((tmp_path / "r.json").read_text())["ok"] is True
-    assert "EQUAL" in (tmp_path / "r.html").read_text()
-    assert "EQUAL" in capsys.readouterr().out
 
 
 # --- bad input: exit 2, one line

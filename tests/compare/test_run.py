@@ -312,6 +312,7 @@ def test_the_probe_shows_every_id_and_position_it_claims() -> None:
     assert big.traced.size(1) % 32 == 0
 
 
+@pytest.mark.slow
 def test_an_honest_model_is_equal_whatever_the_seed(checkpoint: Path) -> None:
     """Rounding is luck: a judge whose verdict hangs on the seed judges nothing. Both a random model and the trained one."""
     for seed in (1, 2):

