@@ -2,6 +2,7 @@
 
     python tools/diagnose_table.py                          # all, at a tiny size
     python tools/diagnose_table.py --shape gpt2 --sample 30 # thirty of them, at the official shape
+    python tools/diagnose_table.py --drawn 100              # combinations of faults that nobody has chosen
     python tools/diagnose_table.py --only 'fused: gelu-erf' # one, with all that was said of it
 
 Random weights of the size of trained ones; nothing is fetched. A table on stderr, by architecture, then each port that was not
@@ -29,6 +30,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from faulty import ARCHITECTURES, CONFIG, FAULTY, SOUND, Faulty, write
+from faulty.drawn import draw
 from faulty.scoring import FAULTY_AFTER_ALL, Row, score
 from ports import PORTS
 
@@ -44,17 +46,20 @@ def main() -> int:
     parser.add_argument("--shape", help="an official size, such as gpt2; tiny if left out")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these ports (* for anything), and the whole diagnosis of each")
     parser.add_argument("--sample", type=int, metavar="N", help="so many faulty ports, drawn from a fixed seed")
+    parser.add_argument("--drawn", type=int, metavar="N", help="instead, so many ports of two or three faults drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--no-equal", action="store_true", help="leave out the right ports")
     options = parser.parse_args()
     config = official_size(options.shape) if options.shape else CONFIG
     faulty = [port for name, port in FAULTY.items() if not options.only or any(fnmatchcase(name, one) for one in options.only)]
     if options.sample is not None:
-        faulty = random.Random(0).sample(faulty, min(options.sample, len(faulty)))
+        faulty = random.Random(options.seed).sample(faulty, min(options.sample, len(faulty)))
     with tempfile.TemporaryDirectory() as folder:
         directory = write(Path(folder), config)
         model = gpt2.load(str(directory))
+        faulty = draw(options.drawn, options.seed, config, directory) if options.drawn else faulty
         outcomes = [diagnose_faulty(port, config, directory, model, bool(options.only)) for port in faulty]
-        equal = [] if options.only or options.no_equal else [*diagnose_equal(config, directory, model)]
+        equal = [] if options.only or options.drawn or options.no_equal else [*diagnose_equal(config, directory, model)]
     tell(outcomes, equal)
     return 0
 

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from faulty import CONFIG, FAULTY, SOUND, write
+from faulty.drawn import draw
 from faulty.scoring import FAULTY_AFTER_ALL, score
 from ports import PORTS
 
@@ -139,6 +140,23 @@ def test_what_logits_alone_do_not_show_is_found(name, model):
         PORTS[name].fill(module, model.state_dict())
     found = diagnose(module, model)
     assert [cause.id for cause in found.causes] == [FAULTY_AFTER_ALL[name]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_combinations_that_nobody_chose(seed, directory, model):
+    """Every port above was looked at while diagnose was written, so that it is right on all of them proves less than it seems.
+
+    Of these the issue's aim is asked, 95 in a hundred. Known misses: post-norm in one block alone; a matrix that is astray in a
+    checkpoint that was rounded as well.
+    """
+    rows = [
+        score(port, diagnose(port.build(CONFIG, directory), model), CONFIG, 0.0, 0.0)
+        for port in draw(100, seed, CONFIG, directory)
+    ]
+    assert all(row.verdict == "mismatch" for row in rows)
+    assert sum(row.first for row in rows) >= 95, [row for row in rows if not row.first]
+    assert sum(not row.missed for row in rows) >= 95, [row for row in rows if row.missed]
 
 
 HANDFUL = (

@@ -75,15 +75,23 @@ def _nested(one: str, other: str) -> bool:
 
 
 def _near(one: Cause, other: Cause) -> bool:
-    """Whether two causes are about the same part: a norm, an attention, a block."""
-    a, b = (set(_parts(cause.where)) for cause in (one, other))
-    return any(x.startswith(y) or y.startswith(x) for x in a for y in b)
+    """Whether all of another cause is about a part that the one is about: a norm, an attention, a block; of the same block."""
+    return all(any(_overlap(x, y) for x in _parts(one.where)) for y in _parts(other.where))
 
 
-def _parts(where: str) -> list[str]:
-    """Places without blocks' numbers and without the leaf: ``h.0.ln_1.bias`` is ``h.ln_1``."""
-    places = (re.sub(r"\bh\.(\d+|\*)", "h", place).removesuffix(".weight").removesuffix(".bias") for place in where.split(", "))
-    return [place.partition(" ")[0] for place in places]
+def _overlap(one: tuple[str, str], other: tuple[str, str]) -> bool:
+    (n, x), (m, y) = one, other
+    return (x.startswith(y) or y.startswith(x)) and (n == m or not n.isdigit() or not m.isdigit())
+
+
+def _parts(where: str) -> list[tuple[str, str]]:
+    """Places as the block's number and the rest without the leaf: ``h.0.ln_1.bias`` is ``0`` and ``h.ln_1``."""
+    found = []
+    for place in where.split(", "):
+        name = place.partition(" ")[0].removesuffix(".weight").removesuffix(".bias")
+        number = re.match(r"h\.(\d+|\*)", name)
+        found.append((number[1] if number else "", re.sub(r"^h\.(\d+|\*)", "h", name)))
+    return found
 
 
 def _first(where: str, order: dict[str, int]) -> int:
