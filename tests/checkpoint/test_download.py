@@ -233,17 +233,29 @@ def test_an_error_for_now_is_waited_out_and_a_refusal_is_final(hub: HubStandIn, 
     assert asked(hub.requests) == [None]
 
 
-@pytest.mark.parametrize("locks", ["locks", pytest.param("no locks", marks=pytest.mark.slow)])
-def test_two_processes_at_once(hub: HubStandIn, tmp_path: Path, locks: str) -> None:
-    """One downloads, the other waits for it. On file systems where locks do nothing both write one file, and it is right."""
-    hub.drop("org/name", "model.safetensors", after=3_000_000, times=2)  # pauses, so that they do meet
-    results = [finish(process) for process in [start(hub, tmp_path, locks) for _ in range(3)]]
+def test_two_processes_at_once(hub: HubStandIn, tmp_path: Path) -> None:
+    """One downloads, the others wait for it."""
+    meet(hub, tmp_path, "locks")
+    assert hub.sent["org/name", "model.safetensors"] == SIZE
+
+
+@pytest.mark.slow
+def test_two_processes_at_once_where_locks_do_nothing(hub: HubStandIn, tmp_path: Path) -> None:
+    """On such file systems all write one file, and it is right. Whether they meet is chance, so it is tried until they do."""
+    for attempt in range(8):
+        hub.sent.clear()
+        meet(hub, tmp_path / str(attempt), "no locks")
+        if hub.sent["org/name", "model.safetensors"] > SIZE:
+            return
+    pytest.fail("they never met")
+
+
+def meet(hub: HubStandIn, home: Path, locks: str) -> None:
+    """Three processes that download the same file at once, with pauses in it."""
+    hub.drop("org/name", "model.safetensors", after=3_000_000, times=2)
+    results = [finish(process) for process in [start(hub, home, locks) for _ in range(3)]]
     assert [weights_of(result) for result in results] == [WEIGHTS] * 3
-    assert unfinished(tmp_path) == []
-    if locks == "locks":
-        assert hub.sent["org/name", "model.safetensors"] == SIZE
-    else:
-        assert hub.sent["org/name", "model.safetensors"] > SIZE, "the control: here they did not wait"
+    assert unfinished(home) == []
 
 
 def test_stale_leftovers_are_swept_away(hub: HubStandIn, tmp_path: Path) -> None:

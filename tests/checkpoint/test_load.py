@@ -607,6 +607,7 @@ def test_an_unaligned_file_costs_one_copy(big: Path) -> None:
     assert told["mapped"] == 0
 
 
+@pytest.mark.slow
 @PROC
 @pytest.mark.parametrize("which", ["aligned", "unaligned"])
 def test_a_conversion_costs_the_result_alone(big: Path, which: str) -> None:

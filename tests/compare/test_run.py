@@ -215,6 +215,7 @@ def gradient_cut_late(model: GPT2) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("control", "must_fail", "must_pass"),
     [
