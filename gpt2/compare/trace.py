@@ -40,6 +40,18 @@ def points(n_layer: int) -> list[str]:
     return ["wte", "wpe", "embed", *blocks, "ln_f", "logits"]
 
 
+def point_at(layer: int | None, part: str) -> str:
+    """The name of a traced point: of ``part`` ("attn.q", "" for the block's end) in a block, or outside of them all."""
+    if layer is None or part in ("wte", "wpe", "embed", "ln_f", "logits"):
+        return part
+    return f"h.{layer}.{part}" if part else f"h.{layer}"
+
+
+def layer_of(point: str) -> int | None:
+    """The block that a traced point lies in; None outside of them."""
+    return int(point.split(".")[1]) if point.startswith("h.") else None
+
+
 @torch.no_grad()
 def trace(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     """Run ``model``, ours or transformers', on (B, T) ``ids`` through its eager attention; return the tensor at each point."""

@@ -16,9 +16,6 @@ import gpt2
 from gpt2.compare.diagnose import diagnose
 from gpt2.config import OFFICIAL_SIZES
 
-# What diagnose cannot tell yet: name -> why. Each is tried all the same, and must be taken off this list when it can.
-BEYOND: dict[str, str] = {}
-
 # By default each cause once, in one architecture after another, and a few ports with several faults; all others are slow.
 SEVERAL = (
     "fused: post-norm gelu-relu scale-by-width",
@@ -54,10 +51,8 @@ def model(directory):
 
 
 def of_each(names, default):
-    """Parameters; those that are not for every run marked slow, those that are beyond us expected to fail."""
-    slow = {name: [] if name in default else [pytest.mark.slow] for name in names}
-    beyond = {name: [pytest.mark.xfail(reason=BEYOND[name], strict=True)] if name in BEYOND else [] for name in names}
-    return [pytest.param(name, marks=slow[name] + beyond[name]) for name in names]
+    """Parameters; those that are not for every run marked slow."""
+    return [pytest.param(name, marks=[] if name in default else [pytest.mark.slow]) for name in names]
 
 
 def in_each_dtype(names, default):

@@ -155,6 +155,14 @@ LINES = {
         counts-calls
         batch-statistics
         batch-centred
+        norm-over-tokens@1.ln_2
+        scale-by-heads
+        softmax-missing@2
+        residual-halved
+        logits-scaled
+        head-bias
+        softmax-missing@0 gelu-erf@2
+        residual-halved@1 head-bias
         masked-first scale-by-width
         masked-first scale-missing@1
         masked-first rmsnorm@1.ln_1

@@ -60,6 +60,7 @@ MEANINGS: dict[str, Meaning] = {
     # Attention.
     "scale-missing": _mean("scale-missing", SCORES),
     "scale-by-width": _mean("scale-by-width", SCORES),
+    "scale-by-heads": _mean("scale-wrong", SCORES),
     "scale-twice": _mean("scale-twice", SCORES),
     "scale-inverse-layer": _mean("scale-inverse-layer", SCORES, first_layer=1),
     "mask-missing": _mean("mask-missing", SCORES),
@@ -69,6 +70,7 @@ MEANINGS: dict[str, Meaning] = {
     "softmax-queries": _mean("softmax-axis", SCORES),
     "softmax-heads": _mean("softmax-axis", SCORES),
     "softmax-batch": _mean("softmax-axis batch-dependent", SCORES),
+    "softmax-missing": _mean("softmax-missing", SCORES),
     "output-projection-missing": _mean("output-projection-missing", HEADS, MID),
     "value-from-key": _mean("value-projection-wrong", HEADS),
     "value-from-query": _mean("value-projection-wrong", HEADS),
@@ -84,6 +86,7 @@ MEANINGS: dict[str, Meaning] = {
     "residual-missing": _mean("residual-missing", MID),
     "residual-missing-attn": _mean("residual-missing", MID),
     "residual-missing-mlp": _mean("residual-missing", END),
+    "residual-halved": _mean("residual-scaled", END),
     "residual-from-normed": _mean("residual-from-normed", MID),
     "residual-from-normed-mlp": _mean("residual-from-normed", END),
     "parallel": _mean("parallel-block", MID, "h.{}.ln_2"),
@@ -94,6 +97,8 @@ MEANINGS: dict[str, Meaning] = {
     "layer-swapped": _mean("layer-order", "h.{}", first_layer=1),  # the last two
     "layer-missing": _mean("layer-missing", "h.{}", "ln_f"),
     "layer-repeated": _mean("layer-repeated", "h.{}", "h.1", "h.2", "ln_f"),
+    "logits-scaled": _mean("logits-scaled", "logits"),
+    "head-bias": _mean("extra-bias", "logits"),
     "logits-softmaxed": _mean("logits-softmaxed", "logits"),
     "logits-log-softmaxed": _mean("logits-softmaxed", "logits"),
     # Weights.
@@ -140,6 +145,7 @@ MEANINGS: dict[str, Meaning] = {
     "cache-unscaled": _mean("cache-inconsistent"),
     "cache-forgets": _mean("cache-inconsistent"),
     "cache-of-the-call-before": _mean("cache-inconsistent not-deterministic"),
+    "norm-over-tokens": _mean("layernorm-axis", NORM),
     "batch-statistics": _mean("batch-dependent layernorm-axis", NORM),
     "batch-centred": _mean("batch-dependent", "embed", "h.0.ln_1"),
     "padding-ignored": _mean("padding-wrong"),

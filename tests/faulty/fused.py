@@ -19,6 +19,10 @@ class HandNorm(nn.Module):
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight + self.bias
         if self.kind == "not-normalising":
             return x * self.weight + self.bias
+        if self.kind == "norm-over-tokens":
+            return (x - x.mean(1, keepdim=True)) / (
+                x.var(1, unbiased=False, keepdim=True) + 1e-5
+            ).sqrt() * self.weight + self.bias
         if self.kind == "batch-statistics":
             return (x - x.mean((0, 1))) / (x.var((0, 1), unbiased=False) + 1e-5).sqrt() * self.weight + self.bias
         x = x - x.mean(-1, keepdim=True)
@@ -31,7 +35,16 @@ class HandNorm(nn.Module):
 
 
 def norm(width, wrong):
-    for kind in ("rmsnorm", "not-normalising", "unbiased", "annotated", "eps-outside", "batch-statistics", "norm-upcast"):
+    for kind in (
+        "rmsnorm",
+        "not-normalising",
+        "unbiased",
+        "annotated",
+        "eps-outside",
+        "batch-statistics",
+        "norm-upcast",
+        "norm-over-tokens",
+    ):
         if kind in wrong:
             return HandNorm(width, kind)
     if "rmsnorm-no-bias" in wrong:
@@ -71,6 +84,8 @@ class SelfAttention(nn.Module):
             att = att.masked_fill(self.mask[:t, :t] == 0, -1e20)
         if "scale-by-width" in wrong:
             att = att / math.sqrt(c)
+        elif "scale-by-heads" in wrong:
+            att = att / math.sqrt(self.n_head)
         elif not wrong & {"scale-missing", "scale-split"}:
             att = att * (1.0 / math.sqrt(k.size(-1)))
         if "scale-twice" in wrong:
@@ -85,7 +100,10 @@ class SelfAttention(nn.Module):
         if "softmax-upcast" in wrong:
             att = att.float()
         axis = {"softmax-queries": -2, "softmax-heads": 1, "softmax-batch": 0}
-        att = F.softmax(att, dim=next((axis[word] for word in axis if word in wrong), -1))
+        if "softmax-missing" in wrong:
+            att = att.masked_fill(self.mask[:t, :t] == 0, 0.0)
+        else:
+            att = F.softmax(att, dim=next((axis[word] for word in axis if word in wrong), -1))
         if "dropout-attention" in wrong:
             att = F.dropout(att, 0.1)
         if "dropout-in-training" in wrong:
@@ -150,6 +168,8 @@ class Block(nn.Module):
             x = ln_2(x)
             return x + mlp(x)
         branch = mlp(x if "ln_2-missing" in wrong else ln_2(x))
+        if "residual-halved" in wrong:
+            branch = branch * 0.5
         x = branch if wrong & {"residual-missing", "residual-missing-mlp"} else x + branch
         return F.layer_norm(x, x.shape[-1:]) if "extra-norm-end" in wrong else x
 
@@ -166,7 +186,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.n_positions + ("position-offset" in faults), config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer, faults) for layer in range(config.n_layer))
         self.ln_f = norm(config.n_embd, faults.at("f"))
-        self.head = nn.Linear(config.n_embd, rows, bias=False)
+        self.head = nn.Linear(config.n_embd, rows, bias="head-bias" in faults)
         if "untied-head" not in faults:
             self.head.weight = self.wte.weight
         n = config.n_layer
@@ -212,6 +232,8 @@ class GPT(nn.Module):
             logits = logits[..., : self.words]
         if "logits-upcast" in faults:
             logits = logits.float()
+        if "logits-scaled" in faults:
+            logits = logits / math.sqrt(x.size(-1))
         if "logits-softmaxed" in faults:
             logits = logits.softmax(-1)
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...config import GPT2Config
 from ...model import GPT2
-from ..trace import points, trace
-from .causes import CAUSES, cause
+from ..trace import layer_of, point_at, points, trace
+from .causes import cause
 from .hypotheses import Finding, scale_finding
 from .report import LIKELY, SURE, Cause, Divergence
 from .search import relative
@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 
 BOUND = 1e-10  # of a traced point against the reference's
 NARROW = 1e-6  # the same where the port computes in less than float64
-MORE_FIXES = {  # of causes that only the walk knows
-    "layernorm-axis": "(x - x.mean(-1, keepdim=True)) / sqrt(x.var(-1, keepdim=True, unbiased=False) + eps)  # over the width",
-    "scale-wrong": "scores = q @ k.transpose(-1, -2) / sqrt(head_size)",
-    "softmax-missing": "weights = scores.masked_fill(future, -inf).softmax(-1)",
-    "residual-scaled": "x = x + attn(ln_1(x)); x = x + mlp(ln_2(x))  # no factor",
-    "logits-scaled": "logits = ln_f(x) @ wte.weight.t()",
-    "extra-bias": "lm_head = nn.Linear(n_embd, vocab_size, bias=False)",
-}
 
 
 def account(walker: Walker, reference: GPT2) -> Walk:
@@ -41,17 +33,17 @@ def account(walker: Walker, reference: GPT2) -> Walk:
     traced = trace(reference, walker.ids)
     bound = NARROW if walker.pool.narrow else BOUND
     steps, first = [], None
-    by_point = {_where(n, finding.part): finding for n, finding, _ in reversed(found)}
+    by_point = {point_at(n, finding.part): finding for n, finding, _ in reversed(found)}
     for point in points(layers):
         if point not in walker.values:
             continue
-        finding, layer = by_point.get(point), _layer(point)
+        finding, layer = by_point.get(point), layer_of(point)
         words = ("", "") if finding is None else (finding.id, finding.detail)
         steps.append(Step(point, layer, words[0] or None, words[1], walker.errors.get(point)))
         if first is None and (error := _departs(walker.values[point], traced[point])) > bound:
             first = Divergence(point, layer, error)
     if first is None and walker.lost:
-        first = Divergence(walker.lost[0], _layer(walker.lost[0]), float("inf"))
+        first = Divergence(walker.lost[0], layer_of(walker.lost[0]), float("inf"))
     causes = _causes(found, walker, layers, explained)
     return Walk(tuple(steps), explained, first, tuple(causes), tuple(walker.blocks), tuple(dict.fromkeys(walker.lost)))
 
@@ -63,16 +55,6 @@ def _departs(mine: Tensor, theirs: Tensor) -> float:
     if mine.shape[1:2] != theirs.shape[1:2] and theirs.ndim == 3:
         theirs = theirs[:, -mine.shape[1] :]
     return relative(mine, theirs.expand(mine.shape) if theirs.shape[:1] == (1,) else theirs)
-
-
-def _where(n: int | None, part: str) -> str:
-    if n is None or part in ("wte", "wpe", "embed", "ln_f", "logits"):
-        return part
-    return f"h.{n}.{part}" if part else f"h.{n}"
-
-
-def _layer(point: str) -> int | None:
-    return int(point.split(".")[1]) if point.startswith("h.") else None
 
 
 def _combined(found: list[tuple[int | None, Finding, float | None]]) -> list[tuple[int | None, Finding, float | None]]:
@@ -144,7 +126,7 @@ def _causes(found: list, walker: Walker, layers: int, explained: bool) -> list[C
     order = {point: number for number, point in enumerate(points(layers))}
 
     def place(one: tuple[int | None, Finding, float | None]) -> int:
-        where = _where(one[0], one[1].part)
+        where = point_at(one[0], one[1].part)
         return min((number for point, number in order.items() if point == where or point.startswith(f"{where}.")), default=0)
 
     for one in sorted(found, key=place):
@@ -157,7 +139,7 @@ def _causes(found: list, walker: Walker, layers: int, explained: bool) -> list[C
     causes = []
     for (id, _), same in groups.items():
         detail = same[0][1].detail
-        place = _where(same[0][0], same[0][1].part)
+        place = point_at(same[0][0], same[0][1].part)
         error = max((error for _, _, error in same if error is not None), default=None)
         close = "" if error is None else " to the last bit" if error == 0 else f" to {error:.0e}"
         if id in ("layer-order", "layer-missing", "layer-repeated"):
@@ -169,11 +151,8 @@ def _causes(found: list, walker: Walker, layers: int, explained: bool) -> list[C
         if explained:
             told += "; with all causes here, the walk ends at your own logits"
         confidence = SURE if explained else LIKELY
-        where = _places([_where(n, finding.part) for n, finding, _ in same], len(walker.blocks) if walker.reached else layers)
-        if id in CAUSES:
-            causes.append(cause(id, where, detail, told, confidence, _fix(id, walker.config)))
-        else:
-            causes.append(Cause(id, where, detail, told, confidence, MORE_FIXES.get(id, "")))
+        where = _places([point_at(n, finding.part) for n, finding, _ in same], len(walker.blocks) if walker.reached else layers)
+        causes.append(cause(id, where, detail, told, confidence, _fix(id, walker.config)))
     return causes
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...checkpoint.adapt.check import told
 from ...checkpoint.adapt.dataflow import logits_of
 from ...config import GPT2Config
+from ..trace import layer_of
 from .calm import Calm, Dropout, calmly
 from .causes import cause
 from .report import SURE, Cause, Divergence, merged
@@ -122,7 +123,7 @@ class Behaviour:
             where = ", ".join(one.where for one in merged(causes, self.config.n_layer))
             self.causes.append(replace(causes[0], where=where))
             first = next(point for point in traced if point in found)
-            self.divergence = Divergence(first, int(first.split(".")[1]) if first.startswith("h.") else None, error)
+            self.divergence = Divergence(first, layer_of(first), error)
         else:
             self.causes.append(cause(id, "h.*.mlp" if inside else "h.*", words, f"{count}; {evidence}", SURE))
 

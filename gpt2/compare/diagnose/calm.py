@@ -69,10 +69,6 @@ class Calm(TorchDispatchMode):
         """As in load_into's recorder: else torch imports its compiler, which takes seconds."""
         return False
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in load_into's recorder: else torch imports its compiler
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)

@@ -55,6 +55,10 @@ CAUSES: dict[str, Known] = {
         "the norm does not subtract the mean",
         "nn.LayerNorm(n_embd), not nn.RMSNorm: (x - mean) / sqrt(var + eps) * weight + bias",
     ),
+    "layernorm-axis": Known(
+        "the norm runs over another axis than the width",
+        "(x - x.mean(-1, keepdim=True)) / sqrt(x.var(-1, keepdim=True, unbiased=False) + eps) * weight + bias",
+    ),
     "post-norm": Known("norms stand after the branches", "x = x + attn(ln_1(x)); x = x + mlp(ln_2(x))"),
     "norm-missing": Known("a norm before a branch is missing", "x = x + attn(ln_1(x)); x = x + mlp(ln_2(x))"),
     "final-norm-missing": Known("the norm before the head is missing", "logits = ln_f(x) @ wte.weight.t()"),
@@ -77,6 +81,7 @@ CAUSES: dict[str, Known] = {
     "scale-inverse-layer": Known(
         "the scores are also divided by the layer's number", "scores = q @ k.transpose(-1, -2) / sqrt(head_size), in every layer"
     ),
+    "scale-wrong": Known("the scores are multiplied by another factor", "scores = q @ k.transpose(-1, -2) / sqrt(head_size)"),
     "mask-missing": Known("attention sees the future", "scores.masked_fill(torch.ones(T, T).triu(1).bool(), -inf).softmax(-1)"),
     "mask-strict": Known(
         "a token cannot see itself", "scores.masked_fill(torch.ones(T, T).triu(1).bool(), -inf)  # triu(1), not triu(0)"
@@ -88,6 +93,7 @@ CAUSES: dict[str, Known] = {
         "a token sees the next one", "scores.masked_fill(torch.ones(T, T).triu(1).bool(), -inf)  # triu(1), not triu(2)"
     ),
     "softmax-axis": Known("the softmax runs over the wrong axis", "scores.softmax(dim=-1)  # over the keys"),
+    "softmax-missing": Known("the scores weigh the values as they are", "weights = scores.masked_fill(future, -inf).softmax(-1)"),
     "output-projection-missing": Known("attention has no output projection", "return c_proj(y)"),
     "value-projection-wrong": Known(
         "attention mixes something else than the values", "y = weights @ v, where v is the last third of c_attn"
@@ -107,6 +113,7 @@ CAUSES: dict[str, Known] = {
     "residual-from-normed": Known(
         "a branch is added to the normalised stream", "x = x + attn(ln_1(x))  # the sum takes x as it was before the norm"
     ),
+    "residual-scaled": Known("a branch or its sum is scaled", "x = x + attn(ln_1(x)); x = x + mlp(ln_2(x))  # no factor"),
     "parallel-block": Known(
         "attention and feed-forward run side by side",
         "x = x + attn(ln_1(x)); x = x + mlp(ln_2(x))  # the second sees the first's result",
@@ -115,6 +122,8 @@ CAUSES: dict[str, Known] = {
     "layer-missing": Known("a block does not run", "for block in h: x = block(x)  # all of them"),
     "layer-repeated": Known("a block runs more than once", "for block in h: x = block(x)  # each once"),
     "extra-norm": Known("a norm that GPT-2 does not have", "x = wte(ids) + wpe(pos); blocks; ln_f: no other norm"),
+    "logits-scaled": Known("the logits are scaled", "logits = ln_f(x) @ wte.weight.t()  # no factor"),
+    "extra-bias": Known("a bias that GPT-2 does not have", "lm_head = nn.Linear(n_embd, vocab_size, bias=False)"),
     "logits-softmaxed": Known(
         "the output is probabilities, not logits", "return logits  # softmax belongs to the loss and to the sampler"
     ),

@@ -20,7 +20,7 @@ from ...checkpoint.adapt.mapping import Mapping
 from ...checkpoint.adapt.stream import NotGPT2
 from ...errors import InputError
 from ...model import GPT2
-from ..trace import points, trace
+from ..trace import layer_of, points, trace
 from .behaviour import Behaviour, apart
 from .calm import calmly
 from .own import Own, own_weights
@@ -301,11 +301,7 @@ def _error(theirs: Tensor, ours: Tensor) -> float:
 
 def _first_apart(ours: MappingType[str, Tensor], theirs: MappingType[str, Tensor]) -> Divergence | None:
     errors = {point: apart(theirs[point], value) for point, value in ours.items()}
-    return next((Divergence(point, _layer(point), error) for point, error in errors.items() if error > BOUND), None)
-
-
-def _layer(point: str) -> int | None:
-    return int(point.split(".")[1]) if point.startswith("h.") else None
+    return next((Divergence(point, layer_of(point), error) for point, error in errors.items() if error > BOUND), None)
 
 
 def _called(dtype: torch.dtype) -> str:

@@ -42,9 +42,7 @@ def ranked(causes: Iterable[Cause], layers: int) -> list[Cause]:
         once.setdefault((cause.id, cause.where), cause)
     found = merged(once.values(), layers)
     implied = {id for cause in found for id in IMPLIES.get(cause.id, ())}
-    if {"not-deterministic", "batch-dependent"} & {
-        cause.id for cause in found
-    }:  # a factor of this one call, of no line that scales
+    if any(cause.id in ("not-deterministic", "batch-dependent") for cause in found):  # then a factor may be of this call alone
         found = [cause for cause in found if cause.id != "embedding-scaled" or "sqrt" in cause.detail]
     kept = [
         cause

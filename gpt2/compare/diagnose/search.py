@@ -7,7 +7,7 @@ every choice is borne out by an anchor: a value that only follows from it, such 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -40,6 +40,10 @@ class Option:
     @cached_property
     def value(self) -> Tensor:
         return self.make()
+
+    def seen_as(self, value: Tensor) -> Option:
+        """The same, with the port's own numbers for its value."""
+        return replace(self, make=lambda: value)
 
     @property
     def price(self) -> float:
@@ -134,7 +138,7 @@ class Chooser:
         for option in options:
             match = self.pool.find(option.value, *axes)
             if match is not None:
-                option.__dict__["value"] = self.pool.adopt(option.value, match)
+                option = option.seen_as(self.pool.adopt(option.value, match))
             if match is not None or option.price == 0:
                 kept.append(option)
         return kept

@@ -8,13 +8,14 @@ that, so several faults are all found. What is seen by nothing stays open until 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...config import GPT2Config
 from ...model import GPT2
+from ..trace import point_at
 from .attending import STREAM, Attending, Branch, Projected, added, affine, project, streams
 from .ending import Ending
 from .hypotheses import Finding, activations
@@ -97,7 +98,7 @@ class Walker:
             if following is None:
                 if not self.lost or entered is None:
                     inside = len(self.blocks) < self.config.n_layer
-                    self.lost.append(self._where(len(self.blocks), "ln_1") if inside else "ln_f")
+                    self.lost.append(point_at(len(self.blocks), "ln_1") if inside else "ln_f")
                 return
             streams_now = following
 
@@ -197,7 +198,7 @@ class Walker:
                     if relative(hypothesis.formula(before), entry) < self.pool.bound:
                         stream = Option("stream", lambda before=before: before)
                         break
-            point = self._where(len(self.blocks), "ln_1")
+            point = point_at(len(self.blocks), "ln_1")
             if stream is not None:
                 point = "embed" if not self.blocks else f"h.{len(self.blocks) - 1}"
             self.lost.append(point)
@@ -223,19 +224,19 @@ class Walker:
             mid = choice.option.base if choice.option.base is not None and choice.option.base.label != "parallel" else None
             self.chooser.remember("mid", mid)
         if choice is None:
-            self.lost.append(self._where(n, "attn" if not attention.results else "mid"))
+            self.lost.append(point_at(n, "attn" if not attention.results else "mid"))
             return None
         if not attention.results and mid is not None:
-            self.lost.append(self._where(n, "attn"))
+            self.lost.append(point_at(n, "attn"))
         self._settle(n, choice, "ln_2")
         up, error, findings = choice.result
-        self._keep(self._where(n, "mlp.c_fc"), up, error)
+        self._keep(point_at(n, "mlp.c_fc"), up, error)
         self.found += [(n, finding, error) for finding in findings]
         results = self._bend(n, weights, up)
         if mid is None and "parallel" in choice.option.path and attention.stream is not None:
             a = attention.results[0]
             mid_value = attention.stream + a.value
-            self._keep(self._where(n, "mid"), mid_value, None)
+            self._keep(point_at(n, "mid"), mid_value, None)
         out = []
         for m in results:
             out += outputs(self.norms, self.pool, layer, attention, mid, replace_value(choice), m)
@@ -251,9 +252,9 @@ class Walker:
             for before in streams(self.pool, *shape):
                 if relative(formula(before), entry) < self.pool.bound:
                     mid = Option("mid", lambda before=before: before)
-                    self.lost.append(self._where(n, "mid"))
+                    self.lost.append(point_at(n, "mid"))
                     return Choice(Option("found", lambda entry=entry: entry, base=mid), entry, 0.0, found), mid
-            self.lost.append(self._where(n, "ln_2"))
+            self.lost.append(point_at(n, "ln_2"))
             return Choice(Option("found", lambda entry=entry: entry), entry, 0.0, found), None
         return None, None
 
@@ -282,15 +283,10 @@ class Walker:
             return hidden
         self._settle(n, choice, "mlp.act")
         value, error, _ = choice.result
-        self._keep(self._where(n, "mlp.c_proj"), value, error)
+        self._keep(point_at(n, "mlp.c_proj"), value, error)
         return added(bias, choice.result, "mlp.c_proj")
 
     # What was found
-
-    def _where(self, n: int | None, part: str) -> str:
-        if n is None or part in ("wte", "wpe", "embed", "ln_f", "logits"):
-            return part
-        return f"h.{n}.{part}" if part else f"h.{n}"
 
     def _keep(self, point: str, value: Tensor, error: float | None) -> None:
         self.values[point] = value
@@ -299,21 +295,21 @@ class Walker:
 
     def _absorb(self, n: int, branch: Branch) -> None:
         for point, value in branch.values.items():
-            self._keep(self._where(n, point), value, branch.errors.get(point))
+            self._keep(point_at(n, point), value, branch.errors.get(point))
         if branch.missed is not None:
-            self.missed[self._where(n, "attn")] = branch.missed
+            self.missed[point_at(n, "attn")] = branch.missed
         if branch.factor is not None:
             self.factors[n] = branch.factor
         for finding in branch.findings:
             self.found.append((n, finding, branch.errors.get("attn.weights", branch.errors.get("attn.heads"))))
             if finding.id == LOST:
-                self.lost.append(self._where(n, "attn"))
+                self.lost.append(point_at(n, "attn"))
 
     def _settle(self, n: int | None, choice: Choice, part: str) -> None:
         """A choice, and all that it was made from, is what the port does."""
-        self._keep(self._where(n, part), choice.value, choice.error)
+        self._keep(point_at(n, part), choice.value, choice.error)
         if choice.missed is not None:
-            self.missed[self._where(n, part)] = choice.missed
+            self.missed[point_at(n, part)] = choice.missed
         option: Option | None = choice.option
         at = n
         self._blame(at, option, choice.error)
@@ -325,7 +321,7 @@ class Walker:
         if before is not None and before < 0:
             before = None
         at = before if entering else n
-        point = self._where(at, "") if entering and at is not None else "embed" if entering else self._where(n, "mid")
+        point = point_at(at, "") if entering and at is not None else "embed" if entering else point_at(n, "mid")
         if option.label != "parallel":
             self._keep(point, option.value, None)
         while option is not None:
@@ -336,9 +332,7 @@ class Walker:
         self.found += [(n, finding, error) for finding in option.findings]
         for name, value in option.values.items():
             if name in ("wte", "wpe", "attn.c_proj", "mlp.c_proj"):
-                self._keep(
-                    self._where(n, name), value.expand(len(self.ids), *value.shape[1:]) if value.ndim == 3 else value, error
-                )
+                self._keep(point_at(n, name), value.expand(len(self.ids), *value.shape[1:]) if value.ndim == 3 else value, error)
 
     # The report
 
@@ -350,6 +344,4 @@ class Walker:
 
 def replace_value(choice: Choice) -> Option:
     """The option as it was taken, with the port's own value."""
-    option = replace(choice.option)
-    option.__dict__["value"] = choice.value
-    return option
+    return choice.option.seen_as(choice.value)

@@ -97,7 +97,6 @@ class Judge:
                 f"your {name} (norm {norm:.2g}) is added where GPT-2 adds nothing",
                 "its values are not zero",
                 0.7,
-                "nn.Linear(n_in, n_out, bias=False), as GPT-2's head has none",
             )
         absent = [cause for cause in self.causes if cause.id == "missing-bias"]
         if len({re.sub(r"\d+", "#", cause.where) for cause in absent}) > MANY:

@@ -114,7 +114,7 @@ def embeddings(pool: Pool, norms: Norms, ids: Tensor) -> list[Option]:
         found = scaled(factor, "the embeddings, tokens and positions together,")
         both.append(Option(f"both {factor:g}", lambda v=value: v, found, values={"wte": words, "wpe": wpe[None, :tokens]}))
     if (match := pool.find(right.value, 0, 1)) is not None:
-        right.__dict__["value"] = pool.adopt(right.value, match)
+        right = right.seen_as(pool.adopt(right.value, match))
         return [right, *both, *(more for option in (right, *both) for more in _normed_embedding(norms, option))]
 
     factors = [1.0, *(f for f in [*pool.factors(words, 0), math.sqrt(width)] if not math.isclose(f, 1.0))]
@@ -139,8 +139,7 @@ def embeddings(pool: Pool, norms: Norms, ids: Tensor) -> list[Option]:
     for option in options:
         match = pool.find(option.value, 0, 1)
         if match is not None:
-            option.__dict__["value"] = pool.adopt(option.value, match)
-            kept.append(option)
+            kept.append(option.seen_as(pool.adopt(option.value, match)))
     kept += both
     if not any(not option.silent for option in kept):
         kept += _unknown_positions(pool, words, factors, scaled)
