@@ -2,5 +2,13 @@
 
 import os
 
+import pytest
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Jupyter, where rich shows what it is given instead of writing it to the file it was told: a table came back empty."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)

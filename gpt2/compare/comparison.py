@@ -117,7 +117,7 @@ class Comparison:
         """The report as plain text, ``width`` columns."""
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=width, color_system=None)
+        console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
         self.print(console)
         return console.file.getvalue()
 

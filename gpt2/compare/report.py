@@ -131,7 +131,7 @@ class Report:
         """The report as plain text, ``width`` columns."""
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=width, color_system=None)
+        console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
         self.print(console)
         return console.file.getvalue()
 
@@ -139,7 +139,7 @@ class Report:
         """The report as one self-contained HTML file."""
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=110, record=True)
+        console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
         self.print(console)
         try:
             console.save_html(str(path))

@@ -340,7 +340,7 @@ def test_heads_in_another_order_are_the_same_function() -> None:
         ({"vocab_size": 60}, "your vocabulary has 60 entries, the checkpoint 67"),
     ],
 )
-def test_another_size_is_said(changes: dict[str, int], said: str) -> None:
+def test_another_size_is_said(changes: dict[str, int], said: str, in_a_notebook: None) -> None:
     """What fits is placed; what does not is a sentence, and no shape error."""
     model, module = checkpoint(), Faulty(config=replace(CONFIG, **changes))
     before = copy.deepcopy(module)

@@ -78,7 +78,7 @@ def test_heads_made_by_hand_are_told_apart() -> None:
     assert report.heads[2].distance == 0
 
 
-def test_a_model_against_itself_has_not_moved(tmp_path: Path) -> None:
+def test_a_model_against_itself_has_not_moved(tmp_path: Path, in_a_notebook: None) -> None:
     """The whole way, by name, in every form."""
     report = compare_attention("shakespeare-mini", "shakespeare-mini", TEXT)
     assert "".join(report.tokens) == TEXT

@@ -65,7 +65,7 @@ def run(a: object, b: object, text: str, **settings) -> Comparison:
     return compare(str(a), str(b), on=text, tokens=200, **settings)
 
 
-def test_a_model_against_itself_is_zero_everywhere(base: Path, text: str) -> None:
+def test_a_model_against_itself_is_zero_everywhere(base: Path, text: str, in_a_notebook: None) -> None:
     """Any figure that is not exactly zero would be read as a difference."""
     found = run(base, base, text)
     assert found.ok

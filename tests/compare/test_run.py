@@ -265,7 +265,7 @@ def test_bfloat16_is_judged_by_bfloat16(checkpoint: Path) -> None:
     assert failing(report) == []
 
 
-def test_the_report_says_what_it_takes_to_rerun_it(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_report_says_what_it_takes_to_rerun_it(checkpoint: Path, tmp_path: Path, in_a_notebook: None) -> None:
     """JSON with versions, hashes and seed; strict JSON, so other tools read it; and HTML that holds the verdict."""
     report = verify(str(checkpoint), seed=3)
     body = json.loads(report.to_json())

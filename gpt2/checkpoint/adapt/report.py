@@ -63,7 +63,7 @@ class MappingReport:
         from rich.table import Table
         from rich.text import Text
 
-        console = Console(file=io.StringIO(), width=width, color_system=None)
+        console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), expand=False)
         for title in ("parameter", "", "from", "transformation", "because"):
             table.add_column(title, overflow="fold")
