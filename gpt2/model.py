@@ -182,12 +182,15 @@ class GPT2(nn.Module):
         """Token ids (B, T) to logits (B, T, V); arguments as in :meth:`hidden`."""
         return self.head(self.hidden(ids, attention_mask=attention_mask, cache=cache))
 
-    def hidden(self, ids: Tensor, *, attention_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def hidden(
+        self, ids: Tensor, *, attention_mask: Tensor | None = None, cache: KVCache | None = None, rows: Tensor | None = None
+    ) -> Tensor:
         """Token ids (B, T), int64, to the final normed stream (B, T, D).
 
         ``attention_mask`` (B, S), nonzero for real tokens and zero for padding, covers the cached tokens too; positions then
         count real tokens only, so a row padded on the left computes what it would compute alone. What comes out at padding
-        means nothing. With ``cache``, ``ids`` continue the cached tokens, and are added to them.
+        means nothing. With ``cache``, ``ids`` continue the cached tokens, and are added to them. ``rows`` (B, T, D) are the
+        embeddings of ``ids``, from whoever has looked them up already.
 
         Raises:
             ValueError: more tokens than ``n_positions``, or an ``attention_mask`` of another shape than (B, S).
@@ -208,7 +211,7 @@ class GPT2(nn.Module):
             causal = causal_mask(tokens, seen, ids.device)
             # Padding looks at itself (the diagonal), or its softmax would divide zero by zero and poison every later layer.
             mask = causal & real[:, None, None, :] | causal.triu(past)  # (B, 1, T, S)
-        x = self.drop(self.wte(ids) + self.wpe(positions))  # (B, T, D)
+        x = self.drop((self.wte(ids) if rows is None else rows) + self.wpe(positions))  # (B, T, D)
         for block in self.h:
             x = block(x, mask, cache)
         if cache is not None:

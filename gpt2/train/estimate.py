@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from ..config import GPT2Config
+from .loss import even
 from .recipe import Recipe
 
 FLOAT, BF16 = 4, 2  # bytes
-PASSED = 2  # copies of the logits alive at once: their log-softmax, and the logits or their gradient
+PASSED = 2  # copies of a bigram's logits alive at once: their log-softmax, and the logits or their gradient
 
 
 def peak_memory(model: nn.Module, recipe: Recipe) -> int:
@@ -18,9 +20,7 @@ def peak_memory(model: nn.Module, recipe: Recipe) -> int:
     bf16 and blocks computed again (windows of 128).
     """
     casts = sum(p.numel() * BF16 for p in model.parameters() if p.ndim > 1) if recipe.precision == "bf16" else 0  # autocast's
-    # At the end of the way back the activations are gone, and the tied embedding's gradient is the sum of two as large as it is.
-    tied = 2 * model.wte.weight.numel() * FLOAT if isinstance(model.config, GPT2Config) else 0
-    return standing(model) + casts + max(passing(model.config, recipe), tied)
+    return standing(model) + casts + passing(model.config, recipe)
 
 
 def standing(model: nn.Module) -> int:
@@ -30,9 +30,12 @@ def standing(model: nn.Module) -> int:
 
 def passing(config: object, recipe: Recipe) -> int:
     """Bytes of activations kept for the backward pass, and of logits, for one of ``grad_accum`` parts of a batch."""
-    tokens = recipe.batch_size // recipe.grad_accum * recipe.context
-    logits = tokens * config.vocab_size * (PASSED * FLOAT + (BF16 if recipe.precision == "bf16" else 0))
-    return logits + (tokens * kept_per_token(config, recipe) if isinstance(config, GPT2Config) else 0)
+    tokens, precision = recipe.batch_size // recipe.grad_accum * recipe.context, BF16 if recipe.precision == "bf16" else 0
+    if not isinstance(config, GPT2Config):
+        return tokens * config.vocab_size * (PASSED * FLOAT + precision)
+    logits = len(even(torch.empty(tokens, 0), config.vocab_size)[0]) * config.vocab_size * (FLOAT + precision)
+    logits += config.vocab_size * config.n_embd * precision  # the embedding's gradient from one of its parts
+    return logits + tokens * kept_per_token(config, recipe)
 
 
 def kept_per_token(config: GPT2Config, recipe: Recipe) -> int:

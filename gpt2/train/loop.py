@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..checkpoint.load import load, load_tokenizer, require_vocabulary
@@ -31,6 +31,7 @@ from .bigram import Bigram, BigramConfig, load_model
 from .corpus import corpus
 from .divergence import Rewind
 from .estimate import peak_memory
+from .loss import Scored
 from .metrics import Metrics, Pace, parted
 from .optim import adamw, learning_rate
 from .recipe import Recipe
@@ -153,7 +154,7 @@ def _train(recipe: Recipe, folder: Path, init: str | None, fresh: bool, report: 
         if progress and rewound:
             progress = replace(progress, rewinds=progress.rewinds + 1, skips=0)
         with Metrics(folder, progress, tensorboard=recipe.tensorboard) as metrics, _interruptions() as interrupted:
-            run = _Run(recipe, folder, model, tokenizer, optimizer, text.train_ids, text.val_ids, metrics, report)
+            run = _Run(recipe, folder, model, Scored(model), tokenizer, optimizer, text.train_ids, text.val_ids, metrics, report)
             report(
                 Started(
                     recipe,
@@ -178,6 +179,7 @@ class _Run:
     recipe: Recipe
     folder: Path
     model: GPT2
+    scored: nn.Module  # the same model with its loss, perhaps wrapped: what a step calls
     tokenizer: Tokenizer
     optimizer: torch.optim.Optimizer
     train_ids: np.ndarray
@@ -199,7 +201,7 @@ class _Run:
             lr = learning_rate(progress.step, recipe.steps, recipe.optim)
             drawn = replace(recipe, seed=(recipe.seed + progress.rewinds) % 2**63)  # after a rewind other windows, other dropout
             limit = divergence.limit(progress.best_loss, self.tokenizer.n_vocab)
-            loss, norm = _step(self.model, self.optimizer, self.train_ids, drawn, progress.step, lr, limit)
+            loss, norm = _step(self.scored, self.optimizer, self.train_ids, drawn, progress.step, lr, limit)
             fault = divergence.fault(loss, norm, limit)
             progress = replace(progress, step=progress.step + 1, skips=progress.skips + 1 if fault else 0)
             if fault:
@@ -323,7 +325,7 @@ def _new_model(recipe: Recipe, tokenizer: Tokenizer) -> GPT2 | Bigram:
 
 
 def _step(
-    model: GPT2,
+    scored: nn.Module,
     optimizer: torch.optim.Optimizer,
     ids: np.ndarray,
     recipe: Recipe,
@@ -335,19 +337,19 @@ def _step(
 
     Where either is not finite, or the loss is above ``limit``, the weights stay as they were.
     """
-    model.train()
+    scored.train()
+    device = next(scored.parameters()).device
     torch.manual_seed(np.random.SeedSequence((recipe.seed, step)).generate_state(1, np.uint64)[0].item())
     x, y = (
-        torch.from_numpy(part).to(model.wte.weight.device)
-        for part in batch(ids, recipe.context, recipe.batch_size, seed=recipe.seed, step=step)
+        torch.from_numpy(part).to(device) for part in batch(ids, recipe.context, recipe.batch_size, seed=recipe.seed, step=step)
     )
     total = 0.0
     for part_x, part_y in zip(x.chunk(recipe.grad_accum), y.chunk(recipe.grad_accum), strict=True):
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
-            loss = F.cross_entropy(model(part_x).flatten(0, 1), part_y.flatten()) / recipe.grad_accum
+        with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
+            loss = scored(part_x, part_y) / recipe.grad_accum
         loss.backward()
         total += loss.item()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optim.clip or math.inf).item()
+    norm = torch.nn.utils.clip_grad_norm_(scored.parameters(), recipe.optim.clip or math.inf).item()
     for group in optimizer.param_groups:
         group["lr"] = lr
     if not divergence.fault(total, norm, limit):

@@ -26,20 +26,20 @@ def poison(monkeypatch):
     """Make the loss of the given steps (counted from 0) what is asked; of the windows that ``seed`` draws, or of any."""
 
     def at(*steps, by=math.nan, seed=None):
-        real = loop.F.cross_entropy
+        real = loop.Scored.forward
         real_batch, drawn = loop.batch, []
 
         def batch(*args, step, **kwargs):
             drawn.append((step, kwargs["seed"]))
             return real_batch(*args, step=step, **kwargs)
 
-        def cross_entropy(*args, **kwargs):
+        def forward(*args):
             step, of = drawn[-1] if drawn else (-1, 0)
-            hit = step in steps and torch.is_grad_enabled() and seed in (None, of)  # evaluations are spared
-            return real(*args, **kwargs) * by if hit else real(*args, **kwargs)
+            hit = step in steps and seed in (None, of)
+            return real(*args) * by if hit else real(*args)
 
         monkeypatch.setattr(loop, "batch", batch)
-        monkeypatch.setattr(loop.F, "cross_entropy", cross_entropy)
+        monkeypatch.setattr(loop.Scored, "forward", forward)
         return drawn
 
     return at

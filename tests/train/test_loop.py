@@ -19,6 +19,7 @@ from gpt2.model import GPT2
 from gpt2.train import adapted, loop, state
 from gpt2.train.corpus import texts
 from gpt2.train.loop import Evaluated, Logged, Started, train
+from gpt2.train.loss import Scored
 from gpt2.train.optim import adamw, learning_rate
 from gpt2.train.recipe import Data, Model, Optim, Recipe
 
@@ -79,7 +80,7 @@ def gradients(model: GPT2, recipe: Recipe, ids: np.ndarray) -> dict[str, torch.T
             caught.update({name: p.grad.clone() for name, p in model.named_parameters()})
 
     optimizer = Catch(model.parameters(), lr=0.0)
-    caught["loss"], caught["norm"] = map(torch.tensor, loop._step(model, optimizer, ids, recipe, step=3, lr=0.0))
+    caught["loss"], caught["norm"] = map(torch.tensor, loop._step(Scored(model), optimizer, ids, recipe, step=3, lr=0.0))
     return caught
 
 
@@ -140,7 +141,7 @@ def test_dropout_of_a_step_depends_on_the_step_alone(recipe, ids):
         loop.GPT2Config(13, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.0, n_layer=1, n_embd=16, n_head=2, n_positions=16)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    losses = [loop._step(model, optimizer, ids, recipe, step, 0.0)[0] for step in (3, 4, 3)]
+    losses = [loop._step(Scored(model), optimizer, ids, recipe, step, 0.0)[0] for step in (3, 4, 3)]
     assert losses[0] == losses[2] != losses[1]
 
 
