@@ -48,7 +48,8 @@ def test_a_notebook_shows_what_it_prints(path: Path, tmp_path: Path, monkeypatch
     committed = nbformat.read(path, 4)
     fresh = nbformat.read(path, 4)
     NotebookClient(fresh, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert printed(fresh) == printed(committed)
+    for now, then in zip(printed(fresh), printed(committed), strict=True):
+        assert now == then
 
 
 def test_there_are_notebooks() -> None:
