@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import InputError
-from . import bench, compare, diagnose, export, generate, info, train, verify
+from . import bench, compare, diagnose, explore, export, generate, info, train, verify
 from .common import require_writable
 
-COMMANDS = (info, verify, compare, diagnose, generate, train, export, bench)
+COMMANDS = (info, verify, compare, explore, diagnose, generate, train, export, bench)
 
 
 def parser() -> argparse.ArgumentParser:

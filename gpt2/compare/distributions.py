@@ -121,7 +121,7 @@ def measure_pair(
             first = window.first - window.start
             targets = ids[window.first + 1 : window.end + 1]
             index = torch.arange(window.first + 1, window.end + 1)
-            measured = _rows(logits_a[row, first:, :vocab], logits_b[row, first:, :vocab], targets, min(top, vocab))
+            measured = measure_rows(logits_a[row, first:, :vocab], logits_b[row, first:, :vocab], targets, min(top, vocab))
             parts.append((targets, index, index - window.start, *(tensor.cpu() for tensor in measured)))
             done += len(targets)
         del logits_a, logits_b  # or two batches of each would be alive while the next are computed
@@ -137,7 +137,7 @@ def _logits(model: Logits, name: str, inputs: Tensor, vocab: int) -> Tensor:
     return logits
 
 
-def _rows(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
+def measure_rows(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
     """:func:`_measure`, by as many threads as torch has, each with rows of its own and torch serial within.
 
     Left to torch, each of some twenty small steps a row would be shared among the cores, and whenever one of them is busy with
@@ -175,7 +175,7 @@ def _measure(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
     """
     a = a if a.is_cuda else a.cpu()  # not every device has float64
     b, targets = b.to(a.device), targets.to(a.device)
-    (top_a, value_a), (top_b, value_b) = _top(a, top), _top(b, top)
+    (top_a, value_a), (top_b, value_b) = likeliest(a, top), likeliest(b, top)
     max_a, max_b = value_a[:, :1], value_b[:, :1]
     step = max(1, (1 << 24 if a.is_cuda else CACHED) // a.size(1))
     # Once: fresh memory for each of a thousand small steps would cost more than the arithmetic.
@@ -228,7 +228,7 @@ def _wide_divergences(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat((expected(p, d), expected(q, -d), (expected(p, of_a) + expected(q, of_b)) / 2), 1)
 
 
-def _top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row (R, V): ids (R, k), largest first and the lower id first of equals, and values in float64.
 
     They lie in the k blocks with the largest maxima, so that all but those are read once. (``torch.topk`` takes ten times as

@@ -350,7 +350,7 @@ def attention_page(report: AttentionReport) -> str:
     layers, heads, n, _ = report.maps.shape
     data = {"layers": layers, "heads": heads, "tokens": [visible(token) for token in report.tokens], "maps": {}}
     if len(maps) * layers * heads * n * (n + 1) // 2 <= VIEWED:
-        data["maps"] = {side: _packed(found) for side, found in maps.items()}
+        data["maps"] = {side: pack_lower(found) for side, found in maps.items()}
     return render(
         "attention",
         report=report,
@@ -363,7 +363,7 @@ def attention_page(report: AttentionReport) -> str:
     )
 
 
-def _packed(maps: Tensor) -> str:
+def pack_lower(maps: Tensor) -> str:
     """Weights as bytes, 255 for 1, of what lies on or below the diagonal, row by row, in base64."""
     low = maps.tril().nan_to_num().clamp(0, 1).mul(255).round().byte()
     rows, columns = low.new_ones(low.shape[-2:]).nonzero(as_tuple=True)

@@ -218,3 +218,13 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Negative log-likelihood, nats, of each target: (B, T, V) and (B, T) to (B, T), computed in at least float32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Logits (..., V) in any dtype to natural log-probabilities, in float64; a logit of -inf is a probability of 0."""
+    return logits.double().log_softmax(-1)
+
+
+def entropy(log_probabilities: Tensor) -> Tensor:
+    """Shannon entropy of each row (..., V) of log-probabilities, nats: 0 where one token is certain, log V where none is."""
+    return torch.special.entr(log_probabilities.exp()).sum(-1)

@@ -338,17 +338,19 @@ def test_the_likeliest_tokens_and_the_lower_id_first_of_equals(vocab, k):
     table[6, 1:], table[7], table[8] = -INF, torch.arange(vocab), 0
     table[8, 0] = table[8, -2:-1] = 1  # equals, the later of which lies beside the largest
     table[8, -1] = 2
-    ids, values = distributions._top(table, min(k, vocab))
+    ids, values = distributions.likeliest(table, min(k, vocab))
     assert ids.tolist() == [likeliest(row, k) for row in table.tolist()]
     assert torch.equal(values, table.double().gather(1, ids))
 
 
 def test_the_likeliest_of_many_equal_torchs():
     table = draw(20, 50257).bfloat16().float()  # with ties
-    ids, values = distributions._top(table, 5)
+    ids, values = distributions.likeliest(table, 5)
     assert torch.equal(values, table.double().topk(5).values)
     assert ids.tolist() == [likeliest(row, 5) for row in table.tolist()]
-    assert torch.equal(distributions._top(table[:, 100:50000], 5)[0], distributions._top(table[:, 100:50000].clone(), 5)[0])
+    assert torch.equal(
+        distributions.likeliest(table[:, 100:50000], 5)[0], distributions.likeliest(table[:, 100:50000].clone(), 5)[0]
+    )
 
 
 def test_probabilities_of_the_likeliest():

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass, replace
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import CHROMIUM, Browser
 
 from gpt2.compare.comparison import Comparison, Numerics
 from gpt2.compare.html import RAMPS, lean, number, page, percent, readable, write
@@ -236,70 +236,15 @@ def test_pictures_touch_no_configuration(tmp_path: Path) -> None:
     assert [path.name for path in home.rglob("*") if path.is_file()] == ["matplotlibrc"]
 
 
-class Browser:
-    """Headless Chromium, spoken to through a pipe: https://chromedevtools.github.io/devtools-protocol/."""
-
-    def __init__(self, chromium: str, folder: Path) -> None:
-        (their_in, self.out), (self.into, their_out) = os.pipe(), os.pipe()
-        flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update"
-        command = f'exec "{chromium}" {flags} --disable-sync --user-data-dir="{folder}" --remote-debugging-pipe about:blank'
-        # The browser reads file 3 and writes file 4.
-        take = "from fcntl import fcntl, F_DUPFD as d; from os import dup2, execvp; import sys; "
-        take += "r, w = (fcntl(int(x), d, 10) for x in sys.argv[1:3]); dup2(r, 3); dup2(w, 4); "
-        take += "execvp('sh', ['sh', '-c', *sys.argv[3:]])"
-        redirected = [sys.executable, "-c", take, str(their_in), str(their_out), command]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(redirected, pass_fds=(their_in, their_out), **quiet)
-        os.close(their_in)
-        os.close(their_out)
-        self.number, self.session, self.rest, self.asked = 0, None, b"", []
-        target = self("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self("Network.enable")
-
-    def __call__(self, method: str, **parameters: Any) -> dict[str, Any]:
-        self.number += 1
-        message = {"id": self.number, "method": method, "params": parameters}
-        message |= {"sessionId": self.session} if self.session else {}
-        os.write(self.out, json.dumps(message).encode() + b"\0")
-        while True:
-            while b"\0" not in self.rest:
-                if not (more := os.read(self.into, 1 << 16)):
-                    raise RuntimeError("the browser has gone")
-                self.rest += more
-            one, self.rest = self.rest.split(b"\0", 1)
-            answer = json.loads(one)
-            if answer.get("method") == "Network.requestWillBeSent":
-                self.asked.append(answer["params"]["request"]["url"])
-            if answer.get("id") == self.number:
-                assert "error" not in answer, answer
-                return answer["result"]
-
-    def value(self, expression: str) -> Any:
-        return self("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)["result"].get("value")
-
-    def open(self, path: Path, width: int) -> None:
-        self("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
-        self("Page.navigate", url=path.as_uri())
-        while self.value("document.readyState") != "complete" or not self.value(f"location.href.includes('{path.name}')"):
-            pass
-
-    def close(self) -> None:
-        self("Browser.close")
-        self.process.wait(30)
-        os.close(self.out)
-        os.close(self.into)
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 def test_pointing_at_a_token_shows_what_both_models_expected(found: Comparison, tmp_path: Path) -> None:
     """In a browser: by mouse, by keyboard, on a narrow screen; nothing asked of the network, nothing wider than the screen."""
     found.save_html(tmp_path / "report.html")
-    browser = Browser(shutil.which("chromium"), tmp_path / "profile")
+    browser = Browser(tmp_path / "profile")
     try:
         for width in (1280, 390):
-            browser.open(tmp_path / "report.html", width)
+            browser.open((tmp_path / "report.html").as_uri(), width)
             assert browser.value("document.documentElement.scrollWidth") <= width
             assert browser.value("document.getElementById('tip').hidden") is True
             for at in (7, 20):

@@ -1,0 +1,257 @@
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+const form = document.querySelector("form");
+if (form) {
+  form.addEventListener("submit", () => {
+    const button = form.querySelector("button");
+    button.disabled = true;
+    button.textContent = "Looking …";
+  });
+  form.prompt.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+  });
+  addEventListener("pageshow", () => {
+    form.querySelector("button").disabled = false;
+    form.querySelector("button").textContent = "Look inside";
+  });
+}
+
+const find = (selector, within = document) => within.querySelector(selector);
+const all = (selector, within = document) => [...within.querySelectorAll(selector)];
+const word = (number) => data.texts[number];
+const quoted = (number) => "“" + word(number).trim() + "”";
+
+function element(tag, name, text) {
+  const made = document.createElement(tag);
+  if (name) made.className = name;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function chance(p) {
+  if (p === null) return "–";
+  if (p === 0) return "0 %";
+  if (p < 0.0001) return "< 0.01 %";
+  return (100 * p).toFixed(p < 0.01 ? 2 : 1) + "\u00a0%";
+}
+
+const sides = (data.sides || []).map((side, index) => {
+  const strips = all(".strip");
+  const grid = find(`table[data-side="${index}"]`);
+  const attention = find(`.attention[data-side="${index}"]`);
+  return {
+    ...side,
+    n: side.tokens.length,
+    bytes: Uint8Array.from(atob(side.maps), (c) => c.charCodeAt(0)),
+    strip: all(".tok", strips[Math.min(index, strips.length - 1)]),
+    box: grid.parentElement,
+    rows: all("tbody tr", grid).map((row) => all("td", row)),
+    columns: all("thead th", grid).slice(1),
+    names: all("tbody th", grid),
+    detail: find(`.detail[data-side="${index}"]`),
+    layers: all(".layers button", attention),
+    heads: find(".heads", attention),
+    map: find(".map", attention),
+    look: find(".look", attention),
+    says: find(".says", attention),
+    at: side.tokens.length - 1,
+    point: side.points.length - 1,
+    head: 0,
+  };
+});
+
+// What is chosen on one side is chosen on the other, where the two correspond.
+const alike = (key) => sides.length < 2 || JSON.stringify(sides[0][key]) === JSON.stringify(sides[1][key]);
+const linked = { at: alike("tokens"), point: alike("points"), head: alike("n_head") };
+
+function choose(side, changes) {
+  for (const other of sides) {
+    for (const [key, value] of Object.entries(changes)) if (other === side || linked[key]) other[key] = value;
+  }
+  sides.forEach(draw);
+}
+
+// Attention weights of one row, 0 to 1: rows of the lower triangle lie one behind the other.
+function weights(side, layer, head, at) {
+  const size = (side.n * (side.n + 1)) / 2;
+  const start = (layer * side.n_head + head) * size + (at * (at + 1)) / 2;
+  return [...side.bytes.subarray(start, start + at + 1)].map((b) => b / 255);
+}
+
+function rgb(name, within) {
+  const probe = element("span");
+  probe.style.color = `var(${name})`;
+  within.append(probe);
+  const found = getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
+  probe.remove();
+  return found;
+}
+
+function paint(canvas, side, layer, head, cursor) {
+  const scale = cursor ? Math.max(1, Math.ceil(480 / side.n)) : 1;
+  canvas.width = canvas.height = side.n * scale;
+  const pen = canvas.getContext("2d");
+  const [tone, paper, ink] = ["--tone", "--paper", "--ink"].map((name) => rgb(name, side.heads));
+  pen.fillStyle = `rgb(${paper})`;
+  pen.fillRect(0, 0, canvas.width, canvas.height);
+  for (let row = 0; row < side.n; row++) {
+    weights(side, layer, head, row).forEach((weight, column) => {
+      const part = Math.sqrt(weight);
+      pen.fillStyle = `rgb(${paper.map((from, i) => Math.round(from + (tone[i] - from) * part))})`;
+      pen.fillRect(column * scale, row * scale, scale, scale);
+    });
+  }
+  if (cursor) {
+    pen.strokeStyle = `rgb(${ink})`;
+    pen.lineWidth = 2;
+    pen.strokeRect(1, side.at * scale, canvas.width - 2, scale);
+  }
+}
+
+function mark(elements, chosen, attribute) {
+  elements.forEach((one, index) => {
+    one.setAttribute(attribute, String(index === chosen));
+    one.tabIndex = index === chosen ? 0 : -1;
+  });
+}
+
+function detail(side) {
+  const [top, entropy, given, rank] = side.readings[side.point][side.at];
+  const last = side.point === side.points.length - 1;
+  const title = element("h4", "", "After ");
+  title.append(element("q", "word", side.tokens.slice(Math.max(0, side.at - 3), side.at + 1).map(word).join("")));
+  title.append(last ? ", its answer" : side.point ? `, read after ${side.points[side.point]}` : ", before any layer");
+  const list = element("ol");
+  const next = side.tokens[side.at + 1];
+  for (let i = 0; i < top.length; i += 2) {
+    const row = element("li", top[i] === next ? "right" : "");
+    const bar = element("span", "bar");
+    bar.style.setProperty("--p", top[i + 1] || 0);
+    const holder = element("span");
+    holder.append(bar);
+    row.append(element("span", "", word(top[i])), holder, element("span", "", chance(top[i + 1])));
+    list.append(row);
+  }
+  const told = [];
+  if (next !== undefined) told.push(`The text goes on with ${quoted(next)}: ${chance(given)}, its choice number ${rank}.`);
+  told.push(`Entropy ${entropy === null ? "–" : entropy.toFixed(2)} nats.`);
+  if (data.js && last) told.push(`A and B differ here by ${data.js[side.at] === null ? "–" : data.js[side.at].toPrecision(2)} nats (Jensen-Shannon).`);
+  side.detail.replaceChildren(title, list, element("p", "told", told.join(" ")));
+}
+
+// The chosen cell into sight, past the column that stays; sideways only, so that the page does not jump.
+function reveal(side) {
+  const cell = side.rows[side.point][side.at], box = side.box, kept = side.names[0].offsetWidth;
+  if (cell.offsetLeft - kept < box.scrollLeft) box.scrollLeft = cell.offsetLeft - kept;
+  const beyond = cell.offsetLeft + cell.offsetWidth - box.clientWidth;
+  if (beyond > box.scrollLeft) box.scrollLeft = beyond;
+}
+
+// The text, coloured by where token ``at`` looks.
+function look(side, at) {
+  const layer = Math.max(0, side.point - 1), row = weights(side, layer, side.head, at);
+  side.words.forEach((token, index) => {
+    token.style.setProperty("--x", index <= at ? Math.round(100 * Math.sqrt(row[index])) : 0);
+    token.style.opacity = index <= at ? 1 : 0.45;
+    token.classList.toggle("on", index === at);
+  });
+  const best = row.map((weight, index) => [weight, index]).sort((x, y) => y[0] - x[0] || x[1] - y[1]).slice(0, 4);
+  const told = best.filter(([weight]) => weight > 0.005).map(([weight, index]) => `${quoted(side.tokens[index])} ${Math.round(100 * weight)}\u00a0%`);
+  side.says.textContent = `In h.${layer}, head ${side.head}, ${quoted(side.tokens[at])} looks at ${told.join(", ") || "nothing in particular"}.`;
+}
+
+function draw(side) {
+  const layer = Math.max(0, side.point - 1);
+  mark(side.strip, side.at, "aria-selected");
+  side.rows.forEach((row, point) => {
+    row.forEach((cell, at) => {
+      const on = point === side.point && at === side.at;
+      cell.setAttribute("aria-selected", String(on));
+      cell.tabIndex = on ? 0 : -1;
+    });
+  });
+  side.columns.forEach((column, at) => column.classList.toggle("on", at === side.at));
+  side.names.forEach((name, point) => name.classList.toggle("on", point === side.point));
+  reveal(side);
+  detail(side);
+  mark(side.layers, layer, "aria-checked");
+  mark([...side.heads.children], side.head, "aria-checked");
+  if (side.drawn !== layer) {
+    [...side.heads.children].forEach((button, head) => paint(find("canvas", button), side, layer, head, false));
+    side.drawn = layer;
+  }
+  paint(side.map, side, layer, side.head, true);
+  look(side, side.at);
+  side.map.setAttribute("aria-label", `Attention of h.${layer}, head ${side.head}: a row a token, ${side.n} by ${side.n}`);
+}
+
+// Arrow keys within a row of things, of which one is chosen.
+function walk(elements, step, pick) {
+  elements.forEach((one, index) => {
+    one.addEventListener("click", () => pick(index));
+    one.addEventListener("keydown", (event) => {
+      const across = typeof step === "function" ? step() : step;
+      const to = { ArrowRight: index + 1, ArrowLeft: index - 1, ArrowDown: index + across, ArrowUp: index - across, Home: 0, End: elements.length - 1 }[event.key];
+      if (to === undefined) return;
+      event.preventDefault();
+      if (!elements[to]) return;
+      pick(to);
+      elements[to].focus();
+    });
+  });
+}
+
+for (const side of sides) {
+  for (let head = 0; head < side.n_head; head++) {
+    const button = element("button");
+    button.type = "button";
+    button.setAttribute("role", "radio");
+    button.setAttribute("aria-label", `head ${head}`);
+    button.append(element("canvas"), `head ${head}`);
+    side.heads.append(button);
+  }
+  side.words = side.strip.map((token) => {
+    const made = element("span", token.className);
+    made.append(...[...token.childNodes].map((part) => part.cloneNode(true)));
+    side.look.append(made);
+    made.addEventListener("click", () => choose(side, { at: side.words.indexOf(made) }));
+    return made;
+  });
+  walk(side.layers, 1, (layer) => choose(side, { point: layer + 1 }));
+  const across = () => getComputedStyle(side.heads).gridTemplateColumns.split(" ").length;
+  walk([...side.heads.children], across, (head) => choose(side, { head }));
+  side.rows.forEach((row, point) => row.forEach((cell, at) => {
+    cell.addEventListener("click", () => choose(side, { point, at }));
+    cell.addEventListener("keydown", (event) => {
+      const [down, right] = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0], Home: [0, -at], End: [0, row.length - 1 - at] }[event.key] || [];
+      if (down === undefined) return;
+      event.preventDefault();
+      const to = (side.rows[point + down] || [])[at + right];
+      if (!to) return;
+      choose(side, { point: point + down, at: at + right });
+      to.focus();
+    });
+  }));
+  side.map.addEventListener("click", (event) => {
+    const at = Math.floor((event.offsetY / side.map.clientHeight) * side.n);
+    choose(side, { at: Math.max(0, Math.min(side.n - 1, at)) });
+  });
+  // Pointing at a token shows where it looks, for as long as one points at it.
+  side.words.forEach((token, at) => {
+    token.addEventListener("pointerenter", () => look(side, at));
+    token.addEventListener("pointerleave", () => look(side, side.at));
+  });
+}
+// One strip stands for both sides where their tokens are the same.
+const strips = new Map(sides.map((side) => [side.strip[0], side]).reverse());
+for (const side of strips.values()) {
+  walk(side.strip, side.n, (at) => {
+    choose(side, { at });
+  });
+}
+const repaint = () => {
+  for (const side of sides) side.drawn = undefined;
+  sides.forEach(draw);
+};
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
+repaint();

@@ -1,0 +1,261 @@
+"""``gpt2 explore``: the page in a file, from a server that talks to this machine only, and in a browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from browser import CHROMIUM, Browser
+
+import gpt2
+from gpt2.cli.main import main
+from gpt2.compare.lens import explorer
+from gpt2.data.chars import Chars
+
+PROMPT = "O Romeo,\nwherefore art"
+
+
+def start(*args: str) -> tuple[subprocess.Popen, int]:
+    """The command as a process, and the port it says it serves on."""
+    command = [sys.executable, "-W", "error", "-m", "gpt2", "explore", "--port", "0", *args]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    line = process.stderr.readline()
+    found = re.fullmatch(r"open http://127\.0\.0\.1:(\d+)/ in a browser; Ctrl-C ends it\n", line)
+    if not found:
+        process.kill()
+        pytest.fail(line + process.stderr.read())
+    return process, int(found[1])
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    process, port = start("--prompt", PROMPT)
+    yield port
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (out, err, process.returncode) == ("", "gpt2 explore: interrupted\n", 130)
+
+
+def get(port: int, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, str, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    answer = connection.getresponse()
+    body = answer.read().decode()
+    connection.close()
+    return answer.status, body, dict(answer.getheaders())
+
+
+def test_it_serves_the_page_of_what_is_typed(port: int) -> None:
+    """A form sends CR LF for a line break; taken as it is, the model would see a token that nobody typed."""
+    status, first, headers = get(port)
+    assert (status, headers["x-frame-options"], headers["cache-control"]) == (200, "DENY", "no-store")
+    assert f">\n{PROMPT}</textarea>" in first
+    status, typed, _ = get(port, "/?prompt=" + quote(PROMPT.replace("\n", "\r\n")))
+    assert (status, typed) == (200, first)
+    assert "Good" in get(port, "/?prompt=Good+morrow")[1]
+
+
+def test_bad_prompts_are_one_line_above_the_field(port: int) -> None:
+    """A blank page, or a server that has died, says nothing."""
+    status, text, _ = get(port, "/?prompt=" + "light+" * 300)
+    assert status == 400
+    alert = re.search(r'role="alert">(.*?)</p>', text)[1]
+    assert alert == "the prompt makes 302 tokens of shakespeare-mini; there is room for 128: shorten it"
+    assert "light light" in text.split("<textarea", 1)[1]
+    status, text, _ = get(port, "/?prompt=" + quote("</textarea><script>alert(1)</script>"))
+    assert (status, text.count("<script>")) == (200, 1)
+
+
+def test_no_other_name_and_no_other_site_gets_an_answer(port: int) -> None:
+    """A web page anywhere could have its own name resolve to this machine, and read what is served here."""
+    assert get(port, Host="evil.example")[0] == 400
+    assert get(port, Host=f"evil.example:{port}")[0] == 400
+    assert get(port, Host=f"localhost:{port}")[0] == 200
+    assert get(port, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors")[0] == 403
+    assert get(port, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")[0] == 200  # a link that was followed
+    assert [get(port, "/", "POST")[0], get(port, "/other")[0]] == [405, 404]
+    with socket.socket() as outside, pytest.raises(OSError, match="refused"):
+        outside.connect(("127.0.0.2", port))  # bound to 0.0.0.0 it would answer here as well
+
+
+def test_a_file_and_json_instead_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The page to share, and the same figures for a script."""
+    assert (
+        main(["explore", "shakespeare-mini", "shakespeare-mini:bf16", "--prompt", "O", "--html", str(tmp_path / "p.html")]) == 0
+    )
+    assert (tmp_path / "p.html").read_text().count('role="grid"') == 2
+    assert capsys.readouterr().out == ""
+    assert main(["explore", "--prompt", PROMPT, "--json", "-"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert "".join(body["lenses"][0]["tokens"]) == PROMPT
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--port", "99999"], "--port 99999: a port is 0 .. 65535; choose another"),
+        (["--port", "1", "--html", "x.html"], "--port says nothing beside --html"),
+        (["no/such/folder"], "no/such/folder"),
+        (["--prompt", "", "--port", "0"], "the prompt is empty"),
+        (["--html", "no/such/folder/x.html"], "cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(
+    args: list[str], said: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is served."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["explore", "--offline", *args]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(capsys: pytest.CaptureFixture) -> None:
+    """The second window of the same command is the usual way to meet this."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["explore", "--port", str(port)]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"gpt2 explore: --port {port}: address already in use; choose another, or 0 for any that is free\n"
+    )
+
+
+def test_without_the_extra_it_says_how_to_get_it(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain install has no server, and still writes files."""
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["explore"]) == 2
+    assert "pip install 'gpt2-toolkit[explore]'; or --html FILE" in capsys.readouterr().err
+
+
+# --- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("browser") / "profile")
+    yield browser
+    browser.close()
+
+
+CHOSEN = """(side => ({
+    strip: [...document.querySelectorAll('.strip')].map(s => [...s.children].findIndex(t => t.ariaSelected === 'true')),
+    cell: [...document.querySelectorAll(`table[data-side="${side}"] tbody tr`)].flatMap((row, point) =>
+        [...row.querySelectorAll('td')].map((cell, at) => [cell, point, at])).filter(([c]) => c.ariaSelected === 'true')
+        .map(([c, point, at]) => [point, at, c.innerText])[0],
+    layer: document.querySelectorAll('.layers')[side].querySelector('[aria-checked=true]').innerText,
+    head: document.querySelectorAll('.heads')[side].querySelector('[aria-checked=true]').innerText,
+    detail: document.querySelectorAll('.detail')[side].innerText,
+    says: document.querySelectorAll('.says')[side].innerText,
+    focus: document.activeElement.getAttribute('role'),
+    ring: getComputedStyle(document.activeElement.querySelector('i') || document.activeElement).outlineStyle,
+}))"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@pytest.mark.parametrize("width", [1280, 420])
+def test_the_keyboard_reaches_everything(browser: Browser, port: int, width: int) -> None:
+    """Typed, tabbed and walked with arrows alone: what is chosen is what is told."""
+    browser.open(f"http://127.0.0.1:{port}/", width)
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    browser.value("document.querySelector('textarea').select(), document.querySelector('textarea').focus()")
+    browser("Input.insertText", text="O Romeo, Romeo! wherefore art")
+    browser.value("window.before = true")
+    browser.press("Tab")
+    browser.press("Enter")
+    browser.wait("!window.before && document.readyState == 'complete'")
+    assert "prompt=O+Romeo" in browser.value("location.search")
+    with explorer("shakespeare-mini") as opened:
+        lens = opened.look("O Romeo, Romeo! wherefore art").lenses[0]
+        last, top = len(lens.tokens) - 1, lens.readings
+        chosen = browser.value(CHOSEN + "(0)")
+        assert chosen["strip"] == [last]
+        assert chosen["cell"][:2] == [5, last]
+        assert [chosen["layer"], chosen["head"].strip()] == ["h.4", "head 0"]
+        browser.value("document.querySelector('textarea').focus()")
+        browser.press("Tab", 2)  # the button, the strip
+        browser.press("ArrowLeft", 3)
+        chosen = browser.value(CHOSEN + "(0)")
+        assert (chosen["focus"], chosen["strip"], chosen["cell"][:2]) == ("option", [last - 3], [5, last - 3])
+        assert chosen["ring"] == "solid"
+        browser.press("Tab")  # the grid
+        browser.press("ArrowUp", 2)
+        browser.press("ArrowRight")
+        chosen = browser.value(CHOSEN + "(0)")
+        assert (chosen["focus"], chosen["strip"], chosen["cell"][:2]) == ("gridcell", [last - 2], [3, last - 2])
+        reading = top[3][last - 2]
+        assert chosen["cell"][2].strip() == reading.top[0].text.strip()
+        for choice in reading.top:
+            assert choice.text.strip() in chosen["detail"]
+        assert f"{100 * reading.top[0].probability:.1f}\xa0%" in chosen["detail"]
+        assert f"choice number {reading.rank}." in chosen["detail"]
+        assert chosen["layer"] == "h.2"
+        browser.press("Tab")  # the layers
+        browser.press("ArrowLeft")
+        browser.press("Tab")  # the heads
+        browser.press("End")
+        chosen = browser.value(CHOSEN + "(0)")
+        assert (chosen["focus"], chosen["ring"], chosen["cell"][0]) == ("radio", "solid", 2)
+        assert [chosen["layer"], chosen["head"].strip()] == ["h.1", "head 4"]
+        row = lens.attention[1, 4, last - 2].tolist()
+        best = max(range(len(row)), key=row.__getitem__)
+        expected = f"looks at “{lens.tokens[best].strip()}” {100 * row[best]:.0f}\xa0%"
+        assert expected in chosen["says"]
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    assert all(url.startswith((f"http://127.0.0.1:{port}/", "file:", "data:", "about:")) for url in browser.asked)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@pytest.mark.parametrize("width", [1280, 420])
+def test_two_models_move_together_where_they_correspond(browser: Browser, tmp_path: Path, width: int) -> None:
+    """Of the same tokens a choice on one side holds on both; of other tokens or layers it must not."""
+    chars = tmp_path / "chars"
+    tokenizer = Chars.from_text(PROMPT)
+    gpt2.save(gpt2.GPT2(gpt2.GPT2Config(tokenizer.n_vocab, 64, 12, 2, 3)), tokenizer, chars)
+    for other, together in (("shakespeare-mini:bf16", True), (str(chars), False)):
+        target = tmp_path / f"{together}.html"
+        assert main(["explore", "shakespeare-mini", other, "--prompt", PROMPT, "--html", str(target)]) == 0
+        browser.open(target.as_uri(), width)
+        before = browser.value(CHOSEN + "(1)")
+        browser.value(
+            "document.querySelector('.strip').children[2].click(); document.querySelectorAll('.layers button')[1].click()"
+        )
+        assert browser.value(CHOSEN + "(0)")["cell"][:2] == [2, 2]
+        after = browser.value(CHOSEN + "(1)")
+        assert after["cell"][:2] == ([2, 2] if together else before["cell"][:2])
+        assert len(after["strip"]) == (1 if together else 2)
+        assert browser.value("document.documentElement.scrollWidth") <= width
+        tops = browser.value("[...document.querySelectorAll('.side')].map(s => s.getBoundingClientRect().top)")
+        assert (tops[0] == tops[1]) == (width > 1000)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+def test_light_and_dark_are_both_drawn(browser: Browser, tmp_path: Path) -> None:
+    """Maps painted for a white page are a glare on a dark one; they are painted anew when the scheme changes."""
+    assert main(["explore", "--prompt", PROMPT, "--html", str(tmp_path / "p.html")]) == 0
+    browser.open((tmp_path / "p.html").as_uri(), 1280)
+    pixel = "[...document.querySelector('.map').getContext('2d').getImageData(470, 5, 1, 1).data].slice(0, 3)"
+    seen = {}
+    for scheme in ("light", "dark"):
+        browser("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        browser.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        seen[scheme] = browser.value(pixel)
+    browser("Emulation.setEmulatedMedia", features=[])
+    assert min(seen["light"]) > 240
+    assert max(seen["dark"]) < 40
