@@ -66,11 +66,13 @@ def ours(run: Run, args: argparse.Namespace) -> Any:
 
     from gpt2.config import GPT2Config
     from gpt2.model import GPT2
+    from gpt2.train.allocator import keep_freed_memory
     from gpt2.train.loop import _step
     from gpt2.train.loss import Scored
     from gpt2.train.optim import adamw
     from gpt2.train.recipe import Recipe
 
+    keep_freed_memory()
     layers, d, heads, positions, vocab = SIZES[run.size]
     rates = {f"{name}_pdrop": run.dropout for name in ("resid", "embd", "attn")}
     model = GPT2(GPT2Config(vocab, positions, d, layers, heads, **rates, bos_token_id=0, eos_token_id=0))

@@ -27,6 +27,7 @@ from ..errors import InputError
 from ..generate import generate
 from ..model import GPT2
 from . import adapted, divergence, state
+from .allocator import keep_freed_memory
 from .bigram import Bigram, BigramConfig, load_model
 from .corpus import corpus
 from .divergence import Rewind
@@ -113,12 +114,13 @@ def train(
 
     A folder that holds this very run goes on from its newest intact checkpoint; one that holds another is refused, unless
     ``fresh`` clears it. Ctrl-C or SIGTERM finishes the step (and an evaluation under way), saves, and returns a result that
-    says "interrupted"; a second one acts at once.
+    says "interrupted"; a second one acts at once. Memory that is freed stays with the process (:mod:`gpt2.train.allocator`).
 
     Raises:
         InputError: text, model, recipe or folder do not work together, the run diverged, or the disk is full.
     """
     recipe, folder = recipe.resolved(init), Path(folder)
+    keep_freed_memory()
     adapted.check(recipe, init)
     rewound: Rewind | None = None
     while True:
