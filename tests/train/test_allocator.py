@@ -23,11 +23,11 @@ def step():
 
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
-for _ in range(4):  # until the pool has the shape that the steps ask for
+for _ in range(3):  # until the pool has the shape that the steps ask for
     step()
     thread = threading.Thread(target=step)  # whose own pool has no room for blocks of this size
     thread.start(), thread.join()
-print(faults(lambda: [step() for _ in range(10)]))
+print(faults(lambda: [step() for _ in range(4)]))
 """
 
 
@@ -38,7 +38,7 @@ def test_steps_after_the_first_touch_hardly_a_new_page():
         int(subprocess.run([sys.executable, "-c", STEP, how], capture_output=True, text=True, check=True).stdout)
         for how in ("kept", "given back")
     )
-    assert given_back > 100_000
+    assert given_back > 50_000
     assert kept < given_back / 5  # now and then a block begins elsewhere
 
 
