@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
+from .fast import for_attention, step_of
 from .kv_cache import KVCache
 from .model import GPT2
 from .sampling import check_settings, next_ids
@@ -22,7 +23,10 @@ def prefill(model: GPT2, ids: Tensor, cache: KVCache | None = None, attention_ma
 
 def decode(model: GPT2, last: Tensor, cache: KVCache, attention_mask: Tensor | None = None) -> Tensor:
     """Read one more id per row, (B,); return the logits of what comes next, (B, V)."""
-    return prefill(model, last[:, None], cache, attention_mask)
+    seen = cache.length + 1
+    usual = seen <= model.config.n_positions and (attention_mask is None or attention_mask.shape == (last.size(0), seen))
+    step = step_of(model) if usual else None  # the model itself says what is wrong
+    return prefill(model, last[:, None], cache, attention_mask) if step is None else step(last, cache, attention_mask)
 
 
 def stream(
@@ -52,17 +56,21 @@ def stream(
     limit = model.config.n_positions
     seen, real = ids[:, -limit:], None if attention_mask is None else attention_mask[:, -limit:]
     with torch.inference_mode():
-        cache = model.new_cache(ids.size(0), min(limit, seen.size(1) + max_new_tokens)) if use_cache else None
+        room = model.new_cache(ids.size(0), min(limit, seen.size(1) + max_new_tokens)) if use_cache else None
+    cache = room
     for _ in range(max_new_tokens):
         with torch.inference_mode(), _evaluating(model):
             if seen.size(1) > limit:
                 seen, real = _begin_again(seen, real, limit)
-                if cache is not None:
-                    cache.reset()
+                if room is not None:
+                    room.reset()
+                    cache = room
             if cache is not None and cache.length > 0:
                 logits = decode(model, seen[:, -1], cache, real)
             else:
                 logits = prefill(model, seen, cache, real)
+                if cache is not None and step_of(model) is not None:
+                    cache = for_attention(cache)
             chosen = next_ids(logits, temperature, top_k, top_p, generator)
             seen = torch.cat((seen, chosen[:, None]), dim=1)
             if real is not None:

@@ -31,7 +31,10 @@ class KVCache:
         self.values = torch.empty(shape, dtype=dtype, device=device)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` (B, H, T, head) behind what is there; return all of it, (B, H, length + T, head)."""
+        """Store ``k`` and ``v`` (B, H, T, head) behind what is there; return all of it, in their dtype.
+
+        What is returned is (B, H, length + T, head).
+        """
         if k.size(0) != self.keys.size(1):  # a single row would be copied into all of them
             raise ValueError(f"the cache was made for a batch of {self.keys.size(1)}; {k.size(0)} rows were given to it")
         end = self.length + k.size(-2)
@@ -39,7 +42,18 @@ class KVCache:
             raise ValueError(f"the cache holds {self.capacity} tokens; {end} were asked of it")
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        return self.keys[layer, :, :, :end].to(k.dtype), self.values[layer, :, :, :end].to(v.dtype)
+
+    def to(self, dtype: torch.dtype) -> KVCache:
+        """A cache of ``dtype`` that holds the same tokens; this one, if it is of that dtype already."""
+        if dtype == self.keys.dtype:
+            return self
+        other = KVCache.__new__(KVCache)
+        other.capacity, other.length = self.capacity, self.length
+        other.keys, other.values = torch.empty_like(self.keys, dtype=dtype), torch.empty_like(self.values, dtype=dtype)
+        for new, old in ((other.keys, self.keys), (other.values, self.values)):
+            new[..., : self.length, :] = old[..., : self.length, :]
+        return other
 
     def advance(self, tokens: int) -> None:
         self.length += tokens
