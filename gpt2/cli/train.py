@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ EXAMPLES = """\
   gpt2 train finetune-shakespeare --init shakespeare-mini               fine-tune it on a play it has never seen
   gpt2 train finetune-shakespeare --init gpt2 --set data.path=my.txt    fine-tune GPT-2 on your text
   gpt2 train shakespeare-mini --set data.tokenizer=chars --set optim.lr=1e-3 --out out/chars
+  gpt2 train shakespeare-mini --nproc 2                                 each batch shared by two processes
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m gpt2 train RECIPE       the same on several machines (see the README)
   gpt2 train plot out/mini out/chars --out curves.svg                   loss curves of runs, to PNG or SVG
 
 The same command again goes on from the newest intact checkpoint. Ctrl-C finishes the step and saves."""
@@ -39,6 +42,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe; may be repeated"
     )
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="share each batch among N processes on this machine")
     parser.add_argument("--fresh", action="store_true", help="start anew in a folder that holds a run")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -66,11 +70,38 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"{args.runs[0]}: one recipe at a time (gpt2 train plot RUN... takes several)")
     if args.recipe is None:
         raise InputError(f"which recipe? one of {', '.join(names())}, or the path of a TOML file")
-    recipe = read(args.recipe, args.set)
+    if args.nproc < 1:
+        raise InputError(f"--nproc {args.nproc}: give the number of processes, 1 or more")
+    if args.nproc > 1:
+        from ..train.launch import launch
 
+        read(args.recipe, args.set)
+        return launch(work, args, args.nproc)
+    return work(args)
+
+
+def work(args: argparse.Namespace) -> int:
+    """What one process does, alone or as a rank of a job; rank 0 speaks for all."""
     from ..train.loop import train
+    from ..train.parallel import PeerLost, own_rank
+    from ..train.recipe import read
 
-    result = train(recipe, args.out or f"out/{recipe.name}", init=args.init, fresh=args.fresh, report=show)
+    recipe = read(args.recipe, args.set)
+    try:
+        result = train(recipe, args.out or f"out/{recipe.name}", init=args.init, fresh=args.fresh, report=show)
+    except InputError as error:
+        if own_rank() == 0:
+            print(f"gpt2 train: {error}", file=sys.stderr)
+        return 2
+    except PeerLost as error:
+        print(f"gpt2 train: {error}", file=sys.stderr)
+        sys.exit(1)  # so that the launcher begins all ranks again
+    except Exception:
+        if args.nproc > 1:
+            traceback.print_exc()  # a fault of ours, which the launcher would keep to itself
+        raise
+    if own_rank() != 0:
+        return 130 if result.stopped == "interrupted" else 0
     best = Path(result.folder) / "best"
     if args.json:
         write_json(args.json, json.dumps({**asdict(result), "folder": str(result.folder), "best": str(best)}, indent=2))

@@ -44,7 +44,7 @@ class Bigram(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids (B, T) to logits (B, T, V)."""
-        return self.wte(ids)
+        return self.wte(ids.to(self.wte.weight.device))
 
     @torch.inference_mode()
     def sample(self, ids: list[int], max_new_tokens: int, seed: int) -> list[int]:

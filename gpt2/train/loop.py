@@ -7,103 +7,39 @@ a run that is interrupted and goes on computes, bit for bit, what it would have 
 from __future__ import annotations
 
 import math
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from ..checkpoint.load import load, load_tokenizer, require_vocabulary
 from ..compare.measure import LanguageScore, language_score
 from ..config import GPT2Config
-from ..data import Tokenizer, from_directory
+from ..data import Tokenizer
 from ..data.batches import batch
 from ..errors import InputError
-from ..generate import generate
 from ..model import GPT2
-from . import adapted, divergence, state
+from . import adapted, divergence, models, parallel, state
 from .allocator import keep_freed_memory
-from .bigram import Bigram, BigramConfig, load_model
-from .corpus import corpus
+from .bigram import Bigram, BigramConfig
+from .corpus import Corpus, corpus
 from .divergence import Rewind
 from .estimate import peak_memory
+from .events import Diverged, Estimated, Evaluated, Listener, Logged, Result, Started
+from .interrupt import interruptions
 from .loss import Scored
 from .metrics import Metrics, Pace, parted
 from .optim import adamw, learning_rate
+from .parallel import ALONE, Ranks
 from .recipe import Recipe
+from .start import Start, start
 from .state import Progress
 
+__all__ = ["Diverged", "Estimated", "Evaluated", "Logged", "Result", "Started", "train"]
 
-@dataclass(frozen=True)
-class Started:
-    """Told once, before the first step."""
-
-    recipe: Recipe
-    config: GPT2Config
-    train_tokens: int
-    val_tokens: int
-    step: int
-    memory: int = 0  # bytes, an estimate of the peak
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Estimated:
-    """Told once, after the first :data:`ESTIMATE_AFTER` steps: how long the rest will take, evaluations and all."""
-
-    step: int
-    seconds_left: float
-
-
-@dataclass(frozen=True)
-class Diverged:
-    """A step that never reached the weights, and what the recipe's ``on_divergence`` made of it."""
-
-    step: int
-    why: str
-    action: str
-
-
-@dataclass(frozen=True)
-class Logged:
-    """A logged step; ``seconds_left`` is an estimate. ``loss`` is the training loss of this step's batch, nats per token."""
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens_per_second: float
-    seconds_left: float
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """The whole validation text scored, and a sample of what the model now writes."""
-
-    step: int
-    val: LanguageScore
-    best: bool
-    sample: str = ""
-    warning: str = ""
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended."""
-
-    folder: Path
-    step: int
-    best_loss: float
-    best_step: int
-    stopped: str  # "finished", "early" or "interrupted"
-
-
-Listener = Callable[[Started | Logged | Evaluated | Estimated | Diverged], None]
 ESTIMATE_AFTER = 10  # steps
 
 
@@ -116,62 +52,74 @@ def train(
     ``fresh`` clears it. Ctrl-C or SIGTERM finishes the step (and an evaluation under way), saves, and returns a result that
     says "interrupted"; a second one acts at once. Memory that is freed stays with the process (:mod:`gpt2.train.allocator`).
 
+    In a process that `torchrun` or :mod:`gpt2.train.launch` started, the ranks of the job share each batch; only
+    rank 0 needs the folder and ``init``, and only it reports.
+
     Raises:
         InputError: text, model, recipe or folder do not work together, the run diverged, or the disk is full.
+        PeerLost: another process of the job died.
     """
     recipe, folder = recipe.resolved(init), Path(folder)
     keep_freed_memory()
     adapted.check(recipe, init)
     rewound: Rewind | None = None
-    while True:
-        try:
-            return _train(recipe, folder, init, fresh and not rewound, report, rewound)
-        except Rewind as wanted:
-            rewound = wanted
+    with parallel.joined(recipe.device) as ranks:
+        while True:
+            try:
+                return _train(recipe, folder, init, fresh and not rewound, report, ranks, rewound)
+            except Rewind as wanted:
+                rewound = wanted
 
 
-def _train(recipe: Recipe, folder: Path, init: str | None, fresh: bool, report: Listener, rewound: Rewind | None) -> Result:
+def _train(
+    recipe: Recipe, folder: Path, init: str | None, fresh: bool, report: Listener, ranks: Ranks, rewound: Rewind | None
+) -> Result:
     """:func:`train`, until it is to be rewound; ``rewound`` says that it just was, and why."""
-    with state.locked(folder):
-        goes_on = state.holds(folder, recipe, init, fresh)
-        notes = [f"{folder}: going on with the run that is there"] if goes_on else []
-        found, skipped = state.newest_intact(folder) if goes_on else (None, [])
-        if found:
-            model, tokenizer = load_model(state.model_of(folder, found)), from_directory(found)
-        elif init is not None:
-            model, tokenizer = load(init, dtype="float32"), load_tokenizer(init)
-        else:
-            model, tokenizer = None, None
-        text = corpus(recipe, tokenizer)
-        tokenizer = text.tokenizer
-        model = model or _new_model(recipe, tokenizer)
-        _fit(model, tokenizer, recipe, init or "the recipe's model")
-        state.claim(folder, recipe, init, text.sha256, fresh)
-        if recipe.lora.r:
-            if not found:
-                state.save_base(folder, model, tokenizer)
-            notes.append(adapted.adapt(model, recipe, found))
+    mine: list[Start] = []  # rank 0's alone
+
+    def begin() -> tuple[GPT2Config | BigramConfig, Tokenizer, str, Progress | None, tuple[str, ...]]:
+        until_the_end.enter_context(state.locked(folder))
+        mine.append(start(recipe, folder, init, fresh))
+        return mine[0].model.config, mine[0].text.tokenizer, mine[0].text.sha256, mine[0].progress, mine[0].notes
+
+    with ExitStack() as until_the_end:
+        part = ranks.part(recipe)
+        config, tokenizer, sha256, progress, notes = ranks.first(begin)
+        text = ranks.together(lambda: mine[0].text if mine else _the_same(corpus(recipe, tokenizer), sha256, ranks))
+        model = parallel.spread(mine[0].model if mine else models.hollow(config, recipe), ranks)
+        models.prepare(model, recipe)
+        scored = parallel.wrap(Scored(model), recipe.parallel, ranks)
         optimizer = adamw(model, recipe.optim)
-        progress = state.restore(found, optimizer) if found else None
+        if progress:
+            parallel.restore(optimizer, mine[0].moments if mine else None, ranks)
+        mine.clear()
         if progress and rewound:
             progress = replace(progress, rewinds=progress.rewinds + 1, skips=0)
-        with Metrics(folder, progress, tensorboard=recipe.tensorboard) as metrics, _interruptions() as interrupted:
-            run = _Run(recipe, folder, model, Scored(model), tokenizer, optimizer, text.train_ids, text.val_ids, metrics, report)
-            report(
-                Started(
-                    recipe,
-                    model.config,
-                    len(text.train_ids),
-                    len(text.val_ids),
-                    progress.step if progress else 0,
-                    peak_memory(model, recipe),
-                    (*notes, *skipped),
-                )
+        writes = folder if ranks.rank == 0 else None
+        metrics = ranks.together(lambda: until_the_end.enter_context(Metrics(writes, progress, tensorboard=recipe.tensorboard)))
+        interrupted = until_the_end.enter_context(interruptions(passed_on=ranks.size > 1))
+        run = _Run(recipe, part, folder, ranks, model, scored, tokenizer, optimizer, text, metrics, report)
+        run.tell(
+            Started(
+                recipe,
+                config,
+                len(text.train_ids),
+                len(text.val_ids),
+                progress.step if progress else 0,
+                peak_memory(model, part, ranks.size if recipe.parallel == "fsdp" else 1),
+                (*notes, *ranks.notes()),
             )
-            if rewound:
-                metrics.write(step=progress.step, rewound_from=rewound.step, diverged=rewound.why)
-                run.save(progress)  # so that a process killed before the next checkpoint does not rewind a second time
-            return run(progress, interrupted)
+        )
+        if rewound:
+            run.write(step=progress.step, rewound_from=rewound.step, diverged=rewound.why)
+            run.save(progress)  # so that a process killed before the next checkpoint does not rewind a second time
+        return run(progress, interrupted)
+
+
+def _the_same(text: Corpus, sha256: str, ranks: Ranks) -> Corpus:
+    if text.sha256 != sha256:
+        raise InputError(f"rank {ranks.rank} finds another text than rank 0; put the same files on every machine")
+    return text
 
 
 @dataclass(frozen=True)
@@ -179,13 +127,14 @@ class _Run:
     """What stays the same from the first step to the last."""
 
     recipe: Recipe
+    part: Recipe  # this rank's
     folder: Path
-    model: GPT2
-    scored: nn.Module  # the same model with its loss, perhaps wrapped: what a step calls
+    ranks: Ranks
+    model: GPT2 | Bigram
+    scored: nn.Module  # the model's loss, whose gradients are those of the whole batch
     tokenizer: Tokenizer
     optimizer: torch.optim.Optimizer
-    train_ids: np.ndarray
-    val_ids: np.ndarray
+    text: Corpus
     metrics: Metrics
     report: Listener
 
@@ -203,18 +152,18 @@ class _Run:
             lr = learning_rate(progress.step, recipe.steps, recipe.optim)
             drawn = replace(recipe, seed=(recipe.seed + progress.rewinds) % 2**63)  # after a rewind other windows, other dropout
             limit = divergence.limit(progress.best_loss, self.tokenizer.n_vocab)
-            loss, norm = _step(self.scored, self.optimizer, self.train_ids, drawn, progress.step, lr, limit)
+            loss, norm = _step(self.scored, self.optimizer, self.text.train_ids, drawn, progress.step, lr, limit, self.ranks)
             fault = divergence.fault(loss, norm, limit)
             progress = replace(progress, step=progress.step + 1, skips=progress.skips + 1 if fault else 0)
             if fault:
                 self.diverged(progress, fault)
             last = progress.step == recipe.steps
             if progress.step - pace.began == ESTIMATE_AFTER:
-                self.report(Estimated(progress.step, pace.seconds_left(progress.step)))
+                self.tell(Estimated(progress.step, pace.seconds_left(progress.step)))
             if (progress.step % recipe.log_every == 0 or last) and not fault:
                 logged = Logged(progress.step, loss, lr, norm, *pace(progress.step))
-                self.metrics.write(**asdict(logged))
-                self.report(logged)
+                self.write(**asdict(logged))
+                self.tell(logged)
             if progress.step % recipe.eval_every == 0 or last:
                 with pace.paused(progress.step):
                     progress = self.evaluate(progress)
@@ -225,11 +174,12 @@ class _Run:
 
     def ended(self, progress: Progress, interrupted: Callable[[], bool]) -> str:
         """How the run ends here, or nothing: then it goes on."""
+        stop = self.ranks.any(interrupted())
         if progress.step >= self.recipe.steps:
             return "finished"
         if self.recipe.patience and progress.evals_since_best >= self.recipe.patience:
             return "early"
-        return "interrupted" if interrupted() else ""
+        return "interrupted" if stop else ""
 
     def diverged(self, progress: Progress, fault: str) -> None:
         """Log a step that went wrong, and stop, go on, or rewind, as the recipe says and while it makes sense."""
@@ -239,12 +189,12 @@ class _Run:
             "skip": f"{divergence.MAX_SKIPS} steps in a row" if progress.skips >= divergence.MAX_SKIPS else "",
             "rewind": f"{divergence.MAX_REWINDS} rewinds did not help" if progress.rewinds >= divergence.MAX_REWINDS else "",
         }[action]
-        if action == "rewind" and not state.checkpoints(self.folder):
+        if action == "rewind" and not self.ranks.first(lambda: len(state.checkpoints(self.folder))):
             last_resort = "no checkpoint to rewind to"
         action = "stop" if last_resort else action
-        self.metrics.write(step=progress.step, diverged=fault, action=action)
-        self.metrics.sync()
-        self.report(Diverged(progress.step, fault, action))
+        self.write(step=progress.step, diverged=fault, action=action)
+        self.ranks.together(self.metrics.sync)
+        self.tell(Diverged(progress.step, fault, action))
         if action == "rewind":
             raise Rewind(progress.step, fault)
         if action == "stop":
@@ -255,75 +205,55 @@ class _Run:
 
     def evaluate(self, progress: Progress) -> Progress:
         """Score the whole validation text, and keep the model if it is the best so far."""
-        recipe, ids = self.recipe, torch.from_numpy(self.val_ids).long()
-        lengths = torch.tensor([len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.n_vocab)])
-        rows = recipe.batch_size // recipe.grad_accum  # as many as a step holds in memory at a time
-        score = language_score(self.model, ids, lengths, context=recipe.context, batch_size=rows)
-        if not math.isfinite(score.loss):
-            if progress.step and recipe.on_divergence == "rewind":
-                self.diverged(progress, f"validation loss {score.loss}")
-            remedy = "lower optim.lr" if progress.step else "the model it starts from is broken"
-            raise InputError(f"step {progress.step}: the validation loss is {score.loss}; {remedy} (nothing of it was saved)")
-        best = progress.best_loss is None or score.loss < progress.best_loss
-        if best:
-            progress = replace(progress, best_loss=score.loss, best_step=progress.step, evals_since_best=0)
-            state.save_best(self.folder, self.model, self.tokenizer, progress)
-        else:
-            progress = replace(progress, evals_since_best=progress.evals_since_best + 1)
-        self.metrics.write(step=progress.step, val_loss=score.loss, val_bits_per_byte=score.bits_per_byte)
-        sample = _sample(self.model, self.tokenizer, self.val_ids, recipe)
-        self.report(Evaluated(progress.step, score, best, sample, parted(self.metrics.rows, progress.best_step)))
+        with parallel.whole(self.scored):
+            score = self.score()
+            if not math.isfinite(score.loss):
+                if progress.step and self.recipe.on_divergence == "rewind":
+                    self.diverged(progress, f"validation loss {score.loss}")
+                remedy = "lower optim.lr" if progress.step else "the model it starts from is broken"
+                raise InputError(f"step {progress.step}: the validation loss is {score.loss}; {remedy} (nothing of it was saved)")
+            best = progress.best_loss is None or score.loss < progress.best_loss
+            if best:
+                progress = replace(progress, best_loss=score.loss, best_step=progress.step, evals_since_best=0)
+                self.ranks.first(lambda: state.save_best(self.folder, self.plain(), self.tokenizer, progress))
+            else:
+                progress = replace(progress, evals_since_best=progress.evals_since_best + 1)
+            self.write(step=progress.step, val_loss=score.loss, val_bits_per_byte=score.bits_per_byte)
+            sample = self.ranks.first(lambda: models.sample(self.plain(), self.tokenizer, self.text.val_ids, self.recipe))
+        self.tell(Evaluated(progress.step, score, best, sample, parted(self.metrics.rows, progress.best_step)))
         return progress
 
+    def score(self) -> LanguageScore:
+        """Of the validation text, whose windows the ranks share."""
+        ids = torch.from_numpy(self.text.val_ids).long()
+        lengths = torch.tensor([len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.n_vocab)])
+        rows = self.part.batch_size // self.part.grad_accum  # as many as a step holds in memory at a time
+        context = self.recipe.context
+        if self.ranks.size == 1:
+            return language_score(self.model, ids, lengths, context=context, batch_size=rows)
+        windows = -(-(len(ids) - 1) // context)
+        first, end = (windows * rank // self.ranks.size * context for rank in (self.ranks.rank, self.ranks.rank + 1))
+        mine = ids[first : end + 1]
+        part = language_score(self.model, mine, lengths, context=context, batch_size=rows) if len(mine) > 1 else None
+        total, tokens, n_bytes = self.ranks.sum(*((part.loss * part.tokens, part.tokens, part.bytes) if part else (0, 0, 0)))
+        return LanguageScore(total / tokens, int(tokens), int(n_bytes), context, context)
+
     def save(self, progress: Progress) -> None:
-        self.metrics.sync()
-        state.save(self.folder, self.model, self.tokenizer, self.optimizer, progress)
+        moments = parallel.gathered(self.optimizer)
+        self.ranks.together(self.metrics.sync)
+        with parallel.whole(self.scored):
+            self.ranks.first(lambda: state.save(self.folder, self.plain(), self.tokenizer, moments, progress) and None)
 
+    def plain(self) -> GPT2 | Bigram:
+        """The model as one process has it; where the ranks have slices, :func:`parallel.whole` must be around this."""
+        return models.copied(self.model, self.recipe) if parallel.sharded(self.scored) else self.model
 
-def _fit(model: GPT2, tokenizer: Tokenizer, recipe: Recipe, name: str) -> None:
-    """See that the recipe fits the model, and make the model ready to be trained."""
-    config = model.config
-    if recipe.context > config.n_positions:
-        raise InputError(
-            f"recipe: context {recipe.context} exceeds the {config.n_positions} positions of {name}; "
-            f"use --set context={config.n_positions}"
-        )
-    require_vocabulary(tokenizer, config, name)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = recipe.dropout
-        elif hasattr(module, "attn_pdrop"):
-            module.attn_pdrop = recipe.attn_dropout
-    if recipe.checkpointing:
-        for block in getattr(model, "h", ()):
-            block.forward = _checkpointed(block.forward)
-    for parameter in model.parameters():
-        # Out of the mapped file, whose pages would otherwise be copied one by one in the first step; and to an address as even as
-        # any other, because some kernels sum in another order where it is not, and a resumed run would drift from the first.
-        parameter.data = parameter.data.clone()
+    def write(self, **row: object) -> None:
+        self.ranks.together(lambda: self.metrics.write(**row))
 
-
-def _checkpointed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``forward``, whose intermediate results are not kept for the backward pass but computed again there."""
-    return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False) if torch.is_grad_enabled() else forward(*inputs)
-
-
-def _new_model(recipe: Recipe, tokenizer: Tokenizer) -> GPT2 | Bigram:
-    if recipe.model.kind == "bigram":
-        return Bigram(BigramConfig(tokenizer.n_vocab))
-    sizes = asdict(recipe.model)
-    del sizes["kind"]
-    config = GPT2Config(
-        tokenizer.n_vocab,
-        **sizes,
-        resid_pdrop=recipe.dropout,
-        embd_pdrop=recipe.dropout,
-        attn_pdrop=recipe.attn_dropout,
-        bos_token_id=tokenizer.eot,
-        eos_token_id=tokenizer.eot,
-    )
-    torch.manual_seed(recipe.seed)
-    return GPT2(config)
+    def tell(self, event: object) -> None:
+        if self.ranks.rank == 0:
+            self.report(event)
 
 
 def _step(
@@ -334,60 +264,32 @@ def _step(
     step: int,
     lr: float,
     limit: float = math.inf,
+    ranks: Ranks = ALONE,
 ) -> tuple[float, float]:
-    """One optimizer step; returns the batch's loss and the gradient's norm before clipping.
+    """One optimizer step; returns the whole batch's loss and the gradient's norm before clipping.
 
     Where either is not finite, or the loss is above ``limit``, the weights stay as they were.
     """
     scored.train()
-    device = next(scored.parameters()).device
-    torch.manual_seed(np.random.SeedSequence((recipe.seed, step)).generate_state(1, np.uint64)[0].item())
-    x, y = (
-        torch.from_numpy(part).to(device) for part in batch(ids, recipe.context, recipe.batch_size, seed=recipe.seed, step=step)
-    )
+    part = ranks.part(recipe)
+    seed = np.random.SeedSequence((recipe.seed, step, ranks.rank))  # rank 0's is that of one process
+    torch.manual_seed(seed.generate_state(1, np.uint64)[0].item())
+    drawn = batch(ids, recipe.context, recipe.batch_size, seed=recipe.seed, step=step, rank=ranks.rank, ranks=ranks.size)
+    x, y = (torch.from_numpy(windows).to(ranks.device).chunk(part.grad_accum) for windows in drawn)
     total = 0.0
-    for part_x, part_y in zip(x.chunk(recipe.grad_accum), y.chunk(recipe.grad_accum), strict=True):
-        with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
-            loss = scored(part_x, part_y) / recipe.grad_accum
+    for index in range(part.grad_accum):
+        with (
+            parallel.synchronised(scored, index == part.grad_accum - 1),
+            torch.autocast(ranks.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"),
+        ):
+            loss = scored(x[index], y[index]) / part.grad_accum
         loss.backward()
         total += loss.item()
-    norm = torch.nn.utils.clip_grad_norm_(scored.parameters(), recipe.optim.clip or math.inf).item()
+    total = ranks.sum(total)[0] / ranks.size
+    norm = parallel.norm_of(torch.nn.utils.clip_grad_norm_(scored.parameters(), recipe.optim.clip or math.inf))
     for group in optimizer.param_groups:
         group["lr"] = lr
     if not divergence.fault(total, norm, limit):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return total, norm
-
-
-def _sample(model: GPT2, tokenizer: Tokenizer, val_ids: np.ndarray, recipe: Recipe) -> str:
-    """What the model writes after the first words of the validation text."""
-    if not recipe.sample_tokens:
-        return ""
-    prompt = [int(i) for i in val_ids[:8]]
-    if isinstance(model, Bigram):
-        return tokenizer.decode(model.sample(prompt, recipe.sample_tokens, recipe.seed))
-    return tokenizer.decode(generate(model, prompt, recipe.sample_tokens, temperature=0.8, top_p=0.95, seed=recipe.seed))
-
-
-@contextmanager
-def _interruptions() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM raise a flag that the loop reads between steps; a second one acts at once, as it would have."""
-    met: list[int] = []
-    before: dict[int, object] = {}
-
-    def note(number: int, frame: object) -> None:
-        met.append(number)
-        for handled, handler in before.items():
-            signal.signal(handled, handler)
-
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, note) or signal.SIG_DFL  # None: set from outside Python
-    except ValueError:  # not the main thread, which alone may handle signals
-        before.clear()
-    try:
-        yield lambda: bool(met)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

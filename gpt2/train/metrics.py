@@ -23,30 +23,36 @@ class Metrics:
     """One line per logged step or evaluation. What was written after the checkpoint that a run goes on from is cut off.
 
     So no step is told twice; a line that a killed process wrote in part is cut off too. ``rows`` is what the file now says.
-    ``tensorboard`` tells the same to TensorBoard, in the folder of that name.
+    ``tensorboard`` tells the same to TensorBoard, in the folder of that name. Without a ``folder`` nothing is written.
     """
 
-    def __init__(self, folder: Path, found: Progress | None, *, tensorboard: bool = False) -> None:
-        self.folder, path = folder, folder / METRICS
-        kept = []
+    def __init__(self, folder: Path | None, found: Progress | None, *, tensorboard: bool = False) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.file, self.board, self.folder = None, None, folder
+        if folder is None:
+            return
+        path, kept = folder / METRICS, []
         with writing(folder):
             if found is not None and path.is_file():
                 kept = [line for line in path.read_text(errors="replace").splitlines() if _step(line) <= found.step]
             write_file(path, "".join(f"{line}\n" for line in kept).encode())
             self.file = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
-        self.rows: list[dict[str, Any]] = [json.loads(line) for line in kept]
+        self.rows = [json.loads(line) for line in kept]
         self.board = _board(folder, found) if tensorboard else None
 
     def __enter__(self) -> Metrics:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
         if self.board is not None:
             self.board.close()
 
     def write(self, **row: Any) -> None:
         self.rows.append(row)
+        if self.file is None:
+            return
         with writing(self.folder):
             self.file.write(json.dumps(row) + "\n")
             for name, value in row.items():
@@ -55,6 +61,8 @@ class Metrics:
 
     def sync(self) -> None:
         """To the disk, before a checkpoint that counts on these lines gets there."""
+        if self.file is None:
+            return
         with writing(self.folder):
             os.fsync(self.file.fileno())
 

@@ -98,6 +98,9 @@ class Recipe:
     ``on_divergence`` says what then: "stop" the run, "skip" the step, or "rewind" to the newest checkpoint and go on from there
     with other windows.
 
+    ``device`` is "cpu", an accelerator's name as torch has it ("cuda", "mps", "xpu"), or "auto": the accelerator if there is one.
+    ``parallel`` says how several processes share the work: "ddp", each with all of the model, or "fsdp", each with a slice.
+
     ``expect`` is the validation loss the recipe reaches on its own text, in nats per token, 0 where there is none to state;
     ``takes`` how long, and where that was measured. ``tensorboard`` writes the metrics for TensorBoard too.
     """
@@ -119,6 +122,8 @@ class Recipe:
     patience: int = -1
     precision: str = "float32"
     checkpointing: bool = False
+    device: str = "auto"
+    parallel: str = "ddp"
     on_divergence: str = "stop"
     tensorboard: bool = False
     expect: float = 0.0
@@ -152,6 +157,8 @@ class Recipe:
             ("data.tokenizer", self.data.tokenizer, ("bpe", "chars", "words", "gpt2")),
             ("model.kind", self.model.kind, ("gpt2", "bigram")),
             ("precision", self.precision, ("float32", "bf16")),
+            ("device", self.device, ("auto", "cpu", "cuda", "mps", "xpu")),
+            ("parallel", self.parallel, ("ddp", "fsdp")),
             ("on_divergence", self.on_divergence, ("stop", "skip", "rewind")),
         ):
             if value not in known:

@@ -28,8 +28,7 @@ from ..checkpoint.save import sha256, write_file, write_json
 from ..data import Tokenizer
 from ..errors import InputError
 from ..model import GPT2
-from . import adapted
-from .bigram import Bigram, save_bigram
+from . import adapted, models
 from .recipe import Recipe, build
 
 KEEP = 2
@@ -39,7 +38,8 @@ ASIDE = re.compile(r"\.(step-\d+|best|base)\.(partial|old)")
 MODEL = ("config.json", "model.safetensors")
 NEEDED = ("optimizer.safetensors", "progress.json")  # beside the model or its adapters; without these nothing goes on
 TEXT = "text_sha256"  # in recipe.json, beside the recipe's own keys and `init`
-SAYS_NOTHING = ("name", "description", "expect", "takes", "tensorboard")  # keys of a recipe that do not touch what it computes
+# Keys of a recipe that do not touch what it computes, or only how sums are rounded.
+SAYS_NOTHING = ("name", "description", "expect", "takes", "tensorboard", "device", "parallel")
 
 
 @dataclass(frozen=True)
@@ -151,15 +151,10 @@ def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool
         write_json(path, {"init": init, TEXT: text, **asdict(recipe)})
 
 
-def save(folder: Path, model: GPT2, tokenizer: Tokenizer, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
+def save(folder: Path, model: GPT2, tokenizer: Tokenizer, optimizer: Mapping[str, torch.Tensor], progress: Progress) -> Path:
     """Write ``folder/step-N``, then drop all but the newest :data:`KEEP` up to it."""
     target = folder / f"step-{progress.step}"
-    tensors = {
-        f"{index}.{name}": value.detach().cpu().contiguous()
-        for index, entry in optimizer.state_dict()["state"].items()
-        for name, value in entry.items()
-    }
-    files = {"optimizer.safetensors": serialize(tensors), "progress.json": json.dumps(asdict(progress)).encode()}
+    files = {"optimizer.safetensors": serialize(dict(optimizer)), "progress.json": json.dumps(asdict(progress)).encode()}
     with writing(folder):
         _write_whole(target, model, tokenizer, files)
         # A later one, damaged and passed over, does not count: it would push out the ones that are whole.
@@ -211,15 +206,10 @@ def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def restore(path: Path, optimizer: torch.optim.Optimizer) -> Progress:
-    """Fill ``optimizer`` from a checkpoint that :func:`newest_intact` found; return where the run stood."""
-    state: dict[int, dict[str, torch.Tensor]] = {}
+def stored(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
+    """The optimizer's state in a checkpoint that :func:`newest_intact` found, and where the run stood."""
     try:
-        for key, tensor in load_file(path / "optimizer.safetensors").items():
-            index, name = key.split(".", 1)
-            state.setdefault(int(index), {})[name] = tensor
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-        return Progress(**json.loads((path / "progress.json").read_text()))
+        return load_file(path / "optimizer.safetensors"), Progress(**json.loads((path / "progress.json").read_text()))
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise InputError(f"{path}: cannot be gone on with ({error}); start anew with --fresh") from None
 
@@ -245,10 +235,7 @@ def _write_whole(target: Path, model: GPT2, tokenizer: Tokenizer, files: dict[st
         shutil.rmtree(leftover, ignore_errors=True)
     try:
         init = json.loads((target.parent / RECIPE).read_text(encoding="utf-8"))["init"]
-        if isinstance(model, Bigram):
-            save_bigram(model, tokenizer, aside)
-        else:
-            adapted.save_model(model, tokenizer, aside, init, whole=target.name == BEST)
+        models.save(model, tokenizer, aside, init, whole=target.name == BEST)
         for name, content in files.items():
             write_file(aside / name, content)
         written = sorted(aside.rglob("*"))

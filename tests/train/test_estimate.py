@@ -7,7 +7,7 @@ import torch
 
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2
-from gpt2.train import estimate, loop
+from gpt2.train import estimate, models
 from gpt2.train.bigram import Bigram, BigramConfig
 from gpt2.train.loop import train
 from gpt2.train.loss import Scored
@@ -62,7 +62,7 @@ def test_activations_in_bf16_and_computed_again(checkpointing):
     model = GPT2(GPT2Config(65, 128, 64, 8, 4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0))
     if checkpointing:
         for block in model.h:
-            block.forward = loop._checkpointed(block.forward)
+            block.forward = models._checkpointed(block.forward)
     casts = sum(p.nbytes // 2 for p in model.parameters() if p.ndim > 1)
     measured = kept(model.train(), torch.zeros(4, 128, dtype=torch.long), "bf16")
     logits = 4 * 128 * 65 * (4 + 2) + 65 * 64 * 2

@@ -13,6 +13,7 @@ import torch
 
 from gpt2.checkpoint.load import load_path
 from gpt2.checkpoint.save import save
+from gpt2.config import GPT2Config
 from gpt2.data import from_directory
 from gpt2.errors import InputError
 from gpt2.model import GPT2
@@ -91,7 +92,7 @@ def ids() -> np.ndarray:
 
 @pytest.fixture
 def model(quiet) -> GPT2:
-    config = loop.GPT2Config(13, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, n_layer=2, n_embd=16, n_head=2, n_positions=16)
+    config = GPT2Config(13, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, n_layer=2, n_embd=16, n_head=2, n_positions=16)
     torch.manual_seed(1)
     return GPT2(config).double()
 
@@ -137,9 +138,7 @@ def test_every_step_runs_at_its_scheduled_rate(recipe, tmp_path, told, monkeypat
 def test_dropout_of_a_step_depends_on_the_step_alone(recipe, ids):
     """Dropout from the global generator's state would make a resumed run another run."""
     torch.manual_seed(1)
-    model = GPT2(
-        loop.GPT2Config(13, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.0, n_layer=1, n_embd=16, n_head=2, n_positions=16)
-    )
+    model = GPT2(GPT2Config(13, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.0, n_layer=1, n_embd=16, n_head=2, n_positions=16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     losses = [loop._step(Scored(model), optimizer, ids, recipe, step, 0.0)[0] for step in (3, 4, 3)]
     assert losses[0] == losses[2] != losses[1]

@@ -1,0 +1,102 @@
+"""The models a run trains, GPT-2 and the bigram baseline, made, made ready, sampled and stored; the loop need not ask which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ..checkpoint.load import require_vocabulary
+from ..config import GPT2Config
+from ..data import Tokenizer
+from ..errors import InputError
+from ..generate import generate
+from ..model import GPT2
+from . import adapted
+from .bigram import Bigram, BigramConfig, save_bigram
+from .recipe import Recipe
+
+
+def hollow(config: GPT2Config | BigramConfig, recipe: Recipe) -> GPT2 | Bigram:
+    """A model of that shape, with the recipe's adapters, whose parameters are to be filled."""
+    if isinstance(config, BigramConfig):
+        return Bigram(config)
+    model = GPT2(config, initialise=False)
+    if recipe.lora.r:
+        adapted.adapt(model, recipe, None)
+    return model
+
+
+def copied(model: GPT2 | Bigram, recipe: Recipe) -> GPT2 | Bigram:
+    """The same model in memory of its own, on the CPU."""
+    copy = hollow(model.config, recipe)
+    for mine, parameter in zip(copy.parameters(), model.parameters(), strict=True):
+        mine.data = parameter.detach().to("cpu", copy=True)
+    return copy.train(model.training)
+
+
+def check(model: GPT2 | Bigram, tokenizer: Tokenizer, recipe: Recipe, name: str) -> None:
+    """See that the recipe fits the model."""
+    if recipe.context > model.config.n_positions:
+        raise InputError(
+            f"recipe: context {recipe.context} exceeds the {model.config.n_positions} positions of {name}; "
+            f"use --set context={model.config.n_positions}"
+        )
+    require_vocabulary(tokenizer, model.config, name)
+
+
+def prepare(model: GPT2 | Bigram, recipe: Recipe) -> None:
+    """Dropout as the recipe has it, and blocks that are computed again on the way back if it says so."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = recipe.dropout
+        elif hasattr(module, "attn_pdrop"):
+            module.attn_pdrop = recipe.attn_dropout
+    if recipe.checkpointing:
+        for block in getattr(model, "h", ()):
+            block.forward = _checkpointed(block.forward)
+
+
+def _checkpointed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``forward``, whose intermediate results are not kept for the backward pass but computed again there."""
+    return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False) if torch.is_grad_enabled() else forward(*inputs)
+
+
+def new(recipe: Recipe, tokenizer: Tokenizer) -> GPT2 | Bigram:
+    if recipe.model.kind == "bigram":
+        return Bigram(BigramConfig(tokenizer.n_vocab))
+    sizes = asdict(recipe.model)
+    del sizes["kind"]
+    config = GPT2Config(
+        tokenizer.n_vocab,
+        **sizes,
+        resid_pdrop=recipe.dropout,
+        embd_pdrop=recipe.dropout,
+        attn_pdrop=recipe.attn_dropout,
+        bos_token_id=tokenizer.eot,
+        eos_token_id=tokenizer.eot,
+    )
+    torch.manual_seed(recipe.seed)
+    return GPT2(config)
+
+
+def sample(model: GPT2 | Bigram, tokenizer: Tokenizer, val_ids: np.ndarray, recipe: Recipe) -> str:
+    """What the model writes after the first words of the validation text."""
+    if not recipe.sample_tokens:
+        return ""
+    prompt = [int(i) for i in val_ids[:8]]
+    if isinstance(model, Bigram):
+        return tokenizer.decode(model.sample(prompt, recipe.sample_tokens, recipe.seed))
+    return tokenizer.decode(generate(model, prompt, recipe.sample_tokens, temperature=0.8, top_p=0.95, seed=recipe.seed))
+
+
+def save(model: GPT2 | Bigram, tokenizer: Tokenizer, directory: Path, init: str | None, *, whole: bool) -> None:
+    """Write a model into a new directory; of one with adapters those alone or, if ``whole``, it merged and they beside it."""
+    if isinstance(model, Bigram):
+        save_bigram(model, tokenizer, directory)
+    else:
+        adapted.save_model(model, tokenizer, directory, init, whole=whole)
