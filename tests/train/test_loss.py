@@ -12,8 +12,8 @@ from gpt2.lora import inject
 from gpt2.model import GPT2
 from gpt2.train import loss
 from gpt2.train.bigram import Bigram, BigramConfig
-from gpt2.train.loop import _checkpointed as checkpointed
 from gpt2.train.loss import Scored
+from gpt2.train.models import _checkpointed as checkpointed
 
 V, B, T = 101, 3, 16
 
