@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .checkpoint.save import save
     from .compare.comparison import Comparison
     from .compare.diagnose import Diagnosis, diagnose
+    from .compare.pair import compare
     from .compare.report import Report
     from .compare.run import verify
     from .config import GPT2Config

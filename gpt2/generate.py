@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -76,6 +77,38 @@ def stream(
             if real is not None:
                 real = torch.cat((real, torch.ones_like(real[:, :1])), dim=1)
         yield chosen.clone()  # an ordinary tensor: autograd refuses those made in inference mode
+
+
+@overload
+def generate(
+    model: GPT2,
+    ids: Tensor,
+    max_new_tokens: int = ...,
+    *,
+    temperature: float = ...,
+    top_k: int | None = ...,
+    top_p: float | None = ...,
+    seed: int | None = ...,
+    stop: int | None = ...,
+    attention_mask: Tensor | None = ...,
+    use_cache: bool = ...,
+) -> Tensor: ...
+
+
+@overload
+def generate(
+    model: GPT2,
+    ids: Sequence[int],
+    max_new_tokens: int = ...,
+    *,
+    temperature: float = ...,
+    top_k: int | None = ...,
+    top_p: float | None = ...,
+    seed: int | None = ...,
+    stop: int | None = ...,
+    attention_mask: Tensor | None = ...,
+    use_cache: bool = ...,
+) -> list[int]: ...
 
 
 def generate(

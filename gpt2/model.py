@@ -225,7 +225,7 @@ class GPT2(nn.Module):
     def use_attention(self, attend: AttentionFunction) -> GPT2:
         """Compute attention with ``attend`` in every block: :func:`sdpa_attention`, or :func:`eager_attention` to read along."""
         for block in self.h:
-            block.attn.attend = attend
+            block.attn.attend = attend  # type: ignore[union-attr]  # to torch's types it is some module
         return self
 
     def new_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:

@@ -153,17 +153,17 @@ def random_model(size: str, seed: int = 0) -> GPT2:
 
 
 def _dtype(asked: str | torch.dtype | None, suffix: str | None, name: str) -> torch.dtype | None:
-    if isinstance(asked, str):
-        if asked not in DTYPES:
-            raise InputError(f"unknown dtype {quoted(asked)}; known: {', '.join(DTYPES)}")
-        asked = getattr(torch, DTYPES[asked])
-    if asked is not None and asked not in [getattr(torch, known) for known in DTYPES.values()]:
-        raise InputError(f"dtype {quoted(asked)} cannot hold a GPT-2; known: {', '.join(DTYPES)}")
+    if isinstance(asked, str) and asked not in DTYPES:
+        raise InputError(f"unknown dtype {quoted(asked)}; known: {', '.join(DTYPES)}")
+    wanted: torch.dtype | None = getattr(torch, DTYPES[asked]) if isinstance(asked, str) else asked
+    if wanted is not None and wanted not in [getattr(torch, known) for known in DTYPES.values()]:
+        raise InputError(f"dtype {quoted(wanted)} cannot hold a GPT-2; known: {', '.join(DTYPES)}")
     if suffix is None:
-        return asked
-    if asked not in (None, getattr(torch, suffix)):
-        raise InputError(f"{name}: asks for {suffix}, and dtype= for {str(asked).removeprefix('torch.')}; give one of them")
-    return getattr(torch, suffix)
+        return wanted
+    named: torch.dtype = getattr(torch, suffix)
+    if wanted not in (None, named):
+        raise InputError(f"{name}: asks for {suffix}, and dtype= for {str(wanted).removeprefix('torch.')}; give one of them")
+    return named
 
 
 def _device(asked: str | torch.device) -> torch.device:

@@ -113,4 +113,4 @@ def safetensors_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryvi
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     yield len(text).to_bytes(8, "little") + text
     for name in order:
-        yield memoryview(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        yield tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

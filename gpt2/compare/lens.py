@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,8 +86,8 @@ class Exploration:
             readings = [[asdict(reading) for reading in row] for row in lens.readings]
             body = {"model": asdict(lens.model), "tokens": lens.tokens, "points": lens.points, "readings": readings}
             lenses.append(body | {"attention": lens.attention.double().mul(1e4).round().div(1e4).tolist()})
-        body = {"prompt": self.prompt, "js": self.js, "environment": asdict(self.environment), "lenses": lenses}
-        return json.dumps(finite(body), ensure_ascii=False, allow_nan=False)
+        whole = {"prompt": self.prompt, "js": self.js, "environment": asdict(self.environment), "lenses": lenses}
+        return json.dumps(finite(whole), ensure_ascii=False, allow_nan=False)
 
     def save_html(self, path: str | Path) -> None:
         """The pass as one self-contained page.
@@ -163,13 +164,14 @@ def explorer(*names: str, offline: bool = False) -> Iterator[Explorer]:
 @torch.inference_mode()
 def read_out(model: nn.Module, stream: Tensor) -> Tensor:
     """What ``model`` would answer if ``stream`` (..., D) were what its last block gives: the final norm, then the tied head."""
-    root = root_of(model)
+    root: Any = root_of(model)
     return nn.functional.linear(root.ln_f(stream), root.wte.weight)
 
 
 def _look(model: nn.Module, told: Model, tokenizer: Tokenizer, ids: list[int]) -> tuple[Lens, Tensor]:
     """The lens, and the logits (T, V) of the last point."""
-    depth = len(root_of(model).h)
+    root: Any = root_of(model)
+    depth = len(root.h)
     points = ("embed", *(point_at(layer, "") for layer in range(depth)))
     readings, attention = [], []
     for point, block in zip(points, islice(trace_blocks(model, torch.tensor([ids])), len(points)), strict=True):

@@ -18,8 +18,8 @@ def page(found: Exploration, *, served: bool = False) -> str:
     names = [visible(lens.model.name) for lens in found.lenses]
     together = len(found.lenses) == 1 or len({lens.tokens for lens in found.lenses}) == 1
     if len(names) == 2:
-        legend = short_names(*(lens.model for lens in found.lenses))
-        legend = [name if name == letter else f"{letter} · {name}" for letter, name in zip("AB", legend, strict=True)]
+        a, b = short_names(found.lenses[0].model, found.lenses[1].model)
+        legend = [name if name == letter else f"{letter} · {name}" for letter, name in zip("AB", (a, b), strict=True)]
     else:
         legend = names
     sides = [

@@ -131,9 +131,9 @@ class Report:
         """The report as plain text, ``width`` columns."""
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
-        self.print(console)
-        return console.file.getvalue()
+        written = io.StringIO()
+        self.print(Console(file=written, width=width, color_system=None, force_jupyter=False))
+        return written.getvalue()
 
     def save_html(self, path: str | Path) -> None:
         """The report as one self-contained HTML file."""
@@ -168,7 +168,8 @@ class Report:
             yield f"\n[bold green]EQUAL[/bold green]  at every point{' that was run' if skipped else ''}{partly}  {seconds}\n"
         else:
             first = self.first_divergence
-            yield f"\n[bold red]DIFFERENT[/bold red]  first at [bold]{first.name}[/bold]: {_amount(first)}{partly}  {seconds}\n"
+            where = "a check without a point" if first is None else f"first at [bold]{first.name}[/bold]: {_amount(first)}"
+            yield f"\n[bold red]DIFFERENT[/bold red]  {where}{partly}  {seconds}\n"
 
     def _blocks(self) -> RenderableType:
         """A row per block: the worst of its traced activations and gradients, by both rules."""
@@ -212,8 +213,8 @@ class Report:
                 continue
             mark = "[green]✓[/green]" if check.ok else "[bold red]✗[/bold red]"
             worst = check.worst
-            told = worst is not None and (check.kind != EXACT or not check.ok)
-            table.add_row(mark, *title, *((_amount(worst), f"[dim]{worst.name}[/dim]") if told else ()))
+            told = () if worst is None or (check.kind == EXACT and check.ok) else (_amount(worst), f"[dim]{worst.name}[/dim]")
+            table.add_row(mark, *title, *told)
         return table
 
 

@@ -85,7 +85,7 @@ def _on_disk(name: str, revision: str | None, offline: bool, progress: Callable[
     """What we read, and the directory that transformers reads: the same files wherever it can open them."""
     random = parse_random(name)
     source = None if random else resolve(name, revision=revision, offline=offline)
-    with reference.directory(source and source.path, random, progress) as folder:
+    with reference.directory(source.path if source else None, random, progress) as folder:
         yield source or Source(name, folder, None), folder
 
 

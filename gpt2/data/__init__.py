@@ -56,7 +56,7 @@ def from_directory(path: str | os.PathLike[str]) -> Tokenizer:
     path = Path(path)
     if not path.is_dir():
         raise InputError(f"{path} is not a directory; give the one that holds the tokenizer's files")
-    own = {chars.FILE: chars.Chars, words.FILE: words.Words}
+    own: dict[str, type[chars.Chars] | type[words.Words]] = {chars.FILE: chars.Chars, words.FILE: words.Words}
     there = [name for name in (*own, *(name for pair in FILES for name in pair)) if (path / name).is_file()]
     if not there or there[0] not in own:
         return BPE.from_directory(path)

@@ -30,6 +30,8 @@ from .report import MappingReport, Row
 from .stream import NotGPT2
 from .wording import describe
 
+__all__ = ["MappingReport", "load_into"]
+
 
 @torch.no_grad()
 def load_into(

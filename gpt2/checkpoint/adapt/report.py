@@ -63,7 +63,8 @@ class MappingReport:
         from rich.table import Table
         from rich.text import Text
 
-        console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
+        written = io.StringIO()
+        console = Console(file=written, width=width, color_system=None, force_jupyter=False)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), expand=False)
         for title in ("parameter", "", "from", "transformation", "because"):
             table.add_column(title, overflow="fold")
@@ -96,7 +97,7 @@ class MappingReport:
         error = "" if self.logits_error is None else f" (worst error {self.logits_error:.1e} in float64)"
         verdict = "EQUAL:" if self.ok else "NOT ALL IN PLACE, though" if self.agrees else "NOT EQUAL:"
         console.print(Text(f"\n{verdict} {self.logits_note}{error}"))
-        return console.file.getvalue()
+        return written.getvalue()
 
     def _alike(self) -> Iterator[tuple[str, list[Row]]]:
         groups: dict[tuple[str, ...], list[Row]] = {}

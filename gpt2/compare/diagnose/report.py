@@ -114,7 +114,7 @@ def merged(causes: Iterable[Cause], layers: int) -> list[Cause]:
 
 def _hung(lead: str, text: str, width: int) -> list[str]:
     """``text`` wrapped beside ``lead``; what follows the first line stands under its first word."""
-    lines = []
+    lines: list[str] = []
     for line in text.splitlines() or [""]:
         indent = " " * len(lead)
         lines += textwrap.wrap(

@@ -1,0 +1,43 @@
+"""Not run, but read by a type checker (tests/test_types.py): every public name as a user writes it, and the type it has."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import torch
+from torch import Tensor, nn
+
+import gpt2
+from gpt2.data import Tokenizer
+
+model = gpt2.load("gpt2-medium", dtype="bf16", device="cuda")
+assert_type(model, gpt2.GPT2)
+assert_type(gpt2.load(dtype=torch.float64), gpt2.GPT2)
+assert_type(model.config, gpt2.GPT2Config)
+assert_type(model.config.num_parameters(), int)
+assert_type(gpt2.GPT2(gpt2.GPT2Config(vocab_size=65, n_layer=2)), gpt2.GPT2)
+assert_type(model.hidden(torch.zeros(1, 1, dtype=torch.int64)), Tensor)
+
+tok = gpt2.load_tokenizer("gpt2-medium")
+assert_type(tok, Tokenizer)
+assert_type(tok.encode("Once"), list[int])
+assert_type(tok.n_vocab, int)
+assert_type(gpt2.generate(model, tok.encode("Once"), max_new_tokens=32, temperature=0.8, top_k=50, seed=0), list[int])
+assert_type(gpt2.generate(model, torch.zeros(2, 3, dtype=torch.int64), 8), Tensor)
+
+assert_type(gpt2.verify("gpt2"), gpt2.Report)
+assert_type(gpt2.verify().ok, bool)
+assert_type(gpt2.verify().table(), str)
+assert_type(gpt2.verify().to_json(), str)
+assert_type(gpt2.compare("gpt2", "out/step-2000", on="my.txt"), gpt2.Comparison)
+assert_type(gpt2.compare("gpt2", "gpt2:bf16").to_json(), str)
+gpt2.compare("gpt2", "gpt2:bf16").save_html("report.html")
+
+mine: nn.Module = nn.Identity()
+assert_type(gpt2.load_into(mine, "gpt2"), gpt2.MappingReport)
+assert_type(gpt2.load_into(mine).table(), str)
+assert_type(gpt2.diagnose(mine, "gpt2"), gpt2.Diagnosis)
+assert_type(gpt2.diagnose(mine).verdict, str)
+gpt2.save(model, tok, "dir")
+
+mistake: gpt2.InputError = gpt2.CheckpointError("what, where, what to do")

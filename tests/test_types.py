@@ -1,0 +1,37 @@
+"""What a user's type checker sees."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpt2
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_public_name_is_in_the_file_that_the_checker_reads() -> None:
+    """A name added later would go unchecked."""
+    tree = ast.parse((ROOT / "tests" / "public_api.py").read_text())
+    used = {
+        n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "gpt2"
+    }
+    assert used == set(gpt2.__all__)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="no mypy here; it is in the extra test")
+def test_a_type_checker_finds_nothing_in_the_public_api(tmp_path: Path) -> None:
+    """py.typed promises types: a name without one, or with a wrong one, is an error in somebody else's editor."""
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path)]
+    checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    bad = tmp_path / "bad.py"
+    bad.write_text("import gpt2\nids: int = gpt2.generate(gpt2.load('gpt2'), [1], top_k='50')\n")
+    refused = subprocess.run([*command, "--config-file", "", str(bad)], cwd=ROOT, capture_output=True, text=True)
+    assert refused.stdout.count("error:") >= 1, refused.stdout
