@@ -1,0 +1,70 @@
+"""What is built is whole, and works where no repository is around."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import gpt2
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("gpt2", "pyproject.toml", "README.md", "LICENSE")
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=outside, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("build") is None, reason="no build here; it is in the extra test")
+def test_the_wheel_is_whole_and_does_the_main_job_from_an_empty_folder(tmp_path: Path) -> None:
+    """A template or a recipe that is not package data is there for everyone but the user. No network: built without isolation,
+    installed without dependencies, which are lent from the environment that the tests run in."""
+    source, dist, empty = tmp_path / "source", tmp_path / "dist", tmp_path / "empty"
+    empty.mkdir()
+    source.mkdir()
+    for part in PARTS:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copy(ROOT / part, source / part, **({"ignore": shutil.ignore_patterns("__pycache__")} if copy is shutil.copytree else {}))
+    inside = {str(path.relative_to(source)) for path in (source / "gpt2").rglob("*") if path.is_file()}
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, cwd=source)  # the wheel is built from the sdist
+    wheel, sdist = next(dist.glob("*.whl")), next(dist.glob("*.tar.gz"))
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
+    assert {name for name in names if ".dist-info/" not in name} == inside
+    assert "gpt2/py.typed" in inside
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    assert "License-Expression: MIT\n" in metadata
+    with tarfile.open(sdist) as archive:
+        assert {name.split("/", 1)[1] for name in archive.getnames() if "/gpt2/" in name} >= inside
+
+    venv.create(tmp_path / "venv")
+    binaries = tmp_path / "venv" / "bin"
+    own = Path(run(binaries / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=empty).strip())
+    # A folder named in a .pth is searched last, and its own .pth files, an editable install among them, are not read.
+    (own / "lent.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    run(
+        sys.executable, "-m", "pip", "--python", binaries / "python", "install", "-q", "--no-deps", "--no-index", wheel, cwd=empty
+    )
+    place = run(binaries / "python", "-c", "import gpt2; print(gpt2.__file__)", cwd=empty).strip()
+    assert Path(place).is_relative_to(own)
+    assert json.loads(run(binaries / "gpt2", "verify", "--json", "-", cwd=empty))["verdict"] == "equal"
+    assert run(binaries / "python", "-m", "gpt2", "--version", cwd=empty) == f"gpt2-toolkit {gpt2.__version__}\n"
+    assert "shakespeare-mini" in run(binaries / "gpt2", "train", "--list", cwd=empty)
+    run(binaries / "gpt2", "explore", "--html", "page.html", cwd=empty)
+    assert [path.name for path in empty.iterdir()] == ["page.html"]
