@@ -148,9 +148,10 @@ def _diverged(event: Diverged) -> str:
 
 
 def _logged(event: Logged) -> str:
+    share = f"  {event.mfu:.0%} of peak" if event.mfu else ""
     return (
         f"step {event.step:6}  loss {event.loss:.4f}  lr {event.lr:.1e}  |g| {event.grad_norm:5.2f}  "
-        f"{event.tokens_per_second:7,.0f} tok/s  {_duration(event.seconds_left)} left"
+        f"{event.tokens_per_second:7,.0f} tok/s{share}  {_duration(event.seconds_left)} left"
     )
 
 

@@ -44,7 +44,9 @@ class Diverged:
 
 @dataclass(frozen=True)
 class Logged:
-    """A logged step; ``seconds_left`` is an estimate. ``loss`` is the training loss of this step's batch, nats per token."""
+    """A logged step; ``seconds_left`` is an estimate. ``loss`` is the training loss of this step's batch, nats per token; ``mfu``
+    the share of the measured speed of matrix products that the step makes of it (:mod:`gpt2.train.speed`), 0 where none was.
+    """
 
     step: int
     loss: float
@@ -52,6 +54,7 @@ class Logged:
     grad_norm: float
     tokens_per_second: float
     seconds_left: float
+    mfu: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from .metrics import Metrics, Pace, parted
 from .optim import adamw, learning_rate
 from .parallel import ALONE, Ranks
 from .recipe import Recipe
+from .speed import tokens_at_peak
 from .start import Start, start
 from .state import Progress
 
@@ -72,19 +73,20 @@ def train(
 
 
 def _train(
-    recipe: Recipe, folder: Path, init: str | None, fresh: bool, report: Listener, ranks: Ranks, rewound: Rewind | None
+    asked: Recipe, folder: Path, init: str | None, fresh: bool, report: Listener, ranks: Ranks, rewound: Rewind | None
 ) -> Result:
     """:func:`train`, until it is to be rewound; ``rewound`` says that it just was, and why."""
     mine: list[Start] = []  # rank 0's alone
 
-    def begin() -> tuple[GPT2Config | BigramConfig, Tokenizer, str, Progress | None, tuple[str, ...]]:
+    def begin() -> tuple[Recipe, GPT2Config | BigramConfig, Tokenizer, str, Progress | None, tuple[str, ...]]:
         until_the_end.enter_context(state.locked(folder))
-        mine.append(start(recipe, folder, init, fresh))
-        return mine[0].model.config, mine[0].text.tokenizer, mine[0].text.sha256, mine[0].progress, mine[0].notes
+        mine.append(start(asked, folder, init, fresh, ranks))
+        return mine[0].recipe, mine[0].model.config, mine[0].text.tokenizer, mine[0].text.sha256, mine[0].progress, mine[0].notes
 
     with ExitStack() as until_the_end:
+        ranks.part(asked)  # refused before anything is opened
+        recipe, config, tokenizer, sha256, progress, notes = ranks.first(begin)
         part = ranks.part(recipe)
-        config, tokenizer, sha256, progress, notes = ranks.first(begin)
         text = ranks.together(lambda: mine[0].text if mine else _the_same(corpus(recipe, tokenizer), sha256, ranks))
         model = parallel.spread(mine[0].model if mine else models.hollow(config, recipe), ranks)
         models.prepare(model, recipe)
@@ -142,7 +144,7 @@ class _Run:
         """From where the run stands (None: nowhere yet) to its end, whichever of the three comes first."""
         recipe = self.recipe
         begins = progress is None
-        pace = Pace(progress.step if progress else 0, recipe)
+        pace = Pace(progress.step if progress else 0, recipe, tokens_at_peak(recipe, self.model.config, self.ranks))
         with pace.paused(pace.first):
             progress = self.evaluate(Progress(step=0)) if begins else progress
         stopped = self.ended(progress, interrupted)
@@ -162,7 +164,7 @@ class _Run:
                 self.tell(Estimated(progress.step, pace.seconds_left(progress.step)))
             if (progress.step % recipe.log_every == 0 or last) and not fault:
                 logged = Logged(progress.step, loss, lr, norm, *pace(progress.step))
-                self.write(**asdict(logged))
+                self.write(**{name: value for name, value in asdict(logged).items() if name != "mfu" or value})
                 self.tell(logged)
             if progress.step % recipe.eval_every == 0 or last:
                 with pace.paused(progress.step):

@@ -110,20 +110,23 @@ def parted(rows: Sequence[Mapping[str, Any]], best_step: int) -> str:
 
 
 class Pace:
-    """Tokens per second since the last log, and the time left: steps at the pace of the whole run, and evaluations."""
+    """Tokens per second since the last log; the time left: steps at the pace of the whole run, and evaluations; and that speed
+    as a share of ``peak`` tokens per second, where there is such a figure.
+    """
 
-    def __init__(self, step: int, recipe: Recipe) -> None:
+    def __init__(self, step: int, recipe: Recipe, peak: float = 0.0) -> None:
+        self.peak = peak
         self.recipe, self.began, self.first, self.last = recipe, step, step, step
         self.since, self.spent, self.evaluation = time.perf_counter(), 0.0, 0.0
 
-    def __call__(self, step: int) -> tuple[float, float]:
+    def __call__(self, step: int) -> tuple[float, float, float]:
         now = time.perf_counter()
         elapsed = max(now - self.since, 1e-9)
         left = self.seconds_left(step)
         self.spent += elapsed
         speed = (step - self.last) * self.recipe.batch_size * self.recipe.context / elapsed
         self.last, self.since = step, now
-        return speed, left
+        return speed, left, speed / self.peak if self.peak else 0.0
 
     def seconds_left(self, step: int) -> float:
         """For the steps after ``step``, and as many evaluations as lie among them, each as long as the last one."""

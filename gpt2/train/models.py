@@ -50,15 +50,23 @@ def check(model: GPT2 | Bigram, tokenizer: Tokenizer, recipe: Recipe, name: str)
 
 
 def prepare(model: GPT2 | Bigram, recipe: Recipe) -> None:
-    """Dropout as the recipe has it, and blocks that are computed again on the way back if it says so."""
+    """Dropout as the recipe has it, and blocks compiled, and computed again on the way back, if it says so."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = recipe.dropout
         elif hasattr(module, "attn_pdrop"):
             module.attn_pdrop = recipe.attn_dropout
-    if recipe.checkpointing:
-        for block in getattr(model, "h", ()):
+    for block in getattr(model, "h", ()):
+        if recipe.compile:
+            block.forward = _compiled(block.forward)
+        if recipe.checkpointing:
             block.forward = _checkpointed(block.forward)
+
+
+def _compiled(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``forward``, compiled for training's one shape; evaluations and samples, which come in many, are computed as ever."""
+    compiled = torch.compile(forward, dynamic=False)
+    return lambda *inputs: compiled(*inputs) if torch.is_grad_enabled() else forward(*inputs)
 
 
 def _checkpointed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

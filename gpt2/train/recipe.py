@@ -92,7 +92,9 @@ class Recipe:
     without).
 
     ``precision`` "bf16" computes a training step's matrix products in bfloat16, by autocast; weights, optimizer and evaluations
-    stay float32. ``checkpointing`` keeps of every block only what went in, and computes the rest again on the way back.
+    stay float32. "auto" measures both as the run begins, on its own device and shape, and keeps the faster one to the end.
+    ``checkpointing`` keeps of every block only what went in, and computes the rest again on the way back. ``compile`` compiles
+    the blocks (torch.compile): for GPUs; on a CPU it takes minutes, needs a C++ compiler, and gained nothing.
 
     A step whose loss or gradient is not finite, or whose loss explodes (:mod:`gpt2.train.divergence`), never reaches the weights.
     ``on_divergence`` says what then: "stop" the run, "skip" the step, or "rewind" to the newest checkpoint and go on from there
@@ -122,6 +124,7 @@ class Recipe:
     patience: int = -1
     precision: str = "float32"
     checkpointing: bool = False
+    compile: bool = False
     device: str = "auto"
     parallel: str = "ddp"
     on_divergence: str = "stop"
@@ -156,7 +159,7 @@ class Recipe:
         for name, value, known in (
             ("data.tokenizer", self.data.tokenizer, ("bpe", "chars", "words", "gpt2")),
             ("model.kind", self.model.kind, ("gpt2", "bigram")),
-            ("precision", self.precision, ("float32", "bf16")),
+            ("precision", self.precision, ("float32", "bf16", "auto")),
             ("device", self.device, ("auto", "cpu", "cuda", "mps", "xpu")),
             ("parallel", self.parallel, ("ddp", "fsdp")),
             ("on_divergence", self.on_divergence, ("stop", "skip", "rewind")),

@@ -13,15 +13,18 @@ from ..model import GPT2
 from . import adapted, models, state
 from .bigram import Bigram, load_model
 from .corpus import Corpus, corpus
+from .parallel import Ranks
 from .recipe import Recipe
+from .speed import settled
 from .state import Progress
 
 
 @dataclass(frozen=True)
 class Start:
-    """The model with its adapters, if any, and the text with its tokenizer; ``progress`` and the optimizer's ``moments`` of the
-    checkpoint it goes on from, None and nothing where it begins."""
+    """The recipe with its precision decided, the model with its adapters, if any, and the text with its tokenizer; ``progress``
+    and the optimizer's ``moments`` of the checkpoint it goes on from, None and nothing where it begins."""
 
+    recipe: Recipe
     model: GPT2 | Bigram
     text: Corpus
     progress: Progress | None
@@ -29,7 +32,7 @@ class Start:
     notes: tuple[str, ...]
 
 
-def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool) -> Start:
+def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ranks) -> Start:
     """Open ``folder``, which is locked, as this run's.
 
     Raises:
@@ -47,10 +50,12 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool) -> Start:
     text = corpus(recipe, tokenizer)
     model = model or models.new(recipe, text.tokenizer)
     models.check(model, text.tokenizer, recipe, init or "the recipe's model")
+    recipe, why = settled(state.recorded(folder, recipe) if goes_on else recipe, model.config, ranks)
+    notes += [why] if why else []
     state.claim(folder, recipe, init, text.sha256, fresh)
     if recipe.lora.r:
         if not found:
             state.save_base(folder, model, text.tokenizer)
         notes.append(adapted.adapt(model, recipe, found))
     moments, progress = state.stored(found) if found else ({}, None)
-    return Start(model, text, progress, moments, (*notes, *skipped))
+    return Start(recipe, model, text, progress, moments, (*notes, *skipped))

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,8 @@ def holds(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> bool:
             raise InputError(f"{init}: lies in {folder}, which --fresh would clear; choose another --out")
         return False
     there, here = _comparable(raw, f"{folder}/{RECIPE}"), _comparable({"init": init, **asdict(recipe)}, "recipe")
+    if recipe.precision == "auto":  # which was decided when the run began
+        here["precision"] = there["precision"]
     differ = [f"{key} {there.get(key)!r} there, {here.get(key)!r} here" for key in here if there.get(key) != here[key]]
     if differ:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
@@ -121,6 +123,12 @@ def holds(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> bool:
             "choose another --out, or start anew with --fresh"
         )
     return True
+
+
+def recorded(folder: Path, recipe: Recipe) -> Recipe:
+    """``recipe`` with what the run in ``folder`` decided as it began: a precision of "auto" is another one on another day."""
+    raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
+    return replace(recipe, precision=raw.get("precision", Recipe.precision))
 
 
 def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool) -> None:

@@ -62,7 +62,7 @@ def quiet(recipe: Recipe) -> Recipe:
     return replace(recipe, dropout=0.0)
 
 
-TIMINGS = ("tokens_per_second", "seconds_left")
+TIMINGS = ("tokens_per_second", "seconds_left", "mfu")
 
 
 @pytest.fixture(scope="session")
