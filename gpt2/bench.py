@@ -210,6 +210,8 @@ def bench(
 ) -> Bench:
     """Load, prefill, decode and a training step of a model, ours beside transformers', on the CPU.
 
+    Of a model in eight bits nothing is trained, and transformers runs it in float32.
+
     Args:
         name: as :func:`gpt2.load` takes it, with an optional dtype; ``random:gpt2`` has the official shape without a download.
         batch, context: rows and tokens of a prompt and of a training batch; shortened to what the model has positions for.
@@ -224,7 +226,7 @@ def bench(
     side = Side.open(name, revision=revision, offline=offline)
     if side.theirs:
         raise InputError(f"{name}: transformers' model is measured beside ours anyway; leave hf/ out")
-    positions = side.config.n_positions
+    quantised, positions = side.dtype == torch.int8, side.config.n_positions
     tokens = min(tokens, max(1, positions // 2))
     context = min(context, max(1, positions - tokens - 1))
     ids = torch.randint(side.config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0))
@@ -241,7 +243,7 @@ def bench(
     with reference.directory(side.path, side.random, progress) as folder:
         loads = {
             "ours": lambda: Ours(load_path(folder, dtype=side.dtype, offline=True)),
-            "theirs": lambda: Transformers(reference.load_reference(folder, side.dtype)),
+            "theirs": lambda: Transformers(reference.load_reference(folder, torch.float32 if quantised else side.dtype)),
         }
         first = {k: lambda make=make: seconds(lambda: make().prefill(x[:, :1])) for k, make in loads.items()}
         row("load to first logits", 0, first)
@@ -249,8 +251,9 @@ def bench(
         at = f"{batch} x {context}"
         row(f"prefill {at}", batch * context, {k: lambda m=m: seconds(lambda: m.prefill(x)) for k, m in models.items()})
         row(f"decode after {at}", batch * tokens, {k: lambda m=m: m.decode(x, tokens) for k, m in models.items()})
-        with _training(models) as steps:
-            row(f"train step {at}", batch * context, {k: lambda s=s: seconds(lambda: s(x, y)) for k, s in steps.items()})
+        with _training({} if quantised else models) as steps:
+            if steps:
+                row(f"train step {at}", batch * context, {k: lambda s=s: seconds(lambda: s(x, y)) for k, s in steps.items()})
     told = str(side.dtype).removeprefix("torch.")
     return Bench(name, side.config.num_parameters(), told, pairs, tuple(rows), machine())
 

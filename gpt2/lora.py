@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import InputError
+from .int8 import require_float
 from .model import GPT2, Conv1D
 
 PROJECTIONS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -77,6 +78,7 @@ def inject(
         InputError: a target that GPT-2 does not have, none at all, a rank below 1, or a model that has adapters already.
     """
     chosen = chosen_projections(targets)
+    require_float(model, "lora")
     if r < 1:
         raise InputError(f"lora: r is {r}; give 1 or more")
     if adapters(model):

@@ -48,6 +48,15 @@ def test_a_table_and_json_of_the_same_rows(capsys: pytest.CaptureFixture) -> Non
     assert [row["what"] for row in json.loads(capsys.readouterr().out)["rows"]][1] == "prefill 1 x 8"
 
 
+def test_eight_bits_are_not_trained() -> None:
+    """The one row that they cannot have, and it would take the others with it."""
+    assert [row.unit for row in bench("shakespeare-mini:int8", pairs=1, context=8, tokens=2).rows] == [
+        "s",
+        "tokens/s",
+        "tokens/s",
+    ]
+
+
 def test_both_sides_do_the_same_work() -> None:
     """A race in which one runner takes a shorter way."""
     folder = next(iter((module.Path(gpt2.__file__).parent / "assets").iterdir()))

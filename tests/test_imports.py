@@ -14,7 +14,7 @@ import gpt2
 PACKAGE = Path(gpt2.__file__).parent
 # Each layer may import itself and what stands to its left.
 ORDER = [
-    *("errors", "data", "config", "kv_cache", "model", "lora", "sampling", "fast", "generate"),
+    *("errors", "data", "config", "kv_cache", "model", "int8", "lora", "sampling", "fast", "generate"),
     *("checkpoint", "compare", "train", "bench", "cli"),
 ]
 

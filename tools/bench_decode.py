@@ -28,11 +28,11 @@ def main() -> int:
     arguments.add_argument("--batch", action="append", type=int, metavar="B", help="rows at a time (default: 1 and 8)")
     arguments.add_argument("--context", type=int, default=64, metavar="T", help="tokens of each prompt (default: %(default)s)")
     arguments.add_argument("--tokens", type=int, default=48, metavar="N", help="steps that are timed (default: %(default)s)")
-    arguments.add_argument("--dtype", action="append", help="of ours (default: float32, bf16)")
+    arguments.add_argument("--dtype", action="append", help="of ours (default: float32, bf16, int8)")
     arguments.add_argument("--positions", type=int, nargs=2, metavar="P", help="ours alone, after P tokens")
     args = arguments.parse_args()
     generator = torch.Generator().manual_seed(0)
-    dtypes = args.dtype or ["float32", "bf16"]
+    dtypes = args.dtype or ["float32", "bf16", "int8"]
     with room(args.model) as here:
         config = here.model.config
         if args.positions:

@@ -9,13 +9,14 @@ import torch
 
 from ..config import GPT2Config, official_size, quoted
 from ..errors import CheckpointError, InputError
+from ..int8 import Int8GPT2
 from ..model import GPT2
 from .configs import config_of
 from .containers import gguf_file
 from .files import open_weights
 from .hub import resolve
 from .match import Assignment, match
-from .names import DEFAULT, DTYPES, parse_random, split_dtype
+from .names import DEFAULT, DTYPES, INT8, parse_random, split_dtype
 from .peft_files import base_of, is_adapter, read_adapter
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def load(
         name: ``shakespeare-mini`` (embedded), ``gpt2`` and its official siblings, ``org/name[@revision]``, a directory or
             file in any container that :mod:`gpt2.checkpoint.files` opens, or ``random:SIZE[:SEED]``; each with an optional
             ``:dtype`` suffix.
-        dtype: "float32", "bf16", ...; default: as stored, and where that differs between tensors the narrowest that holds all.
+        dtype: "float32", "bf16", ..., or "int8", which is for inference alone (:mod:`gpt2.int8`); default: as stored, and where
+            that differs between tensors the narrowest that holds all.
         device: where the weights go: "cpu", "cuda", "cuda:1", "mps".
         revision: branch, tag or commit of a Hub repository.
         offline: make no request; use what the cache holds.
@@ -51,11 +53,12 @@ def load(
     Raises:
         InputError: no such model, dtype or device. CheckpointError: it cannot be read, or its tensors do not fit its config.
     """
-    base, suffix = split_dtype(name)
+    base, suffix = split_dtype(name, runs=True)
     target, device = _dtype(dtype, suffix, name), _device(device)
     random = parse_random(base)
     if random is not None:
-        return random_model(*random).to(device=device, dtype=target or torch.float32).eval()
+        model = random_model(*random).to(device)
+        return Int8GPT2.of(model) if target == torch.int8 else model.to(target or torch.float32).eval()
     source = resolve(base, revision=revision, offline=offline)
     return load_path(source.path, dtype=target, device=device, offline=offline)
 
@@ -64,6 +67,11 @@ def load_path(path: Path, *, dtype: torch.dtype | None = None, device: str | tor
     """:func:`load` for a directory or file that is already on this machine. (The base of an adapter may not be.)"""
     config, assignment = open_checkpoint(path, offline=offline)
     dtype = dtype or assignment.dtype
+    if dtype == torch.int8:
+        small = Int8GPT2(config)
+        for name in assignment.names:  # one at a time: all of them in float32 would be four times what is kept
+            small.put(name, assignment.read(name, torch.float32), device)
+        return small
     model = GPT2(config, initialise=False)
     for name in assignment.names:
         module, _, leaf = name.rpartition(".")
@@ -101,7 +109,7 @@ def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline:
     Raises:
         InputError: no such model, no tokenizer files there, or damaged ones.
     """
-    base, _ = split_dtype(name)
+    base, _ = split_dtype(name, runs=True)
     if parse_random(base) is not None:
         raise InputError(f"{name}: random weights come without a tokenizer; name a trained model")
     return tokenizer_of(resolve(base, revision=revision, offline=offline).path, offline=offline)
@@ -153,11 +161,12 @@ def random_model(size: str, seed: int = 0) -> GPT2:
 
 
 def _dtype(asked: str | torch.dtype | None, suffix: str | None, name: str) -> torch.dtype | None:
-    if isinstance(asked, str) and asked not in DTYPES:
-        raise InputError(f"unknown dtype {quoted(asked)}; known: {', '.join(DTYPES)}")
-    wanted: torch.dtype | None = getattr(torch, DTYPES[asked]) if isinstance(asked, str) else asked
-    if wanted is not None and wanted not in [getattr(torch, known) for known in DTYPES.values()]:
-        raise InputError(f"dtype {quoted(wanted)} cannot hold a GPT-2; known: {', '.join(DTYPES)}")
+    known = (*DTYPES, INT8)
+    if isinstance(asked, str) and asked not in known:
+        raise InputError(f"unknown dtype {quoted(asked)}; known: {', '.join(known)}")
+    wanted: torch.dtype | None = getattr(torch, DTYPES.get(asked, INT8)) if isinstance(asked, str) else asked
+    if wanted is not None and wanted not in [getattr(torch, each) for each in (*DTYPES.values(), INT8)]:
+        raise InputError(f"dtype {quoted(wanted)} cannot hold a GPT-2; known: {', '.join(known)}")
     if suffix is None:
         return wanted
     named: torch.dtype = getattr(torch, suffix)

@@ -20,9 +20,13 @@ DTYPES = {
     **dict.fromkeys(("fp64", "float64", "f64"), "float64"),
 }
 
+INT8 = "int8"  # not a dtype that weights come in: they are quantised on load
 
-def split_dtype(name: str | os.PathLike[str]) -> tuple[str, str | None]:
+
+def split_dtype(name: str | os.PathLike[str], *, runs: bool = False) -> tuple[str, str | None]:
     """``"gpt2:bf16"`` -> ``("gpt2", "bfloat16")``; no suffix -> ``(name, None)``. A path that exists is never split.
+
+    ``runs`` says that the model is only to be run, for which ``:int8`` will do as well (:mod:`gpt2.int8`).
 
     Raises InputError for an unknown suffix, except on ``random:...``, whose fields :func:`parse_random` judges.
     """
@@ -32,6 +36,10 @@ def split_dtype(name: str | os.PathLike[str]) -> tuple[str, str | None]:
         return name, None
     if suffix in DTYPES and head != "random":
         return head, DTYPES[suffix]
+    if suffix == INT8 and head != "random":
+        if runs:
+            return head, INT8
+        raise InputError(f"{name}: eight bits are for running a model (generate, compare, bench); leave :int8 out here")
     if name.startswith("random:"):
         return name, None
     raise InputError(f"unknown dtype {suffix!r} in {name!r}: use one of {', '.join(DTYPES)}")

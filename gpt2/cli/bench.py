@@ -11,6 +11,7 @@ EXAMPLES = """\
   gpt2 bench                                      the embedded model: seconds
   gpt2 bench random:gpt2                          the official shape with random weights, without a download
   gpt2 bench gpt2:bf16 --batch 8 --context 512    weights in bfloat16, eight prompts of 512 tokens
+  gpt2 bench random:gpt2:int8                     matrices in eight bits, beside transformers in float32
   gpt2 bench random:gpt2-medium --pairs 9 --json -
 
 Ours and transformers in turn, one process, same weights, same threads; the figure is the ratio, pair by pair. Threads: set

@@ -289,7 +289,7 @@ def _moved(distance: float) -> str:
 
 
 def _coarser(*dtypes: str) -> str:
-    return max(dtypes, key=["float64", "float32", "float16", "bfloat16"].index)
+    return max(dtypes, key=["float64", "float32", "float16", "bfloat16", "int8"].index)
 
 
 def visible(text: str) -> str:

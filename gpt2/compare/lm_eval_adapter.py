@@ -76,7 +76,7 @@ class ToolkitLM(TemplateLM):
         self.model = load(pretrained, dtype=dtype, device=self._device, revision=revision, offline=offline)
         self.tokenizer = load_tokenizer(pretrained, revision=revision, offline=offline)
         require_vocabulary(self.tokenizer, self.model.config, pretrained)
-        base = split_dtype(pretrained)[0]
+        base = split_dtype(pretrained, runs=True)[0]
         self.revision = resolve(base, revision=revision, offline=offline).revision if parse_random(base) is None else None
         positions = self.model.config.n_positions
         if max_length is not None and not 1 <= max_length <= positions:

@@ -134,7 +134,7 @@ def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges:
 
 @torch.no_grad()
 def _numerics(sides: tuple[Side, Side], models: list[nn.Module], ids: Tensor, progress: Progress) -> Numerics:
-    finer = max(sides, key=lambda side: torch.finfo(side.dtype).bits)
+    finer = max(sides, key=lambda side: side.dtype.itemsize)
     ours = replace(finer, theirs=False)
     points, ends = [], []
     with ours.model(torch.float64) as ruler:

@@ -18,6 +18,7 @@ from ..checkpoint.save import sha256
 from ..config import GPT2Config, official_size
 from ..data import Tokenizer
 from ..errors import InputError
+from ..int8 import Int8GPT2, as_it_runs
 from . import reference
 
 OTHER = "hf/"  # in front of a model's name: transformers' implementation of the same checkpoint
@@ -47,7 +48,7 @@ class Side:
             InputError: no such model or dtype. CheckpointError: its tensors do not fit its config.
         """
         theirs = name.startswith(OTHER) and name != OTHER
-        base, suffix = split_dtype(name.removeprefix(OTHER) if theirs else name)
+        base, suffix = split_dtype(name.removeprefix(OTHER) if theirs else name, runs=not theirs)
         if dtype is not None and dtype not in DTYPES:
             raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
         asked = suffix or (DTYPES[dtype] if dtype is not None else None)
@@ -65,8 +66,10 @@ class Side:
         """Reads one parameter, in the dtype it runs in, into memory of its own; nothing is kept of it here."""
         if self.path is None:
             state = random_model(*self.random).state_dict()
-            return lambda name: state[name].to(self.dtype)
+            return lambda name: as_it_runs(name, state[name]) if self.dtype == torch.int8 else state[name].to(self.dtype)
         _, assignment = open_checkpoint(self.path, offline=True)  # what it takes was fetched when this was opened
+        if self.dtype == torch.int8:
+            return lambda name: as_it_runs(name, assignment.read(name, torch.float32, mapped=False))
         return lambda name: assignment.read(name, self.dtype, mapped=False)
 
     @contextmanager
@@ -77,7 +80,8 @@ class Side:
             with reference.directory(self.path, self.random) as folder:
                 yield reference.load_reference(folder, dtype)
         elif self.path is None:
-            yield random_model(*self.random).to(dtype).eval()
+            model = random_model(*self.random)
+            yield Int8GPT2.of(model) if dtype == torch.int8 else model.to(dtype).eval()
         else:
             yield load_path(self.path, dtype=dtype, offline=True)
 

@@ -158,7 +158,7 @@ def test_the_suffix_names_a_dtype(tmp_path: Path) -> None:
     assert_holds(load(f"{tmp_path}:fp16", dtype="float16"), rounded)
     with pytest.raises(InputError, match="give one of them"):
         load(f"{tmp_path}:fp16", dtype="bf16")
-    for wrong in ("int8", "float", torch.int64, torch.float8_e4m3fn, torch.bool):
+    for wrong in ("int4", "float", torch.int64, torch.float8_e4m3fn, torch.bool):
         with pytest.raises(InputError, match="known: fp32"):
             load(str(tmp_path), dtype=wrong)
 

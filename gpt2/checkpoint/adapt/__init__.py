@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ...config import GPT2Config
 from ...errors import InputError
+from ...int8 import require_float
 from ...model import GPT2
 from ..load import load
 from ..names import DEFAULT
@@ -55,6 +56,7 @@ def load_into(
     if not isinstance(module, nn.Module):
         raise InputError(f"load_into fills a torch.nn.Module, and was given {type(module).__name__}; build the module first")
     ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
+    require_float(ours, "load_into")
     who, config, state = type(module).__name__, ours.config, ours.state_dict()
     if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
         raise InputError(f"{who}: its parameters are on the meta device and hold nothing; call to_empty() first")

@@ -45,11 +45,13 @@ def diagnose(
     import torch
 
     from ...checkpoint.load import load
+    from ...int8 import require_float
     from .examination import Examination
 
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"diagnose takes a torch.nn.Module, and was given {type(module).__name__}; build the module first")
     ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
+    require_float(ours, "diagnose")
     with torch.no_grad():
         found = Examination(module, ours, fill).diagnosis()
     return replace(found, checkpoint=model if isinstance(model, str) else "a model")

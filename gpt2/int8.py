@@ -1,0 +1,127 @@
+"""GPT-2 with its matrices in eight bits, for inference alone: a quarter of float32's bytes, and of the time to read them.
+
+Every row of a matrix, [out, in] here, keeps one scale: weight = scale x whole number from -127 to 127, to the nearest (the
+plainest of the schemes in Dettmers et al., arXiv:2208.07339). What is multiplied with them is rounded to bfloat16, as PyTorch's
+kernel for this wants it, and nothing else is: the stream, norms, biases, attention and the positions stay float32. Rows do not
+notice their neighbours, as they would if activations were quantised too. `gpt2 compare MODEL MODEL:int8` tells what it costs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import GPT2Config
+from .errors import InputError
+from .kv_cache import KVCache
+from .model import GPT2
+
+FEW = 16  # rows from which on converting the weights and multiplying in float32 is faster than PyTorch's kernel
+PIECE = 1 << 22  # weights that are converted at a time
+
+
+def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, in) of any float dtype to int8 and each row's scale in bfloat16, chosen before anything is rounded by it."""
+    largest = matrix.abs().amax(1).float()
+    scale = (largest / 127).bfloat16()
+    scale = torch.where(scale.float() * 127 < largest, scale * (1 + 2**-7), scale)  # rounded down, it would clip the largest
+    steps = torch.where(scale == 0, 1, scale).float()
+    return (matrix.float() / steps[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+def as_it_runs(name: str, tensor: Tensor) -> Tensor:
+    """A GPT2's parameter of that name as it enters the arithmetic of an :class:`Int8GPT2`, in float32 and as it lay."""
+    if tensor.ndim != 2 or name == "wpe.weight":
+        return tensor.float()
+    across = name != "wte.weight"  # a projection lies [in, out]
+    weight, scale = quantise(tensor.t() if across else tensor)
+    rounded = weight.float() * scale.float()[:, None]
+    return rounded.t() if across else rounded
+
+
+def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Rows (M, in), rounded to bfloat16, times (out, in) in eight bits: (M, out), in bfloat16."""
+    x = x.bfloat16()
+    if x.is_cpu and x.size(0) <= FEW and weight.size(1) % 16 == 0:  # with another width the kernel reads beyond the row, or dies
+        return torch._weight_int8pack_mm(x, weight, scale)
+    x, y = x.float(), x.new_empty(x.size(0), weight.size(0))
+    for part in torch.arange(weight.size(0), device="cpu").split(max(1, PIECE // weight.size(1))):
+        rows = slice(int(part[0]), int(part[-1]) + 1)
+        y[:, rows] = F.linear(x, weight[rows].float()) * scale[rows]
+    return y
+
+
+class Int8Conv1D(nn.Module):
+    """An affine map whose weight is stored [out, in] in eight bits."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(n_out, n_in, dtype=torch.int8))
+        self.register_buffer("scale", torch.empty(n_out, dtype=torch.bfloat16))
+        self.bias = nn.Parameter(torch.empty(n_out), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = product(x.reshape(-1, x.size(-1)), self.weight, self.scale) + self.bias
+        return y.view(*x.shape[:-1], y.size(-1))
+
+
+class Int8Embedding(nn.Module):
+    """Token embeddings in eight bits, a scale for each token."""
+
+    def __init__(self, n_tokens: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(n_tokens, width, dtype=torch.int8))
+        self.register_buffer("scale", torch.empty(n_tokens, dtype=torch.bfloat16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight).float() * F.embedding(ids, self.scale[:, None]).float()
+
+
+class Int8GPT2(GPT2):
+    """A GPT2 whose embedding and projections are in eight bits. It holds no weights yet: :meth:`put` gives it each."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config, initialise=False)
+        self.wte = Int8Embedding(config.vocab_size, config.n_embd)
+        for block in self.h:
+            for part, name in ((block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "c_fc"), (block.mlp, "c_proj")):
+                setattr(part, name, Int8Conv1D(*getattr(part, name).weight.shape))
+        self.requires_grad_(False)
+        self.eval()
+
+    @torch.no_grad()
+    def put(self, name: str, tensor: Tensor, device: torch.device | str = "cpu") -> None:
+        """One parameter of a GPT2, under its name there; quantised where it is a matrix that is kept so."""
+        path, _, leaf = name.rpartition(".")
+        module = self.get_submodule(path)
+        if isinstance(module, (Int8Conv1D, Int8Embedding)) and leaf == "weight":
+            weight, scale = quantise(tensor.t() if isinstance(module, Int8Conv1D) else tensor)
+            module.weight, module.scale = weight.contiguous().to(device), scale.to(device)
+        else:
+            setattr(module, leaf, nn.Parameter(tensor.float().to(device), requires_grad=False))
+
+    @classmethod
+    def of(cls, model: GPT2) -> Int8GPT2:
+        """The same model in eight bits."""
+        made = cls(model.config)
+        for name, tensor in model.state_dict().items():
+            made.put(name, tensor, tensor.device)
+        return made
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return product(hidden.reshape(-1, hidden.size(-1)), self.wte.weight, self.wte.scale).view(*hidden.shape[:-1], -1)
+
+    def new_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:
+        return KVCache(self.config, batch, capacity, device=self.wte.weight.device)
+
+    def train(self, mode: bool = True) -> Int8GPT2:
+        if mode:
+            raise InputError("eight-bit weights cannot be trained; load the model without :int8")
+        return super().train(mode)
+
+
+def require_float(model: nn.Module, what: str) -> None:
+    """Refuse eight-bit weights where ``what`` needs the model's own."""
+    if isinstance(model, Int8GPT2):
+        raise InputError(f"{what} needs the weights themselves, and eight bits only approximate them; leave :int8 out")
