@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..checkpoint.export import Export
 
 EXAMPLES = """\
+  gpt2 export shakespeare-mini out/hf                        the embedded model
   gpt2 export gpt2 out/gpt2                                  for transformers, vLLM, CTranslate2 and llama.cpp's converter
   gpt2 export ckpt.pt out/mine                               a nanoGPT checkpoint, in Hugging Face's layout
   gpt2 export gpt2:bf16 out/half                             the same in bfloat16

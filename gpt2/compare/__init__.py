@@ -1,4 +1,13 @@
-"""Two models in, one report out. ``gpt2.compare("gpt2", "out/step-2000")`` is :func:`gpt2.compare.pair.compare`."""
+"""Two models in, one report out.
+
+The package is called as its main function, :func:`gpt2.compare.pair.compare`, whose help has all of it::
+
+    gpt2.compare(a, b, on=None, tokens=None, threshold=1e-3, seed=0, dtype=None, offline=False) -> Comparison
+
+    report = gpt2.compare("gpt2", "out/step-2000", on="my.txt")
+    print(report.table())
+    report.save_html("report.html")
+"""
 
 from __future__ import annotations
 

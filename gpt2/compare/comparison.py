@@ -103,6 +103,7 @@ class Comparison:
         return "bits per byte" if self.text.sha256 else "bits per token"
 
     def to_json(self) -> str:
+        """Everything that was measured, with both models, the text, versions and hashes."""
         body = {"verdict": "identical" if self.ok else "different", "ok": self.ok, **asdict(self)}
         first = self.activations.first_past if self.activations else None
         body["first_past"] = None if first is None else {"point": first.point, "layer": first.layer, "error": first.error}

@@ -97,6 +97,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Every check holds: the models are equal."""
         return all(check.ok for check in self.checks)
 
     @property
@@ -105,9 +106,11 @@ class Report:
         return next((point for check in self.checks for point in check.points if not point.ok), None)
 
     def check(self, id: str) -> Check:
+        """The check of this id, such as "gradients" or "rounding"."""
         return next(check for check in self.checks if check.id == id)
 
     def to_json(self) -> str:
+        """Every point of every check, with versions and the sha256 of every file."""
         first = self.first_divergence
         body = {
             "model": self.model,

@@ -135,6 +135,6 @@ def test_the_examples_in_the_help_parse(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         main(["export", "--help"])
     examples = re.findall(r"^  gpt2 (export .*?)(?:   .*)?$", capsys.readouterr().out, re.MULTILINE)
-    assert len(examples) == 5
+    assert len(examples) == 6
     for example in examples:
         assert parser().parse_args(example.split()).command == "export"

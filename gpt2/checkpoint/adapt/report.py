@@ -51,6 +51,7 @@ class MappingReport:
         return self.agrees and not (self.unfilled or self.ambiguous or self.problems)
 
     def to_json(self) -> str:
+        """Every parameter with its source, and all the rest of the report."""
         body = {"ok": self.ok, **asdict(self)}
         if self.logits_error is not None and not math.isfinite(self.logits_error):
             body["logits_error"] = str(self.logits_error)  # JSON knows no infinity

@@ -61,6 +61,7 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
+        """The verdict is "equal"."""
         return self.verdict == "equal"
 
     def to_json(self) -> str:
