@@ -136,7 +136,14 @@ function detail(side) {
   if (next !== undefined) told.push(`The text goes on with ${quoted(next)}: ${chance(given)}, its choice number ${rank}.`);
   told.push(`Entropy ${entropy === null ? "–" : entropy.toFixed(2)} nats.`);
   if (data.js && last) told.push(`A and B differ here by ${data.js[side.at] === null ? "–" : data.js[side.at].toPrecision(2)} nats (Jensen-Shannon).`);
-  side.detail.replaceChildren(title, list, element("p", "told", told.join(" ")));
+  // What is spoken is the sentence, not the whole list at every step.
+  if (!side.told) {
+    side.told = element("p", "told");
+    side.told.setAttribute("aria-live", "polite");
+    side.detail.append(element("div"), side.told);
+  }
+  side.detail.firstChild.replaceChildren(title, list);
+  side.told.textContent = told.join(" ");
 }
 
 // The chosen cell into sight, past the column that stays; sideways only, so that the page does not jump.
