@@ -194,7 +194,7 @@ def children(pid: int) -> list[int]:
     """The workers among a launcher's child processes."""
     found = Path(f"/proc/{pid}/task").glob("*/children")
     every = [int(child) for path in found for child in path.read_text().split()]
-    return [child for child in every if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in every if b"train" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def toml(recipe: Recipe) -> str:

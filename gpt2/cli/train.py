@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,38 +75,44 @@ def run(args: argparse.Namespace) -> int:
         from ..train.launch import launch
 
         read(args.recipe, args.set)
-        return launch(work, args, args.nproc)
-    return work(args)
-
-
-def work(args: argparse.Namespace) -> int:
-    """What one process does, alone or as a rank of a job; rank 0 speaks for all."""
-    from ..train.loop import train
+        return launch(_words(args), args.nproc)
+    from ..train.launch import leave
     from ..train.parallel import PeerLost, own_rank
-    from ..train.recipe import read
 
-    recipe = read(args.recipe, args.set)
     try:
-        result = train(recipe, args.out or f"out/{recipe.name}", init=args.init, fresh=args.fresh, report=show)
+        return leave(_train(args))
     except InputError as error:
         if own_rank() == 0:
             print(f"gpt2 train: {error}", file=sys.stderr)
-        return 2
+        return leave(2)
     except PeerLost as error:
         print(f"gpt2 train: {error}", file=sys.stderr)
-        sys.exit(1)  # so that the launcher begins all ranks again
-    except Exception:
-        if args.nproc > 1:
-            traceback.print_exc()  # a fault of ours, which the launcher would keep to itself
-        raise
-    if own_rank() != 0:
-        return 130 if result.stopped == "interrupted" else 0
-    best = Path(result.folder) / "best"
-    if args.json:
-        write_json(args.json, json.dumps({**asdict(result), "folder": str(result.folder), "best": str(best)}, indent=2))
-    if args.json != "-":
-        print(f"{_ENDS[result.stopped]} at step {result.step}")
-        print(f"best validation loss {result.best_loss:.4f} at step {result.best_step}: {best}")
+        return 1  # so that the launcher begins all ranks again
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """The command line of one of several processes."""
+    options = {"--init": args.init, "--out": args.out, "--json": args.json}
+    words = [f"{name}={value}" for name, value in options.items() if value is not None]
+    return ["train", args.recipe, *words, *(f"--set={each}" for each in args.set), *(["--fresh"] if args.fresh else [])]
+
+
+def _train(args: argparse.Namespace) -> int:
+    """What one process does, alone or as a rank of a job, of which the first speaks for all."""
+    from ..train.loop import train
+    from ..train.parallel import attempt, own_rank
+    from ..train.recipe import read
+
+    recipe = read(args.recipe, args.set)
+    fresh = args.fresh and not attempt()  # else a job begun again would lose what it had
+    result = train(recipe, args.out or f"out/{recipe.name}", init=args.init, fresh=fresh, report=show)
+    if own_rank() == 0:
+        best = Path(result.folder) / "best"
+        if args.json:
+            write_json(args.json, json.dumps({**asdict(result), "folder": str(result.folder), "best": str(best)}, indent=2))
+        if args.json != "-":
+            print(f"{_ENDS[result.stopped]} at step {result.step}")
+            print(f"best validation loss {result.best_loss:.4f} at step {result.best_step}: {best}")
     return 130 if result.stopped == "interrupted" else 0
 
 

@@ -99,7 +99,7 @@ def _train(
             progress = replace(progress, rewinds=progress.rewinds + 1, skips=0)
         writes = folder if ranks.rank == 0 else None
         metrics = ranks.together(lambda: until_the_end.enter_context(Metrics(writes, progress, tensorboard=recipe.tensorboard)))
-        interrupted = until_the_end.enter_context(interruptions(passed_on=ranks.size > 1))
+        interrupted = until_the_end.enter_context(interruptions())
         run = _Run(recipe, part, folder, ranks, model, scored, tokenizer, optimizer, text, metrics, report)
         run.tell(
             Started(

@@ -78,8 +78,7 @@ class Ranks:
         lines = () if self.device.type == "cpu" else (f"on {self.device.type}",)
         if self.size > 1:
             lines += (f"{self.size} processes share each batch",)
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        return (*lines, f"begun again after a process was lost, for the {attempt}. time") if attempt else lines
+        return (*lines, f"begun again after a process was lost, for the {attempt()}. time") if attempt() else lines
 
     def any(self, flag: bool) -> bool:
         return self.sum(float(flag))[0] > 0
@@ -106,6 +105,11 @@ ALONE = Ranks()
 def own_rank() -> int:
     """This process's, before it has joined."""
     return int(os.environ.get("RANK", 0))
+
+
+def attempt() -> int:
+    """How often the launcher has begun this job again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 @contextmanager

@@ -1,0 +1,288 @@
+"""Several real processes: what they compute together, what they agree on, and what becomes of them when one is lost."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gpt2.errors import InputError
+from gpt2.train import loop, parallel, state
+from gpt2.train.events import Logged, Started
+from gpt2.train.loop import train
+from gpt2.train.recipe import Lora, Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def member(rank, size, port, work, told):
+    """One rank of a job, in a process of its own."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        told.put((rank, work(rank)))
+    except InputError as error:
+        told.put((rank, f"error: {error}"))
+    except parallel.PeerLost:
+        told.put((rank, "lost"))
+
+
+def job(size, work) -> list[object]:
+    """What ``work(rank)`` returned on every rank, or its error in one line."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gpt2.train.loop", "torch._dynamo", "torch.distributed.fsdp"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = context.Queue()
+    ranks = [context.Process(target=member, args=(rank, size, port, work, told)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    found = dict(told.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join(30)
+        assert process.exitcode == 0
+    return [found[rank] for rank in range(size)]
+
+
+class Run:
+    """``train``, to be sent to another process; ``stop`` is a step after which rank ``by`` gets a SIGTERM."""
+
+    def __init__(self, recipe: Recipe, folder: Path, *, init=None, stop: int = 0, by: int = 0, change: str = ""):
+        self.recipe, self.folder, self.init, self.stop, self.by, self.change = recipe, folder, init, stop, by, change
+
+    def __call__(self, rank: int) -> str:
+        recipe = self.recipe
+        real = loop.batch
+        if self.change == "the same rows on every rank":
+            loop.batch = lambda *args, rank, **kwargs: real(*args, rank=0, **kwargs)
+        elif self.change == "another text on rank 1" and rank == 1:
+            recipe = replace(recipe, data=replace(recipe.data, path=recipe.data.path + ".other"))
+        elif self.change == "no folder on rank 0" and rank == 0:
+            self.folder = self.folder / "file" / "run"
+        elif self.change == "nan on rank 1" and rank == 1:
+            forward, calls = loop.Scored.forward, iter(range(10**6))
+            loop.Scored.forward = lambda *args: forward(*args) * (float("nan") if next(calls) == 6 else 1)
+        real_step, steps = loop._step, iter(range(1, 10**6))
+
+        def step(*args):
+            result = real_step(*args)
+            if next(steps) == self.stop and rank == self.by:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return result
+
+        loop._step = step
+        return train(recipe, self.folder, init=self.init).stopped
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def furthest(a: Path, b: Path) -> float:
+    """The largest difference of any loss or held-out loss of two runs, relative to the first."""
+    pairs = list(zip(rows(a), rows(b), strict=True))
+    assert [row.keys() for row, _ in pairs] == [row.keys() for _, row in pairs]
+    return max(abs(x[key] - y[key]) / x[key] for x, y in pairs for key in ("loss", "val_loss") if key in x)
+
+
+@pytest.fixture(scope="module")
+def shared(recipe) -> Recipe:
+    """A batch that two and three processes can share; no dropout, whose masks depend on whose rows they are for."""
+    return replace(recipe, batch_size=6, dropout=0.0, device="cpu", model=replace(recipe.model, n_layer=2))
+
+
+@pytest.fixture(scope="module")
+def alone(shared, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    train(shared, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("size", "how", "parts"),
+    [(2, "ddp", 1), (2, "fsdp", 2), *(pytest.param(3, how, 3, marks=pytest.mark.slow) for how in ("ddp", "fsdp"))],
+)
+def test_many_compute_what_one_does(shared, alone, tmp_path, size, how, parts):
+    """Gradients summed instead of averaged, or over other rows, train another model and tell nobody."""
+    told = job(size, Run(replace(shared, parallel=how, grad_accum=parts), tmp_path / "run"))
+    assert told == ["finished"] * size
+    assert furthest(alone, tmp_path / "run") < 1e-6
+    mine, theirs = (load_file(folder / "best" / "model.safetensors") for folder in (tmp_path / "run", alone))
+    assert {name: tensor.shape for name, tensor in mine.items()} == {name: tensor.shape for name, tensor in theirs.items()}
+    # AdamW divides by the square root of a gradient's square, which is rounding where the gradient is.
+    assert max(float((mine[name] - theirs[name]).abs().max()) for name in theirs) < 1e-4
+
+
+def test_the_control_of_that(shared, alone, tmp_path):
+    """Ranks that all read the first rows do not compute what one process does, and must be seen."""
+    job(2, Run(shared, tmp_path / "run", change="the same rows on every rank"))
+    assert furthest(alone, tmp_path / "run") > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "how"),
+    [(2, 1, "fsdp"), (1, 2, "ddp"), *(pytest.param(*case, "fsdp", marks=pytest.mark.slow) for case in ((2, 3), (1, 3)))],
+)
+def test_saved_on_some_and_gone_on_with_on_others(shared, alone, tmp_path, first, then, how):
+    """A checkpoint that holds the slices of the ranks there were, and the moments of one of them, ties a run to its machines."""
+    run = Run(replace(shared, parallel=how), tmp_path / "run", stop=5, by=first - 1)
+    assert (job(first, run) if first > 1 else [one(run)]) == ["interrupted"] * first
+    assert [path.name for path in state.checkpoints(tmp_path / "run")] == ["step-5", "step-4"]
+    run = Run(replace(shared, parallel=how), tmp_path / "run")
+    assert (job(then, run) if then > 1 else [one(run)]) == ["finished"] * then
+    assert furthest(alone, tmp_path / "run") < 1e-6
+
+
+def one(run: Run) -> str:
+    real = loop._step
+    try:
+        return run(0)
+    finally:
+        loop._step = real
+
+
+@pytest.mark.parametrize(
+    ("size", "how"),
+    [(2, "ddp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "fsdp"), (3, "ddp"), (3, "fsdp")))],
+)
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(recipe, tmp_path, stored, told, size, how):
+    """With dropout. DDP sums its first step's gradients in other buckets than the later ones, and so a resumed run's."""
+    shared = replace(recipe, batch_size=6, parallel=how, device="cpu")
+    assert job(size, Run(shared, tmp_path / "whole")) == ["finished"] * size
+    assert job(size, Run(shared, tmp_path / "run", stop=6, by=size - 1)) == ["interrupted"] * size
+    assert job(size, Run(shared, tmp_path / "run")) == ["finished"] * size
+    assert stored(tmp_path / "run") == stored(tmp_path / "whole")
+    assert told(tmp_path / "run") == told(tmp_path / "whole")
+
+
+def test_what_one_rank_cannot_do_stops_all(shared, tmp_path):
+    """The others would wait for it for ten minutes, and then tell of a lost connection."""
+    (tmp_path / "file").write_text("")
+    told = job(2, Run(shared, tmp_path, change="no folder on rank 0"))
+    assert len(set(told)) == 1
+    assert told[0].startswith(f"error: {tmp_path}/file/run: cannot write there")
+
+
+def test_ranks_that_read_different_texts_are_told_so(shared, text, tmp_path):
+    Path(f"{text}.other").write_text(text.read_text()[::-1])
+    told = job(2, Run(shared, tmp_path / "run", change="another text on rank 1"))
+    assert told == ["error: rank 1 finds another text than rank 0; put the same files on every machine"] * 2
+
+
+def test_a_loss_that_one_rank_cannot_count_is_everyones(shared, tmp_path):
+    """A rank that skips a step alone has other weights than the rest from then on."""
+    run = Run(replace(shared, on_divergence="skip"), tmp_path / "run", change="nan on rank 1")
+    assert job(2, run) == ["finished"] * 2
+    assert [row["step"] for row in rows(tmp_path / "run") if "diverged" in row] == [6]  # the warm-up pass was the first call
+
+
+def test_a_batch_that_does_not_divide_is_refused(shared, tmp_path):
+    told = job(2, Run(replace(shared, batch_size=5), tmp_path / "run"))
+    assert (
+        told
+        == ["error: recipe: batch_size 5 in 1 parts does not divide among 2 processes; set batch_size to a multiple of 2"] * 2
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_adapters_shared_and_gone_on_with(shared, alone, tmp_path, how):
+    """Frozen weights have no gradient to average and no moments to slice."""
+    tuned = replace(shared, lora=Lora(r=2), parallel=how, steps=6)
+    train(replace(tuned, parallel="ddp"), tmp_path / "one", init=str(alone / "best"))
+    run = Run(tuned, tmp_path / "run", init=str(alone / "best"), stop=4)
+    assert job(2, run) == ["interrupted"] * 2
+    assert job(2, Run(tuned, tmp_path / "run", init=str(alone / "best"))) == ["finished"] * 2
+    assert furthest(tmp_path / "one", tmp_path / "run") < 1e-6
+
+
+def command(recipe: Recipe, folder: Path) -> subprocess.Popen:
+    """`gpt2 train --nproc 2`, as a user starts it; what it says goes to a file beside the folder."""
+    tables = {"data": recipe.data, "model": recipe.model, "optim": recipe.optim}
+    file = folder.with_suffix(".toml")
+    lines = [f"{key} = {json.dumps(value)}" for key, value in vars(recipe).items() if isinstance(value, int | float | str)]
+    for name, table in tables.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in vars(table).items())]
+    file.write_text("\n".join(lines))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "gpt2", "train", str(file), "--out", str(folder), "--nproc", "2"]
+    with open(said(folder), "w") as log:
+        return subprocess.Popen(words, env=environment, start_new_session=True, stdout=log, stderr=log)
+
+
+def said(folder: Path) -> Path:
+    return folder.with_suffix(".log")
+
+
+def reached(folder: Path, step: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    metrics = folder / "metrics.jsonl"
+    while not metrics.is_file() or metrics.read_text().count('"loss"') < step:
+        assert process.poll() is None, said(folder).read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(recipe, tmp_path, stored, told, victim):
+    shared = replace(recipe, batch_size=4, steps=40)
+    whole = command(shared, tmp_path / "whole")
+    assert whole.wait(300) == 0, said(tmp_path / "whole").read_text()
+    process = command(shared, tmp_path / "run")
+    reached(tmp_path / "run", 10, process)
+    children = Path(f"/proc/{process.pid}/task").glob("*/children")
+    workers = [pid for found in children for pid in found.read_text().split()]
+    workers = [int(pid) for pid in workers if b"train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(workers) == 2
+    os.kill(workers[victim], signal.SIGKILL)
+    process.wait(300)
+    err = said(tmp_path / "run").read_text()
+    assert process.returncode == 0, err
+    assert "begun again after a process was lost" in err
+    assert "Traceback" not in err
+    assert stored(tmp_path / "run") == stored(tmp_path / "whole")
+    assert told(tmp_path / "run") == told(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_of_a_job_saves_once_and_ends(recipe, tmp_path, number):
+    """A worker that hands back a result waits for a launcher that is leaving, and the launcher for it."""
+    shared = replace(recipe, batch_size=4, steps=100_000, save_every=100_000, eval_every=100_000)
+    process = command(shared, tmp_path / "run")
+    reached(tmp_path / "run", 10, process)
+    os.killpg(process.pid, number)
+    process.wait(120)
+    err = said(tmp_path / "run").read_text()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    steps = [row["step"] for row in rows(tmp_path / "run") if "loss" in row]
+    found, skipped = state.newest_intact(tmp_path / "run")
+    assert (found, skipped) == (tmp_path / "run" / f"step-{steps[-1]}", [])
+    assert f"interrupted and saved at step {steps[-1]}" in err
+
+
+def test_one_process_under_torchrun_is_one_process(shared, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    events = []
+    train(replace(shared, steps=1), tmp_path / "run", report=events.append)
+    assert [type(event) for event in events][:1] == [Started]
+    assert any(isinstance(event, Logged) for event in events)
+
+
+def test_a_device_that_is_not_there_is_refused(shared, tmp_path):
+    name = "mps" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(InputError, match=f"device is '{name}', and this machine has .*; set device=auto"):
+        train(replace(shared, device=name), tmp_path / "run")
