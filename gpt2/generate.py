@@ -19,15 +19,21 @@ from .sampling import check_settings, next_ids
 
 def prefill(model: GPT2, ids: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
     """Read (B, T) ids, into the cache if there is one; return the logits of what comes next, (B, V)."""
+    past = 0 if cache is None else cache.length
+    seen = past + ids.size(1)
+    if attention_mask is None:
+        usual = past == 0 or ids.size(1) == 1
+    else:
+        usual = past > 0 and ids.size(1) == 1 and attention_mask.shape == (ids.size(0), seen)
+    step = step_of(model) if usual and 0 < seen <= model.config.n_positions else None  # else the model says what is wrong
+    if step is not None:
+        return step(ids, cache, attention_mask)
     return model.head(model.hidden(ids, attention_mask=attention_mask, cache=cache)[:, -1])
 
 
 def decode(model: GPT2, last: Tensor, cache: KVCache, attention_mask: Tensor | None = None) -> Tensor:
     """Read one more id per row, (B,); return the logits of what comes next, (B, V)."""
-    seen = cache.length + 1
-    usual = seen <= model.config.n_positions and (attention_mask is None or attention_mask.shape == (last.size(0), seen))
-    step = step_of(model) if usual else None  # the model itself says what is wrong
-    return prefill(model, last[:, None], cache, attention_mask) if step is None else step(last, cache, attention_mask)
+    return prefill(model, last[:, None], cache, attention_mask)
 
 
 def stream(

@@ -14,6 +14,7 @@ from gpt2 import lora
 from gpt2.config import GPT2Config
 from gpt2.fast import Step, for_attention, step_of
 from gpt2.generate import decode, generate, prefill, stream
+from gpt2.kv_cache import KVCache
 from gpt2.model import ACTIVATIONS, GPT2, eager_attention
 
 CONFIG = GPT2Config(vocab_size=61, n_positions=16, n_embd=24, n_layer=3, n_head=3, bos_token_id=None, eos_token_id=None)
@@ -38,19 +39,24 @@ def left_padding(rows: int, length: int) -> Tensor:
     return torch.tensor([[0] * (row % length) + [1] * (length - row % length) for row in range(rows)])
 
 
+def plainly(model: GPT2, ids: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+    """What comes next by the model itself."""
+    return model(ids, attention_mask=mask, cache=cache)[:, -1]
+
+
 @torch.inference_mode()
 def both(model: GPT2, rows: int, padded: bool, steps: int = 4) -> list[tuple[Tensor, Tensor]]:
     """Logits of the next tokens by the model and by the step, each with a cache of its own."""
     ids = torch.randint(model.config.vocab_size, (rows, 9), generator=torch.Generator().manual_seed(rows))
     mask, found = left_padding(rows, 5) if padded else None, []
-    caches = model.new_cache(rows), model.new_cache(rows)
-    for cache in caches:
-        prefill(model, ids[:, :5], cache, mask)
-    step = step_of(model)
+    caches, step = (model.new_cache(rows), model.new_cache(rows)), step_of(model)
     assert step is not None
+    found.append((plainly(model, ids[:, :5], caches[0], mask), prefill(model, ids[:, :5], caches[1], mask)))
+    if not padded:
+        found.append((plainly(model, ids[:, :5]), step(ids[:, :5])))
     for at in range(5, 5 + steps):
         mask = None if mask is None else torch.cat((mask, torch.ones_like(mask[:, :1])), dim=1)
-        found.append((prefill(model, ids[:, at : at + 1], caches[0], mask), step(ids[:, at], caches[1], mask)))
+        found.append((plainly(model, ids[:, at : at + 1], caches[0], mask), step(ids[:, at : at + 1], caches[1], mask)))
     assert caches[0].length == caches[1].length == 5 + steps
     return found
 
@@ -92,7 +98,9 @@ def test_generation_steps_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generate(model, [1, 2, 3], 30, temperature=0, use_cache=False)
     read = count_passes(monkeypatch)
     assert generate(model, [1, 2, 3], 30, temperature=0) == expected
-    assert read == [3, 8, 8]  # the prompt, and the half that is kept when the text outgrows the positions
+    assert read == []
+    generate(model, torch.ones(2, 3, dtype=torch.long), 3, attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]))
+    assert read == [3]  # a padded prompt goes the plain way
 
 
 def hooked(model: GPT2) -> None:
@@ -171,12 +179,12 @@ def test_what_changes_the_model_changes_the_text(change: Callable[[GPT2], None],
         expected = torch.cat((ids, *(next(steps)[:, None] for _ in range(3))), dim=1)
         cache = model.new_cache()
         with torch.inference_mode():  # what was read before the change stays as it was read
-            prefill(model, expected[:, :-1], cache)
+            plainly(model, expected[:, :-1], cache)
     change(model)
     if when == "between two tokens":
         with torch.inference_mode():
             for _ in range(5):
-                logits = prefill(model, expected[:, -1:], cache)
+                logits = plainly(model, expected[:, -1:], cache)
                 expected = torch.cat((expected, logits.argmax(-1)[:, None]), dim=1)
         assert [int(chosen) for chosen in steps] == expected[0, 6:].tolist()
     else:
@@ -218,7 +226,7 @@ def test_a_write_that_counts_no_version_is_seen(dtype: torch.dtype) -> None:
             caches = [model.new_cache(), model.new_cache()]
             for cache in caches:
                 prefill(model, ids[None], cache)
-            expected, found = prefill(model, ids[None], caches[0]), decode(model, ids, caches[1])
+            expected, found = plainly(model, ids[None], caches[0]), decode(model, ids, caches[1])
             torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
 
 
@@ -284,8 +292,8 @@ def test_attention_reads_what_the_processor_is_fast_at() -> None:
         assert wide.keys.dtype == torch.float32
         assert (wide.length, wide.capacity) == (6, 12)
         assert torch.equal(wide.keys[..., :6, :], cache.keys[..., :6, :].float())
-        expected = prefill(model, torch.tensor([[7]]), cache)
-        assert torch.equal(prefill(model, torch.tensor([[7]]), wide), expected)
+        expected = plainly(model, torch.tensor([[7]]), cache)
+        assert torch.equal(plainly(model, torch.tensor([[7]]), wide), expected)
     exact = drawn().new_cache()
     assert for_attention(exact) is exact
     steps = stream(model, torch.tensor([[1, 2]]), 20, temperature=0)
