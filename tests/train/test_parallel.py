@@ -62,12 +62,14 @@ class Run:
         self.recipe, self.folder, self.init, self.stop, self.by, self.change = recipe, folder, init, stop, by, change
 
     def __call__(self, rank: int) -> str:
-        recipe = self.recipe
         real = loop.batch
         if self.change == "the same rows on every rank":
             loop.batch = lambda *args, rank, **kwargs: real(*args, rank=0, **kwargs)
         elif self.change == "another text on rank 1" and rank == 1:
-            recipe = replace(recipe, data=replace(recipe.data, path=recipe.data.path + ".other"))
+            corpus = loop.corpus
+            loop.corpus = lambda recipe, *rest: corpus(
+                replace(recipe, data=replace(recipe.data, path=recipe.data.path + ".other")), *rest
+            )
         elif self.change == "no folder on rank 0" and rank == 0:
             self.folder = self.folder / "file" / "run"
         elif self.change == "nan on rank 1" and rank == 1:
@@ -82,7 +84,7 @@ class Run:
             return result
 
         loop._step = step
-        return train(recipe, self.folder, init=self.init).stopped
+        return train(self.recipe, self.folder, init=self.init).stopped
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
