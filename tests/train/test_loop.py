@@ -144,6 +144,15 @@ def test_dropout_of_a_step_depends_on_the_step_alone(recipe, ids):
     assert losses[0] == losses[2] != losses[1]
 
 
+def test_seeding_a_step_is_torchs_own():
+    """Seeds lie anywhere in 64 bits; a generator that cuts them off, or another one, draws other masks than before."""
+    for seed in (0, 2**63 + 5, 2**64 - 1):
+        torch.manual_seed(seed)
+        expected = torch.rand(4)
+        loop._seed(seed, torch.device("cpu"))
+        assert torch.equal(torch.rand(4), expected)
+
+
 def test_events_and_metrics_tell_the_same_run(recipe, tmp_path, told):
     """Tools read metrics.jsonl: every logged step once, with val_loss at evaluations, in order."""
     events = []
