@@ -37,6 +37,8 @@ def test_a_notebook_is_committed_whole(path: Path) -> None:
     assert not [output for cell in cells for output in cell.outputs if output.get("name") == "stderr"]
     assert any(printed(committed)), "committed with its outputs"
     assert path.stat().st_size < 600_000
+    lines = [line for cell in cells for line in cell.source.splitlines()]
+    assert sum(line.startswith('MODEL = "shakespeare-mini"') for line in lines) == 1, "one line to change for official weights"
 
 
 @pytest.mark.slow
