@@ -56,11 +56,12 @@ def test_the_wheel_is_whole_and_does_the_main_job_from_an_empty_folder(tmp_path:
     venv.create(tmp_path / "venv")
     binaries = tmp_path / "venv" / "bin"
     own = Path(run(binaries / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=empty).strip())
-    # A folder named in a .pth is searched last, and its own .pth files, an editable install among them, are not read.
-    (own / "lent.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
     run(
         sys.executable, "-m", "pip", "--python", binaries / "python", "install", "-q", "--no-deps", "--no-index", wheel, cwd=empty
     )
+    # Only now, or pip would find the same version there and leave it at that. A folder named in a .pth is searched last,
+    # and its own .pth files, an editable install among them, are not read.
+    (own / "lent.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
     place = run(binaries / "python", "-c", "import gpt2; print(gpt2.__file__)", cwd=empty).strip()
     assert Path(place).is_relative_to(own)
     assert json.loads(run(binaries / "gpt2", "verify", "--json", "-", cwd=empty))["verdict"] == "equal"
