@@ -22,7 +22,7 @@ from ..checkpoint.match import match
 from ..config import GPT2Config
 from ..data import Tokenizer
 from ..errors import InputError
-from ..generate import generate
+from ..generate import decode, generate
 from ..model import GPT2
 from . import reference
 from .measure import differing_bits, relative_error, worst_relative_error
@@ -196,12 +196,13 @@ def _parts(length: int) -> dict[str, list[int]]:
 
 
 def _read_in_parts(ours: GPT2, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Logits of (B, T) ids that were read through the cache, part by part."""
+    """Logits of (B, T) ids that were read through the cache, part by part; single tokens as generation reads them."""
     cache, logits = ours.new_cache(len(ids)), []
     for size in itertools.chain(*_parts(ids.size(1)).values()):
         end = cache.length + size
-        part = ids[:, cache.length : end]
-        logits.append(ours(part, cache=cache, attention_mask=None if mask is None else mask[:, :end]))
+        part, seen = ids[:, cache.length : end], None if mask is None else mask[:, :end]
+        one = size == 1 and cache.length > 0
+        logits.append(decode(ours, part[:, 0], cache, seen)[:, None] if one else ours(part, cache=cache, attention_mask=seen))
     return torch.cat(logits, dim=1)
 
 
