@@ -2,10 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
+from gpt2.data.chars import Chars
 from gpt2.errors import InputError
+from gpt2.train import models
 from gpt2.train import recipe as recipes
 from gpt2.train.recipe import Recipe, build, read
 
@@ -132,3 +135,11 @@ def test_a_fine_tune_stops_early_unless_told_otherwise():
 def test_defaults_are_themselves_allowed():
     assert Recipe().steps >= 1
     assert math.isfinite(Recipe().optim.lr)
+
+
+def test_the_activation_reaches_the_model_and_a_wrong_one_is_refused(recipe):
+    """nanoGPT's characters bend by the exact GELU; a key that stops at the recipe would train another model than it says."""
+    exact = replace(recipe, model=replace(recipe.model, activation_function="gelu"))
+    assert models.new(exact, Chars("ab")).config.activation_function == "gelu"
+    assert models.new(recipe, Chars("ab")).config.activation_function == "gelu_new"
+    assert "model.activation_function is 'glu'; give 'gelu_new'" in refusal("words", ["model.activation_function=glu"])
