@@ -7,7 +7,12 @@ models, 6 layers 384 wide and 4 layers 128 wide, 65 ids). Same threads, same opt
 of 1), float32 weights. Ours is the step of `gpt2 train`; nanoGPT's that of its train.py around its unchanged model.py, once with
 the optimizer it picks on a CPU; transformers' Trainer is timed by a callback, from the beginning of a step to its end, and left
 out where accelerate is not installed. Peak memory is what the system counts for each process, from its start. Beside it: how much
-of the GEMM speed that torch.mm reaches here the operations of a step make, by the time it took. Ends stdout with one JSON line.
+of the GEMM speed that torch.mm reaches here the operations of a step make, by the time it took. With --gpu all of them run on
+the GPU as they are used there: bfloat16 by autocast, compiled, memory as CUDA counts it; then say
+
+    python tools/bench_train.py --gpu --run gpt2:16x1024 --run char:64x256 --nanogpt nanoGPT/model.py
+
+Ends stdout with one JSON line.
 """
 
 from __future__ import annotations
@@ -69,18 +74,25 @@ def ours(run: Run, args: argparse.Namespace) -> Any:
     from gpt2.train.allocator import keep_freed_memory
     from gpt2.train.loop import _step
     from gpt2.train.loss import Scored
+    from gpt2.train.models import prepare
     from gpt2.train.optim import adamw
+    from gpt2.train.parallel import Ranks
     from gpt2.train.recipe import Recipe
 
     keep_freed_memory()
     layers, d, heads, positions, vocab = SIZES[run.size]
     rates = {f"{name}_pdrop": run.dropout for name in ("resid", "embd", "attn")}
-    model = GPT2(GPT2Config(vocab, positions, d, layers, heads, **rates, bos_token_id=0, eos_token_id=0))
-    recipe = Recipe(batch_size=run.rows, context=run.tokens, dropout=run.dropout)
+    bend = "gelu_new" if run.size == "gpt2" else "gelu"  # as the recipes have it
+    model = GPT2(
+        GPT2Config(vocab, positions, d, layers, heads, activation_function=bend, **rates, bos_token_id=0, eos_token_id=0)
+    )
+    how = {"precision": "bf16" if args.gpu else "float32", "compile": args.gpu}
+    recipe = Recipe(batch_size=run.rows, context=run.tokens, dropout=run.dropout, attn_dropout=run.dropout, **how)
+    prepare(model.to(device(args)), recipe)
     ids = np.random.default_rng(0).integers(0, vocab, 100_000).astype(np.int32)
     scored, optimizer, steps = Scored(model), adamw(model, recipe.optim), iter(range(1 << 30))
-    torch.manual_seed(0)
-    return lambda: _step(scored, optimizer, ids, recipe, next(steps), 1e-5)
+    ranks = Ranks(device=torch.device(device(args)))
+    return lambda: _step(scored, optimizer, ids, recipe, next(steps), 1e-5, ranks=ranks)
 
 
 def nanogpt(run: Run, args: argparse.Namespace, optimizer_for: str = "cuda") -> Any:
@@ -94,13 +106,18 @@ def nanogpt(run: Run, args: argparse.Namespace, optimizer_for: str = "cuda") -> 
     layers, d, heads, positions, vocab = SIZES[run.size]
     sizes = {"n_layer": layers, "n_embd": d, "n_head": heads, "block_size": positions, "vocab_size": vocab}
     model = code.GPT(code.GPTConfig(**sizes, dropout=run.dropout, bias=True)).train()
+    model.to(device(args))
     optimizer = model.configure_optimizers(0.1, 1e-5, (0.9, 0.95), optimizer_for)
+    scored = torch.compile(model) if args.gpu else model
     ids = torch.randint(vocab, (100_000,))
 
     def step() -> None:
         at = torch.randint(len(ids) - run.tokens, (run.rows,))
         x, y = (torch.stack([ids[i + shift : i + shift + run.tokens] for i in at]) for shift in (0, 1))
-        _, loss = model(x, y)
+        if args.gpu:
+            x, y = (each.pin_memory().to("cuda", non_blocking=True) for each in (x, y))
+        with torch.autocast(device(args), torch.bfloat16, enabled=args.gpu):
+            _, loss = scored(x, y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -152,10 +169,9 @@ def trainer(run: Run, args: argparse.Namespace) -> Any:
 
     with tempfile.TemporaryDirectory() as folder:
         settings = {"max_grad_norm": 1.0, "optim": "adamw_torch_fused", "learning_rate": 1e-5, "weight_decay": 0.1}
-        silent = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "use_cpu": True}
-        arguments = TrainingArguments(
-            folder, per_device_train_batch_size=run.rows, max_steps=1 << 20, dataloader_pin_memory=False, **settings, **silent
-        )
+        silent = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+        on = {"bf16": True, "torch_compile": True} if args.gpu else {"use_cpu": True, "dataloader_pin_memory": False}
+        arguments = TrainingArguments(folder, per_device_train_batch_size=run.rows, max_steps=1 << 20, **settings, **silent, **on)
         Trainer(model, arguments, train_dataset=Windows(), callbacks=[Stops()]).train()
 
 
@@ -169,7 +185,16 @@ SIDES = {
 out = None  # the worker's real stdout; whatever a library prints goes to stderr
 
 
+def device(args: argparse.Namespace) -> str:
+    return "cuda" if args.gpu else "cpu"
+
+
 def clock() -> tuple[float, float]:
+    """Wall and processor seconds, when all that was asked for is done."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return time.perf_counter(), time.process_time()
 
 
@@ -184,7 +209,10 @@ def next_order() -> int:
 
 def answer(begin: tuple[float, float]) -> None:
     wall, cpu = (now - then for now, then in zip(clock(), begin, strict=True))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    import torch
+
+    on_gpu = torch.cuda.is_initialized()
+    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({"seconds": wall, "cpu seconds": cpu, "peak": peak}), file=out, flush=True)
 
 
@@ -211,6 +239,7 @@ class Side:
         self.name, self.peak, self.cpu = name, 0, []
         command = [sys.executable, __file__, "--worker", name, "--run", run]
         command += ["--nanogpt", str(args.nanogpt)] if args.nanogpt else []
+        command += ["--gpu"] if args.gpu else []
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -232,15 +261,18 @@ class Side:
         self.process.wait()
 
 
-def gemm(run: Run) -> float:
-    """Operations a second of torch.mm in float32 on this run's feed-forward, all its tokens at once; the best of several."""
+def gemm(run: Run, args: argparse.Namespace) -> float:
+    """Operations a second of torch.mm on this run's feed-forward, all its tokens at once; the best of several."""
     import torch
 
-    from gpt2.bench import seconds
-
-    d = SIZES[run.size][1]
-    a, b = torch.randn(max(512, run.rows * run.tokens), d), torch.randn(d, 4 * d)
-    return 2 * a.size(0) * b.numel() / min(seconds(lambda: torch.mm(a, b)) for _ in range(10))
+    d, best = SIZES[run.size][1], float("inf")
+    how = {"device": device(args), "dtype": torch.bfloat16 if args.gpu else torch.float32}
+    a, b = torch.randn(max(512, run.rows * run.tokens), d, **how), torch.randn(d, 4 * d, **how)
+    for _ in range(10):
+        begin = clock()[0]
+        torch.mm(a, b)
+        best = min(best, clock()[0] - begin)
+    return 2 * a.size(0) * b.numel() / best
 
 
 def measured(text: str, names: list[str], args: argparse.Namespace) -> dict[str, Any]:
@@ -260,7 +292,7 @@ def measured(text: str, names: list[str], args: argparse.Namespace) -> dict[str,
             side.cpu.clear()
         limits: list[float] = []
         runs = {side.name: lambda side=side: side.steps(count) for side in sides}
-        runs["GEMM"] = lambda: limits.append(gemm(run)) or 0.0
+        runs["GEMM"] = lambda: limits.append(gemm(run, args)) or 0.0
         found = interleaved(runs, args.pairs)
         rates = Spread.of(limits[1:])
     print(f"\n{text}, tokens/s: median (min .. max) of {args.pairs} turns of {count} steps; ratio: ours to it")
@@ -291,6 +323,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", metavar="WORD", help="only sides whose name holds WORD, and ours")
     parser.add_argument("--pairs", type=int, default=5, help="turns of each side (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=2.0, help="least time of a turn (default: %(default)s)")
+    parser.add_argument("--gpu", action="store_true", help="on the GPU, in bfloat16 and compiled")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

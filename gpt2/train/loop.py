@@ -278,7 +278,7 @@ def _step(
     _seed(seed.generate_state(1, np.uint64)[0].item(), ranks.device)
     drawn = batch(ids, recipe.context, recipe.batch_size, seed=recipe.seed, step=step, rank=ranks.rank, ranks=ranks.size)
     x, y = (torch.from_numpy(windows).to(ranks.device).chunk(part.grad_accum) for windows in drawn)
-    total = 0.0
+    losses = []  # read when all parts are under way: a GPU would stand idle at every single reading
     for index in range(part.grad_accum):
         with (
             parallel.synchronised(scored, index == part.grad_accum - 1),
@@ -286,8 +286,8 @@ def _step(
         ):
             loss = scored(x[index], y[index]) / part.grad_accum
         loss.backward()
-        total += loss.item()
-    total = ranks.sum(total)[0] / ranks.size
+        losses.append(loss.detach())
+    total = ranks.sum(sum(each.item() for each in losses))[0] / ranks.size
     norm = parallel.norm_of(torch.nn.utils.clip_grad_norm_(scored.parameters(), recipe.optim.clip or math.inf))
     for group in optimizer.param_groups:
         group["lr"] = lr
