@@ -27,6 +27,7 @@ from .compare.side import Side
 from .errors import InputError
 from .generate import prefill, stream
 from .model import GPT2
+from .train.loss import Scored
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Ours:
         return seconds(lambda: [next(steps) for _ in range(tokens)])
 
     def train_step(self, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-        _step(optimizer, F.cross_entropy(self.model(x).flatten(0, 1), y.flatten()))
+        _step(optimizer, Scored(self.model)(x, y))  # as gpt2 train does
 
 
 class Transformers:
