@@ -22,8 +22,6 @@ from .peft_files import base_of, is_adapter, read_adapter
 if TYPE_CHECKING:
     from ..data import Tokenizer
 
-TOKENIZERS = ("vocab.json", "tokenizer.json", "chars.json", "words.json", "encoder.json")  # one lies beside weights that have one
-
 
 def load(
     name: str = DEFAULT,
@@ -120,15 +118,31 @@ def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:
 
     An adapter has its base's, unless some lie beside it.
     """
-    from ..data import from_directory
+    from ..data import from_directory, holds_tokenizer
 
-    if is_adapter(path) and not any((path / name).is_file() for name in TOKENIZERS):
+    if is_adapter(path) and not holds_tokenizer(path):
         path = base_of(read_adapter(path), offline=offline)
     if path.is_file() or any(path.glob("*.gguf")):
         file = next(iter(open_weights(path).values()), None)
         if isinstance(file, gguf_file.GGUFFile):
             return gguf_file.tokenizer_of(file)
     return from_directory(path if path.is_dir() else path.parent)
+
+
+def own_tokenizer(path: Path) -> Tokenizer | None:
+    """:func:`tokenizer_of` with no request; None where the checkpoint comes without one.
+
+    Raises:
+        InputError: one is there, and damaged.
+    """
+    from ..data import holds_tokenizer
+
+    try:
+        return tokenizer_of(path, offline=True)
+    except InputError:
+        if holds_tokenizer(path if path.is_dir() else path.parent):
+            raise
+        return None
 
 
 def require_vocabulary(tokenizer: Tokenizer, config: GPT2Config, name: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.files import files_of
 from ..checkpoint.hub import resolve
-from ..checkpoint.load import load_path, open_checkpoint, random_model, tokenizer_of
+from ..checkpoint.load import load_path, open_checkpoint, own_tokenizer, random_model
 from ..checkpoint.names import DTYPES, parse_random, split_dtype
 from ..checkpoint.save import sha256
 from ..config import GPT2Config, official_size
@@ -87,17 +87,7 @@ class Side:
 
     def tokenizer(self) -> Tokenizer | None:
         """The checkpoint's own tokenizer; None where it comes without one."""
-        if self.path is None:
-            return None
-        try:
-            return tokenizer_of(self.path, offline=True)
-        except InputError:
-            folder = self.path if self.path.is_dir() else self.path.parent
-            if any(
-                (folder / name).is_file() for name in ("vocab.json", "tokenizer.json", "chars.json", "words.json", "encoder.json")
-            ):
-                raise
-            return None
+        return None if self.path is None else own_tokenizer(self.path)
 
     def files(self) -> dict[str, str]:
         """Name -> sha256 of what the weights and the config were read from."""

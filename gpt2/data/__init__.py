@@ -9,7 +9,9 @@ from typing import Protocol
 
 from gpt2.errors import InputError
 
-__all__ = ["Tokenizer", "from_directory"]
+__all__ = ["Tokenizer", "from_directory", "holds_tokenizer"]
+
+FILES = ("chars.json", "words.json", "vocab.json", "encoder.json", "tokenizer.json")  # each tells of a tokenizer
 
 
 class Tokenizer(Protocol):
@@ -65,3 +67,8 @@ def from_directory(path: str | os.PathLike[str]) -> Tokenizer:
             f"{path} holds {there[0]} and {there[1]}, two tokenizers; remove the one that the model was not made with"
         )
     return own[there[0]].from_directory(path)
+
+
+def holds_tokenizer(directory: Path) -> bool:
+    """Whether a tokenizer's files lie in a directory, whole or not."""
+    return any((directory / name).is_file() for name in FILES)

@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from ..checkpoint.load import load_tokenizer
-from ..data import Tokenizer, from_directory, shakespeare, token_files
+from ..data import Tokenizer, from_directory, holds_tokenizer, shakespeare, token_files
 from ..errors import InputError
 from .recipe import Recipe
-
-TOKENIZER_FILES = ("chars.json", "words.json", "vocab.json", "encoder.json", "tokenizer.json")
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
 def _from_token_files(recipe: Recipe, tokenizer: Tokenizer | None) -> Corpus:
     """Tokens that were made elsewhere: with ``tokenizer``, the one whose files lie beside them, or the recipe's."""
     folder = Path(recipe.data.tokens)
-    if tokenizer is None and any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if tokenizer is None and holds_tokenizer(folder):
         tokenizer = from_directory(folder)
     if tokenizer is None and recipe.data.tokenizer != "gpt2":
         raise InputError(

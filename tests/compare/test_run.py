@@ -245,7 +245,7 @@ def test_every_check_can_fail_alone(checkpoint: Path, control: Callable, must_fa
 
 def test_a_wrong_tokenizer_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids that differ from transformers' feed the model another text, and nothing else would show it."""
-    original = checks.tokenizer_of
+    original = checks.own_tokenizer
 
     def shifted(path: Path):
         tokenizer = original(path)
@@ -253,7 +253,7 @@ def test_a_wrong_tokenizer_is_refused(checkpoint: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(tokenizer, "encode", lambda text: [*encode(text)[:-1], 0], raising=False)
         return tokenizer
 
-    monkeypatch.setattr(checks, "tokenizer_of", shifted)
+    monkeypatch.setattr(checks, "own_tokenizer", shifted)
     assert failing(verify(str(checkpoint))) == ["tokens"]
 
 

@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...checkpoint import adapt
 from ...checkpoint.adapt.anatomy import Anatomy
 from ...checkpoint.adapt.bench import Bench
 from ...checkpoint.adapt.check import told
 from ...checkpoint.adapt.dataflow import Use, logits_of, plain_attention
 from ...checkpoint.adapt.explain import Explanation
+from ...checkpoint.adapt.filling import fill, put
 from ...checkpoint.adapt.mapping import Mapping
+from ...checkpoint.adapt.probe import give_shapes, run
 from ...checkpoint.adapt.stream import NotGPT2
 from ...errors import InputError
 from ...model import GPT2
@@ -59,7 +60,7 @@ class Examination:
         tensors = [*self.module.parameters(), *self.module.buffers()]
         if any(tensor.is_meta for tensor in tensors):
             raise InputError(f"{self.who}: its parameters are on the meta device and hold nothing; call to_empty() and load them")
-        adapt._give_shapes(self.module, self.config, self.who)
+        give_shapes(self.module, self.config, self.who)
         self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
@@ -117,7 +118,7 @@ class Examination:
 
     def _anatomy(self) -> Anatomy | None:
         """None where its parts cannot be told; then the checkpoint's weights stand for its own."""
-        recording = adapt._record(self.module, self.config, self.who)
+        recording = run(self.module, self.config, self.who)
         try:
             return Anatomy(recording)
         except NotGPT2 as reason:
@@ -160,7 +161,7 @@ class Examination:
             self.notes.append("beyond that, what is said here is of your module as gpt2.load_into fills it")
             error = _error(own.weights["wte.weight"], self.state["wte.weight"])
             divergence, self.mapping = Divergence("wte", None, error), Mapping(anatomy, self.config)
-        adapt._fill(bench, self.mapping, self.state, Explanation(anatomy, self.mapping, self.state))
+        fill(bench, self.mapping, self.state, Explanation(anatomy, self.mapping, self.state))
         own = own_weights(self.mapping, bench.tensors, self.state)
         verdicts = Judge(own, self.state, self.config).judge()
         self.causes += verdicts.causes
@@ -267,7 +268,7 @@ def _unround(mapping: Mapping, bench: Bench, state: MappingType[str, Tensor], dt
             continue
         use, tensor, entries = sorted(found)[0], bench.tensors[source.name], mapping.entries(source)
         exact = tensor.clone()
-        adapt._put(exact, entries, mapping, state, use)
+        put(exact, entries, mapping, state, use)
         near = 4 * torch.finfo(dtypes[source.name]).eps * (exact.abs() + abs(use.shift / use.scale))
         if bool(((exact - tensor).abs() <= near).all()):
             tensor.copy_(exact)
