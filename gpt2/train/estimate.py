@@ -16,7 +16,7 @@ PASSED = 2  # copies of a bigram's logits alive at once: their log-softmax, and 
 def peak_memory(model: nn.Module, recipe: Recipe, shards: int = 1) -> int:
     """Bytes of weights, gradients, AdamW's two moments, and one part of a batch on its way through; what torch itself takes is
     not in it. Its parts are held against what autograd keeps, in `tests/train/test_estimate.py`. Steps of gpt2's shape on a CPU,
-    in float32, peaked at 1.03 times this with 4 windows of 64 and at 0.99 times with 4 of 256 (`tools/bench_train.py`).
+    in float32, peaked at 1.03 to 1.08 times this with 4 windows of 64, at 0.99 times with 4 of 256 (`tools/bench_train.py`).
     ``shards`` ranks keep a slice each of what stays.
     """
     casts = sum(p.numel() * BF16 for p in model.parameters() if p.ndim > 1) if recipe.precision == "bf16" else 0  # autocast's
