@@ -72,6 +72,7 @@ def ours(run: Run, args: argparse.Namespace) -> Any:
     from gpt2.config import GPT2Config
     from gpt2.model import GPT2
     from gpt2.train.allocator import keep_freed_memory
+    from gpt2.train.feed import Feed
     from gpt2.train.loop import _step
     from gpt2.train.loss import Scored
     from gpt2.train.models import prepare
@@ -91,8 +92,8 @@ def ours(run: Run, args: argparse.Namespace) -> Any:
     prepare(model.to(device(args)), recipe)
     ids = np.random.default_rng(0).integers(0, vocab, 100_000).astype(np.int32)
     scored, optimizer, steps = Scored(model), adamw(model, recipe.optim), iter(range(1 << 30))
-    ranks = Ranks(device=torch.device(device(args)))
-    return lambda: _step(scored, optimizer, ids, recipe, next(steps), 1e-5, ranks=ranks)
+    feed = Feed(ids, Ranks(device=torch.device(device(args))))
+    return lambda: _step(scored, optimizer, feed, recipe, next(steps), 1e-5)
 
 
 def nanogpt(run: Run, args: argparse.Namespace, optimizer_for: str = "cuda") -> Any:

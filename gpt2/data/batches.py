@@ -5,13 +5,18 @@ Resuming is then exact by construction, and so is a change of the number of rank
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 
 def batch(
-    ids: np.ndarray, context: int, size: int, *, seed: int, step: int, rank: int = 0, ranks: int = 1
+    ids: np.ndarray, context: int, size: int, *, seed: int, step: int, stride: int = 0, rank: int = 0, ranks: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Random windows for one step: inputs and the same shifted by one, both (size // ranks, context), int64.
+    """Windows for one step: inputs and the same shifted by one, both (size // ranks, context), int64.
+
+    They begin anywhere, at random. With ``stride`` they begin at its multiples, every one once before any comes again, in an
+    order that the seed draws for each time through the text; a stride of ``context`` reads each token once a time.
 
     All ranks draw the same ``size`` starting points and each takes its own slice, so the global batch is the same however
     many share it.
@@ -25,8 +30,17 @@ def batch(
         raise ValueError(f"a batch of {size} does not divide among {ranks} ranks")
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} is none of 0 .. {ranks - 1}")
-    starts = np.random.default_rng((seed, step)).integers(0, len(ids) - context, size)
+    if stride:
+        windows = (len(ids) - context - 1) // stride + 1
+        turns = np.arange(step * size, (step + 1) * size)
+        starts = np.array([_order(windows, seed, turn // windows)[turn % windows] for turn in turns.tolist()]) * stride
+    else:
+        starts = np.random.default_rng((seed, step)).integers(0, len(ids) - context, size)
     mine = starts[rank * (size // ranks) : (rank + 1) * (size // ranks)]
-    windows = mine[:, None] + np.arange(context + 1)
-    taken = np.asarray(ids[windows], dtype=np.int64)
+    taken = np.asarray(ids[mine[:, None] + np.arange(context + 1)], dtype=np.int64)
     return taken[:, :-1], taken[:, 1:]
+
+
+@lru_cache(maxsize=2)  # a batch may end one time through the text and begin the next
+def _order(windows: int, seed: int, time: int) -> np.ndarray:
+    return np.random.default_rng((seed, time)).permutation(windows)

@@ -19,7 +19,6 @@ from torch import nn
 from ..compare.measure import LanguageScore, language_score
 from ..config import GPT2Config
 from ..data import Tokenizer
-from ..data.batches import batch
 from ..errors import InputError
 from ..model import GPT2
 from . import adapted, divergence, models, parallel, state
@@ -29,11 +28,12 @@ from .corpus import Corpus, corpus
 from .divergence import Rewind
 from .estimate import peak_memory
 from .events import Diverged, Estimated, Evaluated, Listener, Logged, Result, Started
+from .feed import Feed
 from .interrupt import interruptions
 from .loss import Scored
 from .metrics import Metrics, Pace, parted
 from .optim import adamw, learning_rate
-from .parallel import ALONE, Ranks
+from .parallel import Ranks
 from .recipe import Recipe
 from .speed import tokens_at_peak
 from .start import Start, start
@@ -100,7 +100,8 @@ def _train(
         writes = folder if ranks.rank == 0 else None
         metrics = ranks.together(lambda: until_the_end.enter_context(Metrics(writes, progress, tensorboard=recipe.tensorboard)))
         interrupted = until_the_end.enter_context(interruptions())
-        run = _Run(recipe, part, folder, ranks, model, scored, tokenizer, optimizer, text, metrics, report)
+        feed = Feed(text.train_ids, ranks)
+        run = _Run(recipe, part, folder, ranks, model, scored, tokenizer, optimizer, text, feed, metrics, report)
         run.tell(
             Started(
                 recipe,
@@ -137,6 +138,7 @@ class _Run:
     tokenizer: Tokenizer
     optimizer: torch.optim.Optimizer
     text: Corpus
+    feed: Feed
     metrics: Metrics
     report: Listener
 
@@ -154,7 +156,7 @@ class _Run:
             lr = learning_rate(progress.step, recipe.steps, recipe.optim)
             drawn = replace(recipe, seed=(recipe.seed + progress.rewinds) % 2**63)  # after a rewind other windows, other dropout
             limit = divergence.limit(progress.best_loss, self.tokenizer.n_vocab)
-            loss, norm = _step(self.scored, self.optimizer, self.text.train_ids, drawn, progress.step, lr, limit, self.ranks)
+            loss, norm = _step(self.scored, self.optimizer, self.feed, drawn, progress.step, lr, limit)
             fault = divergence.fault(loss, norm, limit)
             progress = replace(progress, step=progress.step + 1, skips=progress.skips + 1 if fault else 0)
             if fault:
@@ -261,23 +263,22 @@ class _Run:
 def _step(
     scored: nn.Module,
     optimizer: torch.optim.Optimizer,
-    ids: np.ndarray,
+    feed: Feed,
     recipe: Recipe,
     step: int,
     lr: float,
     limit: float = math.inf,
-    ranks: Ranks = ALONE,
 ) -> tuple[float, float]:
     """One optimizer step; returns the whole batch's loss and the gradient's norm before clipping.
 
     Where either is not finite, or the loss is above ``limit``, the weights stay as they were.
     """
     scored.train()
+    ranks = feed.ranks
     part = ranks.part(recipe)
     seed = np.random.SeedSequence((recipe.seed, step, ranks.rank))  # rank 0's is that of one process
     _seed(seed.generate_state(1, np.uint64)[0].item(), ranks.device)
-    drawn = batch(ids, recipe.context, recipe.batch_size, seed=recipe.seed, step=step, rank=ranks.rank, ranks=ranks.size)
-    x, y = (torch.from_numpy(windows).to(ranks.device).chunk(part.grad_accum) for windows in drawn)
+    x, y = (windows.chunk(part.grad_accum) for windows in feed(recipe, step))
     losses = []  # read when all parts are under way: a GPU would stand idle at every single reading
     for index in range(part.grad_accum):
         with (
@@ -287,6 +288,7 @@ def _step(
             loss = scored(x[index], y[index]) / part.grad_accum
         loss.backward()
         losses.append(loss.detach())
+    feed.ahead(recipe, step + 1)
     total = ranks.sum(sum(each.item() for each in losses))[0] / ranks.size
     norm = parallel.norm_of(torch.nn.utils.clip_grad_norm_(scored.parameters(), recipe.optim.clip or math.inf))
     for group in optimizer.param_groups:

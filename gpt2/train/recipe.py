@@ -31,6 +31,8 @@ class Data:
     validation text, it is the last ``held_out`` of the text. ``tokenizer`` is "bpe" or "words" (both made from the training
     text, ``vocab_size`` entries), "chars", or "gpt2" (the official vocabulary); a fine-tune always uses the tokenizer of the
     model it starts from. ``tokens`` is a folder of token files (:mod:`gpt2.data.token_files`) to use instead of any text.
+
+    Training windows begin anywhere, at random; with a ``stride`` at its multiples, each once before any comes again.
     """
 
     source: str = "tinyshakespeare"
@@ -39,6 +41,7 @@ class Data:
     held_out: float = 0.1
     tokenizer: str = "bpe"
     vocab_size: int = 2048
+    stride: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,9 @@ class Recipe:
             _require(f"optim.{name}", getattr(self.optim, name), 0, 1, "give 0 or more and less than 1")
         for name in ("lr", "min_lr", "warmup", "weight_decay", "clip"):
             _require(f"optim.{name}", getattr(self.optim, name), 0, math.inf, "give 0 or more, and finite")
+        _require(
+            "data.stride", self.data.stride, 0, math.inf, "give the tokens from one window to the next, or 0 for random windows"
+        )
         _require("lora.r", self.lora.r, 0, math.inf, "give a rank, or 0 for no adapters")
         _require("lora.alpha", self.lora.alpha, math.ulp(0), math.inf, "give more than 0")
         _require("lora.dropout", self.lora.dropout, 0, 1, "give 0 or more and less than 1")

@@ -65,3 +65,31 @@ def test_the_source_is_left_alone():
     x, _ = batch(IDS.astype(np.int64), 8, 2, seed=0, step=0)
     x[:] = -1
     assert np.array_equal(IDS, before)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_windows_with_a_stride_come_once_each_before_any_comes_again(ranks):
+    """An order that a step depends on for what came before it cannot be gone on with; one that forgets a window never trains on it."""
+    ids, context, stride, size = np.arange(103), 8, 5, 6
+    drawn = [
+        int(x[0])
+        for step in range(6)
+        for rank in range(ranks)
+        for x in batch(ids, context, size, seed=1, step=step, stride=stride, rank=rank, ranks=ranks)[0]
+    ]
+    windows = list(range(0, len(ids) - context, stride))  # 19: no multiple of a batch
+    assert sorted(drawn[:19]) == windows
+    assert drawn[:19] != windows
+    assert len(set(drawn[19:36])) == 17  # the second time through has begun, in another order
+    assert drawn[19:36] != drawn[:17]
+    x, y = batch(ids, context, size, seed=1, step=3, stride=stride)
+    assert (y == x + 1).all()
+    assert [int(row[0]) for row in x] == drawn[18:24]
+
+
+def test_the_last_window_has_a_next_token():
+    """One more token than the last window takes, or the last target is read beyond the end."""
+    for length in range(9, 40):
+        x, y = batch(np.arange(length), 8, 64, seed=0, step=0, stride=4)
+        assert int(y.max()) <= length - 1
+        assert int(x[:, 0].max()) == (length - 9) // 4 * 4

@@ -9,7 +9,7 @@ import torch
 
 from gpt2.checkpoint.load import load_path
 from gpt2.errors import InputError
-from gpt2.train import divergence, loop, state
+from gpt2.train import divergence, feed, loop, state
 from gpt2.train.loop import Diverged, train
 
 
@@ -27,7 +27,7 @@ def poison(monkeypatch):
 
     def at(*steps, by=math.nan, seed=None):
         real = loop.Scored.forward
-        real_batch, drawn = loop.batch, []
+        real_batch, drawn = feed.batch, []
 
         def batch(*args, step, **kwargs):
             drawn.append((step, kwargs["seed"]))
@@ -38,7 +38,7 @@ def poison(monkeypatch):
             hit = step in steps and seed in (None, of)
             return real(*args) * by if hit else real(*args)
 
-        monkeypatch.setattr(loop, "batch", batch)
+        monkeypatch.setattr(feed, "batch", batch)
         monkeypatch.setattr(loop.Scored, "forward", forward)
         return drawn
 

@@ -17,8 +17,9 @@ from gpt2.config import GPT2Config
 from gpt2.data import from_directory
 from gpt2.errors import InputError
 from gpt2.model import GPT2
-from gpt2.train import adapted, loop, state
+from gpt2.train import adapted, feed, loop, state
 from gpt2.train.corpus import texts
+from gpt2.train.feed import Feed
 from gpt2.train.loop import Evaluated, Logged, Started, train
 from gpt2.train.loss import Scored
 from gpt2.train.optim import adamw, learning_rate
@@ -81,7 +82,7 @@ def gradients(model: GPT2, recipe: Recipe, ids: np.ndarray) -> dict[str, torch.T
             caught.update({name: p.grad.clone() for name, p in model.named_parameters()})
 
     optimizer = Catch(model.parameters(), lr=0.0)
-    caught["loss"], caught["norm"] = map(torch.tensor, loop._step(Scored(model), optimizer, ids, recipe, step=3, lr=0.0))
+    caught["loss"], caught["norm"] = map(torch.tensor, loop._step(Scored(model), optimizer, Feed(ids), recipe, step=3, lr=0.0))
     return caught
 
 
@@ -140,7 +141,7 @@ def test_dropout_of_a_step_depends_on_the_step_alone(recipe, ids):
     torch.manual_seed(1)
     model = GPT2(GPT2Config(13, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.0, n_layer=1, n_embd=16, n_head=2, n_positions=16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    losses = [loop._step(Scored(model), optimizer, ids, recipe, step, 0.0)[0] for step in (3, 4, 3)]
+    losses = [loop._step(Scored(model), optimizer, Feed(ids), recipe, step, 0.0)[0] for step in (3, 4, 3)]
     assert losses[0] == losses[2] != losses[1]
 
 
@@ -438,7 +439,7 @@ def test_writes_that_fail_anywhere_are_one_line(recipe, tmp_path, monkeypatch, w
 
 def test_a_diverged_step_is_named_and_not_saved(recipe, tmp_path, monkeypatch):
     """NaN weights in `best/` and in every checkpoint, and a run that trains on for hours with them."""
-    real = loop.batch
+    real = feed.batch
 
     def poisoned(ids, *args, step, **kwargs):
         if step == 9:
@@ -448,7 +449,7 @@ def test_a_diverged_step_is_named_and_not_saved(recipe, tmp_path, monkeypatch):
 
     models = []
     monkeypatch.setattr(loop, "adamw", lambda model, optim: models.append(model) or adamw(model, optim))
-    monkeypatch.setattr(loop, "batch", poisoned)
+    monkeypatch.setattr(feed, "batch", poisoned)
     assert "step 10: loss nan" in refusal(recipe, tmp_path / "run")
     for name in ("best", "step-8"):
         assert all(p.isfinite().all() for p in load_path(tmp_path / "run" / name).parameters())

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpt2.errors import InputError
-from gpt2.train import loop, parallel, state
+from gpt2.train import feed, loop, parallel, state
 from gpt2.train.events import Logged, Started
 from gpt2.train.loop import train
 from gpt2.train.recipe import Lora, Recipe
@@ -62,9 +62,9 @@ class Run:
         self.recipe, self.folder, self.init, self.stop, self.by, self.change = recipe, folder, init, stop, by, change
 
     def __call__(self, rank: int) -> str:
-        real = loop.batch
+        real = feed.batch
         if self.change == "the same rows on every rank":
-            loop.batch = lambda *args, rank, **kwargs: real(*args, rank=0, **kwargs)
+            feed.batch = lambda *args, rank, **kwargs: real(*args, rank=0, **kwargs)
         elif self.change == "another text on rank 1" and rank == 1:
             corpus = loop.corpus
             loop.corpus = lambda recipe, *rest: corpus(

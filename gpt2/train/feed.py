@@ -1,0 +1,48 @@
+"""A step's windows on their way to the device that computes with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..data.batches import batch
+from .parallel import ALONE, Ranks
+from .recipe import Recipe
+
+
+class Feed:
+    """Each step's inputs and targets, both (rows of this rank, context), int64, drawn from ``ids`` by seed and step.
+
+    On an accelerator the next step's are drawn, put into pinned memory and sent while this one's are still computed with: ask
+    for them with :meth:`ahead` when this step's work has been handed over. On a CPU there is nothing to overlap.
+    """
+
+    def __init__(self, ids: np.ndarray, ranks: Ranks = ALONE) -> None:
+        self.ids, self.ranks = ids, ranks
+        self.sent: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
+
+    def __call__(self, recipe: Recipe, step: int) -> tuple[Tensor, Tensor]:
+        key, sent = (recipe.seed, step), self.sent
+        self.sent = None
+        return sent[1] if sent is not None and sent[0] == key else self.send(recipe, step)
+
+    def ahead(self, recipe: Recipe, step: int) -> None:
+        if self.ranks.device.type != "cpu" and step < recipe.steps:
+            self.sent = (recipe.seed, step), self.send(recipe, step)
+
+    def send(self, recipe: Recipe, step: int) -> tuple[Tensor, Tensor]:
+        drawn = batch(
+            self.ids,
+            recipe.context,
+            recipe.batch_size,
+            seed=recipe.seed,
+            step=step,
+            stride=recipe.data.stride,
+            rank=self.ranks.rank,
+            ranks=self.ranks.size,
+        )
+        x, y = (torch.from_numpy(windows) for windows in drawn)
+        if self.ranks.device.type == "cuda":
+            x, y = x.pin_memory(), y.pin_memory()
+        return x.to(self.ranks.device, non_blocking=True), y.to(self.ranks.device, non_blocking=True)
