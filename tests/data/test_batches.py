@@ -69,7 +69,7 @@ def test_the_source_is_left_alone():
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_windows_with_a_stride_come_once_each_before_any_comes_again(ranks):
-    """An order that a step depends on for what came before it cannot be gone on with; one that forgets a window never trains on it."""
+    """An order that hangs on what came before cannot be gone on with; one that forgets a window never trains on it."""
     ids, context, stride, size = np.arange(103), 8, 5, 6
     drawn = [
         int(x[0])
