@@ -8,9 +8,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def interruptions() -> Iterator[Callable[[], bool]]:
-    """The first signal raises a flag that the loop reads between steps; a second one acts at once, as it would have."""
-    met: list[int] = []
+def interruptions(met: list[int]) -> Iterator[Callable[[], bool]]:
+    """The first signal raises a flag that the loop reads between steps; a second one acts at once, as it would have.
+
+    ``met`` is the flag, empty to begin with: the caller's own, so that a run that goes back to a checkpoint still knows of it.
+    """
     before: dict[int, object] = {}
 
     def note(number: int, frame: object) -> None:

@@ -64,16 +64,24 @@ def train(
     keep_freed_memory()
     adapted.check(recipe, init)
     rewound: Rewind | None = None
+    signals: list[int] = []
     with parallel.joined(recipe.device) as ranks:
         while True:
             try:
-                return _train(recipe, folder, init, fresh and not rewound, report, ranks, rewound)
+                return _train(recipe, folder, init, fresh and not rewound, report, ranks, rewound, signals)
             except Rewind as wanted:
                 rewound = wanted
 
 
 def _train(
-    asked: Recipe, folder: Path, init: str | None, fresh: bool, report: Listener, ranks: Ranks, rewound: Rewind | None
+    asked: Recipe,
+    folder: Path,
+    init: str | None,
+    fresh: bool,
+    report: Listener,
+    ranks: Ranks,
+    rewound: Rewind | None,
+    signals: list[int],
 ) -> Result:
     """:func:`train`, until it is to be rewound; ``rewound`` says that it just was, and why."""
     mine: list[Start] = []  # rank 0's alone
@@ -99,7 +107,7 @@ def _train(
             progress = replace(progress, rewinds=progress.rewinds + 1, skips=0)
         writes = folder if ranks.rank == 0 else None
         metrics = ranks.together(lambda: until_the_end.enter_context(Metrics(writes, progress, tensorboard=recipe.tensorboard)))
-        interrupted = until_the_end.enter_context(interruptions())
+        interrupted = until_the_end.enter_context(interruptions(signals))
         feed = Feed(text.train_ids, ranks)
         run = _Run(recipe, part, folder, ranks, model, scored, tokenizer, optimizer, text, feed, metrics, report)
         run.tell(

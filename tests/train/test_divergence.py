@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -137,6 +139,18 @@ def test_a_rewound_run_that_is_interrupted_ends_as_one_that_is_not(recipe, tmp_p
     train(rewinding, tmp_path / "run")
     assert stored(tmp_path / "run") == stored(tmp_path / "whole")
     assert told(tmp_path / "run") == told(tmp_path / "whole")
+
+
+def test_a_signal_in_the_very_step_that_is_rewound_is_not_lost(recipe, tmp_path, poison):
+    """The way back begins with its own handlers, and a run told to stop would go on to its end."""
+    poison(9, seed=recipe.seed)
+
+    def stop(event):
+        if isinstance(event, Diverged):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    result = train(replace(recipe, on_divergence="rewind"), tmp_path / "run", report=stop)
+    assert (result.stopped, result.step) == ("interrupted", 8)
 
 
 def test_rewinding_has_an_end(recipe, tmp_path, poison):
