@@ -148,3 +148,4 @@ def _serve(opened: Explorer, prompt: str, listening: socket.socket) -> None:
     )
     print(f"open http://{HOST}:{listening.getsockname()[1]}/ in a browser; Ctrl-C ends it", file=sys.stderr, flush=True)
     uvicorn.Server(config).run(sockets=[listening])
+    raise KeyboardInterrupt  # which alone ends it, and which uvicorn raises again or not, as it catches the moment

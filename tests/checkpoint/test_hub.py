@@ -113,7 +113,7 @@ def test_dtype_suffix_of_an_existing_path_is_part_of_the_path(tmp_path: Path) ->
     assert split_dtype(f"{tmp_path}/run:bf16:fp32") == (f"{tmp_path}/run:bf16", "float32")
 
 
-@pytest.mark.parametrize("name", ["gpt2:int8", "gpt2:", "org/name:BF16"])
+@pytest.mark.parametrize("name", ["gpt2:int4", "gpt2:", "org/name:BF16"])
 def test_unknown_dtype_names_the_known(name: str) -> None:
     with pytest.raises(InputError, match=r"unknown dtype .* bf16, bfloat16"):
         split_dtype(name)
