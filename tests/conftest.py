@@ -8,6 +8,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+LARGE = ("test_official", "test_memory", "test_embedded")  # gigabytes each: one after the other, beside the small ones
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in LARGE:
+            item.add_marker(pytest.mark.xdist_group("large"))
+
+
 @pytest.fixture
 def in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in Jupyter, where rich shows what it is given instead of writing it to the file it was told: a table came back empty."""
