@@ -136,6 +136,7 @@ def test_a_flipped_byte_never_becomes_a_model(hub: HubStandIn, files: dict[str, 
     assert "sha256" in message or "hash" in message
 
 
+@pytest.mark.slow
 def test_what_the_hub_can_say_no_to(hub: HubStandIn, files: dict[str, bytes], tmp_path: Path) -> None:
     """Missing, gated, incomplete, unreachable: each one line that names the way out."""
     hub.add_repo("someone/private", files)
