@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from safetensors.torch import save as serialize
 
-from ..checkpoint.save import sha256, write_file, write_json
+from ..checkpoint.save import safetensors_file, sha256, write_file, write_json
 from ..data import Tokenizer
 from ..errors import InputError
 from ..model import GPT2
@@ -162,7 +161,7 @@ def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool
 def save(folder: Path, model: GPT2, tokenizer: Tokenizer, optimizer: Mapping[str, torch.Tensor], progress: Progress) -> Path:
     """Write ``folder/step-N``, then drop all but the newest :data:`KEEP` up to it."""
     target = folder / f"step-{progress.step}"
-    files = {"optimizer.safetensors": serialize(dict(optimizer)), "progress.json": json.dumps(asdict(progress)).encode()}
+    files = {"optimizer.safetensors": safetensors_file(optimizer), "progress.json": json.dumps(asdict(progress)).encode()}
     with writing(folder):
         _write_whole(target, model, tokenizer, files)
         # A later one, damaged and passed over, does not count: it would push out the ones that are whole.
@@ -235,7 +234,9 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _write_whole(target: Path, model: GPT2, tokenizer: Tokenizer, files: dict[str, bytes]) -> None:
+def _write_whole(
+    target: Path, model: GPT2, tokenizer: Tokenizer, files: Mapping[str, bytes | Iterable[bytes | memoryview]]
+) -> None:
     """A directory that appears complete or not at all; where it cannot be, the disk is as it was."""
     aside = target.with_name(f".{target.name}.partial")
     old = target.with_name(f".{target.name}.old")
