@@ -163,14 +163,14 @@ def _affine(module: Conv1D | Int8Conv1D) -> Callable[[Tensor], Tensor]:
     weight, bias = module.weight, module.bias
     if isinstance(module, Int8Conv1D):
         scale = module.scale
-        return lambda x: product(x, weight, scale) + bias
+        return lambda x: product(x, weight, scale).add_(bias)
     return lambda x: torch.addmm(bias, x, weight)
 
 
 def _in_place(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """GPT-2's activation without another tensor four times as wide as the stream, which costs more to allocate than to fill."""
     tanh = [ACTIVATIONS[name] for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")]
-    return partial(torch.ops.aten.gelu_, approximate="tanh") if activation in tanh else activation
+    return partial(torch._C._nn.gelu_, approximate="tanh") if activation in tanh else activation
 
 
 def _norm(module: nn.LayerNorm) -> tuple[Tensor, Tensor, float]:

@@ -27,22 +27,24 @@ class KVCache:
         self.capacity = config.n_positions if capacity is None else capacity
         self.length = 0
         shape = (config.n_layer, batch, config.n_head, self.capacity, config.head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self._hold(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+
+    def _hold(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values  # (L, B, H, capacity, head)
+        self._layers = list(zip(keys.unbind(), values.unbind(), strict=True))
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` (B, H, T, head) behind what is there; return all of it, in their dtype.
-
-        What is returned is (B, H, length + T, head).
-        """
+        """Store ``k`` and ``v`` (B, H, T, head) behind what is there; return all of it, (B, H, length + T, head), as they are."""
         if k.size(0) != self.keys.size(1):  # a single row would be copied into all of them
             raise ValueError(f"the cache was made for a batch of {self.keys.size(1)}; {k.size(0)} rows were given to it")
-        end = self.length + k.size(-2)
+        tokens = k.size(-2)
+        end = self.length + tokens
         if end > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens; {end} were asked of it")
-        self.keys[layer, :, :, self.length : end] = k
-        self.values[layer, :, :, self.length : end] = v
-        return self.keys[layer, :, :, :end].to(k.dtype), self.values[layer, :, :, :end].to(v.dtype)
+        keys, values = self._layers[layer]
+        keys.narrow(2, self.length, tokens).copy_(k)  # narrow, because indexing costs as much as the copy
+        values.narrow(2, self.length, tokens).copy_(v)
+        return keys.narrow(2, 0, end).to(k.dtype), values.narrow(2, 0, end).to(v.dtype)
 
     def to(self, dtype: torch.dtype) -> KVCache:
         """A cache of ``dtype`` that holds the same tokens; this one, if it is of that dtype already."""
@@ -50,7 +52,7 @@ class KVCache:
             return self
         other = KVCache.__new__(KVCache)
         other.capacity, other.length = self.capacity, self.length
-        other.keys, other.values = torch.empty_like(self.keys, dtype=dtype), torch.empty_like(self.values, dtype=dtype)
+        other._hold(torch.empty_like(self.keys, dtype=dtype), torch.empty_like(self.values, dtype=dtype))
         for new, old in ((other.keys, self.keys), (other.values, self.values)):
             new[..., : self.length, :] = old[..., : self.length, :]
         return other

@@ -19,7 +19,7 @@ from gpt2.data.shakespeare import play
 from gpt2.errors import InputError
 from gpt2.fast import step_of
 from gpt2.generate import generate
-from gpt2.int8 import FEW, PIECE, Int8GPT2, as_it_runs, product, quantise
+from gpt2.int8 import FEW, PIECE, ROWS, Int8GPT2, as_it_runs, product, quantise
 from gpt2.model import GPT2
 
 CONFIG = GPT2Config(vocab_size=67, n_positions=16, n_embd=24, n_layer=2, n_head=3, n_inner=41)
@@ -32,7 +32,7 @@ def test_every_weight_goes_to_the_nearest_of_255_steps(dtype: torch.dtype) -> No
     matrix[3] = 0
     weight, scale = quantise(matrix)
     assert weight.dtype == torch.int8
-    assert scale.dtype == torch.bfloat16
+    assert scale.equal(scale.bfloat16().float())  # PyTorch's kernel takes no other
     error = (weight.double() * scale.double()[:, None] - matrix.double()).abs()
     assert (error <= scale.double()[:, None] * 0.5000001).all()
     assert not weight[3].any()
@@ -40,17 +40,64 @@ def test_every_weight_goes_to_the_nearest_of_255_steps(dtype: torch.dtype) -> No
     assert weight.min() >= -127
 
 
-def test_many_rows_and_few_give_the_same_product() -> None:
-    """Text that depends on whether it was read at once or token by token."""
-    generator = torch.Generator().manual_seed(0)
-    for n_in, n_out in ((24, 41), (160, 480), (64, PIECE // 64 + 5)):
-        weight, scale = quantise(torch.randn(n_out, n_in, generator=generator))
-        x = torch.randn(FEW + 1, n_in, generator=generator)
-        exact = F.linear(x.bfloat16().double(), weight.double() * scale.double()[:, None])
-        many, few = product(x, weight, scale), product(x[:FEW], weight, scale)
-        for found, truth in ((many, exact), (few, exact[:FEW])):
-            assert found.dtype == torch.bfloat16
-            torch.testing.assert_close(found.double(), truth, rtol=2**-8, atol=1e-4)
+@pytest.fixture(params=["VNNI", "no VNNI"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the test runs on: this machine's own whole numbers, where it has them, or as it would be without."""
+    if request.param == "no VNNI":
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    elif not torch.cpu._is_vnni_supported():
+        pytest.skip("this processor has no instructions for whole numbers")
+    return request.param
+
+
+def rows_of(count: int, width: int) -> torch.Tensor:
+    """Rows of many sizes; every third has an entry that dwarfs the others."""
+    x = torch.randn(count, width, generator=torch.Generator().manual_seed(1))
+    x[::3, width // 2] = 60
+    return x * torch.logspace(-6, 6, count)[:, None]
+
+
+@pytest.mark.parametrize(("n_in", "n_out"), [(24, 41), (160, 480), (64, PIECE // 64 + 5), (17, 3)])
+def test_many_rows_and_few_give_the_same_product(n_in: int, n_out: int, processor: str) -> None:
+    """Text that depends on whether it was read at once or token by token; a large entry that drowns the others."""
+    weight, scale = quantise(torch.randn(n_out, n_in, generator=torch.Generator().manual_seed(0)))
+    x = rows_of(ROWS + FEW, n_in)
+    matrix = weight.double() * scale.double()[:, None]
+    exact, typical = F.linear(x.double(), matrix), x.double().norm(dim=1) * matrix.norm() / n_in**0.5
+    found = product(x, weight, scale)
+    assert found.dtype == torch.float32
+    error = (found - exact).norm(dim=1) / typical
+    assert error.max() < 0.02
+    assert error[::3].max() < (2e-4 if processor == "VNNI" else 0.02)  # those got sixteen bits
+    few = torch.cat([product(part, weight, scale) for part in x[: FEW + 5].split(FEW)])
+    each = torch.cat([product(row, weight, scale) for row in x[: FEW + 5].split(1)])
+    if processor == "VNNI":
+        assert few.equal(found[: FEW + 5])
+        assert each.equal(few)
+    else:
+        torch.testing.assert_close(each, few, rtol=2**-7, atol=0.01 * float(few.abs().max()))
+
+
+def test_no_sum_of_whole_numbers_overflows() -> None:
+    """Instructions that keep sums of two products in 16 bits, as those before VNNI do."""
+    if not torch.cpu._is_vnni_supported():
+        pytest.skip("this processor has no instructions for whole numbers")
+    weight, scale = torch.full((64, 3072), 127, dtype=torch.int8), torch.ones(64)
+    for rows in (1, 2, 40):
+        x = torch.full((rows, 3072), 127.0)
+        assert (product(x, weight, scale) == 127 * 127 * 3072).all()
+        assert (product(-x, weight, scale) == -127 * 127 * 3072).all()
+
+
+def test_what_is_no_number_stays_so(processor: str) -> None:
+    """A broken activation that comes out as a number, or spoils its neighbours; a row of zeros that comes out as none."""
+    weight, scale = quantise(torch.randn(48, 32, generator=torch.Generator().manual_seed(0)))
+    x = rows_of(6, 32)
+    x[1, 3], x[2, 5], x[4] = float("nan"), float("inf"), 0
+    for found in (product(x, weight, scale), torch.cat([product(row, weight, scale) for row in x.split(1)])):
+        assert found.isfinite().all(1).tolist() == [True, False, False, True, True, True]
+        assert not found[[1, 2]].isfinite().any()
+        assert (found[4] == 0).all()
 
 
 def drawn() -> GPT2:
@@ -73,7 +120,7 @@ def test_it_is_the_model_of_its_rounded_weights() -> None:
         small = Int8GPT2.of(model)
         ids = torch.randint(67, (3, 12), generator=torch.Generator().manual_seed(1))
         expected, found = rounded(ids), small(ids)
-        assert (found - expected).norm() < 0.02 * expected.norm()  # the activations' rounding to bfloat16
+        assert (found - expected).norm() < 0.02 * expected.norm()  # the activations' own rounding
         off = model(ids)
         assert (found - off).norm() > (found - expected).norm()
 
@@ -133,7 +180,7 @@ def test_compare_reads_the_weights_as_they_run() -> None:
     with side.model() as model:
         assert isinstance(model, Int8GPT2)
         conv = model.h[1].attn.c_attn
-        torch.testing.assert_close(read("h.1.attn.c_attn.weight"), (conv.weight.float() * conv.scale.float()[:, None]).t())
+        torch.testing.assert_close(read("h.1.attn.c_attn.weight"), (conv.weight.float() * conv.scale[:, None]).t())
         torch.testing.assert_close(read("wte.weight"), model.wte(torch.arange(2048)))
     assert read("wpe.weight").equal(plain.wpe.weight)
 

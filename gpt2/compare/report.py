@@ -160,7 +160,7 @@ class Report:
         env = self.environment
         packages = " · ".join(f"{name} {number}" for name, number in env.versions.items() if name in ("torch", "transformers"))
         yield f"\n[bold]{escape(self.model)}[/bold]  against  [bold]{escape(self.reference)}[/bold]"
-        yield f"[dim]{self.parameters:,} parameters · {packages} · {env.device}, {env.threads} threads\n{self.coverage}[/dim]\n"
+        yield f"[dim]{self.parameters:,} parameters · {packages} · {env.device}, {_threads(env.threads)}\n{self.coverage}[/dim]\n"
         yield self._blocks()
         yield "[dim]Errors are relative, against transformers in float64; a ratio is our error over transformers' own.[/dim]\n"
         yield self._summary()
@@ -229,6 +229,10 @@ def environment(dtype: str, device: str) -> Environment:
     own = {"gpt2-toolkit": __version__, "python": platform.python_version()}
     versions = {**own, **{name: version(name) for name in names}}
     return Environment(versions, dtype, device, torch.get_num_threads(), f"{platform.machine()}, {os.cpu_count()} cores")
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count != 1)}"
 
 
 def layer_of(point: str) -> int | None:

@@ -98,7 +98,7 @@ def _train(
         text = ranks.together(lambda: mine[0].text if mine else _the_same(corpus(recipe, tokenizer), sha256, ranks))
         model = parallel.spread(mine[0].model if mine else models.hollow(config, recipe), ranks)
         models.prepare(model, recipe)
-        scored = parallel.wrap(Scored(model), recipe.parallel, ranks)
+        scored = parallel.wrap(Scored(model), recipe, ranks)
         optimizer = adamw(model, recipe.optim)
         if progress:
             parallel.restore(optimizer, mine[0].moments if mine else None, ranks)
@@ -225,13 +225,14 @@ class _Run:
                 remedy = "lower optim.lr" if progress.step else "the model it starts from is broken"
                 raise InputError(f"step {progress.step}: the validation loss is {score.loss}; {remedy} (nothing of it was saved)")
             best = progress.best_loss is None or score.loss < progress.best_loss
+            plain = self.plain()
             if best:
                 progress = replace(progress, best_loss=score.loss, best_step=progress.step, evals_since_best=0)
-                self.ranks.first(lambda: state.save_best(self.folder, self.plain(), self.tokenizer, progress))
+                self.ranks.first(lambda: state.save_best(self.folder, plain, self.tokenizer, progress))
             else:
                 progress = replace(progress, evals_since_best=progress.evals_since_best + 1)
             self.write(step=progress.step, val_loss=score.loss, val_bits_per_byte=score.bits_per_byte)
-            sample = self.ranks.first(lambda: models.sample(self.plain(), self.tokenizer, self.text.val_ids, self.recipe))
+            sample = self.ranks.first(lambda: models.sample(plain, self.tokenizer, self.text.val_ids, self.recipe))
         self.tell(Evaluated(progress.step, score, best, sample, parted(self.metrics.rows, progress.best_step)))
         return progress
 
@@ -254,10 +255,13 @@ class _Run:
         moments = parallel.gathered(self.optimizer)
         self.ranks.together(self.metrics.sync)
         with parallel.whole(self.scored):
-            self.ranks.first(lambda: state.save(self.folder, self.plain(), self.tokenizer, moments, progress) and None)
+            plain = self.plain()
+            self.ranks.first(lambda: state.save(self.folder, plain, self.tokenizer, moments, progress) and None)
 
-    def plain(self) -> GPT2 | Bigram:
-        """The model as one process has it; where the ranks have slices, :func:`parallel.whole` must be around this."""
+    def plain(self) -> GPT2 | Bigram | None:
+        """On rank 0, the model as one process has it; where the ranks have slices, :func:`parallel.whole` must be around this."""
+        if self.ranks.rank != 0:
+            return None
         return models.copied(self.model, self.recipe) if parallel.sharded(self.scored) else self.model
 
     def write(self, **row: object) -> None:

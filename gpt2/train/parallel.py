@@ -78,7 +78,7 @@ class Ranks:
         lines = () if self.device.type == "cpu" else (f"on {self.device.type}",)
         if self.size > 1:
             lines += (f"{self.size} processes share each batch",)
-        return (*lines, f"begun again after a process was lost, for the {attempt()}. time") if attempt() else lines
+        return (*lines, f"begun again after a process was lost (restart {attempt()})") if attempt() else lines
 
     def any(self, flag: bool) -> bool:
         return self.sum(float(flag))[0] > 0
@@ -165,20 +165,21 @@ def spread(model: nn.Module, ranks: Ranks) -> nn.Module:
     return model
 
 
-def wrap(scored: nn.Module, how: str, ranks: Ranks) -> nn.Module:
+def wrap(scored: nn.Module, recipe: Recipe, ranks: Ranks) -> nn.Module:
     """``scored``, a module around ``scored.model`` that returns a loss, so that its gradients are those of the whole batch.
 
-    "ddp" keeps all of the model on every rank, "fsdp" a slice of each parameter, its gradient and its moments. The tied
-    embedding is one parameter of the outermost group, gathered once for both of its uses.
+    ``recipe.parallel`` "ddp" keeps all of the model on every rank, "fsdp" a slice of each parameter, its gradient and its
+    moments. The tied embedding is one parameter of the outermost group, gathered once for both of its uses.
     """
     if ranks.size == 1:
         return scored
-    wrapped = _replicated(scored, ranks) if how == "ddp" else _sliced(scored, ranks)
+    wrapped = _replicated(scored, ranks) if recipe.parallel == "ddp" else _sliced(scored, ranks)
     # DDP sorts gradients into other buckets after its first backward pass, and sums within them in another order; FSDP takes the
-    # first module that is called for the outermost. That pass is made here, on one token, so that no step of a run that goes
-    # on is summed otherwise than in a run never stopped.
-    token = torch.zeros(1, 1, dtype=torch.long, device=ranks.device)
-    wrapped(token, token).backward()
+    # first module that is called for the outermost. That pass is made here, so that no step of a run that goes on is summed
+    # otherwise than in a run never stopped; in the shape of all others, for which alone blocks may have to be compiled.
+    part = ranks.part(recipe)
+    ids = torch.zeros(part.batch_size // part.grad_accum, recipe.context, dtype=torch.long, device=ranks.device)
+    wrapped(ids, ids).backward()
     wrapped.zero_grad(set_to_none=True)
     return wrapped
 

@@ -50,6 +50,7 @@ def recipe(text: Path) -> Recipe:
         eval_every=3,
         save_every=4,
         sample_tokens=4,
+        device="cpu",
         data=Data(path=str(text), tokenizer="chars"),
         model=Model(n_layer=1, n_embd=16, n_head=2, n_positions=16),
         optim=Optim(lr=1e-2, min_lr=1e-3, warmup=3),
