@@ -72,7 +72,7 @@ def test_a_step_is_the_model_in_float64(change: dict, padded: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 15, 16, 17])
 def test_a_step_is_as_precise_as_the_model(rows: int, dtype: torch.dtype) -> None:
-    """A head for few rows that reads or drops the rows it is padded with, or rounds more than the model does."""
+    """A head turned the wrong way for some number of rows, or a step that rounds more than the model does."""
     model = drawn(dtype=dtype)
     exact = both(drawn(dtype=dtype).double(), rows, rows % 2 == 1)
     for (model_s, step_s), (truth, _) in zip(both(model, rows, rows % 2 == 1), exact, strict=True):
