@@ -27,11 +27,8 @@ class KVCache:
         self.capacity = config.n_positions if capacity is None else capacity
         self.length = 0
         shape = (config.n_layer, batch, config.n_head, self.capacity, config.head_dim)
-        self._hold(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
-
-    def _hold(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values  # (L, B, H, capacity, head)
-        self._layers = list(zip(keys.unbind(), values.unbind(), strict=True))
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store ``k`` and ``v`` (B, H, T, head) behind what is there; return all of it, (B, H, length + T, head), as they are."""
@@ -41,8 +38,8 @@ class KVCache:
         end = self.length + tokens
         if end > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens; {end} were asked of it")
-        keys, values = self._layers[layer]
-        keys.narrow(2, self.length, tokens).copy_(k)  # narrow, because indexing costs as much as the copy
+        keys, values = self.keys.select(0, layer), self.values.select(0, layer)
+        keys.narrow(2, self.length, tokens).copy_(k)  # by its name, for brackets cost as much again
         values.narrow(2, self.length, tokens).copy_(v)
         return keys.narrow(2, 0, end).to(k.dtype), values.narrow(2, 0, end).to(v.dtype)
 
@@ -52,7 +49,7 @@ class KVCache:
             return self
         other = KVCache.__new__(KVCache)
         other.capacity, other.length = self.capacity, self.length
-        other._hold(torch.empty_like(self.keys, dtype=dtype), torch.empty_like(self.values, dtype=dtype))
+        other.keys, other.values = torch.empty_like(self.keys, dtype=dtype), torch.empty_like(self.values, dtype=dtype)
         for new, old in ((other.keys, self.keys), (other.values, self.values)):
             new[..., : self.length, :] = old[..., : self.length, :]
         return other
