@@ -25,7 +25,7 @@ from torch.nn.modules import module as hooks_of_all
 
 from .int8 import Int8Conv1D, Int8Embedding, Int8GPT2, product
 from .kv_cache import KVCache
-from .model import ACTIVATIONS, GPT2, MLP, Attention, Block, Conv1D
+from .model import ACTIVATIONS, GPT2, MLP, Attention, Block, Conv1D, causal_mask
 
 OWN = {GPT2, Block, Attention, MLP, Conv1D, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.ModuleList}
 OWN |= {Int8GPT2, Int8Conv1D, Int8Embedding}
@@ -65,15 +65,20 @@ class Step:
                 return False
         return not any(self.hooks) and list(map(type, self.parts)) == self.types
 
-    def __call__(self, ids: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
-        """Read (B, T) ids, behind what the cache holds if T is 1; the logits (B, V) of what comes next. See :meth:`GPT2.hidden`.
+    def __call__(
+        self, ids: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None, every: bool = False
+    ) -> Tensor:
+        """Read (B, T) ids, behind what the cache holds; the logits (B, V) of what comes next. See :meth:`GPT2.hidden`.
 
-        Of the last block, whatever only the earlier tokens' logits would need is left out: no one asked for those.
+        Of the last block, whatever only the earlier tokens' logits would need is left out, unless ``every`` token's are asked
+        for: (B T, V). An ``attention_mask`` is for one token.
         """
         rows, tokens = ids.shape
         past, mask = 0 if cache is None else cache.length, None
         if attention_mask is None:
             x = self.embed(ids) + self.positions[past : past + tokens]  # (B, T, D)
+            if past > 0 and tokens > 1:
+                mask = causal_mask(tokens, past + tokens, ids.device)
         else:
             real = attention_mask.bool()  # (B, S), and T is 1
             x = self.embed(ids) + F.embedding((real.sum(-1, keepdim=True) - 1).clamp_(min=0), self.positions)
@@ -88,7 +93,7 @@ class Step:
             q, k, v = heads.view(rows, tokens, 3, self.n_head, -1).permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, K)
             if cache is not None:
                 k, v = cache.append(i, k, v)  # (B, H, S, K)
-            if i == last and tokens > 1:
+            if i == last and tokens > 1 and not every:
                 q, x = q[:, :, -1:], x.view(rows, tokens, -1)[:, -1].clone()  # the last token alone goes on
             y = attend(q, k, v, mask, scale, 0.0)
             x.add_(out(y.transpose(1, 2).reshape(len(x), -1).to(computed)))

@@ -14,17 +14,16 @@ from .errors import InputError
 from .fast import for_attention, step_of
 from .kv_cache import KVCache
 from .model import GPT2
-from .sampling import check_settings, next_ids
+from .sampling import agree, chances, check_settings, next_ids
+
+AHEAD = 4  # ids that a draft guesses at a time
 
 
 def prefill(model: GPT2, ids: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
     """Read (B, T) ids, into the cache if there is one; return the logits of what comes next, (B, V)."""
     past = 0 if cache is None else cache.length
     seen = past + ids.size(1)
-    if attention_mask is None:
-        usual = past == 0 or ids.size(1) == 1
-    else:
-        usual = past > 0 and ids.size(1) == 1 and attention_mask.shape == (ids.size(0), seen)
+    usual = attention_mask is None or (past > 0 and ids.size(1) == 1 and attention_mask.shape == (ids.size(0), seen))
     step = step_of(model) if usual and 0 < seen <= model.config.n_positions else None  # else the model says what is wrong
     if step is not None:
         return step(ids, cache, attention_mask)
@@ -47,6 +46,7 @@ def stream(
     seed: int | None = None,
     attention_mask: Tensor | None = None,
     use_cache: bool = True,
+    draft: GPT2 | None = None,
 ) -> Iterator[Tensor]:
     """Yield ``max_new_tokens`` times the next ids (B,) after (B, T) ``ids``.
 
@@ -55,10 +55,18 @@ def stream(
     ``n_positions // 2`` tokens, read afresh, because learned positions cannot slide. ``use_cache=False`` reads everything
     again at each step: slower, the same ids, and the plainest statement of what generation is.
 
+    ``draft``, a smaller model of the same vocabulary, guesses ids for a single row, and the model reads several guesses in one
+    pass, which takes little longer than one: what takes the time is fetching the weights. Greedily the ids are the same, unless
+    two logits are equal but for rounding; sampled, their distribution is, though a seed gives another text (:func:`agree`).
+
     Dropout is off while a token is computed. Between tokens the model is in the caller's mode, gradients and all, so the
     iterator may be abandoned at any point, and what it yields may enter a training step.
     """
     check_settings(temperature, top_k, top_p)
+    if draft is not None:
+        check_draft(draft, model, ids)
+        yield from _drafted(model, draft, ids, max_new_tokens, (temperature, top_k, top_p), seed)
+        return
     generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
     limit = model.config.n_positions
     seen, real = ids[:, -limit:], None if attention_mask is None else attention_mask[:, -limit:]
@@ -85,6 +93,73 @@ def stream(
         yield chosen.clone()  # an ordinary tensor: autograd refuses those made in inference mode
 
 
+def _drafted(
+    model: GPT2,
+    draft: GPT2,
+    ids: Tensor,
+    max_new_tokens: int,
+    settings: tuple[float, int | None, int | None],
+    seed: int | None,
+) -> Iterator[Tensor]:
+    """:func:`stream` of one row (1, T), several ids at a time."""
+    generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
+    limit, left = model.config.n_positions, max_new_tokens
+    seen = ids[:, -limit:]
+    with torch.inference_mode():
+        readers = [_Reader(each, seen.size(1) + max_new_tokens) for each in (model, draft)]
+    large, small = readers
+    while left > 0:
+        with torch.inference_mode(), _evaluating(model), _evaluating(draft):
+            if seen.size(1) > limit:
+                seen, _ = _begin_again(seen, None, limit)
+                for reader in readers:
+                    reader.cache.reset()
+            known, text, guessed = seen.size(1), seen, []
+            if large.cache.length > 0:  # the prompt is read without guesses, for the first token should not wait for them
+                for _ in range(min(AHEAD, left - 1, min(limit, draft.config.n_positions) - known)):
+                    guessed.append(chances(small.read(text)[-1:], *settings))
+                    text = torch.cat((text, torch.multinomial(guessed[-1], 1, generator=generator)), dim=1)
+            wanted = chances(large.read(text)[-len(guessed) - 1 :], *settings)  # (N + 1, V)
+            stand, chosen = agree(text[0, known:], torch.cat(guessed or [wanted[:0]]), wanted, generator)
+            new = torch.cat((text[0, known : known + stand], chosen))
+            seen = torch.cat((seen, new[None]), dim=1)
+            for reader in readers:
+                reader.cache.reset(known + stand)  # what fell was never said
+        left -= len(new)
+        yield from new.clone().split(1)
+
+
+class _Reader:
+    """A model, and how much of a text it has read."""
+
+    def __init__(self, model: GPT2, room: int) -> None:
+        self.model = model
+        self.cache = model.new_cache(1, min(model.config.n_positions, room))
+
+    def read(self, text: Tensor) -> Tensor:
+        """Read what is new of (1, S) ids; the logits (N, V) after each of those, and if all is new after the last alone."""
+        new, step = text[:, self.cache.length :], step_of(self.model)
+        if self.cache.length == 0:
+            logits = prefill(self.model, new, self.cache)
+            if step is not None:
+                self.cache = for_attention(self.cache)
+            return logits
+        if step is not None:
+            return step(new, self.cache, every=True)
+        return self.model.head(self.model.hidden(new, cache=self.cache)[0])
+
+
+def check_draft(draft: GPT2, model: GPT2, ids: Tensor) -> None:
+    """Refuse a draft that cannot guess for ``model`` after (B, T) ``ids``, with an :class:`InputError`."""
+    if ids.size(0) != 1:
+        raise InputError(f"generate: a draft guesses for one text at a time; leave it out for a batch of {ids.size(0)}")
+    if draft.config.vocab_size != model.config.vocab_size:
+        sizes = f"{draft.config.vocab_size} tokens, the model {model.config.vocab_size}"
+        raise InputError(f"generate: the draft knows {sizes}; give one with the model's own vocabulary")
+    if draft.wte.weight.device != model.wte.weight.device:
+        raise InputError(f"generate: the draft is on {draft.wte.weight.device}, the model on {model.wte.weight.device}; move one")
+
+
 @overload
 def generate(
     model: GPT2,
@@ -98,6 +173,7 @@ def generate(
     stop: int | None = ...,
     attention_mask: Tensor | None = ...,
     use_cache: bool = ...,
+    draft: GPT2 | None = ...,
 ) -> Tensor: ...
 
 
@@ -114,6 +190,7 @@ def generate(
     stop: int | None = ...,
     attention_mask: Tensor | None = ...,
     use_cache: bool = ...,
+    draft: GPT2 | None = ...,
 ) -> list[int]: ...
 
 
@@ -129,6 +206,7 @@ def generate(
     stop: int | None = None,
     attention_mask: Tensor | None = None,
     use_cache: bool = True,
+    draft: GPT2 | None = None,
 ) -> list[int] | Tensor:
     """The prompt and its continuation; see :func:`stream` for how it is made.
 
@@ -138,6 +216,7 @@ def generate(
         seed: makes sampling repeatable; without it torch's global generator is used.
         stop: end at this id (for a list, and for a batch once every row has met it; the id itself is kept).
         attention_mask: (B, T), zeros where a row is padded on its left.
+        draft: a smaller model of the same vocabulary that guesses ahead; see :func:`stream`.
 
     Returns:
         What came in, continued: a list for a list, (B, T + new) on the model's device for a tensor.
@@ -168,6 +247,7 @@ def generate(
         seed=seed,
         attention_mask=attention_mask,
         use_cache=use_cache,
+        draft=draft,
     ):
         out.append(chosen[:, None])
         if stop is not None:

@@ -57,5 +57,6 @@ class KVCache:
     def advance(self, tokens: int) -> None:
         self.length += tokens
 
-    def reset(self) -> None:
-        self.length = 0
+    def reset(self, length: int = 0) -> None:
+        """Forget all but the first ``length`` tokens."""
+        self.length = min(self.length, length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import InputError
@@ -59,7 +60,31 @@ def next_ids(
     check_settings(temperature, top_k, top_p)
     if temperature == 0:
         return logits.argmax(-1)
+    return torch.multinomial(chances(logits, temperature, top_k, top_p), 1, generator=generator).squeeze(-1)
+
+
+def chances(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    """The probabilities (..., V) that an id is drawn with; greedily, all of it on one."""
+    if temperature == 0:
+        return F.one_hot(logits.argmax(-1), logits.size(-1)).float()
     if bool(logits.isnan().any()):
         raise InputError("the model's logits are not numbers (NaN): its weights are damaged, or its dtype is too small for them")
-    probabilities = restrict(logits, temperature, top_k, top_p).softmax(-1)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+    return restrict(logits, temperature, top_k, top_p).softmax(-1)
+
+
+def agree(guesses: Tensor, guessed: Tensor, wanted: Tensor, generator: torch.Generator | None = None) -> tuple[int, Tensor]:
+    """How many of a draft's ids stand, and the id (1,) that follows those, so that all are distributed as ``wanted``.
+
+    ``guesses`` (N,) were drawn from ``guessed`` (N, V), probabilities; ``wanted`` (N + 1, V) are the model's own at the same
+    places and after the last. A guess stands with probability wanted / guessed; where one falls, what the draft gave too
+    little of is drawn from (Leviathan et al., arXiv:2211.17192, algorithm 1). Greedily: the guesses that the model would make.
+    """
+    places = torch.arange(len(guesses), device=guesses.device)
+    odds = wanted[places, guesses] / guessed[places, guesses]
+    falls = torch.rand(len(guesses), generator=generator, device=guesses.device) >= odds
+    stand = int(falls.nonzero()[0]) if bool(falls.any()) else len(guesses)
+    left = wanted[stand]
+    if stand < len(guesses):
+        missing = (left - guessed[stand]).clamp_(min=0)
+        left = missing if bool(missing.any()) else left  # equal but for rounding
+    return stand, torch.multinomial(left, 1, generator=generator)

@@ -1,6 +1,8 @@
 """Generation against its plainest statement: read the window, take the best, append, again."""
 
+import importlib
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,9 +12,11 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
-from gpt2.generate import decode, generate, prefill, stream
+from gpt2.generate import AHEAD, decode, generate, prefill, stream
 from gpt2.model import GPT2
+from gpt2.sampling import chances
 
+module = importlib.import_module("gpt2.generate")  # the package has a function of that name
 CONFIG = GPT2Config(vocab_size=61, n_positions=8, n_embd=24, n_layer=2, n_head=3, bos_token_id=None, eos_token_id=None)
 
 
@@ -50,6 +54,59 @@ def test_greedy_is_the_plain_loop(use_cache: bool, length: int, new: int) -> Non
     expected = plainly(model, prompt, new)
     assert generate(model, prompt, new, temperature=0, use_cache=use_cache) == expected
     assert new < 30 or len(set(expected[length:])) > 5  # else the model repeats itself and the test sees little
+
+
+DRAFTS = {
+    "the model itself": CONFIG,
+    "a smaller one": replace(CONFIG, n_layer=1, n_embd=12),
+    "one that reads less": replace(CONFIG, n_positions=5),
+    "one that reads more": replace(CONFIG, n_positions=40),
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 20])
+def test_a_draft_changes_nothing_but_time(draft: GPT2Config, length: int) -> None:
+    """A guess taken on trust, a cache that keeps what fell, a guess past the last position or the last token asked for."""
+    model = lively()
+    prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for new in (0, 1, 2, 5, 6, 30):
+        assert generate(model, prompt, new, temperature=0, draft=lively(draft)) == plainly(model, prompt, new)
+
+
+def test_a_draft_spares_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses that are made, paid for and thrown away."""
+    model, read, passes = lively(replace(CONFIG, n_positions=64)), module._Reader.read, []
+    monkeypatch.setattr(module._Reader, "read", lambda self, text: (passes.append(self.model), read(self, text))[1])
+    generate(model, [1, 2, 3], 41, temperature=0, draft=lively(replace(CONFIG, n_positions=64)))
+    assert sum(each is model for each in passes) == 1 + 40 // (AHEAD + 1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"temperature": 0.7}])
+def test_a_draft_leaves_the_distribution(settings: dict) -> None:
+    """Guesses accepted too readily, or replaced by draws from the model's own chances instead of what is missing from them."""
+    small = replace(CONFIG, vocab_size=3)
+    model, draft, runs = lively(small), lively(small, seed=3), 1500
+    exact = {}
+    for text in itertools.product(range(3), repeat=3):
+        ids = torch.tensor([[0, *text]])
+        logits = model(ids)[0, :3].detach()
+        exact[text] = float(chances(logits, **settings).gather(1, ids[0, 1:, None]).prod())
+    found = Counter(tuple(generate(model, [0], 3, seed=seed, draft=draft, **settings)[1:]) for seed in range(runs))
+    assert sum(abs(found[text] / runs - p) for text, p in exact.items()) / 2 < 0.08
+
+
+@pytest.mark.parametrize(
+    ("ids", "change", "message"),
+    [
+        (torch.ones(2, 3, dtype=torch.long), {}, "a batch of 2"),
+        ([1], {"vocab_size": 62}, "the draft knows 62 tokens, the model 61"),
+    ],
+)
+def test_a_draft_that_cannot_guess(ids: list[int] | Tensor, change: dict, message: str) -> None:
+    """An index error from inside, or one row of a batch continued for all."""
+    with pytest.raises(InputError, match=message):
+        generate(lively(), ids, 3, draft=lively(replace(CONFIG, **change)))
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

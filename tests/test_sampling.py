@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gpt2.errors import InputError
-from gpt2.sampling import check_settings, next_ids, restrict
+from gpt2.sampling import agree, check_settings, next_ids, restrict
 
 INF = math.inf
 
@@ -177,3 +177,27 @@ def test_logits_that_are_not_numbers_are_no_choice():
     logits[1, 3] = float("nan")
     with pytest.raises(InputError, match="not numbers"):
         next_ids(logits, temperature=1)
+
+
+def test_what_a_draft_leaves_is_distributed_as_if_it_were_not_there() -> None:
+    """A guess kept too often, or what is missing drawn from the wrong place; nothing left to draw from where both agree."""
+    generator = torch.Generator().manual_seed(0)
+    guessed, wanted = torch.rand(2, 2, 5, generator=generator).pow(3)
+    wanted = torch.cat((wanted, torch.rand(1, 5, generator=generator)))
+    guessed[1, 2], wanted[0, 4] = 0, 0
+    guessed, wanted = (p / p.sum(-1, keepdim=True) for p in (guessed, wanted))
+    first, second, runs = torch.zeros(5), torch.zeros(5), 20_000
+    for _ in range(runs):
+        guesses = torch.multinomial(guessed, 1, generator=generator)[:, 0]
+        stand, chosen = agree(guesses, guessed, wanted, generator)
+        ids = torch.cat((guesses[:stand], chosen)).tolist()
+        first[ids[0]] += 1
+        if len(ids) > 1:
+            second[ids[1]] += 1
+    torch.testing.assert_close(first / runs, wanted[0], rtol=0, atol=0.012)
+    torch.testing.assert_close(second / second.sum(), wanted[1], rtol=0, atol=0.02)
+    same = torch.tensor([[0.5, 0.5], [0.5, 0.5 - 1e-8]])
+    assert agree(torch.tensor([0]), same[:1] * (1 + 1e-6), same, generator)[0] in (0, 1)
+    sure = torch.tensor([[0.0, 1.0, 0.0]]).expand(3, 3)
+    assert agree(torch.tensor([1, 1]), sure[:2], sure, generator) == (2, torch.tensor([1]))
+    assert agree(torch.tensor([2, 1]), torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]), sure) == (0, torch.tensor([1]))

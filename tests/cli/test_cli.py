@@ -234,6 +234,22 @@ def test_generate_streams_what_the_api_returns(capsys: pytest.CaptureFixture) ->
     assert body["prompt_ids"] + body["ids"] == ids
 
 
+def test_generate_takes_a_draft(capsys: pytest.CaptureFixture) -> None:
+    """`--draft` that changes the text, that is not loaded, or that is found unfit after half the answer is out."""
+    argv = ["generate", "--prompt", "ROMEO:\n", "--max-new-tokens", "40", "--temperature", "0", "--json", "-"]
+    assert main(argv) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert main([*argv, "--draft", "shakespeare-mini:int8"]) == 0
+    drafted = json.loads(capsys.readouterr().out)
+    assert drafted["ids"] == plain["ids"]
+    assert (plain["draft"], drafted["draft"]) == (None, "shakespeare-mini:int8")
+    assert main(["generate", "--prompt", "ROMEO:\n", "--draft", "random:distilgpt2"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "50257 tokens, the model 2048" in err
+    assert err.count("\n") == 1
+
+
 def test_generate_reads_a_prompt_from_stdin() -> None:
     """A pipe is the natural way to hand over a long prompt."""
     result = gpt2_command("generate", "--prompt", "-", "--max-new-tokens", "3", input="JULIET:\n")
