@@ -12,8 +12,11 @@ import argparse
 import ctypes
 import importlib.util
 import json
+import multiprocessing
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +33,8 @@ from gpt2.checkpoint.load import random_model
 from gpt2.checkpoint.names import parse_random
 from gpt2.compare.reference import load_reference
 from gpt2.data.bpe import BPE
+
+PAUSE = 0.3  # seconds before each turn, until the threads of the side before it have stopped spinning
 
 
 class NanoGPT:
@@ -130,7 +135,7 @@ class CTranslate2:
     def __init__(self, folder: Path, dtype: str, vocabulary: list[str]) -> None:
         import ctranslate2
 
-        self.name, self.vocabulary = f"CTranslate2 {dtype}", vocabulary
+        self.vocabulary = vocabulary
         threads = torch.get_num_threads()
         self.generator = ctranslate2.Generator(str(folder), compute_type=dtype, intra_threads=threads, inter_threads=1)
 
@@ -147,6 +152,39 @@ class CTranslate2:
             for n in (1, tokens + 1)
         ]
         return both[1] - both[0]
+
+
+class Apart:
+    """A side in a process of its own: CTranslate2 brings its own OpenMP, and in one process with that torch is half as fast."""
+
+    def __init__(self, name: str, make: Callable[..., Any], *args: object) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name, (self.pipe, theirs) = name, context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, torch.get_num_threads(), make, *args), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def _ask(self, what: str, *args: object) -> Any:
+        self.pipe.send((what, args))
+        return self.pipe.recv()
+
+    def prefill(self, ids: Tensor) -> Tensor:
+        return torch.from_numpy(self._ask("prefill", ids.numpy()))
+
+    def decode(self, ids: Tensor, tokens: int) -> float:
+        return self._ask("decode", ids.numpy(), tokens)
+
+
+def _serve(pipe: Any, threads: int, make: Callable[..., Any], *args: object) -> None:
+    torch.set_num_threads(threads)
+    side = make(*args)
+    while True:
+        try:
+            what, (ids, *more) = pipe.recv()
+        except EOFError:  # the bench has ended
+            return
+        found = getattr(side, what)(torch.from_numpy(ids), *more)
+        pipe.send(found.numpy() if isinstance(found, Tensor) else found)
 
 
 class Room:
@@ -184,15 +222,15 @@ class Room:
             export(str(self.source), file.parent, format="gguf", type=stored)
         return LlamaCpp(file, stored, rows, positions)
 
-    def ctranslate2(self, dtype: str) -> CTranslate2 | None:
+    def ctranslate2(self, dtype: str) -> Apart | None:
         if not self._has("ctranslate2"):
             return None
-        import ctranslate2
-
         folder = self.folder / "ct2"
         if not folder.is_dir():
-            ctranslate2.converters.TransformersConverter(str(self.source)).convert(str(folder))
-        return CTranslate2(folder, dtype, list(gpt2.load_tokenizer(str(self.source)).vocab))
+            convert = "import sys, ctranslate2; ctranslate2.converters.TransformersConverter(sys.argv[1]).convert(sys.argv[2])"
+            subprocess.run([sys.executable, "-c", convert, str(self.source), str(folder)], check=True)
+        vocabulary = list(gpt2.load_tokenizer(str(self.source)).vocab)
+        return Apart(f"CTranslate2 {dtype}", CTranslate2, folder, dtype, vocabulary)
 
     def nanogpt(self, file: Path | None) -> NanoGPT | None:
         if file is None:
@@ -232,7 +270,12 @@ def chosen(sides: list[Any], only: list[str] | None) -> list[Any]:
 
 def measured(what: str, tokens: int, sides: list[Any], run: Callable[[Any], float], pairs: int) -> dict[str, Any]:
     """Tokens a second of each side, in turn, and its ratio to transformers in float32; printed as it is found."""
-    found = interleaved({side.name: lambda side=side: run(side) for side in sides}, pairs)
+
+    def rested(side: Any) -> float:
+        time.sleep(PAUSE)
+        return run(side)
+
+    found = interleaved({side.name: lambda side=side: rested(side) for side in sides}, pairs)
     print(f"\n{what}, tokens/s: median (min .. max) of {pairs} pairs")
     rows = {}
     for name, values in found.items():
