@@ -29,8 +29,9 @@ import torch
 
 import gpt2
 from gpt2.checkpoint.export import export
-from gpt2.compare.distributions import measure_pair, summarise
+from gpt2.compare.distributions import summarise
 from gpt2.compare.measure import Logits, batches
+from gpt2.compare.per_token import measure_pair
 
 
 class Timed:

@@ -27,7 +27,8 @@ from torch import Tensor
 
 import gpt2
 from gpt2.checkpoint.export import export
-from gpt2.compare.distributions import Tokens, measure_pair, percentiles, summarise
+from gpt2.compare.distributions import percentiles, summarise
+from gpt2.compare.per_token import Tokens, measure_pair
 from gpt2.compare.texts import open_text
 
 CONTEXT = 256

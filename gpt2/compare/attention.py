@@ -131,12 +131,12 @@ class AttentionReport:
 
     def save_png(self, path: str | Path) -> None:
         """The small multiples as a picture: the difference where there are two models."""
-        from . import plots
+        from . import attention_plots
 
         self._require_room("a picture")
         try:
             Path(path).write_bytes(
-                plots.attention_png(self.difference if self.b else self.maps, self.tokens, signed=bool(self.b))
+                attention_plots.attention_png(self.difference if self.b else self.maps, self.tokens, signed=bool(self.b))
             )
         except OSError as error:
             raise InputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None

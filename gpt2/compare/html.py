@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from . import plots
+from . import attention_plots, drawing, plots
 from .distributions import Estimate
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def render(name: str, **values: Any) -> str:
     )
     environment.filters |= {"n": number, "pct": percent, "between": between, "pct_between": percent_between}
     environment.filters |= {"svg": safe, "visible": visible}
-    environment.globals |= {"heat_shade": plots.heat_shade, "levels": plots.LEVELS, "zip": zip}
+    environment.globals |= {"heat_shade": plots.heat_shade, "levels": drawing.LEVELS, "zip": zip}
     script = loader.get_source(environment, f"{name}.js")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(f"{name}.html").render(script=safe(script), script_hash=digest, ramps=RAMPS, **values)
@@ -120,8 +120,8 @@ def _ramp(*stops: str) -> list[str]:
     """LEVELS colours through ``stops``, evenly."""
     rgb = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops]
     found = []
-    for level in range(plots.LEVELS):
-        place = level / (plots.LEVELS - 1) * (len(stops) - 1)
+    for level in range(drawing.LEVELS):
+        place = level / (drawing.LEVELS - 1) * (len(stops) - 1)
         low = min(int(place), len(stops) - 2)
         mixed = (round(x + (y - x) * (place - low)) for x, y in zip(rgb[low], rgb[low + 1], strict=True))
         found.append("#" + "".join(f"{part:02x}" for part in mixed))
@@ -291,7 +291,7 @@ def js_scale(values: list[float]) -> float:
 def token(word: Word, scale: float) -> dict[str, Any]:
     """How a token is coloured: by the root of the divergence, which is a distance, and by who found it likelier."""
     share = math.sqrt(word.js / scale) if word.js > 0 else word.js
-    return {"text": readable(word.text), "shade": plots.shade(share), "lean": lean(word)}
+    return {"text": readable(word.text), "shade": drawing.shade(share), "lean": lean(word)}
 
 
 def lean(word: Word) -> int:
@@ -344,9 +344,9 @@ def said(row: Continuation) -> dict[str, Any]:
 def attention_page(report: AttentionReport) -> str:
     """What each head looks at, as a page of its own."""
     maps = {"A": report.maps} if report.b is None else {"A": report.maps, "B": report.maps_b}
-    pictures = [(side, plots.attention_svg(found, report.tokens, signed=False)) for side, found in maps.items()]
+    pictures = [(side, attention_plots.attention_svg(found, report.tokens, signed=False)) for side, found in maps.items()]
     if report.b is not None:
-        pictures.insert(0, ("B − A", plots.attention_svg(report.difference, report.tokens, signed=True)))
+        pictures.insert(0, ("B − A", attention_plots.attention_svg(report.difference, report.tokens, signed=True)))
     layers, heads, n, _ = report.maps.shape
     data = {"layers": layers, "heads": heads, "tokens": [visible(token) for token in report.tokens], "maps": {}}
     if len(maps) * layers * heads * n * (n + 1) // 2 <= VIEWED:

@@ -24,9 +24,9 @@ from ..checkpoint.names import DEFAULT
 from ..data import Tokenizer
 from ..errors import InputError
 from .comparison import Model
-from .distributions import likeliest, measure_rows
 from .measure import entropy, log_probabilities
 from .pair import model_of
+from .per_token import likeliest, measure_rows
 from .report import Environment, environment, finite
 from .side import Side
 from .trace import point_at, root_of, trace_blocks

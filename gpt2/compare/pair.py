@@ -19,9 +19,10 @@ from ..model import GPT2, eager_attention, sdpa_attention
 from .activations import THRESHOLD, compare_activations
 from .comparison import Comparison, Model, Numerics, Scored
 from .compatibility import compatibility
-from .distributions import Tokens, measure_pair, summarise
+from .distributions import summarise
 from .last_words import LastWords, last_words_change, score_last_words
 from .measure import LanguageScore, language_score, relative_error
+from .per_token import Tokens, measure_pair
 from .report import environment
 from .side import Side, logits_of
 from .texts import Text, open_text

@@ -17,18 +17,17 @@ import torch
 from scipy.spatial.distance import jensenshannon
 from torch import Tensor
 
-from gpt2.compare import distributions
+from gpt2.compare import per_token
 from gpt2.compare.distributions import (
     Bootstrap,
-    Tokens,
     calibration,
     correlation,
-    measure_pair,
     percentiles,
     score_one,
     summarise,
 )
 from gpt2.compare.measure import language_score, windows
+from gpt2.compare.per_token import Tokens, measure_pair
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.model import GPT2
@@ -307,8 +306,8 @@ def test_how_rows_are_cut_and_shared_changes_nothing(monkeypatch):
     try:
         for cached, share, workers in ((1, 1 << 18, 1), (700, 1 << 18, 1), (700, 1, 3), (1 << 16, 1000, 2), (1, 1, 64)):
             torch.set_num_threads(workers)
-            monkeypatch.setattr(distributions, "CACHED", cached)
-            monkeypatch.setattr(distributions, "SHARE", share)
+            monkeypatch.setattr(per_token, "CACHED", cached)
+            monkeypatch.setattr(per_token, "SHARE", share)
             got = pair(a, b, ids, context=30)
             torch.testing.assert_close(divergences(got), divergences(whole), rtol=1e-12, atol=1e-15, equal_nan=True)
             assert torch.equal(got.top_b, whole.top_b)
@@ -338,19 +337,17 @@ def test_the_likeliest_tokens_and_the_lower_id_first_of_equals(vocab, k):
     table[6, 1:], table[7], table[8] = -INF, torch.arange(vocab), 0
     table[8, 0] = table[8, -2:-1] = 1  # equals, the later of which lies beside the largest
     table[8, -1] = 2
-    ids, values = distributions.likeliest(table, min(k, vocab))
+    ids, values = per_token.likeliest(table, min(k, vocab))
     assert ids.tolist() == [likeliest(row, k) for row in table.tolist()]
     assert torch.equal(values, table.double().gather(1, ids))
 
 
 def test_the_likeliest_of_many_equal_torchs():
     table = draw(20, 50257).bfloat16().float()  # with ties
-    ids, values = distributions.likeliest(table, 5)
+    ids, values = per_token.likeliest(table, 5)
     assert torch.equal(values, table.double().topk(5).values)
     assert ids.tolist() == [likeliest(row, 5) for row in table.tolist()]
-    assert torch.equal(
-        distributions.likeliest(table[:, 100:50000], 5)[0], distributions.likeliest(table[:, 100:50000].clone(), 5)[0]
-    )
+    assert torch.equal(per_token.likeliest(table[:, 100:50000], 5)[0], per_token.likeliest(table[:, 100:50000].clone(), 5)[0])
 
 
 def test_probabilities_of_the_likeliest():

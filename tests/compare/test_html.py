@@ -20,10 +20,11 @@ import pytest
 from browser import CHROMIUM, Browser
 
 from gpt2.compare.comparison import Comparison, Numerics
+from gpt2.compare.drawing import shade
 from gpt2.compare.html import RAMPS, lean, number, page, percent, readable, write
 from gpt2.compare.measure import LanguageScore
 from gpt2.compare.pair import compare
-from gpt2.compare.plots import heat_scale, heat_shade, shade
+from gpt2.compare.plots import heat_scale, heat_shade
 from gpt2.compare.words import Choice, Word
 from gpt2.errors import InputError
 
@@ -222,8 +223,8 @@ def test_pictures_touch_no_configuration(tmp_path: Path) -> None:
     (tmp_path / "matplotlibrc").write_text("lines.linewidth: 55\n")
     code = """if True:
         import os
-        from gpt2.compare import plots
-        seen = plots.svg("x", (2, 2), "<x>", lambda figure: figure.subplots().plot([1, 2]))
+        from gpt2.compare import drawing
+        seen = drawing.svg("x", (2, 2), "<x>", lambda figure: figure.subplots().plot([1, 2]))
         import matplotlib
         assert "MPLCONFIGDIR" not in os.environ and 'aria-label="&lt;x&gt;"' in seen
         assert "stroke-width: 77" not in seen and "stroke-width: 1.5" in seen

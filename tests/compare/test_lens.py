@@ -16,9 +16,9 @@ import torch
 
 import gpt2
 from gpt2.compare.attention import attention_maps
-from gpt2.compare.distributions import measure_pair
 from gpt2.compare.lens import Exploration, explorer
 from gpt2.compare.lens_page import error_page, page
+from gpt2.compare.per_token import measure_pair
 from gpt2.compare.words import Choice
 from gpt2.data.chars import Chars
 from gpt2.errors import InputError

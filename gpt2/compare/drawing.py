@@ -1,0 +1,124 @@
+"""How pictures are made: SVG by matplotlib, drawn once and coloured by the page.
+
+Colours are drawn as placeholders and become CSS variables, so that one picture suits a light and a dark page, and text stays
+text, in the page's own font. The same data make the same bytes.
+
+matplotlib is imported at the first picture, with a configuration of our own: no ``matplotlibrc`` of the user's has a say, and
+nothing is written to the home folder.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LEVELS = 17  # shades from "equal" to "as different as can be"
+Bar = tuple[float, float, int]  # from, to, how many
+
+WIDE, NARROW, SMALL = (10.6, 3.2), (3.6, 2.9), (4.4, 2.7)  # inches of 100 px
+
+INK, MUTED, RULE, PAPER, A, B = (f"#00000{n}" for n in range(1, 7))
+SHADES = [f"#0001{level:02x}" for level in range(LEVELS)]
+VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper", A: "--a", B: "--b"} | {
+    shade: f"--s{level}" for level, shade in enumerate(SHADES)
+}
+
+SETTINGS = {
+    "axes.edgecolor": RULE,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 8.5,
+    "axes.linewidth": 1.0,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.axisbelow": True,
+    "figure.dpi": 100,
+    "figure.facecolor": "none",
+    "font.size": 8.5,
+    "grid.color": RULE,
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "legend.labelcolor": INK,
+    "svg.fonttype": "none",
+    "text.color": INK,
+    "text.parse_math": False,
+    "xtick.color": RULE,
+    "xtick.labelcolor": MUTED,
+    "xtick.labelsize": 8,
+    "xtick.minor.size": 0,
+    "ytick.color": RULE,
+    "ytick.labelcolor": MUTED,
+    "ytick.labelsize": 8,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+}
+
+
+def shade(share: float) -> int:
+    """0 .. 1 to one of the LEVELS; 0 is kept for nothing at all."""
+    if math.isnan(share):
+        return LEVELS - 1
+    return 0 if share <= 0 else max(1, math.ceil(min(share, 1.0) * (LEVELS - 1)))
+
+
+@contextmanager
+def matplotlib_of_our_own(**settings: object) -> Iterator[None]:
+    """matplotlib with our settings only, for as long as something is drawn."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = {name: os.environ.get(name) for name in ("MPLCONFIGDIR", "MATPLOTLIBRC")}
+        empty = os.path.join(folder, "matplotlibrc")
+        open(empty, "w").close()
+        os.environ |= {"MPLCONFIGDIR": folder, "MATPLOTLIBRC": empty}
+        try:
+            import matplotlib
+            import matplotlib.figure
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+        with matplotlib.rc_context(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # the page's font has it, or the reader's
+            matplotlib.rcdefaults()
+            matplotlib.rcParams.update(SETTINGS | settings)
+            yield
+
+
+def svg(name: str, size: tuple[float, float], title: str, draw: Callable[[Figure], None]) -> str:
+    """One picture as an inline ``<svg>`` element; ``name`` keeps its ids apart from those of others on the page."""
+    with matplotlib_of_our_own(**{"svg.hashsalt": name}):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return _inline(file.getvalue(), title)
+
+
+def _inline(text: str, title: str) -> str:
+    from markupsafe import escape
+
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    box = re.search(r'viewBox="([^"]+)"', text).group(1)
+    width = float(box.split()[2]) * 100 / 72
+    opening = f'<svg viewBox="{box}" style="--w:{width:.0f}px" role="img" aria-label="{escape(title)}"'
+    text = opening + ' xmlns:xlink="http://www.w3.org/1999/xlink">' + text[text.index(">") + 1 :]
+    text = re.sub(r' id="[A-Za-z0-9]+_\d+"', "", text)
+    text = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px", text)
+    text = re.sub(r"font-family: [^;\"]+;? ?", "", text)
+    text = re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], text)
+    return re.sub(r"\s*\n\s*", "\n", text)
