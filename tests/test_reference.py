@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 NEEDS = {
     r"^(verify|bench) random:": "minutes",
     r"^torchrun": "several machines",
-    r"\bgpt2(-medium)?(:bf16)?( |$)": "the official weights",
+    r"\bgpt2(-medium|-xl)?(:bf16|:int8)?( |$)": "the official weights",
     r"out/(macbeth|step|mini)|\./my-model|ckpt\.pt|my\.txt": "files of the reader's",
     r"^train (?!--list)": "minutes",
     r"^explore(?!.*(--html|--json))": "a browser",
