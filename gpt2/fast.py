@@ -8,7 +8,8 @@ again before every step, so weights that are trained, replaced or merged between
 
 Measured (AVX-512 without AMX or bfloat16 instructions): a matrix stored [in, out] is read by one row at full bandwidth, one
 stored [out, in] in bfloat16 at half; and the head takes 3 to 16 rows 15 to 50 percent longer from [out, in], in float32. What is
-read again and again from such a head is a copy that lies the other way, made at the second step.
+read again and again from such a head is a copy that lies the other way, made at the second step. Without bfloat16 instructions,
+4 rows and more are faster by way of float32, and in float16 any.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ OWN |= {Int8GPT2, Int8Conv1D, Int8Embedding}
 # What a module computes with beside its parameters and children.
 SETTINGS = {Attention: ("attend", "scale", "training"), MLP: ("activation",), nn.LayerNorm: ("eps",), nn.Dropout: ("training",)}
 HALVES = (torch.bfloat16, torch.float16)
+# Rows from which on a processor without instructions for such products is faster if it converts the weights to float32 each time.
+WORTH = {torch.bfloat16: 4, torch.float16: 1}
+PIECE = 256  # rows of a weight that are converted at a time, to be multiplied while they are in the cache
 
 
 class Step:
@@ -107,6 +111,9 @@ class Step:
         rows, weight = hidden.size(0), self.tokens
         if self.scale is not None:
             return product(hidden, weight, self.scale)
+        if _converts(weight, rows):
+            x = hidden.float()
+            return torch.cat([F.linear(x, part.float()) for part in weight.split(4 * PIECE)], dim=1).to(hidden.dtype)
         if not again or not weight.is_cpu or weight.is_inference():  # what is written to those leaves no trace
             return F.linear(hidden, weight)
         if (rows == 1 and weight.dtype in HALVES) or (2 < rows <= 16 and weight.dtype == torch.float32):
@@ -168,7 +175,26 @@ def _affine(module: Conv1D | Int8Conv1D) -> Callable[[Tensor], Tensor]:
     if isinstance(module, Int8Conv1D):
         scale = module.scale
         return lambda x: product(x, weight, scale).add_(bias)
+    if weight.dtype in HALVES:
+        return lambda x: _by_float32(x, weight, bias) if _converts(weight, len(x)) else torch.addmm(bias, x, weight)
     return lambda x: torch.addmm(bias, x, weight)
+
+
+def _converts(weight: Tensor, rows: int) -> bool:
+    if rows < WORTH.get(weight.dtype, rows + 1) or not weight.is_cpu or not torch.cpu._is_avx2_supported():
+        return False
+    if weight.dtype == torch.float16:
+        return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _by_float32(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """An affine map in sixteen bits, multiplied in float32 and rounded once."""
+    wide, y = x.float(), bias.float().repeat(len(x), 1)
+    rows = PIECE if len(x) < PIECE else weight.size(0)  # of many rows, the sums themselves are what fills the cache
+    for inputs, part in zip(wide.split(rows, 1), weight.split(rows), strict=True):
+        y.addmm_(inputs, part.float())
+    return y.to(x.dtype)
 
 
 def _in_place(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -71,7 +71,7 @@ def draw(found: list[dict[str, Any]], file: Path) -> None:
                 axes.yaxis.set_major_formatter(ScalarFormatter())
                 axes.grid(True, which="major", color="#dddddd", linewidth=0.7)
                 axes.set_axisbelow(True)
-                if axes_row is grid[-1]:
+                if way == "decode":
                     axes.set_xlabel(along)
             axes_row[0].set_ylabel(label)
         grid[0, 0].legend(frameon=False)
