@@ -56,9 +56,10 @@ def main() -> int:
             sides += [here.ctranslate2(dtype) for dtype in ("float32", "int8")]
             sides = chosen(sides, args.only)
             what = f"decode, batch {rows}, after {args.context} tokens"
-            found = measured(what, rows * args.tokens, sides, lambda side, ids=ids: side.decode(ids, args.tokens), args.pairs)
             weights = 4 * (config.num_parameters() - config.n_positions * config.n_embd)
-            limit = bandwidth(weights)
+            before = bandwidth(weights)
+            found = measured(what, rows * args.tokens, sides, lambda side, ids=ids: side.decode(ids, args.tokens), args.pairs)
+            limit = max(before, bandwidth(weights))
             if "ours" in found["sides"]:
                 rate = found["sides"]["ours"]["tokens/s"]["median"] / rows * weights
                 share = f"{rate / limit:.0%} of the {limit / 1e9:.1f} that a sum of that size does"
