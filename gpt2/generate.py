@@ -98,7 +98,7 @@ def _drafted(
     draft: GPT2,
     ids: Tensor,
     max_new_tokens: int,
-    settings: tuple[float, int | None, int | None],
+    settings: tuple[float, int | None, float | None],
     seed: int | None,
 ) -> Iterator[Tensor]:
     """:func:`stream` of one row (1, T), several ids at a time."""
