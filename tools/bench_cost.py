@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from beside import Room, finish, measured, room
 
-from gpt2.bench import seconds
 from gpt2.compare.drawing import matplotlib_of_our_own
 
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -35,7 +34,7 @@ def timed(here: Room, points: list[tuple[int, int]], pairs: int) -> Iterator[dic
         ids = torch.randint(here.model.config.vocab_size, (rows, tokens), generator=generator)
         model = here.name.removeprefix("random:")
         where = {"model": model, "parameters": here.model.config.num_parameters(), "rows": rows, "context": tokens}
-        read = lambda side, ids=ids: seconds(lambda: side.prefill(ids))  # noqa: E731
+        read = lambda side, ids=ids: side.prefill_seconds(ids)  # noqa: E731
         add = lambda side, ids=ids: side.decode(ids, STEPS)  # noqa: E731
         for way, run, count in (("prefill", read, rows * tokens), ("decode", add, rows * STEPS)):
             yield {**where, "way": way, **measured(f"{way}, {model}, {rows} x {tokens}", count, sides, run, pairs)}

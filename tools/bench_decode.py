@@ -1,4 +1,4 @@
-"""How fast are tokens made one at a time? Ours beside transformers and other people's GPT-2s, in one process, in turn.
+"""How fast are tokens made one at a time? Ours beside transformers and other people's GPT-2s, in turn, each a process of its own.
 
     python tools/bench_decode.py [MODEL] [--batch 1 --batch 8] [--context 64] [--tokens 48]
     python tools/bench_decode.py --positions 50 900          ours alone: what a longer past costs

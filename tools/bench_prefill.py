@@ -1,4 +1,4 @@
-"""How fast is a prompt read? Ours beside transformers and other people's GPT-2s, in one process, in turn.
+"""How fast is a prompt read? Ours beside transformers and other people's GPT-2s, in turn, each in a process of its own.
 
     python tools/bench_prefill.py [MODEL] [--shape 1x128 --shape 1x1024 --shape 8x512] [--nanogpt nanoGPT/model.py]
 
@@ -42,14 +42,13 @@ def main() -> int:
     with room(args.model) as here:
         config = here.model.config
         rows, positions = max(rows for rows, _ in shapes), config.n_positions
-        plain = here.transformers()
-        every = AllLogits(plain.model)
-        sides = [here.ours(), plain, every, here.nanogpt(args.nanogpt), here.llama("f32", rows, positions)]
+        every = here.transformers(kind=AllLogits)
+        sides = [here.ours(), here.transformers(), every, here.nanogpt(args.nanogpt), here.llama("f32", rows, positions)]
         sides = chosen([*sides, here.ctranslate2("float32")], args.only)
         generator = torch.Generator().manual_seed(0)
         for rows, tokens in shapes:
             ids = torch.randint(config.vocab_size, (rows, tokens), generator=generator)
-            run = lambda side, ids=ids: seconds(lambda: side.prefill(ids))  # noqa: E731
+            run = lambda side, ids=ids: side.prefill_seconds(ids)  # noqa: E731
             before = peak(config, rows * tokens)
             found = measured(f"prefill {rows} x {tokens}", rows * tokens, sides, run, args.pairs)
             limit = max(before, peak(config, rows * tokens))

