@@ -193,7 +193,7 @@ def _serve(pipe: Any, threads: int, make: Callable[..., Any], *args: object) -> 
         begin = time.perf_counter()
         found = getattr(side, what)(torch.from_numpy(ids), *more)
         took = time.perf_counter() - begin
-        pipe.send((found.numpy() if isinstance(found, Tensor) else found, took))
+        pipe.send((found.float().numpy() if isinstance(found, Tensor) else found, took))
 
 
 def _ours(source: str) -> Ours:
