@@ -98,7 +98,8 @@ class Step:
             if cache is not None:
                 k, v = cache.append(i, k, v)  # (B, H, S, K)
             if i == last and tokens > 1 and not every:
-                q, x = q[:, :, -1:], x.view(rows, tokens, -1)[:, -1].clone()  # the last token alone goes on
+                q, x = q[:, :, -1:], x.view(rows, tokens, -1)[:, -1].clone()  # the last token alone goes on,
+                mask = None  # which sees all
             y = attend(q, k, v, mask, scale, 0.0)
             x.add_(out(y.transpose(1, 2).reshape(len(x), -1).to(computed)))
             x.add_(narrow(activation(c_fc(torch.layer_norm(x, self.shape, *norm_2)))))

@@ -65,6 +65,8 @@ def stream(
     check_settings(temperature, top_k, top_p)
     if draft is not None:
         check_draft(draft, model, ids)
+        if attention_mask is not None or not use_cache:
+            raise InputError("generate: a draft reads one whole text with a cache; leave out attention_mask and use_cache=False")
         yield from _drafted(model, draft, ids, max_new_tokens, (temperature, top_k, top_p), seed)
         return
     generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)

@@ -97,16 +97,29 @@ def test_a_draft_leaves_the_distribution(settings: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "change", "message"),
+    ("ids", "change", "settings", "message"),
     [
-        (torch.ones(2, 3, dtype=torch.long), {}, "a batch of 2"),
-        ([1], {"vocab_size": 62}, "the draft knows 62 tokens, the model 61"),
+        (torch.ones(2, 3, dtype=torch.long), {}, {}, "a batch of 2"),
+        ([1], {"vocab_size": 62}, {}, "the draft knows 62 tokens, the model 61"),
+        (torch.ones(1, 3, dtype=torch.long), {}, {"attention_mask": torch.tensor([[0, 1, 1]])}, "attention_mask"),
+        ([1], {}, {"use_cache": False}, "use_cache"),
     ],
 )
-def test_a_draft_that_cannot_guess(ids: list[int] | Tensor, change: dict, message: str) -> None:
-    """An index error from inside, or one row of a batch continued for all."""
+def test_a_draft_that_cannot_guess(ids: list[int] | Tensor, change: dict, settings: dict, message: str) -> None:
+    """An index error from inside, one row of a batch continued for all, or padding read as if it were text."""
     with pytest.raises(InputError, match=message):
-        generate(lively(), ids, 3, draft=lively(replace(CONFIG, **change)))
+        generate(lively(), ids, 3, draft=lively(replace(CONFIG, **change)), **settings)
+
+
+@pytest.mark.parametrize("parts", [(3, 4), (1, 5, 1), (2, 2, 2, 1)])
+def test_a_prompt_may_be_read_in_parts(parts: tuple[int, ...]) -> None:
+    """Later tokens of a part that are hidden from its last, or a mask for more queries than are left in the last block."""
+    model, ids = lively(), torch.randint(61, (2, sum(parts)), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        cache = model.new_cache(2)
+        for part in ids.split(parts, dim=1):
+            logits = prefill(model, part, cache)
+            torch.testing.assert_close(logits, model(ids[:, : cache.length])[:, -1], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
