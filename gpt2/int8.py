@@ -49,13 +49,13 @@ def as_it_runs(name: str, tensor: Tensor) -> Tensor:
     return rounded.t() if across else rounded
 
 
-def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Rows (M, in) times (out, in) in eight bits: (M, out), in float32."""
+def product(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rows (M, in) times (out, in) in eight bits: (M, out), in float32; of many rows in the memory of ``out``, if given."""
     if not (x.is_cpu and torch.cpu._is_vnni_supported()):
         return _of_floats(x, weight, scale)
     if len(x) <= ROWS:
         return _of_whole_numbers(x, weight).mul_(scale)
-    y = torch.empty(len(x), len(weight))
+    y = torch.empty(len(x), len(weight)) if out is None else out
     for some, result in zip(x.split(ROWS), y.split(ROWS), strict=True):
         torch.mul(_of_whole_numbers(some, weight), scale, out=result)
     return y

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2 import lora
 from gpt2.config import GPT2Config
-from gpt2.fast import Step, for_attention, step_of
+from gpt2.fast import Step, _tanh_gelu_, for_attention, step_of
 from gpt2.generate import decode, generate, prefill, stream
 from gpt2.kv_cache import KVCache
 from gpt2.model import ACTIVATIONS, GPT2, eager_attention
@@ -80,6 +81,34 @@ def test_a_step_is_as_precise_as_the_model(rows: int, dtype: torch.dtype) -> Non
         errors = [float((found.double() - truth).square().mean().sqrt() / scale) for found in (model_s, step_s)]
         assert errors[1] <= 1.5 * errors[0]
         assert model_s.dtype == step_s.dtype == dtype
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("change", VARIANTS, ids=str)
+def test_many_rows_are_the_model_in_float64(change: dict, every: bool) -> None:
+    """What they share memory for is written before it was read, or is as wide as another model's."""
+    model = drawn(replace(CONFIG, **change))
+    ids = torch.randint(CONFIG.vocab_size, (21, 9), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        step, caches = step_of(model), (model.new_cache(21), model.new_cache(21))
+        assert step is not None
+        for part in (ids[:, :4], ids[:, 4:]):  # alone, then behind a cache
+            truth, found = model(part, cache=caches[0]), step(part, caches[1], every=every)
+            truth = truth.flatten(0, 1) if every else truth[:, -1]
+            torch.testing.assert_close(found, truth, rtol=0, atol=1e-10 * float(truth.abs().max()))
+
+
+@pytest.mark.parametrize("rows", [3, 63, 64, 130])
+def test_gelu_is_as_precise_for_many_rows(rows: int) -> None:
+    """Another function where there are more rows, in its tails, or in the last few of them."""
+    x = torch.linspace(-12, 12, rows * 40).view(rows, 40)
+    x[-1, :6] = torch.tensor([-3e38, 3e38, -torch.inf, torch.inf, torch.nan, -0.0])
+    truth, theirs = (F.gelu(each, approximate="tanh") for each in (x.double(), x))
+    ours = _tanh_gelu_(x.clone())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1.5e-6, equal_nan=True)
+    real = truth.isfinite() & (truth.abs() < 100)
+    errors = [float((each.double() - truth)[real].square().mean().sqrt()) for each in (theirs, ours)]
+    assert errors[1] <= 1.5 * errors[0]
 
 
 def count_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
