@@ -19,28 +19,46 @@ from ..model import GPT2
 Logits = Callable[[Tensor], Tensor]  # ids (B, T), int64, on the CPU, to logits (B, T, V) in any float dtype, on any device
 
 
+PART = 1 << 16  # entries that are compared at a time, so that what is made of them stays in the processor's cache
+
+
+def _parts(a: Tensor, reference: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The difference of two tensors, and the reference, in float64, a part at a time."""
+    if a.shape != reference.shape:
+        raise ValueError(f"{tuple(a.shape)} and {tuple(reference.shape)} cannot be compared")
+    size = PART if a.is_cpu else max(1, a.numel())
+    for some, others in zip(a.flatten().split(size), reference.flatten().split(size), strict=True):
+        exact = others.double()
+        yield some.double() - exact, exact
+
+
 def max_abs(a: Tensor, b: Tensor) -> float:
     """Largest absolute difference."""
-    return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
+    return _largest([difference.abs().max() for difference, _ in _parts(a, b)]) if a.numel() else 0.0
+
+
+def _largest(values: list[Tensor]) -> float:
+    return torch.stack(values).max().item()  # which keeps a NaN
 
 
 def relative_error(a: Tensor, reference: Tensor) -> float:
     """Frobenius norm of the difference over that of the reference; 0 for equal tensors, NaN and infinity count as infinite."""
-    reference = reference.double()
-    difference = torch.linalg.vector_norm(a.double() - reference).item()
+    squares = [torch.stack([one.dot(one) for one in pair]) for pair in _parts(a, reference)]
+    difference, size = torch.stack(squares).sum(0).sqrt().tolist()
     if difference == 0:
         return 0.0
-    error = difference / max(torch.linalg.vector_norm(reference).item(), torch.finfo(torch.float64).tiny)
+    error = difference / max(size, torch.finfo(torch.float64).tiny)
     return error if math.isfinite(error) else math.inf
 
 
 def worst_relative_error(a: Tensor, reference: Tensor) -> float:
     """Largest absolute difference of any entry over the root mean square of the reference: at least :func:`relative_error`."""
-    reference = reference.double()
-    difference = max_abs(a, reference)
+    found = [(difference.abs().max(), exact.dot(exact)) for difference, exact in _parts(a, reference) if a.numel()]
+    difference = _largest([largest for largest, _ in found]) if found else 0.0
     if difference == 0:
         return 0.0
-    error = difference / max(reference.square().mean().sqrt().item(), torch.finfo(torch.float64).tiny)
+    size = math.sqrt(sum(squares.item() for _, squares in found) / reference.numel())
+    error = difference / max(size, torch.finfo(torch.float64).tiny)
     return error if math.isfinite(error) else math.inf
 
 
