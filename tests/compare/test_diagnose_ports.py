@@ -139,12 +139,11 @@ def test_what_logits_alone_do_not_show_is_found(name, model):
 def test_combinations_that_nobody_chose(directory, model):
     """Every port above was looked at while diagnose was written, so that it is right on all of them proves less than it seems.
 
-    Of these 95 in a hundred are asked. `tools/diagnose_table.py --drawn 100 --seed N` draws others. Known misses: post-norm in one block alone; a matrix that is astray in a
-    checkpoint that was rounded as well.
+    Of these 95 in a hundred are asked; `tools/diagnose_table.py --drawn 100 --seed N` draws others. Known misses: post-norm in
+    one block alone; a matrix that is astray in a checkpoint that was rounded as well.
     """
     rows = [
-        score(port, diagnose(port.build(CONFIG, directory), model), CONFIG, 0.0, 0.0)
-        for port in draw(100, 1, CONFIG, directory)
+        score(port, diagnose(port.build(CONFIG, directory), model), CONFIG, 0.0, 0.0) for port in draw(100, 1, CONFIG, directory)
     ]
     assert all(row.verdict == "mismatch" for row in rows)
     assert sum(row.first for row in rows) >= 95, [row for row in rows if not row.first]
