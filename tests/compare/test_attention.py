@@ -129,4 +129,4 @@ def test_a_text_too_long_to_be_seen_can_still_be_had_as_numbers(tmp_path: Path) 
     told = json.loads(found.to_json(maps=True))
     assert torch.tensor(told["maps"]).shape == (5, 5, 200, 200)
     assert told["models"][0]["files"]["model.safetensors"]
-    assert told["environment"]["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(told["environment"]["versions"]["torch"])  # without a local +cu130

@@ -273,7 +273,7 @@ def test_the_report_says_what_it_takes_to_rerun_it(checkpoint: Path, tmp_path: P
     assert body["verdict"] == "equal"
     assert body["seed"] == 3
     assert set(body["files"]) >= {"config.json", "model.safetensors", "vocab.json", "merges.txt"}
-    assert body["environment"]["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(body["environment"]["versions"]["torch"])  # without a local +cu130
     assert {check["id"] for check in body["checks"]} >= {"weights", "activations", "rounding", "gradients", "tokens"}
     report.save_html(tmp_path / "report.html")
     assert "EQUAL" in (tmp_path / "report.html").read_text()
