@@ -52,8 +52,10 @@ def relative_error(a: Tensor, reference: Tensor) -> float:
 
 def worst_relative_error(a: Tensor, reference: Tensor) -> float:
     """Largest absolute difference of any entry over the root mean square of the reference: at least :func:`relative_error`."""
-    found = [(difference.abs().max(), exact.dot(exact)) for difference, exact in _parts(a, reference) if a.numel()]
-    difference = _largest([largest for largest, _ in found]) if found else 0.0
+    if not a.numel():
+        return 0.0
+    found = [(difference.abs().max(), exact.dot(exact)) for difference, exact in _parts(a, reference)]
+    difference = _largest([largest for largest, _ in found])
     if difference == 0:
         return 0.0
     size = math.sqrt(sum(squares.item() for _, squares in found) / max(a.numel(), reference.numel()))

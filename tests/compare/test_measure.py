@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt2.compare.measure import (
+    PART,
     LanguageScore,
     batches,
     differing_bits,
@@ -85,6 +86,29 @@ def test_a_reference_of_zeros_and_tensors_without_entries():
         assert measure(torch.ones(3), zero) > 1e300
         assert measure(empty, empty) == 0.0
     assert max_abs(empty, empty) == 0.0
+
+
+@pytest.mark.parametrize("at", [0, PART - 1, PART, -1])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_tensor_of_several_parts_is_measured_whole(at, turned):
+    """A part that is left out, or held against another's; a NaN of the first that the next one hides."""
+    generator = torch.Generator().manual_seed(0)
+    b = torch.randn(5, PART // 2 + 3, dtype=torch.float64, generator=generator)
+    b = b.t() if turned else b  # not contiguous
+    a = b.clone(memory_format=torch.contiguous_format)
+    a.view(-1)[at] += 3
+    assert max_abs(a, b) == pytest.approx(3)
+    assert relative_error(a, b) == pytest.approx(3 / float(b.square().sum().sqrt()))
+    assert worst_relative_error(a, b) == pytest.approx(3 / float(b.square().mean().sqrt()))
+    a.view(-1)[at] = NAN
+    assert math.isnan(max_abs(a, b))
+    assert relative_error(a, b) == worst_relative_error(a, b) == INF
+
+
+def test_a_number_in_place_of_a_matrix_is_held_against_every_entry():
+    """A broken model may give one; a measure that raises hides where the model is broken."""
+    one, many = torch.tensor(3.0), torch.ones(2, PART)
+    assert max_abs(one, many) == relative_error(one, many) == worst_relative_error(one, many) == 2.0
 
 
 def test_the_worst_entry_is_not_drowned_by_the_others():
