@@ -1,6 +1,7 @@
 """Files to a model: every layout, every misfit in one line, no byte copied that need not be, and a fuzz."""
 
 import copy
+import gc
 import json
 import os
 import random
@@ -485,6 +486,33 @@ def test_nothing_is_initialised_and_no_generator_is_touched(tmp_path: Path, monk
     monkeypatch.undo()
     assert_holds(model, truth)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_loading_sets_off_no_collection(tmp_path: Path, on: bool) -> None:
+    """A third of gpt2-medium's seconds, spent on walking over what `import torch` had made; a collector that stays off after."""
+    official(tmp_path, TINY)
+    load_path(tmp_path)  # imports what it needs, whose collections are not the loader's
+    seen: list[int] = []
+    before = gc.isenabled(), gc.get_threshold()
+    try:
+        gc.set_threshold(20, 1, 1)
+        (gc.enable if on else gc.disable)()
+        gc.callbacks.append(lambda phase, info: seen.append(info["generation"]))
+        gc.collect(0)
+        seen.clear()
+        model = load_path(tmp_path)
+        during, after = len(seen), gc.isenabled()
+        with pytest.raises(CheckpointError):
+            load_path(tmp_path / "nothing")
+        refused = gc.isenabled()
+    finally:
+        gc.callbacks.pop()
+        gc.set_threshold(*before[1])
+        (gc.enable if before[0] else gc.disable)()
+    assert during <= 2  # at most one, which the first object after it may set off: begun and ended
+    assert (after, refused) == (on, on)
+    assert not model.training
 
 
 def test_training_a_loaded_model_leaves_the_file_alone(tmp_path: Path) -> None:
