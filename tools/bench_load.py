@@ -1,12 +1,13 @@
 """How fast, and in how much memory, do weights on disk become first logits? Ours beside transformers, in one run.
 
-    python tools/bench_load.py [random:gpt2 ...] [--pairs 5]
+    python tools/bench_load.py [random:gpt2 random:gpt2:bf16 ...] [--pairs 5]
 
 transformers writes the checkpoint; then fresh processes load it in turn, ours and theirs, A B A B, after a warm-up of each.
 Three figures of each: seconds from the start of the process, seconds from the call (imports done), peak resident memory. A
 bare process that imports torch and nothing else gives the floor. First logits are those of what comes next after 16 ids, on
-both sides. Then how long `import gpt2` takes, by itself, and `gpt2 --help`, from its process to its end: these two are held, and
-the exit code is 1 where they take longer than 50 ms and 0.25 s. Ends stdout with one JSON line.
+both sides. A `:bf16` behind the name has both convert the float32 file. Then how long `import gpt2` takes, by itself, and
+`gpt2 --help`, from its process to its end: these two are held, and the exit code is 1 where they take longer than 50 ms and
+0.25 s. Ends stdout with one JSON line.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from gpt2.checkpoint.names import parse_random
+from gpt2.checkpoint.names import parse_random, split_dtype
 from gpt2.compare.reference import save_random
 
 CHILD = """
@@ -30,6 +31,7 @@ import sys, time
 import torch
 {imports}
 ids = torch.arange(16)[None]
+dtype = {{"dtype": getattr(torch, sys.argv[3])}} if sys.argv[3] else {{}}
 called = time.time()
 with torch.inference_mode():
     model = {load}
@@ -44,35 +46,36 @@ print(json.dumps({{"start": done - float(sys.argv[2]), "call": done - called, "p
 SIDES = {
     "ours": {
         "imports": "import gpt2; gpt2.load; from gpt2.generate import prefill",
-        "load": "gpt2.load(sys.argv[1])",
+        "load": "gpt2.load(sys.argv[1], **dtype)",
         "logits": "prefill(model, ids)[:, None]",
     },
     "transformers": {
         "imports": "from transformers import GPT2LMHeadModel",
-        "load": "GPT2LMHeadModel.from_pretrained(sys.argv[1])",
+        "load": "GPT2LMHeadModel.from_pretrained(sys.argv[1], **dtype)",
         "logits": "model(ids, logits_to_keep=1).logits",
     },
     "torch alone": {"imports": "", "load": "torch.zeros(1, 1, 1)", "logits": "model"},
 }
 
 
-def once(side: str, folder: str) -> dict[str, float]:
+def once(side: str, folder: str, dtype: str) -> dict[str, float]:
     code = CHILD.format(**SIDES[side])
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    command = [sys.executable, "-c", code, folder, str(time.time())]
+    command = [sys.executable, "-c", code, folder, str(time.time()), dtype]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def bench(name: str, pairs: int) -> dict:
     """Medians, spreads, and the ratio transformers / ours pair by pair."""
+    base, dtype = split_dtype(name)
     with tempfile.TemporaryDirectory(prefix="gpt2-bench-") as folder:
-        save_random(*parse_random(name), Path(folder))
+        save_random(*parse_random(base), Path(folder))
         size = (Path(folder) / "model.safetensors").stat().st_size
         runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
         for index in range(pairs + 1):
             for side in SIDES:
-                found = once(side, folder)
+                found = once(side, folder, dtype or "")
                 if index:  # the first of each warms the page cache and the bytecode
                     runs[side].append(found)
     result: dict = {"model": name, "file_bytes": size, "pairs": pairs}
@@ -131,7 +134,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=5)
     args = parser.parse_args()
     for name in args.models:
-        if parse_random(name) is None:
+        if parse_random(split_dtype(name)[0]) is None:
             parser.error(f"{name}: give random:SIZE, whose files this script has transformers write")
     results = [bench(name, args.pairs) for name in args.models]
     for result in results:
