@@ -183,7 +183,7 @@ def _affine(module: Conv1D | Int8Conv1D) -> Callable[..., Tensor]:
     weight, bias = module.weight, module.bias
     if isinstance(module, Int8Conv1D):
         scale = module.scale
-        return lambda x, out=None: product(x, weight, scale, out).add_(bias)
+        return lambda x, out=None: product(x, weight, scale, bias, out)
     if weight.dtype in HALVES:
         return lambda x, out=None: _by_float32(x, weight, bias) if _converts(weight, len(x)) else torch.addmm(bias, x, weight)
     return lambda x, out=None: torch.addmm(bias, x, weight, out=out)

@@ -49,34 +49,46 @@ def as_it_runs(name: str, tensor: Tensor) -> Tensor:
     return rounded.t() if across else rounded
 
 
-def product(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rows (M, in) times (out, in) in eight bits: (M, out), in float32; of many rows in the memory of ``out``, if given."""
+def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Rows (M, in) times (out, in) in eight bits, plus (out,): float32, (M, out), of many rows in the memory of ``out``."""
     if not (x.is_cpu and torch.cpu._is_vnni_supported()):
-        return _of_floats(x, weight, scale)
+        y = _of_floats(x, weight, scale)
+        return y if bias is None else y.add_(bias)
+    if len(x) == 1:
+        return _of_one_row(x.float(), weight.t(), scale, bias)
     if len(x) <= ROWS:
-        return _of_whole_numbers(x, weight).mul_(scale)
+        return _of_rows(x.float(), weight.t(), scale, bias)
     y = torch.empty(len(x), len(weight)) if out is None else out
     for some, result in zip(x.split(ROWS), y.split(ROWS), strict=True):
-        torch.mul(_of_whole_numbers(some, weight), scale, out=result)
+        _of_rows(some.float(), weight.t(), scale, bias, result)
     return y
 
 
-def _of_whole_numbers(x: Tensor, weight: Tensor) -> Tensor:
-    """Rows (M, in) times the whole numbers of (out, in)."""
-    x, across = x.float(), weight.t()
+def _of_rows(x: Tensor, across: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """:func:`product` by whole numbers on both sides."""
     largest = torch.linalg.vector_norm(x, math.inf, 1, True)
     unit = largest / 127
     rest = x / unit  # of a row of zeros, or of one with an infinity, no numbers; then the unit alone makes it zeros, or none
     whole = rest.round()
-    y = torch._int_mm(whole.to(torch.int8), across).float()
+    y = torch._int_mm(whole.to(torch.int8), across)
     rough = largest > torch.linalg.vector_norm(x, 2, 1, True) * (CREST / math.sqrt(x.size(1)))
-    if len(x) == 1:
-        if rough:
-            y.add_(torch._int_mm(_left_over(rest, whole), across), alpha=1 / 254)
-    elif rough.any():
+    if rough.any():
         rows = rough.view(-1).nonzero().view(-1)
-        y.index_add_(0, rows, torch._int_mm(_left_over(rest[rows], whole[rows]), across).float(), alpha=1 / 254)
-    return y.mul_(unit)
+        y = y.float().index_add_(0, rows, torch._int_mm(_left_over(rest[rows], whole[rows]), across).float(), alpha=1 / 254)
+    y = y * unit
+    return torch.mul(y, scale, out=out) if bias is None else torch.addcmul(bias, y, scale, out=out)
+
+
+def _of_one_row(x: Tensor, across: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The same numbers by half as many operators: beside a single row's product, each costs more to call than to compute."""
+    largest = torch.linalg.vector_norm(x, math.inf).item()
+    unit = largest / 127
+    rest = torch.div(x, unit)
+    whole = rest.round()
+    y = torch._int_mm(whole.to(torch.int8), across)
+    if largest > torch.linalg.vector_norm(x).item() * (CREST / math.sqrt(x.size(1))):
+        y = y.float().add_(torch._int_mm(_left_over(rest, whole), across), alpha=1 / 254)
+    return (y * unit).mul_(scale) if bias is None else torch.addcmul(bias, y, scale, value=unit)
 
 
 def _left_over(rest: Tensor, whole: Tensor) -> Tensor:
@@ -105,7 +117,7 @@ class Int8Conv1D(nn.Module):
         self.bias = nn.Parameter(torch.empty(n_out), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = product(x.reshape(-1, x.size(-1)), self.weight, self.scale).add_(self.bias)
+        y = product(x.reshape(-1, x.size(-1)), self.weight, self.scale, self.bias)
         return y.view(*x.shape[:-1], y.size(-1))
 
 
