@@ -65,7 +65,7 @@ class Run:
 # In the worker: a function that takes one step
 
 
-def ours(run: Run, args: argparse.Namespace) -> Any:
+def ours(run: Run, args: argparse.Namespace, checkpointing: bool = False) -> Any:
     import numpy as np
     import torch
 
@@ -87,13 +87,17 @@ def ours(run: Run, args: argparse.Namespace) -> Any:
     model = GPT2(
         GPT2Config(vocab, positions, d, layers, heads, activation_function=bend, **rates, bos_token_id=0, eos_token_id=0)
     )
-    how = {"precision": "bf16" if args.gpu else "float32", "compile": args.gpu}
+    how = {"precision": "bf16" if args.gpu else "float32", "compile": args.gpu, "checkpointing": checkpointing}
     recipe = Recipe(batch_size=run.rows, context=run.tokens, dropout=run.dropout, attn_dropout=run.dropout, **how)
     prepare(model.to(device(args)), recipe)
     ids = np.random.default_rng(0).integers(0, vocab, 100_000).astype(np.int32)
     scored, optimizer, steps = Scored(model), adamw(model, recipe.optim), iter(range(1 << 30))
     feed = Feed(ids, Ranks(device=torch.device(device(args))))
     return lambda: _step(scored, optimizer, feed, recipe, next(steps), 1e-5)
+
+
+def in_least_memory(run: Run, args: argparse.Namespace) -> Any:
+    return ours(run, args, checkpointing=True)
 
 
 def nanogpt(run: Run, args: argparse.Namespace, optimizer_for: str = "cuda") -> Any:
@@ -178,6 +182,7 @@ def trainer(run: Run, args: argparse.Namespace) -> Any:
 
 SIDES = {
     "ours": ours,
+    "ours, checkpointing": in_least_memory,
     "nanoGPT, fused AdamW": nanogpt,
     "nanoGPT, as shipped": as_shipped,
     "transformers' Trainer": trainer,
