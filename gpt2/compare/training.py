@@ -104,29 +104,35 @@ def _steps(subject: Subject) -> tuple[Errors, Errors, Errors]:
     start = load_path(path).state_dict()  # mapped: costs no memory of its own
     gc.collect()  # transformers' models hang in reference cycles; the next one needs their room
     progress("float64: AdamW steps, transformers'")
-    ruler = _train(reference.load_reference(subject.theirs, torch.float64), batch)
 
-    def moved(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Each parameter's name, its change, and its change in transformers' float64 run."""
+    def moved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name and change, in float64; in place of the parameter where that is float64 already."""
         end = _train(model, batch)
-        for name, expected in ruler.items():
-            yield name, end[name].double() - start[name], expected - start[name]
+        for name, before in start.items():
+            yield name, end[name].double().sub_(before)
+
+    expected = dict(moved(reference.load_reference(subject.theirs, torch.float64)))
 
     def by_block(model: nn.Module) -> dict[str, float]:
         """Relative error of a block's whole change: a bias alone has too few entries to average luck out."""
         squares: dict[str, list[float]] = {}
-        for name, got, expected in moved(model):
+        for name, change in moved(model):
             block = "wte, wpe, ln_f" if layer_of(name) is None else f"h.{layer_of(name)}"
             total = squares.setdefault(f"{block} (all parameters)", [0.0, 0.0])
-            total[0] += (got - expected).square().sum().item()
-            total[1] += expected.square().sum().item()
+            total[0] += _square(change.sub_(expected[name]))
+            total[1] += _square(expected[name])
         return {block: math.sqrt(difference / size) for block, (difference, size) in squares.items()}
 
     progress("float64: AdamW steps, ours")
-    exact = {name: worst_relative_error(got, expected) for name, got, expected in moved(build(path, torch.float64))}
+    exact = {name: worst_relative_error(change, expected[name]) for name, change in moved(build(path, torch.float64))}
     progress(f"{str(dtype).removeprefix('torch.')}: AdamW steps, both")
     ours, theirs = by_block(build(path, dtype)), by_block(reference.load_reference(subject.theirs, dtype))
     return {"adamw": exact}, {"adamw": ours}, {"adamw": theirs}
+
+
+def _square(tensor: Tensor) -> float:
+    """The sum of its entries' squares."""
+    return float(torch.linalg.vector_norm(tensor)) ** 2
 
 
 def _train(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
