@@ -77,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
             print(heads.table())
         return 0
     from ..compare.pair import compare
+    from ..train.allocator import keep_freed_memory
 
+    keep_freed_memory()
     status = Status()
     try:
         found = compare(

@@ -30,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
     require_writable("--html", args.html)
 
     from ..compare.run import verify
+    from ..train.allocator import keep_freed_memory
 
+    keep_freed_memory()
     status = Status()
     status("importing torch and transformers")
     try:

@@ -1,4 +1,4 @@
-"""Memory that a step frees is kept for the next step."""
+"""Memory that a step, or one of many passes, frees is kept for the next."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ def keep_freed_memory() -> bool:
 
     glibc gives every large block back to the system when it is freed, and a step frees gradients and activations by the hundred
     megabytes. The next step gets them again as empty pages, which the kernel fills with zeros one by one as they are touched: of
-    a step at gpt2's shape and 256 tokens, a tenth. Kept, they are used again as they are. A process never holds more for it than
-    at its highest point, give or take what lies between blocks. Other C libraries have no such switch.
+    a step at gpt2's shape and 256 tokens a tenth, of verifying distilgpt2 a fifth. Kept, they are used again as they are. A
+    process holds no more for it than at its highest point and what lies between blocks (there 7 % more, comparing two gpt2 14).
+    Other C libraries have no such switch.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(MMAP_MAX, 0)) and bool(mallopt(TRIM_THRESHOLD, -1))
