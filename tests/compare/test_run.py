@@ -243,6 +243,20 @@ def test_every_check_can_fail_alone(checkpoint: Path, control: Callable, must_fa
     assert must_pass not in failed
 
 
+def test_what_adamw_moved_is_judged_by_how_far_it_moved(checkpoint: Path) -> None:
+    """Where a parameter ends is nearly where it began: judged by that, a wrong step looks a hundred times less wrong."""
+
+    def too_far(model: GPT2) -> None:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: 1.001 * gradient)
+
+    checks = {check.id: check for check in verify(str(checkpoint), build=broken(too_far)).checks}
+    norms = [point.error for point in checks["adamw"].points if ".ln_" in point.name and point.name.endswith("weight")]
+    blocks = [point.error for point in checks["adamw-rounding"].points]
+    assert norms and blocks
+    assert all(1e-4 < error < 1.1e-3 for error in norms + blocks), (norms, blocks)
+
+
 def test_a_wrong_tokenizer_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids that differ from transformers' feed the model another text, and nothing else would show it."""
     original = checks.own_tokenizer
