@@ -50,7 +50,7 @@ def as_it_runs(name: str, tensor: Tensor) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Rows (M, in) times (out, in) in eight bits, plus (out,): float32, (M, out), of many rows in the memory of ``out``."""
+    """Rows (M, in) times (out, in) in eight bits, plus (out,): (M, out) in float32, in ``out`` where there are more than ROWS."""
     if not (x.is_cpu and torch.cpu._is_vnni_supported()):
         y = _of_floats(x, weight, scale)
         return y if bias is None else y.add_(bias)
@@ -71,7 +71,7 @@ def _of_rows(x: Tensor, across: Tensor, scale: Tensor, bias: Tensor | None, out:
     rest = x / unit  # of a row of zeros, or of one with an infinity, no numbers; then the unit alone makes it zeros, or none
     whole = rest.round()
     y = torch._int_mm(whole.to(torch.int8), across)
-    rough = largest > torch.linalg.vector_norm(x, 2, 1, True) * (CREST / math.sqrt(x.size(1)))
+    rough = largest.double() > torch.linalg.vector_norm(x, 2, 1, True).double() * (CREST / math.sqrt(x.size(1)))
     if rough.any():
         rows = rough.view(-1).nonzero().view(-1)
         y = y.float().index_add_(0, rows, torch._int_mm(_left_over(rest[rows], whole[rows]), across).float(), alpha=1 / 254)
@@ -88,7 +88,7 @@ def _of_one_row(x: Tensor, across: Tensor, scale: Tensor, bias: Tensor | None) -
     y = torch._int_mm(whole.to(torch.int8), across)
     if largest > torch.linalg.vector_norm(x).item() * (CREST / math.sqrt(x.size(1))):
         y = y.float().add_(torch._int_mm(_left_over(rest, whole), across), alpha=1 / 254)
-    return (y * unit).mul_(scale) if bias is None else torch.addcmul(bias, y, scale, value=unit)
+    return y.float().mul_(unit).mul_(scale) if bias is None else torch.addcmul(bias, y, scale, value=unit)
 
 
 def _left_over(rest: Tensor, whole: Tensor) -> Tensor:

@@ -69,13 +69,33 @@ def test_many_rows_and_few_give_the_same_product(n_in: int, n_out: int, processo
     error = (found - exact).norm(dim=1) / typical
     assert error.max() < 0.02
     assert error[::3].max() < (2e-4 if processor == "VNNI" else 0.02)  # those got sixteen bits
-    few = torch.cat([product(part, weight, scale) for part in x[: FEW + 5].split(FEW)])
-    each = torch.cat([product(row, weight, scale) for row in x[: FEW + 5].split(1)])
+    bias = torch.randn(n_out, generator=torch.Generator().manual_seed(2))
+    for added in (None, bias):
+        out = torch.empty_like(found)
+        many = product(x, weight, scale, added, out)
+        if processor == "VNNI":
+            assert many is out
+        torch.testing.assert_close(many, found if added is None else found + bias)
+        few = torch.cat([product(part, weight, scale, added) for part in x[: FEW + 5].split(FEW)])
+        each = torch.cat([product(row, weight, scale, added) for row in x[: FEW + 5].split(1)])
+        if processor == "VNNI":
+            assert few.equal(many[: FEW + 5])
+            assert each.equal(few)
+        else:
+            torch.testing.assert_close(each, few, rtol=2**-7, atol=0.01 * float(few.abs().max()))
+
+
+def test_a_row_gets_as_many_bits_alone_as_among_others(processor: str) -> None:
+    """A row whose largest entry is four times its root mean square, but for the last digit: eight bits here, sixteen there."""
+    generator = torch.Generator().manual_seed(0)
+    weight, scale = quantise(torch.randn(96, 768, generator=generator))
+    x = torch.randn(256, 768, generator=generator)
+    rest = x[:, 1:].double().square().sum(1)
+    x[:, 0] = (rest * 16 / (768 - 16)).sqrt().float() * (1 + 2**-23 * torch.randint(-3, 4, (256,), generator=generator))
+    among, alone = product(x, weight, scale), torch.cat([product(row, weight, scale) for row in x.split(1)])
     if processor == "VNNI":
-        assert few.equal(found[: FEW + 5])
-        assert each.equal(few)
-    else:
-        torch.testing.assert_close(each, few, rtol=2**-7, atol=0.01 * float(few.abs().max()))
+        assert alone.equal(among)
+    torch.testing.assert_close(alone, among, rtol=2**-7, atol=0.01 * float(among.abs().max()))
 
 
 def test_no_sum_of_whole_numbers_overflows() -> None:
@@ -94,10 +114,12 @@ def test_what_is_no_number_stays_so(processor: str) -> None:
     weight, scale = quantise(torch.randn(48, 32, generator=torch.Generator().manual_seed(0)))
     x = rows_of(6, 32)
     x[1, 3], x[2, 5], x[4] = float("nan"), float("inf"), 0
-    for found in (product(x, weight, scale), torch.cat([product(row, weight, scale) for row in x.split(1)])):
-        assert found.isfinite().all(1).tolist() == [True, False, False, True, True, True]
-        assert not found[[1, 2]].isfinite().any()
-        assert (found[4] == 0).all()
+    bias = torch.arange(48.0)
+    for added in (None, bias):
+        for found in (product(x, weight, scale, added), torch.cat([product(row, weight, scale, added) for row in x.split(1)])):
+            assert found.isfinite().all(1).tolist() == [True, False, False, True, True, True]
+            assert not found[[1, 2]].isfinite().any()
+            assert found[4].equal(torch.zeros(48) if added is None else bias)
 
 
 def drawn() -> GPT2:
