@@ -76,7 +76,6 @@ def _collecting_no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-@_collecting_no_garbage()
 def load_path(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", offline: bool = False) -> GPT2:
     """:func:`load` for a directory or file that is already on this machine. (The base of an adapter may not be.)"""
     config, assignment = open_checkpoint(path, offline=offline)
@@ -86,10 +85,11 @@ def load_path(path: Path, *, dtype: torch.dtype | None = None, device: str | tor
         for name in assignment.names:  # one at a time: all of them in float32 would be four times what is kept
             small.put(name, assignment.read(name, torch.float32), device)
         return small
-    model = GPT2(config, initialise=False)
-    for name in assignment.names:
-        module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, torch.nn.Parameter(assignment.read(name, dtype).to(device)))
+    with _collecting_no_garbage():
+        model = GPT2(config, initialise=False)
+        for name in assignment.names:
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, torch.nn.Parameter(assignment.read(name, dtype).to(device)))
     return model.eval()
 
 

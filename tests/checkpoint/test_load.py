@@ -21,11 +21,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gpt2 import config as configs
+from gpt2.checkpoint import load as loading
 from gpt2.checkpoint.configs import read_config
 from gpt2.checkpoint.files import open_weights
 from gpt2.checkpoint.keys import PREFIX, TABLE, expected, from_file, layer, to_file
 from gpt2.checkpoint.load import load, load_path, load_tokenizer, random_model
-from gpt2.checkpoint.match import match
+from gpt2.checkpoint.match import Assignment, match
 from gpt2.config import GPT2Config
 from gpt2.errors import CheckpointError, InputError
 from gpt2.model import GPT2
@@ -489,30 +490,30 @@ def test_nothing_is_initialised_and_no_generator_is_touched(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_loading_sets_off_no_collection(tmp_path: Path, on: bool) -> None:
-    """A third of gpt2-medium's seconds, spent on walking over what `import torch` had made; a collector that stays off after."""
+def test_building_a_model_sets_off_no_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+    """A quarter of gpt2-medium's seconds, spent on walking over what torch had made; a collector that stays off after."""
     official(tmp_path, TINY)
-    load_path(tmp_path)  # imports what it needs, whose collections are not the loader's
-    seen: list[int] = []
-    before = gc.isenabled(), gc.get_threshold()
+    collecting: list[bool] = []
+
+    def watched(real: Callable) -> Callable:
+        return lambda *args, **kwargs: (collecting.append(gc.isenabled()), real(*args, **kwargs))[1]
+
+    monkeypatch.setattr(loading, "GPT2", watched(GPT2))
+    monkeypatch.setattr(Assignment, "read", watched(Assignment.read))
+    before = gc.isenabled()
     try:
-        gc.set_threshold(20, 1, 1)
         (gc.enable if on else gc.disable)()
-        gc.callbacks.append(lambda phase, info: seen.append(info["generation"]))
-        gc.collect(0)
-        seen.clear()
-        model = load_path(tmp_path)
-        during, after = len(seen), gc.isenabled()
-        with pytest.raises(CheckpointError):
-            load_path(tmp_path / "nothing")
-        refused = gc.isenabled()
+        load_path(tmp_path)
+        after = gc.isenabled()
+        monkeypatch.setattr(Assignment, "read", watched(lambda *args: int("broken")))
+        with pytest.raises(ValueError, match="broken"):
+            load_path(tmp_path)
+        broken = gc.isenabled()
     finally:
-        gc.callbacks.pop()
-        gc.set_threshold(*before[1])
-        (gc.enable if before[0] else gc.disable)()
-    assert during <= 2  # at most one, which the first object after it may set off: begun and ended
-    assert (after, refused) == (on, on)
-    assert not model.training
+        (gc.enable if before else gc.disable)()
+    assert len(collecting) > 10
+    assert not any(collecting)
+    assert (after, broken) == (on, on)
 
 
 def test_training_a_loaded_model_leaves_the_file_alone(tmp_path: Path) -> None:

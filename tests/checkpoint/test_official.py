@@ -135,7 +135,7 @@ print(json.dumps(dict(logit=logit, wrong=wrong, parameters=sum(p.numel() for p i
 def test_verify_an_official_repository(hub: HubStandIn, tmp_path: Path) -> None:
     """`gpt2 verify distilbert/distilgpt2`, the whole way: listing, download, hashes, cache, mapping, transformers, tokens.
 
-    The smallest of them: gpt2 itself takes twice as long, and is `gpt2 verify random:gpt2` in the README.
+    The smallest of them: gpt2 itself takes half as long again, and is `gpt2 verify random:gpt2` in the README.
     """
     name = "distilgpt2"
     require_room(tmp_path, disk=1e9, memory=56 * official_size(name).num_parameters())
