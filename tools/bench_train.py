@@ -4,7 +4,8 @@
 
 A run is SIZE:BxT, or SIZE:BxT:DROPOUT; sizes are gpt2 (12 layers, 768 wide, 50,257 ids), char and char-cpu (nanoGPT's character
 models, 6 layers 384 wide and 4 layers 128 wide, 65 ids). Same threads, same optimizer (fused AdamW, gradients clipped to a norm
-of 1), float32 weights. Ours is the step of `gpt2 train`; nanoGPT's that of its train.py around its unchanged model.py, once with
+of 1), float32 weights. Ours is the step of `gpt2 train`, and once more with
+checkpointing, for its memory; nanoGPT's that of its train.py around its unchanged model.py, once with
 the optimizer it picks on a CPU; transformers' Trainer is timed by a callback, from the beginning of a step to its end, and left
 out where accelerate is not installed. Peak memory is what the system counts for each process, from its start. Beside it: how much
 of the GEMM speed that torch.mm reaches here the operations of a step make, by the time it took. With --gpu all of them run on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # parameters of mallopt, from glibc's malloc.h
 
@@ -16,5 +17,7 @@ def keep_freed_memory() -> bool:
     process holds no more for it than at its highest point and what lies between blocks (there 7 % more, comparing two gpt2 14).
     Other C libraries have no such switch.
     """
+    if os.name != "posix":
+        return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(MMAP_MAX, 0)) and bool(mallopt(TRIM_THRESHOLD, -1))

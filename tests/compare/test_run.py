@@ -253,7 +253,8 @@ def test_what_adamw_moved_is_judged_by_how_far_it_moved(checkpoint: Path) -> Non
     checks = {check.id: check for check in verify(str(checkpoint), build=broken(too_far)).checks}
     norms = [point.error for point in checks["adamw"].points if ".ln_" in point.name and point.name.endswith("weight")]
     blocks = [point.error for point in checks["adamw-rounding"].points]
-    assert norms and blocks
+    assert norms
+    assert blocks
     assert all(1e-4 < error < 1.1e-3 for error in norms + blocks), (norms, blocks)
 
 
