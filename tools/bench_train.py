@@ -4,12 +4,12 @@
 
 A run is SIZE:BxT, or SIZE:BxT:DROPOUT; sizes are gpt2 (12 layers, 768 wide, 50,257 ids), char and char-cpu (nanoGPT's character
 models, 6 layers 384 wide and 4 layers 128 wide, 65 ids). Same threads, same optimizer (fused AdamW, gradients clipped to a norm
-of 1), float32 weights. Ours is the step of `gpt2 train`, and once more with
-checkpointing, for its memory; nanoGPT's that of its train.py around its unchanged model.py, once with
-the optimizer it picks on a CPU; transformers' Trainer is timed by a callback, from the beginning of a step to its end, and left
-out where accelerate is not installed. Peak memory is what the system counts for each process, from its start. Beside it: how much
-of the GEMM speed that torch.mm reaches here the operations of a step make, by the time it took. With --gpu all of them run on
-the GPU as they are used there: bfloat16 by autocast, compiled, memory as CUDA counts it; then say
+of 1), float32 weights. Ours is the step of `gpt2 train`, and once more with checkpointing, for its memory; nanoGPT's that of its
+train.py around its unchanged model.py, once with the optimizer it picks on a CPU; transformers' Trainer is timed by a callback,
+from the beginning of a step to its end, and left out where accelerate is not installed. Peak memory is what the system counts for
+each process, from its start. Beside it: how much of the GEMM speed that torch.mm reaches here the operations of a step make, by
+the time it took. With --gpu all of them run on the GPU as they are used there: bfloat16 by autocast, compiled, memory as CUDA
+counts it; then say
 
     python tools/bench_train.py --gpu --run gpt2:16x1024 --run char:64x256 --nanogpt nanoGPT/model.py
 
@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,6 @@ def ours(run: Run, args: argparse.Namespace, checkpointing: bool = False) -> Any
     return lambda: _step(scored, optimizer, feed, recipe, next(steps), 1e-5)
 
 
-def in_least_memory(run: Run, args: argparse.Namespace) -> Any:
-    return ours(run, args, checkpointing=True)
-
-
 def nanogpt(run: Run, args: argparse.Namespace, optimizer_for: str = "cuda") -> Any:
     """``optimizer_for`` "cuda" makes nanoGPT's own configure_optimizers choose the fused AdamW, which runs on a CPU as well."""
     import torch
@@ -130,10 +127,6 @@ def nanogpt(run: Run, args: argparse.Namespace, optimizer_for: str = "cuda") -> 
         optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def as_shipped(run: Run, args: argparse.Namespace) -> Any:
-    return nanogpt(run, args, "cpu")
 
 
 def trainer(run: Run, args: argparse.Namespace) -> Any:
@@ -183,9 +176,9 @@ def trainer(run: Run, args: argparse.Namespace) -> Any:
 
 SIDES = {
     "ours": ours,
-    "ours, checkpointing": in_least_memory,
+    "ours, checkpointing": partial(ours, checkpointing=True),
     "nanoGPT, fused AdamW": nanogpt,
-    "nanoGPT, as shipped": as_shipped,
+    "nanoGPT, as shipped": partial(nanogpt, optimizer_for="cpu"),
     "transformers' Trainer": trainer,
 }
 
