@@ -71,6 +71,7 @@ def _of_rows(x: Tensor, across: Tensor, scale: Tensor, bias: Tensor | None, out:
     rest = x / unit  # of a row of zeros, or of one with an infinity, no numbers; then the unit alone makes it zeros, or none
     whole = rest.round()
     y = torch._int_mm(whole.to(torch.int8), across)
+    # In float64, as a single row's numbers are compared: a row on the very border gets as many bits alone as here.
     rough = largest.double() > torch.linalg.vector_norm(x, 2, 1, True).double() * (CREST / math.sqrt(x.size(1)))
     if rough.any():
         rows = rough.view(-1).nonzero().view(-1)
@@ -83,7 +84,7 @@ def _of_one_row(x: Tensor, across: Tensor, scale: Tensor, bias: Tensor | None) -
     """The same numbers by half as many operators: beside a single row's product, each costs more to call than to compute."""
     largest = torch.linalg.vector_norm(x, math.inf).item()
     unit = largest / 127
-    rest = torch.div(x, unit)
+    rest = x / unit
     whole = rest.round()
     y = torch._int_mm(whole.to(torch.int8), across)
     if largest > torch.linalg.vector_norm(x).item() * (CREST / math.sqrt(x.size(1))):
