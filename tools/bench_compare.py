@@ -32,6 +32,7 @@ from gpt2.checkpoint.export import export
 from gpt2.compare.distributions import summarise
 from gpt2.compare.measure import Logits, batches
 from gpt2.compare.per_token import measure_pair
+from gpt2.train.allocator import keep_freed_memory
 
 
 class Timed:
@@ -127,6 +128,7 @@ def main() -> int:
         parser.error("give two models")
     if args.weights:
         return weights(args.models, args.dir)
+    keep_freed_memory()  # as `gpt2 compare` does
     a, b = (gpt2.load(name) for name in args.models)
     vocab = min(a.config.vocab_size, b.config.vocab_size)
     ids = torch.randint(vocab, (args.tokens + 1,), generator=torch.Generator().manual_seed(0))
