@@ -9,24 +9,22 @@
 Nothing heavy is imported until one of the names below is used.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoint.adapt import MappingReport, load_into
-    from .checkpoint.load import load, load_tokenizer
-    from .checkpoint.save import save
-    from .compare.comparison import Comparison
-    from .compare.diagnose import Diagnosis, diagnose
-    from .compare.pair import compare
-    from .compare.report import Report
-    from .compare.run import verify
-    from .config import GPT2Config
-    from .errors import CheckpointError, InputError
-    from .generate import generate
-    from .model import GPT2
+    from gpt2.checkpoint.loading import load, load_tokenizer
+    from gpt2.checkpoint.saving import save
+    from gpt2.comparison.pair import compare
+    from gpt2.comparison.results import Comparison
+    from gpt2.config import GPT2Config
+    from gpt2.errors import CheckpointError, InputError
+    from gpt2.generation import generate
+    from gpt2.model import GPT2
+    from gpt2.parity.report import Report
+    from gpt2.parity.run import verify
+    from gpt2.port.diagnosis import Diagnosis, diagnose
+    from gpt2.port.mapping import MappingReport, load_into
 
 __version__ = "0.1.0"
 
@@ -34,19 +32,19 @@ _HOME = {
     "GPT2": "model",
     "GPT2Config": "config",
     "CheckpointError": "errors",
-    "Comparison": "compare.comparison",
-    "Diagnosis": "compare.diagnose",
+    "Comparison": "comparison.results",
+    "Diagnosis": "port.diagnosis",
     "InputError": "errors",
-    "MappingReport": "checkpoint.adapt",
-    "Report": "compare.report",
-    "compare": "compare",
-    "diagnose": "compare.diagnose",
-    "generate": "generate",
-    "load": "checkpoint.load",
-    "load_into": "checkpoint.adapt",
-    "load_tokenizer": "checkpoint.load",
-    "save": "checkpoint.save",
-    "verify": "compare.run",
+    "MappingReport": "port.mapping",
+    "Report": "parity.report",
+    "compare": "comparison.pair",
+    "diagnose": "port.diagnosis",
+    "generate": "generation",
+    "load": "checkpoint.loading",
+    "load_into": "port.mapping",
+    "load_tokenizer": "checkpoint.loading",
+    "save": "checkpoint.saving",
+    "verify": "parity.run",
 }
 
 __all__ = [
@@ -72,22 +70,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'gpt2' has no attribute {name!r}")
-    module = import_module(f".{_HOME[name]}", __name__)
-    value = module if name == "compare" else getattr(module, name)  # that package is called itself
+    value = getattr(import_module(f"gpt2.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """Keeps ``gpt2.generate`` the function: importing the submodule of that name would otherwise bind the module there."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "compare" or not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

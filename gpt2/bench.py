@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checkpoint.load import load_path
-from .compare import reference
-from .compare.side import Side
-from .errors import InputError
-from .generate import prefill, stream
-from .model import GPT2
-from .train.loss import Scored
+from gpt2.checkpoint.loading import load_path
+from gpt2.comparison.sides import Side
+from gpt2.errors import InputError
+from gpt2.generation import prefill, stream
+from gpt2.model import GPT2
+from gpt2.parity import reference
+from gpt2.train.loss import Scored
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .errors import CheckpointError, InputError
+from gpt2.errors import CheckpointError, InputError
 
 ACTIVATIONS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu", "silu", "swish", "tanh")
 # Hugging Face's other names for the same fields: transformers honours them, so a config that gives both must not disagree.

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 
-from .int8 import Int8Conv1D, Int8Embedding, Int8GPT2, product
-from .kv_cache import KVCache
-from .model import ACTIVATIONS, GPT2, MLP, Attention, Block, Conv1D, causal_mask
+from gpt2.int8 import Int8Conv1D, Int8Embedding, Int8GPT2, product
+from gpt2.kv_cache import KVCache
+from gpt2.model import ACTIVATIONS, GPT2, MLP, Attention, Block, Conv1D, causal_mask
 
 OWN = {GPT2, Block, Attention, MLP, Conv1D, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.ModuleList}
 OWN |= {Int8GPT2, Int8Conv1D, Int8Embedding}

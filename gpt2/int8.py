@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import GPT2Config
-from .errors import InputError
-from .kv_cache import KVCache
-from .model import GPT2
+from gpt2.config import GPT2Config
+from gpt2.errors import InputError
+from gpt2.kv_cache import KVCache
+from gpt2.model import GPT2
 
 CREST = 4.0  # a row's largest entry over its root mean square, from which on eight bits are too few for it
 ROWS = 256  # multiplied at a time, so that what is made of them on the way stays in the processor's cache

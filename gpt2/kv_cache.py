@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import GPT2Config
+from gpt2.config import GPT2Config
 
 
 class KVCache:

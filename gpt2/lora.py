@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .errors import InputError
-from .int8 import require_float
-from .model import GPT2, Conv1D
+from gpt2.errors import InputError
+from gpt2.int8 import require_float
+from gpt2.model import GPT2, Conv1D
 
 PROJECTIONS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 TARGETS = ("c_attn", "c_proj", "c_fc", *PROJECTIONS)  # what may be named; c_proj alone means both

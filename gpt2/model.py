@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import GPT2Config
-from .kv_cache import KVCache
+from gpt2.config import GPT2Config
+from gpt2.kv_cache import KVCache
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     # The first three are one function, 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), under three names [3].

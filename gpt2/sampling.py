@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .errors import InputError
+from gpt2.errors import InputError
 
 
 def check_settings(temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> None:

@@ -11,8 +11,8 @@ import gpt2
 from gpt2 import bench as module
 from gpt2.bench import Ours, Spread, Transformers, bench, interleaved, machine, ratio
 from gpt2.cli.main import main
-from gpt2.compare.reference import load_reference
 from gpt2.errors import InputError
+from gpt2.parity.reference import load_reference
 
 
 def test_runs_take_turns_and_the_first_round_is_thrown_away() -> None:

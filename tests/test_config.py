@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from hf_layouts import TINY
+from support.hf_layouts import TINY
 
 from gpt2.checkpoint.keys import TABLE, expected
 from gpt2.config import ACTIVATIONS, ALIASES, OFFICIAL_SIZES, GPT2Config, official_size, quoted

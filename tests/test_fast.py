@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gpt2 import lora
 from gpt2.config import GPT2Config
 from gpt2.fast import Step, _tanh_gelu_, for_attention, step_of
-from gpt2.generate import decode, generate, prefill, stream
+from gpt2.generation import decode, generate, prefill, stream
 from gpt2.kv_cache import KVCache
 from gpt2.model import ACTIVATIONS, GPT2, eager_attention
 

@@ -13,12 +13,12 @@ import gpt2
 from gpt2 import lora
 from gpt2.checkpoint.export import export
 from gpt2.cli.main import main
-from gpt2.compare.side import Side
+from gpt2.comparison.sides import Side
 from gpt2.config import GPT2Config
 from gpt2.data.shakespeare import play
 from gpt2.errors import InputError
 from gpt2.fast import step_of
-from gpt2.generate import generate
+from gpt2.generation import generate
 from gpt2.int8 import FEW, PIECE, ROWS, Int8GPT2, as_it_runs, product, quantise
 from gpt2.model import GPT2
 

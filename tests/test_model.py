@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import assert_same, oracle
+from support.oracle import assert_same, oracle
 from torch import Tensor
 
 from gpt2 import model as module

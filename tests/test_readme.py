@@ -32,24 +32,6 @@ def test_every_command_shown_is_one_that_parses(command: str) -> None:
     assert words[-1] == "--help" or parser().parse_args(words).run
 
 
-def test_the_tree_is_the_tree() -> None:
-    """Every file of the package and of tools/ has its phrase, and no phrase outlives its file."""
-    tree = next(block for block in blocks("") if block.startswith("gpt2/\n"))
-    told, folders = set(), {}
-    for line in tree.splitlines():
-        indent = len(line) - len(line.lstrip())
-        first = line.split()[0]
-        if first.endswith("/"):
-            folders = {depth: name for depth, name in folders.items() if depth < indent} | {indent: first}
-        names = [first] if not re.search(r"\.py {2}\w+\.py", line) else re.findall(r"\w+\.py", line)
-        prefix = "".join(name for depth, name in sorted(folders.items()) if depth < indent)
-        told |= {prefix + name for name in names if name.endswith(".py")}
-    empty = {path for path in ROOT.glob("gpt2/**/__init__.py") if not path.read_text().strip()}
-    there = {path for folder in ("gpt2", "tools") for path in (ROOT / folder).rglob("*.py")} - empty
-    expected = {str(path.relative_to(ROOT)) for path in there}
-    assert {name for name in told if not name.startswith("tests/")} == expected
-
-
 def test_ci_runs_the_readme_s_test_command() -> None:
     """Otherwise a dependency that only CI installs would never be missed."""
     script = (ROOT / ".ci" / "run").read_text()

@@ -29,10 +29,10 @@ import torch
 
 import gpt2
 from gpt2.checkpoint.export import export
-from gpt2.compare.distributions import summarise
-from gpt2.compare.measure import Logits, batches
-from gpt2.compare.per_token import measure_pair
-from gpt2.train.allocator import keep_freed_memory
+from gpt2.comparison.distributions import summarise
+from gpt2.measure.allocator import keep_freed_memory
+from gpt2.measure.metrics import Logits, batches
+from gpt2.measure.per_token import measure_pair
 
 
 class Timed:
@@ -74,8 +74,8 @@ def spread(values: list[float]) -> dict[str, float]:
 WEIGHTS = """
 import json, re, sys, threading, time
 import torch
-from gpt2.compare.pair import _weights
-from gpt2.compare.side import Side
+from gpt2.comparison.pair import _weights
+from gpt2.comparison.sides import Side
 
 def resident(kind):
     return int(re.search(kind + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024

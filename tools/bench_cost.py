@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from beside import Room, finish, measured, room
 
-from gpt2.compare.drawing import matplotlib_of_our_own
+from gpt2.pages.drawing import matplotlib_of_our_own
 
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CONTEXTS, BATCHES = (64, 128, 256, 512, 960), (1, 2, 4, 8, 16)

@@ -18,7 +18,7 @@ import gpt2
 from gpt2.bench import Spread, interleaved, ratio, seconds
 from gpt2.data.shakespeare import play
 from gpt2.fast import Step, step_of
-from gpt2.generate import generate
+from gpt2.generation import generate
 
 PROMPT = 64  # tokens
 

@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from gpt2.checkpoint.names import parse_random, split_dtype
-from gpt2.compare.reference import save_random
+from gpt2.parity.reference import save_random
 
 CHILD = """
 import sys, time

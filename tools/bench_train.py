@@ -72,8 +72,8 @@ def ours(run: Run, args: argparse.Namespace, checkpointing: bool = False) -> Any
     import torch
 
     from gpt2.config import GPT2Config
+    from gpt2.measure.allocator import keep_freed_memory
     from gpt2.model import GPT2
-    from gpt2.train.allocator import keep_freed_memory
     from gpt2.train.feed import Feed
     from gpt2.train.loop import _step
     from gpt2.train.loss import Scored

@@ -30,10 +30,10 @@ from torch import Tensor
 import gpt2
 from gpt2.bench import Ours, Spread, Transformers, interleaved, machine, ratio, seconds
 from gpt2.checkpoint.export import export
-from gpt2.checkpoint.load import random_model
+from gpt2.checkpoint.loading import random_model
 from gpt2.checkpoint.names import parse_random
-from gpt2.compare.reference import load_reference
 from gpt2.data.bpe import BPE
+from gpt2.parity.reference import load_reference
 
 PAUSE = 0.3  # seconds before each turn, until the threads of the side before it have stopped spinning
 

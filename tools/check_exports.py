@@ -36,7 +36,7 @@ from torch import Tensor
 import gpt2
 from gpt2.checkpoint.containers.gguf_file import GGUFFile
 from gpt2.checkpoint.export import TYPES, export
-from gpt2.checkpoint.load import random_model
+from gpt2.checkpoint.loading import random_model
 from gpt2.data.bpe import BPE
 
 ROUNDING = 1.5

@@ -4,7 +4,7 @@
 
 The model is exported as GGUF, in F32 and in Q8_0. llama.cpp measures the second against the first, on the embedded checkpoint's
 held-out plays. Then its logits are taken once more (llama-cpp-python, of the same version as the program), and
-gpt2.compare.distributions makes its own figures of them. llama.cpp stores the first model's log-probabilities in 16 bits, at
+gpt2.comparison.distributions makes its own figures of them. llama.cpp stores the first model's log-probabilities in 16 bits, at
 most 16 nats apart, which makes any one of them wrong by up to 1.2e-4: no figure may differ by more than that and the last digit
 that is printed. As a control, the same figures with the two models exchanged must be refused. Ends stdout with one JSON line.
 """
@@ -27,9 +27,9 @@ from torch import Tensor
 
 import gpt2
 from gpt2.checkpoint.export import export
-from gpt2.compare.distributions import percentiles, summarise
-from gpt2.compare.per_token import Tokens, measure_pair
-from gpt2.compare.texts import open_text
+from gpt2.comparison.distributions import percentiles, summarise
+from gpt2.measure.per_token import Tokens, measure_pair
+from gpt2.measure.texts import open_text
 
 CONTEXT = 256
 STEP = 16 / 65535  # nats, between two of llama.cpp's stored log-probabilities

@@ -29,14 +29,14 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from faulty import ARCHITECTURES, CONFIG, FAULTY, SOUND, Faulty, write
-from faulty.drawn import draw
-from faulty.scoring import FAULTY_AFTER_ALL, Row, score
-from ports import PORTS
+from support.faulty import ARCHITECTURES, CONFIG, FAULTY, SOUND, Faulty, write
+from support.faulty.drawn import draw
+from support.faulty.scoring import FAULTY_AFTER_ALL, Row, score
+from support.ports import PORTS
 
 import gpt2
-from gpt2.compare.diagnose import diagnose
 from gpt2.config import GPT2Config, official_size
+from gpt2.port.diagnosis import diagnose
 
 OUTCOMES = ("first", "top three", "wrong", "undetermined", "called equal", "failed")
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 import gpt2
-from gpt2.checkpoint.save import sha256
-from gpt2.cli.train import show
-from gpt2.compare.measure import language_score
+from gpt2.checkpoint.saving import sha256
+from gpt2.cli.train_command import show
 from gpt2.data import shakespeare
+from gpt2.measure.metrics import language_score
 from gpt2.train.loop import train
 from gpt2.train.recipe import read
 

@@ -34,9 +34,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gpt2
-from gpt2.checkpoint.adapt import load_into
 from gpt2.checkpoint.keys import expected
 from gpt2.config import GPT2Config, official_size
+from gpt2.port.mapping import load_into
 
 TINY = GPT2Config(vocab_size=61, n_positions=20, n_embd=24, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
 

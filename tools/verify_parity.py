@@ -20,7 +20,7 @@ from torch import Tensor
 
 import gpt2
 from gpt2.checkpoint.hub import resolve
-from gpt2.checkpoint.load import load_path
+from gpt2.checkpoint.loading import load_path
 from gpt2.model import GPT2, eager_attention
 
 

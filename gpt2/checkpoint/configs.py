@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config import OFFICIAL_SIZES, GPT2Config
-from ..errors import CheckpointError, InputError
-from .containers import Container, gguf_file, listed, read_json
-from .containers.tensorflow_file import TensorBundle, read_hparams
-from .containers.torch_file import TorchFile
-from .files import what_is_there
-from .keys import from_file, sizes
+from gpt2.checkpoint.containers import Container, gguf_file, listed, read_json
+from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, read_hparams
+from gpt2.checkpoint.containers.torch_file import TorchFile
+from gpt2.checkpoint.files import what_is_there
+from gpt2.checkpoint.keys import from_file, sizes
+from gpt2.config import OFFICIAL_SIZES, GPT2Config
+from gpt2.errors import CheckpointError, InputError
 
 # (layers, width) -> heads, of published shapes: OpenAI's, and minGPT's own (karpathy/minGPT, mingpt/model.py), whose state
 # dicts come without a word about their heads.

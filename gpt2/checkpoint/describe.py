@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import GPT2Config, official_size
-from .containers.gguf_file import GGUFFile
-from .containers.safetensors_file import SafetensorsFile
-from .containers.tensorflow_file import TensorBundle
-from .containers.torch_file import TorchFile
-from .hub import resolve
-from .load import open_checkpoint
-from .match import Assignment
-from .names import DEFAULT, parse_random, split_dtype
-from .peft_files import Merged
-from .save import sha256
+from gpt2.checkpoint.containers.gguf_file import GGUFFile
+from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
+from gpt2.checkpoint.containers.tensorflow_file import TensorBundle
+from gpt2.checkpoint.containers.torch_file import TorchFile
+from gpt2.checkpoint.hub import resolve
+from gpt2.checkpoint.loading import open_checkpoint
+from gpt2.checkpoint.match import Assignment
+from gpt2.checkpoint.names import DEFAULT, parse_random, split_dtype
+from gpt2.checkpoint.peft_files import Merged
+from gpt2.checkpoint.saving import sha256
+from gpt2.config import GPT2Config, official_size
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 KINDS = {SafetensorsFile: "safetensors", TorchFile: "torch.save", TensorBundle: "TensorFlow", GGUFFile: "GGUF"}

@@ -15,23 +15,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..config import GPT2Config, quoted
-from ..data.bpe import BPE
-from ..data.bpe_files import ADDED, FILES
-from ..data.chars import FILE as CHARS
-from ..errors import InputError
-from .containers.gguf_file import ALIGNMENT, ARRAY, CONFIG_KEYS, CONTROL, KINDS, NORMAL, STRING, GGUFFile, Kind, NoTokenizer
-from .describe import File
-from .files import WEIGHTS
-from .hub import resolve
-from .keys import GGUF, layer, to_file
-from .load import load_path, open_checkpoint, random_model, require_vocabulary, tokenizer_of
-from .names import parse_random, split_dtype
-from .save import save, sha256, write_file
+from gpt2.checkpoint.containers.gguf_file import (
+    ALIGNMENT,
+    ARRAY,
+    CONFIG_KEYS,
+    CONTROL,
+    KINDS,
+    NORMAL,
+    STRING,
+    GGUFFile,
+    Kind,
+    NoTokenizer,
+)
+from gpt2.checkpoint.describe import File
+from gpt2.checkpoint.files import WEIGHTS
+from gpt2.checkpoint.hub import resolve
+from gpt2.checkpoint.keys import GGUF, layer, to_file
+from gpt2.checkpoint.loading import load_path, open_checkpoint, random_model, require_vocabulary, tokenizer_of
+from gpt2.checkpoint.names import parse_random, split_dtype
+from gpt2.checkpoint.saving import save, sha256, write_file
+from gpt2.config import GPT2Config, quoted
+from gpt2.data.bpe import BPE
+from gpt2.data.bpe_files import ADDED, FILES
+from gpt2.data.chars import FILE as CHARS
+from gpt2.errors import InputError
 
 if TYPE_CHECKING:
-    from ..data import Tokenizer
-    from ..model import GPT2
+    from gpt2.data import Tokenizer
+    from gpt2.model import GPT2
 
 FORMATS = ("hf", "gguf")
 GGUF_FILE = "model.gguf"

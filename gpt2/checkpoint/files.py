@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ..errors import CheckpointError
-from .containers import Container, listed, read_json, shown
-from .containers.gguf_file import GGUFFile
-from .containers.safetensors_file import SafetensorsFile
-from .containers.tensorflow_file import TensorBundle, checkpoint_prefix
-from .containers.torch_file import TorchFile
+from gpt2.checkpoint.containers import Container, listed, read_json, shown
+from gpt2.checkpoint.containers.gguf_file import GGUFFile
+from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
+from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, checkpoint_prefix
+from gpt2.checkpoint.containers.torch_file import TorchFile
+from gpt2.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

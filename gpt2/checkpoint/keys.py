@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..config import GPT2Config
+from gpt2.config import GPT2Config
 
 PREFIX = "transformer."  # written by transformers, absent from the official files
 # What torch.compile, DistributedDataParallel and Lightning put in front of every key, in any order.

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint is which parameter of the model: every one accounted for, and all that does not fit told at once.
+"""Match every tensor of a checkpoint to a parameter of the model, and report all that does not fit at once.
 
 Files differ in names (:mod:`gpt2.checkpoint.keys`), in which way the matrices lie, and in what they leave out. Which way is
 decided once for the whole file, from the matrices that are not square: `attn.c_proj` fits either way, so a loader that turns
@@ -15,10 +15,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..config import GPT2Config
-from ..errors import CheckpointError
-from .containers import Container, Entry, listed
-from .keys import CAUSAL_MASK, MASKED_SCORE, TIED_HEADS, TRAINING_STATE, expected, from_file, sizes, without_leading_one
+from gpt2.checkpoint.containers import Container, Entry, listed
+from gpt2.checkpoint.keys import (
+    CAUSAL_MASK,
+    MASKED_SCORE,
+    TIED_HEADS,
+    TRAINING_STATE,
+    expected,
+    from_file,
+    sizes,
+    without_leading_one,
+)
+from gpt2.config import GPT2Config
+from gpt2.errors import CheckpointError
 
 
 @dataclass(frozen=True)

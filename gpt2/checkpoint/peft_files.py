@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..config import quoted
-from ..errors import CheckpointError, InputError
-from ..lora import PROJECTIONS, adapters, merge_into
-from .containers import Container, listed, read_json
-from .files import ADAPTER as CONFIG
-from .files import LAYOUTS, open_file
-from .hub import resolve
-from .keys import from_file, layer, to_file
-from .match import Assignment
-from .names import DEFAULT, OFFICIAL, parse_random, split_dtype
-from .save import safetensors_file, write_file, write_json
+from gpt2.checkpoint.containers import Container, listed, read_json
+from gpt2.checkpoint.files import ADAPTER as CONFIG
+from gpt2.checkpoint.files import LAYOUTS, open_file
+from gpt2.checkpoint.hub import resolve
+from gpt2.checkpoint.keys import from_file, layer, to_file
+from gpt2.checkpoint.match import Assignment
+from gpt2.checkpoint.names import DEFAULT, OFFICIAL, parse_random, split_dtype
+from gpt2.checkpoint.saving import safetensors_file, write_file, write_json
+from gpt2.config import quoted
+from gpt2.errors import CheckpointError, InputError
+from gpt2.lora import PROJECTIONS, adapters, merge_into
 
 if TYPE_CHECKING:
-    from ..model import GPT2
+    from gpt2.model import GPT2
 
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # PeftModel's and LoraModel's own attributes

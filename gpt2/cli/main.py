@@ -10,10 +10,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .. import __version__
-from ..errors import InputError
-from . import bench, compare, diagnose, explore, export, generate, info, train, verify
-from .common import require_writable
+from gpt2 import __version__
+from gpt2.cli import bench_command as bench
+from gpt2.cli import compare_command as compare
+from gpt2.cli import diagnose_command as diagnose
+from gpt2.cli import explore_command as explore
+from gpt2.cli import export_command as export
+from gpt2.cli import generate_command as generate
+from gpt2.cli import info_command as info
+from gpt2.cli import train_command as train
+from gpt2.cli import verify_command as verify
+from gpt2.cli.common import require_writable
+from gpt2.errors import InputError
 
 COMMANDS = (info, verify, compare, explore, diagnose, generate, train, export, bench)
 

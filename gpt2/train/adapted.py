@@ -10,14 +10,14 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from ..checkpoint.keys import to_file
-from ..checkpoint.peft_files import CONFIG, PREFIX, WEIGHTS, save_adapter
-from ..checkpoint.save import save
-from ..data import Tokenizer
-from ..errors import InputError
-from ..lora import adapters, chosen_projections, inject, merged
-from ..model import GPT2
-from .recipe import Recipe
+from gpt2.checkpoint.keys import to_file
+from gpt2.checkpoint.peft_files import CONFIG, PREFIX, WEIGHTS, save_adapter
+from gpt2.checkpoint.saving import save
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError
+from gpt2.lora import adapters, chosen_projections, inject, merged
+from gpt2.model import GPT2
+from gpt2.train.recipe import Recipe
 
 BASE, ADAPTER = "base", "adapter"
 FILES = (CONFIG, WEIGHTS)

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from ..checkpoint.load import load_path
-from ..checkpoint.save import write_file, write_json
-from ..data import Tokenizer
-from ..model import GPT2
+from gpt2.checkpoint.loading import load_path
+from gpt2.checkpoint.saving import write_file, write_json
+from gpt2.data import Tokenizer
+from gpt2.model import GPT2
 
 TYPE = "bigram"
 

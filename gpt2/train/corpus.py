@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..checkpoint.load import load_tokenizer
-from ..data import Tokenizer, from_directory, holds_tokenizer, shakespeare, token_files
-from ..errors import InputError
-from .recipe import Recipe
+from gpt2.checkpoint.loading import load_tokenizer
+from gpt2.data import Tokenizer, from_directory, holds_tokenizer, shakespeare, token_files
+from gpt2.errors import InputError
+from gpt2.train.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ def texts(recipe: Recipe) -> tuple[str, str]:
 def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:
     """A vocabulary from the training text; characters also from the validation text, which must be spellable."""
     if recipe.data.tokenizer == "chars":
-        from ..data.chars import Chars
+        from gpt2.data.chars import Chars
 
         return Chars.from_text(train_text + val_text)
     if recipe.data.tokenizer == "words":
-        from ..data.words import Words
+        from gpt2.data.words import Words
 
         return Words.from_text(train_text, recipe.data.vocab_size)
     if recipe.data.tokenizer == "gpt2":
         return load_tokenizer("gpt2")
-    from ..data.bpe import train_bpe
+    from gpt2.data.bpe import train_bpe
 
     return train_bpe(train_text, recipe.data.vocab_size)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..config import GPT2Config
-from .loss import even
-from .recipe import Recipe
+from gpt2.config import GPT2Config
+from gpt2.train.loss import even
+from gpt2.train.recipe import Recipe
 
 FLOAT, BF16 = 4, 2  # bytes
 PASSED = 2  # copies of a bigram's logits alive at once: their log-softmax, and the logits or their gradient

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..compare.measure import LanguageScore
-from ..config import GPT2Config
-from .bigram import BigramConfig
-from .recipe import Recipe
+from gpt2.config import GPT2Config
+from gpt2.measure.metrics import LanguageScore
+from gpt2.train.bigram import BigramConfig
+from gpt2.train.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.batches import batch
-from .parallel import ALONE, Ranks
-from .recipe import Recipe
+from gpt2.data.batches import batch
+from gpt2.train.parallel import ALONE, Ranks
+from gpt2.train.recipe import Recipe
 
 
 class Feed:

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..errors import InputError
+from gpt2.errors import InputError
 
 OUTCOME = "GPT2_TRAIN_OUTCOME"  # environment variable: the file that takes rank 0's exit code
 RESTARTS = 3  # of a job whose process was lost; a fault that comes back every time must come to an end

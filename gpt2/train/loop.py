@@ -16,28 +16,28 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..compare.measure import LanguageScore, language_score
-from ..config import GPT2Config
-from ..data import Tokenizer
-from ..errors import InputError
-from ..model import GPT2
-from . import adapted, divergence, models, parallel, state
-from .allocator import keep_freed_memory
-from .bigram import Bigram, BigramConfig
-from .corpus import Corpus, corpus
-from .divergence import Rewind
-from .estimate import peak_memory
-from .events import Diverged, Estimated, Evaluated, Listener, Logged, Result, Started
-from .feed import Feed
-from .interrupt import interruptions
-from .loss import Scored
-from .metrics import Metrics, Pace, parted
-from .optim import adamw, learning_rate
-from .parallel import Ranks
-from .recipe import Recipe
-from .speed import tokens_at_peak
-from .start import Start, start
-from .state import Progress
+from gpt2.config import GPT2Config
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError
+from gpt2.measure.allocator import keep_freed_memory
+from gpt2.measure.metrics import LanguageScore, language_score
+from gpt2.model import GPT2
+from gpt2.train import adapted, divergence, models, parallel, state
+from gpt2.train.bigram import Bigram, BigramConfig
+from gpt2.train.corpus import Corpus, corpus
+from gpt2.train.divergence import Rewind
+from gpt2.train.estimate import peak_memory
+from gpt2.train.events import Diverged, Estimated, Evaluated, Listener, Logged, Result, Started
+from gpt2.train.feed import Feed
+from gpt2.train.interrupt import interruptions
+from gpt2.train.loss import Scored
+from gpt2.train.metrics import Metrics, Pace, parted
+from gpt2.train.optim import adamw, learning_rate
+from gpt2.train.parallel import Ranks
+from gpt2.train.recipe import Recipe
+from gpt2.train.speed import tokens_at_peak
+from gpt2.train.start import Start, start
+from gpt2.train.state import Progress
 
 __all__ = ["Diverged", "Estimated", "Evaluated", "Logged", "Result", "Started", "train"]
 
@@ -51,7 +51,7 @@ def train(
 
     A folder that holds this very run goes on from its newest intact checkpoint; one that holds another is refused, unless
     ``fresh`` clears it. Ctrl-C or SIGTERM finishes the step (and an evaluation under way), saves, and returns a result that
-    says "interrupted"; a second one acts at once. Memory that is freed stays with the process (:mod:`gpt2.train.allocator`).
+    says "interrupted"; a second one acts at once. Memory that is freed stays with the process (:mod:`gpt2.measure.allocator`).
 
     In a process that `torchrun` or :mod:`gpt2.train.launch` started, the ranks of the job share each batch; only
     rank 0 needs the folder and ``init``, and only it reports.

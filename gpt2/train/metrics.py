@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..checkpoint.save import write_file
-from ..errors import InputError
-from .recipe import Recipe
-from .state import METRICS, Progress, writing
+from gpt2.checkpoint.saving import write_file
+from gpt2.errors import InputError
+from gpt2.train.recipe import Recipe
+from gpt2.train.state import METRICS, Progress, writing
 
 PARTED = 0.02  # nats per token
 

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..checkpoint.load import require_vocabulary
-from ..config import GPT2Config
-from ..data import Tokenizer
-from ..errors import InputError
-from ..generate import generate
-from ..model import GPT2
-from . import adapted
-from .bigram import Bigram, BigramConfig, save_bigram
-from .recipe import Recipe
+from gpt2.checkpoint.loading import require_vocabulary
+from gpt2.config import GPT2Config
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError
+from gpt2.generation import generate
+from gpt2.model import GPT2
+from gpt2.train import adapted
+from gpt2.train.bigram import Bigram, BigramConfig, save_bigram
+from gpt2.train.recipe import Recipe
 
 
 def hollow(config: GPT2Config | BigramConfig, recipe: Recipe) -> GPT2 | Bigram:

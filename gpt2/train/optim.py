@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from ..model import GPT2
-from .recipe import Optim
+from gpt2.model import GPT2
+from gpt2.train.recipe import Optim
 
 
 def learning_rate(step: int, steps: int, optim: Optim) -> float:

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import InputError
-from .recipe import Recipe
+from gpt2.errors import InputError
+from gpt2.train.recipe import Recipe
 
 T = TypeVar("T")
 PATIENCE = timedelta(minutes=10)  # for a machine that fell silent; gloo's own 30 minutes are long, and a save may take a few

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ..config import ACTIVATIONS
-from ..errors import InputError
+from gpt2.config import ACTIVATIONS
+from gpt2.errors import InputError
 
 FOLDER = Path(__file__).parent / "recipes"
 FINE_TUNE_PATIENCE = 5  # evaluations without a better one

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from ..config import GPT2Config
-from .parallel import Ranks
-from .recipe import Recipe
+from gpt2.config import GPT2Config
+from gpt2.train.parallel import Ranks
+from gpt2.train.recipe import Recipe
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 WORTH = 1.3  # how much faster bfloat16 products must be, because its casts, and all that is no product, make no one faster

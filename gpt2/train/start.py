@@ -7,16 +7,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..checkpoint.load import load, load_tokenizer
-from ..data import from_directory
-from ..model import GPT2
-from . import adapted, models, state
-from .bigram import Bigram, load_model
-from .corpus import Corpus, corpus
-from .parallel import Ranks
-from .recipe import Recipe
-from .speed import settled
-from .state import Progress
+from gpt2.checkpoint.loading import load, load_tokenizer
+from gpt2.data import from_directory
+from gpt2.model import GPT2
+from gpt2.train import adapted, models, state
+from gpt2.train.bigram import Bigram, load_model
+from gpt2.train.corpus import Corpus, corpus
+from gpt2.train.parallel import Ranks
+from gpt2.train.recipe import Recipe
+from gpt2.train.speed import settled
+from gpt2.train.state import Progress
 
 
 @dataclass(frozen=True)

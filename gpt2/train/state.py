@@ -23,12 +23,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ..checkpoint.save import safetensors_file, sha256, write_file, write_json
-from ..data import Tokenizer
-from ..errors import InputError
-from ..model import GPT2
-from . import adapted, models
-from .recipe import Recipe, build
+from gpt2.checkpoint.saving import safetensors_file, sha256, write_file, write_json
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError
+from gpt2.model import GPT2
+from gpt2.train import adapted, models
+from gpt2.train.recipe import Recipe, build
 
 KEEP = 2
 RECIPE, METRICS, BEST, MANIFEST = "recipe.json", "metrics.jsonl", "best", "manifest.json"

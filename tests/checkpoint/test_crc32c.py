@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-import tf_bundle
+from support import tf_bundle
 
 from gpt2.checkpoint.containers.crc32c import DEGREE, SHIFTS, crc32c
 

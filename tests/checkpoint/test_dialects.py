@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hf_layouts import TINY, masks, official, prefixed, sharded, transformers_saved, weights, write_config, write_weights
-from oracle import assert_same, oracle
+from support.hf_layouts import TINY, masks, official, prefixed, sharded, transformers_saved, weights, write_config, write_weights
+from support.oracle import assert_same, oracle
 from torch import Tensor, nn
 
 from gpt2.checkpoint.configs import config_of
 from gpt2.checkpoint.files import open_weights
-from gpt2.checkpoint.load import load
+from gpt2.checkpoint.loading import load
 from gpt2.checkpoint.match import match
 from gpt2.config import GPT2Config
 from gpt2.errors import CheckpointError
@@ -199,7 +199,7 @@ def wrapped(directory: Path) -> tuple[Path, Truth, GPT2Config]:
 
 def openai(directory: Path) -> tuple[Path, Truth, GPT2Config]:
     """OpenAI's own files, `w` with a leading axis of one, and the counter that a fine-tuned one has."""
-    import tf_bundle
+    from support import tf_bundle
 
     truth = weights(seed=12)
     stored = {}
@@ -334,7 +334,7 @@ def judged(path: Path, truth: Truth, config: GPT2Config, judge: str, ids: Tensor
     if judge == "oracle":
         wide = {name: tensor.double() for name, tensor in truth.items()}
         return torch.stack([oracle(wide, config, row.tolist()) for row in ids])
-    from gpt2.compare.reference import load_reference, opens
+    from gpt2.parity.reference import load_reference, opens
 
     assert opens(path), "transformers is only a judge where it reads the files itself"
     with torch.no_grad():
@@ -469,7 +469,7 @@ def test_models_of_turned_files_train_and_save(tmp_path: Path) -> None:
     """Views with odd strides in places that expect rows: saving, copying, stepping."""
     import copy
 
-    from gpt2.checkpoint.save import save
+    from gpt2.checkpoint.saving import save
 
     path, truth, _ = DIALECTS["lightning"].write(tmp_path / "in")
     model: GPT2 = load(str(path))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_standin import HubStandIn, Request
+from support.hub_standin import HubStandIn, Request
 
 from gpt2.checkpoint.download import Declared, fetch
 from gpt2.errors import InputError

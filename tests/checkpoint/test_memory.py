@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf_layouts import TINY, official, weights, write_config, write_weights
-from official_repositories import require_room
+from support.hf_layouts import TINY, official, weights, write_config, write_weights
+from support.official_repositories import require_room
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt2.checkpoint.load import load_path
+from gpt2.checkpoint.loading import load_path
 
 ROOT = Path(__file__).parents[2]
 PROC = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_standin import HubStandIn
-from official_repositories import OFFICIAL, Weights, add, require_room, small_files
+from support.hub_standin import HubStandIn
+from support.official_repositories import OFFICIAL, Weights, add, require_room, small_files
 
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.hub import SMALL

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_standin import HubStandIn
 from safetensors.torch import load_file, save_file
+from support.hub_standin import HubStandIn
 
 import gpt2
 from gpt2 import GPT2, CheckpointError, GPT2Config, InputError
@@ -68,7 +68,7 @@ def peft():
 
 
 def reference(base: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    from gpt2.compare.reference import load_reference
+    from gpt2.parity.reference import load_reference
 
     return load_reference(base, dtype)
 
@@ -339,7 +339,7 @@ def test_every_command_takes_an_adapter_or_says_what_to_do(base: Path, adapter: 
 
 def test_a_model_with_an_adapter_beside_it_is_not_left_to_transformers(base: Path, adapter: Path) -> None:
     """Where PEFT is installed, transformers would add the adapter, and the reference would be another model."""
-    from gpt2.compare import reference
+    from gpt2.parity import reference
 
     gpt2.save(gpt2.load(str(base)), None, adapter)
     assert reference.opens(base)

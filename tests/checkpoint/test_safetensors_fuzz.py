@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import safetensors
-from safetensors_fuzz import STRICTER, header
+from support.safetensors_fuzz import STRICTER, header
 
 from gpt2.checkpoint.containers import HEADER_LIMIT
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile

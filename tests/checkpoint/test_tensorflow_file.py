@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tf_bundle
 import torch
-from hf_layouts import TINY
-from tf_bundle import block, closed, entry, field, header, sealed, table, varint
+from support import tf_bundle
+from support.hf_layouts import TINY
+from support.tf_bundle import block, closed, entry, field, header, sealed, table, varint
 
 import gpt2.data
 from gpt2.checkpoint.containers.crc32c import crc32c

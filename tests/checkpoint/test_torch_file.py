@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_layouts import TINY
 from safetensors.torch import save_file
-from torch_layouts import (
+from support.hf_layouts import TINY
+from support.torch_layouts import (
     Called,
     Stored,
     hf_bin,

@@ -17,7 +17,7 @@ import torch
 
 import gpt2
 from gpt2.cli.main import COMMANDS, main, parser
-from gpt2.compare import run as verify_module
+from gpt2.parity import run as verify_module
 
 ASSET = Path(gpt2.__file__).parent / "assets" / "shakespeare-mini"
 

@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from faulty import CONFIG, write
-from faulty.exits import HOSTILE
+from support.faulty import CONFIG, write
+from support.faulty.exits import HOSTILE
 
 from gpt2.cli.main import main
-from gpt2.compare.diagnose import runner
-from gpt2.compare.diagnose.report import Diagnosis, Divergence
 from gpt2.errors import InputError
+from gpt2.port.diagnosis import runner
+from gpt2.port.diagnosis.report import Diagnosis, Divergence
 
-FILES = Path(__file__).parents[1] / "faulty" / "hostile"
+FILES = Path(__file__).parents[1] / "support" / "faulty" / "hostile"
 # What each must be told; those of the first lines also by default, each for another reason.
 SAID = {
     "prints": "",

@@ -14,12 +14,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from browser import CHROMIUM, Browser
+from support.browser import CHROMIUM, Browser
 
 import gpt2
 from gpt2.cli.main import main
-from gpt2.compare.lens import explorer
 from gpt2.data.chars import Chars
+from gpt2.explore.lens import explorer
 
 PROMPT = "O Romeo,\nwherefore art"
 

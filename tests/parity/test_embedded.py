@@ -10,8 +10,8 @@ import torch
 
 import gpt2
 from gpt2.checkpoint.hub import resolve
-from gpt2.checkpoint.save import sha256
-from gpt2.compare.measure import language_score
+from gpt2.checkpoint.saving import sha256
+from gpt2.measure.metrics import language_score
 
 FOLDER = resolve("shakespeare-mini").path
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from hf_layouts import masks, weights, write_config, write_weights
-from hub_standin import HubStandIn
+from support.hf_layouts import masks, weights, write_config, write_weights
+from support.hub_standin import HubStandIn
 
 from gpt2.config import GPT2Config
 from gpt2.data.bpe import train_bpe

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2.config import ACTIVATIONS, GPT2Config
-from gpt2.generate import generate
+from gpt2.generation import generate
 from gpt2.model import GPT2, Conv1D, eager_attention, sdpa_attention
 
 TINY = GPT2Config(vocab_size=37, n_positions=9, n_embd=20, n_layer=3, n_head=5, n_inner=33, bos_token_id=None, eos_token_id=None)

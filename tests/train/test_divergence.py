@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt2.checkpoint.load import load_path
+from gpt2.checkpoint.loading import load_path
 from gpt2.errors import InputError
 from gpt2.train import divergence, feed, loop, state
 from gpt2.train.loop import Diverged, train

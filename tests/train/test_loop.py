@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2.checkpoint.load import load_path
-from gpt2.checkpoint.save import save
+from gpt2.checkpoint.loading import load_path
+from gpt2.checkpoint.saving import save
 from gpt2.config import GPT2Config
 from gpt2.data import from_directory
 from gpt2.errors import InputError

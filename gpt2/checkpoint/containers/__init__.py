@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...config import quoted
-from ...errors import CheckpointError
+from gpt2.config import quoted
+from gpt2.errors import CheckpointError
 
 # The largest GPT-2 has 580 tensors and 60 kB of header; a header of megabytes is an attack on the JSON parser.
 HEADER_LIMIT = 4_000_000

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...config import GPT2Config, quoted
-from ...errors import CheckpointError, InputError
-from . import Entry, countable, shown
-from .mapped_file import MappedFile
+from gpt2.checkpoint.containers import Entry, countable, shown
+from gpt2.checkpoint.containers.mapped_file import MappedFile
+from gpt2.config import GPT2Config, quoted
+from gpt2.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
-    from ...data.bpe import BPE
+    from gpt2.data.bpe import BPE
 
 # Vocabularies of GPT-2 have up to 100,000 tokens and as many merges, in 5 MB; what is far beyond that is an attack.
 METADATA_LIMIT, ELEMENTS_LIMIT = 32_000_000, 2_000_000
@@ -234,8 +234,8 @@ def tokenizer_of(file: GGUFFile) -> BPE:
     Raises:
         NoTokenizer: there is none, or one of another kind. InputError: tokens and merges do not fit each other.
     """
-    from ...data import bpe_files
-    from ...data.bpe import BPE
+    from gpt2.data import bpe_files
+    from gpt2.data.bpe import BPE
 
     said, where = file.metadata, f"{file.path}"
     model, pre = said.get("tokenizer.ggml.model"), said.get("tokenizer.ggml.pre", "gpt-2")

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
+from gpt2.errors import CheckpointError
 
 PIECE = 1 << 21  # bytes converted at a time
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import quoted
-from ...errors import CheckpointError
-from . import HEADER_LIMIT, Entry, countable, shown
-from .mapped_file import MappedFile
+from gpt2.checkpoint.containers import HEADER_LIMIT, Entry, countable, shown
+from gpt2.checkpoint.containers.mapped_file import MappedFile
+from gpt2.config import quoted
+from gpt2.errors import CheckpointError
 
 DTYPES = {
     "F64": torch.float64,

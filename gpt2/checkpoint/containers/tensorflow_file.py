@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import MAX_SIZE, quoted
-from ...errors import CheckpointError
-from . import HEADER_LIMIT, Entry, countable, listed, read_json, shown
-from .crc32c import crc32c
-from .mapped_file import MappedFile
-from .safetensors_file import OTHER_FORMATS
-from .sstable import TableError, masked, pairs, varint
+from gpt2.checkpoint.containers import HEADER_LIMIT, Entry, countable, listed, read_json, shown
+from gpt2.checkpoint.containers.crc32c import crc32c
+from gpt2.checkpoint.containers.mapped_file import MappedFile
+from gpt2.checkpoint.containers.safetensors_file import OTHER_FORMATS
+from gpt2.checkpoint.containers.sstable import TableError, masked, pairs, varint
+from gpt2.config import MAX_SIZE, quoted
+from gpt2.errors import CheckpointError
 
 # TensorFlow's numbers for dtypes (core/framework/types.proto), where torch has one of the same bytes.
 DTYPES = {

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import quoted
-from ...errors import CheckpointError
-from . import listed, shown
-from .mapped_file import MappedFile
-from .pickle_data import Call, ForbiddenName, Pickle, PickleError, read_pickle
-from .torch_tensors import ALLOWED, NotDense, Storage, Strided, describe, kind, storage
+from gpt2.checkpoint.containers import listed, shown
+from gpt2.checkpoint.containers.mapped_file import MappedFile
+from gpt2.checkpoint.containers.pickle_data import Call, ForbiddenName, Pickle, PickleError, read_pickle
+from gpt2.checkpoint.containers.torch_tensors import ALLOWED, NotDense, Storage, Strided, describe, kind, storage
+from gpt2.config import quoted
+from gpt2.errors import CheckpointError
 
 # nanoGPT's ckpt.pt of GPT-2 XL has 200 kB of pickle; some keep every loss of a long run there.
 PICKLE_LIMIT = 16_000_000

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ...config import quoted
-from . import Entry
-from .pickle_data import Call, Name, Persistent, PickleError
-from .safetensors_file import DTYPES
+from gpt2.checkpoint.containers import Entry
+from gpt2.checkpoint.containers.pickle_data import Call, Name, Persistent, PickleError
+from gpt2.checkpoint.containers.safetensors_file import DTYPES
+from gpt2.config import quoted
 
 STORAGES = {
     "torch.DoubleStorage": torch.float64,

@@ -1,0 +1,116 @@
+"""Write a directory that transformers, vLLM, llama.cpp and CTranslate2 open unedited."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gpt2.checkpoint.containers import listed
+from gpt2.checkpoint.containers.safetensors_file import DTYPES
+from gpt2.checkpoint.files import WEIGHTS
+from gpt2.checkpoint.keys import expected, to_file
+from gpt2.errors import InputError
+
+if TYPE_CHECKING:
+    from gpt2.data import Tokenizer
+    from gpt2.model import GPT2
+
+DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+FORMAT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ALIGNMENT = 64  # bytes, a cache line: what is written here can be mapped in place when it is read
+
+
+def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path) -> Path:
+    """Write ``model`` and ``tokenizer`` to ``directory`` in Hugging Face's layout; return the directory.
+
+    Weights keep their dtype and Conv1D orientation, under transformers' names, without the tied head, and go to the file
+    straight from where they are: no second copy in memory. The same weights give the same bytes. All of the model is written
+    and synced aside before any of it is renamed into place, so a full disk leaves what was there as it was, and a reader sees
+    an old file or a new one and never half of one.
+
+    Raises:
+        InputError: the directory cannot be written, or ``model`` is not a plain GPT2 (wrapped, quantised, adapters unmerged).
+    """
+    directory = Path(directory)
+    tensors = _plain(model)
+    config = model.config.to_hf(DTYPE_NAMES[tensors["wte.weight"].dtype])
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
+        try:
+            write_file(aside / WEIGHTS, safetensors_file({to_file(name): tensor for name, tensor in tensors.items()}))
+            write_json(aside / "config.json", config)
+            write_json(aside / "generation_config.json", generation)
+            if tokenizer is not None:
+                tokenizer.save(directory, n_positions=model.config.n_positions)
+            for file in sorted(aside.iterdir()):
+                os.replace(file, directory / file.name)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        why = error.strerror or error
+        raise InputError(f"{directory}: cannot write the checkpoint ({why}); choose another folder, or make room") from error
+    return directory
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_file(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> None:
+    """Write aside, sync, rename. ``content`` is all of it, or its pieces in order."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(aside, "wb") as file:
+            for piece in [content] if isinstance(content, bytes) else content:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _plain(model: GPT2) -> dict[str, Tensor]:
+    """The model's parameters in the key table's order, seen to be exactly the key table's."""
+    state, wanted = model.state_dict(), expected(model.config)
+    odd = [name for name in state.keys() ^ wanted.keys()] or [
+        name for name, shape in wanted.items() if state[name].shape != shape
+    ]
+    odd = odd or [name for name, tensor in state.items() if tensor.dtype not in DTYPE_NAMES or tensor.is_meta]
+    if odd:
+        raise InputError(
+            f"cannot save this model: {listed(sorted(odd))} are not a plain GPT-2's; unwrap it, or merge its adapters"
+        )
+    return {name: state[name] for name in wanted}
+
+
+def safetensors_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file, piece by piece; wider dtypes first, so that every tensor is aligned to its own."""
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": FORMAT_NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        yield tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

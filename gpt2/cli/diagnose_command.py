@@ -1,0 +1,63 @@
+"""``gpt2 diagnose``: somebody's port, where it departs from GPT-2, and why."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+from typing import Any
+
+from gpt2.cli.common import Status, add_command, add_json, write_json
+from gpt2.errors import InputError
+
+EXAMPLES = """\
+  gpt2 diagnose port.py:build                        against the embedded checkpoint
+  gpt2 diagnose port.py:build --model gpt2           against the official weights
+  gpt2 diagnose port.py --model ./my-model           FILE.py alone means FILE.py:build
+  gpt2 diagnose port.py:build --json -               for programs: verdict, first_divergence, causes
+
+port.py has a function that returns your module:
+
+  def build(checkpoint_dir):                         # the folder with config.json and model.safetensors
+      model = MyGPT()
+      model.load_state_dict(my_own_loading(checkpoint_dir))
+      return model                                   # maps ids (B, T) to logits (B, T, V)
+
+With def build(): the weights are put in for you, as gpt2.load_into does. The file is run: diagnose only files you trust.
+
+exit code: 0 equal, 1 it differs, 2 it could not be built or run"""
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "diagnose", "say why somebody's GPT-2 is almost right: where, what, and the fix", EXAMPLES)
+    parser.add_argument("port", metavar="FILE.py:build", help="a Python file, and the function in it that returns the module")
+    parser.add_argument("--model", default="shakespeare-mini", metavar="MODEL", help="whose weights (default: %(default)s)")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
+    parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds for its import, build and first forward (default: %(default)g)",
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 0 < args.timeout < math.inf:
+        raise InputError(f"--timeout {args.timeout}: give a number of seconds above 0, such as 60")
+    from gpt2.port.diagnosis.runner import run as diagnose
+
+    status = Status()
+    status(f"running {args.port}")
+    try:
+        found = diagnose(args.port, args.model, timeout=args.timeout, revision=args.revision, offline=args.offline)
+    finally:
+        status.clear()
+    if args.json:
+        write_json(args.json, found.to_json())
+    if args.json != "-":
+        print(found.table(min(shutil.get_terminal_size((110, 24)).columns, 140)))
+    return 0 if found.ok else 1

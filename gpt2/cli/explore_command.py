@@ -1,0 +1,151 @@
+"""``gpt2 explore``: a forward pass opened up, as a page; served on loopback, or written to a file."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from gpt2.cli.common import Status, add_command, add_json, require_writable, write_json
+from gpt2.errors import InputError
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse
+
+    from gpt2.explore.lens import Explorer
+
+EXAMPLES = """\
+  gpt2 explore                                        the embedded model: open the address it prints
+  gpt2 explore gpt2 --prompt "The capital of France is"
+  gpt2 explore shakespeare-mini out/macbeth/best      two models, side by side
+  gpt2 explore shakespeare-mini --html page.html      one self-contained file instead of a server
+  gpt2 explore shakespeare-mini --prompt "To be, or" --json -
+
+The page: the prompt's tokens, what the model would say next at every position and after every layer, and what each attention
+head looks at. It is served to this machine only, until Ctrl-C."""
+
+HOST = "127.0.0.1"
+PORT = 8642
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "explore", "look inside a forward pass: predictions by layer, attention by head", EXAMPLES)
+    parser.add_argument(
+        "model", nargs="?", default="shakespeare-mini", metavar="MODEL", help="which model (default: %(default)s)"
+    )
+    parser.add_argument("other", nargs="?", metavar="OTHER", help="a second one, beside it")
+    parser.add_argument("--prompt", metavar="TEXT", help="the text to begin with")
+    parser.add_argument("--port", type=int, metavar="N", help=f"where to serve; 0 takes any that is free (default: {PORT})")
+    parser.add_argument("--html", metavar="FILE", help="write the page to FILE instead of serving it")
+    parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    require_writable("--html", args.html)
+    writes = bool(args.html or args.json)
+    if writes and args.port is not None:
+        raise InputError(
+            "--port says nothing beside --html or --json, which write the page's content and serve nothing; leave it out"
+        )
+    with _listen(PORT if args.port is None else args.port) if not writes else socket.socket() as listening:
+        from gpt2.explore.lens import PROMPT, explorer
+
+        status = Status()
+        status("loading")
+        names = [name for name in (args.model, args.other) if name is not None]
+        with explorer(*names, offline=args.offline) as opened:
+            status.clear()
+            prompt = PROMPT if args.prompt is None else args.prompt
+            if not writes:
+                opened.look(prompt)  # what is wrong with it is said here, before a browser asks
+                _serve(opened, prompt, listening)
+                return 0
+            found = opened.look(prompt)
+    if args.html:
+        found.save_html(args.html)
+        print(f"wrote {args.html}", file=sys.stderr)
+    if args.json:
+        write_json(args.json, found.to_json())
+    return 0
+
+
+def application(opened: Explorer, prompt: str) -> Starlette:
+    """The page at ``/``, of ``?prompt=``; nothing else. Requests that name another host are refused.
+
+    A page elsewhere cannot read an answer, having no leave to; but a name that its owner points at this machine could
+    ("DNS rebinding"), were the Host header not looked at.
+    """
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import HTMLResponse
+    from starlette.routing import Route
+
+    from gpt2.explore.lens_page import error_page, page
+
+    names = tuple(side.name for side in opened.sides)
+    one_at_a_time = Lock()  # a forward pass takes all cores as it is
+
+    def answer(request: Request) -> HTMLResponse:
+        typed = request.query_params.get("prompt", prompt).replace("\r\n", "\n")  # which is how a form sends a line break
+        if request.headers.get("sec-fetch-site") == "cross-site" and request.headers.get("sec-fetch-mode") != "navigate":
+            return HTMLResponse("from another site", 403, HEADERS)
+        try:
+            with one_at_a_time:
+                found = opened.look(typed)
+        except InputError as error:
+            return HTMLResponse(error_page(names, typed, error).encode(errors="backslashreplace"), 400, HEADERS)
+        return HTMLResponse(page(found, served=True).encode(errors="backslashreplace"), 200, HEADERS)
+
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False)
+    return Starlette(routes=[Route("/", answer, methods=["GET"])], middleware=[hosts])
+
+
+def _listen(port: int) -> socket.socket:
+    """A socket on loopback, found before a model is loaded."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise InputError(
+            "serving the page takes the extra explore: pip install 'gpt2-toolkit[explore]'; or --html FILE writes it"
+        ) from None
+    listening = socket.socket()
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((HOST, port))
+        listening.listen()  # so that who opens the address at once is kept waiting, not refused
+    except (OSError, OverflowError) as error:
+        listening.close()
+        why = getattr(error, "strerror", None) or "a port is 0 .. 65535"
+        raise InputError(f"--port {port}: {why.lower()}; choose another, or 0 for any that is free") from None
+    return listening
+
+
+def _serve(opened: Explorer, prompt: str, listening: socket.socket) -> None:
+    import uvicorn
+
+    config = uvicorn.Config(
+        application(opened, prompt),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        http="h11",
+        server_header=False,
+    )
+    print(f"open http://{HOST}:{listening.getsockname()[1]}/ in a browser; Ctrl-C ends it", file=sys.stderr, flush=True)
+    uvicorn.Server(config).run(sockets=[listening])
+    raise KeyboardInterrupt  # which alone ends it, and which uvicorn raises again or not, as it catches the moment

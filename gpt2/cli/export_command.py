@@ -1,0 +1,65 @@
+"""``gpt2 export``: a directory that other programs open."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from gpt2.cli.common import Status, add_command, add_json, add_model, size, write_json
+
+if TYPE_CHECKING:
+    from gpt2.checkpoint.export import Export
+
+EXAMPLES = """\
+  gpt2 export shakespeare-mini out/hf                        the embedded model
+  gpt2 export gpt2 out/gpt2                                  for transformers, vLLM, CTranslate2 and llama.cpp's converter
+  gpt2 export ckpt.pt out/mine                               a nanoGPT checkpoint, in Hugging Face's layout
+  gpt2 export gpt2:bf16 out/half                             the same in bfloat16
+  gpt2 export gpt2 out/gguf --format gguf                    out/gguf/model.gguf, for llama.cpp
+  gpt2 export gpt2 out/small --format gguf --type q8_0       a quarter of the size"""
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "export", "write a directory that other programs open", EXAMPLES)
+    add_model(parser, required=True)
+    parser.add_argument("directory", metavar="DIR", help="folder to write; files of the same names are replaced")
+    parser.add_argument("--format", default="hf", choices=("hf", "gguf"), help="(default: %(default)s)")
+    parser.add_argument(
+        "--type",
+        choices=("f32", "f16", "bf16", "q8_0"),
+        help="how GGUF stores the matrices (default: in the model's dtype); hf keeps the model's dtype",
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from gpt2.checkpoint.export import export
+
+    status = Status()
+    status(f"exporting {args.model}")
+    try:
+        done = export(
+            args.model,
+            args.directory,
+            format=args.format,
+            type=args.type,
+            revision=args.revision,
+            offline=args.offline,
+        )
+    finally:
+        status.clear()
+    if args.json:
+        write_json(args.json, json.dumps({**asdict(done), "parameters": done.config.num_parameters()}, indent=2))
+    if args.json != "-":
+        print(_text(done))
+    return 0
+
+
+def _text(done: Export) -> str:
+    lines = [f"{done.model} -> {done.directory}  {done.format}, {done.type}, {done.config.num_parameters():,} parameters"]
+    lines += [f"  {file.name:24} {size(file.size):>9}  sha256 {file.sha256}" for file in done.files]
+    lines += [f"  note: {note}" for note in done.notes]
+    return "\n".join(lines)

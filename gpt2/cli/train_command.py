@@ -1,0 +1,177 @@
+"""``gpt2 train``: from scratch, or fine-tuning with --init; the same loop."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt2.cli.common import add_command, add_json, size, write_json
+from gpt2.errors import InputError
+
+if TYPE_CHECKING:
+    from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged, Started
+    from gpt2.train.recipe import Recipe
+
+EXAMPLES = """\
+  gpt2 train --list                                                     what there is
+  gpt2 train shakespeare-mini --out out/mini                            the embedded model, from scratch
+  gpt2 train finetune-shakespeare --init shakespeare-mini               fine-tune it on a play it has never seen
+  gpt2 train finetune-shakespeare --init gpt2 --set data.path=my.txt    fine-tune GPT-2 on your text
+  gpt2 train shakespeare-mini --set data.tokenizer=chars --set optim.lr=1e-3 --out out/chars
+  gpt2 train shakespeare-mini --nproc 2                                 each batch shared by two processes
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m gpt2 train RECIPE       the same on several machines (see the README)
+  gpt2 train plot out/mini out/chars --out curves.svg                   loss curves of runs, to PNG or SVG
+
+The same command again goes on from the newest intact checkpoint. Ctrl-C finishes the step and saves."""
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "train", "train from scratch or fine-tune, by a recipe", EXAMPLES)
+    parser.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="a recipe's name, or the path of a TOML file; or the word plot, then runs"
+    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="after plot: folders of runs")
+    parser.add_argument("--list", action="store_true", help="describe the recipes and exit")
+    parser.add_argument("--init", metavar="MODEL", help="fine-tune this model instead of training from scratch")
+    parser.add_argument("--out", metavar="DIR", help="folder of the run (default: out/RECIPE); of plot, the picture (loss.png)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe; may be repeated"
+    )
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="share each batch among N processes on this machine")
+    parser.add_argument("--fresh", action="store_true", help="start anew in a folder that holds a run")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from gpt2.train.recipe import names, read
+
+    if args.list:
+        recipes = {name: read(name) for name in names()}
+        if args.json:
+            described = {
+                n: {"description": r.description, "expect": r.expect or None, "takes": r.takes} for n, r in recipes.items()
+            }
+            write_json(args.json, json.dumps(described, indent=2))
+        if args.json != "-":
+            print("\n".join(f"{name:24} {recipe.description}\n{'':24} {_promise(recipe)}" for name, recipe in recipes.items()))
+        return 0
+    if args.recipe == "plot":
+        from gpt2.train.plot import plot
+
+        print(plot(args.runs, args.out or "loss.png"), file=sys.stderr)
+        return 0
+    if args.runs:
+        raise InputError(f"{args.runs[0]}: one recipe at a time (gpt2 train plot RUN... takes several)")
+    if args.recipe is None:
+        raise InputError(f"which recipe? one of {', '.join(names())}, or the path of a TOML file")
+    if args.nproc < 1:
+        raise InputError(f"--nproc {args.nproc}: give the number of processes, 1 or more")
+    if args.nproc > 1:
+        from gpt2.train.launch import launch
+
+        read(args.recipe, args.set)
+        return launch(_words(args), args.nproc)
+    from gpt2.train.launch import leave
+    from gpt2.train.parallel import PeerLost, own_rank
+
+    try:
+        return leave(_train(args))
+    except InputError as error:
+        if own_rank() == 0:
+            print(f"gpt2 train: {error}", file=sys.stderr)
+        return leave(2)
+    except PeerLost as error:
+        print(f"gpt2 train: {error}", file=sys.stderr)
+        return 1  # so that the launcher begins all ranks again
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """The command line of one of several processes."""
+    options = {"--init": args.init, "--out": args.out, "--json": args.json}
+    words = [f"{name}={value}" for name, value in options.items() if value is not None]
+    return ["train", args.recipe, *words, *(f"--set={each}" for each in args.set), *(["--fresh"] if args.fresh else [])]
+
+
+def _train(args: argparse.Namespace) -> int:
+    """What one process does, alone or as a rank of a job, of which the first speaks for all."""
+    from gpt2.train.loop import train
+    from gpt2.train.parallel import attempt, own_rank
+    from gpt2.train.recipe import read
+
+    recipe = read(args.recipe, args.set)
+    fresh = args.fresh and not attempt()  # else a job begun again would lose what it had
+    result = train(recipe, args.out or f"out/{recipe.name}", init=args.init, fresh=fresh, report=show)
+    if own_rank() == 0:
+        best = Path(result.folder) / "best"
+        if args.json:
+            write_json(args.json, json.dumps({**asdict(result), "folder": str(result.folder), "best": str(best)}, indent=2))
+        if args.json != "-":
+            print(f"{_ENDS[result.stopped]} at step {result.step}")
+            print(f"best validation loss {result.best_loss:.4f} at step {result.best_step}: {best}")
+    return 130 if result.stopped == "interrupted" else 0
+
+
+_ENDS = {"finished": "finished", "early": "stopped early, no longer improving", "interrupted": "interrupted and saved"}
+
+
+def show(event: Started | Logged | Evaluated | Estimated | Diverged) -> None:
+    """One event of the loop as lines on stderr."""
+    print(_LINES[type(event).__name__](event), file=sys.stderr, flush=True)
+
+
+def _started(event: Started) -> str:
+    recipe, config = event.recipe, event.config
+    lines = [*event.notes, f"{recipe.name}: {recipe.description}"]
+    lines.append(
+        f"{config.num_parameters():,} parameters · {event.train_tokens:,} training and {event.val_tokens:,} validation tokens · "
+        f"{recipe.steps} steps of {recipe.batch_size} x {recipe.context} = {recipe.batch_size * recipe.context:,} tokens"
+    )
+    lines.append(f"about {size(event.memory)} of memory beside torch's own · {_promise(recipe)}")
+    if event.step:
+        lines.append(f"going on after step {event.step}")
+    return "\n".join(lines)
+
+
+def _promise(recipe: Recipe) -> str:
+    """What a recipe says it will reach, and how fast."""
+    loss = f"expected validation loss {recipe.expect:g}" if recipe.expect else "no loss stated"
+    return f"{loss} · {recipe.takes}" if recipe.takes else loss
+
+
+def _estimated(event: Estimated) -> str:
+    return f"after {event.step} steps: {_duration(event.seconds_left)} to go, evaluations included"
+
+
+def _diverged(event: Diverged) -> str:
+    then = {"stop": "stopping", "skip": "skipped", "rewind": "going back to the newest checkpoint, and on with other windows"}
+    return f"step {event.step:6}  {event.why}: {then[event.action]}"
+
+
+def _logged(event: Logged) -> str:
+    share = f"  {event.mfu:.0%} of peak" if event.mfu else ""
+    return (
+        f"step {event.step:6}  loss {event.loss:.4f}  lr {event.lr:.1e}  |g| {event.grad_norm:5.2f}  "
+        f"{event.tokens_per_second:7,.0f} tok/s{share}  {_duration(event.seconds_left)} left"
+    )
+
+
+def _evaluated(event: Evaluated) -> str:
+    val, best = event.val, "  best so far" if event.best else ""
+    scores = f"validation loss {val.loss:.4f}  perplexity {val.perplexity:.2f}  {val.bits_per_byte:.4f} bits/byte{best}"
+    sample = "".join(f"\n  | {line}" for line in event.sample.strip().splitlines())
+    warning = f"\nwarning: {event.warning}" if event.warning else ""
+    return f"step {event.step:6}  {scores}{sample}{warning}"
+
+
+_LINES = {"Started": _started, "Logged": _logged, "Evaluated": _evaluated, "Estimated": _estimated, "Diverged": _diverged}
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"

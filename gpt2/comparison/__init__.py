@@ -1,0 +1,1 @@
+"""Compare two models: weights, activations, next-token distributions, and text."""

@@ -1,0 +1,108 @@
+"""How far two models' activations are apart on one text: every traced point, a block of each in memory at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from gpt2.measure.metrics import max_abs, relative_error
+from gpt2.measure.tracing import trace_blocks
+from gpt2.parity.report import layer_of
+
+THRESHOLD = 1e-3  # relative; float32's rounding is a thousand times smaller, a fine-tune's first step larger
+
+
+@dataclass(frozen=True)
+class ActivationChange:
+    """One traced point of both models; what changes is b against a.
+
+    ``error`` is the Frobenius norm of the difference over that of a, and ``sqnr`` the same in decibels (-20 log10), as quantisers
+    are rated; infinite where nothing differs. ``cosine`` is of the two flattened.
+    """
+
+    point: str
+    layer: int | None
+    error: float
+    max_abs: float
+    sqnr: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Every point in the order of computation, on ``tokens`` tokens of the text.
+
+    Where the widths differ there are no points, but ``cka``: row i, column j is the similarity of the streams after block i of a
+    and block j of b, embeddings first (linear CKA, Kornblith et al., arXiv:1905.00414), 1 for equal up to rotation and scale.
+    """
+
+    tokens: int
+    threshold: float
+    points: tuple[ActivationChange, ...]
+    cka: tuple[tuple[float, ...], ...]
+
+    @property
+    def first_past(self) -> ActivationChange | None:
+        """The first point that differs by more than the threshold."""
+        return next((point for point in self.points if not point.error <= self.threshold), None)
+
+
+def compare_activations(
+    a: nn.Module,
+    b: nn.Module,
+    ids: Tensor,
+    *,
+    same_shape: bool,
+    threshold: float = THRESHOLD,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Activations:
+    """Walk both models, ours or transformers', over (1, T) ``ids``, block by block.
+
+    ``same_shape``: layers, widths and heads agree, so that points can be subtracted; else the streams are compared by CKA.
+    """
+    if not same_shape:
+        streams = [_streams(model, ids, progress) for model in (a, b)]
+        return Activations(ids.numel(), threshold, (), tuple(tuple(_cka(x, y) for y in streams[1]) for x in streams[0]))
+    points = []
+    for block_a, block_b in zip(trace_blocks(a, ids), trace_blocks(b, ids), strict=True):
+        progress(f"activations: {next(reversed(block_a))}")
+        points += [_change(name, block_a[name], block_b[name]) for name in block_a if name in block_b]
+    return Activations(ids.numel(), threshold, tuple(points), ())
+
+
+def _change(name: str, a: Tensor, b: Tensor) -> ActivationChange:
+    if name == "logits":
+        width = min(a.size(-1), b.size(-1))  # vocabularies padded to different lengths
+        a, b = a[..., :width], b[..., :width]
+    error = relative_error(b, a)
+    sqnr = math.inf if error == 0 else -20 * math.log10(error) if math.isfinite(error) else -math.inf
+    return ActivationChange(name, layer_of(name), error, max_abs(a, b), sqnr, _cosine(a, b))
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    a, b = a.double().flatten(), b.double().flatten()
+    squares = float(a @ a), float(b @ b)
+    if 0 in squares:
+        return 1.0 if squares[0] == squares[1] else 0.0
+    return max(min(float(a @ b) / math.sqrt(squares[0] * squares[1]), 1.0), -1.0)  # in this order NaN stays NaN
+
+
+def _streams(model: nn.Module, ids: Tensor, progress: Callable[[str], None]) -> list[Tensor]:
+    """The centred Gram matrix (T, T) of the stream after the embeddings and after each block."""
+    found = []
+    for block in trace_blocks(model, ids):
+        name = next(reversed(block))
+        if name == "logits":
+            continue
+        progress(f"activations: {name}")
+        x = block[name].double().flatten(0, -2)
+        x = x - x.mean(0)
+        found.append(x @ x.t())
+    return found
+
+
+def _cka(x: Tensor, y: Tensor) -> float:
+    return float((x * y).sum()) / math.sqrt(float((x * x).sum()) * float((y * y).sum()))

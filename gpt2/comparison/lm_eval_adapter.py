@@ -1,0 +1,272 @@
+"""Our models in EleutherAI's lm-evaluation-harness: ``--model gpt2-toolkit --model_args pretrained=MODEL[,dtype=...]``.
+
+Releases of lm_eval up to 0.4.13 know only their own models from the command line, so there
+
+    python -m gpt2.comparison.lm_eval_adapter --model gpt2-toolkit --model_args pretrained=shakespeare-mini --tasks ...
+
+is its command with ours added; everything behind the module's name is lm_eval's own. Later ones find the entry point
+``lm_eval.models`` that this package declares, and ``lm_eval --model gpt2-toolkit`` works as it is.
+
+What is scored is what its ``hf`` model scores (lm_eval/models/huggingface.py): contexts and continuations are encoded as one
+text and cut at the context's length, special tokens in a text are read as such, what is too long loses its beginning, rolling
+windows begin with the end-of-text token and overlap by one, and text is generated until a stop sequence, end of text, or
+``max_gen_toks``. Only rounding differs, and that log-probabilities are computed in at least float32 whatever the dtype.
+
+This module is the one that imports lm_eval at once: it defines a subclass, and is itself imported by nothing but lm_eval.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+from tqdm import tqdm
+
+from gpt2.checkpoint.hub import resolve
+from gpt2.checkpoint.loading import load, load_tokenizer, require_vocabulary
+from gpt2.checkpoint.names import DEFAULT, parse_random, split_dtype
+from gpt2.errors import InputError
+from gpt2.generation import stream
+from gpt2.measure.metrics import token_losses
+
+NAME = "gpt2-toolkit"
+AUTO_BATCH = 16  # for lm_eval's ``--batch_size auto``
+TOP_K = 50  # what transformers samples from where a task does not say
+IGNORED = ("attention_mask", "pad_token_id", "use_cache")  # of generation: they choose how, not what
+
+
+class ToolkitLM(TemplateLM):
+    """A :class:`gpt2.GPT2` as lm_eval calls models.
+
+    Args:
+        pretrained: a model name as :func:`gpt2.load` takes it; so are ``dtype``, ``revision`` and ``offline``.
+        device: the CPU where there is no GPU, whatever is asked for, as lm_eval's ``hf`` has it.
+        max_length: tokens of context, at most and by default the model's positions.
+        prefix_token_id: stands before a text of which the first token is scored; default the tokenizer's end-of-text.
+
+    Raises:
+        InputError: no such model, no tokenizer for it, or sizes that make no sense.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = DEFAULT,
+        *,
+        dtype: str | None = None,
+        revision: str | None = None,
+        offline: bool = False,
+        device: str | None = None,
+        batch_size: int | str | None = 1,
+        max_batch_size: int | None = None,
+        max_length: int | None = None,
+        prefix_token_id: int | None = None,
+    ) -> None:
+        super().__init__()
+        if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):  # its command asks for cuda:0
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(device)
+        dtype = None if dtype == "auto" else dtype  # lm_eval's word for: as stored
+        self.model = load(pretrained, dtype=dtype, device=self._device, revision=revision, offline=offline)
+        self.tokenizer = load_tokenizer(pretrained, revision=revision, offline=offline)
+        require_vocabulary(self.tokenizer, self.model.config, pretrained)
+        base = split_dtype(pretrained, runs=True)[0]
+        self.revision = resolve(base, revision=revision, offline=offline).revision if parse_random(base) is None else None
+        positions = self.model.config.n_positions
+        if max_length is not None and not 1 <= max_length <= positions:
+            raise InputError(f"max_length {max_length} is not within the model's 1 .. {positions} positions")
+        self.max_length = max_length or positions
+        auto = batch_size is None or str(batch_size).startswith("auto")
+        self.batch_size = max_batch_size or AUTO_BATCH if auto else int(batch_size)
+        if self.batch_size < 1:
+            raise InputError(f"batch_size {self.batch_size} runs nothing; give 1 or more, or auto")
+        self._prefix = self.tokenizer.eot if prefix_token_id is None else prefix_token_id
+        self._special = set(getattr(self.tokenizer, "special_tokens", {}).values())
+
+    @property
+    def eot_token_id(self) -> int | None:
+        return self.tokenizer.eot
+
+    @property
+    def prefix_token_id(self) -> int:
+        if self._prefix is None:
+            raise InputError("this vocabulary has no end-of-text token to begin a text with; give prefix_token_id=N")
+        return self._prefix
+
+    @property
+    def max_gen_toks(self) -> int:
+        """New tokens where a task does not say how many; lm_eval's default."""
+        return 256
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.fingerprint
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm_eval's results say of the model, under the names that its ``hf`` uses."""
+        return {
+            "model_num_parameters": self.model.config.num_parameters(),
+            "model_dtype": str(self.model.wte.weight.dtype),
+            "model_revision": self.revision or "",
+            "model_sha": self.revision or "",
+        }
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Ids; GPT-2's tokenizer adds none by itself, but reads ``<|endoftext|>`` in a text as the token."""
+        special = {"allowed_special": "all"} if self._special else {}
+        return self.tokenizer.encode(string, **special)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        """For each (key, context, continuation): the continuation's log-probability, and whether it is the greedy one."""
+        answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        spans = []
+        for _, context, continuation in requests:
+            ids = [*(context or [self.prefix_token_id]), *continuation][-(self.max_length + 1) :]
+            if len(continuation) >= len(ids):
+                raise InputError(f"a continuation of {len(continuation)} tokens leaves no room for its context; shorten it")
+            spans.append((ids, len(continuation)))
+        progress = tqdm(total=len(requests), desc="Running loglikelihood requests", disable=disable_tqdm)
+        for batch in self._batches([len(ids) - 1 for ids, _ in spans]):
+            inputs = torch.zeros(len(batch), len(spans[batch[0]][0]) - 1, dtype=torch.long)
+            for row, i in enumerate(batch):
+                inputs[row, : len(spans[i][0]) - 1] = torch.tensor(spans[i][0][:-1])
+            with torch.inference_mode():
+                logits = self.model(inputs.to(self._device))  # (B, T, V)
+            for row, i in enumerate(batch):
+                ids, length = spans[i]
+                told = logits[row, len(ids) - 1 - length : len(ids) - 1]  # (length, V)
+                targets = torch.tensor(ids[len(ids) - length :], dtype=torch.long, device=told.device)
+                total = -token_losses(told[None], targets[None]).sum(dtype=torch.float64).item()
+                answers[i] = total, bool((told.argmax(-1) == targets).all())
+                if requests[i][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
+            progress.update(len(batch))
+        progress.close()
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-probability of each whole text, the first token predicted from the prefix token."""
+        windows, counts = [], []
+        for request in requests:
+            ids = self.tok_encode(request.args[0])
+            pairs = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            found = [(None, *make_disjoint_window(pair)) for pair in pairs]
+            windows += found
+            counts.append(len(found))
+        scored = iter(self._loglikelihood_tokens(windows, disable_tqdm))
+        totals = []
+        for request, count in zip(requests, counts, strict=True):
+            totals.append(sum(next(scored)[0] for _ in range(count)))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """What the model says after each context, up to the first of the stop sequences, which is left out."""
+        said = [""] * len(requests)
+        progress = tqdm(total=len(requests), desc="Running generate_until requests", disable=disable_tqdm)
+        alike: dict[str, list[int]] = {}  # a batch shares its settings
+        for i, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+        for group in alike.values():
+            settings = requests[group[0]].args[1]
+            contexts = [self.tok_encode(requests[i].args[0]) for i in group]
+            for batch in self._batches([len(ids) for ids in contexts]):
+                texts = self._generate([contexts[j] for j in batch], settings)
+                for j, text in zip(batch, texts, strict=True):
+                    said[group[j]] = text
+                    self.cache_hook.add_partial("generate_until", requests[group[j]].args, text)
+                progress.update(len(batch))
+        progress.close()
+        return said
+
+    def _generate(self, contexts: list[list[int]], settings: dict[str, Any]) -> list[str]:
+        options = normalize_gen_kwargs(settings, self.max_gen_toks)
+        eos = None if self.tokenizer.eot is None else self.tokenizer.decode([self.tokenizer.eot])
+        until = [term for term in handle_stop_sequences(options.pop("until"), eos=eos) if term]
+        new = options.pop("max_gen_toks")
+        room = self.max_length - new
+        if room < 1:
+            raise InputError(
+                f"{new} new tokens leave no room for a prompt in {self.max_length}; "
+                f"give --gen_kwargs max_gen_toks={self.max_length // 2}"
+            )
+        sampled = options.pop("do_sample")
+        temperature = options.pop("temperature", 1.0) if sampled else 0.0
+        top_k, top_p = options.pop("top_k", TOP_K), options.pop("top_p", None)
+        if odd := [key for key in options if key not in IGNORED]:
+            raise InputError(f"generation option {odd[0]!r} is not one of this model's; it knows temperature, top_k and top_p")
+        contexts = [ids[-room:] or [self.prefix_token_id] for ids in contexts]
+        width = max(map(len, contexts))
+        prompt = torch.zeros(len(contexts), width, dtype=torch.long)
+        mask = torch.zeros_like(prompt)
+        for row, ids in enumerate(contexts):
+            prompt[row, width - len(ids) :] = torch.tensor(ids)
+            mask[row, width - len(ids) :] = 1
+        tokens = stream(
+            self.model,
+            prompt.to(self._device),
+            new,
+            temperature=temperature,
+            top_k=(top_k or None) if sampled else None,
+            top_p=top_p if sampled else None,
+            attention_mask=mask.to(self._device),
+        )
+        return [postprocess_generated_text(text, until, None) for text in self._until(tokens, until, len(contexts))]
+
+    def _until(self, tokens: Iterator[Tensor], until: list[str], rows: int) -> Iterable[str]:
+        """Texts of what was generated, read for as long as one of them goes on."""
+        ids: list[list[int]] = [[] for _ in range(rows)]
+        texts, done = [""] * rows, [False] * rows
+        for chosen in tokens:
+            for row, token in enumerate(chosen.tolist()):
+                if done[row]:
+                    continue
+                if token not in self._special:
+                    ids[row].append(token)
+                    texts[row] = self.tokenizer.decode(ids[row])
+                done[row] = token == self.tokenizer.eot or any(term in texts[row] for term in until)
+            if all(done):
+                break
+        return texts
+
+    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
+        """Indices, ``batch_size`` at a time, the longest first: what does not fit into memory fails at once."""
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        for start in range(0, len(order), self.batch_size):
+            yield order[start : start + self.batch_size]
+
+
+def register() -> None:
+    """Make ``gpt2-toolkit`` known to lm_eval in this process, whichever release it is."""
+    import lm_eval.models  # noqa: F401  its own models first
+    from lm_eval.api.registry import model_registry
+
+    if NAME not in model_registry:
+        model_registry.register(NAME, target="gpt2.comparison.lm_eval_adapter:ToolkitLM")
+
+
+def main() -> None:
+    """lm_eval's own command, with our models."""
+    from lm_eval.__main__ import cli_evaluate
+
+    register()
+    try:
+        cli_evaluate()
+    except InputError as error:
+        print(f"gpt2: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

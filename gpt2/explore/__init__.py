@@ -1,0 +1,1 @@
+"""Logit lens and attention maps of one model or two, as a page."""

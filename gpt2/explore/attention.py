@@ -1,0 +1,231 @@
+"""What each head looks at: attention weights of one model on a short text, or of two and their difference."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from gpt2.comparison.pair import model_of
+from gpt2.comparison.results import Model
+from gpt2.comparison.sides import Side
+from gpt2.errors import InputError
+from gpt2.measure.tracing import trace_blocks
+from gpt2.parity.report import Environment, environment, finite
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WEIGHTS = 750_000  # of all heads, in a page of less than 3 MB: 72 tokens of gpt2, 25 of gpt2-xl
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where one head looks, on average over the tokens that have something to look back to (all but the first).
+
+    ``distance`` is how many tokens back, ``entropy`` in nats; ``previous``, ``first`` and ``itself`` are the shares of attention
+    that go to the token before, the first token, and the token itself. ``moved`` is the share that b places elsewhere: the total
+    variation distance of the two rows, 0 to 1; None for one model alone.
+    """
+
+    layer: int
+    head: int
+    distance: float
+    entropy: float
+    previous: float
+    first: float
+    itself: float
+    moved: float | None = None
+
+
+@dataclass(frozen=True)
+class AttentionReport:
+    """``heads`` are a's, layer by layer, ``heads_b`` b's. ``maps`` (layers, heads, T, T) are a's weights, ``maps_b`` b's."""
+
+    a: str
+    b: str | None
+    tokens: tuple[str, ...]
+    heads: tuple[Head, ...]
+    heads_b: tuple[Head, ...]
+    maps: Tensor = field(repr=False, compare=False)
+    maps_b: Tensor | None = field(default=None, repr=False, compare=False)
+    models: tuple[Model, ...] = ()
+    environment: Environment | None = None
+
+    def to_json(self, *, maps: bool = False) -> str:
+        """All figures; the weights themselves only when asked for: they are many."""
+        body = {
+            "a": self.a,
+            "b": self.b,
+            "tokens": self.tokens,
+            "models": [asdict(model) for model in self.models],
+            "environment": None if self.environment is None else asdict(self.environment),
+            "heads": [asdict(head) for head in self.heads],
+            "heads_b": [asdict(head) for head in self.heads_b],
+        }
+        if maps:
+            body["maps"] = self.maps.tolist()
+            body["maps_b"] = None if self.maps_b is None else self.maps_b.tolist()
+        return json.dumps(finite(body), indent=2, allow_nan=False)
+
+    def table(self, width: int = 100) -> str:
+        """The heads as plain text, ``width`` columns."""
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
+        self.print(console)
+        return console.file.getvalue()
+
+    def print(self, console: Console) -> None:
+        """Write a row for each head that stands out to a rich console."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        console.print(Text(f"\nattention of {self.a}" + (f" → {self.b}" if self.b else "")), highlight=False)
+        total = f"{len(self.heads)} heads, {len(self.tokens)} tokens; shares of attention, on average over the tokens"
+        console.print(Text(total, style="dim"), highlight=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+        titles = ("head", "looks back", "entropy", "previous", "first", "itself", *(("moved",) if self.b else ()), "")
+        for title in titles:
+            table.add_column(title, justify="left" if title in ("head", "") else "right")
+        for head, why in self.notable():
+            cells = [f"h.{head.layer} head {head.head}", f"{head.distance:.1f}", f"{head.entropy:.2f}"]
+            cells += [f"{share:.0%}" for share in (head.previous, head.first, head.itself)]
+            cells += [f"{head.moved:.1%}"] if self.b else []
+            table.add_row(*cells, Text(why, style="dim"))
+        console.print(table, highlight=False)
+
+    def notable(self) -> list[tuple[Head, str]]:
+        """Heads that stand out, and by what; in the order of the layers."""
+        reasons: dict[tuple[int, int], list[str]] = {}
+        rules: list[tuple[str, Callable[[Head], float]]] = [
+            ("looks at the token before", lambda head: head.previous),
+            ("rests on the first token", lambda head: head.first),
+            ("looks at the token itself", lambda head: head.itself),
+            ("looks farthest back beyond the first", lambda head: head.distance * (1 - head.first)),
+            ("spreads widest", lambda head: head.entropy),
+            ("looks most narrowly", lambda head: -head.entropy),
+        ]
+        for why, key in rules:
+            best = max(self.heads, key=key)
+            reasons.setdefault((best.layer, best.head), []).append(why)
+        if self.b:
+            for head in sorted(self.heads, key=lambda head: -head.moved)[:5]:
+                reasons.setdefault((head.layer, head.head), []).append("moved most")
+        return [(head, ", ".join(reasons[head.layer, head.head])) for head in self.heads if (head.layer, head.head) in reasons]
+
+    def save_html(self, path: str | Path) -> None:
+        """The pictures and every head's figures as one self-contained page."""
+        from gpt2.comparison import page as html
+
+        self._require_room("a page")
+        html.write(Path(path), html.attention_page(self))
+
+    def save_png(self, path: str | Path) -> None:
+        """The small multiples as a picture: the difference where there are two models."""
+        from gpt2.explore import attention_plots
+
+        self._require_room("a picture")
+        try:
+            Path(path).write_bytes(
+                attention_plots.attention_png(self.difference if self.b else self.maps, self.tokens, signed=bool(self.b))
+            )
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
+
+    def _require_room(self, what: str) -> None:
+        """Raises InputError where nobody could tell one weight from the next."""
+        most = math.isqrt(WEIGHTS // len(self.heads))
+        if len(self.tokens) > most:
+            raise InputError(
+                f"the text makes {len(self.tokens)} tokens, and {what} of {len(self.heads)} heads has room for {most}: "
+                "give a shorter text, or take the weights as --json"
+            )
+
+    @property
+    def difference(self) -> Tensor:
+        """b's weights less a's."""
+        return self.maps_b - self.maps
+
+
+def attention_maps(model: nn.Module, ids: Tensor) -> Tensor:
+    """Attention weights of ``model``, ours or transformers', over (1, T) ``ids``: (layers, heads, T, T), float32.
+
+    Row i says how token i divides its attention among the tokens up to itself: it sums to 1, and is 0 above the diagonal.
+    """
+    maps = [
+        weights[0].float()
+        for block in trace_blocks(model, ids)
+        for name, weights in block.items()
+        if name.endswith(".attn.weights")
+    ]
+    return torch.stack(maps)
+
+
+def compare_attention(a: str, b: str | None, text: str, *, dtype: str | None = None, offline: bool = False) -> AttentionReport:
+    """Attention weights of one model on ``text``, or of two by name; names as in :func:`~gpt2.comparison.pair.compare`.
+
+    Raises:
+        InputError: no such model, one without a tokenizer, a text too short or too long, or two models whose heads or tokens do
+            not correspond. CheckpointError: a checkpoint whose tensors do not fit its config.
+    """
+    sides = [Side.open(name, offline=offline, dtype=dtype) for name in (a, b) if name is not None]
+    tokenizers = [side.tokenizer() for side in sides]
+    tokenizer = next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
+    if tokenizer is None:
+        raise InputError(f"{a}: has no tokenizer to read a text with; give a model that comes with one")
+    ids = tokenizer.encode(text)
+    most = min(side.config.n_positions for side in sides)
+    if not 2 <= len(ids) <= most:
+        raise InputError(f"the text makes {len(ids)} tokens; the model looks at 2 to {most} at a time: give another")
+    if len(sides) == 2:
+        for part in ("n_layer", "n_head"):
+            values = [getattr(side.config, part) for side in sides]
+            if values[0] != values[1]:
+                raise InputError(f"{a} and {b} differ in {part}, {values[0]} and {values[1]}; look at one at a time")
+        if any(other is not None and other.encode(text) != ids for other in tokenizers):
+            raise InputError(f"{a} and {b} read the text as other tokens; look at one at a time")
+    maps = []
+    for side in sides:
+        with side.model() as model:
+            maps.append(attention_maps(model, torch.tensor([ids])))
+    found = summarise_attention(a, b, tuple(tokenizer.decode([index]) for index in ids), *maps)
+    env = environment(" and ".join(dict.fromkeys(str(side.dtype).removeprefix("torch.") for side in sides)), "cpu")
+    return replace(found, models=tuple(model_of(side, env.versions) for side in sides), environment=env)
+
+
+def summarise_attention(
+    a: str, b: str | None, tokens: tuple[str, ...], maps: Tensor, maps_b: Tensor | None = None
+) -> AttentionReport:
+    """The figures of (layers, heads, T, T) weights."""
+    moved = None if maps_b is None else (maps_b.double() - maps.double()).abs()[:, :, 1:].sum(-1).mean(-1) / 2
+    heads_b = () if maps_b is None else _heads(maps_b, moved)
+    return AttentionReport(a, b, tokens, _heads(maps, moved), heads_b, maps, maps_b)
+
+
+def _heads(maps: Tensor, moved: Tensor | None) -> tuple[Head, ...]:
+    rows = maps[:, :, 1:].double()  # (L, H, T - 1, T)
+    n = maps.size(-1)
+    back = (torch.arange(1, n)[:, None] - torch.arange(n)).clamp(min=0).double()
+    figures = {
+        "distance": (rows * back).sum(-1).mean(-1),
+        "entropy": torch.special.entr(rows).sum(-1).mean(-1),
+        "previous": maps.diagonal(-1, -2, -1).double().mean(-1),
+        "first": rows[..., 0].mean(-1),
+        "itself": maps.diagonal(0, -2, -1)[..., 1:].double().mean(-1),
+    }
+    if moved is not None:
+        figures["moved"] = moved
+    return tuple(
+        Head(layer, head, **{name: float(values[layer, head]) for name, values in figures.items()})
+        for layer in range(maps.size(0))
+        for head in range(maps.size(1))
+    )

@@ -1,0 +1,203 @@
+"""One forward pass, opened up: what the model would say next at every position, were it to stop after each block, and what
+every head looks at. Of one model, or of two beside each other.
+
+A block's stream is read as the last one is: through the final norm and the head. That is the logit lens, described by
+nostalgebraist, "interpreting GPT: the logit lens", 2020. Read after the last block it is the model's own prediction; read
+earlier it shows how a prediction comes about, in so far as the blocks share one language.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpt2.checkpoint.names import DEFAULT
+from gpt2.comparison.pair import model_of
+from gpt2.comparison.results import Model
+from gpt2.comparison.sides import Side
+from gpt2.comparison.words import Choice
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError
+from gpt2.measure.metrics import entropy, log_probabilities
+from gpt2.measure.per_token import likeliest, measure_rows
+from gpt2.measure.tracing import point_at, root_of, trace_blocks
+from gpt2.parity.report import Environment, environment, finite
+
+PROMPT = "JULIET:\nO Romeo, Romeo! wherefore art"
+TOP = 8  # choices kept of each reading
+ROOM = 128  # tokens that a page shows side by side
+WEIGHTS = 3_000_000  # attention weights of one model, in a page of some 4 MB
+CHARACTERS = 4_000  # of a prompt, before it is cut into tokens
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one position expects next, read from the stream at one point.
+
+    ``top`` are the likeliest tokens, likeliest first; ``entropy`` is of the whole distribution, in nats. ``probability`` is what
+    the token that does come next was given, and ``rank`` its place, 1 for the likeliest; both None at the end of the prompt.
+    """
+
+    top: tuple[Choice, ...]
+    entropy: float
+    probability: float | None
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class Lens:
+    """One model's forward pass over ``tokens``.
+
+    ``readings[p][t]`` is of position ``t`` at ``points[p]``: "embed", then "h.0" and so on, the last being the model's own
+    prediction. ``attention`` (layers, heads, T, T), float32, says in row i how token i divides its attention.
+    """
+
+    model: Model
+    tokens: tuple[str, ...]
+    points: tuple[str, ...]
+    readings: tuple[tuple[Reading, ...], ...]
+    attention: Tensor = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """``js`` is how far apart two models' predictions are at each position, Jensen-Shannon in nats (at most log 2); None for one
+    model, and for two whose tokens are not the same."""
+
+    prompt: str
+    lenses: tuple[Lens, ...]
+    js: tuple[float, ...] | None
+    environment: Environment
+
+    def to_json(self) -> str:
+        """Everything; attention weights to four digits."""
+        lenses = []
+        for lens in self.lenses:
+            # Not asdict of the whole: it would copy the weights one by one.
+            readings = [[asdict(reading) for reading in row] for row in lens.readings]
+            body = {"model": asdict(lens.model), "tokens": lens.tokens, "points": lens.points, "readings": readings}
+            lenses.append(body | {"attention": lens.attention.double().mul(1e4).round().div(1e4).tolist()})
+        whole = {"prompt": self.prompt, "js": self.js, "environment": asdict(self.environment), "lenses": lenses}
+        return json.dumps(finite(whole), ensure_ascii=False, allow_nan=False)
+
+    def save_html(self, path: str | Path) -> None:
+        """The pass as one self-contained page.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        from gpt2.comparison.page import write
+        from gpt2.explore.lens_page import page
+
+        write(Path(path), page(self))
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """One model or two in memory, to be shown one prompt after another; made by :func:`explorer`."""
+
+    sides: tuple[Side, ...]
+    models: tuple[nn.Module, ...]
+    described: tuple[Model, ...]
+    tokenizers: tuple[Tokenizer, ...]
+    environment: Environment
+
+    def look(self, prompt: str = PROMPT) -> Exploration:
+        """A forward pass of each model over ``prompt``.
+
+        Raises:
+            InputError: a prompt that is empty, or longer than a model or a page has room for.
+        """
+        if len(prompt) > CHARACTERS:
+            raise InputError(f"the prompt has {len(prompt):,} characters; there is room for {CHARACTERS:,}: shorten it")
+        ids = [self._ids(prompt, side, tokenizer) for side, tokenizer in zip(self.sides, self.tokenizers, strict=True)]
+        lenses, outputs = [], []
+        for model, told, tokenizer, own in zip(self.models, self.described, self.tokenizers, ids, strict=True):
+            lens, logits = _look(model, told, tokenizer, own)
+            lenses.append(lens)
+            outputs.append(logits)
+        one_language = len({tokenizer.fingerprint for tokenizer in self.tokenizers}) == 1
+        js = tuple(_js(*outputs)) if len(lenses) == 2 and one_language else None
+        return Exploration(prompt, tuple(lenses), js, self.environment)
+
+    def _ids(self, prompt: str, side: Side, tokenizer: Tokenizer) -> list[int]:
+        ids = tokenizer.encode(prompt)
+        if not ids:
+            raise InputError("the prompt is empty; type a few words")
+        if max(ids) >= side.config.vocab_size:
+            raise InputError(f"{side.name} has {side.config.vocab_size:,} tokens, and the prompt needs more; leave it out")
+        weights = WEIGHTS // (side.config.n_layer * side.config.n_head)
+        room = min(ROOM, side.config.n_positions, math.isqrt(2 * weights))
+        if len(ids) > room:
+            raise InputError(f"the prompt makes {len(ids):,} tokens of {side.name}; there is room for {room}: shorten it")
+        return ids
+
+
+@contextmanager
+def explorer(*names: str, offline: bool = False) -> Iterator[Explorer]:
+    """Load one model or two by name, as :func:`gpt2.comparison.pair.compare` takes them, for as long as they are looked at.
+
+    Raises:
+        InputError: no such model, or none with a tokenizer. CheckpointError: a checkpoint whose tensors do not fit its config.
+    """
+    sides = tuple(Side.open(name, offline=offline) for name in names or (DEFAULT,))
+    own = [side.tokenizer() for side in sides]
+    shared = next((tokenizer for tokenizer in own if tokenizer is not None), None)
+    if shared is None:
+        raise InputError(f"{sides[0].name}: has no tokenizer to read a prompt with; give a model that comes with one")
+    env = environment(" and ".join(dict.fromkeys(str(side.dtype).removeprefix("torch.") for side in sides)), "cpu")
+    with ExitStack() as stack:
+        models = tuple(stack.enter_context(side.model()) for side in sides)
+        described = tuple(model_of(side, env.versions) for side in sides)
+        yield Explorer(sides, models, described, tuple(tokenizer or shared for tokenizer in own), env)
+
+
+@torch.inference_mode()
+def read_out(model: nn.Module, stream: Tensor) -> Tensor:
+    """What ``model`` would answer if ``stream`` (..., D) were what its last block gives: the final norm, then the tied head."""
+    root: Any = root_of(model)
+    return nn.functional.linear(root.ln_f(stream), root.wte.weight)
+
+
+def _look(model: nn.Module, told: Model, tokenizer: Tokenizer, ids: list[int]) -> tuple[Lens, Tensor]:
+    """The lens, and the logits (T, V) of the last point."""
+    root: Any = root_of(model)
+    depth = len(root.h)
+    points = ("embed", *(point_at(layer, "") for layer in range(depth)))
+    readings, attention = [], []
+    for point, block in zip(points, islice(trace_blocks(model, torch.tensor([ids])), len(points)), strict=True):
+        # A padded vocabulary is cut to the tokens that there are.
+        logits = read_out(model, block[point])[0, :, : tokenizer.n_vocab]
+        readings.append(_read(logits, ids, tokenizer))
+        attention += [block[name][0].float() for name in block if name.endswith(".attn.weights")]
+    tokens = tuple(tokenizer.decode([index]) for index in ids)
+    return Lens(told, tokens, points, tuple(readings), torch.stack(attention)), logits
+
+
+def _read(logits: Tensor, ids: list[int], tokenizer: Tokenizer) -> tuple[Reading, ...]:
+    logp = log_probabilities(logits)
+    top = likeliest(logits, min(TOP, logits.size(-1)))[0]
+    chances = logp.gather(1, top).exp().tolist()
+    spread = entropy(logp).tolist()
+    rows = []
+    for at, (chosen, probabilities) in enumerate(zip(top.tolist(), chances, strict=True)):
+        choices = tuple(Choice(tokenizer.decode([index]), p) for index, p in zip(chosen, probabilities, strict=True))
+        right = logp[at, ids[at + 1]] if at + 1 < len(ids) else None
+        rank = None if right is None else int((logp[at] > right).sum()) + 1
+        rows.append(Reading(choices, spread[at], None if right is None else float(right.exp()), rank))
+    return tuple(rows)
+
+
+def _js(a: Tensor, b: Tensor) -> list[float]:
+    vocab = min(a.size(-1), b.size(-1))
+    unused = torch.zeros(len(a), dtype=torch.int64)  # the right tokens, of which nothing is asked here
+    return measure_rows(a[:, :vocab], b[:, :vocab], unused, 1)[4].tolist()

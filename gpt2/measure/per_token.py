@@ -1,0 +1,239 @@
+"""What two models say of each token of a text: both read once, in batches, and every figure of a token taken in one go.
+
+Where the time goes is the vocabulary: a row of 50,257 logits of either model, in float64, from which come both divergences, the
+likeliest tokens and the right one's probability. :mod:`gpt2.comparison.distributions` sums them up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt2.errors import InputError
+from gpt2.measure.metrics import Logits, batches
+
+TOP = 5
+BLOCK = 64  # logits whose maximum is taken at once: the likeliest tokens then need a look at a few blocks only
+CACHED = 1 << 16  # logits worked on at once by one core: four float64 buffers of that size stay in its cache
+SHARE = 1 << 18  # logits that are worth a thread
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """What was measured of each of N scored tokens, in the order of the text. CPU tensors; nats, float64; ids int64."""
+
+    targets: Tensor  # (N,) the right token
+    index: Tensor  # (N,) where in the text it stands
+    position: Tensor  # (N,) from how many tokens it was predicted
+    logp_a: Tensor  # (N,) log-probability that a gave it
+    logp_b: Tensor
+    kl_ab: Tensor  # (N,) KL(a||b), summed over the vocabulary
+    kl_ba: Tensor
+    js: Tensor  # (N,) Jensen-Shannon
+    top_a: Tensor  # (N, k) a's likeliest tokens, likeliest first; of equals, the lower id
+    top_b: Tensor
+    top_p_a: Tensor  # (N, k) their probabilities
+    top_p_b: Tensor
+    vocab: int
+    context: int
+    stride: int
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    @property
+    def same_top(self) -> Tensor:
+        """(N,) bool: both models' likeliest token is one."""
+        return self.top_a[:, 0] == self.top_b[:, 0]
+
+    @property
+    def change(self) -> Tensor:
+        """(N,) what the right token's probability under b is above that under a."""
+        return self.logp_b.exp() - self.logp_a.exp()
+
+    @property
+    def overlap(self) -> Tensor:
+        """(N,) the share of a's k likeliest tokens that are among b's."""
+        return (self.top_a[:, :, None] == self.top_b[:, None, :]).sum((1, 2)) / self.top_a.size(1)
+
+
+@torch.inference_mode()
+def measure_pair(
+    a: Logits,
+    b: Logits,
+    ids: Tensor,
+    *,
+    vocab: int,
+    context: int,
+    stride: int | None = None,
+    batch_size: int | None = None,
+    top: int = TOP,
+    guide: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Tokens:
+    """Run both models over a text (N,) and compare what they expect of each token but the first.
+
+    Windows are those of :func:`~gpt2.measure.metrics.language_score`, ``guide`` or not. ``vocab`` is the tokenizer's size:
+    logits beyond it (a vocabulary padded to a multiple of something) are cut off, and what is left is normalised. One batch of
+    logits of each model is alive at a time; ``batch_size`` is in windows (default: 1024 tokens). ``progress`` is told in words.
+
+    Everything is computed in float64 from the logits as they are. Each divergence is exactly 0 where both rows of logits are
+    the same bits, never negative, and off by at most about 1e-15 otherwise. A logit of -inf is a probability of 0, and a
+    divergence is infinite where its definition says so; where a model gives NaN, every figure of that token is NaN.
+
+    Raises:
+        InputError: no token to predict, a protocol that skips tokens, an id or a model that does not fit the vocabulary.
+    """
+    ids = ids.long()
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        bad = int(ids.max() if ids.min() >= 0 else ids.min())
+        raise InputError(f"token {bad} of the text is not within the vocabulary of {vocab}; use the models' own tokenizer")
+    parts: list[tuple[Tensor, ...]] = []
+    done = 0
+    for inputs, group in batches(ids, context=context, stride=stride, batch_size=batch_size, guide=guide):
+        logits_a, logits_b = _logits(a, "a", inputs, vocab), _logits(b, "b", inputs, vocab)
+        for row, window in enumerate(group):
+            first = window.first - window.start
+            targets = ids[window.first + 1 : window.end + 1]
+            index = torch.arange(window.first + 1, window.end + 1)
+            measured = measure_rows(logits_a[row, first:, :vocab], logits_b[row, first:, :vocab], targets, min(top, vocab))
+            parts.append((targets, index, index - window.start, *(tensor.cpu() for tensor in measured)))
+            done += len(targets)
+        del logits_a, logits_b  # or two batches of each would be alive while the next are computed
+        progress(f"distributions: {done:,} of {len(ids) - 1:,} tokens")
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+    return Tokens(*columns, vocab=vocab, context=context, stride=context if stride is None else stride)
+
+
+def _logits(model: Logits, name: str, inputs: Tensor, vocab: int) -> Tensor:
+    logits = model(inputs)
+    if logits.size(-1) < vocab:
+        raise InputError(f"model {name} knows {logits.size(-1)} tokens and the tokenizer {vocab}; use the models' own tokenizer")
+    return logits
+
+
+def measure_rows(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
+    """:func:`_measure`, by as many threads as torch has, each with rows of its own and torch serial within.
+
+    Left to torch, each of some twenty small steps a row would be shared among the cores, and whenever one of them is busy with
+    something else all wait for it, thousands of times a second: measured, thirty times slower than one thread.
+    """
+    rows, threads = len(a), torch.get_num_threads()
+    workers = 1 if a.is_cuda else max(1, min(threads, rows, a.numel() // SHARE))
+    if workers == 1:
+        return _measure(a, b, targets, top)
+
+    def share(i: int) -> list[Tensor]:
+        torch.set_num_threads(1)  # of this thread
+        mine = slice(rows * i // workers, rows * (i + 1) // workers)
+        with torch.inference_mode():
+            return _measure(a[mine], b[mine], targets[mine], top)
+
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            shares = list(pool.map(share, range(workers)))
+    finally:
+        torch.set_num_threads(threads)  # of threads that are yet to be
+    return [torch.cat(columns) for columns in zip(*shares, strict=True)]
+
+
+def _measure(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
+    """Of logits (R, V) and right tokens (R,): logp a and b, KL both ways, JS; ids of the likeliest of a and b, probabilities.
+
+    With x, y the logits less their maxima, P = exp(x), Q = exp(y) and Sa, Sb their sums::
+
+        KL(a||b) = sum P (x - y) / Sa - log(Sa / Sb)
+        JS       = KL(b||a) / 2 - sum (P / Sa + Q / Sb) L / 2,    L = log((1 + Q Sa / (P Sb)) / 2)
+
+    No large numbers cancel, and where x = y every term is 0 exactly. All of it in float64: exponentials in float32, though
+    summed in float64, left single tokens off by half where the mean KL was 3e-7.
+    """
+    a = a if a.is_cuda else a.cpu()  # not every device has float64
+    b, targets = b.to(a.device), targets.to(a.device)
+    (top_a, value_a), (top_b, value_b) = likeliest(a, top), likeliest(b, top)
+    max_a, max_b = value_a[:, :1], value_b[:, :1]
+    step = max(1, (1 << 24 if a.is_cuda else CACHED) // a.size(1))
+    # Once: fresh memory for each of a thousand small steps would cost more than the arithmetic.
+    work = torch.empty(4, min(step, len(a)), a.size(1), dtype=torch.float64, device=a.device)
+    sums = torch.empty(6, len(a), dtype=torch.float64, device=a.device)
+    for start in range(0, len(a), step):
+        part = slice(start, start + step)
+        _add_up(a[part], b[part], max_a[part], max_b[part], work, out=sums[:, part])
+    sum_a, sum_b, dot_a, dot_b, mixed_a, mixed_b = sums
+    log_a, log_b = sum_a.log(), sum_b.log()
+    between = torch.log1p((sum_a - sum_b) / sum_b)  # log(Sa / Sb), to 1e-16 where they are nearly the same
+    kl_ab, kl_ba = dot_a / sum_a - between, between - dot_b / sum_b
+    divergences = torch.stack((kl_ab, kl_ba, (kl_ba - mixed_a / sum_a - mixed_b / sum_b) / 2), 1)
+    # -inf among the logits, or so wide a span that a quotient overflowed
+    for wide in (~divergences.isfinite().all(1)).nonzero()[:, 0].split(step):
+        x = a[wide].double() - max_a[wide] - log_a[wide, None]
+        divergences[wide] = _wide_divergences(x, b[wide].double() - max_b[wide] - log_b[wide, None])
+    divergences.clamp_(min=0)  # rounding: at most 1e-15 below
+    logp_a = (a.gather(1, targets[:, None]).double() - max_a)[:, 0] - log_a
+    logp_b = (b.gather(1, targets[:, None]).double() - max_b)[:, 0] - log_b
+    p_a, p_b = (value_a - max_a - log_a[:, None]).exp(), (value_b - max_b - log_b[:, None]).exp()
+    return [logp_a, logp_b, *divergences.T, top_a, top_b, p_a, p_b]
+
+
+def _add_up(a: Tensor, b: Tensor, max_a: Tensor, max_b: Tensor, work: Tensor, out: Tensor) -> None:
+    """The sums over the vocabulary of P, Q, P (x - y), Q (x - y), P L and Q L, in the notation of :func:`_measure`.
+
+    ``work`` (4, R or more, V) is float64 memory to compute in: twenty passes over so few rows that they stay in a core's cache.
+    """
+    x, y, p, q = work[:, : len(a)]
+    torch.exp(x.copy_(a).sub_(max_a), out=p)
+    torch.exp(y.copy_(b).sub_(max_b), out=q)
+    d = x.sub_(y)
+    sum_a, sum_b = p.sum(1), q.sum(1)
+    dot_a, dot_b = torch.mul(p, d, out=y).sum(1), torch.mul(q, d, out=y).sum(1)
+    mixed = torch.div(q, p, out=d).mul_((sum_a / sum_b / 2)[:, None]).add_(0.5).log_()
+    torch.stack((sum_a, sum_b, dot_a, dot_b, p.mul_(mixed).sum(1), q.mul_(mixed).sum(1)), out=out)
+
+
+def _wide_divergences(x: Tensor, y: Tensor) -> Tensor:
+    """The three divergences (R, 3) of log-probabilities (R, V) of any size: 0 log 0 is 0, and p log(p / 0) is infinite."""
+    p, q, d = x.exp(), y.exp(), x - y
+    # log of a's, or b's, share in the mean of both, from whichever side does not overflow; at d = 0 exactly 0
+    of_a = torch.where(d >= 0, -(torch.expm1(-d) / 2).log1p(), d - (torch.expm1(d) / 2).log1p())
+    of_b = torch.where(d <= 0, -(torch.expm1(d) / 2).log1p(), -d - (torch.expm1(-d) / 2).log1p())
+
+    def expected(weight: Tensor, value: Tensor) -> Tensor:
+        return torch.where(weight == 0, 0, weight * value).sum(-1, keepdim=True)
+
+    return torch.cat((expected(p, d), expected(q, -d), (expected(p, of_a) + expected(q, of_b)) / 2), 1)
+
+
+def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row (R, V): ids (R, k), largest first and the lower id first of equals, and values in float64.
+
+    They lie in the k blocks with the largest maxima, so that all but those are read once. (``torch.topk`` takes ten times as
+    long, and which of equals it gives is not defined.)
+    """
+    vocab = logits.size(1)
+    whole = vocab // BLOCK * BLOCK
+    maxima = logits[:, :whole].unflatten(1, (vocab // BLOCK, BLOCK)).amax(-1)
+    if whole < vocab:
+        maxima = torch.cat((maxima, logits[:, whole:].amax(-1, keepdim=True)), 1)
+    blocks = _largest(maxima, min(k, maxima.size(1))).sort(1).values
+    ids = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=logits.device)).flatten(1)
+    candidates = logits.gather(1, ids.clamp(max=vocab - 1)).double()
+    candidates[ids >= vocab] = -math.inf
+    places = _largest(candidates, k)
+    return ids.gather(1, places), candidates.gather(1, places)
+
+
+def _largest(values: Tensor, k: int) -> Tensor:
+    """Places (R, k) of the k largest of each row, the first first of equals."""
+    remaining, places = values.clone(), []
+    for _ in range(k):
+        largest, place = remaining.max(1, keepdim=True)  # the first of equals, as torch promises
+        if largest.isneginf().any():  # what has been taken already looks like this too
+            return values.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        remaining.scatter_(1, place, -math.inf)
+        places.append(place)
+    return torch.cat(places, 1)

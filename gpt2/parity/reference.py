@@ -1,0 +1,158 @@
+"""The reference: transformers' GPT-2 over the same files. The only module that imports transformers, and only when called."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpt2.checkpoint.configs import config_of, read_config
+from gpt2.checkpoint.files import ADAPTER, INDEX, LAYOUTS, WEIGHTS, open_weights
+from gpt2.checkpoint.keys import to_file
+from gpt2.checkpoint.loading import load_path, random_model, tokenizer_of
+from gpt2.checkpoint.match import match
+from gpt2.config import GPT2Config
+from gpt2.errors import CheckpointError, InputError
+
+
+def _transformers() -> Any:
+    """The library, with its own progress bars and advice silenced: what matters here ends up in the report."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(f"the reference needs transformers, which does not import ({error}); pip install transformers") from None
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No advice on stderr from transformers while it works for us."""
+    library = logging.getLogger("transformers")
+    before = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(before)
+
+
+def opens(path: Path) -> bool:
+    """Whether transformers reads a checkpoint itself: its own file names and orientation, no biases left out, a config.json.
+
+    It would also open some that it misreads (a key it does not know is left at random values), so they are not left to it.
+    """
+    if not path.is_dir() or not (path / "config.json").is_file() or (path / ADAPTER).is_file():
+        return False  # and where an adapter lies beside a model, PEFT, if it is there, would add it
+    if not any((path / name).is_file() for single, index, _ in LAYOUTS for name in (single, index)):
+        return False
+    files = open_weights(path)
+    assignment = match(files, config_of(path, files), path)
+    usual = all(key in (name, to_file(name)) for name, key in assignment.sources.items())
+    return usual and not assignment.turned and not assignment.absent
+
+
+@contextmanager
+def directory(
+    path: Path | None, random: tuple[str, int] | None, progress: Callable[[str], None] = lambda what: None
+) -> Iterator[Path]:
+    """A directory that transformers reads: ``path`` itself, or a temporary one that it wrote, with weights of our loading."""
+    if path is not None and opens(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="gpt2-reference-") as temporary:
+        folder = Path(temporary)
+        progress("writing the weights as transformers does")
+        if path is None:
+            save_random(*random, folder)
+        else:
+            model = load_path(path, offline=True)
+            save_with_transformers(model.config, model.state_dict(), folder)
+            with suppress(InputError):  # no tokenizer there, or a damaged one: the check of tokens tells which
+                tokenizer_of(path, offline=True).save(folder, n_positions=model.config.n_positions)
+            del model
+        gc.collect()
+        yield folder
+
+
+def load_reference(path: Path, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:
+    """``GPT2LMHeadModel`` from a local directory, in eval mode, with ``attention`` "sdpa" (its default) or "eager".
+
+    ``reorder_and_upcast_attn`` is switched off in float64, where transformers' version of it would compute in float32.
+    """
+    library = _transformers()
+    config = _their_config(read_config(path))
+    if dtype == torch.float64:
+        config.reorder_and_upcast_attn = False
+    safe = any((path / name).is_file() for name in (WEIGHTS, INDEX))
+    with _opening(path):
+        model = library.GPT2LMHeadModel.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=safe
+        )
+    return model.eval()
+
+
+def _their_config(config: GPT2Config) -> Any:
+    """transformers' config object, made from ours: nothing in config.json that our allow-list leaves out reaches it."""
+    raw = {key: value for key, value in config.to_hf().items() if key not in ("architectures", "model_type", "dtype", "n_ctx")}
+    with _quiet():
+        return _transformers().GPT2Config(**raw)
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """What transformers cannot open, in one line."""
+    try:
+        with _quiet():
+            yield
+    except Exception as error:
+        told = " ".join(str(error).split())[:160]
+        raise CheckpointError(f"{path}: transformers cannot open it ({type(error).__name__}: {told}); mend the files") from error
+
+
+def reference_tokenizer(path: Path) -> Any:
+    """The tokenizer that transformers makes of the same directory, reading special tokens in text as plain text, as ours does."""
+    library = _transformers()
+    with _opening(path):
+        return library.AutoTokenizer.from_pretrained(path, local_files_only=True, config=_their_config(read_config(path)))
+
+
+def reference_ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids of ``text`` by transformers' tokenizer."""
+    with _quiet():
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def reference_generate(model: nn.Module, ids: Tensor, new_tokens: int, *, use_cache: bool) -> Tensor:
+    """Greedy continuation by transformers' own ``generate``: (B, T) to (B, T + new)."""
+    settings = _transformers().GenerationConfig(
+        do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0, use_cache=use_cache
+    )
+    with _quiet():
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+
+
+def save_random(size: str, seed: int, directory: Path) -> None:
+    """Have transformers write the checkpoint of ``random:SIZE:SEED``: its own file layout, our weights."""
+    ours = random_model(size, seed)
+    save_with_transformers(ours.config, ours.state_dict(), directory)
+
+
+def save_with_transformers(config: GPT2Config, weights: dict[str, Tensor], directory: Path) -> None:
+    """Put ``weights`` (our names) into a ``GPT2LMHeadModel`` and let it ``save_pretrained``."""
+    library = _transformers()
+    with _quiet():
+        with torch.device("meta"):
+            model = library.GPT2LMHeadModel(_their_config(config))
+        missing, unexpected = model.load_state_dict({to_file(n): t for n, t in weights.items()}, strict=False, assign=True)
+        if unexpected or missing not in ([], ["lm_head.weight"]):
+            raise RuntimeError(f"transformers' GPT-2 has other parameters: missing {missing}, unexpected {unexpected}")
+        model.tie_weights()
+        model.save_pretrained(directory)

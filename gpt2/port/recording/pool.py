@@ -1,0 +1,234 @@
+"""Every floating-point tensor that a port's operators emit in one forward pass, to be found again by value.
+
+What is looked for is a value, however it lies: (B, T, D) or (T, B, D), flattened, split into heads, on its side. So numbers are
+compared in sorted order: whole, or slice by slice where a port has a tensor for each head, row or token. In float64 a match is a
+match: thousands of numbers do not agree to 1e-12 by chance.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gpt2.port.recording.dataflow import logits_of, plain_attention
+from gpt2.port.recording.operators import FUSED_ATTENTION, spelt_out
+
+STRICT = 1e-9  # largest difference over the root mean square: rounding in float64 is 1e-15, times what a softmax makes of it
+LOOSE = 1e-5  # where the port computes something in float32
+VIEWS_PER_TOKEN = 4  # of a parameter, views no larger than this many widths a token are kept: rows of an embedding, say
+
+
+class Match(NamedTuple):
+    """Where a value was found: its error, and the entries that it is made of, with the axes it had to be sliced along."""
+
+    error: float
+    entries: tuple[int, ...]
+    axes: tuple[int, ...]
+
+
+@dataclass
+class _Shelf:
+    """All entries of one size: their numbers, sums, and sums of squares, of what is finite."""
+
+    numbers: list[int] = field(default_factory=list)
+    sums: list[tuple[float, float]] = field(default_factory=list)
+    table: Tensor | None = None
+
+    def near(self, first: float, second: float, bound: float, n: int) -> list[int]:
+        """Entries whose sums are so close that the entries may be."""
+        if self.table is None:
+            self.table = torch.tensor(self.sums, dtype=torch.float64)
+        scale = max(math.sqrt(second / n), 1e-300)
+        close = (self.table[:, 0] - first).abs() <= (bound + 1e-14) * scale * n
+        close &= (self.table[:, 1] - second).abs() <= (2 * bound + 1e-14) * second + 1e-290
+        return [self.numbers[i] for i in close.nonzero()[:, 0].tolist()]
+
+
+class Pool:
+    """The tensors, by size and sums. ``logits`` is what the forward returned, float64; ``narrow`` whether anything was computed
+    in less than float64; ``operators`` the names of all that ran."""
+
+    def __init__(self) -> None:
+        self.entries: list[Tensor] = []
+        self.logits = torch.empty(0)
+        self.narrow = False
+        self.operators: set[str] = set()
+        self._shelves: dict[int, _Shelf] = {}
+        self._sorted: dict[int, Tensor] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Keep a copy, in float64."""
+        entry = tensor.detach().to("cpu", torch.float64, copy=True).contiguous()
+        shelf = self._shelves.setdefault(entry.numel(), _Shelf())
+        shelf.numbers.append(len(self.entries))
+        shelf.sums.append(_sums(entry))
+        shelf.table = None
+        self.entries.append(entry)
+
+    @property
+    def bound(self) -> float:
+        """How far a match may be off."""
+        return LOOSE if self.narrow else STRICT
+
+    def of_size(self, numel: int) -> list[Tensor]:
+        """The entries of a size, in the order in which they were computed."""
+        return [self.entries[i] for i in self._shelves[numel].numbers] if numel in self._shelves else []
+
+    def find(self, value: Tensor, *axes: int) -> Match | None:
+        """The best match of a value: whole, or else slice by slice along ``axes``, alone or together. None if there is none."""
+        whole = self._find(value)
+        if whole is not None:
+            return Match(whole[0], (whole[1],), ())
+        for some in [*((axis,) for axis in axes), *([tuple(axes)] if len(axes) > 1 else [])]:
+            found = []
+            if value.numel() // max(math.prod(value.shape[axis] for axis in some), 1) not in self._shelves:
+                continue
+            for part in _slices(value, some):
+                one = self._find(part)
+                if one is None:
+                    break
+                found.append(one)
+            else:
+                return Match(max(error for error, _ in found), tuple(number for _, number in found), some)
+        return None
+
+    def adopt(self, value: Tensor, match: Match) -> Tensor:
+        """The port's own numbers, in the places of ``value``: what it goes on from, rounding included."""
+        out = torch.empty_like(value, memory_format=torch.contiguous_format)
+        for part, own, number in zip(_slices(value, match.axes), _slices(out, match.axes), match.entries, strict=True):
+            taken = torch.empty(part.numel(), dtype=torch.float64)
+            taken[part.flatten().argsort()] = self._in_order(number)
+            own.copy_(taken.view(part.shape))
+        return out
+
+    def factors(self, value: Tensor, *axes: int) -> list[float]:
+        """The numbers by which ``value`` is multiplied in some entry; looked for in the first slice if not in the whole."""
+        found: list[float] = []
+        for part in [value, *(next(iter(_slices(value, (axis,)))) for axis in axes)]:
+            first, second = _sums(part)
+            if part.numel() not in self._shelves or not second > 0:
+                continue
+            shelf = self._shelves[part.numel()]
+            for number, (mine, squares) in zip(shelf.numbers, shelf.sums, strict=True):
+                size = math.sqrt(squares / second) if squares < math.inf else 0.0
+                for factor in (size, -size) if size > 0 else ():
+                    scale = math.sqrt(squares / part.numel()) * part.numel()
+                    if abs(mine - factor * first) > self.bound * scale or any(_same(factor, f) for f in found):
+                        continue
+                    if _error(self._in_order(number), (factor * part).flatten().sort().values) <= self.bound:
+                        found.append(factor)
+            if found:
+                break
+        return found
+
+    def _find(self, value: Tensor) -> tuple[float, int] | None:
+        shelf = self._shelves.get(value.numel())
+        if shelf is None or value.numel() == 0:
+            return None
+        near = shelf.near(*_sums(value), self.bound, value.numel())
+        if not near:
+            return None
+        mine = value.flatten().sort().values
+        error, number = min((_error(self._in_order(number), mine), number) for number in near)
+        return (error, number) if error <= self.bound else None
+
+    def _in_order(self, number: int) -> Tensor:
+        if number not in self._sorted:
+            self._sorted[number] = self.entries[number].flatten().sort().values
+        return self._sorted[number]
+
+
+class _Collector(TorchDispatchMode):
+    """While entered, every operator's floating results go into the pool."""
+
+    def __init__(self, pool: Pool, weights: dict[int, int], largest: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.pool, self.weights, self.largest, self.dtype = pool, weights, largest, dtype
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in load_into's recorder: else torch imports its compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func._overloadpacket in FUSED_ATTENTION:
+            names = (argument.name for argument in func._schema.arguments)
+            with self:
+                return spelt_out(dict(zip(names, args, strict=False)) | kwargs, len(func._schema.returns))
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        self.pool.operators.add(func._schema.name.removeprefix("aten::"))
+        seen = {}
+        if not func._schema.is_mutable:  # a view of all of an input holds nothing new
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            seen = {(tensor.untyped_storage()._cdata, tensor.numel()) for tensor in inputs}
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not 1 < tensor.numel() <= self.largest:
+                continue
+            storage = tensor.untyped_storage()._cdata
+            if (storage, tensor.numel()) in seen or tensor.numel() > self.weights.get(storage, self.largest):
+                continue
+            self.pool.narrow |= tensor.dtype != self.dtype and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
+            self.pool.add(tensor)
+        return result
+
+
+@torch.no_grad()
+def collect(module: nn.Module, ids: Tensor, width: int, inner: int) -> Pool:
+    """Run ``module`` as it is on (B, T) ``ids``, and keep what its operators emit, up to the size of the widest activation.
+
+    ``width`` and ``inner`` are those of the stream and of the feed-forward. Fused attention is spelt out in plain operators.
+
+    Raises:
+        whatever the module raises, and ValueError where its output holds no logits.
+    """
+    pool = Pool()
+    tensors = [tensor for tensor in [*module.parameters(), *module.buffers()] if tensor.is_floating_point()]
+    dtype = tensors[0].dtype if tensors else torch.float64
+    pool.narrow = dtype != torch.float64
+    views = VIEWS_PER_TOKEN * ids.numel() * width
+    weights = {tensor.untyped_storage()._cdata: views for tensor in tensors}
+    largest = 4 * ids.numel() * max(inner, 3 * width, ids.size(1) * 64)
+    with plain_attention(), _Collector(pool, weights, largest, dtype):
+        output = logits_of(module(ids))
+    pool.logits = output.detach().to("cpu", torch.float64)
+    return pool
+
+
+def _sums(tensor: Tensor) -> tuple[float, float]:
+    finite = tensor.nan_to_num(0.0, 0.0, 0.0)
+    return float(finite.sum()), float(finite.square().sum())
+
+
+def _error(a: Tensor, b: Tensor) -> float:
+    """Between two sorted tensors, over the root mean square; what is not finite has to be the same in both."""
+    finite = b.isfinite()
+    if not torch.equal(finite, a.isfinite()) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
+        return math.inf
+    a, b = a[finite], b[finite]
+    if not len(b):
+        return math.inf
+    scale = float(b.square().mean().sqrt())
+    return float((a - b).abs().max()) / max(scale, 1e-300)
+
+
+def _same(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-7 * max(abs(a), abs(b))
+
+
+def _slices(value: Tensor, axes: tuple[int, ...]) -> list[Tensor]:
+    """Views of a value, one for each place along the axes."""
+    parts = [value]
+    for axis in sorted(axes, reverse=True):
+        parts = [piece for part in parts for piece in part.unbind(axis)]
+    return parts

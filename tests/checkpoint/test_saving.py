@@ -1,0 +1,348 @@
+"""What is written: opened by transformers unedited, the same bytes every time, whole or not at all."""
+
+import dataclasses
+import io
+import json
+import logging as python_logging
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from support.hf_layouts import TINY, weights, write_config, write_weights
+
+from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
+from gpt2.checkpoint.loading import load, load_tokenizer
+from gpt2.checkpoint.saving import save, sha256, write_file, write_json
+from gpt2.config import GPT2Config
+from gpt2.data.chars import Chars
+from gpt2.errors import InputError
+from gpt2.model import GPT2
+
+ROOT = Path(__file__).parents[2]
+FILES = ["config.json", "generation_config.json", "model.safetensors"]
+ODD = dataclasses.replace(
+    TINY, n_inner=20, activation_function="gelu", scale_attn_by_inverse_layer_idx=True, layer_norm_epsilon=1e-3, bos_token_id=None
+)
+
+
+def model_of(config: GPT2Config = TINY, seed: int = 0, dtype: torch.dtype = torch.float32) -> GPT2:
+    model = GPT2(config, initialise=False).to(dtype)
+    model.load_state_dict(weights(config, seed, dtype))
+    return model.eval()
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8))
+        for name in one
+    )
+
+
+@pytest.mark.parametrize("config", [TINY, ODD], ids=["usual", "odd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_transformers_opens_it_unedited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: GPT2Config, dtype: torch.dtype
+) -> None:
+    """A key under another name is "newly initialized" in transformers, with a warning and wrong logits."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import GPT2LMHeadModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = model_of(config, dtype=dtype)
+    save(model, None, tmp_path)
+    said = io.StringIO()
+    handler = python_logging.StreamHandler(said)
+    logging.add_handler(handler)
+    try:
+        theirs, told = GPT2LMHeadModel.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    finally:
+        logging.remove_handler(handler)
+    assert said.getvalue() == ""
+    assert {key: value for key, value in told.items() if value} == {}
+    state = {
+        name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"
+    }
+    assert same_bits({name: state[name] for name in model.state_dict()}, model.state_dict())
+    assert theirs.lm_head.weight is theirs.transformer.wte.weight
+    for name in (
+        "n_inner",
+        "activation_function",
+        "layer_norm_epsilon",
+        "scale_attn_by_inverse_layer_idx",
+        "n_positions",
+        "bos_token_id",
+    ):
+        assert getattr(theirs.config, name) == getattr(config, name)
+    assert theirs.generation_config.eos_token_id == config.eos_token_id
+    if dtype == torch.float64:
+        ids = torch.arange(12).reshape(2, 6) * 5
+        theirs.set_attn_implementation("eager")
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("config", [TINY, ODD], ids=["usual", "odd"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_save_load_save_gives_the_same_bytes(tmp_path: Path, config: GPT2Config, dtype: str) -> None:
+    """An order, a time or a padding that varies: then no hash of a checkpoint means anything."""
+    model = model_of(config, dtype=getattr(torch, dtype))
+    assert save(model, None, tmp_path / "a") == tmp_path / "a"
+    again = load(str(tmp_path / "a"))
+    assert again.config == config
+    assert same_bits(dict(again.state_dict()), dict(model.state_dict()))
+    save(again, None, str(tmp_path / "b" / "deeper"))
+    assert content(tmp_path / "a") == content(tmp_path / "b" / "deeper")
+    assert list(content(tmp_path / "a")) == FILES
+    save(again, None, tmp_path / "a")  # over the very file that its weights are mapped from
+    assert content(tmp_path / "a") == content(tmp_path / "b" / "deeper")
+    assert same_bits(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_the_file_is_as_the_library_reads_it(tmp_path: Path) -> None:
+    """Names, order, alignment and metadata: a header that our own reader forgives and others refuse."""
+    model = model_of()
+    save(model, None, tmp_path)
+    path = tmp_path / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        theirs = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    assert same_bits(theirs, {f"transformer.{name}": tensor for name, tensor in model.state_dict().items()})
+    (length,) = struct.unpack("<Q", path.read_bytes()[:8])
+    assert (8 + length) % 64 == 0, "what we write, we map"
+    names = [name for name in json.loads(path.read_bytes()[8 : 8 + length]) if name != "__metadata__"]
+    assert names == [f"transformer.{name}" for name in model.state_dict()]
+    assert path.stat().st_size == 8 + length + 4 * TINY.num_parameters()
+
+
+def test_config_has_what_other_programs_need(tmp_path: Path) -> None:
+    """llama.cpp's converter fails without `n_ctx`; nobody knows the class without `architectures`."""
+    save(model_of(dtype=torch.bfloat16), None, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    expected = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_ctx": 16, "n_positions": 16, "n_inner": None}
+    expected |= {"tie_word_embeddings": True, "dtype": "bfloat16", "vocab_size": 61, "bos_token_id": 60, "eos_token_id": 60}
+    expected |= {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_embd": 12, "n_layer": 2, "n_head": 3}
+    assert {key: raw.get(key) for key in expected} == expected
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"bos_token_id": 60, "eos_token_id": 60}
+
+
+def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+    """A checkpoint whose ids nobody can read; and `model_max_length`, beyond which transformers warns."""
+    tokenizer = Chars.from_text("To be, or not to be\n")
+    save(model_of(), tokenizer, tmp_path)
+    assert load_tokenizer(str(tmp_path)).fingerprint == tokenizer.fingerprint
+    assert load_tokenizer(f"{tmp_path}/model.safetensors").fingerprint == tokenizer.fingerprint
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 16
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_mixed_dtypes_stay_aligned_and_exact(tmp_path: Path) -> None:
+    """A float32 tensor behind an odd number of halves lies on an odd place, where nothing can map it."""
+    model = model_of(dataclasses.replace(TINY, vocab_size=61, n_embd=9), dtype=torch.float16)
+    model.ln_f.float()
+    save(model, None, tmp_path)
+    file = SafetensorsFile(tmp_path / "model.safetensors")
+    assert all(entry.start % entry.dtype.itemsize == 0 for entry in file.entries.values())
+    assert same_bits({name: file.read(f"transformer.{name}") for name in model.state_dict()}, dict(model.state_dict()))
+
+
+def test_tensors_that_are_not_contiguous_are_written_in_order(tmp_path: Path) -> None:
+    """A transposed view written as its memory lies."""
+    model = model_of()
+    truth = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for block in model.h:
+        block.mlp.c_fc.weight = torch.nn.Parameter(block.mlp.c_fc.weight.detach().T.contiguous().T)
+    save(model, None, tmp_path)
+    assert same_bits(dict(load(str(tmp_path)).state_dict()), truth)
+
+
+def break_meta(model: GPT2) -> None:
+    model.to("meta")
+
+
+def break_wrap(model: GPT2) -> None:
+    model.h[0].attn.c_attn = torch.nn.Sequential(model.h[0].attn.c_attn)
+
+
+def break_extra(model: GPT2) -> None:
+    model.lora_a = torch.nn.Parameter(torch.zeros(1))
+
+
+def break_shape(model: GPT2) -> None:
+    model.wpe.weight = torch.nn.Parameter(torch.zeros(17, 12))
+
+
+def break_dtype(model: GPT2) -> None:
+    model.wte.weight = torch.nn.Parameter(torch.zeros(61, 12, dtype=torch.int8), requires_grad=False)
+
+
+@pytest.mark.parametrize("harm", [break_meta, break_wrap, break_extra, break_shape, break_dtype], ids=lambda harm: harm.__name__)
+def test_what_is_not_a_plain_model_is_refused_before_anything_is_written(tmp_path: Path, harm: Callable[[GPT2], None]) -> None:
+    """Unmerged adapters or a wrapped module: a directory of keys that nobody else knows."""
+    model = model_of()
+    harm(model)
+    with pytest.raises(InputError, match="not a plain GPT-2's; unwrap it, or merge its adapters"):
+        save(model, None, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("failing", range(3))
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, failing: int
+) -> None:
+    """The new config beside the old weights, or half a file: the n-th fsync, or the n-th rename aside, fails."""
+    save(model_of(seed=1), None, tmp_path)
+    before, calls, real = content(tmp_path), [], getattr(os, step)
+
+    def broken(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) > failing:
+            raise OSError(28, "No space left on device")
+        real(*arguments)
+
+    monkeypatch.setattr(os, step, broken)
+    with pytest.raises(InputError, match=r"No space left on device\); choose another folder, or make room") as caught:
+        save(model_of(ODD, seed=2), None, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    monkeypatch.undo()
+    assert content(tmp_path) == before, "the old files, and nothing beside them"
+
+
+def test_a_tokenizer_that_cannot_be_written_leaves_the_old_model(tmp_path: Path) -> None:
+    """Weights replaced, and the ids' meaning left behind."""
+
+    class Full(Chars):
+        def save(self, directory: Any, *, n_positions: int = 1024) -> list[Path]:
+            raise OSError(28, "No space left on device")
+
+    save(model_of(seed=1), None, tmp_path)
+    before = content(tmp_path)
+    with pytest.raises(InputError, match="No space left"):
+        save(model_of(seed=2), Full.from_text("ab"), tmp_path)
+    assert content(tmp_path) == before
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+import torch
+from gpt2.checkpoint.loading import load
+from gpt2.checkpoint.saving import save
+from gpt2.errors import InputError
+model = load(sys.argv[1])
+with torch.no_grad():
+    model.wte.weight.add_(1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    save(model, None, sys.argv[1])
+except InputError as error:
+    print(error)
+"""
+
+
+def test_a_file_that_the_disk_cuts_short_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    """A real failing write, halfway through the weights, in a process that is not allowed larger files."""
+    save(model_of(), None, tmp_path)
+    before = content(tmp_path)
+    limit = str(len(before["model.safetensors"]) // 2)
+    assert int(limit) > 5000
+    command = [sys.executable, "-W", "error", "-c", FULL, str(tmp_path), limit]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout == f"{tmp_path}: cannot write the checkpoint (File too large); choose another folder, or make room\n"
+    assert content(tmp_path) == before
+
+
+def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    """FileExistsError and NotADirectoryError, of which mkdir raises one or the other."""
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InputError, match="cannot write the checkpoint"):
+            save(model_of(), None, place)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_reader_sees_old_or_new_and_never_half(tmp_path: Path) -> None:
+    """A file written in place shows its first half to whoever looks; here the old one is still open, and still whole."""
+    path = tmp_path / "x"
+    write_file(path, b"old")
+    with open(path, "rb") as reader:
+        seen = []
+
+        def pieces() -> Any:
+            for piece in (b"ne", memoryview(b"w")):
+                seen.append(path.read_bytes())
+                yield piece
+
+        write_file(path, pieces())
+        assert seen == [b"old", b"old"]
+        assert reader.read() == b"old"
+    assert path.read_bytes() == b"new"
+    assert sha256(path) == "11507a0e2f5e69d5dfa40a62a1bd7b6ee57e6bcd85c67c9b8431b36fff21c437"
+    write_json(path, {"a": [1]})
+    assert path.read_bytes() == b'{\n  "a": [\n    1\n  ]\n}\n'
+    assert os.listdir(tmp_path) == ["x"]
+
+
+MEASURE = """
+import re, sys, time
+from pathlib import Path
+import torch
+from gpt2.checkpoint.saving import save
+from gpt2.config import GPT2Config
+from gpt2.model import GPT2
+
+def status(field):
+    return int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+save(GPT2(GPT2Config(5, 4, 4, 1, 1)), None, sys.argv[1])
+model = GPT2(GPT2Config(10_000, 512, 1024, 3, 16), initialise=False)
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.fill_(1.5)
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+save(model, None, sys.argv[1])
+print(status("VmHWM") - before, sum(parameter.nbytes for parameter in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
+def test_saving_makes_no_second_copy(tmp_path: Path) -> None:
+    """The library's `save` builds the file in memory first: 6 GB more for gpt2-xl, at the end of a run."""
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    peak, size = map(int, done.stdout.split())
+    print(f"peak {peak / size:.4f} of {size:,} bytes")
+    assert size > 150e6
+    assert peak < 0.05 * size
+    assert (tmp_path / "model.safetensors").stat().st_size > size
+
+
+def test_what_was_loaded_from_an_old_layout_is_saved_in_the_new(tmp_path: Path) -> None:
+    """Masks, heads and odd data carried over into what we write."""
+    truth = weights()
+    write_weights(
+        write_config(tmp_path / "old") / "model.safetensors", truth | {"lm_head.weight": truth["wte.weight"].clone()}, start=3
+    )
+    save(load(str(tmp_path / "old")), None, tmp_path / "new")
+    save(model_of(), None, tmp_path / "direct")
+    assert content(tmp_path / "new")["model.safetensors"] == content(tmp_path / "direct")["model.safetensors"]

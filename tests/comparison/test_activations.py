@@ -1,0 +1,160 @@
+"""Activations of two models walked side by side: what is found, where, and what it costs."""
+
+import math
+import threading
+
+import pytest
+import torch
+from support.hf_layouts import TINY, weights
+from torch import Tensor
+
+from gpt2.comparison import activations as module
+from gpt2.comparison.activations import compare_activations
+from gpt2.config import GPT2Config
+from gpt2.measure.tracing import points, trace, trace_blocks
+from gpt2.model import GPT2, eager_attention_upcast
+
+
+def model(seed: int = 0, config: GPT2Config = TINY) -> GPT2:
+    made = GPT2(config, initialise=False)
+    made.load_state_dict(weights(config, seed))
+    return made.double().eval()
+
+
+IDS = torch.randint(TINY.vocab_size, (1, 11), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_block_at_a_time_is_the_whole_trace() -> None:
+    """A point emitted with the wrong block, twice, or not at all."""
+    ours = model()
+    whole = trace(ours, IDS)
+    blocks = list(trace_blocks(ours, IDS))
+    assert len(blocks) == TINY.n_layer + 2
+    assert [name for block in blocks for name in block] == points(TINY.n_layer) == list(whole)
+    assert all(torch.equal(block[name], whole[name]) for block in blocks for name in block)
+    assert list(blocks[1])[-1] == "h.0"
+    assert list(blocks[-1]) == ["ln_f", "logits"]
+
+
+def test_a_walk_given_up_leaves_nothing_behind() -> None:
+    """A thread that waits for ever, or hooks that stay on the model."""
+    ours, before = model(), threading.active_count()
+    walk = trace_blocks(ours, IDS)
+    next(walk)
+    next(walk)
+    walk.close()
+    assert threading.active_count() == before
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in ours.modules())
+    assert [len(block) for block in trace_blocks(ours, IDS)] == [3, 14, 14, 2]
+
+
+def test_what_a_model_raises_reaches_the_caller() -> None:
+    with pytest.raises(ValueError, match="do not fit the model's 16 positions"):
+        list(trace_blocks(model(), torch.zeros(1, 17, dtype=torch.int64)))
+
+
+def test_a_model_against_itself_is_exactly_zero() -> None:
+    found = compare_activations(model(), model(), IDS, same_shape=True)
+    assert [point.point for point in found.points] == points(TINY.n_layer)
+    for point in found.points:
+        assert (point.error, point.max_abs, point.sqnr, point.cosine) == (0.0, 0.0, math.inf, 1.0)
+    assert found.first_past is None
+
+
+def test_figures_by_their_definitions() -> None:
+    """A norm of the wrong tensor, a sign of the decibels, b for a."""
+    a, b = model(1), model(2)
+    found = {point.point: point for point in compare_activations(a, b, IDS, same_shape=True).points}
+    x, y = trace(a, IDS), trace(b, IDS)
+    for name in ("wte", "h.0.attn.q", "h.1.attn.weights", "h.1", "logits"):
+        difference = (y[name] - x[name]).norm() / x[name].norm()
+        assert found[name].error == pytest.approx(float(difference), rel=1e-12)
+        assert found[name].sqnr == pytest.approx(
+            10 * math.log10(float(x[name].square().sum() / (y[name] - x[name]).square().sum()))
+        )
+        assert found[name].max_abs == pytest.approx(float((y[name] - x[name]).abs().max()))
+        cosine = torch.nn.functional.cosine_similarity(x[name].flatten(), y[name].flatten(), dim=0)
+        assert found[name].cosine == pytest.approx(float(cosine), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "point"),
+    [
+        ("wpe.weight", "wpe"),
+        ("h.0.ln_1.bias", "h.0.ln_1"),
+        ("h.1.attn.c_attn.weight", "h.1.attn.q"),
+        ("h.1.attn.c_proj.bias", "h.1.attn.c_proj"),
+        ("h.1.mlp.c_fc.weight", "h.1.mlp.c_fc"),
+        ("ln_f.weight", "ln_f"),
+    ],
+)
+def test_noise_is_located_where_it_was_put(parameter: str, point: str) -> None:
+    """The first point past the threshold, in the order of computation."""
+    b = model()
+    with torch.no_grad():
+        tensor = b.get_parameter(parameter)
+        tensor.mul_(1.05)
+    found = compare_activations(model(), b, IDS, same_shape=True)
+    assert found.first_past.point == point
+    before = [p for p in found.points if points(TINY.n_layer).index(p.point) < points(TINY.n_layer).index(point)]
+    assert all(p.error == 0 for p in before)
+    assert compare_activations(model(), b, IDS, same_shape=True, threshold=1e9).first_past is None
+
+
+def test_memory_is_one_block_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compared must not be kept: for gpt2-xl all points of both are gigabytes."""
+    import weakref
+
+    alive: list[weakref.ref] = []
+    most = 0
+    original = module._change
+
+    def counted(name: str, a: Tensor, b: Tensor):
+        nonlocal most
+        alive.extend((weakref.ref(a), weakref.ref(b)))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return original(name, a, b)
+
+    monkeypatch.setattr(module, "_change", counted)
+    config = GPT2Config(vocab_size=61, n_positions=16, n_embd=12, n_layer=6, n_head=3, bos_token_id=None, eos_token_id=None)
+    compare_activations(model(0, config), model(1, config), IDS, same_shape=True)
+    assert len(alive) == 2 * len(points(6))
+    assert most <= 2 * 14 * 2  # a block of each, and the next one on its way
+
+
+def test_cka_by_its_formula_where_widths_differ() -> None:
+    """Kornblith et al. (2019), equation 3, on centred features: not on the Gram matrices that are computed with."""
+    config = GPT2Config(vocab_size=61, n_positions=16, n_embd=20, n_layer=3, n_head=4, bos_token_id=None, eos_token_id=None)
+    a, b = model(0), model(1, config)
+    found = compare_activations(a, b, IDS, same_shape=False)
+    assert found.points == ()
+    assert (len(found.cka), len(found.cka[0])) == (TINY.n_layer + 1, config.n_layer + 1)
+    x, y = trace(a, IDS)["h.1"][0], trace(b, IDS)["h.2"][0]
+    x, y = x - x.mean(0), y - y.mean(0)
+    expected = (y.T @ x).norm() ** 2 / ((x.T @ x).norm() * (y.T @ y).norm())
+    assert found.cka[2][3] == pytest.approx(float(expected), rel=1e-10)
+    itself = compare_activations(a, a, IDS, same_shape=False).cka
+    assert [itself[i][i] for i in range(3)] == pytest.approx([1.0] * 3, abs=1e-12)
+
+
+def test_transformers_is_walked_the_same_way(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """`hf/` on one side: the same points, in the same order, within rounding; its attention implementation stays as it was."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from support.hf_layouts import official
+
+    from gpt2.checkpoint.loading import load
+    from gpt2.parity.reference import load_reference
+
+    official(tmp_path)
+    theirs = load_reference(tmp_path, torch.float64)
+    found = compare_activations(load(str(tmp_path), dtype="f64"), theirs, IDS, same_shape=True)
+    assert [point.point for point in found.points] == points(TINY.n_layer)
+    assert max(point.error for point in found.points) < 1e-12
+    assert theirs.config._attn_implementation == "sdpa"
+
+
+def test_an_upcast_attention_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing switches the fused kernel for the readable path, and nothing else."""
+    ours = model().use_attention(eager_attention_upcast)
+    list(trace_blocks(ours, IDS))
+    assert all(block.attn.attend is eager_attention_upcast for block in ours.h)

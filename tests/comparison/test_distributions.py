@@ -1,0 +1,760 @@
+"""Every statistic against SciPy, a loop over Python floats or decimals, or a closed form."""
+
+import itertools
+import json
+import math
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from decimal import Decimal, localcontext
+
+import numpy as np
+import pytest
+import scipy.signal
+import scipy.special
+import scipy.stats
+import torch
+from scipy.spatial.distance import jensenshannon
+from torch import Tensor
+
+from gpt2.comparison.distributions import Bootstrap, calibration, correlation, percentiles, score_one, summarise
+from gpt2.config import GPT2Config
+from gpt2.errors import InputError
+from gpt2.measure import per_token
+from gpt2.measure.metrics import language_score, windows
+from gpt2.measure.per_token import Tokens, measure_pair
+from gpt2.model import GPT2
+
+NAN, INF = math.nan, math.inf
+
+
+def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def text(vocab: int, length: int, seed: int = 9) -> Tensor:
+    return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def bigram(table: Tensor):
+    """A model that looks at the last token only: row i of ``table`` (V, W) is what follows token i."""
+    return lambda ids: table[ids]
+
+
+def pair(a: Tensor, b: Tensor, ids: Tensor | None = None, **how) -> Tokens:
+    """The rows of two tables, each met once, in order: token i of the result was predicted by row i."""
+    ids = torch.cat((torch.arange(len(a)), torch.zeros(1, dtype=torch.long))) if ids is None else ids
+    how = {"vocab": a.size(1), "context": 4, **how}
+    return measure_pair(bigram(a), bigram(b), ids, **how)
+
+
+def tiny(seed: int, vocab: int = 13, positions: int = 8) -> GPT2:
+    torch.manual_seed(seed)
+    model = GPT2(GPT2Config(vocab, positions, 16, 2, 2))
+    for parameter in model.parameters():
+        parameter.data.mul_(6 if parameter.ndim > 1 else 1)  # far from uniform, so that positions and context matter
+    return model.double().eval()
+
+
+def divergences(tokens: Tokens) -> Tensor:
+    return torch.stack((tokens.kl_ab, tokens.kl_ba, tokens.js))
+
+
+def made(n: int, seed: int = 0, vocab: int = 40, context: int = 64) -> Tokens:
+    """Tokens as if measured, every column random."""
+    generator = torch.Generator().manual_seed(seed)
+    p = torch.rand(2, n, 5, generator=generator, dtype=torch.float64).sort(2, descending=True).values / 5
+    top = torch.stack([torch.randperm(7, generator=generator)[:5] for _ in range(2 * n)]).view(2, n, 5)
+    logs = -torch.rand(2, n, generator=generator, dtype=torch.float64) * 6
+    kl = torch.rand(3, n, generator=generator, dtype=torch.float64).square()
+    targets = torch.randint(7, (n,), generator=generator)
+    index = torch.arange(1, n + 1)
+    return Tokens(targets, index, (index - 1) % context + 1, *logs, *kl, *top, *p, vocab=vocab, context=context, stride=context)
+
+
+# The divergences
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("vocab", "scale"), [(2, 1), (3, 5), (50, 3), (130, 30), (1000, 1), (50257, 5)])
+def test_divergences_equal_scipys(vocab, scale, dtype):
+    """A sum over the batch for one over the vocabulary, a mean for a sum, bits for nats, JS for its root: all look plausible."""
+    a, b = draw(7, vocab, scale=scale).to(dtype), draw(7, vocab, seed=1, scale=scale).to(dtype)
+    ids = torch.tensor([0, 1, 0, 1, 1, 0, 1, 0]) if vocab < 7 else None
+    got = pair(a, b, ids)
+    rows = ids[:-1] if vocab < 7 else torch.arange(7)
+    p, q = (scipy.special.softmax(table[rows].double().numpy(), axis=1) for table in (a, b))
+    np.testing.assert_allclose(got.kl_ab, scipy.special.rel_entr(p, q).sum(1), rtol=1e-12)
+    np.testing.assert_allclose(got.kl_ba, [scipy.stats.entropy(y, x) for x, y in zip(p, q, strict=True)], rtol=1e-12)
+    np.testing.assert_allclose(got.js, jensenshannon(p, q, axis=1) ** 2, rtol=1e-9)
+    right = np.arange(len(rows)), got.targets.numpy()
+    np.testing.assert_allclose(got.logp_a, np.log(p)[right], rtol=1e-12)
+    np.testing.assert_allclose(got.logp_b, np.log(q)[right], rtol=1e-12)
+    assert divergences(got).dtype == got.logp_a.dtype == torch.float64
+
+
+def exact(a: list[float], b: list[float]) -> tuple[Decimal, Decimal, Decimal]:
+    """KL both ways and JS of two rows of logits, to 60 digits."""
+    with localcontext() as context:
+        context.prec, context.Emin, context.Emax = 60, -(10**9), 10**9
+        p, q = ([Decimal(x).exp() for x in row] for row in (a, b))
+        p, q = [x / sum(p) for x in p], [y / sum(q) for y in q]
+        kl_ab = sum(x * (x / y).ln() for x, y in zip(p, q, strict=True))
+        kl_ba = sum(y * (y / x).ln() for x, y in zip(p, q, strict=True))
+        js = sum(x * (2 * x / (x + y)).ln() + y * (2 * y / (x + y)).ln() for x, y in zip(p, q, strict=True)) / 2
+        return +kl_ab, +kl_ba, +js
+
+
+@pytest.mark.parametrize("noise", [1e-6, 1e-5, 1e-3, 1e-1, 3.0])
+def test_small_divergences_have_their_digits(noise):
+    """Two dtypes of one model are 1e-6 nats apart, two orders of summation 1e-13: the difference of two cross-entropies, or a
+    softmax in float32, is noise of that size, of either sign."""
+    a = draw(6, 40, scale=4).double() - 90  # where GPT-2's logits are
+    b = a + draw(6, 40, seed=1).double() * noise
+    got = divergences(pair(a, b))
+    for column, row in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
+        for value, right in zip(got[:, column].tolist(), exact(*row), strict=True):
+            assert abs(Decimal(value) - right) < 1e-15 * (1 + value)
+            assert right < 2 * noise**2
+    if noise == 1e-3:  # the control
+        p, q = a.float().log_softmax(1), b.float().log_softmax(1)
+        assert ((p.exp() * (p - q)).sum(1) / got[0] - 1).abs().max() > 1e-2
+
+
+def test_nothing_is_negative():
+    """Models that differ by less than rounding: its error has a sign, a divergence has none."""
+    table = draw(50, 50, scale=5).double()
+    got = divergences(pair(table, table + draw(50, 50, seed=1).double() * 1e-9))
+    assert got.min(1).values.tolist() == [0.0] * 3
+    assert (got.max(1).values > 0).all()
+    assert got.max() < 1e-15
+
+
+def test_small_divergences_over_large_vocabularies_have_their_digits():
+    """The logs of two sums of 50,257 exponentials are 10.8 each, and rounded there: their difference is taken otherwise."""
+    half, vocab = 25000, 50257
+    a, b = torch.zeros(4, vocab).double(), torch.zeros(4, vocab).double()
+    b[:, :half] = torch.tensor([[1e-6], [-2e-6], [3e-6], [1e-5]])
+    got = divergences(pair(a, b, torch.tensor([0, 1, 2, 3, 0])))
+    for value, shift in zip(got.T.tolist(), b[:, 0].tolist(), strict=True):
+        with localcontext() as context:
+            context.prec = 60
+            p, low = Decimal(1) / vocab, 1 / (half * Decimal(shift).exp() + vocab - half)
+            high = low * Decimal(shift).exp()
+            kl_ab = half * p * (p / high).ln() + (vocab - half) * p * (p / low).ln()
+            kl_ba = half * high * (high / p).ln() + (vocab - half) * low * (low / p).ln()
+        assert value[:2] == pytest.approx([float(kl_ab), float(kl_ba)], abs=5e-16)
+        assert value[2] == pytest.approx(float(kl_ab + kl_ba) / 8, rel=1e-3, abs=2e-16)
+
+
+WIDE = [-1e4, -800.0, -700.0, -600.0, 0.0, 1.0, 25.0, 40.0, 500.0, 760.0]  # some of exp(x - 760) are 0, some subnormal
+
+
+def test_spans_that_overflow_a_quotient_of_probabilities():
+    """exp(-800) is 0 in float64, yet its KL is 800 nats times the other's probability; e^800 is infinite, and inf - inf NaN."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.stack([torch.tensor(WIDE, dtype=torch.float64)[torch.randperm(10, generator=generator)] for _ in range(40)])
+    a, b = rows[:20], rows[20:]
+    b[0, 3:] = a[0, 3:]
+    ids = torch.randint(10, (60,), generator=generator)
+    got = divergences(pair(torch.cat((a[:10], a[:0])), b[:10], ids))
+    for value, last in zip(got.T.tolist(), ids[:-1].tolist(), strict=True):
+        for number, right in zip(value, exact(a[last].tolist(), b[last].tolist()), strict=True):
+            assert number == pytest.approx(float(right), rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("span", [600.0, 708.0, 720.0, 740.0, 744.0, 746.0])
+def test_a_probability_too_small_to_divide_by(span):
+    """exp(-720) is subnormal: not 0, but 1 over it is infinite, and JS minus infinity."""
+    a, b = torch.tensor([[0.0, -span], [-span, 1.0]]), torch.tensor([[-1.0, 0.0], [-span, 1.0 - span]])
+    got = divergences(pair(a, b, torch.tensor([0, 1, 0])))
+    for value, rows in zip(got.T.tolist(), zip(a.tolist(), b.tolist(), strict=True), strict=True):
+        assert value == pytest.approx([float(number) for number in exact(*rows)], rel=1e-13)
+
+
+@pytest.mark.parametrize("lowest", [-1e4, torch.finfo(torch.float32).min])
+def test_a_finite_mask_is_no_infinity(lowest):
+    """Code that masks with the lowest float has a KL of 1e38, or, where both mask, none at all from that token."""
+    a, b = draw(5, 8), draw(5, 8, seed=1)
+    a[:, 2] = b[:, 2] = lowest
+    keep = [0, 1, 3, 4, 5, 6, 7]
+    ids = torch.tensor([0, 1, 3, 4, 0])
+    kept = torch.tensor([0, 1, 2, 3, 0])
+    expected = pair(a[:, keep][[0, 1, 3, 4]], b[:, keep][[0, 1, 3, 4]], kept, vocab=7)
+    torch.testing.assert_close(divergences(pair(a, b, ids)), divergences(expected), rtol=1e-13, atol=0)
+    b[:, 2] = 0
+    got = pair(a, b, ids)
+    assert (got.kl_ba > -0.01 * lowest).all()
+    assert got.kl_ba.isfinite().all()
+    assert ((got.js > 0) & (got.js < math.log(2))).all()
+
+
+def test_logits_of_minus_infinity():
+    """0 log 0 is 0, and p log(p / 0) is infinite: neither is NaN, and JS is never more than log 2."""
+    a = torch.tensor([[0.0, 1.0, -INF, 2.0], [-INF, -INF, 0.0, 0.0], [1.0, 2.0, 3.0, -INF], [1.0, 2.0, 3.0, -INF]])
+    b = torch.tensor([[1.0, 1.0, -INF, 0.0], [0.0, 0.0, -INF, -INF], [1.0, 2.0, 2.0, 5.0], [1.0, 2.0, 3.0, 1.0]])
+    ids = torch.tensor([0, 1, 2, 3, 0])
+    got = pair(a, b, ids)
+    p, q = (scipy.special.softmax(table.double().numpy(), axis=1) for table in (a, b))
+    np.testing.assert_allclose(got.kl_ab, scipy.special.rel_entr(p, q).sum(1), rtol=1e-14)
+    np.testing.assert_allclose(got.kl_ba, scipy.special.rel_entr(q, p).sum(1), rtol=1e-14)
+    np.testing.assert_allclose(got.js, jensenshannon(p, q, axis=1) ** 2, rtol=1e-12)
+    assert got.kl_ab.isinf().tolist() == [False, True, False, False]
+    assert got.kl_ba.isinf().tolist() == [False, True, True, True]
+    assert got.js[1].item() == pytest.approx(math.log(2), rel=1e-15)
+    assert (got.logp_a[1].item(), got.logp_b[1].item()) == (pytest.approx(-math.log(2)), -INF)  # token 2 after token 1
+    alone = pair(a, b, torch.tensor([0, 1]))
+    assert alone.js[0] == got.js[0]  # whoever shares its chunk
+
+
+def test_nan_stays_with_its_token():
+    """A NaN must come out, or a broken model is close to everything; and only where it is, or nobody finds it."""
+    a, b = draw(5, 70), draw(5, 70, seed=1)
+    clean = divergences(pair(a, b))
+    a[1, 69], b[3, 0], a[4, :] = NAN, INF, -INF
+    got = pair(a, b)
+    assert torch.equal(divergences(got)[:, [0, 2]], clean[:, [0, 2]])
+    assert divergences(got)[:, [1, 3, 4]].isnan().all()
+    found = summarise(got, torch.ones(70))
+    assert found.undefined == 3
+    assert math.isnan(found.kl_ab.mean.value)
+    assert math.isnan(found.kl_ab.percentiles["50"])
+    assert math.isnan(found.a.score.perplexity)
+    assert math.isnan(found.ratio.value)
+    assert math.isnan(found.calibration_a.ece)
+    json.dumps(asdict(found))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [5, 64, 200, 50257])
+def test_a_model_against_itself_is_exactly_zero(vocab, dtype):
+    """1e-17 against itself is a figure that somebody explains away; 0 is a proof that both sides went the same way."""
+    table = draw(5, vocab, scale=9).to(dtype)
+    table[2] *= 100
+    table[3, ::3] = -INF
+    table[4, 1] = -5e4
+    ids = torch.tensor([0, 1, 2, 3, 4, 1])
+    got = pair(table, table.clone(), ids)
+    assert divergences(got).tolist() == [[0.0] * 5] * 3
+    assert torch.equal(got.logp_a, got.logp_b)
+    assert torch.equal(got.top_a, got.top_b)
+    assert torch.equal(got.top_p_a, got.top_p_b)
+    found = summarise(got, torch.ones(vocab))
+    for figure in (found.kl_ab, found.kl_ba, found.js):
+        assert asdict(figure.mean) == {"value": 0.0, "low": 0.0, "high": 0.0}
+        assert (set(figure.percentiles.values()), figure.max) == ({0.0}, 0.0)
+    assert asdict(found.difference) == asdict(found.change.mean) == asdict(found.change.rms)
+    assert asdict(found.difference) == {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert asdict(found.ratio) == asdict(found.overlap) == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert (found.same_top.value, found.same_top.high) == (1.0, 1.0)
+    assert found.calibration_a == found.calibration_b
+    if vocab > 5:
+        assert found.correlation == 1.0
+    # The same shifted logits are the same distribution, but not the same bits: the control.
+    assert divergences(pair(table[:2], table[:2] + 1, torch.tensor([0, 1, 0]))).max() < (1e-15 if dtype == torch.float64 else 1)
+
+
+def test_two_models_in_turn_swap():
+    a, b = draw(9, 300, scale=3), draw(9, 300, seed=1, scale=3)
+    there, back = pair(a, b), pair(b, a)
+    torch.testing.assert_close(there.kl_ab, back.kl_ba, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(there.kl_ba, back.kl_ab, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(there.js, back.js, rtol=1e-13, atol=1e-15)
+    assert torch.equal(there.logp_a, back.logp_b)
+    assert torch.equal(there.top_b, back.top_a)
+    assert torch.equal(there.top_p_a, back.top_p_b)
+    assert torch.equal(there.change, -back.change)
+    assert (there.kl_ab / there.kl_ba - 1).abs().min() > 1e-3  # they are not the same to begin with
+
+
+def test_two_coins_have_the_divergence_of_the_textbook():
+    p, q = 0.75, 0.5
+    a, b = torch.tensor([[p, 1 - p]]).double().log().expand(2, 2), torch.tensor([[q, 1 - q]]).double().log().expand(2, 2)
+    got = pair(a, b, torch.tensor([0, 1, 0]))
+    assert got.kl_ab.tolist() == pytest.approx([0.75 * math.log(1.5) + 0.25 * math.log(0.5)] * 2, rel=1e-14)
+    assert got.kl_ba.tolist() == pytest.approx([0.5 * math.log(2 / 3) + 0.5 * math.log(2)] * 2, rel=1e-14)
+    assert got.logp_a.exp().tolist() == pytest.approx([0.25, 0.75])
+    assert got.change.tolist() == pytest.approx([0.25, -0.25])
+    assert (got.top_a[:, 0].tolist(), got.top_p_a[:, 0].tolist()) == ([0, 0], pytest.approx([0.75, 0.75]))
+
+
+def test_a_sharpened_model_has_a_closed_form():
+    """With q = p^(1/t) / Z, KL(p||q) = log Z - (1 - 1/t) H(p), in terms of p's entropy."""
+    a, t = draw(6, 90, scale=2).double(), 0.7
+    got = pair(a, a / t)
+    p = scipy.special.softmax(a.numpy(), axis=1)
+    z = (p ** (1 / t)).sum(1)
+    np.testing.assert_allclose(got.kl_ab, np.log(z) - (1 - 1 / t) * scipy.stats.entropy(p, axis=1), rtol=1e-12)
+    assert got.same_top.all()
+    assert (got.top_p_b[:, 0] > got.top_p_a[:, 0]).all()
+
+
+def test_how_rows_are_cut_and_shared_changes_nothing(monkeypatch):
+    """The last, shorter chunk computes in the memory of those before it; a thread's rows must not land in another's place."""
+    a, b = draw(50, 100), draw(50, 100, seed=1)
+    a[7, 3], b[8, 4] = -INF, NAN
+    ids, threads = text(50, 70), torch.get_num_threads()
+    whole = pair(a, b, ids, context=30)
+    assert divergences(whole).isnan().any()
+    try:
+        for cached, share, workers in ((1, 1 << 18, 1), (700, 1 << 18, 1), (700, 1, 3), (1 << 16, 1000, 2), (1, 1, 64)):
+            torch.set_num_threads(workers)
+            monkeypatch.setattr(per_token, "CACHED", cached)
+            monkeypatch.setattr(per_token, "SHARE", share)
+            got = pair(a, b, ids, context=30)
+            torch.testing.assert_close(divergences(got), divergences(whole), rtol=1e-12, atol=1e-15, equal_nan=True)
+            assert torch.equal(got.top_b, whole.top_b)
+            torch.testing.assert_close(got.top_p_a, whole.top_p_a, rtol=1e-13, atol=0)
+            torch.testing.assert_close(got.logp_b, whole.logp_b, rtol=1e-13, atol=0, equal_nan=True)
+            assert torch.get_num_threads() == workers  # and so for the threads to come:
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(torch.get_num_threads).result() == workers
+            assert divergences(pair(a[:7], a[:7], text(7, 30))).max() == 0
+    finally:
+        torch.set_num_threads(threads)
+
+
+# The likeliest tokens
+
+
+def likeliest(row: list[float], k: int) -> list[int]:
+    return sorted(range(len(row)), key=lambda i: (-row[i], i))[:k]
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 9])
+@pytest.mark.parametrize("vocab", [1, 3, 63, 64, 65, 128, 200, 1000])
+def test_the_likeliest_tokens_and_the_lower_id_first_of_equals(vocab, k):
+    """A tie that falls one way in one model and the other in the next is a disagreement that is none."""
+    table = torch.randint(4, (30, vocab), generator=torch.Generator().manual_seed(vocab)).float()
+    table[3], table[4, 5:], table[5, : vocab // 2] = 0, -INF, -INF
+    table[6, 1:], table[7], table[8] = -INF, torch.arange(vocab), 0
+    table[8, 0] = table[8, -2:-1] = 1  # equals, the later of which lies beside the largest
+    table[8, -1] = 2
+    ids, values = per_token.likeliest(table, min(k, vocab))
+    assert ids.tolist() == [likeliest(row, k) for row in table.tolist()]
+    assert torch.equal(values, table.double().gather(1, ids))
+
+
+def test_the_likeliest_of_many_equal_torchs():
+    table = draw(20, 50257).bfloat16().float()  # with ties
+    ids, values = per_token.likeliest(table, 5)
+    assert torch.equal(values, table.double().topk(5).values)
+    assert ids.tolist() == [likeliest(row, 5) for row in table.tolist()]
+    assert torch.equal(per_token.likeliest(table[:, 100:50000], 5)[0], per_token.likeliest(table[:, 100:50000].clone(), 5)[0])
+
+
+def test_probabilities_of_the_likeliest():
+    a, b = draw(6, 500, scale=4), draw(6, 500, seed=1, scale=4)
+    got = pair(a, b)
+    torch.testing.assert_close(got.top_p_a, a.double().softmax(1).topk(5).values, rtol=1e-13, atol=0)
+    torch.testing.assert_close(got.top_p_b, b.double().softmax(1).topk(5).values, rtol=1e-13, atol=0)
+    assert torch.equal(got.top_b, b.topk(5).indices)
+
+
+def test_fewer_tokens_than_are_asked_for():
+    got = pair(draw(3, 3), draw(3, 3, seed=1))
+    assert got.top_a.shape == (3, 3)
+    assert got.top_a.sort(1).values.tolist() == [[0, 1, 2]] * 3
+    assert got.overlap.tolist() == [1.0] * 3
+    torch.testing.assert_close(got.top_p_a.sum(1), torch.ones(3).double())
+
+
+# The text
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, None])
+@pytest.mark.parametrize(("context", "stride"), [(8, None), (8, 3), (8, 1), (5, 4), (1, 1)])
+@pytest.mark.parametrize("length", [2, 5, 9, 10, 30])
+def test_every_token_once_with_the_context_it_had(length, context, stride, batch_size):
+    """A logit read one place off, or a window's first tokens counted twice, is a distribution over the wrong token."""
+    a, b, ids = tiny(0), tiny(1), text(13, length)
+    got = measure_pair(a, b, ids, vocab=13, context=context, stride=stride, batch_size=batch_size)
+    assert got.index.tolist() == list(range(1, length))
+    assert torch.equal(got.targets, ids[1:])
+    assert (got.context, got.stride, len(got)) == (context, stride or context, length - 1)
+    for i, position in enumerate(got.position.tolist()):
+        assert 1 <= position <= context
+        seen = ids[None, i + 1 - position : i + 1]
+        with torch.no_grad():
+            p, q = (model(seen)[0, -1].softmax(0).numpy() for model in (a, b))
+        assert got.kl_ab[i].item() == pytest.approx(scipy.stats.entropy(p, q), rel=1e-9)
+        assert got.logp_a[i].item() == pytest.approx(math.log(p[ids[i + 1]]), rel=1e-9)
+        assert got.top_b[i, 0] == q.argmax()
+    # The protocol is language_score's.
+    for model, logp in ((a, got.logp_a), (b, got.logp_b)):
+        score = language_score(model, ids, torch.ones(13), context=context, stride=stride)
+        assert score.loss == pytest.approx(-logp.mean().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3)])
+def test_tokens_that_a_protocol_leaves_out_are_left_out_of_everything(context, stride):
+    """The guide's windows do not score each first token: its bytes, too, must not count, nor its place move the others."""
+    a, b, ids, lengths = tiny(0), tiny(1), text(13, 30), torch.arange(1, 14)
+    got = measure_pair(a, b, ids, vocab=13, context=context, stride=stride, guide=True)
+    places = {place: window for window in windows(30, context, stride, guide=True) for place in range(window.first, window.end)}
+    assert got.index.tolist() == [place + 1 for place in places]
+    assert got.position.tolist() == [place + 1 - window.start for place, window in places.items()]
+    assert torch.equal(got.targets, ids[got.index])
+    assert (len(got) < 29) == (stride == 8)
+    score = language_score(a, ids, lengths, context=context, stride=stride, guide=True)
+    alone = score_one(a, ids, lengths, context=context, stride=stride, guide=True)
+    for found in (alone, summarise(got, lengths).a):
+        assert asdict(found.score) == pytest.approx(asdict(score), rel=1e-12)
+
+
+def test_padded_vocabularies_are_cut_before_they_are_normalised():
+    """nanoGPT pads to 50,304 rows that were never trained; whatever mass they took, the tokenizer cannot say them."""
+    a, b = draw(20, 20), draw(20, 20, seed=1)
+    ids = text(20, 40)
+    expected = pair(a, b, ids)
+    wide_a, wide_b = torch.cat((a, torch.full((20, 7), 50.0)), 1), torch.cat((b, torch.full((20, 2), -INF)), 1)
+    got = pair(wide_a, wide_b, ids, vocab=20)
+    assert torch.equal(divergences(got), divergences(expected))
+    assert torch.equal(got.logp_a, expected.logp_a)
+    assert torch.equal(got.top_a, expected.top_a)
+    assert got.top_a.max() < 20
+    with pytest.raises(InputError, match=r"model b knows 20 tokens and the tokenizer 21; use the models' own tokenizer"):
+        pair(wide_a, b, ids, vocab=21)
+
+
+@pytest.mark.parametrize("bad", [-1, 20, 10**9])
+def test_ids_outside_the_vocabulary_are_refused(bad):
+    """An id beyond the logits is an IndexError, a negative one reads the vocabulary from its end."""
+    ids = text(20, 10)
+    ids[4] = bad
+    with pytest.raises(InputError, match=f"token {bad} of the text is not within the vocabulary of 20"):
+        pair(draw(20, 20), draw(20, 20), ids)
+
+
+@pytest.mark.parametrize(
+    ("length", "how", "says"),
+    [
+        (1, {}, "a text of 1 tokens has none to predict"),
+        (0, {}, "a text of 0 tokens has none to predict"),
+        (9, {"context": 0}, "context 0: a token is predicted from at least 1"),
+        (9, {"stride": 9}, "stride 9 is not within 1 .. 4"),
+        (9, {"stride": 0}, "stride 0 is not within 1 .. 4"),
+    ],
+)
+def test_protocols_without_tokens_are_refused(length, how, says):
+    with pytest.raises(InputError, match=says):
+        pair(draw(20, 20), draw(20, 20), text(20, length), **how)
+
+
+def test_only_one_batch_of_logits_of_each_model_is_alive():
+    """At 50,257 floats a token, the batch before the present one is a gigabyte that nobody reads."""
+    alive: list[weakref.ref] = []
+
+    def model(ids: Tensor) -> Tensor:
+        assert sum(reference() is not None for reference in alive) < 2  # the other model's of this batch may be
+        assert all(reference() is None for reference in alive[:-1])
+        logits = draw(*ids.shape, 20)
+        alive.append(weakref.ref(logits))
+        return logits
+
+    told: list[str] = []
+    measure_pair(model, model, text(20, 100), vocab=20, context=5, batch_size=2, progress=told.append)
+    assert len(alive) == 2 * 10
+    assert told[-1] == "distributions: 99 of 99 tokens"
+    assert len(told) == 10
+    alive.clear()
+    language_score(model, text(20, 100), torch.ones(20), context=5, batch_size=2)
+    assert len(alive) == 10
+
+
+# The summary
+
+
+def test_every_figure_of_the_summary_against_numpy_and_scipy():
+    tokens = made(1000)
+    lengths = torch.randint(1, 9, (40,), generator=torch.Generator().manual_seed(5))
+    got = summarise(tokens, lengths)
+    logp_a, logp_b = tokens.logp_a.numpy(), tokens.logp_b.numpy()
+    n_bytes = sum(lengths[target].item() for target in tokens.targets.tolist())
+    for side, logp in ((got.a, logp_a), (got.b, logp_b)):
+        assert side.score.loss == pytest.approx(-logp.mean(), rel=1e-13)
+        assert (side.score.tokens, side.score.bytes, side.score.context, side.score.stride) == (1000, n_bytes, 64, 64)
+        assert side.perplexity.value == side.score.perplexity == pytest.approx(np.exp(-logp.mean()), rel=1e-13)
+        assert side.bits_per_byte.value == pytest.approx(-np.log2(np.e) * logp.sum() / n_bytes, rel=1e-13)
+        assert side.bits_per_byte.low < side.bits_per_byte.value < side.bits_per_byte.high
+    assert got.ratio.value == pytest.approx(got.b.score.perplexity / got.a.score.perplexity, rel=1e-13)
+    assert got.difference.value == pytest.approx((logp_b - logp_a).mean(), rel=1e-12)
+    assert (got.ratio.low, got.ratio.high) == pytest.approx((math.exp(-got.difference.high), math.exp(-got.difference.low)))
+    assert got.correlation == pytest.approx(scipy.stats.pearsonr(logp_a, logp_b).statistic, rel=1e-12)
+    for divergence, values in ((got.kl_ab, tokens.kl_ab), (got.kl_ba, tokens.kl_ba), (got.js, tokens.js)):
+        assert divergence.mean.value == pytest.approx(values.numpy().mean(), rel=1e-13)
+        assert list(divergence.percentiles) == ["50", "90", "95", "99", "99.9"]
+        expected = np.percentile(values.numpy(), [50, 90, 95, 99, 99.9])
+        np.testing.assert_allclose(list(divergence.percentiles.values()), expected, rtol=1e-13)
+        assert (divergence.max, divergence.max_at) == (values.max().item(), values.numpy().argmax() + 1)
+    change = np.exp(logp_b) - np.exp(logp_a)
+    assert got.change.mean.value == pytest.approx(change.mean(), rel=1e-12)
+    assert got.change.rms.value == pytest.approx(np.sqrt((change**2).mean()), rel=1e-12)
+    assert list(got.change.percentiles) == ["0", "0.1", "1", "5", "10", "25", "50", "75", "90", "95", "99", "99.9", "100"]
+    expected = np.percentile(change, [0, 0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100])
+    np.testing.assert_allclose(list(got.change.percentiles.values()), expected, rtol=1e-12)
+    rows = list(zip(tokens.top_a.tolist(), tokens.top_b.tolist(), strict=True))
+    assert got.same_top.value == pytest.approx(sum(x[0] == y[0] for x, y in rows) / 1000)
+    assert got.overlap.value == pytest.approx(sum(len(set(x) & set(y)) for x, y in rows) / 5000)
+    assert (got.top, got.tokens, got.undefined, got.seed, got.resamples) == (5, 1000, 0, 0, 2000)
+    assert (got.blocks, got.block_tokens) == (62, 1000 / 62)
+    assert json.loads(json.dumps(asdict(got)))["kl_ab"]["max_at"] == got.kl_ab.max_at
+    later = summarise(replace(tokens, index=tokens.index + 100), lengths)
+    assert (later.kl_ab.max_at, later.js.max_at) == (got.kl_ab.max_at + 100, got.js.max_at + 100)
+
+
+@pytest.mark.parametrize("context", [1, 2, 7, 64, 1000])
+def test_bins_of_position_hold_every_token_once(context):
+    """A token on an edge in two bins, or in none; a bin of no tokens, whose mean is NaN."""
+    tokens = made(700, context=context)
+    bins = summarise(tokens, torch.ones(40)).by_position
+    assert (bins[0].low, bins[-1].high) == (1, context)
+    assert sum(part.tokens for part in bins) == 700
+    assert len(bins) <= 17
+    assert all(first.high + 1 == second.low for first, second in itertools.pairwise(bins))
+    for part in bins:
+        inside = [i for i, at in enumerate(tokens.position.tolist()) if part.low <= at <= part.high]
+        _same_bin(part, tokens, inside)
+
+
+def test_bins_of_the_references_confidence():
+    """Of a's confidence, not b's; and (0.1, 0.2], so that a model that is certain is in the last."""
+    tokens = made(700)
+    p = tokens.top_p_a.clone()
+    p[:3, 0] = torch.tensor([1.0, 0.5, 0.1])
+    tokens = replace(tokens, top_p_a=p)
+    bins = summarise(tokens, torch.ones(40)).by_confidence
+    assert sum(part.tokens for part in bins) == 700
+    assert (bins[0].low, bins[-1].high, bins[-1].tokens) == (0.0, 1.0, 1)
+    for part in bins:
+        _same_bin(part, tokens, [i for i, at in enumerate(p[:, 0].tolist()) if part.low < at <= part.high])
+
+
+def _same_bin(part, tokens: Tokens, inside: list[int]) -> None:
+    assert part.tokens == len(inside)
+    assert part.kl == pytest.approx(np.mean([tokens.kl_ab[i] for i in inside]), rel=1e-12)
+    assert part.loss_a == pytest.approx(-np.mean([tokens.logp_a[i] for i in inside]), rel=1e-12)
+    assert part.loss_b == pytest.approx(-np.mean([tokens.logp_b[i] for i in inside]), rel=1e-12)
+    assert part.same_top == pytest.approx(np.mean([tokens.top_a[i, 0] == tokens.top_b[i, 0] for i in inside]))
+
+
+def test_calibration_by_hand():
+    """Two bins of fifteen: 0.9 right half the time, 0.3 always right, and an edge that belongs to the bin below it."""
+    confidence = torch.tensor([0.9] * 6 + [0.3] * 2 + [4 / 15] * 2, dtype=torch.float64)
+    right = torch.tensor([True, False] * 3 + [True, True] + [False, False])
+    got = calibration(confidence, right)
+    assert got.ece == pytest.approx(0.6 * 0.4 + 0.2 * 0.7 + 0.2 * 4 / 15)
+    assert [(part.tokens, part.accuracy) for part in got.bins] == [(2, 0.0), (2, 1.0), (6, 0.5)]
+    assert [part.low for part in got.bins] == pytest.approx([3 / 15, 4 / 15, 13 / 15])
+    assert [part.high for part in got.bins] == pytest.approx([4 / 15, 5 / 15, 14 / 15])
+    assert [part.confidence for part in got.bins] == pytest.approx([4 / 15, 0.3, 0.9])
+    certain = calibration(torch.ones(4, dtype=torch.float64), torch.tensor([True] * 4))
+    assert (certain.ece, certain.bins[0].tokens) == (0.0, 4)
+
+
+def test_a_model_that_draws_its_own_text_is_calibrated():
+    """Of text drawn from a model, that model's ECE is noise and a sharpened one's is not."""
+    table = draw(30, 30, scale=2)
+    rows, ids = table.softmax(1), [0]
+    shares = rows.double().cumsum(1).numpy()
+    for uniform in np.random.default_rng(0).random(6000):
+        ids.append(min(29, int(np.searchsorted(shares[ids[-1]], uniform))))
+    got = summarise(pair(table, table * 2, torch.tensor(ids)), torch.ones(30))
+    assert got.calibration_a.ece < 0.03
+    assert got.calibration_b.ece > 0.15
+    assert got.ratio.low > 1
+    # and its loss is its entropy
+    entropy = scipy.stats.entropy(rows[torch.tensor(ids[:-1])].numpy(), axis=1).mean()
+    assert got.a.perplexity.low < math.exp(entropy) < got.a.perplexity.high
+
+
+def test_a_uniform_model_has_the_size_of_the_vocabulary_as_perplexity():
+    got = summarise(pair(torch.zeros(17, 17), draw(17, 17), text(17, 400)), torch.full((17,), 4))
+    for figure in (got.a.score.perplexity, got.a.perplexity.value, got.a.perplexity.low, got.a.perplexity.high):
+        assert figure == pytest.approx(17, rel=1e-14)
+    assert got.a.bits_per_byte.value == pytest.approx(math.log2(17) / 4, rel=1e-14)
+    assert math.isnan(got.correlation)  # of what never varies
+
+
+@pytest.mark.parametrize("length", [2, 3, 5, 20])
+def test_short_texts(length):
+    """One token has a mean, no spread, and no division by zero."""
+    got = summarise(pair(draw(9, 9), draw(9, 9, seed=1), text(9, length)), torch.ones(9))
+    assert (got.tokens, got.blocks) == (length - 1, 1)
+    assert got.kl_ab.mean.low == got.kl_ab.mean.value == got.kl_ab.mean.high > 0
+    assert got.same_top.low < got.same_top.high
+    json.dumps(asdict(got))
+
+
+def test_infinite_figures_stay_infinite():
+    """0 times inf is NaN: a resample without the infinite block must not have it, one with it must."""
+    a, b = draw(30, 30), draw(30, 30, seed=1)
+    b[3, 5] = -INF  # what a gives, b excludes
+    ids = text(30, 640)
+    ids[300], ids[301] = 3, 5
+    got = summarise(pair(a, b, ids), torch.ones(30))
+    assert (got.kl_ab.mean.value, got.kl_ab.mean.high, got.kl_ab.max) == (INF, INF, INF)
+    assert math.isfinite(got.kl_ba.mean.high)
+    assert math.isfinite(got.kl_ab.percentiles["50"])
+    assert got.js.max < math.log(2)
+    assert (got.b.score.perplexity, got.b.perplexity.high, got.ratio.value) == (INF, INF, INF)
+    assert math.isfinite(got.b.perplexity.low)  # 64 % of resamples have that block, so 2.5 % lie below without it
+    assert math.isfinite(got.a.perplexity.high)
+    assert (got.difference.value, got.undefined) == (-INF, 0)
+
+
+# Intervals
+
+
+def autocorrelated(n: int, rho: float, generator: torch.Generator) -> Tensor:
+    """A stationary series of unit variance whose neighbours correlate by ``rho``."""
+    noise = torch.randn(n, generator=generator, dtype=torch.float64) * math.sqrt(1 - rho * rho)
+    noise[0] /= math.sqrt(1 - rho * rho)
+    return torch.from_numpy(scipy.signal.lfilter([1], [1, -rho], noise.numpy()))
+
+
+@pytest.mark.parametrize("transform", ["normal", "heavy"])
+@pytest.mark.parametrize("rho", [0.0, 0.5])
+def test_intervals_hold_the_truth_as_often_as_they_say(rho, transform):
+    """Tokens resampled one by one give intervals that are wrong every fifth time, and look twice as good as they are."""
+    generator, held, naive = torch.Generator().manual_seed(3), 0, 0
+    for seed in range(200):
+        x = autocorrelated(4096, rho, generator)
+        values, truth = (x, 0.0) if transform == "normal" else (x.exp(), math.exp(0.5))
+        got = Bootstrap(4096, seed, resamples=400).mean(values)
+        held += got.low <= truth <= got.high
+        naive += abs(values.mean().item() - truth) <= 1.96 * values.std().item() / 64
+    assert 0.90 <= held / 200 <= 0.985
+    if rho:
+        assert naive / 200 < 0.86
+
+
+def test_the_interval_of_independent_tokens_is_the_normal_one():
+    values = draw(65536).double()
+    got = Bootstrap(65536).mean(values)
+    expected = scipy.stats.norm.interval(0.95, values.mean().item(), values.std().item() / 256)
+    assert (got.low, got.high) == pytest.approx(expected, abs=0.25 * values.std().item() / 256)
+
+
+def test_paired_figures_are_resampled_together():
+    """Two models that differ by a hair on a hard text: their perplexities are uncertain, their ratio is not."""
+    tokens = made(4000)
+    tokens = replace(tokens, logp_b=tokens.logp_a - 1e-3)
+    got = summarise(tokens, torch.ones(40))
+    assert got.a.perplexity.high / got.a.perplexity.low > 1.02
+    assert got.ratio.low == pytest.approx(got.ratio.high, rel=1e-9)
+    assert got.ratio.value == pytest.approx(math.exp(1e-3), rel=1e-9)
+
+
+def test_seeds_make_intervals_and_nothing_else():
+    tokens = made(500)
+    first, again, other = (summarise(tokens, torch.ones(40), seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first.kl_ab.mean != other.kl_ab.mean
+    assert replace(first.kl_ab.mean, low=0, high=0) == replace(other.kl_ab.mean, low=0, high=0)
+    torch.manual_seed(0)
+    before = torch.rand(1)
+    torch.manual_seed(0)
+    summarise(tokens, torch.ones(40))
+    assert torch.equal(torch.rand(1), before)  # the global generator is not ours
+
+
+@pytest.mark.parametrize(("n", "blocks"), [(1, 1), (16, 1), (40, 2), (1024, 64), (16384, 64), (100_000, 97), (3_000_000, 1024)])
+def test_blocks_are_runs_of_equal_length(n, blocks):
+    bootstrap = Bootstrap(n, resamples=3)
+    sizes = bootstrap.block.bincount()
+    assert (bootstrap.blocks, len(sizes)) == (blocks, blocks)
+    assert sizes.max() - sizes.min() <= 1
+    assert (bootstrap.block.diff() >= 0).all()
+    assert bootstrap.weights.sum(1).tolist() == [blocks] * 3
+
+
+@pytest.mark.parametrize("hits", [0, 1, 60, 128])
+def test_the_interval_of_a_fraction_is_wilsons(hits):
+    """At all or none a bootstrap sees no spread and claims certainty."""
+    values = torch.zeros(128, dtype=torch.bool)
+    values[torch.arange(hits) * 128 // max(1, hits)] = True  # evenly, so that blocks vary less than independent tokens would
+    got = Bootstrap(128).fraction(values)
+    expected = scipy.stats.binomtest(hits, 128).proportion_ci(method="wilson")
+    assert (got.value, got.low, got.high) == pytest.approx((hits / 128, expected.low, expected.high), abs=1e-12)
+
+
+def test_runs_of_agreement_count_for_fewer_tokens():
+    """Where agreement comes in runs of 256, 4096 tokens are sixteen coins."""
+    runs = torch.rand(16, generator=torch.Generator().manual_seed(1)) < 0.5
+    got = Bootstrap(4096).fraction(runs.repeat_interleave(256))
+    independent = scipy.stats.binomtest(int(runs.sum()) * 256, 4096).proportion_ci(method="wilson")
+    assert got.high - got.low > 6 * (independent.high - independent.low)
+    assert 0 < got.low < got.value < got.high < 1
+
+
+def test_fractions_hold_the_truth_as_often_as_they_say():
+    generator, held = torch.Generator().manual_seed(3), 0
+    for seed in range(200):
+        values = autocorrelated(4096, 0.5, generator) < 1.5
+        got = Bootstrap(4096, seed, resamples=400).fraction(values)
+        held += got.low <= scipy.stats.norm.cdf(1.5) <= got.high
+    assert 0.90 <= held / 200 <= 0.985
+
+
+def test_percentiles_between_neighbours():
+    values = draw(101).double()
+    which = (0, 0.1, 2.5, 50, 97.5, 99.9, 100)
+    np.testing.assert_allclose(percentiles(values, which), np.percentile(values.numpy(), which), rtol=1e-13)
+    assert percentiles(torch.tensor([1.0, INF, INF]), (0, 25, 75, 100)) == [1.0, INF, INF, INF]
+    assert percentiles(torch.tensor([7.0]), (0, 99.9)) == [7.0, 7.0]
+
+
+def test_correlation_at_its_ends():
+    x = draw(50).double()
+    assert correlation(x, x) == 1.0
+    assert correlation(x, 3 - 2 * x) == pytest.approx(-1.0, rel=1e-14)
+    assert math.isnan(correlation(x, torch.ones(50)))
+
+
+# One model alone
+
+
+@pytest.mark.parametrize(("context", "stride"), [(8, None), (8, 3)])
+def test_one_model_is_scored_as_one_of_two(context, stride):
+    model, ids, lengths = tiny(0), text(13, 200), torch.arange(1, 14)
+    both = summarise(measure_pair(model, tiny(1), ids, vocab=13, context=context, stride=stride), lengths)
+    for given, how in ((model, {}), (lambda ids: model(ids), {"n_positions": 8, "vocab": 13})):
+        alone = score_one(given, ids, lengths, context=context, stride=stride, **how)
+        assert alone.score == replace(both.a.score, loss=alone.score.loss)
+        assert alone.score.loss == pytest.approx(both.a.score.loss, rel=1e-12)
+        assert asdict(alone.bits_per_byte) == pytest.approx(asdict(both.a.bits_per_byte), rel=1e-12)
+        assert asdict(alone.perplexity) == pytest.approx(asdict(both.a.perplexity), rel=1e-12)
+        score = language_score(given, ids, lengths, context=context, stride=stride, **how)
+        assert asdict(alone.score) == pytest.approx(asdict(score), rel=1e-12)
+    for block in model.h:
+        block.mlp.resid_dropout.p = 0.5
+    model.train()
+    assert score_one(model, ids, lengths, context=context, stride=stride) == score_one(
+        model.eval(), ids, lengths, context=context, stride=stride
+    )
+
+
+def test_bits_per_byte_is_resampled_with_the_bytes():
+    """A block of long tokens has more bits and more bytes; only their quotient is the figure."""
+    ids = torch.cat((text(4, 500), text(4, 500) + 4))
+    lengths = torch.tensor([1, 1, 1, 1, 5, 5, 5, 5])
+    table = torch.full((8, 8), -30.0)
+    table[:4, :4], table[4:, 4:] = 0, 0  # 2 bits a token
+    got = score_one(bigram(table), ids, lengths, context=10)
+    assert got.bits_per_byte.low < 2 * 1000 / 3000 < got.bits_per_byte.high
+    assert got.bits_per_byte.high < 2
+
+
+def test_the_histogram_counts_every_positive_value_once() -> None:
+    """A value on an edge counted twice, or the largest left out."""
+    from gpt2.comparison.distributions import _histogram
+
+    values = torch.tensor([0.0, 1e-3, 1e-3, 2.5e-3, 0.9, 1.0, 7.0, math.inf, math.nan], dtype=torch.float64)
+    bins = _histogram(values)
+    assert sum(count for *_, count in bins) == 6
+    assert all(high == other for (_, high, _), (other, _, _) in itertools.pairwise(bins))
+    for low, high, count in bins:
+        inside = ((values >= low * (1 - 1e-12)) & (values < high * (1 - 1e-12))).sum()
+        assert count == int(inside), (low, high)
+    assert _histogram(torch.zeros(3)) == ()

@@ -1,0 +1,280 @@
+"""The page of a comparison: whole by itself, the same each time, safe with any text, and there whatever is missing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass, replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.browser import CHROMIUM, Browser
+
+from gpt2.comparison.page import RAMPS, lean, number, page, percent, readable, write
+from gpt2.comparison.pair import compare
+from gpt2.comparison.plots import heat_scale, heat_shade
+from gpt2.comparison.results import Comparison, Numerics
+from gpt2.comparison.words import Choice, Word
+from gpt2.errors import InputError
+from gpt2.measure.metrics import LanguageScore
+from gpt2.pages.drawing import shade
+
+ATTACK = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\'"&'
+SECTIONS = [
+    "layers",
+    "weights",
+    "distributions",
+    "text",
+    "passages",
+    "continuations",
+    "numerics",
+    "tensors",
+    "compatibility",
+    "environment",
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    """Two precisions of one model, which has every part but unequal shapes; and numbers enough for every picture."""
+    text = tmp_path_factory.mktemp("text") / "t.txt"
+    text.write_text("But soft, what light through yonder window breaks?\nIt is the east, and Juliet is the sun.\n" * 8)
+    return compare("shakespeare-mini", "shakespeare-mini:bf16", on=str(text), tokens=200)
+
+
+@pytest.fixture(scope="module")
+def text(found: Comparison) -> str:
+    return page(found)
+
+
+class Parts(HTMLParser):
+    """What elements a page has, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attributes
+        self.ids += [value for name, value in attributes if name == "id"]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Comparison, text: str) -> None:
+    """A page that asks the network for anything is blank on a train; one that varies cannot be compared with its last version."""
+    assert text == page(found)
+    parts = Parts(text)
+    assert [name for name in parts.ids if name in SECTIONS] == SECTIONS
+    assert not {"link", "iframe", "object", "base", "form"} & set(parts.tags)
+    assert not [value for name, value in parts.attributes if name in ("src", "href") and not value.startswith("#")]
+    assert not re.search(r"url\((?!#)|@import", text)
+    assert 100_000 < len(text.encode()) < 3_000_000
+    script = text[text.rindex("<script>") + 8 : text.rindex("</script>")]
+    assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in text  # or the policy forbids our own
+
+
+def test_text_from_models_and_files_stays_text(found: Comparison, text: str) -> None:
+    """One token or name that is taken for markup, and whoever opens a shared report runs it."""
+    clean = Parts(text)
+    word = replace(found.words.text[0], text=ATTACK, top_a=(Choice(ATTACK, 0.5),), top_b=(Choice(ATTACK, 0.5),))
+    passage = replace(found.words.passages[0], words=(word, *found.words.passages[0].words[1:]))
+    said = replace(found.words.continuations[0], prompt=ATTACK, a=ATTACK, b=ATTACK)
+    words = replace(
+        found.words,
+        text=(word, *found.words.text[1:]),
+        passages=(passage, *found.words.passages[1:]),
+        continuations=(said, *found.words.continuations[1:]),
+    )
+    bad = replace(
+        found,
+        a=replace(found.a, name=ATTACK, files={ATTACK: ATTACK}, revision=ATTACK),
+        b=replace(found.b, name=ATTACK + "\udc80"),
+        text=replace(found.text, name=ATTACK, told=ATTACK),
+        words=words,
+        numerics=replace(found.numerics, logits=((ATTACK, 0.1),)),
+        compatibility=replace(found.compatibility, impossible={"weights": ATTACK}),
+    )
+    text = page(bad)
+    parts = Parts(text)
+    assert parts.tags.count("script") == clean.tags.count("script") == 2
+    assert "img" not in parts.tags
+    assert "onerror" not in dict(parts.attributes)
+    assert ATTACK in parts.text
+    data = json.loads(text.split('id="choices">', 1)[1].split("</script>", 1)[0])
+    assert data["tokens"][0][0] == ATTACK
+
+
+@pytest.mark.parametrize(
+    "without",
+    [{"weights", "words"}, {"activations", "numerics"}, {"distributions", "words", "numerics"}],
+    ids=lambda names: "+".join(sorted(names)),
+)
+def test_what_could_not_be_measured_is_left_out(found: Comparison, without: set[str]) -> None:
+    """Different sizes have no weights, other tokenizers no distributions: the page must do without."""
+    alone = (LanguageScore(3.0, 10, 40, 8, 8), LanguageScore(4.0, 12, 40, 8, 8)) if "distributions" in without else ()
+    ids = Parts(page(replace(found, alone=alone, **dict.fromkeys(without)))).ids
+    gone = {"weights": {"weights", "tensors"}, "activations": {"layers"}, "words": {"text", "passages", "continuations"}}
+    missing = set().union(*(gone.get(name, {name}) for name in without))
+    assert [name for name in ids if name in SECTIONS] == [name for name in SECTIONS if name not in missing]
+
+
+def test_layers_of_other_widths_are_shown_by_their_similarity(found: Comparison) -> None:
+    """There are no points then, and no first one past a threshold."""
+    activations = replace(found.activations, points=(), cka=((1.0, 0.5, math.nan), (0.25, 0.9, 0.1)))
+    text = Parts(page(replace(found, weights=None, activations=activations, numerics=None))).text
+    assert "0.25" in text
+    assert "CKA" in text
+
+
+def changed(value: Any, number: float) -> Any:
+    """The same result with every float in it replaced."""
+    if is_dataclass(value):
+        names = [f.name for f in fields(value) if f.name != "histogram"]  # its bins are of what is finite
+        return replace(value, **{name: changed(getattr(value, name), number) for name in names})
+    if isinstance(value, dict):
+        return {key: changed(item, number) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(changed(item, number) for item in value)
+    return number if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan, 5e-324])
+def test_any_number_can_be_shown(found: Comparison, number: float) -> None:
+    """A model that gives NaN is what a report is made for; it must not end in a traceback, nor say "nan %"."""
+    parts = replace(
+        found,
+        weights=changed(found.weights, number),
+        activations=replace(changed(found.activations, number), threshold=1e-3),
+        distributions=changed(replace(found.distributions, by_position=(), by_confidence=()), number),
+        words=changed(found.words, number),
+        numerics=changed(found.numerics, number),
+    )
+    assert not re.search(r"\b(nan|inf)\b", Parts(page(parts)).text.replace("inf-", ""))
+
+
+def test_identical_models_are_called_so() -> None:
+    """And nothing is drawn that has nothing to show."""
+    found = compare("shakespeare-mini", "shakespeare-mini", on=__file__, tokens=64)
+    text = page(replace(found, numerics=Numerics((("wte", 0.0, 0.0),), ())))
+    assert "<b>Identical</b>" in text
+    assert "points is equal" in text
+    assert "Neither differs" in text
+
+
+def test_a_file_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be written"):
+        write(tmp_path / "none" / "r.html", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0.5, "50.0 %"), (1.0, "100.0 %"), (0.99999, "> 99.9 %"), (1e-5, "1.0 × 10⁻³ %"), (0.0, "0.0 %"), (-0.25, "−25.0 %")],
+)
+def test_a_share_is_never_rounded_to_all_or_nothing(value: float, said: str) -> None:
+    """ "100.0 %" of a million tokens may leave a thousand that differ."""
+    assert percent(value) == said
+
+
+def test_figures_read_as_a_person_writes_them() -> None:
+    assert [number(x) for x in (math.inf, -math.inf, math.nan, None, 1.4, 0.0, 123.0, 1.5e-9)] == [
+        *("∞", "−∞", "–", "–", "1.40", "0", "123", "1.50 × 10⁻⁹")
+    ]
+    assert readable("a\n\x1b\u202e\udc80b") == "a\n���b"
+
+
+def test_colours_grow_with_what_they_stand_for() -> None:
+    """Equal is blank, and only equal."""
+    assert [shade(x) for x in (0.0, 1e-9, 0.5, 1.0, 2.0, math.inf)] == [0, 1, 8, 16, 16, 16]
+    scale = heat_scale([0.0, 0.001, 0.1, math.inf])
+    shades = [heat_shade(x, scale) for x in (0.0, 1e-5, 0.001, 0.01, 0.1, math.inf)]
+    assert shades[0] == 0 < shades[1]
+    assert all(x <= y for x, y in pairwise(shades))
+    assert shades[-1] == 16
+    assert heat_scale([0.0, math.nan]) is None
+    assert heat_scale([0.2])[0] < 0.2
+    assert len(set(RAMPS["light"])) == len(set(RAMPS["dark"])) == 17
+    word = Word("x", 0.1, 0.8, 0.1, (), ())
+    assert lean(word) == 3
+    assert lean(replace(word, probability_a=0.8, probability_b=0.1)) == -3
+    assert [lean(replace(word, probability_a=p)) for p in (0.8, 0.0, math.nan)] == [0, 4, 0]
+
+
+def test_pictures_touch_no_configuration(tmp_path: Path) -> None:
+    """A user's style would change the page, and matplotlib would write into the home folder."""
+    home = tmp_path / "home"
+    (home / ".config" / "matplotlib").mkdir(parents=True)
+    (home / ".config" / "matplotlib" / "matplotlibrc").write_text("lines.linewidth: 77\n")
+    (tmp_path / "matplotlibrc").write_text("lines.linewidth: 55\n")
+    code = """if True:
+        import os
+        from gpt2.pages import drawing
+        seen = drawing.svg("x", (2, 2), "<x>", lambda figure: figure.subplots().plot([1, 2]))
+        import matplotlib
+        assert "MPLCONFIGDIR" not in os.environ and 'aria-label="&lt;x&gt;"' in seen
+        assert "stroke-width: 77" not in seen and "stroke-width: 1.5" in seen
+        assert "stroke-width: 55" not in seen and "#000001" not in seen
+    """
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME")
+    }
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=inherited | {"HOME": str(home)}, check=True)
+    assert [path.name for path in home.rglob("*") if path.is_file()] == ["matplotlibrc"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+def test_pointing_at_a_token_shows_what_both_models_expected(found: Comparison, tmp_path: Path) -> None:
+    """In a browser: by mouse, by keyboard, on a narrow screen; nothing asked of the network, nothing wider than the screen."""
+    found.save_html(tmp_path / "report.html")
+    browser = Browser(tmp_path / "profile")
+    try:
+        for width in (1280, 390):
+            browser.open((tmp_path / "report.html").as_uri(), width)
+            assert browser.value("document.documentElement.scrollWidth") <= width
+            assert browser.value("document.getElementById('tip').hidden") is True
+            for at in (7, 20):
+                place = browser.value(
+                    f"(() => {{ const t = document.querySelectorAll('.tok')[{at}]; t.scrollIntoView({{block: 'center'}}); "
+                    "const b = t.getClientRects()[0]; return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+                )
+                browser.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+                browser("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
+                told = browser.value("document.getElementById('tip').innerText")
+                word = found.words.text[at]
+                for choice in (*word.top_a, *word.top_b):
+                    assert choice.text.strip() in told
+                assert f"{100 * word.top_a[0].probability:.1f} %" in told
+                assert f"{100 * word.top_b[0].probability:.1f} %" in told
+                box = browser.value(
+                    "(({x, y, right, bottom}) => [x, y, right, bottom])(document.getElementById('tip').getBoundingClientRect())"
+                )
+                assert box[0] >= 0
+                assert box[1] >= 0
+                assert box[2] <= width
+                assert box[3] <= 800
+            browser("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+            assert browser.value("document.getElementById('tip').hidden") is True
+            browser.value("document.querySelector('.tok').focus()")
+            for _ in range(3):
+                browser("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight", code="ArrowRight", windowsVirtualKeyCode=39)
+            assert browser.value("[...document.querySelectorAll('.tok')].indexOf(document.activeElement)") == 3
+            assert browser.value("document.getElementById('tip').hidden") is False
+        assert all(url.startswith("file:") for url in browser.asked)
+    finally:
+        browser.close()

@@ -1,0 +1,268 @@
+"""compare from end to end: a model against itself, its fine-tune, its other precisions, and strangers."""
+
+import json
+import math
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpt2
+from gpt2.checkpoint.loading import load
+from gpt2.cli.main import main
+from gpt2.comparison.pair import compare
+from gpt2.comparison.results import Comparison
+from gpt2.config import GPT2Config
+from gpt2.data.bpe import BPE, train_bpe
+from gpt2.errors import InputError
+from gpt2.model import GPT2
+
+TEXT = "First Witch:\nWhen shall we three meet again\nIn thunder, lightning, or in rain?\n\n" * 20
+OTHER = "Enter GHOST. Who's there? Nay, answer me: stand, and unfold yourself. Long live the king!\n" * 20
+
+
+def write(folder: Path, seed: int = 0, tokenizer: BPE | None = None, **changes) -> Path:
+    tokenizer = tokenizer or train_bpe(TEXT, 300)
+    sizes = {
+        "n_positions": 32,
+        "n_embd": 48,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": tokenizer.eot,
+        "eos_token_id": tokenizer.eot,
+    }
+    torch.manual_seed(seed)
+    model = GPT2(GPT2Config(tokenizer.n_vocab, **{**sizes, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return gpt2.save(model, tokenizer, folder)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "witches.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("base"))
+
+
+def changed(base: Path, folder: Path, change) -> Path:
+    """A copy of a checkpoint whose parameters were changed by ``change(model)``."""
+    model = load(str(base))
+    with torch.no_grad():
+        change(model)
+    return gpt2.save(model, gpt2.load_tokenizer(str(base)), folder)
+
+
+def run(a: object, b: object, text: str, **settings) -> Comparison:
+    return compare(str(a), str(b), on=text, tokens=200, **settings)
+
+
+def test_a_model_against_itself_is_zero_everywhere(base: Path, text: str, in_a_notebook: None) -> None:
+    """Any figure that is not exactly zero would be read as a difference."""
+    found = run(base, base, text)
+    assert found.ok
+    assert found.weights.total.distance == 0
+    assert set(found.weights.unchanged) == set(load(str(base)).state_dict())
+    assert all(point.error == 0 for point in found.activations.points)
+    distributions = found.distributions
+    for divergence in (distributions.kl_ab, distributions.kl_ba, distributions.js):
+        assert (divergence.mean.value, divergence.mean.low, divergence.mean.high, divergence.max) == (0, 0, 0, 0)
+    assert (distributions.ratio.value, distributions.difference.value, distributions.same_top.value) == (1, 0, 1)
+    assert distributions.overlap.value == 1
+    assert distributions.change.rms.value == 0
+    assert found.words.passages == ()
+    assert all(row.parts_at is None for row in found.words.continuations)
+    assert found.numerics is None
+    assert "IDENTICAL" in found.table()
+    assert json.loads(found.to_json())["verdict"] == "identical"
+
+
+def test_noise_in_one_tensor_is_found_located_and_sized(base: Path, text: str, tmp_path: Path) -> None:
+    """Which tensor, how much, and where in the forward pass it first shows."""
+
+    def disturb(model: GPT2) -> None:
+        weight = model.h[1].mlp.c_fc.weight
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+        weight.add_(noise * (0.05 * weight.norm() / noise.norm()))
+
+    found = run(base, changed(base, tmp_path, disturb), text)
+    assert not found.ok
+    assert [tensor.name for tensor in found.weights.most_changed()] == ["h.1.mlp.c_fc.weight"]
+    assert found.weights.most_changed()[0].distance == pytest.approx(0.05, rel=0.01)
+    assert found.activations.first_past.point == "h.1.mlp.c_fc"
+    assert found.distributions.kl_ab.mean.value > 0
+    body = json.loads(found.to_json())
+    assert body["first_past"]["point"] == "h.1.mlp.c_fc"
+    assert body["first_past"]["layer"] == 1
+    assert body["weights"]["most_changed"] == ["h.1.mlp.c_fc.weight"]
+    assert len(body["weights"]["unchanged"]) == len(found.weights.tensors) - 1
+
+
+def test_a_model_that_broke_is_compared_all_the_same(base: Path, text: str, tmp_path: Path) -> None:
+    """A run that diverged is what one compares; sampling from its NaN ended in a traceback, and its cosine was told as 1."""
+    broken = changed(base, tmp_path / "nan", lambda model: model.h[1].mlp.c_fc.weight[3, 3].fill_(math.nan))
+    found = run(base, broken, text)
+    assert found.distributions.undefined == 199
+    assert found.words.continuations == ()
+    assert math.isnan(next(point.cosine for point in found.activations.points if point.point == "h.1.mlp.c_fc"))
+    assert found.activations.first_past.point == "h.1.mlp.c_fc"
+    assert json.loads(found.to_json())["weights"]["most_changed"] == ["h.1.mlp.c_fc.weight"]
+    found.save_html(tmp_path / "nan.html")
+
+
+def test_what_was_zero_did_not_move_by_inf_percent(base: Path, text: str, tmp_path: Path) -> None:
+    """Biases start at zero: the first step of a run moves each of them infinitely far."""
+    start = changed(base, tmp_path, lambda model: model.h[0].ln_1.bias.zero_())
+    told = run(start, base, text).table()
+    assert "h.0.ln_1.bias, from zero" in told
+    assert "inf%" not in told
+
+
+def test_two_dtypes_of_one_model(base: Path, text: str) -> None:
+    """Rounding is told from training: the weights are equal in the coarser dtype, and a float64 run is the ruler."""
+    found = run(base, f"{base}:bf16", text)
+    assert found.weights.same_numbers
+    assert "rounded to bfloat16" in found.table()
+    assert found.numerics is not None
+    ours, coarse = (max(row[i] for row in found.numerics.points) for i in (1, 2))
+    assert 1e-8 < ours < 1e-5 < 1e-3 < coarse < 0.2
+    assert len(found.numerics.logits) == 4
+    assert (found.a.dtype, found.b.dtype) == ("float32", "bfloat16")
+    assert 0 < found.distributions.kl_ab.mean.value < 1e-2
+
+
+def test_two_implementations_of_one_model(base: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hf/`: transformers' code over the same files, equal up to rounding."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = run(base, f"hf/{base}", text)
+    assert found.b.implementation.startswith("transformers 5.")
+    assert found.weights.total.unchanged == 1
+    assert 0 < max(point.error for point in found.activations.points) < 1e-5
+    assert found.numerics is not None
+    assert len(found.numerics.logits) == 2
+    assert found.distributions.kl_ab.mean.value < 1e-10
+    assert found.distributions.same_top.value == 1
+
+
+def test_another_size_shares_the_text_and_the_distributions(base: Path, text: str, tmp_path: Path) -> None:
+    """Said before anything runs; weights cannot be subtracted, streams can be likened."""
+    found = run(base, write(tmp_path, n_embd=24, n_layer=3, n_head=2), text)
+    assert found.weights is None
+    assert found.compatibility.impossible == {"weights": "the models differ in n_layer, n_embd, n_head, n_inner"}
+    assert found.activations.points == ()
+    assert (len(found.activations.cka), len(found.activations.cka[0])) == (3, 4)
+    assert found.distributions is not None
+    assert "left out  weights: the models differ" in found.table(200)
+
+
+def test_another_vocabulary_leaves_bits_per_byte(base: Path, text: str, tmp_path: Path) -> None:
+    """KL between distributions over different things would be a number without a meaning."""
+    found = run(base, write(tmp_path, tokenizer=train_bpe(OTHER, 290)), text)
+    assert (found.distributions, found.activations, found.words) == (None, None, None)
+    assert len(found.alone) == 2
+    assert abs(found.alone[0].bytes - found.alone[1].bytes) <= 8  # the first token of each is not scored
+    assert "bits per byte" in found.table(200)
+    scored = (f"{score.tokens:,} tokens scored, context 32, stride 32" for score in found.alone)
+    assert " → ".join(scored) in found.table(200)  # of each its own: one line for both would be false of one
+    assert not found.ok
+    json.loads(found.to_json())
+
+
+def test_a_padded_vocabulary_is_compared_over_the_tokens_there_are(base: Path, text: str, tmp_path: Path) -> None:
+    """Rows of padding would take probability away, and a model would differ from its padded self."""
+    model = load(str(base))
+    config = replace(model.config, vocab_size=model.config.vocab_size + 20)
+    padded = GPT2(config)
+    with torch.no_grad():
+        for name, parameter in padded.named_parameters():
+            source = model.state_dict()[name]
+            parameter[: len(source)] = source
+    gpt2.save(padded, gpt2.load_tokenizer(str(base)), tmp_path)
+    found = run(base, tmp_path, text)
+    assert found.distributions.js.max < 1e-12
+    assert "weights" in found.compatibility.impossible
+
+
+def test_random_models_are_compared_on_random_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokenizer, no text: still weights, activations and distributions."""
+    from gpt2 import config as configs
+
+    tiny = GPT2Config(vocab_size=61, n_positions=16, n_embd=12, n_layer=2, n_head=3)
+    monkeypatch.setitem(configs.OFFICIAL_SIZES, "tiny", tiny)
+    found = compare("random:tiny", "random:tiny:1", tokens=50)
+    assert found.words is None
+    assert found.text.name == "random ids"
+    assert "bits per token" in found.table()
+    assert "bits per byte" not in found.table()  # there are no bytes
+    assert found.weights.tensors[0].distance == pytest.approx(2**0.5, rel=0.1)  # the embeddings, independent draws
+    assert compare("random:tiny", "random:tiny", tokens=50).ok
+
+
+def test_the_whole_is_deterministic(base: Path, text: str, tmp_path: Path) -> None:
+    other = changed(base, tmp_path, lambda model: model.wte.weight.mul_(1.1))
+    first, second = (json.loads(run(base, other, text, seed=3).to_json()) for _ in range(2))
+    first.pop("seconds"), second.pop("seconds")
+    assert first == second
+
+
+def test_json_is_enough_to_run_it_again(base: Path, text: str) -> None:
+    body = json.loads(run(base, base, text).to_json())
+    assert body["a"]["files"].keys() >= {"config.json", "model.safetensors", "vocab.json", "merges.txt"}
+    assert len(body["text"]["sha256"]) == 64
+    assert (body["text"]["tokens"], body["text"]["context"], body["text"]["stride"]) == (200, 32, 32)
+    assert body["environment"]["versions"]["torch"] == version("torch")
+    assert body["environment"]["versions"]["gpt2-toolkit"] == gpt2.__version__
+    assert body["seed"] == 0
+
+
+def test_the_command(base: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = changed(base, tmp_path / "other", lambda model: model.wpe.weight.mul_(1.1))
+    argv = ["compare", str(base), str(other), "--on", text, "--tokens", "100"]
+    assert main([*argv, "--json", str(tmp_path / "out.json")]) == 0
+    told = capsys.readouterr()
+    assert "perplexity" in told.out
+    assert json.loads((tmp_path / "out.json").read_text())["verdict"] == "different"
+    assert main([*argv, "--json", "-"]) == 0
+    json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (["--tokens", "1"], "1 tokens are too few"),
+        (["--threshold", "nan"], "--threshold nan"),
+        (["--on", "/nowhere/text.txt"], "/nowhere/text.txt"),
+        (["--html", "-"], "--html -: only --json goes to stdout"),
+        (["--html", "/nowhere/x.html"], "--html /nowhere/x.html: cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(base: Path, extra: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(base), str(base), *extra]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1, told
+    assert says in told
+
+
+def test_no_such_model_is_told_first(base: Path) -> None:
+    with pytest.raises(InputError, match="no such file or directory"):
+        compare(str(base), "./nowhere")
+    with pytest.raises(InputError, match="unknown model 'hf/'"):
+        compare(str(base), "hf/")
+
+
+def test_the_package_is_its_function(base: Path, text: str) -> None:
+    assert gpt2.compare(str(base), str(base), on=text, tokens=60).ok
+
+
+def test_vocabularies_that_cannot_be_one_are_refused(tmp_path: Path) -> None:
+    """Without a tokenizer nothing says what an id is: 50,257 logits cut to 2,048 made a perplexity of nothing."""
+    with pytest.raises(InputError, match="2,048 ids cannot be the other's 50,257: there is nothing to compare"):
+        compare("shakespeare-mini", "random:distilgpt2", tokens=64)

@@ -1,0 +1,144 @@
+"""Weight changes against NumPy, closed forms and changes of known size."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gpt2.comparison import weights as module
+from gpt2.comparison.weights import compare_weights, effective_rank, singular_values, ulps
+
+
+def one(a: Tensor, b: Tensor):
+    found = compare_weights([("x", "x", None)], lambda _: a, lambda _: b)
+    assert found.total == found.families[0] or found.total.family == "all"
+    return found.tensors[0]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 21])
+@pytest.mark.parametrize("shape", [(5,), (4, 9), (9, 4)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_figures_are_numpys(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], piece: int, turned: bool) -> None:
+    """Sums over pieces that overlap, or leave a rest out, or mix up a transposed view."""
+    monkeypatch.setattr(module, "PIECE", piece)
+    a, b = draw(*shape, seed=1), draw(*shape, seed=2)
+    b.flatten()[:2] = a.flatten()[:2]
+    if turned and len(shape) == 2:
+        a = a.t().contiguous().t()
+    found, x, y = one(a, b), a.double().numpy(), b.double().numpy()
+    assert found.norm_a == pytest.approx(np.linalg.norm(x), rel=1e-12)
+    assert found.norm_b == pytest.approx(np.linalg.norm(y), rel=1e-12)
+    assert found.distance == pytest.approx(np.linalg.norm(y - x) / np.linalg.norm(x), rel=1e-12)
+    assert found.max_abs == pytest.approx(np.abs(y - x).max(), rel=1e-12)
+    assert found.cosine == pytest.approx((x * y).sum() / np.linalg.norm(x) / np.linalg.norm(y), rel=1e-12)
+    assert found.unchanged == (x == y).mean()
+    if len(shape) == 2:
+        values = np.linalg.svd(y - x, compute_uv=False)
+        share = values / values.sum()
+        assert found.effective_rank == pytest.approx(math.exp(-(share * np.log(share)).sum()), rel=1e-6)
+        assert found.rank == 4
+
+
+def test_a_tensor_against_itself_is_exactly_the_same() -> None:
+    """Zero that is nearly zero is a change; so is a cosine of 0.9999999999."""
+    for tensor in (draw(30, 40), draw(30, 40).bfloat16(), torch.zeros(3, 3), draw(7)):
+        found = one(tensor, tensor.clone())
+        assert (found.distance, found.max_abs, found.unchanged, found.cosine) == (0.0, 0.0, 1.0, 1.0)
+        assert (found.ulp_max, found.ulp_mean) == (0, 0.0)
+        assert found.equal
+        assert found.rank in (0, None)
+        assert found.effective_rank in (0.0, None)
+
+
+def test_noise_of_known_size_is_sized_within_one_percent() -> None:
+    """Issue 4's promise: found, located, sized."""
+    a = {name: draw(300, 200, seed=i) for i, name in enumerate("pqr")}
+    noise = 0.01 * draw(300, 200, seed=9)
+    b = {**a, "q": a["q"] + noise}
+    found = compare_weights([(name, "family", i) for i, name in enumerate("pqr")], a.__getitem__, b.__getitem__)
+    assert [tensor.name for tensor in found.most_changed()] == ["q"]
+    assert found.unchanged == ("p", "r")
+    assert found.tensors[1].distance == pytest.approx(float(noise.norm() / a["q"].norm()), rel=1e-4)
+    assert found.tensors[1].distance == pytest.approx(0.01, rel=0.01)
+    assert found.tensors[1].rank == 200
+    together = math.sqrt(sum(float(a[name].double().square().sum()) for name in "pqr"))
+    assert found.families[0].distance == pytest.approx(float(noise.double().norm()) / together, rel=1e-4)
+    assert found.families[0].unchanged == pytest.approx(2 / 3)
+    assert found.families[0].tensors == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [1, 8])
+def test_a_lora_is_seen_as_one(rank: int, dtype: torch.dtype) -> None:
+    """A merged adapter is a product of two thin matrices, rounded: the rounding has full rank, and must not count."""
+    a = 0.02 * draw(256, 384, seed=1)
+    change = 0.02 * draw(256, rank, seed=2) @ draw(rank, 384, seed=3)
+    a = a.to(dtype)
+    assert one(a, (a.float() + change).to(dtype)).rank == rank
+
+
+def test_ulps_count_representable_numbers() -> None:
+    """One step is one step at every magnitude, across zero, and in every dtype; -0.0 is 0.0."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        x = torch.tensor([1.0, -1.0, 3e-5, -7.25, 100.0], dtype=dtype)
+        up = x
+        for steps in range(4):
+            assert ulps(x, up).tolist() == [steps] * 5
+            assert ulps(up, x).tolist() == [steps] * 5
+            up = _next(up)
+        tiny = torch.tensor([0.0], dtype=dtype)
+        assert ulps(tiny, -tiny).tolist() == [0]
+        assert ulps(_next(tiny), -_next(tiny)).tolist() == [2]
+    nan = torch.tensor([math.nan, math.nan, 1.0])
+    assert ulps(nan, torch.tensor([math.nan, 1.0, 1.0])).tolist() == [0, 2**31 - 1, 0]
+
+
+def _next(x: Tensor) -> Tensor:
+    """The next representable number upwards, by the bits."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    bits = x.view(integer)
+    return torch.where(x < 0, bits - 1, bits + 1).view(x.dtype)
+
+
+def test_rounding_to_the_coarser_dtype_is_no_step() -> None:
+    """float32 beside its own bfloat16: moved by rounding, and by nothing else."""
+    a = draw(50, 60)
+    found = one(a, a.bfloat16())
+    assert found.ulp_max == 0
+    assert 1e-3 < found.distance < 3e-3
+
+
+def test_singular_values_are_the_svds() -> None:
+    for shape in ((20, 31), (31, 20), (1, 5), (6, 6)):
+        a, b = draw(*shape, seed=1), draw(*shape, seed=2)
+        expected = torch.linalg.svdvals(b.double() - a.double())
+        torch.testing.assert_close(singular_values(a, b), expected, rtol=1e-7, atol=1e-7)
+
+
+def test_effective_rank_by_its_definition() -> None:
+    assert effective_rank(torch.tensor([3.0, 0.0, 0.0])) == pytest.approx(1)
+    assert effective_rank(torch.ones(5)) == pytest.approx(5)
+    assert effective_rank(torch.zeros(5)) == 0
+
+
+def test_nan_is_no_equality() -> None:
+    """A poisoned tensor must not pass for an unchanged one."""
+    a = draw(4, 4)
+    b = a.clone()
+    b[0, 0] = math.nan
+    found = one(a, b)
+    assert found.max_abs == math.inf
+    assert not found.equal
+    assert math.isnan(found.cosine)
+    assert (found.rank, found.effective_rank) == (None, None)
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(ValueError, match=r"\(2, 3\) in one and \(3, 2\)"):
+        one(draw(2, 3), draw(3, 2))

@@ -1,0 +1,93 @@
+"""Passages and continuations, on models whose every answer is known."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt2.comparison.compatibility import compare_vocabularies, compatibility
+from gpt2.comparison.words import continuations, passages
+from gpt2.config import GPT2Config
+from gpt2.data.bpe import train_bpe
+from gpt2.data.chars import Chars
+
+
+def brute(js: list[float], count: int, length: int) -> list[int]:
+    starts, found = set(range(len(js) - length + 1)), []
+    while starts and len(found) < count:
+        best = max(sorted(starts), key=lambda s: sum(js[s : s + length]))
+        found.append(best)
+        starts = {s for s in starts if abs(s - best) >= length}
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_passages_are_the_worst_that_do_not_overlap(seed: int) -> None:
+    js = torch.rand(60, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    found = passages(js, 4, 7)
+    assert [start for start, _ in found] == brute(js.tolist(), 4, 7)
+    assert found[0][1] == pytest.approx(float(js.unfold(0, 7, 1).mean(-1).max()))
+
+
+def test_no_passage_where_nothing_differs() -> None:
+    assert passages(torch.zeros(50)) == []
+    assert passages(torch.zeros(0)) == []
+    assert [start for start, _ in passages(torch.ones(3), 5, 16)] == [0]
+
+
+class Counting:
+    """Says the next letter, or, from ``turn`` on, always the first."""
+
+    def __init__(self, turn: int) -> None:
+        self.turn = turn
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        logits = torch.zeros(*ids.shape, 5)
+        target = torch.where(torch.tensor(ids.size(1) >= self.turn), torch.zeros_like(ids), (ids + 1) % 5)
+        return logits.scatter(-1, target[..., None], 50.0)
+
+
+def test_continuations_part_where_they_part() -> None:
+    """Counted from the first new token; None where both say the same."""
+    tokenizer = Chars("abcde")
+    prompts = [[0, 1], [3, 4]]
+    found = continuations(Counting(99), Counting(4), tokenizer, prompts, 4, temperature=0.0, seed=0)
+    assert [(row.prompt, row.a, row.b, row.parts_at) for row in found] == [
+        ("ab", "cdea", "cdaa", 2),
+        ("de", "abcd", "abaa", 2),
+    ]
+    same = continuations(Counting(99), Counting(99), tokenizer, prompts, 4, temperature=0.8, seed=1)
+    assert all(row.parts_at is None and row.a == row.b for row in same)
+
+
+def test_vocabularies_entry_by_entry() -> None:
+    """A vocabulary of the same length is not the same vocabulary; the same entries under other merges cut text otherwise."""
+    text = "the rain in spain stays mainly in the plain; " * 20
+    one, same, other = train_bpe(text, 275), train_bpe(text, 275), train_bpe(text[::-1], 275)
+    assert compare_vocabularies(one, same).verdict == "equal"
+    found = compare_vocabularies(one, other)
+    assert (found.verdict, found.comparable) == ("different", False)
+    expected = [i for i in range(275) if one.token_bytes(i) != other.token_bytes(i)]
+    assert found.differing == len(expected)
+    assert [row[0] for row in found.examples] == expected[:5]
+    assert compare_vocabularies(one, Chars("abc")).differing == 275
+    assert compare_vocabularies(None, one).verdict == "none"
+
+
+def test_what_follows_from_a_difference() -> None:
+    a = GPT2Config(vocab_size=280, n_embd=12, n_head=3, n_layer=2)
+    chars = Chars("abc")
+    same = compatibility(a, a, chars, chars)
+    assert (same.architecture, same.impossible, same.same_shape) == ((), {}, True)
+    wider = compatibility(a, GPT2Config(vocab_size=280, n_embd=24, n_head=3, n_layer=2), chars, chars)
+    assert set(wider.impossible) == {"weights"}
+    assert not wider.same_shape
+    assert ("n_embd", 12, 24) in wider.architecture
+    assert ("n_inner", 48, 96) in wider.architecture
+    longer = compatibility(a, GPT2Config(vocab_size=280, n_embd=12, n_head=3, n_layer=2, n_positions=99), chars, chars)
+    assert longer.same_shape
+    assert set(longer.impossible) == {"weights"}
+    gelu = compatibility(a, GPT2Config(vocab_size=280, n_embd=12, n_head=3, n_layer=2, activation_function="gelu"), chars, chars)
+    assert gelu.impossible == {}
+    assert gelu.architecture == (("activation_function", "gelu_new", "gelu"),)
+    foreign = compatibility(a, a, chars, Chars("abd"))
+    assert set(foreign.impossible) == {"activations", "distributions"}

@@ -1,0 +1,132 @@
+"""Attention: what a reader of a tutorial expects to see, told in figures that a brute-force loop gives too."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpt2
+from gpt2.config import GPT2Config
+from gpt2.errors import InputError
+from gpt2.explore.attention import attention_maps, compare_attention, summarise_attention
+from gpt2.model import GPT2
+
+CONFIG = GPT2Config(61, n_positions=16, n_embd=24, n_layer=2, n_head=3, bos_token_id=None, eos_token_id=None)
+TEXT = "But soft, what light <b>"
+
+
+def maps_of(seed: int, n: int = 9) -> torch.Tensor:
+    torch.manual_seed(seed)
+    model = GPT2(CONFIG).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(8)  # heads of a fresh model look everywhere alike
+    return attention_maps(model, torch.arange(n)[None] * 5)
+
+
+def test_rows_sum_to_one_and_nothing_lies_above_the_diagonal() -> None:
+    """Scores taken for weights, or weights of the wrong axis, would fail either."""
+    maps = maps_of(0)
+    assert maps.shape == (2, 3, 9, 9)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 3, 9))
+    assert torch.equal(maps, maps.tril())
+    assert maps[0].ne(maps[1]).any()
+    assert maps[:, 0].ne(maps[:, 1]).any()
+
+
+def test_figures_of_a_head_are_those_of_a_loop() -> None:
+    """An average over the first token too, or a diagonal off by one, would go unseen in a picture."""
+    maps, other = maps_of(0), maps_of(1)
+    report = summarise_attention("a", "b", tuple("abcdefghi"), maps, other)
+    head = report.heads[4]
+    assert (head.layer, head.head) == (1, 1)
+    w, v = maps[1, 1].double(), other[1, 1].double()
+    rows = range(1, 9)
+    mean = lambda what: sum(float(what(i)) for i in rows) / 8  # noqa: E731
+    assert head.distance == pytest.approx(mean(lambda i: sum(w[i, j] * (i - j) for j in range(i + 1))))
+    assert head.entropy == pytest.approx(mean(lambda i: -sum(x * math.log(x) for x in w[i, : i + 1].tolist())))
+    assert head.previous == pytest.approx(mean(lambda i: w[i, i - 1]))
+    assert head.first == pytest.approx(mean(lambda i: w[i, 0]))
+    assert head.itself == pytest.approx(mean(lambda i: w[i, i]))
+    assert head.moved == pytest.approx(mean(lambda i: (w[i] - v[i]).abs().sum() / 2))
+    assert report.heads_b[4].distance == pytest.approx(summarise_attention("b", None, (), other).heads[4].distance)
+    with pytest.raises(FrozenInstanceError):
+        head.first = 0.0
+
+
+def test_heads_made_by_hand_are_told_apart() -> None:
+    """A head of each kind is named as what it is."""
+    n = 6
+    before = torch.zeros(n, n)
+    before[0, 0] = 1
+    before[torch.arange(1, n), torch.arange(n - 1)] = 1
+    first, itself = torch.zeros(n, n), torch.eye(n)
+    first[:, 0] = 1
+    even = torch.ones(n, n).tril() / torch.arange(1, n + 1)[:, None]
+    report = summarise_attention("a", None, tuple("abcdef"), torch.stack((before, first, itself, even))[None])
+    told = {head.head: why for head, why in report.notable()}
+    assert "token before" in told[0]
+    assert "first token" in told[1]
+    assert "itself" in told[2]
+    assert "widest" in told[3]
+    assert report.heads[0].distance == 1
+    assert report.heads[0].entropy == 0
+    assert report.heads[2].distance == 0
+
+
+def test_a_model_against_itself_has_not_moved(tmp_path: Path, in_a_notebook: None) -> None:
+    """The whole way, by name, in every form."""
+    report = compare_attention("shakespeare-mini", "shakespeare-mini", TEXT)
+    assert "".join(report.tokens) == TEXT
+    ids = torch.tensor([gpt2.load_tokenizer("shakespeare-mini").encode(TEXT)])
+    assert torch.equal(report.maps, attention_maps(gpt2.load("shakespeare-mini"), ids))
+    assert all(head.moved == 0 for head in report.heads)
+    assert not report.difference.any()
+    body = json.loads(report.to_json(maps=True))
+    assert body["maps"] == body["maps_b"]
+    assert len(body["heads"]) == 25
+    assert "moved" in report.table()
+    report.save_html(tmp_path / "a.html")
+    report.save_png(tmp_path / "a.png")
+    page = (tmp_path / "a.html").read_text()
+    assert page.count("<svg") == 3
+    assert "<b>" not in page
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("b", "text", "said"),
+    [
+        (None, "a", "2 to 256"),
+        (None, "light " * 300, "2 to 256"),
+        ("random:distilgpt2", TEXT, "n_layer"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_in_a_line(b: str | None, text: str, said: str) -> None:
+    """Not a picture of nothing, nor of a text that no head can be seen in."""
+    with pytest.raises(InputError, match=said) as error:
+        compare_attention("shakespeare-mini", b, text)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_without_a_tokenizer_is_refused() -> None:
+    """A text cannot be read without one."""
+    with pytest.raises(InputError, match="no tokenizer"):
+        compare_attention("random:distilgpt2", None, TEXT)
+
+
+def test_a_text_too_long_to_be_seen_can_still_be_had_as_numbers(tmp_path: Path) -> None:
+    """The page's size is no limit of the model's: 200 tokens make a page of nothing, and a JSON of everything."""
+    found = compare_attention("shakespeare-mini", None, "light " * 198)
+    assert len(found.tokens) == 200
+    for save in (found.save_html, found.save_png):
+        with pytest.raises(InputError, match="25 heads has room for 173: give a shorter text, or take the weights as --json"):
+            save(tmp_path / "page")
+    told = json.loads(found.to_json(maps=True))
+    assert torch.tensor(told["maps"]).shape == (5, 5, 200, 200)
+    assert told["models"][0]["files"]["model.safetensors"]
+    assert torch.__version__.startswith(told["environment"]["versions"]["torch"])  # without a local +cu130

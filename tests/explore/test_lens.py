@@ -1,0 +1,213 @@
+"""A forward pass opened up: what the page shows is what the model computes, and text stays text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpt2
+from gpt2.comparison.words import Choice
+from gpt2.data.chars import Chars
+from gpt2.errors import InputError
+from gpt2.explore.attention import attention_maps
+from gpt2.explore.lens import Exploration, explorer
+from gpt2.explore.lens_page import error_page, page
+from gpt2.measure.per_token import measure_pair
+from gpt2.model import eager_attention
+
+TEXT = "JULIET:\nO Romeo, Romeo! wherefore art"
+ATTACK = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\'"&'
+
+
+@pytest.fixture(scope="module")
+def found() -> Exploration:
+    with explorer("shakespeare-mini", "shakespeare-mini:bf16") as opened:
+        return opened.look(TEXT)
+
+
+@pytest.fixture(scope="module")
+def chars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that reads characters, two layers deep, its vocabulary padded."""
+    folder = tmp_path_factory.mktemp("models") / "chars"
+    tokenizer = Chars.from_text(TEXT)
+    torch.manual_seed(0)
+    gpt2.save(gpt2.GPT2(gpt2.GPT2Config(tokenizer.n_vocab + 3, 64, 12, 2, 3)), tokenizer, folder)
+    return folder
+
+
+def test_the_last_reading_is_the_model_s_own_prediction(found: Exploration) -> None:
+    """A page about the model that shows other numbers than the model gives is worse than none."""
+    model, tok = gpt2.load("shakespeare-mini"), gpt2.load_tokenizer("shakespeare-mini")
+    ids = torch.tensor([tok.encode(TEXT)])
+    with torch.no_grad():
+        chances = model(ids)[0].double().softmax(-1)
+    lens = found.lenses[0]
+    assert "".join(lens.tokens) == TEXT
+    for at, reading in enumerate(lens.readings[-1]):
+        best = chances[at].sort(descending=True)
+        assert [choice.text for choice in reading.top] == [tok.decode([i]) for i in best.indices[:8].tolist()]
+        assert [choice.probability for choice in reading.top] == pytest.approx(best.values[:8].tolist(), rel=1e-4)
+        assert reading.entropy == pytest.approx(-sum(p * math.log(p) for p in chances[at].tolist()), rel=1e-4)
+        if at + 1 < ids.size(1):
+            right = chances[at, ids[0, at + 1]]
+            assert reading.probability == pytest.approx(right.item(), rel=1e-4)
+            assert reading.rank == 1 + int((chances[at] > right).sum())
+    assert (lens.readings[-1][-1].probability, lens.readings[-1][-1].rank) == (None, None)
+    assert torch.equal(lens.attention, attention_maps(model, ids))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_layer_s_reading_is_what_a_model_cut_off_there_would_say(found: Exploration, depth: int) -> None:
+    """Read without the final norm, or one block too late, the words would still look plausible."""
+    model, tok = gpt2.load("shakespeare-mini"), gpt2.load_tokenizer("shakespeare-mini")
+    model.h = model.h[:depth]
+    model.use_attention(eager_attention)
+    with torch.no_grad():
+        chances = model(torch.tensor([tok.encode(TEXT)]))[0].double().softmax(-1)
+    lens = found.lenses[0]
+    assert lens.points == ("embed", "h.0", "h.1", "h.2", "h.3", "h.4")
+    for row, reading in zip(chances, lens.readings[depth], strict=True):
+        assert reading.top[0].text == tok.decode([int(row.argmax())])
+        assert reading.top[0].probability == pytest.approx(row.max().item(), rel=1e-9)
+
+
+def test_how_far_two_models_part_is_what_compare_says(found: Exploration) -> None:
+    """One metric of two definitions would be two."""
+    models = [gpt2.load(name).use_attention(eager_attention) for name in ("shakespeare-mini", "shakespeare-mini:bf16")]
+    tok = gpt2.load_tokenizer("shakespeare-mini")
+    ids = torch.tensor(tok.encode(TEXT))
+    measured = measure_pair(*models, ids, vocab=tok.n_vocab, context=len(ids) - 1)
+    assert found.js[:-1] == pytest.approx(measured.js.tolist(), rel=1e-3, abs=1e-9)
+    assert len(found.js) == len(ids)
+    with explorer("shakespeare-mini", "shakespeare-mini") as opened:
+        assert set(opened.look("O").js) == {0.0}
+
+
+def test_transformers_says_the_same() -> None:
+    """The other implementation goes through the same hooks, under the same names."""
+    with explorer("shakespeare-mini", "hf/shakespeare-mini") as opened:
+        ours, theirs = opened.look("O Romeo").lenses
+    for one, other in zip(ours.readings, theirs.readings, strict=True):
+        assert [r.top[0].text for r in one] == [r.top[0].text for r in other]
+        assert [r.entropy for r in one] == pytest.approx([r.entropy for r in other], rel=1e-4)
+
+
+def test_two_that_read_differently_stand_beside_each_other_unlinked(chars: Path) -> None:
+    """Tokens of one are not tokens of the other: nothing may be said of their difference."""
+    with explorer("shakespeare-mini", str(chars)) as opened:
+        found = opened.look("O Romeo")
+    assert found.js is None
+    assert [len(lens.tokens) for lens in found.lenses] == [3, 7]
+    assert all(choice.text in TEXT for row in found.lenses[1].readings for r in row for choice in r.top)  # no padding
+    assert page(found).count('role="listbox"') == 2
+
+
+def test_json_holds_all_that_the_page_shows(found: Exploration) -> None:
+    """The page is for people; scripts read this."""
+    body = json.loads(found.to_json())
+    assert body["prompt"] == TEXT
+    assert body["js"] == list(found.js)
+    one = body["lenses"][0]
+    assert one["readings"][2][4]["top"][0] == {
+        "text": found.lenses[0].readings[2][4].top[0].text,
+        "probability": found.lenses[0].readings[2][4].top[0].probability,
+    }
+    torch.testing.assert_close(torch.tensor(one["attention"]), found.lenses[0].attention, atol=6e-5, rtol=0)
+    assert one["model"]["files"]["model.safetensors"]
+
+
+def test_the_page_carries_the_same_figures(found: Exploration) -> None:
+    """What the script draws from was packed: bytes in the wrong order would be another head's."""
+    data = json.loads(page(found).split('id="data">', 1)[1].split("</script>", 1)[0])
+    side, lens = data["sides"][1], found.lenses[1]
+    n = len(lens.tokens)
+    packed = torch.frombuffer(bytearray(base64.b64decode(side["maps"])), dtype=torch.uint8).view(5, 5, n * (n + 1) // 2)
+    for row in (0, 3, n - 1):
+        start = row * (row + 1) // 2
+        expected = lens.attention[3, 2, row, : row + 1] * 255
+        torch.testing.assert_close(packed[3, 2, start : start + row + 1].float(), expected, atol=0.51, rtol=0)
+    top, entropy, given, rank = side["readings"][4][6]
+    reading = lens.readings[4][6]
+    assert data["texts"][top[0]] == reading.top[0].text.replace("\n", "⏎")
+    assert (top[1], entropy, given) == pytest.approx(
+        (reading.top[0].probability, reading.entropy, reading.probability), rel=0.005
+    )
+    assert rank == reading.rank
+
+
+class Parts(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value for name, value in attributes if name in ("src", "href", "action") or name.startswith("on")]
+
+
+def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Exploration) -> None:
+    """It is mailed around and opened on a train."""
+    text = page(found)
+    assert text == page(found)
+    assert Parts(text).links == ["data:,"]
+    assert not re.search(r"url\(|@import|https?:", text)
+    script = text[text.rindex("<script>") + 8 : text.rindex("</script>")]
+    assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in text  # or the policy forbids our own
+    assert "<form" not in text
+    assert "<form" in page(found, served=True)
+
+
+def test_prompts_names_and_tokens_stay_text(found: Exploration) -> None:
+    """A token that is taken for markup runs in the browser of whoever looks."""
+    with explorer("shakespeare-mini") as opened:
+        typed = opened.look(ATTACK)
+    lens = typed.lenses[0]
+    reading = replace(lens.readings[-1][-1], top=(Choice(ATTACK, 1.0),))
+    bad = replace(lens, model=replace(lens.model, name=ATTACK), tokens=(ATTACK, *lens.tokens[1:]))
+    bad = replace(bad, readings=(*lens.readings[:-1], (*lens.readings[-1][:-1], reading)))
+    refused = error_page((ATTACK,), ATTACK, InputError(ATTACK))
+    for text in (page(replace(typed, lenses=(bad,)), served=True), refused):
+        parts = Parts(text)
+        assert parts.tags.count("script") == 2
+        assert "img" not in parts.tags
+        assert parts.links == ["data:,", "/"]
+
+
+def test_numbers_that_are_none_leave_the_page_standing(chars: Path) -> None:
+    """A diverged model is a thing to look at too."""
+    with explorer(str(chars)) as opened:
+        opened.models[0].wte.weight.data[:] = math.nan
+        found = opened.look("O")
+    json.loads(found.to_json(), parse_constant=pytest.fail)
+    assert "–" in page(found)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("", "the prompt is empty; type a few words"),
+        ("light " * 300, "the prompt makes 302 tokens of shakespeare-mini; there is room for 128: shorten it"),
+        ("x" * 5000, "the prompt has 5,000 characters; there is room for 4,000: shorten it"),
+    ],
+)
+def test_a_prompt_there_is_no_room_for_is_said_in_a_line(prompt: str, said: str) -> None:
+    """Not a traceback, and not a page that takes a minute."""
+    with explorer("shakespeare-mini") as opened, pytest.raises(InputError, match=f"^{re.escape(said)}$"):
+        opened.look(prompt)
+
+
+def test_a_model_without_a_tokenizer_borrows_the_other_s_or_is_refused() -> None:
+    """A prompt cannot be read without one."""
+    with pytest.raises(InputError, match="no tokenizer"), explorer("random:distilgpt2"):
+        pass

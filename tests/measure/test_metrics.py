@@ -1,0 +1,312 @@
+"""Every number against its definition, written out; and the numbers that have a right answer before any model is trained."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt2.config import GPT2Config
+from gpt2.data.bpe import train_bpe
+from gpt2.data.chars import Chars
+from gpt2.errors import InputError
+from gpt2.measure.metrics import (
+    PART,
+    LanguageScore,
+    batches,
+    differing_bits,
+    entropy,
+    language_score,
+    log_probabilities,
+    max_abs,
+    relative_error,
+    token_losses,
+    windows,
+    worst_relative_error,
+)
+from gpt2.model import GPT2
+
+NAN, INF = math.nan, math.inf
+TEXT = "Now is the winter of our discontent\nMade glorious summer by this sun of York;\n" * 3 + "– café 😀\n"
+
+
+def tiny(vocab: int = 13, positions: int = 8) -> GPT2:
+    torch.manual_seed(0)
+    model = GPT2(GPT2Config(vocab, positions, 16, 2, 2))
+    for parameter in model.parameters():
+        parameter.data.mul_(6 if parameter.ndim > 1 else 1)  # far from uniform, so that positions and context matter
+    return model.double().eval()
+
+
+def uniform(vocab: int) -> GPT2:
+    """A model that prefers nothing: every logit is zero."""
+    model = tiny(vocab)
+    model.ln_f.weight.data.zero_()
+    model.ln_f.bias.data.zero_()
+    return model
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(13, (61,), generator=torch.Generator().manual_seed(4))
+
+
+def test_errors_by_hand():
+    a, b = torch.tensor([3.0, 4.0, 1.0]), torch.tensor([3.0, 4.0, 0.0])
+    assert max_abs(a, b) == 1.0
+    assert relative_error(a, b) == pytest.approx(1 / 5)
+    assert worst_relative_error(a, b) == pytest.approx(1 / math.sqrt(25 / 3))
+    assert max_abs(-a, b) == 8.0  # the size of a difference, not the difference of sizes
+
+
+def test_errors_are_computed_in_float64():
+    """Differences of half-precision tensors, taken in half precision, round to zero or overflow."""
+    a, b = torch.full((4,), 60000.0, dtype=torch.float16), torch.full((4,), -60000.0, dtype=torch.float16)
+    assert max_abs(a, b) == 120000.0
+    assert relative_error(a, b) == 2.0
+    assert worst_relative_error(a, b) == 2.0
+    big = torch.full((4,), 1e30)
+    assert relative_error(big * 2, big) == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("measure", [relative_error, worst_relative_error])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_what_is_not_finite_is_infinitely_wrong(measure, bad):
+    """NaN compares as neither larger nor smaller than a bound, so a NaN must not come out of a measure."""
+    good = torch.tensor([1.0, 2.0])
+    assert measure(torch.tensor([1.0, bad]), good) == INF
+    assert measure(good, torch.tensor([1.0, bad])) == INF
+
+
+def test_a_reference_of_zeros_and_tensors_without_entries():
+    zero, empty = torch.zeros(3), torch.zeros(0)
+    for measure in (relative_error, worst_relative_error):
+        assert measure(zero, zero) == 0.0
+        assert measure(torch.ones(3), zero) > 1e300
+        assert measure(empty, empty) == 0.0
+    assert max_abs(empty, empty) == 0.0
+
+
+@pytest.mark.parametrize("at", [0, PART - 1, PART, -1])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_tensor_of_several_parts_is_measured_whole(at, turned):
+    """A part that is left out, or held against another's; a NaN of the first that the next one hides."""
+    generator = torch.Generator().manual_seed(0)
+    b = torch.randn(5, PART // 2 + 3, dtype=torch.float64, generator=generator)
+    b = b.t() if turned else b  # not contiguous
+    a = b.clone(memory_format=torch.contiguous_format)
+    a.view(-1)[at] += 3
+    assert max_abs(a, b) == pytest.approx(3)
+    assert relative_error(a, b) == pytest.approx(3 / float(b.square().sum().sqrt()))
+    assert worst_relative_error(a, b) == pytest.approx(3 / float(b.square().mean().sqrt()))
+    a.view(-1)[at] = NAN
+    assert math.isnan(max_abs(a, b))
+    assert relative_error(a, b) == worst_relative_error(a, b) == INF
+
+
+def test_a_number_in_place_of_a_matrix_is_held_against_every_entry():
+    """A broken model may give one; a measure that raises hides where the model is broken."""
+    one, many = torch.tensor(3.0), torch.ones(2, PART)
+    assert max_abs(one, many) == relative_error(one, many) == worst_relative_error(one, many) == 2.0
+
+
+def test_the_worst_entry_is_not_drowned_by_the_others():
+    """One wrong logit in 50,257 moves a norm by its square root's worth: the reason for the second measure."""
+    reference = torch.ones(50257)
+    got = reference.clone()
+    got[7] += 0.01
+    assert relative_error(got, reference) < 1e-4
+    assert worst_relative_error(got, reference) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
+def test_differing_bits_counts_entries(dtype):
+    a = torch.tensor([[1, 0, 1], [0, 0, 1]]).to(dtype)
+    b = a.clone()
+    assert differing_bits(a, b) == 0
+    b[0, 1], b[1, 2] = 1, 0
+    assert differing_bits(a, b) == 2
+    assert differing_bits(a.T, b.T) == 2
+
+
+def test_differing_bits_sees_what_equality_does_not():
+    zero = torch.tensor([0.0, NAN])
+    assert differing_bits(zero, zero.clone()) == 0  # the same NaN is the same bits
+    assert differing_bits(zero, torch.tensor([-0.0, NAN])) == 1
+    one = torch.tensor(1.0)
+    assert differing_bits(one, torch.nextafter(one, torch.tensor(2.0))) == 1
+
+
+def test_differing_bits_does_not_broadcast():
+    """(3, 1) against (3,) would count nine comparisons, or one of three, and call it a result."""
+    for other in (torch.zeros(3), torch.zeros(1, 3), torch.zeros(3, 1, dtype=torch.bfloat16), torch.zeros(3, 1).int()):
+        with pytest.raises(ValueError, match="cannot be compared bit by bit"):
+            differing_bits(torch.zeros(3, 1), other)
+
+
+def test_token_losses_are_negative_log_likelihoods():
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
+    targets = torch.tensor([[0, 4, 2], [1, 1, 3]])
+    got = token_losses(logits, targets)
+    for b in range(2):
+        for t in range(3):
+            row = logits[b, t].double()
+            assert got[b, t].item() == pytest.approx((row.exp().sum().log() - row[targets[b, t]]).item(), abs=1e-6)
+
+
+def test_token_losses_of_half_precision_are_float32():
+    """In bfloat16 a loss has two digits, and a mean of a million of them has none."""
+    logits = torch.randn(1, 4, 50, generator=torch.Generator().manual_seed(1)).bfloat16()
+    targets = torch.tensor([[1, 2, 3, 4]])
+    assert token_losses(logits, targets).dtype == torch.float32
+    assert torch.equal(token_losses(logits, targets), token_losses(logits.float(), targets))
+    assert token_losses(logits.double(), targets).dtype == torch.float64
+
+
+def brute_force(model: GPT2, ids: torch.Tensor, context: int, stride: int) -> float:
+    """Token by token: window k predicts up to token k * stride + context from the last `context` tokens."""
+    losses = []
+    for target in range(1, len(ids)):
+        ends = range(context, context + len(ids), stride)  # where windows end, counted in targets
+        end = min(next(e for e in ends if e >= target), len(ids) - 1)
+        start = max(0, end - context)
+        with torch.inference_mode():
+            logits = model(ids[None, start:target])[0, -1]
+        losses.append(F.cross_entropy(logits[None], ids[target : target + 1]).item())
+    return math.fsum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+@pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3), (8, 1), (5, 4), (1, 1)])
+@pytest.mark.parametrize("length", [2, 5, 9, 10, 17, 61])
+def test_language_score_equals_a_loop_over_tokens(ids, context, stride, length, batch_size):
+    """Tokens skipped at a window's edge, counted twice where windows overlap, or a short tail weighed as a full window."""
+    model = tiny()
+    score = language_score(model, ids[:length], torch.full((13,), 2), context=context, stride=stride, batch_size=batch_size)
+    assert score.loss == pytest.approx(brute_force(model, ids[:length], context, stride), rel=1e-12)
+    assert (score.tokens, score.bytes) == (length - 1, 2 * (length - 1))
+    assert (score.context, score.stride) == (context, stride)
+
+
+@pytest.mark.parametrize("stride", [None, 1, 2, 3, 7])
+@pytest.mark.parametrize("context", [1, 2, 7, 8])
+def test_windows_score_every_token_but_the_first_once(context, stride):
+    """The one definition that every statistic of a text goes by; the last window too is as long as the others."""
+    for n in range(2, 40):
+        if (stride or context) > context:
+            continue
+        found = list(windows(n, context, stride))
+        assert [target for window in found for target in range(window.first + 1, window.end + 1)] == list(range(1, n))
+        assert {window.end - window.start for window in found} == {min(context, n - 1)}
+        assert all(0 <= window.start <= window.first < window.end < n for window in found)
+        assert all(second.first - first.first <= (stride or context) for first, second in itertools.pairwise(found[1:]))
+        for batch_size in (1, 3, None):
+            run = list(batches(torch.arange(n), context=context, stride=stride, batch_size=batch_size))
+            assert [window for _, group in run for window in group] == found
+            assert all(len(inputs) == len(group) <= (batch_size or 1024) for inputs, group in run)
+            rows = [row for inputs, _ in run for row in inputs.tolist()]
+            assert rows == [list(range(window.start, window.end)) for window in found]
+
+
+def test_a_callable_is_scored_as_the_model_is(ids):
+    model, lengths = tiny(), torch.arange(13)
+    expected = language_score(model, ids, lengths, context=8, stride=3)
+    assert language_score(lambda inputs: model(inputs), ids, lengths, context=8, stride=3, n_positions=8) == expected
+    with pytest.raises(InputError, match=r"context 9 is not within the model's 1 .. 8 positions"):
+        language_score(lambda inputs: model(inputs), ids, lengths, context=9, n_positions=8)
+    with pytest.raises(InputError, match="context 0: a token is predicted from at least 1"):
+        language_score(lambda inputs: model(inputs), ids, lengths, context=0)
+
+
+def test_a_padded_vocabulary_is_cut_before_it_is_normalised(ids):
+    """Perplexity over 50,304 entries of which 47 are padding is not the tokenizer's."""
+    model, lengths = tiny(), torch.arange(13)
+    expected = language_score(model, ids, lengths, context=8)
+    padded = lambda inputs: F.pad(model(inputs), (0, 3), value=40.0)  # noqa: E731
+    assert language_score(padded, ids, lengths, context=8, vocab=13) == expected
+    assert language_score(padded, ids, lengths, context=8).loss > expected.loss + 10
+    with pytest.raises(InputError, match="the model knows 16 tokens and the tokenizer 17; use the model's own tokenizer"):
+        language_score(padded, ids, lengths, context=8, vocab=17)
+
+
+def test_more_overlap_is_more_context(ids):
+    """A control of the above: the protocols give different numbers, so a perplexity without one is not a number."""
+    model = tiny()
+    scores = {s: language_score(model, ids, torch.ones(13).long(), context=8, stride=s).loss for s in (1, 4, 8)}
+    assert len(set(scores.values())) == 3
+    default = language_score(model, ids, torch.ones(13).long(), context=8)
+    assert (default.loss, default.stride) == (scores[8], 8)
+
+
+def test_a_model_that_prefers_nothing_has_the_vocabularys_size_as_perplexity(ids):
+    """A mean over windows instead of tokens, bits for nats, a base forgotten: each moves this number, and it has one answer."""
+    score = language_score(uniform(13), ids, torch.full((13,), 4), context=8)
+    assert score.perplexity == pytest.approx(13, rel=1e-12)
+    assert score.loss == pytest.approx(math.log(13), rel=1e-12)
+    assert score.bits_per_byte == pytest.approx(math.log2(13) / 4, rel=1e-12)
+
+
+def test_bits_per_byte_of_characters_and_bpe_compare():
+    """Of a model without preferences they are log2(V) per token, over the bytes of the tokens: exactly what an encoder needs."""
+    for tokenizer in (Chars.from_text(TEXT), train_bpe(TEXT, 300)):
+        tokens = torch.tensor(tokenizer.encode(TEXT))
+        lengths = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab)])
+        score = language_score(uniform(tokenizer.n_vocab), tokens, lengths, context=8)
+        first = len(tokenizer.token_bytes(int(tokens[0])))
+        assert score.bytes == len(TEXT.encode()) - first  # not characters: the dash alone is three
+        whole = math.log2(tokenizer.n_vocab) * (len(tokens) - 1)
+        assert score.bits_per_byte == pytest.approx(whole / (len(TEXT.encode()) - first), rel=1e-12)
+    one = Chars.from_text(TEXT)
+    assert language_score(uniform(one.n_vocab), torch.tensor(one.encode("eee")), torch.ones(one.n_vocab).long(), context=8)
+
+
+def test_dropout_is_off_while_scoring_and_the_mode_is_put_back(ids):
+    model = tiny()
+    expected = language_score(model, ids, torch.ones(13).long(), context=8).loss
+    for block in model.h:
+        block.mlp.resid_dropout.p = 0.5
+    model.train()
+    assert language_score(model, ids, torch.ones(13).long(), context=8).loss == expected
+    assert model.training
+    with pytest.raises(IndexError):
+        language_score(model, ids + 13, torch.ones(13).long(), context=8)
+    assert model.training
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("length", "context", "stride", "says"),
+    [
+        (1, 8, None, "a text of 1 tokens has none to predict"),
+        (0, 8, None, "a text of 0 tokens has none to predict"),
+        (9, 9, None, "context 9 is not within the model's 1 .. 8 positions"),
+        (9, 0, None, "context 0 is not within"),
+        (9, 8, 9, "stride 9 is not within 1 .. 8"),
+        (9, 8, 0, "stride 0 is not within 1 .. 8"),
+        (9, 8, -1, "stride -1 is not within 1 .. 8"),
+    ],
+)
+def test_protocols_that_skip_tokens_are_refused(ids, length, context, stride, says):
+    """A stride beyond the context used to read losses from the wrong end of a window."""
+    with pytest.raises(InputError, match=says):
+        language_score(tiny(), ids[:length], torch.ones(13).long(), context=context, stride=stride)
+
+
+def test_a_hopeless_loss_is_an_infinite_perplexity_not_an_error():
+    assert LanguageScore(1e4, 1, 1, 8, 8).perplexity == INF
+    assert LanguageScore(INF, 1, 1, 8, 8).perplexity == INF
+    assert math.isnan(LanguageScore(NAN, 1, 1, 8, 8).perplexity)
+    assert LanguageScore(math.log(29.41), 1, 1, 8, 8).perplexity == pytest.approx(29.41)
+
+
+def test_entropy_is_that_of_the_definition() -> None:
+    """0 log 0 is 0: one token that cannot come must not make all of it NaN."""
+    logits = torch.tensor([[0.0, 0, 0, 0], [0, -math.inf, -math.inf, -math.inf], [1.5, 0.5, -2, -math.inf]], dtype=torch.float32)
+    logp = log_probabilities(logits)
+    assert logp.dtype == torch.float64
+    p = torch.softmax(logits[2].double(), -1).tolist()
+    expected = [math.log(4), 0.0, -sum(x * math.log(x) for x in p if x > 0)]
+    assert entropy(logp).tolist() == pytest.approx(expected, rel=1e-14)
+    assert logp[2].exp().sum().item() == pytest.approx(1, abs=1e-15)
+    assert entropy(log_probabilities(torch.full((1, 3), math.nan))).isnan().all()

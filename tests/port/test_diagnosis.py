@@ -1,0 +1,251 @@
+"""`gpt2.diagnose` beside the ports of test_diagnose_ports.py: what it says of weights and behaviour, its order, its words."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.faulty import CONFIG, write
+from support.ports import PORTS
+from torch import Tensor, nn
+
+import gpt2
+from gpt2.port.diagnosis import diagnose
+from gpt2.port.diagnosis.causes import CAUSES, cause
+from gpt2.port.diagnosis.entries import fingerprint, likeness, reading
+from gpt2.port.diagnosis.ranking import ranked
+from gpt2.port.diagnosis.report import Diagnosis, Divergence, merged
+from gpt2.port.recording.calm import Calm, calmly
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> gpt2.GPT2:
+    return gpt2.load(str(write(tmp_path_factory.mktemp("checkpoint"), CONFIG)))
+
+
+def port(model: gpt2.GPT2) -> nn.Module:
+    """nanoGPT's structure with the checkpoint in it."""
+    module = PORTS["nano"].build(CONFIG)
+    with torch.no_grad():
+        PORTS["nano"].fill(module, model.state_dict())
+    return module
+
+
+def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
+    def apply(module: nn.Module) -> None:
+        parameter = module.get_parameter(name)
+        parameter.data = change(parameter.data)
+
+    return apply
+
+
+def exchanged(one: str, other: str) -> Callable[[nn.Module], None]:
+    def apply(module: nn.Module) -> None:
+        a, b = module.get_parameter(one), module.get_parameter(other)
+        a.data, b.data = b.data, a.data
+
+    return apply
+
+
+H = "transformer.h."
+D, K = CONFIG.n_embd, CONFIG.head_dim
+CHANGES = {
+    "transposed": (changed(f"{H}1.attn.c_proj.weight", lambda w: w.t().clone()), "transposed", "h.1.attn.c_proj.weight"),
+    "viewed": (changed(f"{H}1.mlp.c_fc.weight", lambda w: w.t().reshape(w.shape)), "transposed", "h.1.mlp.c_fc.weight"),
+    "ones": (changed(f"{H}1.ln_2.weight", torch.ones_like), "not-loaded", "h.1.ln_2.weight"),
+    "doubled": (changed(f"{H}1.mlp.c_fc.weight", lambda w: 2 * w), "wrong-tensor", "h.1.mlp.c_fc.weight"),
+    "half loaded": (
+        changed(f"{H}1.mlp.c_fc.weight", lambda w: torch.cat((w[:26], torch.zeros_like(w[26:])))),
+        "not-loaded",
+        "h.1.mlp.c_fc.weight",
+    ),
+    "another's": (
+        exchanged(f"{H}0.mlp.c_fc.bias", f"{H}2.mlp.c_fc.bias"),
+        "wrong-tensor",
+        "h.0.mlp.c_fc.bias, h.2.mlp.c_fc.bias",
+    ),
+    "norms": (exchanged(f"{H}1.ln_1.weight", f"{H}1.ln_2.weight"), "norms-swapped", "h.1.ln_1.weight"),
+    "k first": (changed(f"{H}2.attn.c_attn.weight", lambda w: w.roll(D, 0)), "qkv-order", "h.2.attn.c_attn"),
+    "rounded": (changed(f"{H}1.mlp.c_fc.weight", lambda w: w.bfloat16().float()), "reduced-precision", "h.1.mlp.c_fc.weight"),
+    "one place": (changed("transformer.wpe.weight", lambda w: w.roll(-1, 0)), "position-offset", "wpe"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_wrong_with_a_weight(name: str, model: gpt2.GPT2) -> None:
+    """Each is a mistake of loading that gives text, and the message must send its author to the right tensor."""
+    apply, id, where = CHANGES[name]
+    module = port(model)
+    apply(module)
+    before = copy.deepcopy(module.state_dict())
+    found = diagnose(module, model)
+    assert found.verdict == "mismatch"
+    assert found.causes[0].id == id
+    assert found.causes[0].where.startswith(where)
+    assert {one.id for one in found.causes} == {id}
+    assert found.causes[0].confidence == 1.0
+    assert all(torch.equal(tensor, module.state_dict()[key]) for key, tensor in before.items()), "it is given back as it was"
+
+
+def test_a_single_entry_is_enough(model: gpt2.GPT2) -> None:
+    """The smallest fault of all, in a row that no probe of a few tokens reads."""
+    module = port(model)
+    with torch.no_grad():
+        module.transformer.wpe.weight[CONFIG.n_positions - 1, 3] += 0.5
+    assert diagnose(module, model).causes[0].where.startswith("wpe")
+
+
+def test_a_module_that_holds_nothing_is_told_so_and_diagnosed_all_the_same(model: gpt2.GPT2) -> None:
+    """Whoever forgot to load wants to know that first, and whether the rest is right."""
+    module = PORTS["nano"].build(CONFIG)
+    found = diagnose(module, model)
+    assert (found.verdict, [one.id for one in found.causes]) == ("mismatch", ["not-loaded"])
+    assert found.causes[0].where == "all weights"
+    assert found.first_divergence.point == "wte"
+    assert diagnose(module, model, fill=True).ok
+
+
+class Around(nn.Module):
+    """A right port, and what somebody put around it."""
+
+    def __init__(self, inner: nn.Module, after: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.after = inner, after
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.inner(ids)
+        return self.after(found[0] if isinstance(found, tuple) else getattr(found, "logits", found))
+
+
+@pytest.mark.parametrize(
+    ("after", "id"),
+    [
+        (lambda x: F.dropout(x, 0.1), "dropout-active"),
+        (lambda x: x + torch.randn_like(x) * 1e-3, "not-deterministic"),
+        (lambda x: x - x.mean(0, keepdim=True), "batch-dependent"),
+        (lambda x: F.pad(x, (0, 5)), "padded-vocab"),
+    ],
+)
+def test_behaviour(after: Callable[[Tensor], Tensor], id: str, model: gpt2.GPT2) -> None:
+    """What no single run of one batch can show."""
+    assert diagnose(Around(port(model), after), model).causes[0].id == id
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda x: F.pad(x, (0, 5), value=-torch.inf),
+        lambda x: x.float(),
+        lambda x: F.dropout(x, 0.1, training=False),
+        lambda x: x[:, -1:],
+    ],
+)
+def test_what_is_no_fault(after: Callable[[Tensor], Tensor], model: gpt2.GPT2) -> None:
+    """The controls of the above."""
+    found = diagnose(Around(port(model), after), model)
+    assert found.ok, found.table()
+    assert found.causes == ()
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("gpt2", "diagnose takes a torch.nn.Module, and was given str"),
+        (nn.Embedding(67, 67), "Embedding: nothing in its forward weighs projections"),
+        (PORTS["nano"].build(gpt2.GPT2Config(**{**vars(CONFIG), "n_embd": 24})), "its width is 24, the checkpoint's 20"),
+    ],
+)
+def test_what_cannot_be_diagnosed_is_told_in_one_line(module: nn.Module, said: str, model: gpt2.GPT2) -> None:
+    """A traceback would look like a fault of ours."""
+    with pytest.raises(gpt2.InputError) as caught:
+        diagnose(module, model)
+    assert said in str(caught.value)
+
+
+# The parts.
+
+
+def test_the_fingerprint_sees_values_and_no_order() -> None:
+    """It decides between "in another order" and "something else"."""
+    values = torch.randn(20, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert fingerprint(values) == fingerprint(values.t()) == fingerprint(values.flatten()[torch.randperm(600)])
+    other = values.clone()
+    other[3, 4], other[5, 6] = values[3, 4] + 1, values[5, 6] - 1  # the same sum
+    assert fingerprint(values) != fingerprint(other)
+
+
+def test_an_order_of_reading() -> None:
+    """(head, q|k|v, unit) read as (q|k|v, head, unit)."""
+    order = reading({"q|k|v": 3, "head": 2, "unit": 1}, ("head", "q|k|v", "unit"))
+    assert order.tolist() == [0, 3, 1, 4, 2, 5]
+
+
+def test_what_numbers_look_like() -> None:
+    """A fresh layer is recognised by how it is drawn."""
+    assert "all 1" in likeness(torch.ones(9, dtype=torch.float64))
+    assert "as a fresh nn.Linear is" in likeness(nn.Linear(64, 64).weight.detach().double())
+    assert "at random (std 0.02)" in likeness(torch.randn(4000, dtype=torch.float64) * 0.02)
+
+
+def test_calm_takes_out_chance_and_narrow_casts() -> None:
+    """Else nothing behind a dropout could be compared in float64."""
+    x = torch.randn(4, 5, dtype=torch.float64)
+    result, calm = calmly(lambda: F.dropout(x, 0.5, True).float() + torch.randn(4, 5))
+    assert torch.equal(result, x)
+    assert result.dtype == torch.float64
+    assert calm.casts == {"float32"}
+    assert len(calm.dropouts) == 1
+    assert calm.dropouts[0].is_of(x)
+    assert not calm.dropouts[0].is_of(x + 1)
+    watching = Calm(lift=False, still=False)
+    with watching:
+        assert not torch.equal(F.dropout(x, 0.5, True), x)
+    assert len(watching.dropouts) == 1
+
+
+def test_blocks_are_told_together_and_causes_in_order() -> None:
+    """Forty-eight equal causes are one; and the surest comes first."""
+    found = [cause("gelu-variant", f"h.{n}.mlp.act", "erf", "e", 1.0) for n in range(3)]
+    assert [one.where for one in merged(found, 3)] == ["h.*.mlp.act"]
+    assert [one.where for one in merged(found[:2], 3)] == ["h.0.mlp.act, h.1.mlp.act"]
+    weak, sure = cause("rmsnorm", "h.0.ln_1", "d", "e", 0.5), cause("position-offset", "wpe", "d", "e", 1.0)
+    follows = cause("missing-bias", "h.0.ln_1.bias", "d", "e", 1.0)
+    assert [one.id for one in ranked([weak, follows, *found, sure], 3)] == ["position-offset", "gelu-variant", "rmsnorm"]
+
+
+def test_every_cause_has_a_fix_of_one_line() -> None:
+    """The person is to type it."""
+    assert all(known.title and known.fix and "\n" not in known.fix for known in CAUSES.values())
+
+
+FOUND = Diagnosis(
+    "mismatch",
+    Divergence("h.0.mlp.act", 0, 2.4e-4),
+    (cause("gelu-variant", "h.*.mlp", "your activation is the exact GELU", "with erf our logits are yours", 1.0),),
+    ("a note",),
+    "MyGPT",
+    "gpt2",
+    float("inf"),
+)
+
+
+def test_the_table() -> None:
+    """Verdict, where, cause, how we know, fix: in this order, and within the terminal."""
+    table = FOUND.table(80)
+    words = ["MISMATCH  first at h.0.mlp.act (error 2.4e-04)", "gelu-variant", "how we know", "fix", "a note"]
+    assert [table.index(word) for word in words] == sorted(table.index(word) for word in words)
+    assert max(map(len, table.splitlines())) <= 80
+    assert "EQUAL  logits within 1.0e-15" in Diagnosis("equal", None, (), logits_error=1e-15).table()
+
+
+def test_the_json() -> None:
+    """The keys that others call; what is no number in JSON is null."""
+    told = json.loads(FOUND.to_json())
+    assert told["first_divergence"] == {"point": "h.0.mlp.act", "layer": 0, "error": 2.4e-4}
+    assert set(told["causes"][0]) == {"id", "where", "detail", "evidence", "confidence", "fix"}
+    assert told["logits_error"] is None
+    assert json.loads(Diagnosis("equal", None, ()).to_json())["first_divergence"] is None

@@ -1,0 +1,173 @@
+"""`diagnose` on the faulty ports of tests/faulty, and on right ones: the right cause, at the right place, and no calumny.
+
+The whole confusion table, also at official shapes: tools/diagnose_table.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.faulty import CONFIG, FAULTY, SOUND, write
+from support.faulty.drawn import draw
+from support.faulty.scoring import FAULTY_AFTER_ALL, score
+from support.ports import PORTS
+
+import gpt2
+from gpt2.config import OFFICIAL_SIZES
+from gpt2.port.diagnosis import diagnose
+
+# By default each cause once, in one architecture after another, and a few ports with several faults; all others are slow.
+SEVERAL = (
+    "fused: post-norm gelu-relu scale-by-width",
+    "functions: not-normalising@0 scale-missing@1 gelu-relu@2",
+    "heads: no-qkv-bias gelu-erf residual-from-normed",
+    "einsum3d: mask-multiplied not-normalising@f",
+    "italiano: scale-by-width@1 gelu-erf@2",
+    "scanned: scale-by-width mask-off-by-one@2",
+)
+
+
+def one_of_each_cause() -> list[str]:
+    """Names of ports with one fault, a port for each cause, no architecture twice in a row where that can be helped."""
+    homes: dict[str, list[str]] = {}
+    for name, port in FAULTY.items():
+        if port.line and len(port.causes) == 1 and port.architecture != "compiled":
+            homes.setdefault(next(iter(port.causes.values()))[0], []).append(name)
+    return [names[turn % len(names)] for turn, names in enumerate(homes.values())]
+
+
+DEFAULT = {*one_of_each_cause(), *SEVERAL}
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("faulty"), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return gpt2.load(str(directory))
+
+
+def of_each(names, default):
+    """Parameters; those that are not for every run marked slow."""
+    return [pytest.param(name, marks=[] if name in default else [pytest.mark.slow]) for name in names]
+
+
+def in_each_dtype(names, default):
+    """The same with a dtype: bfloat16 by default for the first of ``default`` alone."""
+    return [
+        pytest.param(
+            name, dtype, marks=[] if name in default and (dtype == "float32" or name == default[0]) else [pytest.mark.slow]
+        )
+        for name in names
+        for dtype in DTYPES
+    ]
+
+
+@pytest.mark.parametrize("name", of_each(FAULTY, DEFAULT))
+def test_what_is_wrong_is_named_and_located(name, directory, model):
+    """A wrong cause sends a person to mend what is right; a wrong place, to look where nothing is."""
+    port = FAULTY[name]
+    module = port.build(CONFIG, directory)
+    if port.filled:
+        gpt2.load_into(module, model)
+    row = score(port, diagnose(module, model), CONFIG, 0.0, 0.0)
+    assert row.verdict == "mismatch", row
+    assert row.first, row
+    assert row.missed == (), row
+    assert row.top_three, row
+    assert row.located, row
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), in_each_dtype(SOUND, [name for name in SOUND if "load_into" not in name and "compiled" not in name])
+)
+def test_a_right_architecture_is_called_right(name, dtype, directory, model):
+    """The control of every test above: what is said of the faulty must not be said of all."""
+    port = SOUND[name]
+    module = port.build(CONFIG, directory)
+    if port.filled:
+        gpt2.load_into(module, model)
+    found = diagnose(module.to(DTYPES[dtype]), model)
+    assert found.ok, found.table()
+    assert found.causes == ()
+
+
+RIGHT = [name for name, port in PORTS.items() if port.complete and name not in FAULTY_AFTER_ALL]
+ONLY_IN_FLOAT32 = ("pinyin", "letters")  # they mix float32 into what they compute, and torch refuses
+FEW = ["nano", "hub_like", "heads_list", "flat_list", "stepwise"]
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_each_dtype(RIGHT, FEW))
+def test_a_right_port_is_called_right(name, dtype, model):
+    """Somebody told that their right port is faulty will break it."""
+    if dtype == "bf16" and name in ONLY_IN_FLOAT32:
+        return
+    port = PORTS[name]
+    module = port.build(CONFIG).float()
+    with torch.no_grad():
+        port.fill(module, model.state_dict())
+    found = diagnose(module.to(DTYPES[dtype]), model)
+    assert found.ok, found.table()
+    assert found.causes == ()
+
+
+@pytest.mark.parametrize("name", ["lecture", "no_out_bias", "bare"])
+def test_a_port_without_a_bias_is_told_so(name, model):
+    """Ports that are right but for what they have no place for."""
+    module = PORTS[name].build(CONFIG).float()
+    with torch.no_grad():
+        PORTS[name].fill(module, model.state_dict())
+    found = diagnose(module, model)
+    assert found.verdict == "mismatch"
+    assert {cause.id for cause in found.causes} == {"missing-bias"}
+
+
+@pytest.mark.parametrize("name", FAULTY_AFTER_ALL)
+def test_what_logits_alone_do_not_show_is_found(name, model):
+    """Two ports that passed for right: diagnose found what no test of their logits had."""
+    module = PORTS[name].build(CONFIG).float()
+    with torch.no_grad():
+        PORTS[name].fill(module, model.state_dict())
+    found = diagnose(module, model)
+    assert [cause.id for cause in found.causes] == [FAULTY_AFTER_ALL[name]]
+
+
+@pytest.mark.slow
+def test_combinations_that_nobody_chose(directory, model):
+    """Every port above was looked at while diagnose was written, so that it is right on all of them proves less than it seems.
+
+    Of these 95 in a hundred are asked; `tools/diagnose_table.py --drawn 100 --seed N` draws others. Known misses: post-norm in
+    one block alone; a matrix that is astray in a checkpoint that was rounded as well.
+    """
+    rows = [
+        score(port, diagnose(port.build(CONFIG, directory), model), CONFIG, 0.0, 0.0) for port in draw(100, 1, CONFIG, directory)
+    ]
+    assert all(row.verdict == "mismatch" for row in rows)
+    assert sum(row.first for row in rows) >= 95, [row for row in rows if not row.first]
+    assert sum(not row.missed for row in rows) >= 95, [row for row in rows if row.missed]
+
+
+HANDFUL = (
+    "fused: gelu-erf",
+    "functions: scale-twice@1",
+    "heads: no-qkv-bias gelu-erf residual-from-normed",
+    "einsum3d: mask-multiplied not-normalising@f",
+    "italiano: mask-missing scale-missing",
+    "conv1d: transposed-proj@1",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HANDFUL)
+def test_official_shape(name, tmp_path_factory):
+    """What coincides at a tiny size, or differs too little, shows only here. (How long: tools/diagnose_table.py --shape gpt2)"""
+    config, folder = OFFICIAL_SIZES["gpt2"], tmp_path_factory.getbasetemp() / "official-faulty"
+    if not folder.exists():
+        write(folder, config)
+    port, model = FAULTY[name], gpt2.load(str(folder))
+    module = port.build(config, folder)
+    row = score(port, diagnose(module, model), config, 0.0, 0.0)
+    assert row.first and row.top_three and row.located, row  # noqa: PT018

@@ -1,0 +1,708 @@
+"""`load_into` beyond the ports that are right: faults are placed all the same and explained, and nothing is left behind.
+
+That right ports are filled right, bit for bit, tests/checkpoint/test_adapt_ports.py shows, on every port of tests/ports.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import hf_layouts
+from support.ports import PORTS
+from torch import Tensor, nn
+
+from gpt2 import GPT2, InputError
+from gpt2.config import GPT2Config
+from gpt2.port import mapping as adapt
+from gpt2.port.mapping import check, load_into
+from gpt2.port.mapping.mapping import ZERO, Mapping
+from gpt2.port.mapping.report import MappingReport
+
+CONFIG = GPT2Config(vocab_size=67, n_positions=23, n_embd=20, n_layer=3, n_head=4, n_inner=52, bos_token_id=0, eos_token_id=0)
+
+
+def checkpoint(config: GPT2Config = CONFIG, **changed: float) -> GPT2:
+    """Random weights; tensors whose name ends in a key of `changed` hold that value throughout."""
+    model = GPT2(config, initialise=False).eval()
+    model.load_state_dict(hf_layouts.weights(config))
+    for name, parameter in model.named_parameters():
+        for end, value in changed.items():
+            if name.endswith(end.replace("__", ".")):
+                parameter.data.fill_(value)
+    return model
+
+
+class Norm(nn.Module):
+    def __init__(self, d: int, fault: str) -> None:
+        super().__init__()
+        self.g, self.b, self.fault = nn.Parameter(torch.rand(d)), nn.Parameter(torch.rand(d)), fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fault == "rmsnorm":
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.g + self.b
+        centred = x - x.mean(-1, keepdim=True)
+        variance = x.var(-1, keepdim=True, unbiased=self.fault == "unbiased variance")
+        return self.g * (x if self.fault == "not normalising" else centred / (variance + 1e-5).sqrt()) + self.b
+
+
+class Attention(nn.Module):
+    def __init__(self, d: int, heads: int, fault: str) -> None:
+        super().__init__()
+        self.heads, self.fault = heads, fault
+        self.q, self.k, self.v, self.o = (nn.Linear(d, d) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (batch, time, width), fault = x.shape, self.fault
+
+        def split(y: Tensor) -> Tensor:
+            if fault == "heads split wrongly":
+                return y.view(batch, self.heads, time, -1)
+            return y.view(batch, time, self.heads, -1).transpose(1, 2)
+
+        v = {"values from keys": self.k, "no value projection": nn.Identity()}.get(fault, self.v)(x)
+        q, k, v = split(self.q(x)), split(self.k(x)), split(v)
+        scores = q @ k.mT / {"no scale": 1, "scale by width": math.sqrt(width)}.get(fault, math.sqrt(q.size(-1)))
+        past = torch.ones(time, time, dtype=torch.bool).tril(-1 if fault == "strict mask" else 0)
+        scores = scores * past if fault == "mask multiplied" else scores if fault == "no mask" else scores.where(past, -1e9)
+        y = scores.softmax(-2 if fault == "softmax over queries" else -1) @ v
+        y = y.reshape(batch, time, width) if fault == "heads merged wrongly" else y.transpose(1, 2).reshape(batch, time, width)
+        return y if fault == "no output projection" else self.o(y)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPT2Config, fault: str) -> None:
+        super().__init__()
+        d, self.fault = config.n_embd, fault
+        self.ln1, self.ln2, self.sa = Norm(d, fault), Norm(d, fault), Attention(d, config.n_head, fault)
+        self.up, self.down = nn.Linear(d, config.inner), nn.Linear(config.inner, d)
+
+    def ff(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        functions = {"erf gelu": F.gelu, "relu": torch.relu, "no activation": lambda x: x}
+        return self.down(
+            functions.get(self.fault, lambda x: 0.5 * x * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))))(x)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        sa, ff, ln1, ln2 = self.sa, self.ff, self.ln1, self.ln2
+        match self.fault:
+            case "post-norm" | "post-norm without a last one":
+                x = ln1(x + sa(x))
+                return ln2(x + ff(x))
+            case "no residuals":
+                return ff(ln2(sa(ln1(x))))
+            case "no residual around attention":
+                x = sa(ln1(x))
+                return x + ff(ln2(x))
+            case "no residual around feed-forward":
+                return ff(ln2(x + sa(ln1(x))))
+            case "residual from the normed":
+                x = ln1(x)
+                x = ln2(x + sa(x))
+                return x + ff(x)
+            case "parallel":
+                return x + ff(ln2(x)) + sa(ln1(x))
+            case "parallel, one norm":
+                y = ln1(x)
+                return x + sa(y) + ff(y)
+            case "no norm before attention":
+                x = x + sa(x)
+                return x + ff(ln2(x))
+        x = x + sa(ln1(x))
+        return x + ff(ln2(x))
+
+
+class Faulty(nn.Module):
+    """A port with one fault, of its author's making."""
+
+    def __init__(self, fault: str = "", config: GPT2Config = CONFIG) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        d, self.fault = config.n_embd, fault
+        self.tok, self.pos = nn.Embedding(config.vocab_size, d), nn.Embedding(config.n_positions, d)
+        self.blocks = nn.ModuleList(Block(config, fault) for _ in range(config.n_layer))
+        self.norm = Norm(d, fault)
+        if fault == "positions in a buffer":
+            del self.pos
+            self.register_buffer("pe", torch.randn(config.n_positions, d))
+        if fault == "norm after embeddings":
+            self.extra = Norm(d, fault)
+        if fault == "post-norm without a last one":
+            del self.norm
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, fault, t = self.tok(ids), self.fault, torch.arange(ids.shape[1])
+        x = x * math.sqrt(x.shape[-1]) if fault == "embeddings scaled" else x
+        match fault:
+            case "positions off by one":
+                x = x + self.pos(t + 1)
+            case "positions in a buffer":
+                x = x + self.pe[t]
+            case "sinusoidal positions":
+                x = x + torch.sin(t[:, None] + torch.arange(x.shape[-1]))
+            case "no positions":
+                pass
+            case _:
+                x = x + self.pos(t)
+        x = self.extra(x) if fault == "norm after embeddings" else x
+        order = {"a block left out": [0, 2], "a block twice": [0, 1, 1, 2], "blocks from last to first": [2, 1, 0]}
+        for layer in order.get(fault, range(len(self.blocks))):
+            x = self.blocks[layer](x)
+        x = x if fault in ("no last norm", "post-norm without a last one") else self.norm(x)
+        logits = x @ self.tok.weight.t()
+        logits = logits + torch.randn_like(logits) if fault == "noise" else logits
+        return logits.softmax(-1) if fault == "logits softmaxed" else logits
+
+
+def by_hand(model: GPT2, name: str) -> Tensor:
+    """What the author of :class:`Faulty` would put into a parameter."""
+    state, (kind, *rest) = model.state_dict(), name.split(".")
+    if kind in ("tok", "pos"):
+        return state[{"tok": "wte.weight", "pos": "wpe.weight"}[kind]]
+    if kind == "norm":
+        return state[f"ln_f.{'weight' if rest[0] == 'g' else 'bias'}"]
+    layer, *path, leaf = rest
+    if path[0] in ("ln1", "ln2"):
+        return state[f"h.{layer}.ln_{path[0][-1]}.{'weight' if leaf == 'g' else 'bias'}"]
+    part = {
+        "q": "attn.c_attn",
+        "k": "attn.c_attn",
+        "v": "attn.c_attn",
+        "o": "attn.c_proj",
+        "up": "mlp.c_fc",
+        "down": "mlp.c_proj",
+    }
+    tensor = state[f"h.{layer}.{part[path[-1]]}.{leaf}"]
+    tensor = tensor.chunk(3, -1)["qkv".index(path[-1])] if path[-1] in "qkv" else tensor
+    return tensor.t()
+
+
+# Fault -> what the report must say of it, and the beginnings of the names that are left alone.
+ANYTHING = "your module computes something else than GPT-2; `gpt2 diagnose` says where it departs"
+ALL_PLACED = [
+    "rmsnorm",
+    "unbiased variance",
+    "not normalising",
+    "erf gelu",
+    "relu",
+    "no activation",
+    "embeddings scaled",
+    "no scale",
+    "scale by width",
+    "strict mask",
+    "mask multiplied",
+    "no mask",
+    "softmax over queries",
+    "logits softmaxed",
+    "no residuals",
+    "no residual around attention",
+    "no residual around feed-forward",
+    "residual from the normed",
+    "parallel",
+]
+FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    **dict.fromkeys(
+        ALL_PLACED,
+        (f"all weights are placed, but {ANYTHING}", ()),
+    ),
+    "heads split wrongly": ("your attention (blocks.0.sa) mixes up heads and positions", ()),
+    "heads merged wrongly": ("your attention (blocks.0.sa) mixes up heads and positions", ()),
+    "values from keys": (
+        "k.weight serves as k of h.0.attn.c_attn.weight and as v of h.0.attn.c_attn.weight, which differ",
+        (".v.",),
+    ),
+    "no value projection": ("your attention (blocks.0.sa and 2 more) has no projection of its own for its values", (".v.",)),
+    "no output projection": ("your attention (blocks.0.sa and 2 more) has no output projection", (".o.",)),
+    "post-norm": ("your norms stand after the branches", ()),
+    "post-norm without a last one": ("your module has no scale in its last norm", ()),
+    "parallel, one norm": ("ln1.g serves as h.0.ln_1.weight and as h.0.ln_2.weight, which differ", ("ln2",)),
+    "no norm before attention": (
+        "your attention (blocks.0.sa and 2 more) has no norm before it; the checkpoint has h.0.ln_1",
+        ("ln1",),
+    ),
+    "norm after embeddings": ("a norm that GPT-2 does not have", ("extra",)),
+    "no last norm": ("your module has no last norm; the checkpoint has ln_f", ("norm.",)),
+    "positions off by one": ("your positions begin at row 1 of their table, the checkpoint's at 0", ()),
+    "positions in a buffer": ("your position embedding (pe) is a buffer and no parameter: it is left as it is", ()),
+    "sinusoidal positions": ("your module has no learned positions; the checkpoint's wpe.weight is left out", ("pos",)),
+    "no positions": ("what your module lacks is all that parts it from the checkpoint", ("pos",)),
+    "a block left out": ("your forward runs 2 blocks, the checkpoint has 3: h.1 left out", ("blocks.1.",)),
+    "a block twice": ("your attention (blocks.1.sa) runs 2 times", ()),
+    "noise": ("your module gives other logits every time", ()),
+}
+
+
+def sentences(report: MappingReport) -> str:
+    return "\n".join((*report.ambiguous, *report.problems, *report.notes, *report.unfilled.values(), *report.idle.values()))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_port_with_a_fault_is_filled_by_its_structure_and_refused(fault: str) -> None:
+    """If the mapping needed right logits, a port could only be diagnosed by those who need no diagnosis."""
+    said, alone = FAULTS[fault]
+    model, module = checkpoint(), Faulty(fault)
+    before = copy.deepcopy(module)
+    report = load_into(module, model)
+    assert not report.ok
+    assert report.logits_error > 1e-5
+    assert said in sentences(report)
+    for name, parameter in module.named_parameters():
+        left = name.startswith(alone) or any(part in name for part in alone)
+        assert torch.equal(parameter, before.get_parameter(name) if left else by_hand(model, name)), name
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, before.get_buffer(name))
+
+
+def test_the_port_without_a_fault_is_right() -> None:
+    """The control of all the above."""
+    model, module = checkpoint(), Faulty()
+    report = load_into(module, model)
+    assert report.ok
+    assert report.logits_error < 1e-13
+    assert report.problems == report.notes == report.ambiguous == ()
+    assert all(torch.equal(parameter, by_hand(model, name)) for name, parameter in module.named_parameters())
+
+
+def test_blocks_are_numbered_as_they_run() -> None:
+    """Declared first and run last: the names lie, the forward pass does not."""
+    model, module = checkpoint(), Faulty("blocks from last to first")
+    report = load_into(module, model)
+    assert report.ok
+    assert torch.equal(module.blocks[0].up.bias, model.h[2].mlp.c_fc.bias)
+
+
+# A wrong mapping must be refused.
+
+
+def swapped(entries: Tensor, a: slice, b: slice) -> Tensor:
+    entries = entries.clone()
+    entries[a], entries[b] = entries[b].clone(), entries[a].clone()
+    return entries
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("blocks.1.sa.q.weight", lambda e: swapped(e, slice(0, 5), slice(5, 10))),  # two heads of q, and not of k
+        ("blocks.2.sa.o.weight", lambda e: e.t().contiguous()),  # the square one, on its side
+        ("blocks.0.ln1.g", lambda e: swapped(e, slice(3, 4), slice(4, 5))),
+        ("pos.weight", lambda e: e.roll(1, 0)),
+        ("tok.weight", lambda e: swapped(e, slice(66, 67), slice(65, 66))),  # two tokens of 67
+        ("blocks.1.up.bias", lambda e: e.where(torch.arange(52) != 51, ZERO)),  # one entry set to zero
+    ],
+)
+def test_a_wrong_mapping_is_refused(name: str, change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative controls: the check must see a single entry astray, wherever it is."""
+    entries = Mapping.entries
+    monkeypatch.setattr(
+        Mapping, "entries", lambda self, source: (change if source.name == name else lambda e: e)(entries(self, source))
+    )
+    report = load_into(Faulty(), checkpoint())
+    assert not report.ok
+    assert report.logits_error > 1e-6
+    assert ANYTHING in sentences(report)
+
+
+def test_heads_in_another_order_are_the_same_function() -> None:
+    """The control of the controls: a permutation that changes nothing, in all three parts and in the way back."""
+    model, module = checkpoint(), Faulty()
+    load_into(module, model)
+    ids = torch.arange(10).view(1, 10)
+    before = module(ids)
+    attention = module.blocks[1].sa
+    order = torch.cat([torch.arange(5) + 5 * head for head in (2, 0, 3, 1)])
+    with torch.no_grad():
+        for linear in (attention.q, attention.k, attention.v):
+            linear.weight.copy_(linear.weight[order])
+            linear.bias.copy_(linear.bias[order])
+        attention.o.weight.copy_(attention.o.weight[:, order])
+    torch.testing.assert_close(module(ids), before)
+
+
+# Sizes and shares.
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_embd": 24}, "your module is 24 wide, the checkpoint 20"),
+        ({"n_layer": 2}, "your forward runs 2 blocks, the checkpoint has 3: h.2 left out"),
+        ({"n_layer": 4}, "your forward runs 4 blocks, the checkpoint has 3"),
+        ({"n_head": 2}, "your attention has 2 heads, the checkpoint 4"),
+        ({"n_inner": 48}, "your feed-forward is 48 wide, the checkpoint's 52"),
+        ({"vocab_size": 60}, "your vocabulary has 60 entries, the checkpoint 67"),
+    ],
+)
+def test_another_size_is_said(changes: dict[str, int], said: str, in_a_notebook: None) -> None:
+    """What fits is placed; what does not is a sentence, and no shape error."""
+    model, module = checkpoint(), Faulty(config=replace(CONFIG, **changes))
+    before = copy.deepcopy(module)
+    report = load_into(module, model)
+    assert said in report.problems
+    assert not report.ok
+    assert ("NOT ALL IN PLACE, though the logits agree" in report.table()) == ("vocab_size" in changes)
+    if "n_embd" in changes:
+        assert report.logits_error is None
+        assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before.parameters(), strict=True))
+        assert report.rows == ()
+        assert set(report.unfilled) == {name for name, _ in module.named_parameters()}
+    else:
+        assert torch.equal(module.blocks[0].sa.q.weight, by_hand(model, "blocks.0.sa.q.weight"))
+
+
+def test_the_json_of_a_port_that_gives_nan_is_json() -> None:
+    """`Infinity` is no JSON: every strict reader stops at it."""
+    model = checkpoint()
+    model.ln_f.weight.data[0] = torch.nan
+    report = load_into(Faulty(), model)
+    assert not report.ok
+    assert json.loads(report.to_json(), parse_constant=pytest.fail)["logits_error"] == "inf"
+
+
+def test_a_larger_vocabulary_is_padded_with_zeros() -> None:
+    """nanoGPT's 50,304: what stood in the rest would be added to every softmax."""
+    module = Faulty(config=replace(CONFIG, vocab_size=72))
+    report = load_into(module, checkpoint())
+    assert report.ok
+    assert report.notes == ("your vocabulary is padded from 67 to 72 entries: the rest is zero",)
+    assert not module.tok.weight[67:].any()
+
+
+def test_more_positions_are_left_alone() -> None:
+    """The checkpoint has nothing to put there, and what the author has may be better than zeros."""
+    module = Faulty(config=replace(CONFIG, n_positions=30))
+    rest = module.pos.weight[23:].clone()
+    report = load_into(module, checkpoint())
+    assert report.ok
+    assert "pos.weight has more positions than the checkpoint's 23: the rest is left as it is" in report.notes
+    assert torch.equal(module.pos.weight[23:], rest)
+
+
+@pytest.mark.parametrize("port", ["lecture", "no_out_bias", "bare"])
+def test_a_missing_bias_is_named_and_measured(port: str) -> None:
+    """The sentence that the issue asks for, and the proof that nothing else is wrong."""
+    model = checkpoint()
+    report = load_into(PORTS[port].build(CONFIG), model)
+    text = sentences(report)
+    assert "what your module lacks is all that parts it from the checkpoint: without that, logits agree" in text
+    if port == "no_out_bias":
+        norms = [float(block.attn.c_proj.bias.detach().norm()) for block in model.h]
+        assert report.problems == (
+            "your attention (layers.0.attention and 2 more) has no output bias; the checkpoint's h.0.attn.c_proj.bias is not zero"
+            f" (norm {norms[0]:.2g}; up to {max(norms[1:]):.2g} in other blocks)",
+        )
+
+
+def test_a_bias_of_the_keys_alone_is_not_missed() -> None:
+    """Softmax does not see what is added to all keys alike: Whisper has no such bias, and is none the worse."""
+    module = Faulty()
+    for block in module.blocks:
+        block.sa.k = nn.Linear(20, 20, bias=False)
+    report = load_into(module, checkpoint())
+    assert report.ok
+    assert report.unused["h.0.attn.c_attn.bias"] == "k: without effect, as softmax does not see what is added to all keys alike"
+
+
+def test_what_is_neutral_is_not_missed() -> None:
+    """Scales of one and shifts of zero need no place."""
+    report = load_into(PORTS["bare"].build(CONFIG), checkpoint(bias=0.0))
+    assert report.ok
+    assert report.unused["ln_f.bias"] == "all of it: it is zero, so nothing is lost"
+    module = Faulty()
+    module.norm = nn.LayerNorm(20, elementwise_affine=False)
+    assert load_into(module, checkpoint(ln_f__weight=1.0, ln_f__bias=0.0)).ok
+    report = load_into(module, checkpoint())
+    assert "your module has no scale in its last norm; the checkpoint's ln_f.weight is not one (off by" in sentences(report)
+
+
+# The module afterwards.
+
+
+class Stateful(Faulty):
+    """Counts its calls, caches a mask in float of its weights' dtype, keeps a running buffer, and has its own idea of eval."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.mask = 0, None
+        self.register_buffer("seen", torch.zeros(3))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += ids.float().mean()
+        if self.mask is None:
+            self.mask = torch.ones(1, dtype=self.tok.weight.dtype)
+        return self.dropout(super().forward(ids)) * self.mask
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_is_put_back_but_the_weights(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float64 mask left in a cache breaks the next call in float32; a forgotten eval() silences dropout in training."""
+    module = Stateful().train()
+    module.blocks[1].eval()
+    module.tok.weight.requires_grad_(False)
+    identities = [
+        (parameter, parameter.data_ptr(), parameter.dtype, parameter.requires_grad) for parameter in module.parameters()
+    ]
+    modes = [part.training for part in module.modules()]
+    weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    generator = torch.get_rng_state()
+    if fails:
+        monkeypatch.setattr(check.Check, "judge", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            load_into(module, checkpoint())
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in module.state_dict().items())
+    else:
+        assert load_into(module, checkpoint()).ok
+        assert not torch.equal(module.norm.g, weights["norm.g"])
+    assert [(p, p.data_ptr(), p.dtype, p.requires_grad) for p in module.parameters()] == identities
+    assert [part.training for part in module.modules()] == modes
+    assert (module.calls, module.mask, module.seen.tolist()) == (0, None, [0, 0, 0])
+    assert torch.equal(torch.get_rng_state(), generator)
+    module.eval()(torch.tensor([[1, 2]]))
+    assert module.mask.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_module_keeps_its_dtype(dtype: torch.dtype) -> None:
+    """The mapping is proved in float64; what the module holds is rounded once, from the checkpoint's own."""
+    model, module = checkpoint(), Faulty().to(dtype)
+    assert load_into(module, model).ok
+    assert torch.equal(module.pos.weight, model.wpe.weight.to(dtype))
+
+
+def test_a_training_step_s_leftovers_are_no_obstacle() -> None:
+    """Gradients, optimizer state and a kept activation: modules come as they are."""
+    module = Faulty()
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.kept = module(torch.arange(6).view(1, 6))
+    module.kept.sum().backward()
+    optimizer.step()
+    assert load_into(module, checkpoint()).ok
+    optimizer.step()
+
+
+@pytest.mark.slow  # for torch's compiler, which takes seconds to import
+def test_a_compiled_module_is_filled_through_its_wrapper() -> None:
+    """torch.compile hides the module in another of the same parameters."""
+    module = Faulty()
+    assert load_into(torch.compile(module, backend="eager"), checkpoint()).ok
+    assert torch.equal(module.pos.weight, checkpoint().wpe.weight)
+
+
+class OnlyFloat32(Faulty):
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.tok.weight.dtype != torch.float32:
+            raise TypeError("float32, please")
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize("fault", ["", "erf gelu"])
+def test_a_module_that_refuses_float64_is_judged_by_its_rounding(fault: str) -> None:
+    """Then the question is only whether it is as near to the truth as our model in the same dtype."""
+    report = load_into(OnlyFloat32(fault), checkpoint())
+    assert report.logits_error is None
+    assert report.ok == (fault == "")
+    assert "in float32" in report.logits_note
+    assert "(in float64 yours fails: TypeError: float32, please)" in report.logits_note
+
+
+class Rounded(Faulty):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * torch.tensor(1 / 3) * 3
+
+
+def test_a_constant_in_float32_is_told_from_a_fault() -> None:
+    """The GELU of a well-known book takes the square root of 2/pi in float32: 1e-9, and no fault to look for in the wiring."""
+    report = load_into(Rounded(), checkpoint())
+    assert not report.ok
+    assert 1e-10 < report.logits_error < 1e-6
+    assert "as if it kept a constant in float32" in sentences(report)
+
+
+# What cannot be filled at all.
+
+
+class Bigram(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(67, 67)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lstm, self.head = nn.Embedding(67, 20), nn.LSTM(20, 20, batch_first=True), nn.Linear(20, 67)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.lstm(self.table(ids))[0])
+
+
+class Silent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(67, 20)
+
+    def forward(self, ids: Tensor) -> None:
+        self.table(ids)
+
+
+class Hidden(nn.Module):
+    """Weights that no module knows of."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.ones(67, 20)[ids]
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("gpt2", "load_into fills a torch.nn.Module, and was given str; build the module first"),
+        (Bigram(), "Bigram: nothing in its forward weighs projections of the tokens by one another, as attention does"),
+        (Recurrent(), "Recurrent: nothing in its forward weighs projections of the tokens by one another, as attention does"),
+        (nn.Linear(4, 4), "Linear: its forward fails on ids of shape (2, 5): RuntimeError"),
+        (nn.Embedding(4, 4), "Embedding: its forward fails on ids of shape (2, 5): IndexError: index out of range in self"),
+        (
+            Silent(),
+            "Silent: its forward fails on ids of shape (2, 5): ValueError: its forward returns NoneType with no logits in it",
+        ),
+        (Hidden(), "Hidden: it has no parameters to fill; register its weights as torch.nn.Parameter"),
+        (nn.Linear(4, 4, device="meta"), "Linear: its parameters are on the meta device and hold nothing; call to_empty() first"),
+        (nn.Sequential(nn.LazyLinear(4)), "Sequential: its parameters have no shapes yet, and its forward fails"),
+    ],
+)
+def test_what_is_no_gpt2_is_refused_in_one_line(module: nn.Module, said: str) -> None:
+    """The person asked for weights, and must learn why there are none."""
+    with pytest.raises(InputError) as caught:
+        load_into(module, checkpoint())
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+class Rotary(nn.Module):
+    """A younger cousin: rotated queries and keys, gated feed-forward, RMS norms, shared keys. Not GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Embedding(67, 20), nn.Linear(20, 67, bias=False)
+        self.q, self.k, self.v, self.o = nn.Linear(20, 20), nn.Linear(20, 10), nn.Linear(20, 10), nn.Linear(20, 20)
+        self.gate, self.up, self.down = nn.Linear(20, 52), nn.Linear(20, 52), nn.Linear(52, 20)
+        self.n1, self.n2, self.n3 = nn.RMSNorm(20), nn.RMSNorm(20), nn.RMSNorm(20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tok(ids)
+        b, t = ids.shape
+        y = self.n1(x)
+        q, k, v = (p(y).view(b, t, -1, 5).transpose(1, 2) for p in (self.q, self.k, self.v))
+        angle = torch.arange(t)[:, None] * torch.ones(5)
+        q, k = (z * angle.cos() + torch.cat((-z[..., 2:], z[..., :2]), -1) * angle.sin() for z in (q, k))
+        y = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        y = self.n2(x)
+        return self.head(self.n3(x + self.down(F.silu(self.gate(y)) * self.up(y))))
+
+
+def test_a_cousin_of_gpt2_is_told_what_it_lacks() -> None:
+    """No traceback, whatever the architecture: sentences."""
+    report = load_into(Rotary(), checkpoint())
+    assert not report.ok
+    assert "your forward runs 1 block, the checkpoint has 3: h.1, h.2 left out" in report.problems
+    assert "your module has no learned positions; the checkpoint's wpe.weight is left out" in report.problems
+
+
+# The report.
+
+
+def test_every_parameter_has_a_row_that_says_why() -> None:
+    """Names, sources, transformations, evidence: the whole of the mapping, to be read and to be checked."""
+    rows = {row.name: row for row in load_into(Faulty(), checkpoint()).rows}
+    assert set(rows) == {name for name, _ in Faulty().named_parameters()}
+    assert rows["tok.weight"].transformation == "none"
+    assert rows["blocks.0.up.weight"].sources == ("h.0.mlp.c_fc.weight",)
+    assert rows["blocks.0.up.weight"].transformation == "transposed"
+    assert rows["blocks.2.sa.k.weight"].transformation == "columns 20:40 (k), transposed"
+    assert rows["blocks.2.sa.k.weight"].evidence == (
+        "block 2: its results are matched against the queries, for the positions that are mixed"
+    )
+    assert all(row.evidence for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("port", "name", "sources", "words"),
+    [
+        (
+            "heads_list",
+            "layers.1.looking.heads.3.query.weight",
+            "h.1.attn.c_attn.weight",
+            "columns 15:20 (head 3 of q), transposed",
+        ),
+        ("heads_list", "to_vocabulary.bias", "", "zeros"),
+        ("einsum", "blocks.0.attn.W_K", "h.0.attn.c_attn.weight", "columns 20:40 (k), reshaped to (4, 20, 5)"),
+        ("interleaved", "layers.0.attention.query_key_value.bias", "h.0.attn.c_attn.bias", "entries by (head, q|k|v, unit)"),
+        ("prenorm", "layers.0.0.fn.to_qkv.weight", "h.0.attn.c_attn.weight", "columns by (unit, head, q|k|v), transposed"),
+        ("prenorm", "layers.0.0.fn.to_out.0.weight", "h.0.attn.c_proj.weight", "rows by (unit, head), transposed"),
+        ("kqv", "gpt.transformer.decoder.layers.0.self_attn.kqv.bias", "h.0.attn.c_attn.bias", "entries 20:40, 0:20, 40:60"),
+        ("scan", "blocks.up_bias", "h.0.mlp.c_fc.bias h.1.mlp.c_fc.bias h.2.mlp.c_fc.bias", "stacked along the first axis"),
+        ("short", "wpe.weight", "wpe.weight", "first 11 positions"),
+        ("centred", "final_norm.gamma", "ln_f.weight", "none, less 1"),
+        ("equalised", "h.0.out.weight", "h.0.attn.c_proj.weight", "transposed, divided by 0.2236"),
+    ],
+)
+def test_transformations_in_words(port: str, name: str, sources: str, words: str) -> None:
+    """What one would have to do by hand, for each kind of layout."""
+    row = next(row for row in load_into(PORTS[port].build(CONFIG), checkpoint()).rows if row.name == name)
+    assert row.sources == tuple(sources.split())
+    assert row.transformation == words
+
+
+def test_the_table_and_the_json() -> None:
+    """The table puts alike together and hides nothing; the JSON has it all."""
+    report = load_into(PORTS["no_out_bias"].build(CONFIG), checkpoint())
+    table = report.table()
+    assert "✗  your attention (layers.0.attention and 2 more) has no output bias" in table
+    assert "NOT EQUAL: the logits differ, by what your module lacks (worst error" in table
+    assert "h.*.mlp.c_fc.weight" in table
+    told = json.loads(report.to_json())
+    assert told["ok"] is False
+    assert len(told["rows"]) == len(report.rows)
+    assert told["unused"]["h.1.attn.c_proj.bias"] == "all of it"
+    assert "\nEQUAL: the logits agree with our model's" in load_into(Faulty(), checkpoint()).table()
+
+
+def test_a_name_is_as_good_as_a_model() -> None:
+    """The checkpoint that comes with the package, by name, into a port of its size; the default too."""
+    config = adapt.load("shakespeare-mini").config
+    module = PORTS["nano"].build(config)
+    report = load_into(module)
+    assert (report.ok, report.checkpoint, report.module) == (True, "shakespeare-mini", type(module).__name__)
+    with pytest.raises(InputError, match="no-such-model"):
+        load_into(module, "no-such-model", offline=True)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_a_buffer_that_serves_as_a_bias_is_in_the_way_only_if_it_changes_something(value: float) -> None:
+    """TransformerLens keeps a bias of zeros beside the head: a report that is not ok over it would be a false alarm."""
+
+    class WithBuffer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.port = Faulty()
+            self.register_buffer("b_U", torch.full((CONFIG.vocab_size,), value))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.port(ids) + self.b_U
+
+    report = load_into(WithBuffer(), checkpoint())
+    assert report.ok == (value == 0)
+    sentence = "your head.bias (b_U) is a buffer and no parameter: it is left as it is"
+    assert sentence in (report.problems if value else report.notes)

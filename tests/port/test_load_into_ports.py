@@ -1,0 +1,135 @@
+"""`load_into` on every port of tests/ports: each weight bit for bit where its author puts it, and logits equal to ours."""
+
+import gc
+
+import pytest
+import torch
+from support import hf_layouts
+from support.ports import PORTS, logits
+from test_ports import CONFIGS, some_ids
+
+import gpt2
+from gpt2.config import OFFICIAL_SIZES
+from gpt2.port.mapping import load_into
+
+BOUND = 1e-10
+COMPLETE = [name for name, port in PORTS.items() if port.complete]
+LACKING = [name for name, port in PORTS.items() if port.lacks]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A checkpoint in the official layout for each of the sizes, written once."""
+    folders = {}
+    for sizes, config in CONFIGS.items():
+        folders[sizes] = tmp_path_factory.mktemp(sizes)
+        hf_layouts.official(folders[sizes], config)
+    return folders
+
+
+def relative_error(module, port, model):
+    """Worst difference of any logit over the largest, at all positions that both take."""
+    ids = some_ids(port, model.config, batch=2)
+    expected = model(ids)
+    return float((logits(module, ids, model.config.vocab_size) - expected).abs().max() / expected.abs().max())
+
+
+def differing(port, module, by_hand):
+    """Names of the weights that are not, bit for bit, what the author's own loading makes them."""
+    found, expected = port.weights(module), port.weights(by_hand)
+    assert found.keys() == expected.keys()
+    if port.exact:
+        return [name for name in found if not torch.equal(found[name], expected[name])]
+    rounding = {name: 4 * torch.finfo(tensor.dtype).eps for name, tensor in found.items()}
+    return [name for name in found if not torch.allclose(found[name], expected[name], rounding[name], rounding[name])]
+
+
+# Sizes that coincide are the hardest; the others, where a shape alone decides, run with the slow tests.
+@pytest.mark.parametrize("sizes", ["alike", *(pytest.param(s, marks=pytest.mark.slow) for s in CONFIGS if s != "alike")])
+@pytest.mark.parametrize("name", COMPLETE)
+@torch.no_grad()
+def test_every_weight_lands_where_the_author_puts_it(name, sizes, checkpoints):
+    """A wrong slice of equal shape, or a key's bias that no logit shows, is caught by the bits alone."""
+    port, config = PORTS[name], CONFIGS[sizes]
+    model = gpt2.load(str(checkpoints[sizes]), dtype="float64")
+    module, by_hand = port.build(config).double(), port.build(config).double()
+    report = load_into(module, str(checkpoints[sizes]))
+    port.fill(by_hand, model.state_dict())
+    assert differing(port, module, by_hand) == []
+    assert relative_error(module, port, model) <= BOUND
+    assert report.logits_error <= BOUND
+    assert not report.unused
+    assert not report.ambiguous
+    assert not report.problems
+    assert all(port.spare and port.spare in name for name in report.unfilled)
+    assert report.ok or port.spare
+    assert port.weights(module).keys() <= {row.name for row in report.rows}
+
+
+@pytest.mark.parametrize("name", LACKING)
+@torch.no_grad()
+def test_what_has_no_place_is_said(name, checkpoints):
+    """A port without some bias must not be called right, and what it can hold must still be right."""
+    port, config = PORTS[name], CONFIGS["tiny"]
+    module, by_hand = port.build(config).double(), port.build(config).double()
+    report = load_into(module, str(checkpoints["tiny"]))
+    port.fill(by_hand, gpt2.load(str(checkpoints["tiny"]), dtype="float64").state_dict())
+    assert differing(port, module, by_hand) == []
+    assert not report.ok
+    lacking = {family.format(layer) for family in port.lacks for layer in range(config.n_layer)}
+    assert set(report.unused) == lacking
+    assert report.problems
+
+
+@torch.no_grad()
+def test_fewer_positions_are_no_fault_but_are_said(checkpoints):
+    """Half the positions: the first half of the table is right for every token that the port can take."""
+    port, config = PORTS["short"], CONFIGS["tiny"]
+    model = gpt2.load(str(checkpoints["tiny"]), dtype="float64")
+    module = port.build(config).double()
+    report = load_into(module, str(checkpoints["tiny"]))
+    assert relative_error(module, port, model) <= BOUND
+    assert report.logits_error <= BOUND
+    assert "position" in " ".join((*report.notes, *report.unused, *report.unused.values()))
+
+
+@pytest.mark.parametrize("name", LACKING)
+@torch.no_grad()
+def test_a_missing_bias_is_no_fault_where_the_checkpoint_has_zeros(name, tmp_path):
+    """The same ports, and zeros for what they lack: nothing is lost, and the logits must agree."""
+    port, config = PORTS[name], CONFIGS["tiny"]
+    state = hf_layouts.weights(config)
+    for family in port.lacks:
+        for layer in range(config.n_layer):
+            state[family.format(layer)].zero_()
+    hf_layouts.write_weights(hf_layouts.write_config(tmp_path, config) / "model.safetensors", state)
+    module = port.build(config).double()
+    report = load_into(module, str(tmp_path))
+    assert relative_error(module, port, gpt2.load(str(tmp_path), dtype="float64")) <= BOUND
+    assert report.ok
+
+
+# One of each structure, since a port takes half a minute at this size: heads apart, fused and interleaved, einsum, torch's own
+# layers, no modules at all, layers in one tensor, other languages, something missing.
+STRUCTURES = "nano heads_list einsum encoder_layer mha interleaved kqv flat_list scan deutsch letters backwards channels lecture"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRUCTURES.split())
+@torch.no_grad()
+def test_official_shape(name, tmp_path_factory):
+    """The shapes of the official gpt2: what is quadratic in the width, or takes ids for positions, shows only here."""
+    port, config = PORTS[name], OFFICIAL_SIZES["gpt2"]
+    folder = tmp_path_factory.getbasetemp() / "official"
+    if not folder.exists():
+        hf_layouts.official(folder, config)
+    module = port.build(config).float()
+    report = load_into(module, str(folder))
+    by_hand = port.build(config).float()
+    port.fill(by_hand, gpt2.load(str(folder)).state_dict())
+    wrong = differing(port, module, by_hand)
+    del module, by_hand
+    gc.collect()
+    assert wrong == []
+    assert (report.logits_error <= BOUND) == (not port.lacks)
+    assert report.unused.keys() == {family.format(n) for family in port.lacks for n in range(config.n_layer)} or port.room < 1

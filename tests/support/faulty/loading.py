@@ -1,0 +1,141 @@
+"""A checkpoint on disk for the ports of tests/faulty, and how authors read it wrongly.
+
+The weights resemble a trained GPT-2's in size (no score saturates, no norm is one, no bias zero), so that a wrong GELU and a
+wrong epsilon both show and nothing drowns in a softmax of ones.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gpt2.checkpoint.keys import expected
+from gpt2.config import GPT2Config
+from support import hf_layouts
+from support.faulty.faults import Faults
+
+
+def weights(config: GPT2Config, seed: int = 0) -> dict[str, Tensor]:
+    """Random parameters by the checkpoint's names, float32."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, shape in expected(config).items():
+        drawn = torch.randn(shape, generator=generator)
+        if ".ln_" in name or name.startswith("ln_f"):
+            state[name] = drawn * 0.2 + (1 if name.endswith("weight") else 0)
+        elif len(shape) == 1:
+            state[name] = drawn * 0.2
+        else:
+            state[name] = drawn * (0.5 if name.startswith("w") else 1.2 / math.sqrt(shape[0]))
+    return state
+
+
+def write(directory: Path, config: GPT2Config) -> Path:
+    """The checkpoint as the official repositories have it: `config.json` and `model.safetensors`."""
+    state = weights(config) | hf_layouts.masks(config)
+    hf_layouts.write_weights(hf_layouts.write_config(directory, config) / "model.safetensors", state, start=3)
+    return directory
+
+
+def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str, Tensor]:
+    """What the author of a port with these faults gets out of the checkpoint, still by the checkpoint's names and layout."""
+    state = {
+        name: tensor for name, tensor in load_file(Path(directory) / "model.safetensors").items() if name in expected(config)
+    }
+    right = dict(state)
+    fresh = torch.Generator().manual_seed(7)
+
+    def initial(name: str) -> Tensor:
+        if name.endswith("bias"):
+            return torch.zeros_like(right[name])
+        return torch.ones_like(right[name]) if right[name].ndim == 1 else torch.randn(right[name].shape, generator=fresh) * 0.02
+
+    for word in faults.sites:
+        for layer in faults.layers(word, config.n_layer):
+            at = f"h.{layer}."
+            nearby = f"h.{(layer + 1) % config.n_layer}."
+            c_attn, c_proj, c_fc = (at + part for part in ("attn.c_attn.", "attn.c_proj.", "mlp.c_fc."))
+            match word:
+                case "transposed-proj":
+                    state[c_proj + "weight"] = right[c_proj + "weight"].t()
+                case "transposed-q":
+                    q, k, v = right[c_attn + "weight"].chunk(3, dim=1)
+                    state[c_attn + "weight"] = torch.cat([q.t(), k, v], dim=1)
+                case "viewed-fc":  # view(F, D) where .t() was meant; here turned back into [in, out]
+                    w = right[c_fc + "weight"]
+                    state[c_fc + "weight"] = w.reshape(w.size(1), w.size(0)).t()
+                case "qkv-kqv" | "qkv-vkq" | "qkv-kvq":
+                    for leaf in ("weight", "bias"):
+                        parts = dict(zip("qkv", right[c_attn + leaf].chunk(3, dim=-1), strict=True))
+                        state[c_attn + leaf] = torch.cat([parts[letter] for letter in word[4:]], dim=-1)
+                case "head-interleaved" | "head-columns":
+                    for leaf in ("weight", "bias"):
+                        state[c_attn + leaf] = _relaid(right[c_attn + leaf], config, word)
+                case "not-loaded-proj":
+                    state |= {c_proj + leaf: initial(c_proj + leaf) for leaf in ("weight", "bias")}
+                case "not-loaded-fc":
+                    state |= {c_fc + leaf: initial(c_fc + leaf) for leaf in ("weight", "bias")}
+                case "not-loaded-ln_2":
+                    state |= {at + f"ln_2.{leaf}": initial(at + f"ln_2.{leaf}") for leaf in ("weight", "bias")}
+                case "not-loaded-block":
+                    state |= {name: initial(name) for name in right if name.startswith(at)}
+                case "not-loaded-biases":
+                    state |= {name: initial(name) for name in right if name.startswith(at) and name.endswith("c_attn.bias")}
+                case "wrong-fc":
+                    state |= {c_fc + leaf: right[f"{nearby}mlp.c_fc.{leaf}"] for leaf in ("weight", "bias")}
+                case "wrong-ln_1":
+                    state |= {at + f"ln_1.{leaf}": right[at + f"ln_2.{leaf}"] for leaf in ("weight", "bias")}
+                case "wrong-bias":
+                    state[c_proj + "bias"] = right[at + "mlp.c_proj.bias"]
+                case "gamma-beta":
+                    state |= {at + "ln_1.weight": right[at + "ln_1.bias"], at + "ln_1.bias": right[at + "ln_1.weight"]}
+                case "norm-weights-swapped":
+                    state |= {at + f"ln_1.{leaf}": right[at + f"ln_2.{leaf}"] for leaf in ("weight", "bias")}
+                    state |= {at + f"ln_2.{leaf}": right[at + f"ln_1.{leaf}"] for leaf in ("weight", "bias")}
+                case "wrong-all-first" if layer:
+                    state |= {name: right["h.0." + name.removeprefix(at)] for name in right if name.startswith(at)}
+                case "weights-reversed":
+                    other = f"h.{config.n_layer - 1 - layer}."
+                    state |= {name: right[other + name.removeprefix(at)] for name in right if name.startswith(at)}
+                case "bf16-fc":
+                    state[c_fc + "weight"] = right[c_fc + "weight"].bfloat16().float()
+    if "heads-permuted" in faults:
+        state |= _permuted(right, config)
+    if "not-loaded-ln_f" in faults:
+        state |= {"ln_f.weight": initial("ln_f.weight"), "ln_f.bias": initial("ln_f.bias")}
+    if "not-loaded-wpe" in faults:
+        state["wpe.weight"] = initial("wpe.weight")
+    if "wpe-rolled" in faults:
+        state["wpe.weight"] = right["wpe.weight"].roll(1, 0)
+    if "wrong-tokens" in faults:
+        state["wte.weight"] = right["wte.weight"].roll(1, 0)
+    for word, dtype in (("bf16-on-the-way", torch.bfloat16), ("fp16-on-the-way", torch.float16)):
+        if word in faults:
+            state = {name: tensor.to(dtype).float() for name, tensor in state.items()}
+    if "untied-head" in faults:
+        state["lm_head.weight"] = initial("wte.weight")
+    return {name: tensor.contiguous() for name, tensor in state.items()}
+
+
+def _permuted(right: dict[str, Tensor], config: GPT2Config) -> dict[str, Tensor]:
+    """The same heads, the last one first: another file, the same function."""
+    order = torch.arange(config.n_embd).view(config.n_head, -1).flip(0).flatten()
+    moved = {}
+    for layer in range(config.n_layer):
+        at = f"h.{layer}.attn."
+        for leaf in ("weight", "bias"):
+            moved[f"{at}c_attn.{leaf}"] = torch.cat([part[..., order] for part in right[f"{at}c_attn.{leaf}"].chunk(3, -1)], -1)
+        moved[f"{at}c_proj.weight"] = right[f"{at}c_proj.weight"][order]
+    return moved
+
+
+def _relaid(columns: Tensor, config: GPT2Config, word: str) -> Tensor:
+    """The fused projection's columns as if the file had them in another order: the head's three parts together, or head last."""
+    heads, size = config.n_head, config.head_dim
+    if word == "head-interleaved":  # read as (H, 3, K); told in our own order (3, H, K)
+        return columns.unflatten(-1, (heads, 3, size)).transpose(-3, -2).flatten(-3)
+    return columns.unflatten(-1, (3, size, heads)).transpose(-2, -1).flatten(-3)

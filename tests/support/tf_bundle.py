@@ -1,0 +1,207 @@
+"""TensorFlow checkpoints on disk, as TensorFlow's Saver lays them out, byte for byte; nothing here is the reader's code.
+
+Written from tensorflow's `core/util/tensor_bundle`, `core/lib/io` and `core/protobuf/tensor_bundle.proto`, and held by
+`checkpoint/test_tensorflow_file.py` against files that TensorFlow wrote. The pieces are public, so that a test can put together
+a file that lies.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpt2.config import GPT2Config
+from support.hf_layouts import TINY, weights
+
+MAGIC = bytes.fromhex("57fb808b247547db")
+KINDS = {
+    torch.float32: 1,
+    torch.float64: 2,
+    torch.int32: 3,
+    torch.uint8: 4,
+    torch.int16: 5,
+    torch.int8: 6,
+    torch.int64: 9,
+    torch.bool: 10,
+    torch.bfloat16: 14,
+    torch.float16: 19,
+}
+BLOCK_SIZE, RESTART_INTERVAL = 262_144, 16  # table::Options
+
+# OpenAI's names (openai/gpt-2, src/model.py) for what is ours.
+OUTSIDE = {"wte.weight": "model/wte", "wpe.weight": "model/wpe", "ln_f.weight": "model/ln_f/g", "ln_f.bias": "model/ln_f/b"}
+LEAVES = {"weight": "w", "bias": "b"}
+
+
+def varint(number: int) -> bytes:
+    out = b""
+    while number >= 128:
+        out, number = out + bytes([number & 127 | 128]), number >> 7
+    return out + bytes([number])
+
+
+def field(number: int, value: int | bytes) -> bytes:
+    """A protobuf's field, of varint or of bytes; absent, as proto3 has it, where it is 0."""
+    if isinstance(value, bytes):
+        return varint(number << 3 | 2) + varint(len(value)) + value
+    return varint(number << 3) + varint(value) if value else b""
+
+
+def fixed32(number: int, value: int) -> bytes:
+    return varint(number << 3 | 5) + value.to_bytes(4, "little") if value else b""
+
+
+def header(shards: int = 1, endianness: int = 0, version: bytes = field(1, 1)) -> bytes:
+    """BundleHeaderProto."""
+    return field(1, shards) + field(2, endianness) + field(3, version)
+
+
+def entry(kind: int, shape: Iterable[int], shard: int, offset: int, data: bytes) -> bytes:
+    """BundleEntryProto."""
+    dims = b"".join(field(2, field(1, size)) for size in shape)
+    return field(1, kind) + field(2, dims) + field(3, shard) + field(4, offset) + field(5, len(data)) + fixed32(6, checksum(data))
+
+
+def crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = TABLE[(crc ^ byte) & 255] ^ crc >> 8
+    return ~crc & 0xFFFFFFFF
+
+
+def _row(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ 0x82F63B78 * (byte & 1)
+    return byte
+
+
+TABLE = [_row(byte) for byte in range(256)]
+
+
+def checksum(data: bytes) -> int:
+    """Rotated right by 15 bits, and a constant added."""
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) % 2**32
+
+
+class Block:
+    """Entries that leave out what their key shares with the one before, except for every `interval`-th; where those are."""
+
+    def __init__(self, interval: int = RESTART_INTERVAL) -> None:
+        self.interval, self.count, self.last = interval, 0, b""
+        self.out, self.restarts = bytearray(), [0]
+
+    def add(self, key: bytes, value: bytes) -> None:
+        shared = 0
+        if self.count % self.interval:
+            while shared < min(len(key), len(self.last)) and key[shared] == self.last[shared]:
+                shared += 1
+        elif self.count:
+            self.restarts.append(len(self.out))
+        self.out += varint(shared) + varint(len(key) - shared) + varint(len(value)) + key[shared:] + value
+        self.last, self.count = key, self.count + 1
+
+    def size(self) -> int:
+        return len(self.out) + 4 * len(self.restarts) + 4
+
+    def content(self) -> bytes:
+        return bytes(self.out) + b"".join(n.to_bytes(4, "little") for n in [*self.restarts, len(self.restarts)])
+
+
+def block(rows: Iterable[tuple[bytes, bytes]], interval: int = RESTART_INTERVAL) -> bytes:
+    built = Block(interval)
+    for key, value in rows:
+        built.add(key, value)
+    return built.content()
+
+
+def sealed(content: bytes, compression: int = 0) -> bytes:
+    content += bytes([compression])
+    return content + checksum(content).to_bytes(4, "little")
+
+
+def table(rows: Iterable[tuple[bytes, bytes]], block_size: int = BLOCK_SIZE, interval: int = RESTART_INTERVAL) -> bytes:
+    """The whole index, rows in the order given; a block ends once it has `block_size` bytes."""
+    out, handles, built = bytearray(), [], Block(interval)
+    for key, value in rows:
+        if built.size() >= block_size and built.count:
+            handles.append((between(built.last, key), place(out, built.content())))
+            built = Block(interval)
+        built.add(key, value)
+    if built.count:
+        handles.append((between(built.last, None), place(out, built.content())))
+    return closed(bytes(out), handles)
+
+
+def place(out: bytearray, content: bytes) -> bytes:
+    """Append a block; where it lies."""
+    handle = varint(len(out)) + varint(len(content))
+    out += sealed(content)
+    return handle
+
+
+def closed(out: bytes, handles: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Data blocks, and what comes after them: an empty block, the block that lists them, the footer."""
+    whole = bytearray(out)
+    places = [place(whole, content) for content in (block([]), block(handles, interval=1))]
+    return bytes(whole) + b"".join(places).ljust(40, b"\0") + MAGIC
+
+
+def between(last: bytes, after: bytes | None) -> bytes:
+    """The short key under which a block is listed: not below its last, below the next one's first."""
+    for at, byte in enumerate(last):
+        if after is None:
+            if byte < 255:
+                return last[:at] + bytes([byte + 1])
+        elif at == len(after) or byte != after[at]:
+            shorter = last[:at] + bytes([byte + 1]) if byte < 255 else last
+            return shorter if byte < 255 and shorter < after else last
+    return last
+
+
+def write(
+    prefix: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    shards: int = 1,
+    block_size: int = BLOCK_SIZE,
+    interval: int = RESTART_INTERVAL,
+    alignment: int = 1,
+) -> Path:
+    """A bundle; in several data files, the tensors are dealt out in turn. Returns the index."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    rows, files = [(b"", header(shards))], [b""] * shards
+    for number, name in enumerate(sorted(tensors, key=str.encode)):
+        tensor, shard = tensors[name], number % shards
+        data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+        rows.append((name.encode(), entry(KINDS[tensor.dtype], tensor.shape, shard, len(files[shard]), data)))
+        files[shard] += data + bytes(-len(data) % alignment)
+    for shard, data in enumerate(files):
+        prefix.with_name(f"{prefix.name}.data-{shard:05}-of-{shards:05}").write_bytes(data)
+    index = prefix.with_name(f"{prefix.name}.index")
+    index.write_bytes(table(rows, block_size, interval))
+    return index
+
+
+def name_of(ours: str) -> str:
+    """OpenAI's name for one of our parameters."""
+    if ours in OUTSIDE:
+        return OUTSIDE[ours]
+    _, layer, *modules, leaf = ours.split(".")
+    norm = {"weight": "g", "bias": "b"} if modules[0].startswith("ln") else LEAVES
+    return "/".join(["model", f"h{layer}", *modules, norm[leaf]])
+
+
+def openai(directory: Path, config: GPT2Config = TINY, *, seed: int = 0) -> dict[str, Tensor]:
+    """As OpenAI's `download_model.py` leaves a model, less the graph and the tokenizer; the truth, by the model's own names."""
+    truth = weights(config, seed)
+    matrices = {name for name, tensor in truth.items() if tensor.ndim == 2 and name.startswith("h.")}
+    write(directory / "model.ckpt", {name_of(name): t[None] if name in matrices else t for name, t in truth.items()})
+    line = 'model_checkpoint_path: "model.ckpt"\n'
+    (directory / "checkpoint").write_text(line + f"all_{line}".replace("path", "paths"))
+    sizes = {"n_vocab": config.vocab_size, "n_ctx": config.n_positions}
+    sizes |= {name: getattr(config, name) for name in ("n_embd", "n_head", "n_layer")}
+    (directory / "hparams.json").write_text(json.dumps(sizes))
+    return truth

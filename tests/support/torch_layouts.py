@@ -1,0 +1,178 @@
+"""Tiny checkpoints as torch.save writes them, in the layouts of those who use it; each writer returns the truth, by our names.
+
+The bytes are torch's own, but for `zip_of` and `legacy_of`, which write what torch never would.
+"""
+
+import io
+import json
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt2.config import GPT2Config
+from support.hf_layouts import TINY, masks, weights, write_config
+
+MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+def save(path: Path, value: Any, *, zipped: bool = True) -> Path:
+    """`torch.save`, in the form since torch 1.6 or the one before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, path, _use_new_zipfile_serialization=zipped)
+    return path
+
+
+def hf_bin(
+    directory: Path,
+    config: GPT2Config = TINY,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    prefix: str = "",
+    mask: torch.dtype | None = torch.uint8,
+    head: bool = False,
+    zipped: bool = True,
+) -> dict[str, Tensor]:
+    """`pytorch_model.bin`; the official gpt2's is not zipped, DialoGPT's has the prefix, `masked_bias` and the tied head."""
+    truth = weights(config, seed, dtype)
+    state = OrderedDict((prefix + name, tensor) for name, tensor in truth.items())
+    if mask is not None:
+        state |= {name: tensor.to(mask) for name, tensor in masks(config, prefix).items()}
+    if head:
+        state |= {f"{prefix}h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in range(config.n_layer)}
+        state["lm_head.weight"] = state[f"{prefix}wte.weight"]
+    save(write_config(directory, config) / "pytorch_model.bin", state, zipped=zipped)
+    return truth
+
+
+def sharded_bin(
+    directory: Path, config: GPT2Config = TINY, *, seed: int = 0, shards: int = 3, zipped: bool = True
+) -> dict[str, Tensor]:
+    """Several `.bin` files and an index, layers torn apart."""
+    truth = weights(config, seed)
+    write_config(directory, config)
+    weight_map = {}
+    for number in range(shards):
+        name = f"pytorch_model-{number + 1:05}-of-{shards:05}.bin"
+        part = {f"transformer.{key}": truth[key] for key in list(truth)[number::shards]}
+        save(directory / name, part, zipped=zipped)
+        weight_map |= dict.fromkeys(part, name)
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in truth.values())}, "weight_map": weight_map}
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return truth
+
+
+def linear(truth: Mapping[str, Tensor], prefix: str = "transformer.") -> dict[str, Tensor]:
+    """As modules of nn.Linear keep it: the matrices [out, in], and the head, tied to the embedding."""
+    state = {prefix + name: tensor.t().contiguous() if name.endswith(MATRICES) else tensor for name, tensor in truth.items()}
+    return state | {f"{prefix.removesuffix('transformer.')}lm_head.weight": state[f"{prefix}wte.weight"]}
+
+
+def nanogpt(
+    path: Path, config: GPT2Config = TINY, *, seed: int = 0, compiled: bool = False, bias: bool = True, zipped: bool = True
+) -> dict[str, Tensor]:
+    """`ckpt.pt` of nanoGPT's train.py, with AdamW's state; ``compiled`` as torch.compile names the weights.
+
+    Without ``bias`` no layer has one; in the truth they are zero then.
+    """
+    truth = weights(config, seed)
+    if not bias:
+        truth = {name: torch.zeros_like(value) if name.endswith("bias") else value for name, value in truth.items()}
+    state = linear(truth, "_orig_mod.transformer." if compiled else "transformer.")
+    if not bias:
+        state = {name: tensor for name, tensor in state.items() if not name.endswith("bias")}
+    moments = {"exp_avg": 1e-3, "exp_avg_sq": 1e-6}
+    adamw = {
+        number: {"step": torch.tensor(2000.0)} | {name: torch.full_like(tensor, value) for name, value in moments.items()}
+        for number, tensor in enumerate(state.values())
+    }
+    groups = [{"lr": 6e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": None, "params": list(adamw)}]
+    args = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "block_size": config.n_positions}
+    args |= {"bias": bias, "vocab_size": config.vocab_size, "dropout": 0.0}
+    run = {"out_dir": "out", "eval_interval": 2000, "learning_rate": 6e-4, "device": "cuda", "compile": compiled}
+    checkpoint = {"model": OrderedDict(state), "optimizer": {"state": adamw, "param_groups": groups}, "iter_num": 2000}
+    checkpoint |= {"model_args": args}
+    save(path, checkpoint | {"best_val_loss": torch.tensor(3.11), "config": run}, zipped=zipped)
+    return truth
+
+
+def mingpt(path: Path, config: GPT2Config = TINY, *, seed: int = 0) -> dict[str, Tensor]:
+    """`model.pt` of minGPT's projects: nn.Linear's orientation, float masks, a head of its own (here of the same values)."""
+    truth = weights(config, seed)
+    state = linear(truth) | masks(config, "transformer.")
+    save(path, OrderedDict(state) | {"lm_head.weight": truth["wte.weight"].clone()})
+    return truth
+
+
+def lightning(path: Path, config: GPT2Config = TINY, *, seed: int = 0) -> dict[str, Tensor]:
+    """A `.ckpt` of PyTorch Lightning: the weights under `state_dict`, named after the module's attribute."""
+    truth = weights(config, seed)
+    trainer = {"epoch": 3, "global_step": 1200, "pytorch-lightning_version": "2.5.0", "callbacks": {}, "loops": {"fit_loop": {}}}
+    trainer |= {
+        "hyper_parameters": {"lr": 3e-4},
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(9.0)}}}],
+        "lr_schedulers": [],
+    }
+    save(path, trainer | {"state_dict": OrderedDict((f"model.{name}", value) for name, value in linear(truth).items())})
+    return truth
+
+
+class Stored:
+    """What a pickle of torch's leaves to its surroundings: a storage, with any id one likes."""
+
+    def __init__(self, *id: Any) -> None:
+        self.id = id
+
+
+class Called:
+    """An object that a pickle describes as the result of a call."""
+
+    def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
+        self.reduced = (function, args) if state is None else (function, args, state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
+
+
+def pickled(value: Any, protocol: int = 2) -> bytes:
+    """A pickle of `Stored` and `Called` objects and plain values."""
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            return value.id if isinstance(value, Stored) else None
+
+    buffer = io.BytesIO()
+    Pickler(buffer, protocol).dump(value)
+    return buffer.getvalue()
+
+
+def zip_of(path: Path, description: bytes, storages: Mapping[str, bytes], *, compression: int = zipfile.ZIP_STORED) -> Path:
+    """An archive like torch's, not aligned."""
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", description)
+        for key, data in storages.items():
+            archive.writestr(f"archive/data/{key}", data)
+        archive.writestr("archive/version", b"3\n")
+    return path
+
+
+def legacy_of(
+    path: Path,
+    description: bytes,
+    storages: Mapping[str, tuple[int, bytes]],
+    *,
+    head: list[bytes] | None = None,
+    keys: Any = None,
+) -> Path:
+    """The form before torch 1.6; ``storages`` are key -> (elements, data), ``head`` its first three pickles."""
+    usual = [pickled(0x1950A86A20F9469CFC6C), pickled(1001), pickled({"protocol_version": 1001, "little_endian": True})]
+    parts = [*(head or usual), description, pickled(sorted(storages) if keys is None else keys)]
+    parts += [count.to_bytes(8, "little") + data for _, (count, data) in sorted(storages.items())]
+    path.write_bytes(b"".join(parts))
+    return path

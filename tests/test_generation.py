@@ -1,0 +1,360 @@
+"""Generation against its plainest statement: read the window, take the best, append, again."""
+
+import importlib
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt2.config import GPT2Config
+from gpt2.errors import InputError
+from gpt2.generation import AHEAD, decode, generate, prefill, stream
+from gpt2.model import GPT2
+from gpt2.sampling import chances
+
+module = importlib.import_module("gpt2.generate")  # the package has a function of that name
+CONFIG = GPT2Config(vocab_size=61, n_positions=8, n_embd=24, n_layer=2, n_head=3, bos_token_id=None, eos_token_id=None)
+
+
+def lively(config: GPT2Config = CONFIG, seed: int = 0) -> GPT2:
+    """A float64 model whose greedy text wanders instead of repeating one id, and where no two logits nearly tie."""
+    generator = torch.Generator().manual_seed(seed)
+    model = GPT2(config, initialise=False).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean = 1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.0
+            parameter.normal_(mean, 0.05 if name.endswith("bias") else 0.5, generator=generator)
+    return model
+
+
+@torch.no_grad()
+def plainly(model: GPT2, ids: list[int], new: int) -> list[int]:
+    """Greedy continuation of one text without cache, batch or mask; half of the window is dropped when it is full."""
+    text, limit = list(ids), model.config.n_positions
+    window = text[-limit:]
+    for _ in range(new):
+        if len(window) > limit:
+            window = window[-max(1, limit // 2) :]
+        chosen = int(model(torch.tensor([window]))[0, -1].argmax())
+        text, window = [*text, chosen], [*window, chosen]
+    return text
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 20])
+@pytest.mark.parametrize("new", [1, 5, 30])
+def test_greedy_is_the_plain_loop(use_cache: bool, length: int, new: int) -> None:
+    """A cache that survives the restart, a window that is cut one token late, a long prompt read from its wrong end."""
+    model = lively()
+    prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    expected = plainly(model, prompt, new)
+    assert generate(model, prompt, new, temperature=0, use_cache=use_cache) == expected
+    assert new < 30 or len(set(expected[length:])) > 5  # else the model repeats itself and the test sees little
+
+
+DRAFTS = {
+    "the model itself": CONFIG,
+    "a smaller one": replace(CONFIG, n_layer=1, n_embd=12),
+    "one that reads less": replace(CONFIG, n_positions=5),
+    "one that reads more": replace(CONFIG, n_positions=40),
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 20])
+def test_a_draft_changes_nothing_but_time(draft: GPT2Config, length: int) -> None:
+    """A guess taken on trust, a cache that keeps what fell, a guess past the last position or the last token asked for."""
+    model = lively()
+    prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for new in (0, 1, 2, 5, 6, 30):
+        assert generate(model, prompt, new, temperature=0, draft=lively(draft)) == plainly(model, prompt, new)
+
+
+def test_a_draft_spares_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses that are made, paid for and thrown away."""
+    model, read, passes = lively(replace(CONFIG, n_positions=64)), module._Reader.read, []
+    monkeypatch.setattr(module._Reader, "read", lambda self, text: (passes.append(self.model), read(self, text))[1])
+    generate(model, [1, 2, 3], 41, temperature=0, draft=lively(replace(CONFIG, n_positions=64)))
+    assert sum(each is model for each in passes) == 1 + 40 // (AHEAD + 1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"temperature": 0.7}])
+def test_a_draft_leaves_the_distribution(settings: dict) -> None:
+    """Guesses accepted too readily, or replaced by draws from the model's own chances instead of what is missing from them."""
+    small = replace(CONFIG, vocab_size=3)
+    model, draft, runs = lively(small), lively(small, seed=3), 1500
+    exact = {}
+    for text in itertools.product(range(3), repeat=3):
+        ids = torch.tensor([[0, *text]])
+        logits = model(ids)[0, :3].detach()
+        exact[text] = float(chances(logits, **settings).gather(1, ids[0, 1:, None]).prod())
+    found = Counter(tuple(generate(model, [0], 3, seed=seed, draft=draft, **settings)[1:]) for seed in range(runs))
+    assert sum(abs(found[text] / runs - p) for text, p in exact.items()) / 2 < 0.08
+
+
+@pytest.mark.parametrize(
+    ("ids", "change", "settings", "message"),
+    [
+        (torch.ones(2, 3, dtype=torch.long), {}, {}, "a batch of 2"),
+        ([1], {"vocab_size": 62}, {}, "the draft knows 62 tokens, the model 61"),
+        (torch.ones(1, 3, dtype=torch.long), {}, {"attention_mask": torch.tensor([[0, 1, 1]])}, "attention_mask"),
+        ([1], {}, {"use_cache": False}, "use_cache"),
+    ],
+)
+def test_a_draft_that_cannot_guess(ids: list[int] | Tensor, change: dict, settings: dict, message: str) -> None:
+    """An index error from inside, one row of a batch continued for all, or padding read as if it were text."""
+    with pytest.raises(InputError, match=message):
+        generate(lively(), ids, 3, draft=lively(replace(CONFIG, **change)), **settings)
+
+
+@pytest.mark.parametrize("parts", [(3, 4), (1, 5, 1), (2, 2, 2, 1)])
+def test_a_prompt_may_be_read_in_parts(parts: tuple[int, ...]) -> None:
+    """Later tokens of a part that are hidden from its last, or a mask for more queries than are left in the last block."""
+    model, ids = lively(), torch.randint(61, (2, sum(parts)), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        cache = model.new_cache(2)
+        for part in ids.split(parts, dim=1):
+            logits = prefill(model, part, cache)
+            torch.testing.assert_close(logits, model(ids[:, : cache.length])[:, -1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("positions", [1, 2, 3])
+def test_tiny_windows(use_cache: bool, positions: int) -> None:
+    """Half of one position is none, and `ids[-0:]` is everything."""
+    model = lively(replace(CONFIG, n_positions=positions))
+    assert generate(model, [3, 4, 5], 9, temperature=0, use_cache=use_cache) == plainly(model, [3, 4, 5], 9)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("new", [3, 25])
+def test_a_padded_batch_continues_each_row_as_if_alone(use_cache: bool, new: int) -> None:
+    """Rows that notice their neighbours: by padding that is read, or because the longest one decides when all begin again."""
+    model = lively()
+    rows = [[7], [1, 2, 3], [60, 50, 40, 30, 20, 10], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]]
+    for chosen in ([0, 1, 2], [1, 2], [0, 3], [0, 1, 2, 3], [2, 1, 0, 0]):
+        batch = [rows[i] for i in chosen]
+        width = max(map(len, batch)) + (chosen == [1, 2])  # once with a column that is padding in every row
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in batch])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
+        for given in (mask, mask.bool()):
+            found = generate(model, ids, new, temperature=0, attention_mask=given, use_cache=use_cache)
+            assert found.shape == (len(batch), width + new)
+            for row, result in zip(batch, found.tolist(), strict=True):
+                assert result[width - len(row) :] == plainly(model, row, new)
+
+
+def test_equal_rows_need_no_mask() -> None:
+    """A batch is its rows; a mask of ones is no mask."""
+    model, ids = lively(), torch.arange(12).view(4, 3)
+    found = generate(model, ids, 20, temperature=0)
+    assert found.tolist() == [plainly(model, row, 20) for row in ids.tolist()]
+    assert torch.equal(found, generate(model, ids, 20, temperature=0, attention_mask=torch.ones_like(ids)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 9}, {"top_p": 0.8}])
+def test_seed_repeats_and_cache_does_not_matter(settings: dict) -> None:
+    """A generator made anew at each step draws the same number for ever; a cached pass must not change what is drawn."""
+    model, ids, state = lively(), torch.arange(6).view(2, 3), torch.get_rng_state()
+    first = generate(model, ids, 30, seed=1, **settings)
+    assert torch.equal(first, generate(model, ids, 30, seed=1, **settings))
+    assert torch.equal(first, generate(model, ids, 30, seed=1, use_cache=False, **settings))
+    assert not torch.equal(first, generate(model, ids, 30, seed=2, **settings))
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(4)
+    unseeded = generate(model, ids, 30, **settings)
+    torch.manual_seed(4)
+    assert torch.equal(unseeded, generate(model, ids, 30, **settings))
+    # With everything flat, sampled ids spread: no number is drawn twice from the same state.
+    flat = generate(model, [0], 200, temperature=1e9, seed=0)
+    assert len(set(flat)) > 50
+
+
+def test_prefill_and_decode_are_the_model() -> None:
+    """Logits of the wrong position handed out as those of what comes next."""
+    model, ids = lively(), torch.arange(8).view(2, 4)
+    cache = model.new_cache(2)
+    with torch.no_grad():
+        expected = model(ids)
+        torch.testing.assert_close(prefill(model, ids[:, :3], cache), expected[:, 2])
+        torch.testing.assert_close(decode(model, ids[:, 3], cache), expected[:, 3])
+        torch.testing.assert_close(prefill(model, ids), expected[:, 3])
+    assert cache.length == 4
+
+
+def test_the_cache_is_used() -> None:
+    """The right ids at the price of reading everything again: one pass over the prompt, then one token at a time."""
+    read: list[int] = []
+    model = lively()
+    model.wte.register_forward_hook(lambda module, args, output: read.append(args[0].size(1)))
+    generate(model, [1, 2, 3], 9, temperature=0)
+    assert read == [3, 1, 1, 1, 1, 1, 4, 1, 1]
+    read.clear()
+    generate(model, [1, 2, 3], 4, temperature=0, use_cache=False)
+    assert read == [3, 4, 5, 6]
+
+
+def test_what_goes_in_comes_out() -> None:
+    """A list for a list, a tensor for a tensor, and an answer that is not the caller's own tensor."""
+    model, ids = lively(), torch.tensor([[1, 2]])
+    for use_cache in (True, False):
+        assert generate(model, [1, 2], 0, use_cache=use_cache) == [1, 2]
+        result = generate(model, ids, 0, use_cache=use_cache)
+        assert torch.equal(result, ids)
+        assert result.data_ptr() != ids.data_ptr()
+    found = generate(model, [1, 2], 3, temperature=0)
+    assert all(type(i) is int for i in found)
+    assert generate(model, (1, 2), 3, temperature=0) == found
+    assert generate(model, ids[0].numpy(), 3, temperature=0) == found
+    for dtype in (torch.int32, torch.int16, torch.uint8, torch.int64):
+        result = generate(model, ids.to(dtype), 3, temperature=0)
+        assert result.dtype == torch.long
+        assert result.tolist() == [found]
+
+
+def test_stop_ends_a_text_and_keeps_the_id() -> None:
+    """A stop that also looks at the prompt, drops the id, or ends a batch with its first row."""
+    model = lively()
+    free = generate(model, [1, 2, 3], 20, temperature=0)
+    stop = free[8]
+    first = free.index(stop, 3)
+    assert generate(model, [1, 2, 3], 20, temperature=0, stop=stop) == free[: first + 1]
+    assert generate(model, [stop, 2, 3], 2, temperature=0, stop=stop)[:3] == [stop, 2, 3]
+    assert generate(model, [1, 2, 3], 20, temperature=0, stop=min(set(range(61)).difference(free))) == free
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    both = generate(model, ids, 60, temperature=0)
+    met = {i: [row[3:].tolist().index(i) for row in both if i in row[3:].tolist()] for i in range(61)}
+    shared = next(i for i, at in met.items() if len(at) == 2 and at[0] != at[1])
+    found = generate(model, ids, 60, temperature=0, stop=shared)
+    assert torch.equal(found, both[:, : 3 + max(met[shared]) + 1])
+
+
+BAD: list[tuple[object, dict, str]] = [
+    ([], {}, "holds no token"),
+    (torch.empty(1, 0, dtype=torch.long), {}, "holds no token"),
+    (torch.empty(0, 3, dtype=torch.long), {}, "holds no token"),
+    ([61], {}, "outside the model's vocabulary of 61"),
+    ([-1], {}, "outside the model's vocabulary of 61"),
+    ([2**70], {}, "outside the model's vocabulary of 61"),
+    (torch.tensor([[0, 61]]), {}, "outside the model's vocabulary of 61"),
+    ([1.5], {}, "not a list of ids"),
+    ("text", {}, "not a list of ids"),
+    ([[1, 2], [3, 4]], {}, "not a list of ids"),
+    (7, {}, "not a list of ids"),
+    (torch.tensor([1, 2]), {}, r"shape \(2,\)"),
+    (torch.tensor([[1.0]]), {}, "torch.float32"),
+    (torch.tensor([[True]]), {}, "torch.bool"),
+    ([1], {"max_new_tokens": -1}, "max_new_tokens is -1"),
+    ([1], {"temperature": -1.0}, "temperature is -1.0"),
+    ([1], {"temperature": -1.0, "max_new_tokens": 0}, "temperature is -1.0"),
+    ([1], {"top_k": 0}, "top_k is 0"),
+    ([1], {"top_p": 0.0, "temperature": 0}, "top_p is 0.0"),
+    ([1, 2], {"attention_mask": torch.ones(1, 3)}, r"attention_mask is \(1, 3\); make it \(1, 2\)"),
+    ([1, 2], {"attention_mask": torch.tensor([[1, 0]])}, "pad on the left"),
+]
+
+
+@pytest.mark.parametrize(("ids", "settings", "message"), BAD)
+def test_bad_input_is_refused_before_any_work(ids: object, settings: dict, message: str) -> None:
+    """A truncated 1.5, an id past the embedding, right padding continued from nothing: one line, and no pass of the model."""
+    model = lively()
+    model.wte.register_forward_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(InputError, match=message) as caught:
+        generate(model, ids, **settings)
+    assert "\n" not in str(caught.value)
+
+
+# The caller's world between two tokens
+
+
+def take_a_training_step(model: GPT2, ids: Tensor) -> None:
+    model.zero_grad()
+    loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_inference_mode_ends_with_each_token() -> None:
+    """Inference mode left on between tokens switches the caller's autograd off; ids made in it cannot be trained on."""
+    model = lively()
+    for chosen in stream(model, torch.tensor([[1, 2]]), 3, temperature=0):
+        assert not torch.is_inference_mode_enabled()
+        assert torch.is_grad_enabled()
+        assert not chosen.is_inference()
+        take_a_training_step(model, chosen[:, None].expand(-1, 3))
+        chosen.add_(1)  # the caller's own tensor: the text does not depend on it
+    first = [int(c) for c in stream(model, torch.tensor([[1, 2]]), 3, temperature=0)]
+    assert [1, 2, *first] == plainly(model, [1, 2], 3)
+    result = generate(model, torch.tensor([[1, 2]]), 3)
+    assert not result.is_inference()
+    take_a_training_step(model, result)
+    with torch.no_grad():
+        next(stream(model, result, 1))
+        assert not torch.is_grad_enabled()
+    with torch.inference_mode():
+        assert generate(model, [1, 2], 3, temperature=0) == plainly(model, [1, 2], 3)
+
+
+def modes(model: GPT2) -> dict[str, bool]:
+    return {name: module.training for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("how", ["drained", "abandoned", "closed", "failed"])
+def test_mode_is_the_callers_between_and_after(how: str) -> None:
+    """A sample taken during training that leaves dropout off for good, or switches a frozen part's dropout on."""
+    model = lively(replace(CONFIG, embd_pdrop=0.9, attn_pdrop=0.9, resid_pdrop=0.9)).train()
+    model.h[1].eval()
+    before = modes(model)
+    assert set(before.values()) == {True, False}
+    ids = torch.tensor([[1, 2]])
+    iterator = stream(model, ids, 5, temperature=0)
+    next(iterator)
+    assert modes(model) == before
+    if how == "drained":
+        list(iterator)
+    elif how == "abandoned":
+        del iterator
+    elif how == "closed":
+        iterator.close()
+    else:
+        handle = model.ln_f.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(iterator)
+        with pytest.raises(ZeroDivisionError):
+            generate(model, ids, 3)
+        handle.remove()
+    assert modes(model) == before
+    generate(model, ids, 3)
+    assert modes(model) == before
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_no_dropout_while_a_token_is_computed() -> None:
+    """Text sampled through dropout in the middle of training; a model in eval mode is left exactly as it is."""
+    dropping = lively(replace(CONFIG, embd_pdrop=0.9, attn_pdrop=0.9, resid_pdrop=0.9))
+    expected = plainly(dropping, [1, 2], 12)
+    assert generate(dropping, [1, 2], 12, temperature=0) == expected
+    state = torch.get_rng_state()
+    assert generate(dropping.train(), [1, 2], 12, temperature=0) == expected
+    assert [int(c) for c in stream(dropping, torch.tensor([[1, 2]]), 12, temperature=0)] == expected[2:]
+    assert torch.equal(state, torch.get_rng_state())
+    with torch.no_grad():  # the control: in this mode the model does drop
+        ids = torch.tensor([[1, 2]])
+        assert not torch.equal(dropping(ids), dropping(ids))
+
+
+def test_stream_yields_as_it_goes() -> None:
+    """A stream that computes everything before it hands over the first id."""
+    passes: list[int] = []
+    model = lively()
+    model.wte.register_forward_hook(lambda *_: passes.append(1))
+    iterator = stream(model, torch.tensor([[1, 2], [3, 4]]), 10**9, temperature=0)
+    assert passes == []
+    for count, chosen in enumerate(itertools.islice(iterator, 12), start=1):
+        assert chosen.shape == (2,)
+        assert chosen.dtype == torch.long
+        assert len(passes) == count
