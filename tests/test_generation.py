@@ -16,7 +16,7 @@ from gpt2.generation import AHEAD, decode, generate, prefill, stream
 from gpt2.model import GPT2
 from gpt2.sampling import chances
 
-module = importlib.import_module("gpt2.generate")  # the package has a function of that name
+module = importlib.import_module("gpt2.generation")
 CONFIG = GPT2Config(vocab_size=61, n_positions=8, n_embd=24, n_layer=2, n_head=3, bos_token_id=None, eos_token_id=None)
 
 

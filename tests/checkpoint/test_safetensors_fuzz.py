@@ -20,8 +20,8 @@ TESTS = Path(__file__).parents[1]
 
 def fuzz(count: int, seed: int, folder: Path) -> dict[str, Any]:
     """What `safetensors_fuzz.py` found, in a process that may crash or hang without taking the tests along."""
-    command = [sys.executable, "-X", "faulthandler", str(TESTS / "safetensors_fuzz.py"), str(count), str(seed), str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)}
+    command = [sys.executable, "-X", "faulthandler", "-m", "support.safetensors_fuzz", str(count), str(seed), str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
     child = subprocess.run(command, capture_output=True, text=True, timeout=120 + count / 50, env=environment, check=False)
     assert child.returncode == 0, child.stderr[-3000:]
     found = json.loads(child.stdout.splitlines()[-1])

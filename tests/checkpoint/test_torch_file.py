@@ -976,8 +976,8 @@ def test_converting_half_a_gigabyte(tmp_path: Path) -> None:
 
 def fuzz(count: int, seed: int, folder: Path) -> dict[str, Any]:
     """What `torch_fuzz.py` found, in a process that may crash or hang without taking the tests along."""
-    command = [sys.executable, "-X", "faulthandler", str(TESTS / "torch_fuzz.py"), str(count), str(seed), str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-X", "faulthandler", "-m", "support.torch_fuzz", str(count), str(seed), str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
     child = subprocess.run(command, capture_output=True, text=True, timeout=60 + count / 10, env=environment, check=False)
     assert child.returncode == 0, child.stderr[-3000:]
     found = json.loads(child.stdout.splitlines()[-1])

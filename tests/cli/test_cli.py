@@ -316,7 +316,7 @@ def test_ctrl_c_while_training_saves_and_exits_130(tmp_path: Path) -> None:
 def test_help_answers_fast_and_has_examples() -> None:
     """Every command, with examples to copy."""
     for command in COMMANDS:
-        name = command.__name__.rpartition(".")[2]
+        name = command.__name__.rpartition(".")[2].removesuffix("_command")
         result = gpt2_command(name, "--help")
         assert result.returncode == 0
         assert "examples:" in result.stdout

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import hf_layouts
 from support.ports import PORTS, logits
-from test_ports import CONFIGS, some_ids
+from support.ports.sizes import CONFIGS, some_ids
 
 import gpt2
 from gpt2.config import OFFICIAL_SIZES

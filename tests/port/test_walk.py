@@ -1,7 +1,7 @@
 """The walk of `diagnose`: every wrong formula is told from the right one by value, whatever the layout, several at once.
 
 The port here is bare functions, each of which a test may replace by a wrong one; its own weights are the checkpoint's. Ports as
-people write them, and their loading, are in tests/faulty.
+people write them, and their loading, are in tests/support/faulty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Thousands of damaged GGUF files through the reader, in a process of its own: `python tests/gguf_fuzz.py COUNT SEED FOLDER`.
+"""Thousands of damaged GGUF files through the reader, in a process of its own: `python -m support.gguf_fuzz COUNT SEED FOLDER`.
 
 Every file must load, or give one InputError of one line. The last line of stdout is a JSON object: how many loaded, how often
 each refusal was given (numbers and names taken out), the slowest file, and the memory that the process grew by.

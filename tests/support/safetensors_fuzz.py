@@ -1,4 +1,4 @@
-"""Damaged safetensors headers, our reader beside the library: `python tests/safetensors_fuzz.py COUNT SEED FOLDER`.
+"""Damaged safetensors headers, our reader beside the library: `python -m support.safetensors_fuzz COUNT SEED FOLDER`.
 
 Every file must open and read, or give one CheckpointError of one line. What we accept the library must accept, with the same
 names, dtypes, shapes and bytes; what it accepts and we refuse must break one of the rules in `STRICTER`, seen by other means

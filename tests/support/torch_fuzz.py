@@ -1,4 +1,4 @@
-"""Thousands of damaged torch files through the reader, in a process of its own: `python tests/torch_fuzz.py COUNT SEED FOLDER`.
+"""Thousands of damaged torch files through the reader, in a process of its own: `python -m support.torch_fuzz COUNT SEED FOLDER`.
 
 Every file must load, or give one CheckpointError of one line. The last line of stdout is a JSON object: how many loaded, how
 often each refusal was given (numbers and names taken out), the slowest file, and the memory that the process grew by.

@@ -2,8 +2,8 @@
 
 An architecture is a file with `build(config, faults)`, in the style of the people who write such a thing, and
 `load(module, state)`, its author's loading. A port is an architecture and a line of faults (`faults.py` says what the words
-mean); the faults of its weights are mistakes in reading the file (`loading.py`). tests/test_faulty.py proves that every port here
-is really faulty, and that the architectures without faults are right.
+mean); the faults of its weights are mistakes in reading the file (`loading.py`). tests/port/test_faulty_ports.py
+proves that every port here is really faulty, and that the architectures without faults are right.
 """
 
 import importlib
@@ -76,7 +76,7 @@ class Faulty:
         """The module after its author's loading, or for `load_into` to fill; from a fixed seed, in eval mode."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            file = importlib.import_module(f"faulty.{self.architecture}")
+            file = importlib.import_module(f"{__name__}.{self.architecture}")
             module = KINDS[self.kind](config) if self.kind else file.build(config, self.faults)
         if not self.filled:
             file.load(module, read(directory, config, self.faults))
