@@ -1,55 +1,24 @@
-"""A comparison as one self-contained page: nothing is fetched, and what comes from models and files is text, never markup.
-
-The page's policy allows no request and no script but its own, by hash, so that even a mistake here could run nothing.
-"""
+"""The HTML page of a comparison."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2.comparison import plots
-from gpt2.comparison.distributions import Estimate
-from gpt2.errors import InputError
-from gpt2.explore import attention_plots
+from gpt2.measure.metrics import MAX_JS
 from gpt2.pages import drawing
+from gpt2.pages.rendering import between, number, percent, percent_between, readable, render, short_names, visible
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from gpt2.comparison.results import Comparison, Model
+    from gpt2.comparison.results import Comparison
     from gpt2.comparison.words import Choice, Continuation, Passage, Word
-    from gpt2.explore.attention import AttentionReport
-
-LEGEND = 40  # characters of a name that fit a legend
-VIEWED = 500_000  # weights that a page carries to be looked at one by one
-LARGEST = math.log(2)  # Jensen-Shannon divergence, nats
-
-
-def save(comparison: Comparison, path: Path) -> None:
-    """Write the page.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    write(path, page(comparison))
-
-
-def write(path: Path, text: str) -> None:
-    try:
-        # A file's name may hold bytes that are no text.
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 
 
 def page(comparison: Comparison) -> str:
     """The page as text."""
-    names = short_names(comparison.a, comparison.b)
+    names = short_names(comparison.a.name, comparison.b.name)
     found, weights, activations, words = (
         comparison.distributions,
         comparison.weights,
@@ -77,7 +46,7 @@ def page(comparison: Comparison) -> str:
         sides = found.calibration_a, found.calibration_b
         labels = [f"{name}: off by {percent(side.ece)}" for name, side in zip(names, sides, strict=True)]
         pictures["calibration"] = plots.calibration(*sides, (labels[0], labels[1]))
-    scale = js_scale([word.js for word in words.text]) if words is not None else LARGEST
+    scale = js_scale([word.js for word in words.text]) if words is not None else MAX_JS
     return render(
         "report",
         c=comparison,
@@ -87,98 +56,13 @@ def page(comparison: Comparison) -> str:
         command=command(comparison),
         pictures=pictures,
         scale=scale,
+        heat_shade=plots.heat_shade,
         heat_scale=plots.heat_scale([tensor.distance for tensor in weights.tensors]) if weights is not None else None,
         tokens=[token(word, scale) for word in words.text] if words is not None else [],
         passages=[passage(part, scale) for part in words.passages] if words is not None else [],
         continuations=[said(row) for row in words.continuations] if words is not None else [],
         choices=choices([*words.text, *(word for part in words.passages for word in part.words)]) if words is not None else [],
     )
-
-
-def render(name: str, **values: Any) -> str:
-    """One of our templates with its script, everything escaped that is put into it."""
-    import jinja2
-
-    loader = jinja2.PackageLoader("gpt2.pages", "templates")
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"n": number, "pct": percent, "between": between, "pct_between": percent_between}
-    environment.filters |= {"svg": safe, "visible": visible}
-    environment.globals |= {"heat_shade": plots.heat_shade, "levels": drawing.LEVELS, "zip": zip}
-    script = loader.get_source(environment, f"{name}.js")[0]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template(f"{name}.html").render(script=safe(script), script_hash=digest, ramps=RAMPS, **values)
-
-
-def safe(text: str) -> Any:
-    """Our own markup: a picture, the script."""
-    from markupsafe import Markup
-
-    return Markup(text)
-
-
-def _ramp(*stops: str) -> list[str]:
-    """LEVELS colours through ``stops``, evenly."""
-    rgb = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops]
-    found = []
-    for level in range(drawing.LEVELS):
-        place = level / (drawing.LEVELS - 1) * (len(stops) - 1)
-        low = min(int(place), len(stops) - 2)
-        mixed = (round(x + (y - x) * (place - low)) for x, y in zip(rgb[low], rgb[low + 1], strict=True))
-        found.append("#" + "".join(f"{part:02x}" for part in mixed))
-    return found
-
-
-RAMPS = {
-    "light": _ramp("#fdfcfa", "#fbe6d3", "#f6bd93", "#ee9462", "#e07245"),
-    "dark": _ramp("#171614", "#33221a", "#5c321c", "#8a441f", "#b85a28"),
-}
-
-
-def short_names(a: Model, b: Model) -> tuple[str, str]:
-    """What both are called in a legend: the end of a path, or A and B where that is one and the same."""
-    whole = [visible(model.name) for model in (a, b)]
-    names = [name if len(name) <= 24 else "/".join(Path(name).parts[-2:])[-LEGEND:] for name in whole]
-    return ("A", "B") if names[0] == names[1] else (names[0], names[1])
-
-
-def number(value: float | None, form: str = "#.3g") -> str:
-    """A figure as a person reads it: ∞, and a dash for what is not defined."""
-    if value is None or math.isnan(value):
-        return "–"
-    if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
-    text = format(value, form) if value else "0"
-    digits, _, exponent = text.partition("e")
-    text = digits = digits.removesuffix(".")
-    if exponent:
-        power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-        text = f"{digits} × 10{power}"
-    return text.replace("-", "−")
-
-
-def percent(value: float | None, digits: int = 1) -> str:
-    """A share; one that is not all or nothing is never rounded to it."""
-    if value is None or not math.isfinite(value):
-        return number(value)
-    text = f"{value:.{digits}%}"
-    if value < 1 and text == f"{1:.{digits}%}":
-        text = f"> {1 - 10 ** (-digits - 2):.{digits}%}"
-    elif value != 0 and float(text[:-1]) == 0:
-        text = number(100 * value, ".1e") + "%"
-    return text.replace("-", "−").replace("%", " %")
-
-
-def between(estimate: Estimate, form: str = "#.3g") -> str:
-    """An interval, or nothing where it is a point."""
-    if estimate.low == estimate.high:
-        return ""
-    return f"{number(estimate.low, form)} to {number(estimate.high, form)}"
-
-
-def percent_between(estimate: Estimate, digits: int = 1) -> str:
-    return "" if estimate.low == estimate.high else f"{percent(estimate.low, digits)} to {percent(estimate.high, digits)}"
 
 
 def verdict(comparison: Comparison) -> tuple[str, str]:
@@ -272,22 +156,10 @@ def command(comparison: Comparison) -> str:
     return shlex.join([*parts, "--html", "report.html"])
 
 
-def visible(text: str) -> str:
-    """A token in a table: every control by a sign."""
-    from gpt2.comparison.results import visible
-
-    return visible(text)
-
-
-def readable(text: str) -> str:
-    """A token as it stands in running text: its line breaks kept, other controls replaced."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
-
-
 def js_scale(values: list[float]) -> float:
     """What the darkest colour means: log 2, the most there is, unless all values are so small that nothing would be seen."""
     largest = max((value for value in values if math.isfinite(value)), default=0.0)
-    return LARGEST if largest > 0.02 or largest == 0 else largest
+    return MAX_JS if largest > 0.02 or largest == 0 else largest
 
 
 def token(word: Word, scale: float) -> dict[str, Any]:
@@ -341,33 +213,3 @@ def said(row: Continuation) -> dict[str, Any]:
         "how": how,
         "at": row.parts_at,
     }
-
-
-def attention_page(report: AttentionReport) -> str:
-    """What each head looks at, as a page of its own."""
-    maps = {"A": report.maps} if report.b is None else {"A": report.maps, "B": report.maps_b}
-    pictures = [(side, attention_plots.attention_svg(found, report.tokens, signed=False)) for side, found in maps.items()]
-    if report.b is not None:
-        pictures.insert(0, ("B − A", attention_plots.attention_svg(report.difference, report.tokens, signed=True)))
-    layers, heads, n, _ = report.maps.shape
-    data = {"layers": layers, "heads": heads, "tokens": [visible(token) for token in report.tokens], "maps": {}}
-    if len(maps) * layers * heads * n * (n + 1) // 2 <= VIEWED:
-        data["maps"] = {side: pack_lower(found) for side, found in maps.items()}
-    return render(
-        "attention",
-        report=report,
-        names={"A": report.a, "B": report.b},
-        pictures=pictures,
-        tokens=[readable(token) for token in report.tokens],
-        data=data,
-        rows=list(zip(report.heads, report.heads_b or [None] * len(report.heads), strict=True)),
-        notable=report.notable(),
-    )
-
-
-def pack_lower(maps: Tensor) -> str:
-    """Weights as bytes, 255 for 1, of what lies on or below the diagonal, row by row, in base64."""
-    low = maps.tril().nan_to_num().clamp(0, 1).mul(255).round().byte()
-    rows, columns = low.new_ones(low.shape[-2:]).nonzero(as_tuple=True)
-    inside = columns <= rows
-    return base64.b64encode(low[..., rows[inside], columns[inside]].contiguous().numpy().tobytes()).decode()

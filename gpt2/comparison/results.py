@@ -17,6 +17,7 @@ from gpt2.comparison.last_words import LastWords
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
 from gpt2.measure.metrics import LanguageScore
+from gpt2.pages.rendering import visible, write
 from gpt2.parity.report import Environment, finite
 
 if TYPE_CHECKING:
@@ -123,10 +124,10 @@ class Comparison:
         return console.file.getvalue()
 
     def save_html(self, path: str | Path) -> None:
-        """The report as one self-contained page."""
-        from gpt2.comparison.page import save
+        """Write the report as one self-contained page; raises InputError where the file cannot be written."""
+        from gpt2.comparison.page import page
 
-        save(self, Path(path))
+        write(path, page(self))
 
     def print(self, console: Console) -> None:
         """Write the report to a rich console."""
@@ -291,12 +292,6 @@ def _moved(distance: float) -> str:
 
 def _coarser(*dtypes: str) -> str:
     return max(dtypes, key=["float64", "float32", "float16", "bfloat16", "int8"].index)
-
-
-def visible(text: str) -> str:
-    """A token as it can be read in a table: its line breaks and other controls shown by signs."""
-    signs = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
-    return "".join(signs.get(c, c if c.isprintable() else "�") for c in text)
 
 
 def _table(*titles: str) -> Any:

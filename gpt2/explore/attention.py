@@ -18,6 +18,7 @@ from gpt2.comparison.results import Model
 from gpt2.comparison.sides import Side
 from gpt2.errors import InputError
 from gpt2.measure.tracing import trace_blocks
+from gpt2.pages.rendering import write
 from gpt2.parity.report import Environment, environment, finite
 
 if TYPE_CHECKING:
@@ -124,10 +125,10 @@ class AttentionReport:
 
     def save_html(self, path: str | Path) -> None:
         """The pictures and every head's figures as one self-contained page."""
-        from gpt2.comparison import page as html
+        from gpt2.explore.attention_page import page
 
         self._require_room("a page")
-        html.write(Path(path), html.attention_page(self))
+        write(path, page(self))
 
     def save_png(self, path: str | Path) -> None:
         """The small multiples as a picture: the difference where there are two models."""

@@ -6,10 +6,12 @@ import io
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from gpt2.pages.drawing import INK, MUTED, PAPER, RULE, SETTINGS, matplotlib_of_our_own, svg
+from gpt2.pages.rendering import visible
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
-from gpt2.pages.drawing import INK, MUTED, PAPER, RULE, SETTINGS, matplotlib_of_our_own, svg
 
 LIGHT = {INK: "#23211d", MUTED: "#716b61", RULE: "#e6e1d8", PAPER: "#fdfcfa"}
 POSITIVE, NEGATIVE = (0xD8, 0x62, 0x28), (0x3F, 0x7F, 0xC4)  # seen on a light page and on a dark one
@@ -104,7 +106,5 @@ def _attention(maps: Tensor, tokens: Sequence[str], signed: bool) -> tuple[tuple
 
 
 def _label(token: str) -> str:
-    from gpt2.comparison.results import visible
-
     text = visible(token)
     return text if len(text) <= 10 else text[:9] + "…"

@@ -27,16 +27,15 @@ from gpt2.comparison.sides import Side
 from gpt2.comparison.words import Choice
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
+from gpt2.explore.lens_page import MAX_CHARACTERS, MAX_TOKENS, MAX_WEIGHTS, page
 from gpt2.measure.metrics import entropy, log_probabilities
 from gpt2.measure.per_token import likeliest, measure_rows
 from gpt2.measure.tracing import point_at, root_of, trace_blocks
+from gpt2.pages.rendering import write
 from gpt2.parity.report import Environment, environment, finite
 
 PROMPT = "JULIET:\nO Romeo, Romeo! wherefore art"
 TOP = 8  # choices kept of each reading
-ROOM = 128  # tokens that a page shows side by side
-WEIGHTS = 3_000_000  # attention weights of one model, in a page of some 4 MB
-CHARACTERS = 4_000  # of a prompt, before it is cut into tokens
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,7 @@ class Exploration:
         Raises:
             InputError: the file cannot be written.
         """
-        from gpt2.comparison.page import write
-        from gpt2.explore.lens_page import page
-
-        write(Path(path), page(self))
+        write(path, page(self))
 
 
 @dataclass(frozen=True)
@@ -117,8 +113,8 @@ class Explorer:
         Raises:
             InputError: a prompt that is empty, or longer than a model or a page has room for.
         """
-        if len(prompt) > CHARACTERS:
-            raise InputError(f"the prompt has {len(prompt):,} characters; there is room for {CHARACTERS:,}: shorten it")
+        if len(prompt) > MAX_CHARACTERS:
+            raise InputError(f"the prompt has {len(prompt):,} characters; there is room for {MAX_CHARACTERS:,}: shorten it")
         ids = [self._ids(prompt, side, tokenizer) for side, tokenizer in zip(self.sides, self.tokenizers, strict=True)]
         lenses, outputs = [], []
         for model, told, tokenizer, own in zip(self.models, self.described, self.tokenizers, ids, strict=True):
@@ -135,8 +131,8 @@ class Explorer:
             raise InputError("the prompt is empty; type a few words")
         if max(ids) >= side.config.vocab_size:
             raise InputError(f"{side.name} has {side.config.vocab_size:,} tokens, and the prompt needs more; leave it out")
-        weights = WEIGHTS // (side.config.n_layer * side.config.n_head)
-        room = min(ROOM, side.config.n_positions, math.isqrt(2 * weights))
+        weights = MAX_WEIGHTS // (side.config.n_layer * side.config.n_head)
+        room = min(MAX_TOKENS, side.config.n_positions, math.isqrt(2 * weights))
         if len(ids) > room:
             raise InputError(f"the prompt makes {len(ids):,} tokens of {side.name}; there is room for {room}: shorten it")
         return ids

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpt2.comparison.page import LARGEST, pack_lower, percent, readable, render, short_names, visible
 from gpt2.errors import InputError
-from gpt2.explore.lens import CHARACTERS, Exploration, Lens, Reading
+from gpt2.measure.metrics import MAX_JS
+from gpt2.pages.rendering import pack_lower, percent, readable, render, short_names, visible
 
+if TYPE_CHECKING:
+    from gpt2.explore.lens import Exploration, Lens, Reading
+
+MAX_TOKENS = 128  # of a prompt: what a page shows side by side
+MAX_WEIGHTS = 3_000_000  # attention weights of one model, which make a page of about 4 MB
+MAX_CHARACTERS = 4_000  # of a prompt, before it is cut into tokens
 UNEXPECTED = 12  # bits of surprise that are coloured darkest: one in four thousand
 
 
@@ -18,7 +24,7 @@ def page(found: Exploration, *, served: bool = False) -> str:
     names = [visible(lens.model.name) for lens in found.lenses]
     together = len(found.lenses) == 1 or len({lens.tokens for lens in found.lenses}) == 1
     if len(names) == 2:
-        a, b = short_names(found.lenses[0].model, found.lenses[1].model)
+        a, b = short_names(names[0], names[1])
         legend = [name if name == letter else f"{letter} · {name}" for letter, name in zip("AB", (a, b), strict=True)]
     else:
         legend = names
@@ -47,7 +53,7 @@ def page(found: Exploration, *, served: bool = False) -> str:
         prompt=found.prompt,
         served=served,
         error=None,
-        characters=CHARACTERS,
+        characters=MAX_CHARACTERS,
         command=_command(found),
         data=_data(found),
         environment=found.environment,
@@ -62,10 +68,10 @@ def error_page(names: tuple[str, ...], prompt: str, error: InputError) -> str:
         sides=[],
         strips=[],
         verdict=[],
-        prompt=prompt[:CHARACTERS],
+        prompt=prompt[:MAX_CHARACTERS],
         served=True,
         error=str(error),
-        characters=CHARACTERS,
+        characters=MAX_CHARACTERS,
         data={},
     )
 
@@ -109,7 +115,7 @@ def _rows(lens: Lens) -> list[dict[str, Any]]:
 def _strip(lens: Lens, js: tuple[float, ...] | None) -> list[dict[str, Any]]:
     """The prompt's tokens as running text, coloured by how unexpected each was, or by how far apart two models are after it."""
     given = [None, *(reading.probability for reading in lens.readings[-1][:-1])]
-    shares = [_surprise(p) for p in given] if js is None else [_share(value / LARGEST) for value in js]
+    shares = [_surprise(p) for p in given] if js is None else [_share(value / MAX_JS) for value in js]
     texts = [readable(token) for token in lens.tokens]
     # The spaces in front apart: a line may break after them, and a ring around the token would be in two pieces.
     bare = [text.lstrip(" ") for text in texts]

@@ -17,7 +17,7 @@ from gpt2.errors import InputError
 from gpt2.model import GPT2
 
 Logits = Callable[[Tensor], Tensor]  # ids (B, T), int64, on the CPU, to logits (B, T, V) in any float dtype, on any device
-
+MAX_JS = math.log(2)  # the largest Jensen-Shannon divergence, in nats: of distributions that share no token
 
 PART = 1 << 16  # entries that are compared at a time, so that what is made of them stays in the processor's cache
 

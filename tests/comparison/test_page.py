@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from support.browser import CHROMIUM, Browser
 
-from gpt2.comparison.page import RAMPS, lean, number, page, percent, readable, write
+from gpt2.comparison.page import lean, page
 from gpt2.comparison.pair import compare
 from gpt2.comparison.plots import heat_scale, heat_shade
 from gpt2.comparison.results import Comparison, Numerics
@@ -27,6 +27,7 @@ from gpt2.comparison.words import Choice, Word
 from gpt2.errors import InputError
 from gpt2.measure.metrics import LanguageScore
 from gpt2.pages.drawing import shade
+from gpt2.pages.rendering import RAMPS, number, percent, readable, write
 
 ATTACK = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\'"&'
 SECTIONS = [

@@ -1,0 +1,149 @@
+"""Render an HTML page from a template: escaping, and how numbers, shares and tokens are written in it.
+
+A page is one self-contained file. Its content security policy allows no request, and only the page's own script, by hash. Text
+from models and files is escaped, so it is never read as markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gpt2.errors import InputError
+from gpt2.pages.drawing import LEVELS
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+    from torch import Tensor
+
+MAX_LEGEND = 40  # characters of a model's name in a legend
+SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
+
+
+class Interval(Protocol):
+    """A confidence interval; ``low`` equals ``high`` where there is none."""
+
+    @property
+    def low(self) -> float: ...
+    @property
+    def high(self) -> float: ...
+
+
+def render(name: str, **values: Any) -> str:
+    """The page of the template ``name`` (``name.html`` with the script ``name.js``), with every value escaped."""
+    import jinja2
+
+    loader = jinja2.PackageLoader("gpt2.pages", "templates")
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"n": number, "pct": percent, "between": between, "pct_between": percent_between}
+    environment.filters |= {"svg": safe, "visible": visible}
+    environment.globals |= {"levels": LEVELS, "zip": zip}
+    script = loader.get_source(environment, f"{name}.js")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template(f"{name}.html").render(script=safe(script), script_hash=digest, ramps=RAMPS, **values)
+
+
+def write(path: str | Path, text: str) -> None:
+    """Write a page to a file.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    try:
+        # The name of a model's file may hold bytes that are not UTF-8.
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
+
+
+def safe(text: str) -> Markup:
+    """Markup that this package made itself, a picture or a script, which is not escaped."""
+    from markupsafe import Markup
+
+    return Markup(text)
+
+
+def _ramp(*stops: str) -> list[str]:
+    """LEVELS colours that lead evenly through ``stops``."""
+    rgb = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops]
+    colours = []
+    for level in range(LEVELS):
+        place = level / (LEVELS - 1) * (len(stops) - 1)
+        low = min(int(place), len(stops) - 2)
+        mixed = (round(x + (y - x) * (place - low)) for x, y in zip(rgb[low], rgb[low + 1], strict=True))
+        colours.append("#" + "".join(f"{part:02x}" for part in mixed))
+    return colours
+
+
+RAMPS = {
+    "light": _ramp("#fdfcfa", "#fbe6d3", "#f6bd93", "#ee9462", "#e07245"),
+    "dark": _ramp("#171614", "#33221a", "#5c321c", "#8a441f", "#b85a28"),
+}
+
+
+def number(value: float | None, form: str = "#.3g") -> str:
+    """A number for people: ∞ for infinity, and a dash for NaN and None."""
+    if value is None or math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    text = format(value, form) if value else "0"
+    digits, _, exponent = text.partition("e")
+    text = digits = digits.removesuffix(".")
+    if exponent:
+        power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+        text = f"{digits} × 10{power}"
+    return text.replace("-", "−")
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share as a percentage; only exactly 0 and 1 are written as 0 % and 100 %."""
+    if value is None or not math.isfinite(value):
+        return number(value)
+    text = f"{value:.{digits}%}"
+    if value < 1 and text == f"{1:.{digits}%}":
+        text = f"> {1 - 10 ** (-digits - 2):.{digits}%}"
+    elif value != 0 and float(text[:-1]) == 0:
+        text = number(100 * value, ".1e") + "%"
+    return text.replace("-", "−").replace("%", " %")
+
+
+def between(interval: Interval, form: str = "#.3g") -> str:
+    """``"low to high"``; empty where there is no interval."""
+    if interval.low == interval.high:
+        return ""
+    return f"{number(interval.low, form)} to {number(interval.high, form)}"
+
+
+def percent_between(interval: Interval, digits: int = 1) -> str:
+    """:func:`between` of shares, as percentages."""
+    return "" if interval.low == interval.high else f"{percent(interval.low, digits)} to {percent(interval.high, digits)}"
+
+
+def visible(text: str) -> str:
+    """A token for a table cell: line breaks and tabs become signs, other control characters the replacement character."""
+    return "".join(SIGNS.get(c, c if c.isprintable() else "�") for c in text)
+
+
+def readable(text: str) -> str:
+    """A token for running text: line breaks and tabs stay, other control characters become the replacement character."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
+def short_names(a: str, b: str) -> tuple[str, str]:
+    """Two models' names for a legend: the end of a long path; A and B where both ends are the same."""
+    names = [name if len(name) <= 24 else "/".join(Path(name).parts[-2:])[-MAX_LEGEND:] for name in (visible(a), visible(b))]
+    return ("A", "B") if names[0] == names[1] else (names[0], names[1])
+
+
+def pack_lower(maps: Tensor) -> str:
+    """Attention weights (..., T, T) in base64: a byte each, 255 for 1, of what lies on or below the diagonal, row by row."""
+    low = maps.tril().nan_to_num().clamp(0, 1).mul(255).round().byte()
+    rows, columns = low.new_ones(low.shape[-2:]).nonzero(as_tuple=True)
+    inside = columns <= rows
+    return base64.b64encode(low[..., rows[inside], columns[inside]].contiguous().numpy().tobytes()).decode()
