@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from gpt2.cli.common import Status, add_command, add_json, add_model, write_json
+from gpt2.cli.common import Status, add_command, add_json, add_model, say, write_json
 
 EXAMPLES = """\
   gpt2 bench                                      the embedded model: seconds
@@ -42,5 +42,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, found.to_json())
     if args.json != "-":
-        print(found.table())
+        say(found.table())
     return 0

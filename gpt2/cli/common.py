@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpt2.errors import InputError
+from gpt2.errors import InputError, printable
 
 
 def add_command(commands: Any, name: str, help: str, examples: str) -> argparse.ArgumentParser:
@@ -58,10 +58,15 @@ def require_writable(flag: str, target: str | None) -> None:
         raise InputError(f"{flag} {target}: cannot be written; give a file in a folder that exists and is yours")
 
 
+def say(text: str, end: str = "\n") -> None:
+    """Print to stdout; on a terminal with control characters as symbols, since the text may be a model's."""
+    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
 def write_json(target: str, text: str) -> None:
     """``text`` to the file ``target``, or to stdout for "-"."""
     if target == "-":
-        print(text)
+        say(text)
         return
     try:
         with open(target, "w", encoding="utf-8") as file:
@@ -78,7 +83,7 @@ class Status:
 
     def __call__(self, what: str) -> None:
         if self.live:
-            print(f"\r\x1b[2K{what} …", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[2K{printable(what, one_line=True)} …", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         if self.live:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from gpt2.cli.common import Status, add_command, add_json, require_writable, seed, write_json
+from gpt2.cli.common import Status, add_command, add_json, require_writable, say, seed, write_json
 from gpt2.errors import InputError
 
 EXAMPLES = """\
@@ -60,8 +60,6 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--threshold {args.threshold}: give a number from 0 up, such as 1e-3")
     if args.b is None and args.attention is None:
         raise InputError(f"compare {args.a} with what? give a second model, such as hf/{args.a}, or --attention TEXT")
-    from rich.console import Console
-
     if args.attention is not None and (idle := [name for name in APART if getattr(args, name) != DEFAULTS[name]]):
         raise InputError(f"--{idle[0]} says nothing beside --attention, which looks at the text given there; leave it out")
     if args.attention is not None:
@@ -74,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             write_json(args.json, heads.to_json(maps=True))
         if args.json != "-":
-            print(heads.table())
+            say(heads.table())
         return 0
     from gpt2.comparison.pair import compare
     from gpt2.measure.allocator import keep_freed_memory
@@ -100,5 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, found.to_json())
     if args.json != "-":
-        found.print(Console())
+        from gpt2.cli.terminal import Terminal
+
+        found.print(Terminal())
     return 0

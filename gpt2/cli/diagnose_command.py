@@ -7,7 +7,7 @@ import math
 import shutil
 from typing import Any
 
-from gpt2.cli.common import Status, add_command, add_json, write_json
+from gpt2.cli.common import Status, add_command, add_json, say, write_json
 from gpt2.errors import InputError
 
 EXAMPLES = """\
@@ -59,5 +59,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, found.to_json())
     if args.json != "-":
-        print(found.table(min(shutil.get_terminal_size((110, 24)).columns, 140)))
+        say(found.table(min(shutil.get_terminal_size((110, 24)).columns, 140)))
     return 0 if found.ok else 1

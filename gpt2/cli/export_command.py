@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gpt2.cli.common import Status, add_command, add_json, add_model, size, write_json
+from gpt2.errors import printable
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.export import Export
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, json.dumps({**asdict(done), "parameters": done.config.num_parameters()}, indent=2))
     if args.json != "-":
-        print(_text(done))
+        print(printable(_text(done)))
     return 0
 
 

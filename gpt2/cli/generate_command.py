@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from gpt2.cli.common import Status, add_command, add_json, add_model, seed, write_json
+from gpt2.cli.common import Status, add_command, add_json, add_model, say, seed, write_json
 from gpt2.errors import InputError
 
 EXAMPLES = """\
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     quiet, decoder = args.json == "-", codecs.getincrementaldecoder("utf-8")("replace")
     new, started = [], time.perf_counter()
     if not quiet:
-        print(text, end="", flush=True)
+        say(text, end="")
     settings = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
     for chosen in stream(model, prompt, args.max_new_tokens, **settings, draft=draft):
         token = int(chosen)
@@ -76,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
             break
         new.append(token)
         if not quiet:
-            print(decoder.decode(tokenizer.token_bytes(token)), end="", flush=True)
+            say(decoder.decode(tokenizer.token_bytes(token)), end="")
     seconds = time.perf_counter() - started
     if not quiet:
-        print(decoder.decode(b"", final=True))
+        say(decoder.decode(b"", final=True))
         print(f"{len(new)} tokens in {seconds:.2f} s, {len(new) / max(seconds, 1e-9):.0f} a second", file=sys.stderr)
     if args.json:
         body = {

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gpt2.cli.common import add_command, add_json, add_model, size, write_json
+from gpt2.errors import printable
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.describe import Description
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, _json(found))
     if args.json != "-":
-        print(_text(found))
+        print(printable(_text(found)))
     return 0
 
 
@@ -49,8 +50,8 @@ def _json(found: Description) -> str:
 
 def _text(found: Description) -> str:
     config, total = found.config, found.config.num_parameters()
-    lines = [found.name + (f" @ {found.revision}" if found.revision else "")]
-    lines += [f"  {found.path}"] if found.path else []
+    lines = [printable(found.name, one_line=True) + (f" @ {found.revision}" if found.revision else "")]
+    lines += [f"  {printable(found.path, one_line=True)}"] if found.path else []
     lines += [f"  {found.container}" + "".join(f"; {note}" for note in found.notes)] if found.path else []
     lines += ["", "config"]
     lines += [f"  {key:32} {value}" for key, value in asdict(config).items()]
@@ -62,7 +63,9 @@ def _text(found: Description) -> str:
     lines += [f"  {'to train: AdamW in float32':32} {size(found.training_bytes):>13}  activations come on top"]
     if found.files:
         lines += ["", "files"]
-        lines += [f"  {file.name:24} {size(file.size):>9}  sha256 {file.sha256}" for file in found.files]
+        lines += [
+            f"  {printable(file.name, one_line=True):24} {size(file.size):>9}  sha256 {file.sha256}" for file in found.files
+        ]
     if found.dropped:
         lines += ["", f"seen and dropped: {len(found.dropped)} tensors without information ({', '.join(found.dropped[:2])}, ...)"]
     return "\n".join(lines)

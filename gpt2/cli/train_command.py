@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2.cli.common import add_command, add_json, size, write_json
-from gpt2.errors import InputError
+from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
     from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged, Started
@@ -112,7 +112,8 @@ def _train(args: argparse.Namespace) -> int:
             write_json(args.json, json.dumps({**asdict(result), "folder": str(result.folder), "best": str(best)}, indent=2))
         if args.json != "-":
             print(f"{_ENDS[result.stopped]} at step {result.step}")
-            print(f"best validation loss {result.best_loss:.4f} at step {result.best_step}: {best}")
+            folder = printable(str(best), one_line=True)
+            print(f"best validation loss {result.best_loss:.4f} at step {result.best_step}: {folder}")
     return 130 if result.stopped == "interrupted" else 0
 
 
@@ -120,8 +121,8 @@ _ENDS = {"finished": "finished", "early": "stopped early, no longer improving", 
 
 
 def show(event: Started | Logged | Evaluated | Estimated | Diverged) -> None:
-    """One event of the loop as lines on stderr."""
-    print(_LINES[type(event).__name__](event), file=sys.stderr, flush=True)
+    """One event of the loop as lines on stderr, control characters in the text's names and samples as symbols."""
+    print(printable(_LINES[type(event).__name__](event)), file=sys.stderr, flush=True)
 
 
 def _started(event: Started) -> str:

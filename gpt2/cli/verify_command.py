@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, report.to_json())
     if args.json != "-":
-        from rich.console import Console
+        from gpt2.cli.terminal import Terminal
 
-        report.print(Console(highlight=False))
+        report.print(Terminal(highlight=False))
     return 0 if report.ok else 1

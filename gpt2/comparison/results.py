@@ -16,6 +16,7 @@ from gpt2.comparison.distributions import Distributions, Estimate
 from gpt2.comparison.last_words import LastWords
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
+from gpt2.errors import printable
 from gpt2.measure.metrics import LanguageScore
 from gpt2.pages.rendering import visible, write
 from gpt2.parity.report import Environment, finite
@@ -303,7 +304,7 @@ def _table(*titles: str) -> Any:
         """Cells are text from models and files, never markup."""
 
         def add_row(self, *cells: str) -> None:
-            super().add_row(*(Text(cell) for cell in cells))
+            super().add_row(*(Text(printable(cell)) for cell in cells))
 
     table = Plain(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
     for number, title in enumerate(titles):

@@ -1,0 +1,22 @@
+"""A rich console that nobody's text can command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from gpt2.errors import printable
+
+
+class Terminal(Console):
+    """Stdout; where that is a terminal, control characters in a report are shown as symbols.
+
+    Colours are not touched: rich keeps them beside the text and writes them last.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            plain = segment.control is not None or not self.is_terminal
+            yield segment if plain else Segment(printable(segment.text), segment.style)
