@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from gpt2.config import quoted
 from gpt2.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -23,8 +24,8 @@ N_BYTES = 256
 FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 ADDED = "added_tokens.json"  # token -> id, beside the first pair, of special tokens
 
-# How a token that no merge makes has to look to be taken for a special one, as in <|endoftext|>, [PAD], </s>.
-_SPECIAL = re.compile(r"<.*\w.*>|\[.*\w.*\]")
+# Bytes of one file. GPT-2's own have 1.4 MB at most, and the largest vocabularies published (256,000 tokens) some 20 to 35 MB.
+LIMIT = 40_000_000
 
 
 class Source(NamedTuple):
@@ -93,7 +94,11 @@ def _read_tokenizer_json(path: Path) -> Source:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
+        with path.open("rb") as file:
+            content = file.read(LIMIT + 1)
+        if len(content) > LIMIT:
+            raise InputError(f"{path} has more than {LIMIT:,} bytes, which no tokenizer's file has; fetch it again")
+        return content.decode()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}; check the path") from None
     except UnicodeDecodeError as error:
@@ -102,13 +107,16 @@ def _read(path: Path) -> str:
 
 def read_json(path: Path) -> object:
     """The content of a JSON file; InputError with line and column where it is none."""
+    text = _read(path)
     try:
-        return json.loads(_read(path))
+        return json.loads(text)
     except json.JSONDecodeError as error:
         at = f"line {error.lineno} column {error.colno}"
         raise InputError(f"{path} is not JSON ({at}); it is damaged or cut off, fetch it again") from None
     except RecursionError:
         raise InputError(f"{path} is not a vocabulary: its JSON is nested too deep; fetch it again") from None
+    except ValueError:  # more digits than Python converts
+        raise InputError(f"{path} is not a vocabulary: it holds a number of thousands of digits; fetch it again") from None
 
 
 def _table(vocab: object, where: Path) -> dict[str, int]:
@@ -116,7 +124,9 @@ def _table(vocab: object, where: Path) -> dict[str, int]:
         raise InputError(f"{where} holds no map from token to id; give the vocabulary that belongs to the merges")
     for token, i in vocab.items():
         if type(i) is not int or not isinstance(token, str):
-            raise InputError(f"{where}: token {token!r} has id {i!r}, which is not a whole number; fetch the file again")
+            raise InputError(
+                f"{where}: token {quoted(token)} has id {quoted(i)}, which is not a whole number; fetch the file again"
+            )
     return vocab
 
 
@@ -133,7 +143,7 @@ def as_pairs(merges: object, where: Path | str) -> list[tuple[str, str]]:
         except (TypeError, ValueError):
             bad = True
         if bad:
-            raise InputError(f"{where}: merge {i} is {merge!r}, not two tokens; it is damaged, fetch it again")
+            raise InputError(f"{where}: merge {i} is {quoted(merge)}, not two tokens; it is damaged, fetch it again")
         pairs.append((a, b))
     return pairs
 
@@ -164,7 +174,12 @@ def _differences(content: dict) -> str:
 
 
 def _brief(value: object) -> str:
-    return str(value.get("type")) if isinstance(value, dict) else str(value)
+    return quoted(value.get("type") if isinstance(value, dict) else value).strip("'")
+
+
+def _looks_special(token: str) -> bool:
+    """Whether a token that no merge makes has the looks of a special one, as <|endoftext|>, [PAD] and </s> have."""
+    return token[:1] + token[-1:] in ("<>", "[]") and re.search(r"\w", token) is not None
 
 
 def check(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], special: Collection[str], where: str) -> dict[str, int]:
@@ -177,7 +192,7 @@ def check(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], special: 
         seen: dict[int, str] = {}
         for token, i in vocab.items():
             if i in seen:
-                raise InputError(f"{where}: id {i} is given to both {seen[i]!r} and {token!r}; fetch the files again")
+                raise InputError(f"{where}: id {i} is given to both {quoted(seen[i])} and {quoted(token)}; fetch the files again")
             seen[i] = token
         hole = next(i for i in range(len(vocab)) if i not in seen)
         raise InputError(f"{where}: no token has id {hole}, though {len(vocab)} tokens are there; fetch the files again")
@@ -186,62 +201,66 @@ def check(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], special: 
             f"{where}: {len(missing)} of the 256 byte tokens are missing ({missing[0]!r} first), so some text has no ids; "
             "this is not a byte-level BPE as GPT-2's is, or the file is cut off"
         )
-    parts = _ranked_parts(vocab, merges, where)
-    others = sorted((token for token in vocab if token not in parts), key=vocab.__getitem__)
-    if lost := [token for token in others if not (token in special or _SPECIAL.fullmatch(token))]:
+    made = _made(vocab, merges, where)
+    others = sorted((token for token in vocab if token not in made), key=vocab.__getitem__)
+    if lost := [token for token in others if not (token in special or _looks_special(token))]:
         raise InputError(
-            f"{where}: {len(lost)} tokens are made by none of the {len(merges)} merges ({lost[0]!r} first); "
+            f"{where}: {len(lost)} tokens are made by none of the {len(merges)} merges ({quoted(lost[0])} first); "
             "the merges are cut off or belong to another vocabulary, fetch both files again"
         )
     return {token: vocab[token] for token in others}
 
 
-# Token -> (rank, left part, right part); a byte has rank -1 and no parts.
-_Parts = dict[str, tuple[int, str, str]]
-
-
-def _ranked_parts(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], where: str) -> _Parts:
-    """The parts of every token that is a byte or made by a merge, once each merge is seen to be one that can happen."""
-    parts: _Parts = {char: (-1, "", "") for char in byte_alphabet()}
+def _made(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], where: str) -> set[str]:
+    """Every token that is a byte or made by a merge, once each merge is seen to be one that can happen. In linear time."""
+    numbers = {char: i for i, char in enumerate(byte_alphabet())}  # token -> its number; that of merge r is N_BYTES + r
+    halves = [(-1, -1)] * N_BYTES  # by number; a byte has none
+    joined: dict[tuple[int, int], int] = {}  # the numbers of two halves -> the number of what they make
     for rank, (a, b) in enumerate(merges):
         token, wrong = a + b, ""
-        if a not in parts or b not in parts:
-            part = b if a in parts else a
-            wrong = f"joins {part!r}, which {'no earlier merge makes' if part in vocab else 'is not in the vocabulary'}"
+        pair = numbers.get(a, -1), numbers.get(b, -1)
+        if -1 in pair:
+            part = b if a in numbers else a
+            wrong = f"joins {quoted(part)}, which {'no earlier merge makes' if part in vocab else 'is not in the vocabulary'}"
         elif token not in vocab:
-            wrong = f"makes {token!r}, which is not in the vocabulary"
-        elif token in parts:
-            wrong = f"makes {token!r}, as merge {parts[token][0]} does"
-        elif (other := _forestalled_by(parts, a, b, rank)) is not None:
-            wrong = f"can never happen, for merge {other} comes first"
+            wrong = f"makes {quoted(token)}, which is not in the vocabulary"
+        elif token in numbers:
+            wrong = f"makes {quoted(token)}, as merge {numbers[token] - N_BYTES} does"
+        elif (other := _forestalled_by(halves, joined, *pair)) is not None:
+            wrong = f"can never happen, for merge {other - N_BYTES} comes first"
         if wrong:
-            raise InputError(f"{where}: merge {rank} ({a} {b}) {wrong}; fetch both files again")
-        parts[token] = (rank, a, b)
-    return parts
+            raise InputError(f"{where}: merge {rank} ({_cut(a)} {_cut(b)}) {wrong}; fetch both files again")
+        numbers[token] = joined[pair] = len(halves)
+        halves.append(pair)
+    return set(numbers)
 
 
-def _forestalled_by(parts: _Parts, a: str, b: str, rank: int) -> int | None:
-    """The earlier merge that, in the bytes of `a + b`, joins across the boundary of the two; None where none does.
+def _forestalled_by(halves: Sequence[tuple[int, int]], joined: Mapping[tuple[int, int], int], a: int, b: int) -> int | None:
+    """The earlier merge that, in the bytes of token ``a`` and token ``b``, joins across their boundary; None where none does.
 
-    BPE arrives at `a`, `b` only if no merge has joined across before. What stands left of the boundary meanwhile is some last
-    part of a last part ... of `a`, and right of it some first part of `b`; each until its rank, when it is absorbed
-    on its own side. Two such neighbours are joined if their merge comes before that.
+    BPE arrives at ``a``, ``b`` only if no merge has joined across before. Look at the boundary backwards in time: `a` and `b`
+    stand there last; before that, in place of whichever of the two was made later, its half next to the boundary; and so on
+    down to two bytes. Each two that stand there at one time are joined if there is a merge for them that comes before the
+    merge that ends their time. At most as many steps as the two have characters.
+
+    Tokens are numbers: the later made, the greater.
     """
-    left, left_until = a, rank
-    while left:
-        made, _, last = parts[left]
-        right, right_until = b, rank
-        while right:
-            other = parts.get(left + right)
-            # Of two merges of one rank the left one happens first.
-            if other and other[0] < left_until and other[0] <= right_until:
-                return other[0]
-            right_until, right, _ = parts[right]
-        left, left_until = last, made
-    return None
+    left, right, left_until, right_until = a, b, len(halves), len(halves)
+    while True:
+        other = joined.get((left, right))
+        # Of two merges of one rank the left one happens first.
+        if other is not None and other < left_until and other <= right_until:
+            return other
+        if max(left, right) < N_BYTES:
+            return None
+        if left > right:
+            left_until, left = left, halves[left][1]
+        else:
+            right_until, right = right, halves[right][0]
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
+def _cut(token: str) -> str:
+    return token if len(token) <= 60 else f"{token[:57]}..."
 
 
 def file_texts(
@@ -270,7 +289,7 @@ def file_texts(
         "merges.txt": "".join(f"{line}\n" for line in ["#version: 0.2", *lines]),
         **tokenizer_texts(model, steps, special, n_positions),
     }
-    if any(not _SPECIAL.fullmatch(token) for token in special):
+    if any(not _looks_special(token) for token in special):
         texts[ADDED] = json.dumps(special) + "\n"  # else vocab.json alone would not tell
     return texts
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from gpt2.config import quoted
 from gpt2.data import bpe_files
 from gpt2.data.bpe import PATTERN, openai_byte_order, refuse_surrogates
 from gpt2.data.bpe_files import END_OF_TEXT, N_BYTES, byte_alphabet
@@ -46,10 +47,12 @@ class Words:
         self._ids = {word: N_BYTES + i for i, word in enumerate(self._words)}
         for i, word in enumerate(self._words):
             if self._ids[word] != N_BYTES + i:
-                raise InputError(f"{where}: {word!r} is listed twice, as words {i} and {self._ids[word] - N_BYTES}; remove one")
+                raise InputError(
+                    f"{where}: {quoted(word)} is listed twice, as words {i} and {self._ids[word] - N_BYTES}; remove one"
+                )
             refuse_surrogates(word)
             if len(word.encode()) < 2 or _pieces(word) != [word]:
-                raise InputError(f"{where}: {word!r} is not one word of two bytes or more; make the vocabulary from a text")
+                raise InputError(f"{where}: {quoted(word)} is not one word of two bytes or more; make the vocabulary from a text")
         self._bytes += [word.encode() for word in self._words] + [END_OF_TEXT.encode()]
 
     @classmethod

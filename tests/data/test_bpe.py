@@ -14,6 +14,7 @@ import pytest
 
 from gpt2 import data
 from gpt2.data import bpe as bpe_module
+from gpt2.data import bpe_files
 from gpt2.data.bpe import BPE, END_OF_TEXT, openai_byte_order, train_bpe
 from gpt2.data.bpe_files import byte_alphabet
 from gpt2.errors import InputError
@@ -479,6 +480,11 @@ LAST = "".join(merges_of(SMALL)[-1])
         ("{", _merges(), r"vocab\.json is not JSON \(line 1 column 2\).*fetch it again"),
         (_vocab()[:-40], _merges(), r"vocab\.json is not JSON"),
         ("[" * 100_000, _merges(), "nested too deep"),
+        ('{"a": ' + "1" * 5000 + "}", _merges(), "a number of thousands of digits"),
+        (_vocab(), _merges() + "x" * 100_000, r"merge 7 is 'x+\.\.\.x+', not two tokens"),
+        (_vocab(a="1" * 100_000), _merges(), r"'a' has id '1+\.\.\.1+'"),
+        (_vocab(**{"x" * 100_000: 264}), _merges(), r"made by none of the 7 merges \('x+\.\.\.x+' first\)"),
+        (_vocab(), _merges(lambda m: [*m, ("x" * 100_000, "a")]), r"merge 7 \(x+\.\.\. a\) joins 'x+\.\.\.x+', which is not"),
         (b"\xff\xfe", _merges(), r"vocab\.json is not UTF-8 text \(byte 0\)"),
         ('["a"]', _merges(), "no map from token to id"),
         (_vocab(a="1"), _merges(), "'a' has id '1'"),
@@ -517,6 +523,51 @@ def test_bad_files(tmp_path, vocab, merges, message):
         data.from_directory(tmp_path)
     assert str(tmp_path) in str(error.value)
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500 + len(str(tmp_path))  # six megabytes of a damaged line were printed as they are
+
+
+def crossing(length: int, count: int) -> list[tuple[str, str]]:
+    """Merges whose check is the hardest: two chains as long as `length`, and `count` joints of the ends of both."""
+    merges, left, right = [("b", "a"), ("x", "y")], "ba", "xy"
+    for i in range(length):
+        merges += [("cde"[i % 3], left), (right, "uvw"[i % 3])]
+        left, right = "cde"[i % 3] + left, right + "uvw"[i % 3]
+    return merges + [(left[i:], right[: len(right) - i]) for i in range(count)]
+
+
+def test_merges_are_checked_in_linear_time(monkeypatch):
+    """Five megabytes of merges took minutes: each was held against every pair of the parts of its two halves."""
+    looked_up = []
+
+    class Counting(dict):
+        def get(self, *args):
+            looked_up.append(args)
+            return super().get(*args)
+
+    real = bpe_files._forestalled_by
+    monkeypatch.setattr(bpe_files, "_forestalled_by", lambda halves, joined, a, b: real(halves, Counting(joined), a, b))
+    merges = crossing(60, 40)
+    tokens = [*openai_byte_order(), *(a + b for a, b in merges)]
+    bpe = BPE({token: i for i, token in enumerate(tokens)}, merges)
+    assert len(looked_up) < sum(len(a) + len(b) for a, b in merges)
+    a, b = merges[-1]
+    assert bpe.encode(a + b) == [len(tokens) - 1]
+
+
+def test_a_token_that_almost_looks_special_takes_no_time():
+    """`<.*\\w.*>` took time with the square of the token's length: hours for one of five megabytes. Here it is minutes."""
+    vocab = {token: i for i, token in enumerate([*openai_byte_order(), "<" + "a" * 400_000])}
+    with pytest.raises(InputError, match="made by none of the 0 merges"):
+        BPE(vocab, [])
+
+
+def test_a_file_too_large_for_a_tokenizer_is_not_read(tmp_path):
+    """A sparse file of a terabyte, or a vocabulary that takes an hour to parse."""
+    with (tmp_path / "vocab.json").open("wb") as file:
+        file.truncate(1 << 40)
+    (tmp_path / "merges.txt").write_text("")
+    with pytest.raises(InputError, match=r"vocab\.json has more than 40,000,000 bytes, .* fetch it again"):
+        data.from_directory(tmp_path)
 
 
 def test_merges_that_tiktoken_and_transformers_would_read_differently(tmp_path):
