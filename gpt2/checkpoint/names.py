@@ -1,6 +1,7 @@
 """What a model may be called: the embedded one, the official ones, random weights, and a dtype behind any of them."""
 
 import os
+import re
 
 from gpt2.config import OFFICIAL_SIZES, official_size
 from gpt2.errors import InputError
@@ -13,6 +14,7 @@ OFFICIAL = {
     "gpt2-xl": "openai-community/gpt2-xl",
     "distilgpt2": "distilbert/distilgpt2",
 }
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # org/name on the Hub
 DTYPES = {
     **dict.fromkeys(("fp32", "float32", "f32"), "float32"),
     **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),

@@ -23,7 +23,7 @@ from gpt2.checkpoint.files import LAYOUTS, open_file
 from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.keys import from_file, layer, to_file
 from gpt2.checkpoint.match import Assignment
-from gpt2.checkpoint.names import DEFAULT, OFFICIAL, parse_random, split_dtype
+from gpt2.checkpoint.names import OFFICIAL, REPOSITORY, parse_random, split_dtype
 from gpt2.checkpoint.saving import safetensors_file, write_file, write_json
 from gpt2.config import quoted
 from gpt2.errors import CheckpointError, InputError
@@ -136,9 +136,10 @@ def base_of(adapter: Adapter, *, offline: bool = False) -> Path:
     remedy = f"put the base model's name or path into base_model_name_or_path of {adapter.path / CONFIG}"
     if adapter.base is None:
         raise CheckpointError(f"it names none; {remedy}")
-    here = adapter.base == DEFAULT or os.path.exists(adapter.base)
+    # A revision means the Hub's repository, also where a folder of that name happens to lie.
+    pinned = adapter.revision is not None and (adapter.base in OFFICIAL or REPOSITORY.fullmatch(adapter.base))
     try:
-        path = resolve(adapter.base, revision=None if here else adapter.revision, offline=offline).path
+        path = resolve(f"{adapter.base}@{adapter.revision}" if pinned else adapter.base, offline=offline).path
     except InputError as error:
         raise CheckpointError(f"{error}; or {remedy}") from None
     if is_adapter(path):

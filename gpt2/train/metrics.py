@@ -81,7 +81,7 @@ def _board(folder: Path, found: Progress | None) -> Any:
 def _step(line: str) -> float:
     try:
         return json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return float("inf")
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from gpt2.config import ACTIVATIONS
+from gpt2.config import ACTIVATIONS, quoted
 from gpt2.errors import InputError
 
 FOLDER = Path(__file__).parent / "recipes"
+NAME = re.compile(r"[^/\\:\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,100}")  # of a run: one component of a path on any system
 FINE_TUNE_PATIENCE = 5  # evaluations without a better one
 
 
@@ -219,10 +221,10 @@ def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
             raise InputError(f"no recipe {name!r}: {hint}recipes are {', '.join(names())}, or give the path of a TOML file")
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not a TOML file ({error}); mend it") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, thousands of digits; nested too deep
+        raise InputError(f"{path}: not a TOML file ({str(error)[:120]}); correct it") from None
     for override in overrides:
         _apply(raw, override)
     return build({"name": path.stem, **raw}, str(path))
@@ -248,7 +250,7 @@ def _value(text: str, wanted: type | None) -> Any:
     try:
         table = tomllib.loads(f"v = {text}")
         value = table["v"] if len(table) == 1 else text
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
     if wanted is str and not isinstance(value, str):
         return text
@@ -264,9 +266,16 @@ def build(raw: Mapping[str, Any], where: str) -> Recipe:
     """A recipe from the tables of its file, which is ``where``.
 
     Raises:
-        InputError: an unknown key (with the nearest known one), or a value of the wrong type or range.
+        InputError: an unknown key (with the nearest known one), a value of the wrong type or range, or a name that is no name
+            of a folder: without --out a run goes to ``out/NAME``.
     """
-    return _build(Recipe, raw, where)
+    recipe: Recipe = _build(Recipe, raw, where)
+    if "name" in raw and (not NAME.fullmatch(recipe.name) or set(recipe.name) == {"."}):
+        raise InputError(
+            f"{where}: name {quoted(recipe.name)} cannot be the name of a run's folder; "
+            r"give up to 100 characters without / \ : and control characters (name = ..., or --set name=...)"
+        )
+    return recipe
 
 
 def _build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> Any:
@@ -281,11 +290,11 @@ def _build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> 
             )
             close = difflib.get_close_matches(prefix + key, everything, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else f"keys are {', '.join(known)}"
-            raise InputError(f"{where}: unknown key {prefix + key!r}; {hint}")
+            raise InputError(f"{where}: unknown key {quoted(prefix + key)}; {hint}")
         wanted = kinds[key]
         if is_dataclass(wanted):
             if not isinstance(value, Mapping):
-                raise InputError(f"{where}: {prefix + key} is a table of keys, found {value!r}")
+                raise InputError(f"{where}: {prefix + key} is a table of keys, found {quoted(value)}")
             values[key] = _build(wanted, value, where, f"{key}.")
             continue
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
@@ -293,10 +302,10 @@ def _build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> 
         if wanted == tuple[str, ...]:
             names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
             if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-                raise InputError(f"{where}: {prefix + key} is a list of names, found {value!r}")
+                raise InputError(f"{where}: {prefix + key} is a list of names, found {quoted(value)}")
             values[key] = tuple(names)
             continue
         if type(value) is not wanted:
-            raise InputError(f"{where}: {prefix + key} must be {wanted.__name__}, found {value!r}")
+            raise InputError(f"{where}: {prefix + key} must be {wanted.__name__}, found {quoted(value)}")
         values[key] = value
     return kind(**values)

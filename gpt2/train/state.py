@@ -103,7 +103,7 @@ def holds(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> bool:
         if taken:
             raise InputError(f"{folder}: holds {taken[0]} but no {RECIPE}, so no run of ours; choose another --out") from None
         return False
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         ours = False
     if not ours:
         raise InputError(f"{folder}/{RECIPE}: not the recipe of a run of ours; choose another --out")
@@ -281,6 +281,6 @@ def _fault(path: Path, needed: tuple[str, ...] = NEEDED) -> str | None:
                 return f"{name} does not have the sha256 that {MANIFEST} states"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         return f"unreadable ({error})"
     return None

@@ -356,7 +356,10 @@ for offline in (False, True):
 
 
 def test_an_adapter_and_its_base_from_the_hub(base: Path, adapter: Path, tmp_path: Path) -> None:
-    """Both repositories are fetched, the base at the revision that the adapter names, and both are there offline."""
+    """Both repositories are fetched, the base at the revision that the adapter names, and both are there offline.
+
+    A folder of the base's name where the command runs is not that revision: it was taken without a word.
+    """
     expected = ours(adapter)
     edit(adapter, base_model_name_or_path="org/base", revision="v1")
     with HubStandIn() as hub:
@@ -367,6 +370,9 @@ def test_an_adapter_and_its_base_from_the_hub(base: Path, adapter: Path, tmp_pat
         hub.add_repo("me/adapter", {file.name: file.read_bytes() for file in adapter.iterdir()}, lfs=(WEIGHTS,))
         command = [sys.executable, "-W", "error", "-c", FROM_THE_HUB, str(tmp_path / "logits")]
         environ = hub.environ(tmp_path / "cache") | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+        gpt2.save(GPT2(TINY), None, tmp_path / "here" / "org" / "base")
+        done = subprocess.run(
+            command, cwd=tmp_path / "here", env=environ, capture_output=True, text=True, timeout=120, check=False
+        )
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "logits"), expected)

@@ -143,3 +143,24 @@ def test_the_activation_reaches_the_model_and_a_wrong_one_is_refused(recipe):
     assert models.new(exact, Chars("ab")).config.activation_function == "gelu"
     assert models.new(recipe, Chars("ab")).config.activation_function == "gelu_new"
     assert "model.activation_function is 'glu'; give 'gelu_new'" in refusal("words", ["model.activation_function=glu"])
+
+
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/b", "a\\b", "C:x", "..", ".", "", "a\0b", "a\x1b]0;x", "x" * 300])
+def test_a_name_is_one_component_of_a_path(tmp_path, name):
+    """A run goes to out/NAME: somebody's recipe file could write anywhere that its reader may."""
+    path = tmp_path / "mine.toml"
+    path.write_text(f"name = {json.dumps(name)}\n")
+    assert "name" in refusal(str(path))
+    assert f"{path}: name" in refusal(str(path))
+    assert read(str(path), ["name=mine"]).name == "mine"
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "a = " + "{b = " * 100_000, "steps = " + "1" * 5000])
+def test_toml_that_python_cannot_read_is_one_line(tmp_path, text):
+    """Nested too deep or with too many digits, it ended in a traceback, as in --set."""
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    assert "not a TOML file" in refusal(str(path))
+    assert len(refusal(str(path))) < 300
+    key, _, value = text.partition(" = ")
+    assert len(refusal("shakespeare-mini", [f"{key}={value}"])) < 500
