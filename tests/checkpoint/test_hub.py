@@ -329,7 +329,7 @@ def test_one_form_of_the_weights_is_fetched(hub: HubStandIn, tmp_path: Path, fil
     assert found["path"] == again["path"]
     assert sorted(file.name for file in folder.iterdir()) == sorted(fetched)
     assert {name: content(found, name) for name in fetched} == {name: files[name] for name in fetched}
-    wanted = {request.path.rpartition("/")[2] for request in hub.requests if "/api/" not in request.path}
+    wanted = {request.file for request in hub.requests if "/api/" not in request.path}
     assert wanted <= {*fetched, ".gitattributes"}
 
 

@@ -109,7 +109,7 @@ def assert_nothing_else_was_fetched(hub: HubStandIn, name: str) -> None:
     official, (tree,) = OFFICIAL[name], hub.repos[OFFICIAL[name].repo].commits.values()
     wanted = {path for path in tree if path in (*SMALL, "model.safetensors")}
     assert hub.sent == {(official.repo, path): tree[path].size for path in wanted}
-    assert {request.path.rpartition("/")[2] for request in hub.requests if "/api/" not in request.path} == wanted
+    assert {request.file for request in hub.requests if "/api/" not in request.path} == wanted
 
 
 # Each parameter against the tensor that the server made, bit for bit, one at a time; one logit; how long, and where.

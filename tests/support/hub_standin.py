@@ -7,37 +7,56 @@
         subprocess.run([...], env=hub.environ(tmp_path))  # the client reads HF_ENDPOINT once, when it is imported
         assert hub.requests
 
-As on the real Hub, small files are served in place and large ones ("lfs") from another origin, to which a token must not
-travel; a gated repository shows its file list to everybody and its files to nobody. Files may be paths, or made up as they
-are read (:class:`Content`): they are hashed in one pass and streamed, so 6 GB cost no memory, nor a disk.
+It answers as the real Hub does in 2026. A small file is a 307 to `/api/resolve-cache/...`. A large one ("lfs") is a 302 to a
+signed address on another host, which refuses an `Authorization` header. Large files have a Xet hash. A listing comes in pages,
+joined by a `Link` header. Every answer says how many requests are left (`RateLimit`). A gated repository shows its file list
+to everybody and its files to nobody. Files may be paths, or made up as they are read (:class:`Content`): they are hashed in
+one pass and streamed, so 6 GB cost no memory, nor a disk. `hub.rewrite` alters any answer before it is sent.
 """
 
+import base64
 import gzip
 import hashlib
 import json
 import os
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What is about to be sent. ``body`` is None where a file's bytes follow."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes | None
+
+
+@dataclass(frozen=True)
 class Request:
-    """One request as it came in. ``cdn`` tells that it came to the large files' origin."""
+    """One request as it came in. ``cdn`` tells that it came to the large files' host."""
 
     method: str
     path: str
     range: str | None
     authorization: str | None
     cdn: bool
+
+    @property
+    def file(self) -> str:
+        """The last part of the path, without what is signed."""
+        return urlsplit(self.path).path.rpartition("/")[2]
 
 
 class Content(Protocol):
@@ -110,18 +129,31 @@ class File:
         if self.lfs:
             pointer_size = len(_pointer(self.sha256, self.size))
             row["lfs"] = {"oid": self.sha256, "size": self.size, "pointerSize": pointer_size}
+            row["xetHash"] = self.xet_hash
         return row
+
+    @property
+    def xet_hash(self) -> str:
+        """Stands for the Merkle hash of the chunks: a name to ask the Xet storage for."""
+        return hashlib.sha256(b"xet " + self.sha256.encode()).hexdigest()
 
 
 def _pointer(sha256: str, size: int) -> bytes:
     return f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
 
 
+class XetStorage(Protocol):
+    """What holds the large files' chunks, on the large files' host (`xet_standin.py`)."""
+
+    def answer(self, path: str, headers: Message) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body for a request of the Xet client's."""
+
+
 @dataclass
 class Repo:
     commits: dict[str, dict[str, File]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)  # branch or tag -> commit
-    gated: bool = False
+    gated: int = 0  # the status that its files are refused with
 
     def commit_of(self, revision: str) -> str | None:
         return self.refs.get(revision, revision if revision in self.commits else None)
@@ -137,15 +169,22 @@ class HubStandIn:
         self.outage: int | None = None  # answer everything with this status, say 503
         self.sent: Counter[tuple[str, str]] = Counter()  # (repo, path) -> bytes of bodies sent
         self.ranges = True  # whether a Range is honoured; if not, the whole file is the answer
+        self.range_refusal: int | None = None  # refuse every GET with a Range by this status, say 403
+        self.rows_per_page = 1000  # of a listing
+        self.lists_sha256 = True  # whether the listing has large files' sha256; some mirrors leave it out
+        self.rewrite: Callable[[Request, Answer], Answer] | None = None
+        self.xet: XetStorage | None = None  # who serves files over Xet, if anybody
         self.gzip = False  # compress for whoever accepts that, as the real Hub does with text: no length, no ranges
         self._corrupt: dict[tuple[str, str], float] = {}  # (repo, path) -> how many more bodies to damage
         self._failures: dict[tuple[str, str], tuple[int, float]] = {}  # (repo, path) -> status, how many more
         self._cuts: dict[tuple[str, str], tuple[int, float, bool]] = {}  # (repo, path) -> after, how many more, hold?
+        self._limited: tuple[float, int | None] = (0, None)  # how many more questions to answer by 429, seconds to wait
         self._closing = threading.Event()
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"hub": self})
         self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), handler) for _ in range(2)]
-        self.endpoint, self.cdn = (f"http://127.0.0.1:{server.server_port}" for server in self._servers)
+        hosts = zip(("127.0.0.1", "localhost"), self._servers, strict=True)
+        self.endpoint, self.cdn = (f"http://{host}:{server.server_port}" for host, server in hosts)
         self._threads = [
             threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True) for server in self._servers
         ]
@@ -195,8 +234,12 @@ class HubStandIn:
         """Answer ``old`` (a bare name or org/name) with a 307 to ``new``, as the Hub does for a renamed repository."""
         self.aliases[old] = new
 
-    def gate(self, name: str) -> None:
-        self.repos[name].gated = True
+    def gate(self, name: str, status: int = 401) -> None:
+        self.repos[name].gated = status
+
+    def limit(self, seconds: int | None, times: float = float("inf")) -> None:
+        """Answer the next ``times`` requests by 429, which says to wait ``seconds``, or does not say how long."""
+        self._limited = (times, seconds)
 
     def corrupt(self, name: str, path: str, times: float = float("inf")) -> None:
         """Flip a byte in the middle of the next ``times`` bodies of a file: same length, same headers, other content."""
@@ -227,6 +270,12 @@ class HubStandIn:
             self._corrupt[name, path] = max(left - 1, 0)
             return left > 0
 
+    def take_limit(self) -> tuple[bool, int | None]:
+        with self._lock:
+            left, seconds = self._limited
+            self._limited = (max(left - 1, 0), seconds)
+            return left > 0, seconds
+
     def take_failure(self, name: str, path: str) -> int | None:
         with self._lock:
             status, left = self._failures.get((name, path), (0, 0))
@@ -250,6 +299,7 @@ class HubStandIn:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: HubStandIn
+    request_seen: Request
 
     def log_message(self, *args: object) -> None:
         pass
@@ -259,17 +309,27 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub, headers = self.hub, self.headers
-        on_cdn = f"http://127.0.0.1:{self.server.server_port}" == hub.cdn
-        hub.requests.append(Request(self.command, self.path, headers["Range"], headers["Authorization"], on_cdn))
+        on_cdn = self.server.server_port == urlsplit(hub.cdn).port
+        self.request_seen = Request(self.command, self.path, headers["Range"], headers["Authorization"], on_cdn)
+        hub.requests.append(self.request_seen)
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+        limited, seconds = hub.take_limit()
         if hub.outage is not None:
             self._error(hub.outage, None, "the Hub is down")
+        elif limited:
+            wait = {} if seconds is None else {"RateLimit": f'"api";r=0;t={seconds}'}
+            self._error(429, None, "Too Many Requests", wait)
+        elif on_cdn and parts[0] == "lfs":
+            self._bridge(parts[1:])
         elif on_cdn:
-            cut = 4 if parts[1] == "datasets" else 3
-            name, (commit, *path) = "/".join(parts[1:cut]), parts[cut:]
-            self._body(name, "/".join(path), hub.repos[name].commits[commit]["/".join(path)], {})
+            status, extra, body = hub.xet.answer(self.path, headers) if hub.xet else (404, {}, b"")
+            self._send(status, extra, body)
+        elif parts[:2] == ["api", "resolve-cache"]:
+            *name, commit, path = self._split(parts[2:])
+            file = hub.repos["/".join(name)].commits[commit][path]
+            self._body("/".join(name), path, file, {"X-Repo-Commit": commit, "ETag": f'"{file.etag}"'})
         elif parts[:2] == ["api", "models"]:
-            self._with_repo(parts[2:], ("revision", "tree"), self._api)
+            self._with_repo(parts[2:], ("revision", "tree", "xet-read-token"), self._api)
         elif parts[:2] == ["api", "datasets"]:
             self._with_repo(parts[2:], ("revision", "tree"), self._api, "datasets/")
         elif "resolve" in parts:
@@ -277,6 +337,24 @@ class _Handler(BaseHTTPRequestHandler):
             self._with_repo(parts[bool(kind) :], ("resolve",), self._resolve, kind)
         else:
             self._error(404, None, "no such page")
+
+    @staticmethod
+    def _split(parts: list[str]) -> tuple[str, ...]:
+        """``models, org, name, commit, folder, file`` -> ``org, name, commit, folder/file``; "datasets" stays in front."""
+        parts = parts[parts[0] == "models" :]
+        cut = 3 if parts[0] == "datasets" else 2
+        return (*parts[: cut + 1], "/".join(parts[cut + 1 :]))
+
+    def _bridge(self, parts: list[str]) -> None:
+        """The large files' host: whoever has the signed address is served, and nobody with a token for another host."""
+        *name, commit, path = self._split(parts)
+        if self.headers["Authorization"]:
+            return self._error(400, None, "Only one auth mechanism allowed")
+        if "Signature=" not in self.path:
+            return self._error(403, None, "not signed")
+        if self.hub.range_refusal and self.headers["Range"]:
+            return self._error(self.hub.range_refusal, None, "invalid range")
+        return self._body("/".join(name), path, self.hub.repos["/".join(name)].commits[commit][path], {})
 
     def _with_repo(self, parts: list[str], verbs: tuple[str, ...], then: Callable, kind: str = "") -> None:
         """Split ``[org,] name [, verb, revision, ...]``, follow aliases, look the repository and the revision up."""
@@ -295,28 +373,50 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _api(self, name: str, repo: Repo, verb: str | None, commit: str, path: str) -> None:
         tree = repo.commits[commit]
+        if verb == "xet-read-token":
+            expires = str(int(time.time()) + 3600)
+            names = ("X-Xet-Cas-Url", "X-Xet-Access-Token", "X-Xet-Token-Expiration")
+            return self._send(200, dict(zip(names, (self.hub.cdn, "xet-token", expires), strict=True)), b"{}")
         if verb == "tree":
-            folders = sorted({str(parent) for file in tree for parent in Path(file).parents} - {"."})
-            rows = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": folder} for folder in folders]
-            return self._json(rows + [file.tree_row(path) for path, file in sorted(tree.items())])
+            return self._json(*self._tree(tree))
         siblings = [{"rfilename": path} for path in sorted(tree)]
         gated = "auto" if repo.gated else False
         return self._json(
             {"id": name.removeprefix("datasets/"), "sha": commit, "private": False, "gated": gated, "siblings": siblings}
         )
 
+    def _tree(self, tree: dict[str, File]) -> tuple[list[dict], dict[str, str]]:
+        """A page of a listing, and the header that leads to the next one."""
+        folders = sorted({str(parent) for file in tree for parent in Path(file).parents} - {"."})
+        rows = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": folder} for folder in folders]
+        rows += [file.tree_row(path) for path, file in sorted(tree.items())]
+        if not self.hub.lists_sha256:
+            rows = [{key: row[key] for key in ("type", "oid", "size", "path")} for row in rows]
+        address = urlsplit(self.path)
+        query = dict(parse_qsl(address.query))
+        start = int(base64.b64decode(query.get("cursor", "")) or 0)
+        stop = start + self.hub.rows_per_page
+        if stop >= len(rows):
+            return rows[start:], {}
+        query["cursor"] = base64.b64encode(b"%d" % stop).decode()
+        return rows[start:stop], {"Link": f'<{self.hub.endpoint}{address.path}?{urlencode(query)}>; rel="next"'}
+
     def _resolve(self, name: str, repo: Repo, verb: str, commit: str, path: str) -> None:
         headers = {"X-Repo-Commit": commit}
         if repo.gated:
-            return self._error(401, "GatedRepo", f"Access to model {name} is restricted.", headers)
+            return self._error(repo.gated, "GatedRepo", f"Access to model {name} is restricted.", headers)
         file = repo.commits[commit].get(path)
         if file is None:
             return self._error(404, "EntryNotFound", "Entry not found", headers)
+        linked = headers | {"X-Linked-Etag": f'"{file.etag}"', "X-Linked-Size": str(file.size)}
         if not file.lfs:
-            return self._body(name, path, file, headers | {"ETag": f'"{file.etag}"'})
-        location = f"{self.hub.cdn}/lfs/{name}/{commit}/{quote(path)}"
-        linked = {"Location": location, "X-Linked-Etag": f'"{file.etag}"', "X-Linked-Size": str(file.size)}
-        return self._send(302, headers | linked, b"")
+            kind = "" if name.startswith("datasets/") else "models/"
+            return self._send(307, linked | {"Location": f"/api/resolve-cache/{kind}{name}/{commit}/{quote(path)}"}, b"")
+        location = f"{self.hub.cdn}/lfs/{name}/{commit}/{quote(path)}?X-Amz-Expires=3600&Signature=stand-in"
+        if name.startswith("datasets/"):
+            return self._send(302, linked | {"Location": location}, b"")
+        token = f'<{self.hub.endpoint}/api/models/{name}/xet-read-token/{commit}>; rel="xet-auth"'
+        return self._send(302, linked | {"Location": location, "X-Xet-Hash": file.xet_hash, "Link": token}, b"")
 
     def _body(self, name: str, path: str, file: File, headers: dict[str, str]) -> None:
         """The file, or the range asked for, a chunk at a time, with a byte flipped or the connection cut where ordered."""
@@ -325,7 +425,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET" and (failure := hub.take_failure(name, path)):
             return self._error(failure, None, "so it was ordered")
         if hub.gzip and self.command == "GET" and "gzip" in (self.headers["Accept-Encoding"] or ""):
-            return self._send(200, headers | {"Content-Encoding": "gzip"}, gzip.compress(b"".join(file.content.read(0, stop))))
+            self._send(200, headers | {"Content-Encoding": "gzip"}, gzip.compress(b"".join(file.content.read(0, stop))))
+            return None
         if hub.ranges and (asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")):
             start, stop, status = int(asked[1]), min(int(asked[2] or file.size) + 1, file.size), 206
             if start >= file.size:
@@ -333,8 +434,7 @@ class _Handler(BaseHTTPRequestHandler):
             headers = headers | {"Content-Range": f"bytes {start}-{stop - 1}/{file.size}"}
         if hub.ranges:
             headers = headers | {"Accept-Ranges": "bytes"}
-        self._send(status, headers, None, stop - start)
-        if self.command == "HEAD":
+        if self._send(status, headers, None, stop - start).body is not None or self.command == "HEAD":
             return None
         flip = file.size // 2 if hub.take_corruption(name, path) else -1
         cut = hub.take_cut(name, path)
@@ -364,18 +464,25 @@ class _Handler(BaseHTTPRequestHandler):
             except TimeoutError:
                 continue
 
-    def _json(self, value: object) -> None:
-        self._send(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
+    def _json(self, value: object, headers: dict[str, str] | None = None) -> None:
+        self._send(200, {"Content-Type": "application/json"} | (headers or {}), json.dumps(value).encode())
 
     def _error(self, status: int, code: str | None, message: str, headers: dict[str, str] | None = None) -> None:
         named = {"X-Error-Code": code} if code else {}
         self._send(status, (headers or {}) | named | {"X-Error-Message": message}, b"")
 
-    def _send(self, status: int, headers: dict[str, str], body: bytes | None, length: int | None = None) -> None:
-        self.send_response(status)
-        for key, value in headers.items():
+    def _send(self, status: int, headers: dict[str, str], body: bytes | None, length: int | None = None) -> Answer:
+        headers = {"RateLimit": '"api";r=499;t=300', "RateLimit-Policy": '"fixed window";"api";q=500;w=300'} | headers
+        headers["Content-Length"] = str(len(body) if body is not None else length)
+        answer = Answer(status, headers, body)
+        if self.hub.rewrite is not None:
+            answer = self.hub.rewrite(self.request_seen, answer)
+            if answer.body is not body and answer.body is not None:
+                answer.headers["Content-Length"] = str(len(answer.body))
+        self.send_response(answer.status)
+        for key, value in answer.headers.items():
             self.send_header(key, value)
-        self.send_header("Content-Length", str(len(body) if body is not None else length))
         self.end_headers()
-        if body and self.command != "HEAD":
-            self.wfile.write(body)
+        if answer.body and self.command != "HEAD":
+            self.wfile.write(answer.body)
+        return answer
