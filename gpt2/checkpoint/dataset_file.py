@@ -7,8 +7,11 @@ request. The transport, its patience and the check of the hash are the weights' 
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt2.checkpoint.download import Declared, digest, discard, fetch, one_line
-from gpt2.checkpoint.hub import ask, explained
+from gpt2.checkpoint.cache import Declared, discard, snapshot
+from gpt2.checkpoint.download import fetch
+from gpt2.checkpoint.hub_api import commit_of
+from gpt2.checkpoint.hub_errors import explained, firm, unreachable
+from gpt2.checkpoint.verified import digest
 from gpt2.errors import InputError
 
 
@@ -31,30 +34,24 @@ def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
     """
     with explained(file.repo, file.commit):
         from huggingface_hub import constants
-        from huggingface_hub.errors import HfHubHTTPError, HTTPError
-        from huggingface_hub.file_download import repo_folder_name
+        from huggingface_hub.errors import HTTPError
 
-        folder = repo_folder_name(repo_id=file.repo, repo_type="dataset")
-        local = Path(constants.HF_HUB_CACHE, folder, "snapshots", file.commit, file.path)
-        if local.exists() and digest(local, file.sha256) == file.sha256:
+        local = snapshot(file.repo, file.commit, "dataset") / file.path
+        if local.is_file() and digest(local, file.sha256) == file.sha256:
             return local
         way_out = f"fetch {file.path} of the data set {file.repo} yourself, and put it at {local}"
         if offline or constants.is_offline_mode():
-            found = "holds a damaged copy" if local.exists() else "holds no copy"
+            what = "a damaged copy" if local.is_file() else "no copy"
             raise InputError(
-                f"offline, and the cache {constants.HF_HUB_CACHE} {found} of {file.path} of {file.repo}: run once online "
+                f"offline, and the cache {constants.HF_HUB_CACHE} holds {what} of {file.path} of {file.repo}: run once online "
                 f"(no --offline, no HF_HUB_OFFLINE=1), or {way_out}"
             )
         try:  # limited in time, which the download is not
-            ask(file.repo, file.commit, "dataset")
+            commit_of(file.repo, file.commit, "dataset")
         except HTTPError as error:
-            if isinstance(error, HfHubHTTPError) and error.response.status_code < 500 and error.response.status_code != 429:
+            if firm(error):
                 raise
-            raise InputError(
-                f"cannot reach the Hub at {constants.ENDPOINT} for {file.repo} ({one_line(error)}): check the network or "
-                f"HF_ENDPOINT, or {way_out}"
-            ) from error
-        if local.exists():
-            discard(local)
+            raise unreachable(file.repo, error, f"or {way_out}") from error
+        discard(local)
         fetch(file.repo, local, Declared(file.sha256, file.size))
         return local

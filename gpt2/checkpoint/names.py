@@ -1,7 +1,9 @@
 """What a model may be called: the embedded one, the official ones, random weights, and a dtype behind any of them."""
 
+import difflib
 import os
 import re
+from collections.abc import Collection
 
 from gpt2.config import OFFICIAL_SIZES, official_size
 from gpt2.errors import InputError
@@ -23,6 +25,12 @@ DTYPES = {
 }
 
 INT8 = "int8"  # not a dtype that weights come in: they are quantised on load
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """A hint at the known name that is written most like this one; "" if none is."""
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def split_dtype(name: str | os.PathLike[str], *, runs: bool = False) -> tuple[str, str | None]:

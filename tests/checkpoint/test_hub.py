@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -37,12 +36,12 @@ class Counting:
     def update(self, data): hashed.append(len(data)); self.real.update(data)
     def hexdigest(self): return self.real.hexdigest()
 real_sha256 = hashlib.sha256
-from gpt2.checkpoint import download, hub
+from gpt2.checkpoint import hub, verified
 class Hashlib:
     sha1 = hashlib.sha1
     @staticmethod
     def sha256(): return Counting(real_sha256())
-download.hashlib = Hashlib
+verified.hashlib = Hashlib
 logging.basicConfig(level="INFO", format="%(name)s %(levelname)s %(message)s")
 for case in json.loads(sys.argv[1]):
     hashed.clear()
@@ -235,7 +234,7 @@ def test_download_cold_warm_offline(hub: HubStandIn, tmp_path: Path) -> None:
     by_variable = run(environ | {"HF_HUB_OFFLINE": "1"}, *names, "gpt2@v9")
     assert [r.get("revision") for r in flagged[:5]] == [r["revision"] for r in cold]
     assert [r.get("revision") for r in by_variable[:5]] == [r["revision"] for r in cold]
-    assert "holds no complete copy of openai-community/gpt2 at v9: run once online" in by_variable[5]["message"]
+    assert "holds no copy of openai-community/gpt2 at v9: run once online" in by_variable[5]["message"]
     assert [request.path for request in hub.requests] == ["/api/models/new/other/revision/main"]
 
     # A moved branch is seen online; the rest of the files is not fetched again.
@@ -354,7 +353,8 @@ def test_the_client_alone_accepts_a_flipped_byte(hub: HubStandIn, tmp_path: Path
     assert "run once online" in offline["message"]
     assert content(online, "model.safetensors") == WEIGHTS
     assert content(online, "config.json") == CONFIG
-    assert (online["hashed"], again["hashed"]) == (2 * len(WEIGHTS), 0)
+    pointer = len(CONFIG)  # of which the hash might have been declared
+    assert (online["hashed"], again["hashed"]) == (2 * len(WEIGHTS) + pointer, 0)
 
 
 @pytest.mark.parametrize("symlinks", [True, False])
@@ -419,18 +419,19 @@ def test_an_incomplete_cache_is_filled_online_and_refused_offline(hub: HubStandI
     code = "from huggingface_hub import hf_hub_download; hf_hub_download('org/name', 'config.json')"
     subprocess.run([sys.executable, "-c", code], env=hub.environ(tmp_path), capture_output=True, check=True)
     alone, filled = run(hub.environ(tmp_path), {"name": "org/name", "offline": True}, f"org/name@{commit}")
-    assert alone["error"] == "CheckpointError"
-    assert "no model.safetensors" in alone["message"]
+    assert alone["error"] == "InputError"
+    assert "holds only a part of org/name at main (config.json): run once online" in alone["message"]
     assert {name: content(filled, name) for name in FILES} == FILES
     for name in ("vocab.json", "model.safetensors"):
         Path(filled["path"], name).unlink()
         refused, filled = run(hub.environ(tmp_path), {"name": "org/name", "offline": True}, f"org/name@{commit}")
-        assert "holds no complete copy of org/name" in refused["message"]
+        assert "holds only a part of org/name" in refused["message"]
         assert content(filled, name) == FILES[name]
 
 
 def test_a_dead_hub_gives_up_quickly_or_falls_back_on_a_warm_cache(hub: HubStandIn, tmp_path: Path) -> None:
-    """The client alone tries for 23 s. Refused, silent and failing servers, cold and warm."""
+    """The client alone tries for 23 s, and a silent listing for ever. Refused, silent and failing servers, cold and warm: a warm
+    cache serves soon; without one, a slow line has the client's own 10 s."""
     commit = hub.add_repo("org/name", FILES, lfs=LFS)
     assert run(hub.environ(tmp_path / "warm"), "org/name")[0]["revision"] == commit
     hub.outage = 503
@@ -438,20 +439,22 @@ def test_a_dead_hub_gives_up_quickly_or_falls_back_on_a_warm_cache(hub: HubStand
     assert "cannot reach the Hub" in down["message"]
     assert warm["revision"] == commit
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, never answers
-        mute = hub.environ(tmp_path / "cold") | {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
-        start = time.monotonic()
-        (hung,) = run(mute, "org/name")
-        assert time.monotonic() - start < 8
-        assert hung["open_questions"] == 0, "no thread may wait for ever in a program that goes on"
+        mute = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        (soon,) = run(hub.environ(tmp_path / "warm", **mute), "org/name")
+        (hung,) = run(hub.environ(tmp_path / "cold", **mute), "org/name")
+        (told,) = run(hub.environ(tmp_path / "cold", HF_HUB_ETAG_TIMEOUT="1", **mute), "org/name")
+    assert soon["revision"] == commit
+    assert "no answer in 3 s" in soon["stderr"] or "timed out" in soon["stderr"]
+    assert soon["seconds"] < hung["seconds"] < 15
+    assert told["seconds"] < hung["seconds"]
+    assert hung["open_questions"] == 0, "no thread may wait for ever in a program that goes on"
     hub.close()
     (cold,), (warm,) = run(hub.environ(tmp_path / "cold"), "gpt2"), run(hub.environ(tmp_path / "warm"), "org/name")
     for refused in (down, hung, cold):
         assert refused["error"] == "InputError"
-        assert refused["seconds"] < 5
         for way_out in ("--offline", "a local directory", "HF_ENDPOINT"):
             assert way_out in refused["message"]
     assert warm["revision"] == commit
-    assert warm["seconds"] < 5
     assert "gpt2 INFO cannot reach" in warm["stderr"]
 
 

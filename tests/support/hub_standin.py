@@ -365,7 +365,7 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.hub.repos.get(name)
         if repo is None:
             return self._error(401, "RepoNotFound", "Repository not found")  # so the Hub answers whoever is not logged in
-        verb, revision, *path = rest or (None, "main")
+        verb, revision, *path = rest if len(rest) > 1 else (None, "main")
         commit = repo.commit_of(revision)
         if commit is None:
             return self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")

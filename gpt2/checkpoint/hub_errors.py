@@ -1,0 +1,102 @@
+"""Whatever goes wrong with the Hub, as one line that says what, where, and what to do."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from gpt2.checkpoint.names import OFFICIAL, did_you_mean
+from gpt2.errors import CheckpointError, InputError
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HTTPError
+
+BUSY = (408, 429, 500, 502, 503, 504)  # what may be otherwise in a moment
+PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy", "http_proxy", "all_proxy")
+
+
+@contextlib.contextmanager
+def explained(repo: str, revision: str) -> Iterator[None]:
+    """Whatever goes wrong with the Hub inside, as an InputError or CheckpointError of one line."""
+    _check_environment()
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    try:
+        yield
+    except InputError:
+        raise
+    except (HTTPError, HFValidationError, OSError) as error:
+        raise _explain(repo, revision, error) from error
+
+
+def _check_environment() -> None:
+    """A variable that is no URL or no number would make the client's own import fail."""
+    try:
+        urlsplit(os.environ.get("HF_ENDPOINT", "")).port  # noqa: B018
+    except ValueError as error:
+        raise InputError(f"HF_ENDPOINT={os.environ['HF_ENDPOINT']} is not a URL: set or unset it ({error})") from error
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+        value = os.environ.get(name, "1").strip()
+        if not (value.isascii() and value.isdecimal() and 0 < int(value[:9]) < 10**6 and len(value) < 9):
+            raise InputError(f"{name}={os.environ[name]} is not a whole number of seconds: set or unset it")
+
+
+def no_hub(why: str) -> InputError:
+    """What to say of an answer that no Hub gives."""
+    from huggingface_hub import constants
+
+    return InputError(f"{constants.ENDPOINT} does not answer as a Hub does ({why}): check HF_ENDPOINT, or use --offline")
+
+
+def firm(error: "HTTPError") -> bool:
+    """Whether it is an answer that will stay: no such repository, no such revision, no access."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return isinstance(error, HfHubHTTPError) and error.response.status_code not in BUSY
+
+
+def unreachable(repo: str, error: "HTTPError", way_out: str) -> InputError:
+    """What to say when nobody answers and the cache cannot serve."""
+    from huggingface_hub import constants
+
+    proxies = [name for name in PROXIES if os.environ.get(name)]
+    check = f"the network, the proxy in {proxies[0]}, or HF_ENDPOINT" if proxies else "the network or HF_ENDPOINT"
+    return InputError(f"cannot reach the Hub at {constants.ENDPOINT} for {repo} ({one_line(error)}): check {check}, {way_out}")
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message on one line, or its kind where it says nothing. Parts of it may be a server's words."""
+    text = " ".join(str(error).split())
+    return "".join(char if char.isprintable() else "�" for char in text)[:300] or type(error).__name__
+
+
+def _explain(repo: str, revision: str, error: Exception) -> InputError:
+    """The client's exception as one line that says what to do."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.HFValidationError):
+        return InputError(f"{repo} cannot be a repository on the Hub: {one_line(error)}")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return InputError(f"{repo} has no revision {revision!r}: name one of its branches, tags or commits")
+    if isinstance(error, errors.GatedRepoError):
+        page = f"{constants.ENDPOINT}/{repo}"
+        return InputError(f"{repo} is gated: accept its terms at {page}, then run `hf auth login` or set HF_TOKEN")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return InputError(
+            f"no repository {repo} at {constants.ENDPOINT}, and no such path here{did_you_mean(repo, OFFICIAL.values())}: "
+            "check the spelling; a private one needs `hf auth login` or HF_TOKEN"
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        status, token = error.response.status_code, "authorization" in error.response.request.headers
+        if status == 401 and token:
+            return InputError(f"{constants.ENDPOINT} refuses the token (401): correct HF_TOKEN, or run `hf auth login`")
+        check = "check HF_TOKEN and HF_ENDPOINT, or retry" if token else "check HF_ENDPOINT, or retry"
+        return InputError(f"{constants.ENDPOINT} answers {status} for {repo}: {check}")
+    if isinstance(error, errors.HTTPError):
+        cause = one_line(error.__cause__ or error)
+        return InputError(f"the download of {repo} broke off ({cause}): run it again, it goes on from where it was")
+    return CheckpointError(
+        f"cannot store or read {repo} in the cache {constants.HF_HUB_CACHE} ({one_line(error)}): "
+        "check its disk and permissions, or set HF_HOME to another place"
+    )

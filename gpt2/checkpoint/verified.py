@@ -1,0 +1,92 @@
+"""A file's hash, computed once: what was seen to be right is remembered, so that a warm load reads no weights.
+
+The client accepts any bytes of the right length, and safetensors has no checksum. The Hub declares a hash for every file: sha256
+for a large one, git's blob hash (sha1 over ``blob <size>\\0`` + data) for a small one. Of a large one git only knows a pointer,
+three lines of text with the sha256; some mirrors list nothing but the hash of that, and it serves as well.
+
+What was seen to be right is noted in ``HF_HOME/gpt2-toolkit/verified/<hash>`` by size, mtime and real path. Damage that keeps all
+three is not seen again; delete that folder to have everything hashed anew.
+"""
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+from gpt2.checkpoint.cache import written_aside
+from gpt2.errors import CheckpointError
+
+CHUNK = 1 << 20
+
+
+def digest(file: Path, expected: str) -> str:
+    """The file's hash, of the kind of ``expected``; remembered when it agrees, and then not computed again."""
+    with file.open("rb") as stream:
+        stamp = _stamp(file, os.fstat(stream.fileno()))
+        if stamp in _stamps(expected):
+            return expected
+        actual = digest_of(stream, expected)
+    if actual == expected:
+        _remember(expected, stamp)
+    return actual
+
+
+def digest_of(stream: BinaryIO, expected: str) -> str:
+    """The hash of an open file: sha256, or git's if ``expected`` has 40 digits; of its pointer if that is what was expected."""
+    size = os.fstat(stream.fileno()).st_size
+    if len(expected) == 64:
+        return _sha256(stream)
+    git = _hashed(stream, hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False))
+    if git == expected:
+        return git
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n" % (_sha256(stream).encode(), size)
+    of_pointer = hashlib.sha1(b"blob %d\0" % len(pointer) + pointer, usedforsecurity=False).hexdigest()
+    return expected if of_pointer == expected else git
+
+
+def remember(file: Path, expected: str) -> None:
+    """Note that the file is what it should be."""
+    _remember(expected, _stamp(file, file.stat()))
+
+
+def mismatch(repo: str, name: str, actual: str, expected: str, advice: str) -> CheckpointError:
+    """What to say of a file with another hash than the Hub declares."""
+    return CheckpointError(f"{repo}: {name} hashes to {actual}, the Hub declares {expected}: {advice}")
+
+
+def _sha256(stream: BinaryIO) -> str:
+    return _hashed(stream, hashlib.sha256())
+
+
+def _hashed(stream: BinaryIO, hasher: "hashlib._Hash") -> str:
+    stream.seek(0)
+    while chunk := stream.read(CHUNK):
+        hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def _stamp(file: Path, stat: os.stat_result) -> str:
+    return f"{stat.st_size} {stat.st_mtime_ns} {file.resolve()}"
+
+
+def _record(expected: str) -> Path:
+    """Where the stamps of all files that were seen to have this hash are kept, a line each."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HOME, "gpt2-toolkit", "verified", expected)
+
+
+def _stamps(expected: str) -> list[str]:
+    try:
+        return _record(expected).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return []
+
+
+def _remember(expected: str, stamp: str) -> None:
+    record = _record(expected)
+    with contextlib.suppress(OSError, ValueError):  # a read-only HF_HOME costs a rehash each time, nothing more
+        record.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(record) as new:
+            new.write("\n".join([*_stamps(expected), stamp, ""]).encode())
