@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from support.hub_standin import HubStandIn, Request
 
-from gpt2.checkpoint.download import Declared, fetch
+from gpt2.checkpoint.cache import Declared
+from gpt2.checkpoint.download import fetch
 from gpt2.errors import InputError
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_standin import Answer, HubStandIn, Request
+from support.hub_standin import Answer, HubStandIn, Request
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = bytes(range(251)) * 8_000  # 2 MB
