@@ -1,4 +1,4 @@
-"""All of GPT-2.
+"""The GPT-2 model: token ids to logits.
 
 Sources:
     [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019: sizes, pre-layer-norm, the extra final
@@ -8,15 +8,15 @@ Sources:
     [3] Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv:1606.08415: the tanh approximation.
     [4] openai/gpt-2, src/model.py: weights stored [in, out] ("Conv1D"), q, k, v in one projection.
 
-Shapes: B batch, T tokens now, S tokens seen (cache included), H heads, K head size, D = H K width, F feed-forward width,
-V vocabulary, P positions. Modules are named as the checkpoint names them, so a key, a gradient and a traced activation all
-speak of the same thing. Nothing here reads files, computes a loss, or prints.
+Shapes: B batch, T tokens of this pass, S tokens of this pass and the cache, H heads, K head size, D = H K width,
+F feed-forward width, V vocabulary, P positions. Modules have the names that the checkpoint uses, so that a tensor of a file,
+a gradient and a traced activation share one name. This module reads no files, computes no loss and prints nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +26,11 @@ from gpt2.config import GPT2Config
 from gpt2.kv_cache import KVCache
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    # The first three are one function, 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), under three names [3].
+    # Three names of one function: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) [3].
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu": F.gelu,  # exact: x times the normal distribution function
+    "gelu": F.gelu,  # the exact form: x times the normal cumulative distribution function
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
     "silu": F.silu,
@@ -42,38 +42,42 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, floa
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
-    """Attention through PyTorch's fused kernel: the default path.
+    """Compute attention with PyTorch's fused kernel; this is the default.
 
-    ``q`` is (B, H, T, K), ``k`` and ``v`` are (B, H, S, K), ``mask`` is boolean and broadcasts to (B, H, T, S), True where a
-    query may look. ``mask=None`` is plain causal attention: T == S, or one query that sees everything. Returns (B, H, T, K).
+    ``q`` is (B, H, T, K), ``k`` and ``v`` are (B, H, S, K). ``mask`` is boolean and broadcasts to (B, H, T, S); True means that
+    the query may attend to the key. ``mask=None`` is causal attention with T == S, or one query that attends to every key.
+    Returns (B, H, T, K).
     """
     causal = mask is None and q.size(-2) > 1
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale)
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
-    """The same attention spelt out, for reading and for tracing; arguments as in :func:`sdpa_attention`."""
+    """Compute the same attention step by step, for reading and tracing; arguments as in :func:`sdpa_attention`."""
     if mask is None:
         mask = causal_mask(q.size(-2), k.size(-2), q.device)
     scores = q @ k.transpose(-1, -2) * scale  # (B, H, T, S)
     weights = F.softmax(scores.masked_fill(~mask, -math.inf), dim=-1)
-    return F.dropout(weights, dropout) @ v  # (B, H, T, K); the caller passes 0 outside training
+    return F.dropout(weights, dropout) @ v  # (B, H, T, K); outside training the caller passes a dropout of 0
 
 
 def eager_attention_upcast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
-    """``reorder_and_upcast_attn``: scale first, then scores and softmax in at least float32 (Mistral GPT-2, stanford-crfm)."""
+    """Scale q first, then compute scores and softmax in at least float32.
+
+    Models with ``reorder_and_upcast_attn`` in their config need this (stanford-crfm's Mistral GPT-2).
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         return eager_attention(q.to(dtype) * scale, k.to(dtype), v.to(dtype), mask, 1.0, dropout).to(v.dtype)
 
 
 def causal_mask(queries: int, keys: int, device: torch.device | str | None = None) -> Tensor:
-    """(T, S) boolean, True where query t, standing at position S - T + t, may look: itself and whatever came before."""
+    """Return a boolean (T, S): query t stands at position S - T + t and attends to itself and to everything before it."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 class Conv1D(nn.Module):
-    """An affine map whose weight is stored [in, out], as in OpenAI's code, where it was a convolution of width one [4]."""
+    """An affine map with its weight stored as [in, out]; OpenAI's code implements it as a convolution of width 1 [4]."""
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -89,7 +93,7 @@ class Conv1D(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention; q, k and v come from one projection, in that order."""
+    """Causal multi-head self-attention. One projection computes q, k and v, in that order."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
@@ -113,7 +117,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward: widen, bend, narrow. No dropout inside."""
+    """The feed-forward: expand to F features, apply the activation, project back to D. Dropout only at the end."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -123,11 +127,11 @@ class MLP(nn.Module):
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.resid_dropout(self.c_proj(self.activation(self.c_fc(x))))
+        return self.resid_dropout(self.c_proj(self.activation(self.c_fc(x))))  # (B, T, D) -> (B, T, F) -> (B, T, D)
 
 
 class Block(nn.Module):
-    """Two residual branches, each with its norm in front, so the stream itself is never normalised [1]."""
+    """Attention and feed-forward, each added to the residual stream; each normalises its own input (pre-layer-norm [1])."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
@@ -142,30 +146,31 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 with its tied head.
+    """GPT-2 with its language-modelling head, whose weight is the token embedding (tied).
 
-    ``GPT2(config)`` draws fresh weights from torch's global generator. ``initialise=False`` leaves every parameter as
-    untouched memory, which costs nothing: the loader then puts mapped tensors in their place.
+    ``GPT2(config)`` draws new weights from torch's global generator. ``initialise=False`` allocates the parameters without
+    writing to them, so that building takes no time and no physical memory; the loader then replaces them.
     """
 
     def __init__(self, config: GPT2Config, *, initialise: bool = True) -> None:
         super().__init__()
         self.config = config
-        # from_pretrained, because Embedding's own constructor would fill the largest tensor of all with normals.
+        # Embedding's own constructor would fill the largest tensors with random numbers; from_pretrained does not.
         self.wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
         self.wpe = nn.Embedding.from_pretrained(torch.empty(config.n_positions, config.n_embd), freeze=False)
         self.drop = nn.Dropout(config.embd_pdrop)
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.h: Sequence[Block] = blocks  # type: ignore[assignment]  # so that model.h[0].attn has a type
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         if initialise:
             self.initialise()
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator | None = None) -> None:
-        """N(0, 0.02) for matrices and embeddings, 0 for biases, 1 and 0 for norms [2].
+        """Draw matrices and embeddings from N(0, 0.02); set biases to 0, norms to weight 1 and bias 0 [2].
 
-        Each block adds two branches to the stream, so their projections (both ``c_proj``) shrink by 1/sqrt(2 n_layer), and
-        the stream's variance does not grow with depth [1].
+        Each block adds two branches to the residual stream. Dividing their last projections (both ``c_proj``) by
+        sqrt(2 n_layer) keeps the variance of the stream from growing with depth [1].
         """
         std = self.config.initializer_range
         for name, parameter in self.named_parameters():
@@ -179,21 +184,21 @@ class GPT2(nn.Module):
                 parameter.normal_(0, std, generator=generator)
 
     def forward(self, ids: Tensor, *, attention_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """Token ids (B, T) to logits (B, T, V); arguments as in :meth:`hidden`."""
+        """Compute logits (B, T, V) from token ids (B, T); arguments as in :meth:`hidden`."""
         return self.head(self.hidden(ids, attention_mask=attention_mask, cache=cache))
 
     def hidden(
         self, ids: Tensor, *, attention_mask: Tensor | None = None, cache: KVCache | None = None, rows: Tensor | None = None
     ) -> Tensor:
-        """Token ids (B, T), int64, to the final normed stream (B, T, D).
+        """Compute the residual stream after the last norm, (B, T, D), from token ids (B, T), int64.
 
-        ``attention_mask`` (B, S), nonzero for real tokens and zero for padding, covers the cached tokens too; positions then
-        count real tokens only, so a row padded on the left computes what it would compute alone. What comes out at padding
-        means nothing. With ``cache``, ``ids`` continue the cached tokens, and are added to them. ``rows`` (B, T, D) are the
-        embeddings of ``ids``, from whoever has looked them up already.
+        ``attention_mask`` (B, S) is nonzero for real tokens and zero for padding, cached tokens included. Positions then count
+        real tokens only, so that a row with padding on its left gives the same result as alone. The output at padding has no
+        meaning. With ``cache``, the ``ids`` continue the cached tokens and their keys and values are appended. ``rows``
+        (B, T, D) are the embeddings of ``ids``, if the caller has looked them up already.
 
         Raises:
-            ValueError: more tokens than ``n_positions``, or an ``attention_mask`` of another shape than (B, S).
+            ValueError: more than ``n_positions`` tokens, or an ``attention_mask`` whose shape is not (B, S).
         """
         past = 0 if cache is None else cache.length
         tokens, seen = ids.size(1), past + ids.size(1)
@@ -209,7 +214,7 @@ class GPT2(nn.Module):
             real = attention_mask.bool()  # (B, S)
             positions = (real.cumsum(-1) - 1).clamp(min=0)[:, past:]  # (B, T)
             causal = causal_mask(tokens, seen, ids.device)
-            # Padding looks at itself (the diagonal), or its softmax would divide zero by zero and poison every later layer.
+            # Padding attends to itself (the diagonal). Without any key its softmax would be 0/0, and NaN would spread.
             mask = causal & real[:, None, None, :] | causal.triu(past)  # (B, 1, T, S)
         x = self.drop((self.wte(ids) if rows is None else rows) + self.wpe(positions))  # (B, T, D)
         for block in self.h:
@@ -219,15 +224,15 @@ class GPT2(nn.Module):
         return self.ln_f(x)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Final stream (..., D) to logits (..., V), through the transposed token embedding."""
+        """Compute logits (..., V) from the output of :meth:`hidden` (..., D) with the token embedding as the weight."""
         return F.linear(hidden, self.wte.weight)
 
     def use_attention(self, attend: AttentionFunction) -> GPT2:
-        """Compute attention with ``attend`` in every block: :func:`sdpa_attention`, or :func:`eager_attention` to read along."""
+        """Make every block compute attention with ``attend``, such as :func:`eager_attention`; return the model."""
         for block in self.h:
-            block.attn.attend = attend  # type: ignore[union-attr]  # to torch's types it is some module
+            block.attn.attend = attend
         return self
 
     def new_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:
-        """An empty cache in this model's dtype, on its device."""
+        """Return an empty cache of this model's dtype, on its device."""
         return KVCache(self.config, batch, capacity, dtype=self.wte.weight.dtype, device=self.wte.weight.device)
