@@ -1,15 +1,13 @@
-"""Other people's GPT-2s, unchanged, to be timed beside ours: what the benches of prefill and decode share.
+"""Other people's GPT-2s, unchanged, timed beside ours: the implementations that `bench.py` measures.
 
-Each side lives in a process of its own, has a name, and does what the bench asks of it: `prefill(ids)` computes the logits (B, V)
-of what follows (B, T) ids; `decode(ids, n)` gives the seconds of n greedy steps after them. transformers is always there; the
-others where they are installed or pointed at: `--nanogpt model.py` (a checkout's file), llama.cpp through `llama_cpp`
-(llama-cpp-python), CTranslate2 through `ctranslate2`. Their weights are ours, exported: same numbers, so that their logits can be
-held against ours too.
+Each side runs in a process of its own and has two methods: `prefill(ids)` returns the logits (B, V) of the token after
+(B, T) ids; `decode(ids, n)` returns the seconds of n greedy steps after them. transformers is always there. The others need to
+be installed or given: nanoGPT as `--nanogpt model.py`, llama.cpp as `llama_cpp` (llama-cpp-python), CTranslate2 as `ctranslate2`.
+All sides hold the same weights, exported to each format, so their logits can be compared with ours too.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib.util
 import json
@@ -35,11 +33,11 @@ from gpt2.checkpoint.names import parse_random
 from gpt2.data.bpe import BPE
 from gpt2.parity.reference import load_reference
 
-PAUSE = 0.3  # seconds before each turn, until the threads of the side before it have stopped spinning
+PAUSE = 0.3  # seconds before each turn: the OpenMP threads of the previous side stop spinning meanwhile
 
 
 class NanoGPT:
-    """nanoGPT's model.py as it lies there. Its GELU is the exact one, and it has no cache: it reads everything again."""
+    """nanoGPT's model.py, unchanged. Its GELU is the exact one, and it has no cache: every step reads the whole text."""
 
     name = "nanoGPT"
 
@@ -63,7 +61,7 @@ class NanoGPT:
 
 
 class AllLogits(Transformers):
-    """transformers called as most people call it: the logits of every position."""
+    """transformers as most people call it: it computes the logits of every position."""
 
     name = "transformers, all logits"
 
@@ -73,7 +71,7 @@ class AllLogits(Transformers):
 
 
 class LlamaCpp:
-    """llama.cpp itself, through the functions of llama.h: no Python between its tokens but the choice of the next ids."""
+    """llama.cpp through the functions of llama.h: between its tokens, Python only picks the next ids."""
 
     def __init__(self, file: Path, stored: str, rows: int, positions: int) -> None:
         from llama_cpp import llama_cpp as library
@@ -131,7 +129,7 @@ class LlamaCpp:
 
 
 class CTranslate2:
-    """CTranslate2's generator. Its loop is its own, so decoding is what more tokens take longer than a single one."""
+    """CTranslate2's generator. The loop is inside it, so decode times n + 1 tokens and subtracts the time of one."""
 
     def __init__(self, folder: Path, dtype: str, vocabulary: list[str]) -> None:
         import ctranslate2
@@ -156,9 +154,9 @@ class CTranslate2:
 
 
 class Side:
-    """An implementation in a process of its own, so that nobody's threads, OpenMP or tensors are in another's way.
+    """An implementation in a process of its own, so that sides do not share threads, OpenMP or memory.
 
-    Two OpenMPs in one process halve the pace of PyTorch; a model that has been read pushes the next one out of the cache.
+    Two OpenMP libraries in one process halve PyTorch's speed.
     """
 
     def __init__(self, name: str, make: Callable[..., Any], *args: object) -> None:
@@ -168,7 +166,7 @@ class Side:
         theirs.close()
 
     def _ask(self, what: str, ids: Tensor, *args: object) -> tuple[Any, float]:
-        """What the method of that name gave, and the seconds it took."""
+        """Call a method of the side by name; return its result and the seconds it took."""
         self.pipe.send((what, ids.numpy(), args))
         return self.pipe.recv()
 
@@ -188,7 +186,7 @@ def _serve(pipe: Any, threads: int, make: Callable[..., Any], *args: object) -> 
     while True:
         try:
             what, ids, more = pipe.recv()
-        except EOFError:  # the bench has ended
+        except EOFError:  # the benchmark has ended
             return
         begin = time.perf_counter()
         found = getattr(side, what)(torch.from_numpy(ids), *more)
@@ -208,7 +206,7 @@ def _nanogpt(file: Path, source: str) -> NanoGPT:
     return NanoGPT(file, gpt2.load(source))
 
 
-class Room:
+class SharedWeights:
     """One model's weights, exported once to whatever format a side asks for."""
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -267,27 +265,19 @@ class Room:
 
 
 @contextmanager
-def room(name: str) -> Iterator[Room]:
+def share_weights(name: str) -> Iterator[SharedWeights]:
     with tempfile.TemporaryDirectory(prefix="gpt2-bench-") as folder:
-        yield Room(name, Path(folder))
+        yield SharedWeights(name, Path(folder))
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=description.splitlines()[0])
-    made.add_argument("model", nargs="?", default="random:gpt2", metavar="MODEL", help="(default: %(default)s)")
-    made.add_argument("--pairs", type=int, default=5, help="measurements of each side (default: %(default)s)")
-    made.add_argument("--only", action="append", metavar="WORD", help="only sides whose name holds WORD, and transformers")
-    return made
-
-
-def chosen(sides: list[Side | None], only: list[str] | None) -> list[Side]:
-    """The sides that are there and asked for; transformers in float32 stays, for every ratio is to it."""
+def select_sides(sides: list[Side | None], only: list[str] | None) -> list[Side]:
+    """The available sides whose name holds a word of ``only``; transformers in float32 always stays, since ratios are to it."""
     there = [side for side in sides if side is not None]
     return [side for side in there if not only or side.name == "transformers" or any(word in side.name for word in only)]
 
 
-def measured(what: str, tokens: int, sides: list[Side], run: Callable[[Side], float], pairs: int) -> dict[str, Any]:
-    """Tokens a second of each side, in turn, and its ratio to transformers in float32; printed as it is found."""
+def measure_sides(what: str, tokens: int, sides: list[Side], run: Callable[[Side], float], pairs: int) -> dict[str, Any]:
+    """Tokens a second of each side, measured in turn, and its ratio to transformers in float32; printed as measured."""
 
     def rested(side: Side) -> float:
         time.sleep(PAUSE)
@@ -303,7 +293,7 @@ def measured(what: str, tokens: int, sides: list[Side], run: Callable[[Side], fl
     return {"what": what, "pairs": pairs, "sides": rows}
 
 
-def errors(model: gpt2.GPT2, sides: list[Side], ids: Tensor) -> dict[str, float]:
+def largest_errors(model: gpt2.GPT2, sides: list[Side], ids: Tensor) -> dict[str, float]:
     """The largest difference of any logit after (B, T) ids from our float64 run on the same float32 weights."""
     exact = gpt2.GPT2(model.config, initialise=False)
     exact.load_state_dict({name: tensor.double() for name, tensor in model.state_dict().items()}, assign=True)
@@ -316,10 +306,10 @@ def errors(model: gpt2.GPT2, sides: list[Side], ids: Tensor) -> dict[str, float]
     return found
 
 
-def finish(benchmark: str, model: str, absent: list[str], results: dict[str, Any]) -> int:
+def print_result(benchmark: str, results: dict[str, Any]) -> int:
     here = machine("llama-cpp-python", "llama_cpp_python", "ctranslate2")
     print(f"\n{here['processor']}, {here['threads']} threads, load {here['load']}; {here['versions']}")
-    if absent:
-        print(f"left out: {', '.join(absent)}")
-    print(json.dumps({"benchmark": benchmark, "model": model, "machine": here, "left out": absent, **results}))
+    if results["left out"]:
+        print(f"left out: {', '.join(results['left out'])}")
+    print(json.dumps({"benchmark": benchmark, "machine": here, **results}))
     return 0
