@@ -117,7 +117,7 @@ def _complete(repo: str, file: Path, part: Path, declared: Declared, tries: int)
             log.info("%s: %s instead of %s, fetching it again", file, actual, declared.digest)
         with _open_part(part) as out:
             _download(url, out, declared.size)
-            actual = digest_of(out, declared.digest)
+            actual = digest_of(out, declared.digest, file)
             os.fsync(out.fileno())
         if actual == declared.digest or declared.lacks_sha256:
             return

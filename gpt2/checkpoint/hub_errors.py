@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from gpt2.checkpoint.names import OFFICIAL, did_you_mean
-from gpt2.errors import CheckpointError, InputError
+from gpt2.errors import CheckpointError, InputError, printable
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HTTPError
@@ -67,8 +67,7 @@ def unreachable(repo: str, error: "HTTPError", way_out: str) -> InputError:
 
 def one_line(error: BaseException) -> str:
     """An exception's message on one line, or its kind where it says nothing. Parts of it may be a server's words."""
-    text = " ".join(str(error).split())
-    return "".join(char if char.isprintable() else "�" for char in text)[:300] or type(error).__name__
+    return printable(" ".join(str(error).split()), one_line=True)[:300] or type(error).__name__
 
 
 def _explain(repo: str, revision: str, error: Exception) -> InputError:

@@ -10,6 +10,7 @@ three is not seen again; delete that folder to have everything hashed anew.
 
 import contextlib
 import hashlib
+import logging
 import os
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +20,8 @@ from gpt2.errors import CheckpointError
 
 CHUNK = 1 << 20
 
+log = logging.getLogger("gpt2")
+
 
 def digest(file: Path, expected: str) -> str:
     """The file's hash, of the kind of ``expected``; remembered when it agrees, and then not computed again."""
@@ -26,14 +29,17 @@ def digest(file: Path, expected: str) -> str:
         stamp = _stamp(file, os.fstat(stream.fileno()))
         if stamp in _stamps(expected):
             return expected
-        actual = digest_of(stream, expected)
+        actual = digest_of(stream, expected, file)
     if actual == expected:
         _remember(expected, stamp)
     return actual
 
 
-def digest_of(stream: BinaryIO, expected: str) -> str:
-    """The hash of an open file: sha256, or git's if ``expected`` has 40 digits; of its pointer if that is what was expected."""
+def digest_of(stream: BinaryIO, expected: str, file: Path) -> str:
+    """The hash of an open file: sha256, or git's if ``expected`` has 40 digits; of its pointer if that is what was expected.
+
+    ``file`` is the name to warn of a file that only its pointer's hash speaks for.
+    """
     size = os.fstat(stream.fileno()).st_size
     if len(expected) == 64:
         return _sha256(stream)
@@ -42,7 +48,10 @@ def digest_of(stream: BinaryIO, expected: str) -> str:
         return git
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n" % (_sha256(stream).encode(), size)
     of_pointer = hashlib.sha1(b"blob %d\0" % len(pointer) + pointer, usedforsecurity=False).hexdigest()
-    return expected if of_pointer == expected else git
+    if of_pointer != expected:
+        return git
+    log.warning("%s: the Hub's listing has no sha256 for it; it was checked by the hash of its git pointer", file)
+    return expected
 
 
 def remember(file: Path, expected: str) -> None:

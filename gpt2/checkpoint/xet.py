@@ -42,7 +42,7 @@ def fetch_by_xet(repo: str, file: Path, part: Path, declared: Declared) -> bool:
         aside.open("xb").close()
         _transfer(repo, place(file)[1], aside, declared)
         with aside.open("r+b") as stream:
-            actual = digest_of(stream, declared.digest)
+            actual = digest_of(stream, declared.digest, file)
             os.fsync(stream.fileno())
         if actual == declared.digest:
             os.replace(aside, part)

@@ -234,6 +234,16 @@ def test_an_error_for_now_is_waited_out_and_a_refusal_is_final(hub: HubStandIn, 
     assert asked(hub.requests) == [None]
 
 
+@pytest.mark.parametrize("status", [403, 416])
+def test_a_refused_range_starts_over(hub: HubStandIn, tmp_path: Path, status: int) -> None:
+    """The large files' host refused ranges for a time: the part stayed, and every later run failed."""
+    kill_in_the_middle(hub, tmp_path)
+    hub.range_refusal = status
+    assert weights_of(finish(start(hub, tmp_path))) == WEIGHTS
+    assert asked(hub.requests) == [None, f"bytes={CUT}-", None]
+    assert unfinished(tmp_path) == []
+
+
 def test_two_processes_at_once(hub: HubStandIn, tmp_path: Path) -> None:
     """One downloads, the others wait for it."""
     meet(hub, tmp_path, "locks")

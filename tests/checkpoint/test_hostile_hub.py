@@ -46,11 +46,23 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "a/b/c/d/home"
 
 
-def resolve(hub: HubStandIn, home: Path, *args: str, **environ: str) -> dict[str, Any]:
+# Root may write anywhere, unless it gives that up (prctl PR_CAPBSET_DROP, CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH).
+WITHOUT_PRIVILEGES = """
+import ctypes, os, sys
+if os.geteuid() == 0:
+    for capability in (1, 2):
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def resolve(hub: HubStandIn, home: Path, *args: str, without_privileges: bool = False, **environ: str) -> dict[str, Any]:
     """What came of one process: a path, or one line; anything but an InputError is a failure here."""
     home.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-W", "error", "-c", RESOLVE, *(args or ("org/name",))]
     environment = hub.environ(home, **environ) | {"PYTHONPATH": str(ROOT)}
+    if without_privileges:
+        command = [sys.executable, "-c", WITHOUT_PRIVILEGES, *command]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -231,3 +243,208 @@ def test_a_pipe_in_a_snapshot_does_not_hang(hub: HubStandIn, home: Path) -> None
     os.mkfifo(folder / "config.json")
     assert "holds only a part of" in resolve(hub, home, "org/name", "offline")["error"]
     assert Path(resolve(hub, home)["path"], "config.json").read_bytes() == FILES["config.json"]
+
+
+# ---- answers that no Hub gives, or that a mirror gives ------------------------------------------------------------------
+
+
+def tree(rows: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Request, Answer], Answer]:
+    """The listing, altered."""
+
+    def rewrite(request: Request, answer: Answer) -> Answer:
+        listing = "/tree/" in request.path and answer.body
+        return replace(answer, body=json.dumps(rows(json.loads(answer.body))).encode()) if listing and answer.body else answer
+
+    return rewrite
+
+
+def without(*keys: str) -> Callable[[list[dict[str, Any]]], Any]:
+    return lambda rows: [{key: value for key, value in row.items() if key not in keys} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "message"),
+    [
+        (saying("/revision/", b'{"id": "org/name"}'), "names no commit"),
+        (saying("/revision/", b"<html>Welcome to the airport</html>"), "is not JSON"),
+        (saying("/revision/", b"[" * 100_000), "is not JSON"),
+        (saying("/revision/", b"9" * 5_000), "is not JSON"),
+        (saying("/revision/", b"null"), "names no commit"),
+        (saying("/revision/", b"\xff\xfe"), "is not JSON"),
+        (saying("/tree/", b"<html>Not here</html>"), "is not JSON"),
+        (saying("/tree/", b'{"error": "no"}'), "its listing is no list"),
+        (saying("/tree/", b"[[]]"), "a row that is no file"),
+        (saying("/tree/", b"", 404), "lists none of its files (404)"),
+        (saying("/tree/", b"[]"), "has no model.safetensors (no weights to load)"),
+        (saying("/tree/", b"[]", Link='<http://[/x?cursor=1>; rel="next"'), "has no next page"),
+        (saying("/tree/", b"[]", Link='</x?cursor=MQ%3D%3D>; rel="next"'), "comes to no end"),
+        (tree(without("path")), "without a path and a size"),
+        (tree(without("size")), "without a path and a size"),
+        (tree(lambda rows: [row | {"oid": None, "lfs": None} for row in rows]), "declares no hash for config.json"),
+    ],
+)
+def test_an_answer_that_no_hub_gives_is_one_line(hub: HubStandIn, home: Path, rewrite: Any, message: str) -> None:
+    """Tracebacks, and messages that blamed the line: info without a commit, a null hash, a listing that is HTML or an object."""
+    hub.rewrite = rewrite
+    result = resolve(hub, home)
+    assert message in result["error"]
+    assert hub.endpoint in result["error"] or "org/name" in result["error"]
+
+
+def test_a_body_without_an_end_is_not_read_to_its_end(hub: HubStandIn, home: Path) -> None:
+    """A refusal's body was read as a whole, for its message."""
+
+    def endless(request: Request, answer: Answer) -> Answer:
+        return Answer(403, {"Transfer-Encoding": "chunked"}, b"1000\r\n" + b"x" * 4096 + b"\r\n")
+
+    hub.rewrite = endless
+    assert f"{hub.endpoint} answers 403 for org/name" in resolve(hub, home)["error"]
+
+
+@pytest.mark.parametrize("silent", ["/revision/", "/tree/"])
+def test_a_question_has_a_limit_in_time(hub: HubStandIn, home: Path, silent: str) -> None:
+    """The listing had none: a server that stopped in the middle of it held the command for ever."""
+
+    def wait(request: Request, answer: Answer) -> Answer:
+        if silent in request.path:
+            hub.wait_until_closed(60)
+        return answer
+
+    hub.rewrite = wait
+    result = resolve(hub, home, HF_HUB_ETAG_TIMEOUT="1")
+    assert f"cannot reach the Hub at {hub.endpoint} for org/name" in result["error"]
+    hub.rewrite = None
+    commit = resolve(hub, home)["revision"]
+    hub.add_repo("org/name", FILES | {"config.json": b"{}"}, lfs=LFS)
+    hub.rewrite = wait
+    assert resolve(hub, home)["revision"] == commit, "the cache serves, at the commit that it has"
+
+
+def test_a_hub_that_asks_to_wait(hub: HubStandIn, home: Path) -> None:
+    """429 was an outage: the wait that the Hub asks for was ignored, and the message blamed the line."""
+    hub.limit(300)
+    assert "rate limited" in (refused := resolve(hub, home)["error"])
+    assert "300 s" in refused
+    hub.limit(1, times=2)  # a question
+    waited = resolve(hub, home)
+    assert waited["revision"]
+    assert waited["stderr"].count("rate limited by") == 2
+    hub.limit(300)
+    assert resolve(hub, home)["path"] == waited["path"], "a cache that can serve does not wait"
+
+
+def test_a_download_that_is_asked_to_wait(hub: HubStandIn, home: Path) -> None:
+    asked = []
+
+    def limited(request: Request, answer: Answer) -> Answer:
+        asked.append(request)
+        first = request.cdn and sum(one.cdn for one in asked) == 1
+        return Answer(429, {"RateLimit": '"resolvers";r=0;t=1'}, b"") if first else answer
+
+    hub.rewrite = limited
+    result = resolve(hub, home)
+    assert Path(result["path"], "model.safetensors").read_bytes() == WEIGHTS
+    assert "waiting 1 s" in result["stderr"]
+
+
+def test_the_whole_listing_tells_what_can_be_loaded(hub: HubStandIn, home: Path) -> None:
+    """`siblings` may be cut short, or missing at a mirror; the listing comes in pages."""
+    (commit,) = hub.repos["org/name"].commits
+    info = {"id": "org/name", "sha": commit, "siblings": [{"rfilename": "README.md"}]}
+    hub.add_repo("org/name", FILES | {f"a/{number}.txt": b"" for number in range(20)}, lfs=LFS, commit=commit)
+    hub.rows_per_page = 3
+    hub.rewrite = saying("/revision/", json.dumps(info).encode())
+    assert resolve(hub, home)["revision"] == commit
+    assert sum("/tree/" in request.path for request in hub.requests) == 8
+
+
+def test_a_mirror_without_sha256(hub: HubStandIn, home: Path) -> None:
+    """It was downloaded twice and refused. Git's hash of the pointer speaks for a large file as well."""
+    hub.lists_sha256 = False
+    result = resolve(hub, home)
+    assert Path(result["path"], "model.safetensors").read_bytes() == WEIGHTS
+    assert "model.safetensors: the Hub's listing has no sha256 for it" in result["stderr"]
+    assert hub.sent["org/name", "model.safetensors"] == len(WEIGHTS)
+    again = resolve(hub, home)
+    assert "sha256" not in again["stderr"], "checked once"
+    hub.corrupt("org/name", "model.safetensors", times=1)
+    assert Path(resolve(hub, home.parent / "b")["path"], "model.safetensors").read_bytes() == WEIGHTS, "and damage is seen"
+
+
+def test_a_mirror_whose_hashes_of_large_files_are_its_own(hub: HubStandIn, home: Path) -> None:
+    """Nothing can be checked but the size: the file is used, fetched once, and the warning names it."""
+    large = FILES | {"model.safetensors": bytes(11 << 20)}
+    hub.add_repo("org/name", large, lfs=LFS)
+    hub.lists_sha256 = False
+    hub.rewrite = tree(lambda rows: [row | ({"oid": "a" * 40} if row["path"] == "model.safetensors" else {}) for row in rows])
+    for _ in range(2):
+        result = resolve(hub, home)
+        assert result["stderr"].count("model.safetensors: org/name declares no sha256 for it, so it is used unverified") == 1
+    assert hub.sent["org/name", "model.safetensors"] == 11 << 20
+
+
+# ---- caches that others filled, and settings that are wrong --------------------------------------------------------------
+
+
+def client(hub: HubStandIn, home: Path, call: str) -> None:
+    """What another program fetches."""
+    code = f"import huggingface_hub; huggingface_hub.{call}"
+    subprocess.run([sys.executable, "-c", code], env=hub.environ(home), capture_output=True, check=True)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_complete_cache_that_is_read_only_serves_online(hub: HubStandIn, home: Path, ours: bool) -> None:
+    """Another user's cache: it served offline alone. Nothing needs to be written."""
+    client(hub, home, "snapshot_download('org/name')")
+    if ours:
+        resolve(hub, home)
+    for place in (home / "hub", *(home / "hub").rglob("*")):
+        if not place.is_symlink():
+            os.chown(place, 12345, 12345) if os.geteuid() == 0 else None
+            place.chmod(0o555 if place.is_dir() else 0o444)
+    record = next((home / "hub").rglob("trees/*.json"))
+    record.chmod(0o000)
+    before = sorted((home / "hub").rglob("*"))
+    result = resolve(hub, home, without_privileges=True)
+    for place in (home / "hub", *(home / "hub").rglob("*")):
+        if place.is_dir() and not place.is_symlink():
+            place.chmod(0o755)
+    assert result["revision"] in hub.repos["org/name"].commits
+    assert sorted((home / "hub").rglob("*")) == before
+
+
+def test_a_part_of_a_repository_is_called_a_part(hub: HubStandIn, home: Path) -> None:
+    """A tokenizer that another program fetched: offline, the repository was said to have no weights."""
+    hub.add_repo("org/name", FILES | {"vocab.json": b"{}", "merges.txt": b""}, lfs=LFS)
+    client(hub, home, "snapshot_download('org/name', allow_patterns=['vocab.json', 'merges.txt'])")
+    message = resolve(hub, home, "org/name", "offline")["error"]
+    assert "holds only a part of org/name at main (merges.txt, vocab.json)" in message
+
+
+@pytest.mark.parametrize(
+    ("environ", "messages"),
+    [
+        ({"HF_HUB_ETAG_TIMEOUT": "abc"}, ["HF_HUB_ETAG_TIMEOUT=abc is not a whole number of seconds"]),
+        ({"HF_HUB_DOWNLOAD_TIMEOUT": "-1"}, ["HF_HUB_DOWNLOAD_TIMEOUT=-1 is not a whole number of seconds"]),
+        ({"HTTP_PROXY": "nonsense://127.0.0.1"}, ["no connection can be set up", "correct or unset HTTP_PROXY"]),
+        ({"HTTP_PROXY": "http://127.0.0.1:port"}, ["no connection can be set up", "correct or unset HTTP_PROXY"]),
+        ({"HTTP_PROXY": "http://127.0.0.1:9"}, ["cannot reach the Hub", "the proxy in HTTP_PROXY"]),
+        ({"SSL_CERT_FILE": "/nowhere.pem"}, ["no connection can be set up", "correct or unset SSL_CERT_FILE"]),
+        ({"HF_TOKEN": "hf_é"}, ["token holds characters that no token has"]),
+        ({"HF_TOKEN": "hf_one hf_two\x07"}, ["token holds characters that no token has"]),
+    ],
+)
+def test_a_wrong_setting_is_named(hub: HubStandIn, home: Path, environ: dict[str, str], messages: list[str]) -> None:
+    """A bad proxy or token blamed HF_ENDPOINT; a limit that is no number was a traceback."""
+    result = resolve(hub, home, **environ)
+    assert all(message in result["error"] for message in messages), result["error"]
+
+
+def test_a_refused_token_is_named(hub: HubStandIn, home: Path) -> None:
+    def rewrite(request: Request, answer: Answer) -> Answer:
+        said = {"X-Error-Message": "Invalid credentials in Authorization header"}
+        return Answer(401, said, b"") if request.authorization else answer
+
+    hub.rewrite = rewrite
+    assert "refuses the token (401): correct HF_TOKEN" in resolve(hub, home, HF_TOKEN="hf_old")["error"]
+    assert "path" in resolve(hub, home)
