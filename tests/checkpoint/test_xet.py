@@ -1,0 +1,93 @@
+"""Large files over Xet, where the client can; over HTTP where that fails, or where a part is there already."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.hub_standin import HubStandIn
+from support.xet_standin import XetStandIn
+
+pytest.importorskip("hf_xet")
+
+ROOT = Path(__file__).parents[2]
+WEIGHTS = bytes(range(251)) * 160_000  # 40 MB: three blocks
+FILES = {"config.json": b'{"model_type": "gpt2"}', "model.safetensors": WEIGHTS}
+RESOLVE = """
+import json, logging, sys
+logging.basicConfig(level="INFO", format="%(message)s")
+from gpt2.checkpoint import hub, xet
+xet.PATIENCE = 1.0
+print(json.dumps(str(hub.resolve("org/name", offline="offline" in sys.argv).path)))
+"""
+
+
+@pytest.fixture
+def hub():
+    with HubStandIn() as server:
+        server.add_repo("org/name", FILES, lfs=("model.safetensors",))
+        server.xet = XetStandIn(server)
+        yield server
+
+
+def resolve(hub: HubStandIn, home: Path, *args: str, **environ: str) -> dict[str, Any]:
+    command = [sys.executable, "-W", "error", "-c", RESOLVE, *args]
+    environment = hub.environ(home, **{"HF_HUB_DISABLE_XET": "0"} | environ) | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    folder = Path(json.loads(done.stdout))
+    blobs = folder.parents[1] / "blobs"
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert (folder / "model.safetensors").resolve().parent == blobs
+    assert len(list(blobs.iterdir())) == len(FILES), "nothing is left behind"
+    return {"stderr": done.stderr, "mode": (folder / "model.safetensors").stat().st_mode & 0o777}
+
+
+def asked_over_http(hub: HubStandIn) -> list[str | None]:
+    return [request.range for request in hub.requests if request.path.startswith("/lfs/")]
+
+
+def test_a_large_file_comes_over_xet_and_is_hashed(hub: HubStandIn, tmp_path: Path) -> None:
+    """The control is the count at both servers: not a byte of the weights over HTTP."""
+    result = resolve(hub, tmp_path)
+    assert hub.xet.sent >= len(WEIGHTS)
+    assert asked_over_http(hub) == []
+    assert result["mode"] == (tmp_path / "hub").stat().st_mode & 0o666, "readable to whom the cache is readable"
+    before = len(hub.requests)
+    resolve(hub, tmp_path, "offline")
+    assert len(hub.requests) == before
+
+
+@pytest.mark.parametrize("fault", ["refused", "damaged", "silent", "no token"])
+def test_what_xet_cannot_do_is_done_over_http(hub: HubStandIn, tmp_path: Path, fault: str) -> None:
+    """A flipped byte in a block is accepted by the client; a dead storage is tried for minutes."""
+    if fault == "refused":
+        hub.xet.status = 403
+    elif fault == "damaged":
+        hub.xet.damaged = True
+    elif fault == "silent":
+        hub.xet.silent = True
+    else:
+        refuse = lambda request, answer: type(answer)(403, {}, b"") if "xet-read-token" in request.path else answer  # noqa: E731
+        hub.rewrite = refuse
+    assert "model.safetensors: not over Xet (" in resolve(hub, tmp_path)["stderr"]
+    assert asked_over_http(hub) == [None]
+
+
+def test_a_part_is_gone_on_with_over_http(hub: HubStandIn, tmp_path: Path) -> None:
+    """Xet cannot go on from a part: 5 of 6 GB would come again."""
+    (tree,) = hub.repos["org/name"].commits.values()
+    part = tmp_path / "hub/models--org--name/blobs" / f"{tree['model.safetensors'].sha256}.gpt2-toolkit.incomplete"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(WEIGHTS[:30_000_000])
+    resolve(hub, tmp_path)
+    assert hub.xet.sent == 0
+    assert asked_over_http(hub) == ["bytes=30000000-"]
+
+
+def test_xet_is_left_alone_where_it_is_disabled(hub: HubStandIn, tmp_path: Path) -> None:
+    resolve(hub, tmp_path, HF_HUB_DISABLE_XET="1")
+    assert hub.xet.sent == 0
+    assert asked_over_http(hub) == [None]
