@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt2.port.recording import recorder
-from gpt2.port.recording.dataflow import Kind, Recording, Region, Use, logits_of, record
+from gpt2.port.recording import operators
+from gpt2.port.recording.dataflow import Kind, Recording, Region, Use
+from gpt2.port.recording.forward import logits_of
+from gpt2.port.recording.recorder import record
 
 D, V = 6, 17
 IDS = torch.tensor([[9, 5, 14], [16, 7, 11]])
@@ -205,7 +207,7 @@ def test_inference_mode_is_taken_apart_too() -> None:
 def test_what_the_output_does_not_need_is_known() -> None:
     """A value head beside the logits must not be taken for a feed-forward."""
     recording = record(Small(lambda m, x: (x @ m.square, torch.tanh(x @ m.wide))[0]), IDS)
-    assert {recording.nodes[number].op for number in recording.needed()} == {"embedding", "mm"}
+    assert {recording.nodes[number].op for number in recording.needed} == {"embedding", "mm"}
     assert len(recording.nodes) == 4
 
 
@@ -235,7 +237,7 @@ def test_an_operator_that_cannot_be_followed_does_not_stop_the_module(monkeypatc
     def broken(*_: object) -> Tensor:
         raise RuntimeError("not foreseen")
 
-    monkeypatch.setitem(recorder.HANDLERS, "mm", broken)
+    monkeypatch.setitem(operators.HANDLERS, "mm", broken)
     recording = record(Small(lambda m, x: (x @ m.square) + x), IDS)
     assert recording.unfollowed == ("aten.mm.default",)
     assert recording.nodes[-1].op == "add"
@@ -256,7 +258,7 @@ def test_recording_changes_neither_module_nor_torch() -> None:
 def test_recording_does_not_import_torch_s_compiler() -> None:
     """Four seconds, the first time."""
     code = (
-        "import sys, torch; from gpt2.port.recording.dataflow import record\n"
+        "import sys, torch; from gpt2.port.recording.recorder import record\n"
         "class M(torch.nn.Module):\n"
         "    def __init__(s): super().__init__(); s.e = torch.nn.Embedding(9, 4)\n"
         "    def forward(s, ids): return s.e(ids) @ s.e.weight.T\n"

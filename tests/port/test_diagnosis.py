@@ -19,7 +19,7 @@ from gpt2.port.diagnosis.causes import CAUSES, cause
 from gpt2.port.diagnosis.entries import fingerprint, likeness, reading
 from gpt2.port.diagnosis.ranking import ranked
 from gpt2.port.diagnosis.report import Diagnosis, Divergence, merged
-from gpt2.port.recording.calm import Calm, calmly
+from gpt2.port.recording.deterministic import DeterministicMode, run_deterministically
 
 
 @pytest.fixture(scope="module")
@@ -194,14 +194,14 @@ def test_what_numbers_look_like() -> None:
 def test_calm_takes_out_chance_and_narrow_casts() -> None:
     """Else nothing behind a dropout could be compared in float64."""
     x = torch.randn(4, 5, dtype=torch.float64)
-    result, calm = calmly(lambda: F.dropout(x, 0.5, True).float() + torch.randn(4, 5))
+    result, mode = run_deterministically(lambda: F.dropout(x, 0.5, True).float() + torch.randn(4, 5))
     assert torch.equal(result, x)
     assert result.dtype == torch.float64
-    assert calm.casts == {"float32"}
-    assert len(calm.dropouts) == 1
-    assert calm.dropouts[0].is_of(x)
-    assert not calm.dropouts[0].is_of(x + 1)
-    watching = Calm(lift=False, still=False)
+    assert mode.casts == {"float32"}
+    assert len(mode.dropouts) == 1
+    assert mode.dropouts[0].is_of(x)
+    assert not mode.dropouts[0].is_of(x + 1)
+    watching = DeterministicMode(keep_casts=True, keep_random=True)
     with watching:
         assert not torch.equal(F.dropout(x, 0.5, True), x)
     assert len(watching.dropouts) == 1

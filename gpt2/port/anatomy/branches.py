@@ -65,7 +65,7 @@ class Branches:
 
     def __init__(self, flow: Flow, stream: Stream) -> None:
         self.flow, self.stream, self.recording = flow, stream, flow.recording
-        projections = [n for n in sorted(self.recording.needed()) if flow.is_projection(n) and flow.nodes[n].live]
+        projections = [n for n in sorted(self.recording.needed) if flow.is_projection(n) and flow.nodes[n].live]
         feeds = {n: flow.origins(flow.inputs(results[0])) for n in projections if len(results := flow.results(n))}
         self._feeds = {n: origins[origins >= 0] for n, origins in feeds.items() if bool((origins >= 0).any())}
         self.adapters = self._set_adapters_aside()

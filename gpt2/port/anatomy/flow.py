@@ -62,7 +62,7 @@ class Flow:
             Kind.ROWWISE: self._rowwise,
             Kind.OTHER: self._other,
         }
-        for number in sorted(recording.needed()):
+        for number in sorted(recording.needed):
             node = self.nodes[number]
             if node.live and node.kind in readers:
                 readers[node.kind](number, node)

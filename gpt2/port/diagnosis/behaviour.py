@@ -14,9 +14,8 @@ from gpt2.config import GPT2Config
 from gpt2.measure.tracing import layer_of
 from gpt2.port.diagnosis.causes import cause
 from gpt2.port.diagnosis.report import SURE, Cause, Divergence, merged
-from gpt2.port.mapping.check import told
-from gpt2.port.recording.calm import Calm, Dropout, calmly
-from gpt2.port.recording.dataflow import logits_of
+from gpt2.port.recording.deterministic import DeterministicMode, Dropout, run_deterministically
+from gpt2.port.recording.forward import error_line, logits_of
 
 ALIKE = 1e-9  # relative, in float64: other shapes are summed in another order
 PASTS = ("past_key_values", "past_key_value", "past", "layer_past", "kv_cache", "cache", "past_kv", "kv_caches", "caches")
@@ -66,12 +65,12 @@ class Behaviour:
         self._padded(ids)
 
     def _logits(self, *args: Any, **kwargs: Any) -> Tensor:
-        return calmly(lambda: logits_of(self.module(*args, **kwargs)))[0][..., : self.config.vocab_size].double()
+        return run_deterministically(lambda: logits_of(self.module(*args, **kwargs)))[0][..., : self.config.vocab_size].double()
 
     # The same every time
 
     def _repeats(self, ids: Tensor) -> None:
-        watch = Calm(lift=False, still=False)
+        watch = DeterministicMode(keep_casts=True, keep_random=True)
         with watch:
             once = logits_of(self.module(ids)).double()
         again = logits_of(self.module(ids)).double()
@@ -108,15 +107,15 @@ class Behaviour:
     def _dropouts(self, ids: Tensor, error: float) -> None:
         """Where they are: what they are applied to is known by its value, the dropouts before being made to let all through."""
         evidence = f"two calls with the same ids differ by {error:.1e}"
-        _, calm = calmly(lambda: self.module(ids))
+        _, mode = run_deterministically(lambda: self.module(ids))
         traced = self.points(ids)
-        found = [next((point for point, value in traced.items() if _is_of(dropout, value)), None) for dropout in calm.dropouts]
+        found = [next((point for point, value in traced.items() if _is_of(dropout, value)), None) for dropout in mode.dropouts]
         inside = all(
-            ".mlp." in point if point else self._is_inside(dropout) for point, dropout in zip(found, calm.dropouts, strict=True)
+            ".mlp." in point if point else self._is_inside(dropout) for point, dropout in zip(found, mode.dropouts, strict=True)
         )
         id = "ffn-dropout" if inside else "dropout-active"
         words = f"your dropout{' inside the feed-forward' if inside else ''} does not stop in eval mode"
-        count = f"{len(calm.dropouts)} ran in eval mode" if len(calm.dropouts) > 1 else "one ran in eval mode"
+        count = f"{len(mode.dropouts)} ran in eval mode" if len(mode.dropouts) > 1 else "one ran in eval mode"
         places = [point.rpartition(".mlp")[0] + ".mlp" if ".mlp." in point else point for point in found if point]
         causes = [cause(id, place, words, f"{count}; {evidence}", SURE) for place in dict.fromkeys(places)]
         if causes:
@@ -144,7 +143,7 @@ class Behaviour:
                     cause(
                         "batch-dependent",
                         "logits",
-                        f"your forward fails on a batch of one ({told(error)})",
+                        f"your forward fails on a batch of one ({error_line(error)})",
                         "the same ids in a batch of two pass",
                         SURE,
                     )
@@ -177,7 +176,7 @@ class Behaviour:
             try:
                 found = self._in_pieces(ids, pieces, past, switch, start)
             except Exception as error:
-                self.notes.append(f"your cache was not tried: it is not clear how to call it ({told(error)})")
+                self.notes.append(f"your cache was not tried: it is not clear how to call it ({error_line(error)})")
                 return
             if found is None:
                 self.notes.append(f"your cache was not tried: forward takes {past or switch or start}, and returned no cache")
@@ -215,7 +214,9 @@ class Behaviour:
             extra: dict[str, Any] = {switch: True} if switch else {}
             extra |= {past: cache} if past and cache is not None else {}
             extra |= {start: at} if start else {}
-            output = calmly(lambda extra=extra, at=at, piece=piece: self.module(ids[:, at : at + piece], **extra))[0]
+            output = run_deterministically(lambda extra=extra, at=at, piece=piece: self.module(ids[:, at : at + piece], **extra))[
+                0
+            ]
             at += piece
             found.append(logits_of(output)[..., : self.config.vocab_size].double())
             if past:
@@ -239,7 +240,7 @@ class Behaviour:
             one, other = (self._masked(x, name, mask) for x in (ids, filled))
             full = self._masked(ids, name, torch.full(ids.shape, real))
         except Exception as error:
-            self.notes.append(f"padding was not tried: your forward does not take {name} of shape (B, T) ({told(error)})")
+            self.notes.append(f"padding was not tried: your forward does not take {name} of shape (B, T) ({error_line(error)})")
             return
         alone = self._logits(ids[:1, gap:])
         first, second = one[:1, gap:], other[:1, gap:]

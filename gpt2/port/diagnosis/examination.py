@@ -23,15 +23,15 @@ from gpt2.port.diagnosis.structure import must_fit, structural_causes
 from gpt2.port.diagnosis.vocabulary import cut, padding_causes, require_logits
 from gpt2.port.diagnosis.walk import walk
 from gpt2.port.diagnosis.weights import Judge
-from gpt2.port.mapping.check import told
 from gpt2.port.mapping.explain import Explanation
 from gpt2.port.mapping.filling import fill, put
 from gpt2.port.mapping.mapping import Mapping
-from gpt2.port.recording.calm import calmly
-from gpt2.port.recording.dataflow import Use, logits_of, plain_attention
+from gpt2.port.recording.borrowed import Borrowed
+from gpt2.port.recording.dataflow import Use
+from gpt2.port.recording.deterministic import run_deterministically
+from gpt2.port.recording.forward import error_line, logits_of, plain_attention
 from gpt2.port.recording.pool import collect
-from gpt2.port.recording.probe import give_shapes, run
-from gpt2.port.recording.workbench import Bench
+from gpt2.port.recording.probe import give_shapes, record_probe
 
 BOUND = 1e-10  # relative, in float64: rounding is 1e-15, and any bug is larger
 SLACK = 10  # for what refuses float64: how much farther from the float64 run than our model is in its dtype
@@ -65,11 +65,11 @@ class Examination:
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise InputError(f"{self.who}: its {name} holds NaN; look where its values come from")
-        with torch.random.fork_rng(devices=[]), plain_attention(), Bench(self.module) as bench:
+        with torch.random.fork_rng(devices=[]), plain_attention(), Borrowed(self.module) as bench:
             self.module.eval()  # as anybody would: what some make of it is theirs
             return self._examine(bench)
 
-    def _examine(self, bench: Bench) -> Diagnosis:
+    def _examine(self, bench: Borrowed) -> Diagnosis:
         anatomy = self._anatomy()
         self.state = self._state(bench)
         bench.to_float64()
@@ -118,17 +118,19 @@ class Examination:
 
     def _anatomy(self) -> Anatomy | None:
         """None where its parts cannot be told; then the checkpoint's weights stand for its own."""
-        recording = run(self.module, self.config, self.who)
+        recording = record_probe(self.module, self.config, self.who)
         try:
             return Anatomy(recording)
         except NotGPT2 as reason:
             self.no_gpt2 = str(reason)
             return None
         except Exception as error:
-            self.notes.append(f"the parts of your module could not be told apart ({told(error)}); its weights were not compared")
+            self.notes.append(
+                f"the parts of your module could not be told apart ({error_line(error)}); its weights were not compared"
+            )
             return None
 
-    def _state(self, bench: Bench) -> dict[str, Tensor]:
+    def _state(self, bench: Borrowed) -> dict[str, Tensor]:
         """The checkpoint in float64, rounded before as the port's own dtype asks for."""
         self.dtypes = {name: tensor.dtype for name, tensor in bench.tensors.items()}
         sizes: Counter[torch.dtype] = Counter()
@@ -143,7 +145,7 @@ class Examination:
             state = {name: tensor.to(dtype) for name, tensor in state.items()}
         return {name: tensor.double() for name, tensor in state.items()}
 
-    def _weights(self, anatomy: Anatomy | None, bench: Bench) -> tuple[Own, Divergence | None]:
+    def _weights(self, anatomy: Anatomy | None, bench: Borrowed) -> tuple[Own, Divergence | None]:
         """Its own weights, judged; and if it holds nothing of the checkpoint, where that shows, the bench then being filled."""
         if anatomy is None:
             return Own(self.state, {}, {}), None
@@ -182,21 +184,21 @@ class Examination:
         generator = torch.Generator().manual_seed(1)
         return [torch.randint(vocabulary, (2, length), generator=generator) for length in dict.fromkeys(lengths)]
 
-    def _outputs(self, bench: Bench, probes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def _outputs(self, bench: Borrowed, probes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Its logits of each, the first of which it has to take. Float64 if it can, its own dtype if not."""
         try:
             found = [(probes[0], self._run(probes[0]))]
         except InputError:
             raise
         except Exception as failure:
-            bench.to_own()
+            bench.to_own_dtype()
             try:
                 found = [(probes[0], self._run(probes[0]))]
             except InputError:
                 raise
             except Exception as error:
                 shape = tuple(probes[0].shape)
-                raise InputError(f"{self.who}: its forward fails on ids of shape {shape}: {told(error)}") from None
+                raise InputError(f"{self.who}: its forward fails on ids of shape {shape}: {error_line(error)}") from None
             self._measure(found[0][1], failure)
         for ids in probes[1:]:
             try:
@@ -204,14 +206,14 @@ class Examination:
             except InputError:
                 raise
             except Exception as error:
-                self.notes.append(f"your forward fails on ids of shape {tuple(ids.shape)} ({told(error)})")
+                self.notes.append(f"your forward fails on ids of shape {tuple(ids.shape)} ({error_line(error)})")
         return found
 
     def _run(self, ids: Tensor) -> Tensor:
-        output, calm = calmly(lambda: logits_of(self.module(ids.to(self.device))))
-        if calm.casts and calm.lift:
-            self.notes.append(f"your forward casts to {', '.join(sorted(calm.casts))}; it was measured with float64 there")
-        elif calm.casts:
+        output, mode = run_deterministically(lambda: logits_of(self.module(ids.to(self.device))))
+        if mode.casts and not mode.keep_casts:
+            self.notes.append(f"your forward casts to {', '.join(sorted(mode.casts))}; it was measured with float64 there")
+        elif mode.casts:
             self._measure(output, None)
         return require_logits(output.detach().cpu(), ids, self.config, self.who)
 
@@ -221,7 +223,7 @@ class Examination:
         ids = self._probes(None)[0]
         rounded, exact = (_Ours(self.ours, self.state, dtype=d)(ids) for d in (dtype, torch.float64))
         self.bound = max(self.bound, SLACK * _error(rounded.double(), exact))
-        why = f" (in float64 it fails: {told(failure)})" if failure else ""
+        why = f" (in float64 it fails: {error_line(failure)})" if failure else ""
         self.notes.append(f"your forward was measured in {_called(dtype)}, and may be off by {self.bound:.1e}{why}")
 
     # What it computes
@@ -229,7 +231,7 @@ class Examination:
     def _walked(self, ids: Tensor, own: Own, reference: _Ours, anatomy: Anatomy | None) -> tuple[Divergence | None, list[Cause]]:
         """GPT-2's stages with the port's own weights, against what the port computed on the way."""
         config = self.config
-        pool, _ = calmly(lambda: collect(self.module, ids.to(self.device), config.n_embd, config.inner))
+        pool, _ = run_deterministically(lambda: collect(self.module, ids.to(self.device), config.n_embd, config.inner))
         pool.narrow = self.bound > BOUND
         weights = dict(own.weights)
         if own.placed and not bool(own.placed["wpe.weight"].any()):  # what is added in place of positions, the walk finds out
@@ -258,7 +260,7 @@ class Examination:
         return replace(cause, confidence=SURE, evidence=cause.evidence + told)
 
 
-def _unround(mapping: Mapping, bench: Bench, state: MappingType[str, Tensor], dtypes: MappingType[str, torch.dtype]) -> None:
+def _unround(mapping: Mapping, bench: Borrowed, state: MappingType[str, Tensor], dtypes: MappingType[str, torch.dtype]) -> None:
     """Parameters that are used scaled or shifted (a norm's weight less one), and hold the checkpoint's values as near as their
     dtype can, are taken as exact."""
     uses = mapping.anatomy.recording.uses

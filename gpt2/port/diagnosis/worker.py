@@ -29,7 +29,7 @@ from gpt2.checkpoint.names import parse_random, split_dtype
 from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.port.diagnosis import diagnose
-from gpt2.port.mapping.check import told
+from gpt2.port.recording.forward import error_line
 
 NO_GPU = re.compile(
     r"not compiled with CUDA|NVIDIA driver|CUDA-capable|No CUDA GPUs|CUDA error|support for mps|MPS backend|cuda.is_available"
@@ -175,7 +175,7 @@ def _told(error: BaseException, file: Path, name: str) -> str:
         return f"{file.name}: {error}{at}; install it beside gpt2-toolkit"
     if isinstance(error, EOFError):
         return f"{file.name}: it waits for input{at}; {name} has to do without"
-    words = told(error) if isinstance(error, Exception) else type(error).__name__
+    words = error_line(error) if isinstance(error, Exception) else type(error).__name__
     if NO_GPU.search(str(error)):
         return f"{file.name}: it needs a GPU, and there is none here{at}; leave the module on the CPU ({words})"
     if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):

@@ -23,8 +23,8 @@ from gpt2.port.mapping.explain import Explanation
 from gpt2.port.mapping.filling import fill
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.report import MappingReport
-from gpt2.port.recording.probe import give_shapes, run
-from gpt2.port.recording.workbench import Bench
+from gpt2.port.recording.borrowed import Borrowed
+from gpt2.port.recording.probe import give_shapes, record_probe
 
 __all__ = ["MappingReport", "load_into"]
 
@@ -58,9 +58,9 @@ def load_into(
     give_shapes(module, config, who)
     if not any(tensor.is_floating_point() for tensor in [*module.parameters(), *module.buffers()]):
         raise InputError(f"{who}: it has no parameters to fill; register its weights as torch.nn.Parameter")
-    with torch.random.fork_rng(devices=[]), Bench(module) as bench:
+    with torch.random.fork_rng(devices=[]), Borrowed(module) as bench:
         try:
-            anatomy = Anatomy(run(module, config, who))
+            anatomy = Anatomy(record_probe(module, config, who))
         except NotGPT2 as reason:
             raise InputError(f"{who}: {reason}; load_into needs a GPT-2") from None
         mapping = Mapping(anatomy, config)

@@ -12,8 +12,8 @@ from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.mapping.lacks import Findings
 from gpt2.port.mapping.mapping import Mapping
-from gpt2.port.recording.dataflow import logits_of
-from gpt2.port.recording.workbench import Bench
+from gpt2.port.recording.borrowed import Borrowed
+from gpt2.port.recording.forward import error_line, logits_of
 
 BOUND = 1e-10  # relative, in float64: rounding is 1e-15, and any bug is larger
 NEARLY = 1e-6  # what float32 can do to a constant
@@ -54,7 +54,7 @@ class Check:
             setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor.to("cpu", dtype), requires_grad=False))
         return [model.hidden(ids) if self.in_stream else model(ids)[..., : self.vocabulary] for ids in self.probes]
 
-    def judge(self, bench: Bench, found: Findings) -> Verdict:
+    def judge(self, bench: Borrowed, found: Findings) -> Verdict:
         """Run what lies filled on the bench, in float64; what is wrong with it goes to ``found``."""
         if not self.fits:
             return Verdict(False, None, "the logits cannot be compared, the module being of another size")
@@ -85,9 +85,9 @@ class Check:
         )
         return Verdict(False, error, "the logits differ")
 
-    def _judge_rounding(self, bench: Bench, failure: str) -> Verdict:
+    def _judge_rounding(self, bench: Borrowed, failure: str) -> Verdict:
         """In the module's own dtype, for want of float64: no farther from the float64 run than our model is, within ``SLACK``."""
-        bench.to_own()
+        bench.to_own_dtype()
         dtype = next(tensor.dtype for tensor in bench.tensors.values() if tensor.is_floating_point())
         theirs, failures = self._theirs(bench.module)
         if not any(torch.is_tensor(output) for output in theirs):
@@ -109,7 +109,7 @@ class Check:
                 outputs.append(output if self.in_stream else output[..., : self.vocabulary])
             except Exception as error:
                 outputs.append(None)
-                failures.append(told(error))
+                failures.append(error_line(error))
         return outputs, failures
 
     def _lengths(self, outputs: list[Tensor | None]) -> str:
@@ -129,9 +129,3 @@ def _worst(outputs: list[Tensor | None], references: list[Tensor]) -> float:
         error = float((output - reference).abs().max() / scale)
         worst = max(worst, error) if error == error else float("inf")
     return worst
-
-
-def told(error: Exception) -> str:
-    """Somebody else's exception, in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

@@ -11,11 +11,11 @@ from gpt2.port.mapping.explain import Explanation
 from gpt2.port.mapping.mapping import KEEP, PIECE, ZERO, Mapping
 from gpt2.port.mapping.report import Row
 from gpt2.port.mapping.wording import describe
+from gpt2.port.recording.borrowed import Borrowed
 from gpt2.port.recording.dataflow import Use
-from gpt2.port.recording.workbench import Bench
 
 
-def fill(bench: Bench, mapping: Mapping, state: MappingType[str, Tensor], explanation: Explanation) -> list[Row]:
+def fill(bench: Borrowed, mapping: Mapping, state: MappingType[str, Tensor], explanation: Explanation) -> list[Row]:
     """Fill the module as it lies on the bench; a row for each parameter that something went into."""
     rows, seen = [], set()
     for source in mapping.anatomy.recording.sources:

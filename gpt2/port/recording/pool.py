@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from gpt2.port.recording.dataflow import logits_of, plain_attention
-from gpt2.port.recording.operators import FUSED_ATTENTION, spelt_out
+from gpt2.port.recording.dispatch import Call, OperatorMode, tensors
+from gpt2.port.recording.forward import logits_of, plain_attention
 
 STRICT = 1e-9  # largest difference over the root mean square: rounding in float64 is 1e-15, times what a softmax makes of it
 LOOSE = 1e-5  # where the port computes something in float32
@@ -144,36 +142,21 @@ class Pool:
         return self._sorted[number]
 
 
-class _Collector(TorchDispatchMode):
-    """While entered, every operator's floating results go into the pool."""
+class _Collector(OperatorMode):
+    """While entered, adds every operator's floating-point results to the pool."""
 
     def __init__(self, pool: Pool, weights: dict[int, int], largest: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.pool, self.weights, self.largest, self.dtype = pool, weights, largest, dtype
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in load_into's recorder: else torch imports its compiler
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func._overloadpacket in FUSED_ATTENTION:
-            names = (argument.name for argument in func._schema.arguments)
-            with self:
-                return spelt_out(dict(zip(names, args, strict=False)) | kwargs, len(func._schema.returns))
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        result = func(*args, **kwargs)
-        self.pool.operators.add(func._schema.name.removeprefix("aten::"))
-        seen = {}
-        if not func._schema.is_mutable:  # a view of all of an input holds nothing new
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            seen = {(tensor.untyped_storage()._cdata, tensor.numel()) for tensor in inputs}
-        for tensor in tree_leaves(result):
-            if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not 1 < tensor.numel() <= self.largest:
+    def handle(self, call: Call) -> Any:
+        result = call.run()
+        self.pool.operators.add(call.name)
+        seen: set[tuple[int, int]] = set()
+        if not call.writes:  # a view of all of an input adds nothing
+            seen = {(tensor.untyped_storage()._cdata, tensor.numel()) for tensor in call.inputs}
+        for tensor in tensors(result):
+            if not tensor.is_floating_point() or not 1 < tensor.numel() <= self.largest:
                 continue
             storage = tensor.untyped_storage()._cdata
             if (storage, tensor.numel()) in seen or tensor.numel() > self.weights.get(storage, self.largest):
@@ -193,11 +176,11 @@ def collect(module: nn.Module, ids: Tensor, width: int, inner: int) -> Pool:
         whatever the module raises, and ValueError where its output holds no logits.
     """
     pool = Pool()
-    tensors = [tensor for tensor in [*module.parameters(), *module.buffers()] if tensor.is_floating_point()]
-    dtype = tensors[0].dtype if tensors else torch.float64
+    held = [tensor for tensor in [*module.parameters(), *module.buffers()] if tensor.is_floating_point()]
+    dtype = held[0].dtype if held else torch.float64
     pool.narrow = dtype != torch.float64
     views = VIEWS_PER_TOKEN * ids.numel() * width
-    weights = {tensor.untyped_storage()._cdata: views for tensor in tensors}
+    weights = {tensor.untyped_storage()._cdata: views for tensor in held}
     largest = 4 * ids.numel() * max(inner, 3 * width, ids.size(1) * 64)
     with plain_attention(), _Collector(pool, weights, largest, dtype):
         output = logits_of(module(ids))

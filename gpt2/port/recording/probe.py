@@ -1,4 +1,4 @@
-"""A stranger's module, run on a few tokens."""
+"""Run somebody else's module on a few tokens, and record it."""
 
 from __future__ import annotations
 
@@ -8,35 +8,46 @@ from torch.nn.parameter import is_lazy
 
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
-from gpt2.port.mapping.check import told
-from gpt2.port.recording.dataflow import Recording, record
+from gpt2.port.recording.dataflow import Recording
+from gpt2.port.recording.forward import error_line
+from gpt2.port.recording.recorder import record
 
 
-def give_shapes(module: nn.Module, config: GPT2Config, who: str) -> None:
-    """Have a module register its parameters (keras does so when asked), and give them shapes (lazy ones get them when called)."""
+def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
+    """Make a module register its parameters (keras does so when asked), and give lazy ones a shape by calling the module.
+
+    Raises:
+        InputError: that call fails; ``name`` is the module's in the message.
+    """
     for part in list(module.modules()):
         part.named_parameters()
     if any(is_lazy(tensor) for tensor in [*module.parameters(), *module.buffers()]):
         try:
             module(_probe(config.vocab_size, 2, min(5, config.n_positions)))
         except Exception as error:
-            raise InputError(f"{who}: its parameters have no shapes yet, and its forward fails ({told(error)})") from None
+            reason = error_line(error)
+            raise InputError(f"{name}: its parameters have no shapes yet, and its forward fails ({reason})") from None
 
 
-def run(module: nn.Module, config: GPT2Config, who: str) -> Recording:
-    """A forward pass on a few tokens; on early ones, if the module knows fewer; on as many as the checkpoint has positions, if
-    it takes no fewer."""
+def record_probe(module: nn.Module, config: GPT2Config, name: str) -> Recording:
+    """Record a forward pass on a few tokens.
+
+    If the module refuses them, it is given small token ids, which every vocabulary has, and then a window of full length.
+
+    Raises:
+        InputError: its forward fails on all of them; ``name`` is the module's in the message.
+    """
     device = next(module.parameters(), torch.empty(0)).device
     failures = []
     short = min(5, config.n_positions)
-    few = min(6 * short, config.vocab_size)  # ids that every vocabulary has
-    tries = [(2, short, config.vocab_size), (2, short, few), (1, config.n_positions, config.vocab_size)]
-    for batch, length, vocabulary in dict.fromkeys(tries):
+    small = min(6 * short, config.vocab_size)
+    attempts = [(2, short, config.vocab_size), (2, short, small), (1, config.n_positions, config.vocab_size)]
+    for batch, length, vocabulary in dict.fromkeys(attempts):
         try:
             return record(module, _probe(vocabulary, batch, length).to(device))
         except Exception as error:
-            failures.append(told(error))
-    raise InputError(f"{who}: its forward fails on ids of shape (2, {short}): {failures[0]}")
+            failures.append(error_line(error))
+    raise InputError(f"{name}: its forward fails on ids of shape (2, {short}): {failures[0]}")
 
 
 def _probe(vocabulary: int, batch: int, length: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Somebody else's module on the bench: run, measured in float64, and given back as it was.
+"""Borrow somebody else's module: run it in eval mode and in float64, and give it back as it was.
 
-The module itself, and no copy of it: a copy would miss what lives outside its attributes (a lambda over its own layers goes on
-calling the original's), and much in the world refuses to be copied.
+It is the module itself and no copy. A copy misses what lies outside its attributes (a lambda over its own layers still calls the
+original's), and many modules cannot be copied.
 """
 
 from __future__ import annotations
@@ -12,46 +12,49 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-INNER = ("_parameters", "_buffers", "_modules")  # torch's own dictionaries, which change from within
+INNER = ("_parameters", "_buffers", "_modules")  # torch's own dictionaries, whose content changes
 
 
-class Bench:
-    """While entered, the module is in eval mode and may be changed; on leaving, all is put back but what :meth:`keep` was told.
+class Borrowed:
+    """While entered, the module is in eval mode and may be changed. On leaving, all is restored but what :meth:`keep` names.
 
-    Put back are modes, attributes, and what buffers hold. What a forward pass does to objects that the module merely refers to (a
-    list that grows, say) remains, as it does after any call.
+    Modes, attributes and the content of buffers are restored. Objects that the module merely refers to (a list that grows, for
+    example) are not: they stay as the forward pass left them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.tensors = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+        self.tensors: dict[str, Tensor] = {
+            **dict(module.named_parameters(remove_duplicate=False)),
+            **dict(module.named_buffers(remove_duplicate=False)),
+        }
         self._kept: set[int] = set()
         self._swapped: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor, and what it held
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> Borrowed:
         self._modes = [(part, part.training) for part in self.module.modules()]
         plain = [part for part in self.module.modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._attributes = [(part, dict(vars(part)), {name: dict(getattr(part, name)) for name in INNER}) for part in plain]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
-        for part, _ in self._modes:  # not eval(), which some override
+        for part, _ in self._modes:  # not eval(), which some modules override
             part.training = False
         return self
 
     def to_float64(self) -> None:
-        """Have parameters and floating-point buffers hold copies of themselves in float64: what they held is now out of reach."""
+        """Give parameters and floating-point buffers float64 copies of their values; the originals are kept aside."""
         self._buffers = [(buffer, before) for buffer, before in self._buffers if not torch.equal(buffer, before)]
         for tensor in self.tensors.values():
             if tensor.is_floating_point() and id(tensor) not in self._swapped:
                 self._swapped[id(tensor)] = tensor, tensor.data
                 tensor.data = tensor.data.double()
 
-    def to_own(self) -> None:
-        """What they hold in float64, back in their own dtype."""
+    def to_own_dtype(self) -> None:
+        """Round the float64 values to each tensor's own dtype."""
         for tensor, before in self._swapped.values():
             tensor.data = tensor.data.to(before.dtype)
 
     def keep(self, names: Iterable[str]) -> None:
-        """On leaving, fill these with what they hold now."""
+        """On leaving, let these tensors keep the values that they hold then."""
         self._kept |= {id(self.tensors[name]) for name in names}
 
     @torch.no_grad()
