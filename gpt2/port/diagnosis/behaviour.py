@@ -214,9 +214,8 @@ class Behaviour:
             extra: dict[str, Any] = {switch: True} if switch else {}
             extra |= {past: cache} if past and cache is not None else {}
             extra |= {start: at} if start else {}
-            output = run_deterministically(lambda extra=extra, at=at, piece=piece: self.module(ids[:, at : at + piece], **extra))[
-                0
-            ]
+            part = ids[:, at : at + piece]
+            output, _ = run_deterministically(lambda part=part, extra=extra: self.module(part, **extra))
             at += piece
             found.append(logits_of(output)[..., : self.config.vocab_size].double())
             if past:
