@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -146,6 +149,14 @@ def test_json_to_a_file_and_the_table_to_the_terminal(
     assert told["first_divergence"] == {"point": "h.0.ln_1", "layer": 0, "error": 0.5}
 
 
+def alive(pid: int) -> bool:
+    """Whether a process still runs: one that has ended may be a zombie until somebody reaps it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
 def test_nothing_of_the_process_is_left(tmp_path: Path) -> None:
     """A port that started a process of its own, and hangs, must not keep the machine busy after we have given up."""
     (tmp_path / "port.py").write_text(
@@ -156,13 +167,61 @@ def test_nothing_of_the_process_is_left(tmp_path: Path) -> None:
     )
     with pytest.raises(InputError, match=r"being imported did not end in 2 s \(port.py, line 4"):
         runner.run(str(tmp_path / "port.py"), "shakespeare-mini", timeout=2)
-    pid = int((tmp_path / "pid").read_text())
-    status = Path(f"/proc/{pid}/stat")
-    if status.exists():  # a zombie until somebody reaps it
-        assert status.read_text().split()[2] == "Z"
-    else:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, signal.SIG_DFL)
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP], ids=lambda how: how.name)
+def test_the_process_ends_with_the_command_however_that_ended(how: signal.Signals, tmp_path: Path) -> None:
+    """A diagnosis ended by a job's time limit left its worker at full speed, and its folder, until somebody looked.
+
+    This one never gives the interpreter a turn, so nothing within it could notice, and it has started another process.
+    """
+    (tmp_path / "port.py").write_text(
+        "import itertools, os, pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(tmp_path / 'aside')!r}).write_text(f'{{os.getpid()}} {{child.pid}}')\n"
+        f"os.rename({str(tmp_path / 'aside')!r}, {str(tmp_path / 'pids')!r})\n"
+        "sum(itertools.repeat(1))\n"
+    )
+    (tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", "gpt2", "diagnose", str(tmp_path / "port.py")]
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until((tmp_path / "pids").exists)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    process.send_signal(how)
+    assert process.wait() == -how
+    try:
+        wait_until(lambda: not any(alive(pid) for pid in pids) and not list((tmp_path / "temporary").iterdir()))
+    finally:
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if happened():
+            return
+        time.sleep(0.05)
+    pytest.fail("it did not happen in 30 s")
+
+
+@pytest.mark.parametrize(
+    "answer", ["", "{", "[]", "7", "{}", '{"verdict": "equal"}', '{"error": 7}', "[" * 100_000, "1" * 5000, "\xff"]
+)
+def test_an_answer_that_is_none_is_one_line(answer: str, tmp_path: Path) -> None:
+    """A file that writes its own answer, or fills the disk, must not show our traceback."""
+    (tmp_path / "port.py").write_text(
+        "import os, pathlib, sys\n"
+        f"for place in pathlib.Path({str(tmp_path)!r}).glob('gpt2-diagnose-*'):\n"
+        f"    (place / 'answer.json').write_bytes({answer.encode('latin-1')!r})\n"
+        "os._exit(0)\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path))
+        with pytest.raises(InputError, match=r"port\.py:build") as error:
+            runner.run(str(tmp_path / "port.py"), "shakespeare-mini")
+    assert len(str(error.value)) < 300
 
 
 def test_a_build_without_arguments_is_filled(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """``gpt2 diagnose FILE.py:build``: somebody's file run in a process of its own, whatever it does there.
 
 It may hang, crash, print, exit, or ask for a GPU: the process is watched from outside, its streams go nowhere, and all that it
-has to say comes back in a file. Whatever goes wrong is one line that names the user's own line of code.
+has to say comes back in a file. Whatever goes wrong is one line that names the user's own line of code. When this process ends,
+in whatever way, the other ends too (:mod:`gpt2.port.diagnosis.guard`).
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import IO
 
 from gpt2.errors import InputError
+from gpt2.port.diagnosis import guard as guard_script
+from gpt2.port.diagnosis.guard import end
 from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
 
 PATIENCE = 60.0  # seconds for what the file does of its own: import, build, one forward
 WHOLE = 20  # times that for the diagnosis
 TAIL = 4000  # bytes kept of what it prints
+LIMIT = 64_000_000  # bytes read of its answer, which has some thousands
 START = "import sys; sys.path.insert(0, sys.argv[2]); from gpt2.port.diagnosis.worker import main; main(sys.argv[1])"
 
 
@@ -75,16 +78,15 @@ def run(text: str, model: str, *, timeout: float = PATIENCE, revision: str | Non
     found = target(text)
     _fetch(model, revision, offline)
     with tempfile.TemporaryDirectory(prefix="gpt2-diagnose-") as folder:
-        order = {"file": str(found.path), "name": found.name, "model": model, "revision": revision, "offline": offline}
+        limits = {"short": timeout, "whole": timeout * WHOLE}
+        order = {"file": str(found.path), "name": found.name, "model": model, "revision": revision, "offline": offline, **limits}
         (Path(folder) / "order.json").write_text(json.dumps(order))
         code, printed = _watch(Path(folder), found, timeout)
         answer = Path(folder) / "answer.json"
         if not answer.exists():
             raise InputError(_died(Path(folder), found, code, printed))
-        told = json.loads(answer.read_text())
-    if "error" in told:
-        raise InputError(told["error"])
-    return _diagnosis(told)
+        with open(answer, "rb") as file:
+            return _diagnosis(file.read(LIMIT), found)
 
 
 def _fetch(model: str, revision: str | None, offline: bool) -> None:
@@ -104,6 +106,7 @@ def _watch(folder: Path, found: Target, timeout: float) -> tuple[int, str]:
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
+    guard = _guard(process, folder)
     printed: list[bytes] = [b""]
     reader = Thread(target=_read, args=(process.stdout, printed), daemon=True)
     reader.start()
@@ -115,23 +118,38 @@ def _watch(folder: Path, found: Target, timeout: float) -> tuple[int, str]:
             if stage == "start":  # ours: importing torch
                 since, limit = start, timeout * WHOLE
             if time.monotonic() - since > limit and not (folder / "answer.json").exists():
-                raise InputError(_hung(process, folder, found, stage, limit))
+                raise InputError(_hung(folder, found, stage, limit))
             if stage == "done":
                 break
             time.sleep(0.02)
     finally:
-        _kill(process)
+        end(process.pid)
+        process.wait()
+        guard.kill()
+        guard.communicate()
         reader.join(1)
         if not reader.is_alive():  # else somebody that left the group still holds the other end
             process.stdout.close()
     return process.returncode, printed[0].decode(errors="replace")
 
 
+def _guard(process: subprocess.Popen[bytes], folder: Path) -> subprocess.Popen[bytes]:
+    """The process that ends ``process`` if this one is gone, in a session of its own: Ctrl-C is for this one."""
+    command = [sys.executable, "-I", "-S", guard_script.__file__, str(folder)]
+    nowhere = subprocess.DEVNULL
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
+    assert guard.stdin is not None
+    guard.stdin.write(b"%d\n" % process.pid)
+    guard.stdin.flush()
+    return guard
+
+
 def _stage(folder: Path) -> tuple[str, float]:
+    """The last line of the file that the worker adds one to as it begins each stage."""
     try:
-        stage, since = (folder / "stage").read_text().split()
+        stage, since = (folder / "stage").read_text().splitlines()[-1].split()
         return stage, float(since)
-    except (OSError, ValueError):
+    except (OSError, ValueError, IndexError):
         return "start", 0.0
 
 
@@ -140,20 +158,12 @@ def _read(stream: IO[bytes], printed: list[bytes]) -> None:
         printed[0] = (printed[0] + chunk)[-TAIL:]
 
 
-def _kill(process: subprocess.Popen) -> None:
-    """The process and whatever it started."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
+WHY = {"SIGKILL": ": out of memory?", "SIGBUS": ": was the model's weight file cut short meanwhile?"}
 WORDS = {"import": "being imported", "build": "its {name}()", "forward": "its forward, called on 2 x 8 ids,", "diagnosis": "it"}
 
 
-def _hung(process: subprocess.Popen, folder: Path, found: Target, stage: str, limit: float) -> str:
-    """Ask where it is before it is ended."""
-    os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(0.3)
+def _hung(folder: Path, found: Target, stage: str, limit: float) -> str:
+    time.sleep(0.3)  # in which it writes where it is
     what = WORDS.get(stage, "it").format(name=found.name)
     return (
         f"{found.shown}: {what} did not end in {limit:g} s{_line(folder, found)}; find out why, or give it longer with --timeout"
@@ -163,8 +173,9 @@ def _hung(process: subprocess.Popen, folder: Path, found: Target, stage: str, li
 def _died(folder: Path, found: Target, code: int, printed: str) -> str:
     stage, _ = _stage(folder)
     during = {"import": "while it was imported", "build": f"in {found.name}()", "forward": "in its forward"}.get(stage, "")
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended the process (exit code {code})"
-    why = ": out of memory?" if code == -signal.SIGKILL else ""
+    killer = signal.Signals(-code).name if code < 0 else ""
+    how = f"was killed by {killer}" if killer else f"ended the process (exit code {code})"
+    why = WHY.get(killer, "")
     if stage == "start":
         last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
         return f"{found.shown}: the process could not be started ({last[:200]}); is this Python's torch in order?"
@@ -182,13 +193,24 @@ def _line(folder: Path, found: Target) -> str:
     return f" ({own[0][0]}, line {own[0][1]}, in {own[0][2]})" if own else ""
 
 
-def _diagnosis(told: dict) -> Diagnosis:
+def _diagnosis(answer: bytes, found: Target) -> Diagnosis:
+    """The worker's answer. Anybody's file ran there, so it may be anything."""
+
     def number(value: float | None) -> float:
         return float("inf") if value is None else value
 
-    first = told["first_divergence"]
-    return Diagnosis(
-        **{**told, "causes": tuple(Cause(**cause) for cause in told["causes"]), "notes": tuple(told["notes"]),
-           "first_divergence": first and Divergence(first["point"], first["layer"], number(first["error"])),
-           "logits_error": number(told["logits_error"])}
-    )  # fmt: skip
+    try:
+        told = json.loads(answer)
+        if "error" not in told:
+            first = told["first_divergence"]
+            return Diagnosis(
+                **{**told, "causes": tuple(Cause(**cause) for cause in told["causes"]), "notes": tuple(told["notes"]),
+                   "first_divergence": first and Divergence(first["point"], first["layer"], number(first["error"])),
+                   "logits_error": number(told["logits_error"])}
+            )  # fmt: skip
+        error = told["error"] + ""
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise InputError(
+            f"{found.shown}: its process left no diagnosis that can be read; is the disk full, or does it write answer.json?"
+        ) from None
+    raise InputError(error)

@@ -11,14 +11,13 @@ import inspect
 import json
 import os
 import re
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -41,26 +40,42 @@ def main(folder: str) -> None:
     place = Path(folder)
     with open(place / "where", "w") as where:
         faulthandler.enable(where)
-        faulthandler.register(signal.SIGUSR1, where)
         order = json.loads((place / "order.json").read_text())
-        answer = _answer(place, order)
+        stage = Stages(place, where, order["short"], order["whole"])
+        answer = _answer(place, order, stage)
         aside = place / "answer.partial"
         aside.write_text(answer)
         aside.replace(place / "answer.json")
-        _stage(place, "done")
+        stage("done")
         os._exit(0)  # without its threads, and its last words
 
 
-def _answer(place: Path, order: dict[str, Any]) -> str:
+class Stages:
+    """Tells the parent which stage begins, and where the process is when that takes too long.
+
+    Where: ``faulthandler`` writes it to ``where`` from a thread that needs no turn of the interpreter's, at the moment when the
+    parent gives up. So nobody has to ask, which works by signals alone, and Windows has none.
+    """
+
+    def __init__(self, place: Path, where: TextIO, short: float, whole: float) -> None:
+        self.file, self.where, self.short, self.whole = place / "stage", where, short, whole
+
+    def __call__(self, name: str) -> None:
+        with open(self.file, "a") as file:  # never replaced: the parent may have it open, which Windows refuses
+            file.write(f"{name} {time.monotonic()}\n")
+        faulthandler.dump_traceback_later(self.whole if name == "diagnosis" else self.short, file=self.where)
+
+
+def _answer(place: Path, order: dict[str, Any], stage: Stages) -> str:
     file, name, failure = Path(order["file"]), order["name"], None
     try:
-        _stage(place, "loading")
+        stage("loading")
         model = load(order["model"], revision=order["revision"], offline=order["offline"])
         directory = _directory(order, model, place)
-        _stage(place, "import")
+        stage("import")
         build = _build_of(_imported(file), file, name)
         takes_directory = _takes_directory(build, file, name)
-        _stage(place, "build")
+        stage("build")
         module = build(str(directory)) if takes_directory else build()
         if not isinstance(module, nn.Module):
             what = (
@@ -69,9 +84,9 @@ def _answer(place: Path, order: dict[str, Any]) -> str:
                 else f"{type(module).__name__}; return the torch.nn.Module"
             )
             raise InputError(f"{file.name}: {name}() returned {what}")
-        _stage(place, "forward")
+        stage("forward")
         failure = _once(module, model)
-        _stage(place, "diagnosis")
+        stage("diagnosis")
         found = diagnose(module, model, fill=not takes_directory)
         return json.dumps({**json.loads(found.to_json()), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
     except InputError as error:
@@ -80,12 +95,6 @@ def _answer(place: Path, order: dict[str, Any]) -> str:
         return json.dumps({"error": str(error) + _where(error, file)})
     except BaseException as error:  # whatever it is, it is the port's
         return json.dumps({"error": _told(error, file, name)})
-
-
-def _stage(place: Path, name: str) -> None:
-    aside = place / "stage.partial"
-    aside.write_text(f"{name} {time.monotonic()}")
-    aside.replace(place / "stage")
 
 
 def _directory(order: dict[str, Any], model: GPT2, place: Path) -> Path:
