@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
+import secrets
 import socket
 import sys
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from gpt2.cli.common import Status, add_command, add_json, require_writable, write_json
@@ -26,7 +28,7 @@ EXAMPLES = """\
   gpt2 explore shakespeare-mini --prompt "To be, or" --json -
 
 The page: the prompt's tokens, what the model would say next at every position and after every layer, and what each attention
-head looks at. It is served to this machine only, until Ctrl-C."""
+head looks at. It is served to this machine only, at an address that nobody can guess, until Ctrl-C."""
 
 HOST = "127.0.0.1"
 PORT = 8642
@@ -81,13 +83,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def application(opened: Explorer, prompt: str) -> Starlette:
-    """The page at ``/``, of ``?prompt=``; nothing else. Requests that name another host are refused.
+FROM_ELSEWHERE = '<!doctype html><title>gpt2 explore</title><p>Another site led here. <a href="./">Open the page</a>'
 
-    A page elsewhere cannot read an answer, having no leave to; but a name that its owner points at this machine could
-    ("DNS rebinding"), were the Host header not looked at.
+
+def application(opened: Explorer, prompt: str, token: str) -> Starlette:
+    """The page at ``/TOKEN/``, of ``?prompt=``; nothing else.
+
+    Every user of this machine can connect to the port, so the address holds a secret that only this user's terminal shows.
+    Requests that name another host are refused: a name that its owner points at this machine ("DNS rebinding") could read the
+    answers. A request that another site caused, by a link, a picture or a script, is answered without a forward pass. Forward
+    passes run one at a time, since each takes all cores, and one whose browser has left by then is not run.
     """
     from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.responses import HTMLResponse
@@ -96,21 +104,27 @@ def application(opened: Explorer, prompt: str) -> Starlette:
     from gpt2.explore.lens_page import error_page, page
 
     names = tuple(side.name for side in opened.sides)
-    one_at_a_time = Lock()  # a forward pass takes all cores as it is
+    one_at_a_time = asyncio.Lock()
 
-    def answer(request: Request) -> HTMLResponse:
+    async def answer(request: Request) -> HTMLResponse:
+        if not secrets.compare_digest(request.path_params["token"].encode(), token.encode()):
+            return HTMLResponse("no such page", 404, HEADERS)
+        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):  # "none": typed, or from a terminal
+            return HTMLResponse(FROM_ELSEWHERE, 403, HEADERS)
         typed = request.query_params.get("prompt", prompt).replace("\r\n", "\n")  # which is how a form sends a line break
-        if request.headers.get("sec-fetch-site") == "cross-site" and request.headers.get("sec-fetch-mode") != "navigate":
-            return HTMLResponse("from another site", 403, HEADERS)
         try:
-            with one_at_a_time:
-                found = opened.look(typed)
+            async with one_at_a_time:
+                if await request.is_disconnected():
+                    return HTMLResponse("nobody is there any more", 499)
+                found = await run_in_threadpool(opened.look, typed)
         except InputError as error:
             return HTMLResponse(error_page(names, typed, error).encode(errors="backslashreplace"), 400, HEADERS)
         return HTMLResponse(page(found, served=True).encode(errors="backslashreplace"), 200, HEADERS)
 
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False)
-    return Starlette(routes=[Route("/", answer, methods=["GET"])], middleware=[hosts])
+    served = Starlette(routes=[Route("/{token}/", answer, methods=["GET"])], middleware=[hosts])
+    served.router.redirect_slashes = False
+    return served
 
 
 def _listen(port: int) -> socket.socket:
@@ -124,7 +138,8 @@ def _listen(port: int) -> socket.socket:
         ) from None
     listening = socket.socket()
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name == "posix":  # on Windows it would let another process take over the port
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((HOST, port))
         listening.listen()  # so that who opens the address at once is kept waiting, not refused
     except (OSError, OverflowError) as error:
@@ -137,8 +152,9 @@ def _listen(port: int) -> socket.socket:
 def _serve(opened: Explorer, prompt: str, listening: socket.socket) -> None:
     import uvicorn
 
+    token = secrets.token_urlsafe(16)
     config = uvicorn.Config(
-        application(opened, prompt),
+        application(opened, prompt, token),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -146,6 +162,7 @@ def _serve(opened: Explorer, prompt: str, listening: socket.socket) -> None:
         http="h11",
         server_header=False,
     )
-    print(f"open http://{HOST}:{listening.getsockname()[1]}/ in a browser; Ctrl-C ends it", file=sys.stderr, flush=True)
+    address = f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
+    print(f"open {address} in a browser; Ctrl-C ends it", file=sys.stderr, flush=True)
     uvicorn.Server(config).run(sockets=[listening])
     raise KeyboardInterrupt  # which alone ends it, and which uvicorn raises again or not, as it catches the moment

@@ -9,82 +9,169 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
 import pytest
 from support.browser import CHROMIUM, Browser
 
 import gpt2
+from gpt2.cli.explore_command import application
 from gpt2.cli.main import main
 from gpt2.data.chars import Chars
-from gpt2.explore.lens import explorer
+from gpt2.explore.lens import Exploration, Explorer, explorer
 
 PROMPT = "O Romeo,\nwherefore art"
 
 
-def start(*args: str) -> tuple[subprocess.Popen, int]:
-    """The command as a process, and the port it says it serves on."""
+class Page(NamedTuple):
+    """Where it is served: the port, and the path that is a secret."""
+
+    port: int
+    path: str
+
+
+def start(*args: str) -> tuple[subprocess.Popen, Page]:
+    """The command as a process, and the address that it says it serves at."""
     command = [sys.executable, "-W", "error", "-m", "gpt2", "explore", "--port", "0", *args]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     line = process.stderr.readline()
-    found = re.fullmatch(r"open http://127\.0\.0\.1:(\d+)/ in a browser; Ctrl-C ends it\n", line)
+    found = re.fullmatch(r"open http://127\.0\.0\.1:(\d+)(/[\w-]{22}/) in a browser; Ctrl-C ends it\n", line)
     if not found:
         process.kill()
         pytest.fail(line + process.stderr.read())
-    return process, int(found[1])
+    return process, Page(int(found[1]), found[2])
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    process, port = start("--prompt", PROMPT)
-    yield port
+def served() -> Iterator[Page]:
+    process, address = start("--prompt", PROMPT)
+    yield address
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert (out, err, process.returncode) == ("", "gpt2 explore: interrupted\n", 130)
 
 
-def get(port: int, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, str, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+def get(at: Page, query: str = "", method: str = "GET", **headers: str) -> tuple[int, str, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", at.port, timeout=20)
+    connection.request(method, at.path + query, headers={name.replace("_", "-"): value for name, value in headers.items()})
     answer = connection.getresponse()
     body = answer.read().decode()
     connection.close()
     return answer.status, body, dict(answer.getheaders())
 
 
-def test_it_serves_the_page_of_what_is_typed(port: int) -> None:
+def test_it_serves_the_page_of_what_is_typed(served: Page) -> None:
     """A form sends CR LF for a line break; taken as it is, the model would see a token that nobody typed."""
-    status, first, headers = get(port)
+    status, first, headers = get(served)
     assert (status, headers["x-frame-options"], headers["cache-control"]) == (200, "DENY", "no-store")
     assert f">\n{PROMPT}</textarea>" in first
-    status, typed, _ = get(port, "/?prompt=" + quote(PROMPT.replace("\n", "\r\n")))
+    status, typed, _ = get(served, "?prompt=" + quote(PROMPT.replace("\n", "\r\n")))
     assert (status, typed) == (200, first)
-    assert "Good" in get(port, "/?prompt=Good+morrow")[1]
+    assert "Good" in get(served, "?prompt=Good+morrow")[1]
 
 
-def test_bad_prompts_are_one_line_above_the_field(port: int) -> None:
+def test_bad_prompts_are_one_line_above_the_field(served: Page) -> None:
     """A blank page, or a server that has died, says nothing."""
-    status, text, _ = get(port, "/?prompt=" + "light+" * 300)
+    status, text, _ = get(served, "?prompt=" + "light+" * 300)
     assert status == 400
     alert = re.search(r'role="alert">(.*?)</p>', text)[1]
     assert alert == "the prompt makes 302 tokens of shakespeare-mini; there is room for 128: shorten it"
     assert "light light" in text.split("<textarea", 1)[1]
-    status, text, _ = get(port, "/?prompt=" + quote("</textarea><script>alert(1)</script>"))
+    status, text, _ = get(served, "?prompt=" + quote("</textarea><script>alert(1)</script>"))
     assert (status, text.count("<script>")) == (200, 1)
 
 
-def test_no_other_name_and_no_other_site_gets_an_answer(port: int) -> None:
+def test_no_other_name_and_no_other_site_gets_an_answer(served: Page) -> None:
     """A web page anywhere could have its own name resolve to this machine, and read what is served here."""
-    assert get(port, Host="evil.example")[0] == 400
-    assert get(port, Host=f"evil.example:{port}")[0] == 400
-    assert get(port, Host=f"localhost:{port}")[0] == 200
-    assert get(port, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors")[0] == 403
-    assert get(port, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")[0] == 200  # a link that was followed
-    assert [get(port, "/", "POST")[0], get(port, "/other")[0]] == [405, 404]
+    assert get(served, Host="evil.example")[0] == 400
+    assert get(served, Host=f"evil.example:{served.port}")[0] == 400
+    assert get(served, Host=f"localhost:{served.port}")[0] == 200
+    assert [get(served, method="POST")[0], get(served, "other")[0]] == [405, 404]
     with socket.socket() as outside, pytest.raises(OSError, match="refused"):
-        outside.connect(("127.0.0.2", port))  # bound to 0.0.0.0 it would answer here as well
+        outside.connect(("127.0.0.2", served.port))  # bound to 0.0.0.0 it would answer here as well
+
+
+@pytest.mark.parametrize("path", ["/", "/?prompt=O", "/x/", "/" + "A" * 22 + "/", "/favicon.ico", "//"])
+def test_who_does_not_know_the_address_gets_nothing(served: Page, path: str) -> None:
+    """Any user of the machine may connect to the port; the page shows what was typed into it."""
+    status, body, _ = get(Page(served.port, path))
+    assert status == 404
+    assert "Romeo" not in body
+    assert get(Page(served.port, served.path[:-2] + "/"))[0] == 404
+
+
+class Slow:
+    """An opened model that takes as long as a test likes, and keeps what it was asked for."""
+
+    def __init__(self, opened: Explorer) -> None:
+        self.opened, self.sides = opened, opened.sides
+        self.asked: list[str] = []
+        self.go = threading.Event()
+
+    def look(self, prompt: str) -> Exploration:
+        self.asked.append(prompt)
+        self.go.wait()
+        return self.opened.look(prompt)
+
+
+@contextmanager
+def serving(slow: Slow, token: str) -> Iterator[int]:
+    import uvicorn
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        server = uvicorn.Server(uvicorn.Config(application(slow, PROMPT, token), log_level="error", lifespan="off", http="h11"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            slow.go.set()
+            server.should_exit = True
+            thread.join()
+
+
+def test_what_nobody_waits_for_is_not_computed() -> None:
+    """Five impatient clicks on the button were five forward passes of gpt2-xl, one after the other, before the one wanted."""
+    with explorer("shakespeare-mini") as opened, serving(slow := Slow(opened), "secret") as port:
+
+        def ask(prompt: str) -> socket.socket:
+            asking = socket.create_connection(("127.0.0.1", port))
+            asking.sendall(f"GET /secret/?prompt={prompt} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+            return asking
+
+        with ask("first") as first:
+            while slow.asked != ["first"]:
+                time.sleep(0.01)
+            for _ in range(3):
+                ask("abandoned").close()
+            with ask("last") as last:
+                time.sleep(0.5)  # by then the server has read all of that, and waits for the first
+                slow.go.set()
+                for asking in (first, last):
+                    assert asking.recv(12) == b"HTTP/1.1 200"
+        assert slow.asked == ["first", "last"]
+
+
+def test_a_request_that_another_site_caused_is_not_computed() -> None:
+    """A page anywhere could keep all cores busy by links and pictures. A link that a person followed can be opened still."""
+    with explorer("shakespeare-mini") as opened, serving(slow := Slow(opened), "secret") as port:
+        slow.go.set()
+        for site in ("cross-site", "same-site"):
+            for mode in ("no-cors", "cors", "navigate"):
+                status, body, _ = get(Page(port, "/secret/"), "?prompt=O", Sec_Fetch_Site=site, Sec_Fetch_Mode=mode)
+                assert (status, '<a href="./">' in body) == (403, True)
+        assert slow.asked == []
+        for site in ("none", "same-origin"):
+            assert get(Page(port, "/secret/"), "?prompt=O", Sec_Fetch_Site=site, Sec_Fetch_Mode="navigate")[0] == 200
+        assert slow.asked == ["O", "O"]
 
 
 def test_a_file_and_json_instead_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -168,9 +255,9 @@ CHOSEN = """(side => ({
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 @pytest.mark.parametrize("width", [1280, 420])
-def test_the_keyboard_reaches_everything(browser: Browser, port: int, width: int) -> None:
+def test_the_keyboard_reaches_everything(browser: Browser, served: Page, width: int) -> None:
     """Typed, tabbed and walked with arrows alone: what is chosen is what is told."""
-    browser.open(f"http://127.0.0.1:{port}/", width)
+    browser.open(f"http://127.0.0.1:{served.port}{served.path}", width)
     assert browser.value("document.documentElement.scrollWidth") <= width
     browser.value("document.querySelector('textarea').select(), document.querySelector('textarea').focus()")
     browser("Input.insertText", text="O Romeo, Romeo! wherefore art")
@@ -216,7 +303,9 @@ def test_the_keyboard_reaches_everything(browser: Browser, port: int, width: int
         expected = f"looks at “{lens.tokens[best].strip()}” {100 * row[best]:.0f}\xa0%"
         assert expected in chosen["says"]
     assert browser.value("document.documentElement.scrollWidth") <= width
-    assert all(url.startswith((f"http://127.0.0.1:{port}/", "file:", "data:", "about:")) for url in browser.asked)
+    assert all(
+        url.startswith((f"http://127.0.0.1:{served.port}{served.path}", "file:", "data:", "about:")) for url in browser.asked
+    )
 
 
 @pytest.mark.slow
