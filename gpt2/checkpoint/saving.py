@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import listed
+from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.containers.safetensors_file import DTYPES
 from gpt2.checkpoint.files import WEIGHTS
 from gpt2.checkpoint.keys import expected, to_file
@@ -113,4 +114,5 @@ def safetensors_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryvi
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     yield len(text).to_bytes(8, "little") + text
     for name in order:
+        require_whole_files()
         yield tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

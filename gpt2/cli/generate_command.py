@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import torch
 
+        from gpt2.checkpoint.containers.mapped_file import require_whole_files
         from gpt2.checkpoint.loading import load, load_tokenizer, require_vocabulary
         from gpt2.generation import check_draft, stream
         from gpt2.sampling import check_settings
@@ -70,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
     if not quiet:
         say(text, end="")
     settings = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
+    require_whole_files()
     for chosen in stream(model, prompt, args.max_new_tokens, **settings, draft=draft):
+        require_whole_files()
         token = int(chosen)
         if token == tokenizer.eot:
             break

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.errors import InputError
 from gpt2.model import GPT2
 
@@ -154,6 +155,7 @@ def batches(
     remaining = windows(len(ids), context, stride, guide=guide)
     for _, alike in itertools.groupby(remaining, lambda window: window.end - window.start):
         while group := list(itertools.islice(alike, batch_size)):
+            require_whole_files()
             yield torch.stack([ids[window.start : window.end] for window in group]), group
 
 

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.model import GPT2, eager_attention, sdpa_attention
 
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
@@ -114,6 +115,7 @@ class _Stopped(Exception):
 def run(model: nn.Module, ids: Tensor, found: dict[str, Tensor], emit: Callable[[], None]) -> None:
     """One traced forward pass into ``found``; ``emit`` is called when embeddings are done, and after each block."""
     root = root_of(model)
+    require_whole_files()
     with ExitStack() as stack:
         stack.enter_context(_eager(model))
         for module, point, when in _taps(root):

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from gpt2.checkpoint.configs import config_of
+from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.files import files_of, open_weights
 from gpt2.checkpoint.hub import Source, resolve
 from gpt2.checkpoint.loading import load_path
@@ -59,7 +60,12 @@ def verify(
     with _on_disk(base, revision, offline, progress) as (source, theirs):
         config = config_of(source.path, open_weights(source.path))
         probe = Probe.draw(config, seed)
-        subject = Subject(source.path, theirs, config, build, rounding, probe, progress)
+
+        def stage(what: str) -> None:
+            require_whole_files()
+            progress(what)
+
+        subject = Subject(source.path, theirs, config, build, rounding, probe, stage)
         tokens = checks.tokens(subject)  # first, because a damaged vocabulary should not take ten seconds to be found
         found = [checks.weights(subject), *checks.forward(subject), *training.training(subject), tokens]
         files = {path.name: sha256(path) for path in files_of(source.path)}

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -164,6 +165,7 @@ class _Run:
             lr = learning_rate(progress.step, recipe.steps, recipe.optim)
             drawn = replace(recipe, seed=(recipe.seed + progress.rewinds) % 2**63)  # after a rewind other windows, other dropout
             limit = divergence.limit(progress.best_loss, self.tokenizer.n_vocab)
+            require_whole_files()
             loss, norm = _step(self.scored, self.optimizer, self.feed, drawn, progress.step, lr, limit)
             fault = divergence.fault(loss, norm, limit)
             progress = replace(progress, step=progress.step + 1, skips=progress.skips + 1 if fault else 0)

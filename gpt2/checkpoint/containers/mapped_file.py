@@ -1,4 +1,11 @@
-"""A file of raw tensors: mapped where that can be, else read, and converted a few megabytes at a time."""
+"""A file of raw tensors: mapped where that can be, else read, and converted a few megabytes at a time.
+
+A mapped file is read when its weights are used. If somebody cuts it short by then (writes it anew in place, instead of renaming
+a new file over it), Linux and macOS end the process with SIGBUS at the first missing page, and Python cannot catch that. So
+:func:`require_whole_files` looks at the sizes before a long job and between its parts. What remains is a file cut short within
+one part: the process then ends without a message, with exit code 135 in a shell. Loading in another dtype, or as int8, maps
+nothing; neither does Windows let anybody shorten a mapped file.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +21,27 @@ from torch import Tensor
 from gpt2.errors import CheckpointError
 
 PIECE = 1 << 21  # bytes converted at a time
+
+
+_MAPPINGS: weakref.WeakKeyDictionary[mmap.mmap, Path] = weakref.WeakKeyDictionary()  # all in use in this process
+
+
+def require_whole_files() -> None:
+    """Raise where a mapped file has become shorter: using what was cut off would end the process.
+
+    Raises:
+        CheckpointError: which file, and what is left of it.
+    """
+    for mapping, path in list(_MAPPINGS.items()):
+        _require_whole(mapping, path)
+
+
+def _require_whole(mapping: mmap.mmap, path: Path) -> None:
+    if mapping.size() < len(mapping):
+        raise CheckpointError(
+            f"{path}: was cut short while it is in use ({mapping.size():,} of {len(mapping):,} bytes are left); "
+            "bring the file back and start again"
+        )
 
 
 class MappedFile:
@@ -56,6 +84,7 @@ class MappedFile:
         dtype, count = dtype or stored, math.prod(shape)
         aligned = start % stored.itemsize == 0
         if mapped and count and aligned and dtype == stored and self._mapping is not None:
+            _require_whole(self._mapping, self.path)
             # From the buffer, not a slice of one storage: a tensor pickled on its own must not take the whole file along.
             return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=start).view(shape)
         tensor = torch.empty(shape, dtype=dtype)
@@ -75,9 +104,11 @@ class MappedFile:
     def _mapping(self) -> mmap.mmap | None:
         """The file, copied on write: what is written stays in this process. None where it cannot be mapped."""
         try:
-            return mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_COPY)
+            mapping = mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_COPY)
         except (OSError, ValueError):
             return None
+        _MAPPINGS[mapping] = self.path
+        return mapping
 
     @cached_property
     def _scratch(self) -> Tensor:

@@ -1,0 +1,67 @@
+"""A weight file that somebody cuts short while it is mapped: one line before the next part of a job, not SIGBUS."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpt2
+from gpt2.checkpoint.containers import mapped_file
+
+# Cuts the file right after the model was loaded from it, as a download that writes in place would.
+COMMAND = """
+import os, sys
+cut = sys.argv.pop(1)  # never the embedded model, of which this is a copy
+from gpt2.checkpoint import loading
+real = loading.load_path
+def load_path(path, **settings):
+    model = real(path, **settings)
+    if str(path) == cut:
+        os.truncate(path / "model.safetensors", 100_000)
+    return model
+loading.load_path = load_path
+from gpt2.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "MODEL", "--prompt", "O"],
+        ["compare", "MODEL", "shakespeare-mini", "--tokens", "300"],
+        ["verify", "MODEL"],
+        ["explore", "MODEL", "--json", "-"],
+        ["train", "finetune-lora", "--init", "MODEL", "--out", "OUT", "--set", "data.source=play:hamlet"],
+        ["export", "MODEL", "OUT"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_file_cut_short_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    """The process was ended without a word: "Bus error" by the shell, nothing at all under a scheduler."""
+    model = shutil.copytree(Path(gpt2.__file__).parent / "assets" / "shakespeare-mini", tmp_path / "model")
+    words = [{"MODEL": str(model), "OUT": str(tmp_path / "out")}.get(word, word) for word in arguments]
+    done = subprocess.run([sys.executable, "-c", COMMAND, str(model), *words], capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1] if done.stderr else ""
+    assert (done.returncode, last.startswith(f"gpt2 {arguments[0]}: ")) == (2, True), (done.returncode, done.stderr[-2000:])
+    assert "Traceback" not in done.stderr
+    assert "model.safetensors" in last
+
+
+def test_a_file_that_is_whole_or_gone_or_longer_is_none(tmp_path: Path) -> None:
+    """What is mapped outlives the file's name, and a name may stand for another file by now."""
+    model = shutil.copytree(Path(gpt2.__file__).parent / "assets" / "shakespeare-mini", tmp_path / "model")
+    loaded = gpt2.load(str(model))
+    expected = gpt2.generate(loaded, [1, 2, 3], 5, temperature=0)
+    weights = model / "model.safetensors"
+    with weights.open("ab") as file:
+        file.write(b"more")
+    mapped_file.require_whole_files()
+    weights.unlink()
+    weights.write_bytes(b"another")
+    mapped_file.require_whole_files()
+    assert gpt2.generate(loaded, [1, 2, 3], 5, temperature=0) == expected
