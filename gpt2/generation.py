@@ -76,7 +76,7 @@ def stream(
         room = model.new_cache(ids.size(0), min(limit, seen.size(1) + max_new_tokens)) if use_cache else None
     cache = room
     for _ in range(max_new_tokens):
-        with torch.inference_mode(), _evaluating(model):
+        with torch.inference_mode(), evaluating(model):
             if seen.size(1) > limit:
                 seen, real = _begin_again(seen, real, limit)
                 if room is not None:
@@ -111,7 +111,7 @@ def _drafted(
         readers = [_Reader(each, seen.size(1) + max_new_tokens) for each in (model, draft)]
     large, small = readers
     while left > 0:
-        with torch.inference_mode(), _evaluating(model), _evaluating(draft):
+        with torch.inference_mode(), evaluating(model), evaluating(draft):
             if seen.size(1) > limit:
                 seen, _ = _begin_again(seen, None, limit)
                 for reader in readers:
@@ -296,7 +296,7 @@ def _begin_again(seen: Tensor, real: Tensor | None, limit: int) -> tuple[Tensor,
 
 
 @contextmanager
-def _evaluating(model: GPT2) -> Iterator[None]:
+def evaluating(model: GPT2) -> Iterator[None]:
     """Dropout off inside; afterwards every module is in the mode it was in. A model in eval mode is left as it is."""
     training = [module for module in model.modules() if module.training] if model.training else []
     for module in training:

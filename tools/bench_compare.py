@@ -31,8 +31,9 @@ import gpt2
 from gpt2.checkpoint.export import export
 from gpt2.comparison.distributions import summarise
 from gpt2.measure.allocator import keep_freed_memory
-from gpt2.measure.metrics import Logits, batches
+from gpt2.measure.metrics import Logits
 from gpt2.measure.per_token import measure_pair
+from gpt2.measure.windows import Windows
 
 
 class Timed:
@@ -52,7 +53,7 @@ class Timed:
 def forward(a: Logits, b: Logits, ids: torch.Tensor, context: int) -> float:
     """Seconds of both models over every window, one batch of logits of each alive."""
     begin = time.perf_counter()
-    for inputs, _ in batches(ids, context=context):
+    for inputs, _ in Windows(context).batches(ids):
         pair = a(inputs), b(inputs)
         del pair
     return time.perf_counter() - begin
@@ -62,7 +63,7 @@ def compare(a: Logits, b: Logits, ids: torch.Tensor, context: int, vocab: int) -
     """Seconds of the comparison, and of them those spent in neither model."""
     timed = Timed(a), Timed(b)
     begin = time.perf_counter()
-    summarise(measure_pair(*timed, ids, vocab=vocab, context=context), torch.ones(vocab))
+    summarise(measure_pair(*timed, ids, Windows(context), vocab=vocab), torch.ones(vocab))
     seconds = time.perf_counter() - begin
     return seconds, seconds - timed[0].seconds - timed[1].seconds
 

@@ -30,6 +30,7 @@ from gpt2.checkpoint.export import export
 from gpt2.comparison.distributions import percentiles, summarise
 from gpt2.measure.per_token import Tokens, measure_pair
 from gpt2.measure.texts import open_text
+from gpt2.measure.windows import Windows
 
 CONTEXT = 256
 STEP = 16 / 65535  # nats, between two of llama.cpp's stored log-probabilities
@@ -84,7 +85,7 @@ def ours(ids: Tensor, a: Tensor, b: Tensor) -> dict[str, float]:
     context, vocab = ids.size(1) - 1, a.size(-1)
     parts = [
         measure_pair(
-            lambda x, i=i: a[i, None, :context], lambda x, i=i: b[i, None, :context], ids[i], vocab=vocab, context=context
+            lambda x, i=i: a[i, None, :context], lambda x, i=i: b[i, None, :context], ids[i], Windows(context), vocab=vocab
         )
         for i in range(len(ids))
     ]

@@ -22,6 +22,7 @@ from gpt2.checkpoint.saving import sha256
 from gpt2.cli.train_command import show
 from gpt2.data import shakespeare
 from gpt2.measure.metrics import language_score
+from gpt2.measure.windows import Windows
 from gpt2.train.loop import train
 from gpt2.train.recipe import read
 
@@ -97,7 +98,7 @@ def write_card(recipe, step: int) -> dict[str, float | int | str]:
     model, tokenizer = gpt2.load(str(TARGET)), gpt2.load_tokenizer(str(TARGET))
     training, held_out = shakespeare.training_text(), shakespeare.held_out_text()
     lengths = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab)])
-    score = language_score(model, torch.tensor(tokenizer.encode(held_out)), lengths, context=recipe.context)
+    score = language_score(model, torch.tensor(tokenizer.encode(held_out)), lengths, Windows(recipe.context))
     tokens = len(tokenizer.encode(training))
     sample = gpt2.generate(model, tokenizer.encode("ROMEO:"), 120, temperature=0.8, seed=1)
     config = model.config

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from gpt2.measure.metrics import max_abs, relative_error
-from gpt2.measure.tracing import trace_blocks
-from gpt2.parity.report import layer_of
+from gpt2.measure.tracing import layer_of, trace_blocks
 
 THRESHOLD = 1e-3  # relative; float32's rounding is a thousand times smaller, a fine-tune's first step larger
 

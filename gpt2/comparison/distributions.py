@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt2.measure.metrics import LanguageScore, Logits, evaluating, losses_of
+from gpt2.measure.metrics import LanguageScore
 from gpt2.measure.per_token import Tokens
-from gpt2.model import GPT2
+from gpt2.measure.windows import Windows
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -223,7 +223,7 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
     squares = change.square()
     logs = torch.stack((tokens.logp_a, tokens.logp_b))
     undefined = torch.stack((tokens.logp_a, tokens.logp_b, tokens.kl_ab, tokens.kl_ba, tokens.js)).isnan().any(0)
-    edges = [0, *dict.fromkeys(round(tokens.context ** (i / POSITION_BINS)) for i in range(POSITION_BINS + 1))]
+    edges = [0, *dict.fromkeys(round(tokens.windows.context ** (i / POSITION_BINS)) for i in range(POSITION_BINS + 1))]
     by_position = [
         _bin(tokens, (low < tokens.position) & (tokens.position <= high), low + 1, high)
         for low, high in itertools.pairwise(edges)
@@ -233,8 +233,8 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
         _bin(tokens, (low < confidence) & (confidence <= high), low, high) for low, high in _equal_bins(CONFIDENCE_BINS)
     ]
     return Distributions(
-        a=_language(tokens.logp_a, lengths, tokens.context, tokens.stride, bootstrap),
-        b=_language(tokens.logp_b, lengths, tokens.context, tokens.stride, bootstrap),
+        a=_language(tokens.logp_a, lengths, tokens.windows, bootstrap),
+        b=_language(tokens.logp_b, lengths, tokens.windows, bootstrap),
         ratio=bootstrap.interval(_exp(-difference), ratios),
         difference=bootstrap.mean(gained),
         correlation=correlation(*logs),
@@ -262,34 +262,8 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
     )
 
 
-@torch.inference_mode()
-def score_one(
-    model: GPT2 | Logits,
-    ids: Tensor,
-    token_bytes: Tensor,
-    *,
-    context: int,
-    stride: int | None = None,
-    batch_size: int | None = None,
-    n_positions: int | None = None,
-    vocab: int | None = None,
-    guide: bool = False,
-    seed: int = 0,
-) -> Language:
-    """One model alone, where vocabularies differ and only bits per byte compare; arguments as in ``language_score``."""
-    parts, targets = [], []
-    with evaluating(model):
-        for window, losses in losses_of(
-            model, ids, context=context, stride=stride, batch_size=batch_size, n_positions=n_positions, vocab=vocab, guide=guide
-        ):
-            parts.append(losses.double().cpu())
-            targets.append(ids[window.first + 1 : window.end + 1])
-    logp, lengths = -torch.cat(parts), token_bytes[torch.cat(targets)]
-    return _language(logp, lengths, context, context if stride is None else stride, Bootstrap(len(logp), seed))
-
-
-def _language(logp: Tensor, lengths: Tensor, context: int, stride: int, bootstrap: Bootstrap) -> Language:
-    score = LanguageScore(-logp.sum().item() / len(logp), len(logp), int(lengths.sum()), context, stride)
+def _language(logp: Tensor, lengths: Tensor, windows: Windows, bootstrap: Bootstrap) -> Language:
+    score = LanguageScore(-logp.sum().item() / len(logp), len(logp), int(lengths.sum()), windows.context, windows.step)
     return Language(
         score,
         bootstrap.interval(score.perplexity, (-bootstrap.means(logp)).exp()),

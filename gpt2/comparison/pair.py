@@ -25,7 +25,7 @@ from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.metrics import LanguageScore, language_score, relative_error
 from gpt2.measure.per_token import Tokens, measure_pair
-from gpt2.measure.texts import Text, open_text
+from gpt2.measure.texts import RUNNING, Text, open_text
 from gpt2.measure.tracing import trace_blocks
 from gpt2.model import GPT2, eager_attention, sdpa_attention
 from gpt2.parity.report import environment
@@ -76,17 +76,14 @@ def compare(
     with ExitStack() as stack:
         progress("loading both models")
         models = [stack.enter_context(side.model()) for side in sides]
-        context = min(side.config.n_positions for side in sides)
-        context = min(context, (text and text.protocol.context) or context)
-        stride = min(context, (text and text.protocol.stride) or context)
-        guide = text is not None and text.protocol.guide
+        windows = (text.protocol if text else RUNNING).windows(min(side.config.n_positions for side in sides))
         if tokens is None:
-            tokens = 0 if guide else TOKENS
+            tokens = 0 if windows.guide else TOKENS
         ids = _ids(text, tokenizers[0] or tokenizers[1], sides, tokens, seed)
         activations = numerics = distributions = words = None
         alone: tuple[LanguageScore, ...] = ()
         if "activations" not in found.impossible:
-            window = ids[None, : min(context, TRACED)]
+            window = ids[None, : min(windows.context, TRACED)]
             activations = compare_activations(
                 *models, window, same_shape=found.same_shape, threshold=threshold, progress=progress
             )
@@ -94,12 +91,10 @@ def compare(
                 numerics = _numerics(sides, models, window, progress)
         if "distributions" not in found.impossible:
             vocab = _vocabulary(tokenizers, sides)
-            measured = measure_pair(
-                *map(logits_of, models), ids, vocab=vocab, context=context, stride=stride, guide=guide, progress=progress
-            )
+            measured = measure_pair(*map(logits_of, models), ids, windows, vocab=vocab, progress=progress)
             distributions = summarise(measured, _lengths(tokenizers[0] or tokenizers[1], vocab), seed=seed)
             if tokenizer := tokenizers[0] or tokenizers[1]:
-                words = _words(models, tokenizer, measured, ids, context, seed, progress)
+                words = _words(models, tokenizer, measured, ids, windows.context, seed, progress)
         else:
             alone = tuple(
                 _alone(side, model, tokenizer, text, tokenizers[0].decode(ids.tolist()))
@@ -114,7 +109,9 @@ def compare(
         a=model_of(sides[0], env.versions),
         b=model_of(sides[1], env.versions),
         compatibility=found,
-        text=Scored(shown, text.sha256 if text else "", len(ids), context, stride, text.protocol.told if text else ""),
+        text=Scored(
+            shown, text.sha256 if text else "", len(ids), windows.context, windows.step, text.protocol.told if text else ""
+        ),
         weights=weights,
         activations=activations,
         distributions=distributions,
@@ -235,19 +232,8 @@ def _lengths(tokenizer: Tokenizer | None, vocab: int) -> Tensor:
 def _alone(side: Side, model: nn.Module, tokenizer: Tokenizer, text: Text, passage: str) -> LanguageScore:
     """One model's loss on a passage that both read, each in its own tokens."""
     ids = torch.tensor(tokenizer.encode(passage))
-    context = min(side.config.n_positions, text.protocol.context or side.config.n_positions)
-    stride = min(context, text.protocol.stride or context)
-    lengths = _lengths(tokenizer, tokenizer.n_vocab)
-    return language_score(
-        logits_of(model),
-        ids,
-        lengths,
-        context=context,
-        stride=stride,
-        n_positions=side.config.n_positions,
-        vocab=tokenizer.n_vocab,
-        guide=text.protocol.guide,
-    )
+    windows = text.protocol.windows(side.config.n_positions)
+    return language_score(logits_of(model), ids, _lengths(tokenizer, tokenizer.n_vocab), windows, vocab=tokenizer.n_vocab)
 
 
 def model_of(side: Side, versions: dict[str, str]) -> Model:

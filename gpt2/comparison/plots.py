@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gpt2.comparison.activations import ActivationChange
 from gpt2.comparison.distributions import Bin, Calibration
 from gpt2.comparison.weights import TensorChange
-from gpt2.parity.report import layer_of
+from gpt2.measure.tracing import layer_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

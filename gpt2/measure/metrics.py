@@ -2,66 +2,84 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.errors import InputError
+from gpt2.generation import evaluating
+from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 
 Logits = Callable[[Tensor], Tensor]  # ids (B, T), int64, on the CPU, to logits (B, T, V) in any float dtype, on any device
 MAX_JS = math.log(2)  # the largest Jensen-Shannon divergence, in nats: of distributions that share no token
 
-PART = 1 << 16  # entries that are compared at a time, so that what is made of them stays in the processor's cache
+PART = 1 << 16  # entries that are compared at a time, so that the temporaries stay in the processor's cache
+FLOAT64_BOUND = 1e-10  # relative error of two equal models in float64: rounding is about 1e-15, and any bug is larger
 
 
 def _parts(a: Tensor, reference: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """The difference of two tensors, and the reference, in float64, a part at a time."""
-    a, reference = torch.broadcast_tensors(a, reference)  # what a broken model gives may be a number where there was a matrix
     size = PART if a.is_cpu else max(1, a.numel())
-    for some, others in zip(a.flatten().split(size), reference.flatten().split(size), strict=True):
-        exact = others.double()
-        yield some.double() - exact, exact
+    for part, expected in zip(a.flatten().split(size), reference.flatten().split(size), strict=True):
+        exact = expected.double()
+        yield part.double() - exact, exact
 
 
 def max_abs(a: Tensor, b: Tensor) -> float:
-    """Largest absolute difference."""
-    return _largest([difference.abs().max() for difference, _ in _parts(a, b)]) if a.numel() else 0.0
-
-
-def _largest(values: list[Tensor]) -> float:
-    return torch.stack(values).max().item()  # which keeps a NaN
+    """Largest absolute difference; infinite where the shapes differ, and NaN where an entry is NaN."""
+    if a.shape != b.shape:
+        return math.inf
+    return torch.stack([difference.abs().max() for difference, _ in _parts(a, b)]).max().item() if a.numel() else 0.0
 
 
 def relative_error(a: Tensor, reference: Tensor) -> float:
-    """Frobenius norm of the difference over that of the reference; 0 for equal tensors, NaN and infinity count as infinite."""
-    squares = [torch.stack([one.dot(one) for one in pair]) for pair in _parts(a, reference)]
-    difference, size = torch.stack(squares).sum(0).sqrt().tolist()
-    if difference == 0:
-        return 0.0
-    error = difference / max(size, torch.finfo(torch.float64).tiny)
-    return error if math.isfinite(error) else math.inf
+    """Frobenius norm of the difference over that of the reference, for rounding that is spread over all entries.
+
+    As of :func:`worst_relative_error`, the error is infinite where the shapes differ, or an entry is NaN or infinite in one of
+    the two only; equal infinities, such as masked logits, count as equal.
+    """
+    return _relative(_norms, a, reference)
 
 
 def worst_relative_error(a: Tensor, reference: Tensor) -> float:
-    """Largest absolute difference of any entry over the root mean square of the reference: at least :func:`relative_error`."""
+    """Largest absolute difference of any entry over the root mean square of the reference: at least :func:`relative_error`.
+
+    One wrong entry among many stands out here, and is lost in a norm.
+    """
+    return _relative(_largest_and_rms, a, reference)
+
+
+def _relative(measure: Callable[[Tensor, Tensor], tuple[float, float]], a: Tensor, reference: Tensor) -> float:
+    if a.shape != reference.shape:
+        return math.inf
     if not a.numel():
         return 0.0
-    found = [(difference.abs().max(), exact.dot(exact)) for difference, exact in _parts(a, reference)]
-    difference = _largest([largest for largest, _ in found])
+    difference, size = measure(a, reference)
     if difference == 0:
         return 0.0
-    size = math.sqrt(sum(squares.item() for _, squares in found) / max(a.numel(), reference.numel()))
     error = difference / max(size, torch.finfo(torch.float64).tiny)
-    return error if math.isfinite(error) else math.inf
+    if math.isfinite(error):
+        return error
+    same = reference.isinf() & (a == reference)
+    return _relative(measure, a.masked_fill(same, 0), reference.masked_fill(same, 0)) if same.any() else math.inf
+
+
+def _norms(a: Tensor, reference: Tensor) -> tuple[float, float]:
+    squares = [torch.stack([one.dot(one) for one in pair]) for pair in _parts(a, reference)]
+    difference, size = torch.stack(squares).sum(0).sqrt().tolist()
+    return difference, size
+
+
+def _largest_and_rms(a: Tensor, reference: Tensor) -> tuple[float, float]:
+    parts = [torch.stack((difference.abs().max(), exact.dot(exact))) for difference, exact in _parts(a, reference)]
+    largest, squares = torch.stack(parts).unbind(1)
+    return largest.max().item(), math.sqrt(squares.sum().item() / reference.numel())
 
 
 def differing_bits(a: Tensor, b: Tensor) -> int:
@@ -100,139 +118,45 @@ class LanguageScore:
         return self.loss * self.tokens / (math.log(2) * self.bytes)
 
 
-class Window(NamedTuple):
-    """Inputs ``ids[start:end]`` of a text. What follows the inputs ``first`` .. ``end - 1`` is scored here and nowhere else."""
-
-    start: int
-    end: int
-    first: int
-
-
-def windows(n: int, context: int, stride: int | None = None, *, guide: bool = False) -> Iterator[Window]:
-    """The windows in which every token but the first of a text of ``n`` is scored, exactly once.
-
-    Windows of ``context`` inputs move by ``stride`` (default: ``context``, no overlap); where they overlap, only what no
-    earlier window scored counts. The last window reaches back, so that all are equally long.
-
-    ``guide`` cuts as Hugging Face's guide "Perplexity of fixed-length models" does: ``context`` counts the scored token too,
-    the first token of a window that overlaps none before it is not scored, and the last window is what is left.
-
-    Raises:
-        InputError: nothing to predict, no context, or a stride that would skip tokens.
-    """
-    stride = context if stride is None else stride
-    if n < 2:
-        raise InputError(f"a text of {n} tokens has none to predict; give a longer one")
-    if context < 1 + guide:
-        raise InputError(f"context {context}: a token is predicted from at least 1; give {1 + guide} or more")
-    if not 1 <= stride <= context:
-        raise InputError(f"stride {stride} is not within 1 .. {context}, the context: tokens would be skipped, or none reached")
-    if guide:
-        yield from _guide_windows(n, context, stride)
-        return
-    end = min(context, n - 1)
-    yield Window(0, end, 0)
-    while end < n - 1:
-        first, end = end, min(end + stride, n - 1)
-        yield Window(max(0, end - context), end, first)
-
-
-def _guide_windows(n: int, context: int, stride: int) -> Iterator[Window]:
-    end = 0  # of the window's tokens, its last target among them
-    for start in range(0, n, stride):
-        before, end = end, min(start + context, n)
-        if end - start > 1:
-            yield Window(start, end - 1, max(start, before - 1))
-        if end == n:
-            return
-
-
-def batches(
-    ids: Tensor, *, context: int, stride: int | None = None, batch_size: int | None = None, guide: bool = False
-) -> Iterator[tuple[Tensor, list[Window]]]:
-    """The :func:`windows` of a text (N,) as inputs (B, T) to run together, B at most ``batch_size`` (default: 1024 tokens)."""
-    batch_size = max(1, 1024 // max(1, context)) if batch_size is None else batch_size
-    remaining = windows(len(ids), context, stride, guide=guide)
-    for _, alike in itertools.groupby(remaining, lambda window: window.end - window.start):
-        while group := list(itertools.islice(alike, batch_size)):
-            require_whole_files()
-            yield torch.stack([ids[window.start : window.end] for window in group]), group
-
-
 @torch.inference_mode()
 def language_score(
     model: GPT2 | Logits,
     ids: Tensor,
     token_bytes: Tensor,
+    windows: Windows,
     *,
-    context: int,
-    stride: int | None = None,
     batch_size: int | None = 16,
-    n_positions: int | None = None,
     vocab: int | None = None,
-    guide: bool = False,
 ) -> LanguageScore:
-    """Score every token of ``ids`` (N,) but the first, exactly once, in the :func:`windows` of ``context`` and ``stride``.
+    """Score the tokens of a text (N,) in ``windows``.
 
-    With ``guide`` in those of Hugging Face's guide, which leave some tokens out.
-
-    ``token_bytes`` (V,) is each token's length in bytes. ``model`` is ours, which then evaluates as it does without dropout,
-    or any callable that gives logits, of which ``n_positions`` says how long a context it has. ``vocab`` cuts logits to a
-    tokenizer's entries (default: all of them), where a vocabulary is padded.
+    Args:
+        model: ours, which is evaluated without dropout, or any callable that gives logits.
+        token_bytes: (V,) each token's length in bytes.
+        vocab: how many entries of the logits count, where a vocabulary is padded (default: all).
 
     Raises:
         InputError: nothing to predict, a context the model does not have, or a stride that would skip tokens.
     """
+    ours = isinstance(model, GPT2)
+    if ours and not 1 <= windows.context <= model.config.n_positions:
+        raise InputError(f"context {windows.context} is not within the model's 1 .. {model.config.n_positions} positions")
+    device = model.wte.weight.device if ours else ids.device
     total, tokens, n_bytes = 0.0, 0, 0
-    with evaluating(model):
-        for window, losses in losses_of(
-            model, ids, context=context, stride=stride, batch_size=batch_size, n_positions=n_positions, vocab=vocab, guide=guide
-        ):
-            total += losses.sum(dtype=torch.float64).item()
-            tokens += len(losses)
-            n_bytes += int(token_bytes[ids[window.first + 1 : window.end + 1]].sum())
-    return LanguageScore(total / tokens, tokens, n_bytes, context, context if stride is None else stride)
-
-
-def losses_of(
-    model: GPT2 | Logits,
-    ids: Tensor,
-    *,
-    context: int,
-    stride: int | None = None,
-    batch_size: int | None = None,
-    n_positions: int | None = None,
-    vocab: int | None = None,
-    guide: bool = False,
-) -> Iterator[tuple[Window, Tensor]]:
-    """Window by window, the losses of the tokens that are scored there, those of ``ids[first + 1 : end + 1]``; see above."""
-    if isinstance(model, GPT2):
-        n_positions = model.config.n_positions
-    if n_positions is not None and not 1 <= context <= n_positions:
-        raise InputError(f"context {context} is not within the model's 1 .. {n_positions} positions")
-    device = model.wte.weight.device if isinstance(model, GPT2) else None
-    for inputs, group in batches(ids, context=context, stride=stride, batch_size=batch_size, guide=guide):
-        logits = model(inputs if device is None else inputs.to(device))  # (B, T, V)
-        if vocab is not None and logits.size(-1) < vocab:
-            found = f"the model knows {logits.size(-1)} tokens and the tokenizer {vocab}"
-            raise InputError(f"{found}; use the model's own tokenizer")
-        for row, window in enumerate(group):
-            scored = logits[row : row + 1, window.first - window.start :, :vocab]
-            yield window, token_losses(scored, ids[None, window.first + 1 : window.end + 1].to(logits.device))[0]
-        del logits  # or two batches of it would be alive while the next is computed
-
-
-@contextmanager
-def evaluating(model: GPT2 | Logits) -> Iterator[None]:
-    """Without dropout; the model's mode is put back afterwards."""
-    was_training = isinstance(model, GPT2) and model.training
-    if was_training:
-        model.eval()
-    try:
-        yield
-    finally:
-        if was_training:
-            model.train()
+    with evaluating(model) if ours else nullcontext():
+        for inputs, group in windows.batches(ids, batch_size):
+            logits = model(inputs.to(device))  # (B, T, V)
+            if vocab is not None and logits.size(-1) < vocab:
+                sizes = f"the model knows {logits.size(-1)} tokens and the tokenizer {vocab}"
+                raise InputError(f"{sizes}; use the model's own tokenizer")
+            for row, window in enumerate(group):
+                targets = ids[window.first + 1 : window.end + 1]
+                scored = logits[row : row + 1, window.first - window.start :, :vocab]
+                total += token_losses(scored, targets[None].to(logits.device)).sum(dtype=torch.float64).item()
+                tokens += len(targets)
+                n_bytes += int(token_bytes[targets].sum())
+            del logits  # or two batches of them would be alive while the next is computed
+    return LanguageScore(total / tokens, tokens, n_bytes, windows.context, windows.step)
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from gpt2.errors import InputError
-from gpt2.measure.metrics import Logits, batches
+from gpt2.measure.metrics import Logits
+from gpt2.measure.windows import Windows
 
 TOP = 5
 BLOCK = 64  # logits whose maximum is taken at once: the likeliest tokens then need a look at a few blocks only
@@ -40,8 +41,7 @@ class Tokens:
     top_p_a: Tensor  # (N, k) their probabilities
     top_p_b: Tensor
     vocab: int
-    context: int
-    stride: int
+    windows: Windows
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -67,18 +67,16 @@ def measure_pair(
     a: Logits,
     b: Logits,
     ids: Tensor,
+    windows: Windows,
     *,
     vocab: int,
-    context: int,
-    stride: int | None = None,
     batch_size: int | None = None,
     top: int = TOP,
-    guide: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Tokens:
     """Run both models over a text (N,) and compare what they expect of each token but the first.
 
-    Windows are those of :func:`~gpt2.measure.metrics.language_score`, ``guide`` or not. ``vocab`` is the tokenizer's size:
+    ``vocab`` is the tokenizer's size:
     logits beyond it (a vocabulary padded to a multiple of something) are cut off, and what is left is normalised. One batch of
     logits of each model is alive at a time; ``batch_size`` is in windows (default: 1024 tokens). ``progress`` is told in words.
 
@@ -95,7 +93,7 @@ def measure_pair(
         raise InputError(f"token {bad} of the text is not within the vocabulary of {vocab}; use the models' own tokenizer")
     parts: list[tuple[Tensor, ...]] = []
     done = 0
-    for inputs, group in batches(ids, context=context, stride=stride, batch_size=batch_size, guide=guide):
+    for inputs, group in windows.batches(ids, batch_size):
         logits_a, logits_b = _logits(a, "a", inputs, vocab), _logits(b, "b", inputs, vocab)
         for row, window in enumerate(group):
             first = window.first - window.start
@@ -107,7 +105,7 @@ def measure_pair(
         del logits_a, logits_b  # or two batches of each would be alive while the next are computed
         progress(f"distributions: {done:,} of {len(ids) - 1:,} tokens")
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    return Tokens(*columns, vocab=vocab, context=context, stride=context if stride is None else stride)
+    return Tokens(*columns, vocab=vocab, windows=windows)
 
 
 def _logits(model: Logits, name: str, inputs: Tensor, vocab: int) -> Tensor:

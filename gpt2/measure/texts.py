@@ -43,6 +43,7 @@ from typing import IO
 from gpt2.checkpoint.dataset_file import DatasetFile, dataset_file
 from gpt2.data import shakespeare
 from gpt2.errors import InputError
+from gpt2.measure.windows import Windows
 
 WIKITEXT2 = DatasetFile(
     "ggml-org/ci",
@@ -76,6 +77,11 @@ class Protocol:
     context: int | None = None
     stride: int | None = None
     guide: bool = False
+
+    def windows(self, n_positions: int) -> Windows:
+        """The windows for models with ``n_positions`` positions: at most as long and as far apart as that."""
+        context = min(n_positions, self.context or n_positions)
+        return Windows(context, min(context, self.stride or context), self.guide)
 
     @property
     def told(self) -> str:

@@ -16,6 +16,7 @@ which no module emits, are seen where the eager paths call softmax. In the order
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from queue import Queue
@@ -47,9 +48,10 @@ def point_at(layer: int | None, part: str) -> str:
     return f"h.{layer}.{part}" if part else f"h.{layer}"
 
 
-def layer_of(point: str) -> int | None:
-    """The block that a traced point lies in; None outside of them."""
-    return int(point.split(".")[1]) if point.startswith("h.") else None
+def layer_of(name: str) -> int | None:
+    """The block that a traced point or a parameter lies in, such as 3 for ``h.3.attn.k``; None outside the blocks."""
+    block = re.match(r"h\.(\d+)\b", name)
+    return int(block[1]) if block else None
 
 
 @torch.no_grad()

@@ -21,13 +21,12 @@ from gpt2.checkpoint.loading import own_tokenizer, require_vocabulary
 from gpt2.checkpoint.match import match
 from gpt2.config import GPT2Config
 from gpt2.generation import decode, generate
-from gpt2.measure.metrics import differing_bits, relative_error, worst_relative_error
+from gpt2.measure.metrics import FLOAT64_BOUND, differing_bits, relative_error, worst_relative_error
 from gpt2.measure.tracing import points, trace
 from gpt2.model import GPT2
 from gpt2.parity import reference
 from gpt2.parity.report import EXACT, MAPPING, ROUNDING, Check, Point, points_of
 
-MAPPING_BOUND = 1e-10
 ROUNDING_RATIO = 1.5
 SEQUENCES = (16, 32)  # trained on: at least and at most
 SEQUENCE_COST = 4e9  # parameters times sequences, where there are fewer than the most
@@ -123,7 +122,7 @@ def forward(subject: Subject) -> list[Check]:
     ruler, traced = trace(theirs, probe.traced), trace(ours, probe.traced)
     if list(ruler) != points(config.n_layer):
         raise RuntimeError(f"the trace of transformers' model lacks {set(points(config.n_layer)) - set(ruler)}")
-    activations = points_of(((name, worst_relative_error(_at(traced, name), ruler[name])) for name in ruler), MAPPING_BOUND)
+    activations = points_of(((name, worst_relative_error(_at(traced, name), ruler[name])) for name in ruler), FLOAT64_BOUND)
     logits = []
     for index, window in enumerate(probe.windows):
         progress(f"float64: logits, window {index + 1} of {len(probe.windows)}")
@@ -133,11 +132,11 @@ def forward(subject: Subject) -> list[Check]:
             logits_ruler = expected
     every = _every_embedding(ours, theirs)
     progress("float64: cache and padding")
-    cached = points_of(_cached(ours, probe.windows[:1], logits_ruler), MAPPING_BOUND)
+    cached = points_of(_cached(ours, probe.windows[:1], logits_ruler), FLOAT64_BOUND)
     rows, mask = _padded_rows(probe.traced[0], config.vocab_size)
     padded_ruler = _their_padded(theirs, rows, mask)
     padded = points_of(
-        ((name, worst_relative_error(*pair)) for name, pair in _padded(ours, rows, mask, padded_ruler)), MAPPING_BOUND
+        ((name, worst_relative_error(*pair)) for name, pair in _padded(ours, rows, mask, padded_ruler)), FLOAT64_BOUND
     )
     prompt = probe.traced[:, : min(8, config.n_positions // 2)]
     text = _greedy(ours, theirs, prompt, min(GREEDY_TOKENS, config.n_positions - prompt.size(1)))
@@ -159,7 +158,7 @@ def forward(subject: Subject) -> list[Check]:
         compared.append((name, got, reference_got, expected))
     return [
         Check("activations", MAPPING, f"{len(activations)} points", "float64", activations),
-        Check("logits", MAPPING, f"{len(logits)} full contexts", "float64", points_of(logits, MAPPING_BOUND) + every),
+        Check("logits", MAPPING, f"{len(logits)} full contexts", "float64", points_of(logits, FLOAT64_BOUND) + every),
         Check("cache", MAPPING, "prompt, tokens, chunk", "float64", cached),
         Check("padding", MAPPING, "three rows", "float64", padded),
         Check("rounding", ROUNDING, f"{len(compared)} points", label, tuple(_rounding(compared))),

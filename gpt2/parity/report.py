@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2 import __version__
 from gpt2.errors import InputError
+from gpt2.measure.tracing import layer_of
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -233,12 +234,6 @@ def environment(dtype: str, device: str) -> Environment:
 
 def _threads(count: int) -> str:
     return f"{count} thread{'s' * (count != 1)}"
-
-
-def layer_of(point: str) -> int | None:
-    """``"h.3.attn.k"`` -> 3."""
-    parts = point.split(".")
-    return int(parts[1]) if parts[0] == "h" and len(parts) > 1 and parts[1].isdigit() else None
 
 
 def short(point: str) -> str:

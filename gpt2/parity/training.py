@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from gpt2.checkpoint.keys import PREFIX
 from gpt2.checkpoint.loading import load_path
-from gpt2.measure.metrics import relative_error, token_losses, worst_relative_error
+from gpt2.measure.metrics import FLOAT64_BOUND, relative_error, token_losses, worst_relative_error
+from gpt2.measure.tracing import layer_of
 from gpt2.parity import reference
-from gpt2.parity.checks import MAPPING_BOUND, ROUNDING_RATIO, Subject
-from gpt2.parity.report import MAPPING, ROUNDING, Check, Point, layer_of, points_of
+from gpt2.parity.checks import ROUNDING_RATIO, Subject
+from gpt2.parity.report import MAPPING, ROUNDING, Check, Point, points_of
 
 STEPS = 5
 
@@ -39,7 +40,7 @@ def training(subject: Subject) -> list[Check]:
         return [Check(id, MAPPING, title, "float64", skipped=why) for id, title in TRAINING.items()]
     exact, ours, theirs = (a | b for a, b in zip(_gradients(subject), _steps(subject), strict=True))
     label = str(subject.dtype).removeprefix("torch.")
-    checks = [Check(id, MAPPING, title, "float64", points_of(exact[id].items(), MAPPING_BOUND)) for id, title in TRAINING.items()]
+    checks = [Check(id, MAPPING, title, "float64", points_of(exact[id].items(), FLOAT64_BOUND)) for id, title in TRAINING.items()]
     for id, title in TRAINING.items():
         rows = ((name, ours[id][name], error) for name, error in theirs[id].items())
         points = tuple(

@@ -22,6 +22,7 @@ from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.allocator import keep_freed_memory
 from gpt2.measure.metrics import LanguageScore, language_score
+from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 from gpt2.train import adapted, divergence, models, parallel, state
 from gpt2.train.bigram import Bigram, BigramConfig
@@ -245,11 +246,11 @@ class _Run:
         rows = self.part.batch_size // self.part.grad_accum  # as many as a step holds in memory at a time
         context = self.recipe.context
         if self.ranks.size == 1:
-            return language_score(self.model, ids, lengths, context=context, batch_size=rows)
+            return language_score(self.model, ids, lengths, Windows(context), batch_size=rows)
         windows = -(-(len(ids) - 1) // context)
         first, end = (windows * rank // self.ranks.size * context for rank in (self.ranks.rank, self.ranks.rank + 1))
         mine = ids[first : end + 1]
-        part = language_score(self.model, mine, lengths, context=context, batch_size=rows) if len(mine) > 1 else None
+        part = language_score(self.model, mine, lengths, Windows(context), batch_size=rows) if len(mine) > 1 else None
         total, tokens, n_bytes = self.ranks.sum(*((part.loss * part.tokens, part.tokens, part.bytes) if part else (0, 0, 0)))
         return LanguageScore(total / tokens, int(tokens), int(n_bytes), context, context)
 

@@ -17,12 +17,13 @@ import torch
 from scipy.spatial.distance import jensenshannon
 from torch import Tensor
 
-from gpt2.comparison.distributions import Bootstrap, calibration, correlation, percentiles, score_one, summarise
+from gpt2.comparison.distributions import Bootstrap, calibration, correlation, percentiles, summarise
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure import per_token
-from gpt2.measure.metrics import language_score, windows
+from gpt2.measure.metrics import language_score
 from gpt2.measure.per_token import Tokens, measure_pair
+from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 
 NAN, INF = math.nan, math.inf
@@ -41,11 +42,17 @@ def bigram(table: Tensor):
     return lambda ids: table[ids]
 
 
-def pair(a: Tensor, b: Tensor, ids: Tensor | None = None, **how) -> Tokens:
+def pair(
+    a: Tensor,
+    b: Tensor,
+    ids: Tensor | None = None,
+    windows: Windows | None = None,
+    vocab: int | None = None,
+    **how,
+) -> Tokens:
     """The rows of two tables, each met once, in order: token i of the result was predicted by row i."""
     ids = torch.cat((torch.arange(len(a)), torch.zeros(1, dtype=torch.long))) if ids is None else ids
-    how = {"vocab": a.size(1), "context": 4, **how}
-    return measure_pair(bigram(a), bigram(b), ids, **how)
+    return measure_pair(bigram(a), bigram(b), ids, windows or Windows(4), vocab=vocab or a.size(1), **how)
 
 
 def tiny(seed: int, vocab: int = 13, positions: int = 8) -> GPT2:
@@ -69,7 +76,7 @@ def made(n: int, seed: int = 0, vocab: int = 40, context: int = 64) -> Tokens:
     kl = torch.rand(3, n, generator=generator, dtype=torch.float64).square()
     targets = torch.randint(7, (n,), generator=generator)
     index = torch.arange(1, n + 1)
-    return Tokens(targets, index, (index - 1) % context + 1, *logs, *kl, *top, *p, vocab=vocab, context=context, stride=context)
+    return Tokens(targets, index, (index - 1) % context + 1, *logs, *kl, *top, *p, vocab=vocab, windows=Windows(context))
 
 
 # The divergences
@@ -294,14 +301,14 @@ def test_how_rows_are_cut_and_shared_changes_nothing(monkeypatch):
     a, b = draw(50, 100), draw(50, 100, seed=1)
     a[7, 3], b[8, 4] = -INF, NAN
     ids, threads = text(50, 70), torch.get_num_threads()
-    whole = pair(a, b, ids, context=30)
+    whole = pair(a, b, ids, windows=Windows(30))
     assert divergences(whole).isnan().any()
     try:
         for cached, share, workers in ((1, 1 << 18, 1), (700, 1 << 18, 1), (700, 1, 3), (1 << 16, 1000, 2), (1, 1, 64)):
             torch.set_num_threads(workers)
             monkeypatch.setattr(per_token, "CACHED", cached)
             monkeypatch.setattr(per_token, "SHARE", share)
-            got = pair(a, b, ids, context=30)
+            got = pair(a, b, ids, windows=Windows(30))
             torch.testing.assert_close(divergences(got), divergences(whole), rtol=1e-12, atol=1e-15, equal_nan=True)
             assert torch.equal(got.top_b, whole.top_b)
             torch.testing.assert_close(got.top_p_a, whole.top_p_a, rtol=1e-13, atol=0)
@@ -368,10 +375,10 @@ def test_fewer_tokens_than_are_asked_for():
 def test_every_token_once_with_the_context_it_had(length, context, stride, batch_size):
     """A logit read one place off, or a window's first tokens counted twice, is a distribution over the wrong token."""
     a, b, ids = tiny(0), tiny(1), text(13, length)
-    got = measure_pair(a, b, ids, vocab=13, context=context, stride=stride, batch_size=batch_size)
+    got = measure_pair(a, b, ids, Windows(context, stride), vocab=13, batch_size=batch_size)
     assert got.index.tolist() == list(range(1, length))
     assert torch.equal(got.targets, ids[1:])
-    assert (got.context, got.stride, len(got)) == (context, stride or context, length - 1)
+    assert (got.windows.context, got.windows.step, len(got)) == (context, stride or context, length - 1)
     for i, position in enumerate(got.position.tolist()):
         assert 1 <= position <= context
         seen = ids[None, i + 1 - position : i + 1]
@@ -382,7 +389,7 @@ def test_every_token_once_with_the_context_it_had(length, context, stride, batch
         assert got.top_b[i, 0] == q.argmax()
     # The protocol is language_score's.
     for model, logp in ((a, got.logp_a), (b, got.logp_b)):
-        score = language_score(model, ids, torch.ones(13), context=context, stride=stride)
+        score = language_score(model, ids, torch.ones(13), Windows(context, stride))
         assert score.loss == pytest.approx(-logp.mean().item(), rel=1e-12)
 
 
@@ -390,16 +397,15 @@ def test_every_token_once_with_the_context_it_had(length, context, stride, batch
 def test_tokens_that_a_protocol_leaves_out_are_left_out_of_everything(context, stride):
     """The guide's windows do not score each first token: its bytes, too, must not count, nor its place move the others."""
     a, b, ids, lengths = tiny(0), tiny(1), text(13, 30), torch.arange(1, 14)
-    got = measure_pair(a, b, ids, vocab=13, context=context, stride=stride, guide=True)
-    places = {place: window for window in windows(30, context, stride, guide=True) for place in range(window.first, window.end)}
+    windows = Windows(context, stride, guide=True)
+    got = measure_pair(a, b, ids, windows, vocab=13)
+    places = {place: window for window in windows.of(30) for place in range(window.first, window.end)}
     assert got.index.tolist() == [place + 1 for place in places]
     assert got.position.tolist() == [place + 1 - window.start for place, window in places.items()]
     assert torch.equal(got.targets, ids[got.index])
     assert (len(got) < 29) == (stride == 8)
-    score = language_score(a, ids, lengths, context=context, stride=stride, guide=True)
-    alone = score_one(a, ids, lengths, context=context, stride=stride, guide=True)
-    for found in (alone, summarise(got, lengths).a):
-        assert asdict(found.score) == pytest.approx(asdict(score), rel=1e-12)
+    score = language_score(a, ids, lengths, windows)
+    assert asdict(summarise(got, lengths).a.score) == pytest.approx(asdict(score), rel=1e-12)
 
 
 def test_padded_vocabularies_are_cut_before_they_are_normalised():
@@ -431,9 +437,9 @@ def test_ids_outside_the_vocabulary_are_refused(bad):
     [
         (1, {}, "a text of 1 tokens has none to predict"),
         (0, {}, "a text of 0 tokens has none to predict"),
-        (9, {"context": 0}, "context 0: a token is predicted from at least 1"),
-        (9, {"stride": 9}, "stride 9 is not within 1 .. 4"),
-        (9, {"stride": 0}, "stride 0 is not within 1 .. 4"),
+        (9, {"windows": Windows(0)}, "context 0: a token is predicted from at least 1"),
+        (9, {"windows": Windows(4, 9)}, "stride 9 is not within 1 .. 4"),
+        (9, {"windows": Windows(4, 0)}, "stride 0 is not within 1 .. 4"),
     ],
 )
 def test_protocols_without_tokens_are_refused(length, how, says):
@@ -453,12 +459,12 @@ def test_only_one_batch_of_logits_of_each_model_is_alive():
         return logits
 
     told: list[str] = []
-    measure_pair(model, model, text(20, 100), vocab=20, context=5, batch_size=2, progress=told.append)
+    measure_pair(model, model, text(20, 100), Windows(5), vocab=20, batch_size=2, progress=told.append)
     assert len(alive) == 2 * 10
     assert told[-1] == "distributions: 99 of 99 tokens"
     assert len(told) == 10
     alive.clear()
-    language_score(model, text(20, 100), torch.ones(20), context=5, batch_size=2)
+    language_score(model, text(20, 100), torch.ones(20), Windows(5), batch_size=2)
     assert len(alive) == 10
 
 
@@ -712,36 +718,13 @@ def test_correlation_at_its_ends():
     assert math.isnan(correlation(x, torch.ones(50)))
 
 
-# One model alone
-
-
-@pytest.mark.parametrize(("context", "stride"), [(8, None), (8, 3)])
-def test_one_model_is_scored_as_one_of_two(context, stride):
-    model, ids, lengths = tiny(0), text(13, 200), torch.arange(1, 14)
-    both = summarise(measure_pair(model, tiny(1), ids, vocab=13, context=context, stride=stride), lengths)
-    for given, how in ((model, {}), (lambda ids: model(ids), {"n_positions": 8, "vocab": 13})):
-        alone = score_one(given, ids, lengths, context=context, stride=stride, **how)
-        assert alone.score == replace(both.a.score, loss=alone.score.loss)
-        assert alone.score.loss == pytest.approx(both.a.score.loss, rel=1e-12)
-        assert asdict(alone.bits_per_byte) == pytest.approx(asdict(both.a.bits_per_byte), rel=1e-12)
-        assert asdict(alone.perplexity) == pytest.approx(asdict(both.a.perplexity), rel=1e-12)
-        score = language_score(given, ids, lengths, context=context, stride=stride, **how)
-        assert asdict(alone.score) == pytest.approx(asdict(score), rel=1e-12)
-    for block in model.h:
-        block.mlp.resid_dropout.p = 0.5
-    model.train()
-    assert score_one(model, ids, lengths, context=context, stride=stride) == score_one(
-        model.eval(), ids, lengths, context=context, stride=stride
-    )
-
-
 def test_bits_per_byte_is_resampled_with_the_bytes():
     """A block of long tokens has more bits and more bytes; only their quotient is the figure."""
     ids = torch.cat((text(4, 500), text(4, 500) + 4))
     lengths = torch.tensor([1, 1, 1, 1, 5, 5, 5, 5])
     table = torch.full((8, 8), -30.0)
     table[:4, :4], table[4:, 4:] = 0, 0  # 2 bits a token
-    got = score_one(bigram(table), ids, lengths, context=10)
+    got = summarise(pair(table, table, ids, Windows(10)), lengths).a
     assert got.bits_per_byte.low < 2 * 1000 / 3000 < got.bits_per_byte.high
     assert got.bits_per_byte.high < 2
 

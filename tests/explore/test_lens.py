@@ -22,6 +22,7 @@ from gpt2.explore.attention import attention_maps
 from gpt2.explore.lens import Exploration, explorer
 from gpt2.explore.lens_page import error_page, page
 from gpt2.measure.per_token import measure_pair
+from gpt2.measure.windows import Windows
 from gpt2.model import eager_attention
 
 TEXT = "JULIET:\nO Romeo, Romeo! wherefore art"
@@ -85,7 +86,7 @@ def test_how_far_two_models_part_is_what_compare_says(found: Exploration) -> Non
     models = [gpt2.load(name).use_attention(eager_attention) for name in ("shakespeare-mini", "shakespeare-mini:bf16")]
     tok = gpt2.load_tokenizer("shakespeare-mini")
     ids = torch.tensor(tok.encode(TEXT))
-    measured = measure_pair(*models, ids, vocab=tok.n_vocab, context=len(ids) - 1)
+    measured = measure_pair(*models, ids, Windows(len(ids) - 1), vocab=tok.n_vocab)
     assert found.js[:-1] == pytest.approx(measured.js.tolist(), rel=1e-3, abs=1e-9)
     assert len(found.js) == len(ids)
     with explorer("shakespeare-mini", "shakespeare-mini") as opened:

@@ -14,7 +14,6 @@ from gpt2.errors import InputError
 from gpt2.measure.metrics import (
     PART,
     LanguageScore,
-    batches,
     differing_bits,
     entropy,
     language_score,
@@ -22,9 +21,9 @@ from gpt2.measure.metrics import (
     max_abs,
     relative_error,
     token_losses,
-    windows,
     worst_relative_error,
 )
+from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 
 NAN, INF = math.nan, math.inf
@@ -105,10 +104,20 @@ def test_a_tensor_of_several_parts_is_measured_whole(at, turned):
     assert relative_error(a, b) == worst_relative_error(a, b) == INF
 
 
-def test_a_number_in_place_of_a_matrix_is_held_against_every_entry():
-    """A broken model may give one; a measure that raises hides where the model is broken."""
-    one, many = torch.tensor(3.0), torch.ones(2, PART)
-    assert max_abs(one, many) == relative_error(one, many) == worst_relative_error(one, many) == 2.0
+@pytest.mark.parametrize("measure", [max_abs, relative_error, worst_relative_error])
+def test_tensors_of_different_shapes_are_infinitely_far_apart(measure):
+    """Broadcasting would call a row equal to a matrix of such rows; raising would hide where a model is broken."""
+    assert measure(torch.ones(3), torch.ones(2, 3)) == measure(torch.tensor(1.0), torch.ones(2, 3)) == INF
+
+
+@pytest.mark.parametrize("measure", [relative_error, worst_relative_error])
+def test_equal_infinities_are_no_difference(measure):
+    """A mask of -inf in both models made every error infinite, or its root mean square every error zero."""
+    a, b = torch.tensor([1.0, -INF, 3.0]), torch.tensor([1.0, -INF, 3.5])
+    assert measure(a, a) == 0.0
+    assert measure(b, a) == measure(b.nan_to_num(neginf=0.0), a.nan_to_num(neginf=0.0)) > 0
+    assert measure(torch.tensor([1.0, INF, 3.0]), a) == INF
+    assert measure(torch.tensor([NAN, -INF, 3.0]), a) == INF
 
 
 def test_the_worst_entry_is_not_drowned_by_the_others():
@@ -183,7 +192,7 @@ def brute_force(model: GPT2, ids: torch.Tensor, context: int, stride: int) -> fl
 def test_language_score_equals_a_loop_over_tokens(ids, context, stride, length, batch_size):
     """Tokens skipped at a window's edge, counted twice where windows overlap, or a short tail weighed as a full window."""
     model = tiny()
-    score = language_score(model, ids[:length], torch.full((13,), 2), context=context, stride=stride, batch_size=batch_size)
+    score = language_score(model, ids[:length], torch.full((13,), 2), Windows(context, stride), batch_size=batch_size)
     assert score.loss == pytest.approx(brute_force(model, ids[:length], context, stride), rel=1e-12)
     assert (score.tokens, score.bytes) == (length - 1, 2 * (length - 1))
     assert (score.context, score.stride) == (context, stride)
@@ -196,13 +205,14 @@ def test_windows_score_every_token_but_the_first_once(context, stride):
     for n in range(2, 40):
         if (stride or context) > context:
             continue
-        found = list(windows(n, context, stride))
+        windows = Windows(context, stride)
+        found = list(windows.of(n))
         assert [target for window in found for target in range(window.first + 1, window.end + 1)] == list(range(1, n))
         assert {window.end - window.start for window in found} == {min(context, n - 1)}
         assert all(0 <= window.start <= window.first < window.end < n for window in found)
         assert all(second.first - first.first <= (stride or context) for first, second in itertools.pairwise(found[1:]))
         for batch_size in (1, 3, None):
-            run = list(batches(torch.arange(n), context=context, stride=stride, batch_size=batch_size))
+            run = list(windows.batches(torch.arange(n), batch_size))
             assert [window for _, group in run for window in group] == found
             assert all(len(inputs) == len(group) <= (batch_size or 1024) for inputs, group in run)
             rows = [row for inputs, _ in run for row in inputs.tolist()]
@@ -211,37 +221,35 @@ def test_windows_score_every_token_but_the_first_once(context, stride):
 
 def test_a_callable_is_scored_as_the_model_is(ids):
     model, lengths = tiny(), torch.arange(13)
-    expected = language_score(model, ids, lengths, context=8, stride=3)
-    assert language_score(lambda inputs: model(inputs), ids, lengths, context=8, stride=3, n_positions=8) == expected
-    with pytest.raises(InputError, match=r"context 9 is not within the model's 1 .. 8 positions"):
-        language_score(lambda inputs: model(inputs), ids, lengths, context=9, n_positions=8)
+    expected = language_score(model, ids, lengths, Windows(8, 3))
+    assert language_score(lambda inputs: model(inputs), ids, lengths, Windows(8, 3)) == expected
     with pytest.raises(InputError, match="context 0: a token is predicted from at least 1"):
-        language_score(lambda inputs: model(inputs), ids, lengths, context=0)
+        language_score(lambda inputs: model(inputs), ids, lengths, Windows(0))
 
 
 def test_a_padded_vocabulary_is_cut_before_it_is_normalised(ids):
     """Perplexity over 50,304 entries of which 47 are padding is not the tokenizer's."""
     model, lengths = tiny(), torch.arange(13)
-    expected = language_score(model, ids, lengths, context=8)
+    expected = language_score(model, ids, lengths, Windows(8))
     padded = lambda inputs: F.pad(model(inputs), (0, 3), value=40.0)  # noqa: E731
-    assert language_score(padded, ids, lengths, context=8, vocab=13) == expected
-    assert language_score(padded, ids, lengths, context=8).loss > expected.loss + 10
+    assert language_score(padded, ids, lengths, Windows(8), vocab=13) == expected
+    assert language_score(padded, ids, lengths, Windows(8)).loss > expected.loss + 10
     with pytest.raises(InputError, match="the model knows 16 tokens and the tokenizer 17; use the model's own tokenizer"):
-        language_score(padded, ids, lengths, context=8, vocab=17)
+        language_score(padded, ids, lengths, Windows(8), vocab=17)
 
 
 def test_more_overlap_is_more_context(ids):
     """A control of the above: the protocols give different numbers, so a perplexity without one is not a number."""
     model = tiny()
-    scores = {s: language_score(model, ids, torch.ones(13).long(), context=8, stride=s).loss for s in (1, 4, 8)}
+    scores = {s: language_score(model, ids, torch.ones(13).long(), Windows(8, s)).loss for s in (1, 4, 8)}
     assert len(set(scores.values())) == 3
-    default = language_score(model, ids, torch.ones(13).long(), context=8)
+    default = language_score(model, ids, torch.ones(13).long(), Windows(8))
     assert (default.loss, default.stride) == (scores[8], 8)
 
 
 def test_a_model_that_prefers_nothing_has_the_vocabularys_size_as_perplexity(ids):
     """A mean over windows instead of tokens, bits for nats, a base forgotten: each moves this number, and it has one answer."""
-    score = language_score(uniform(13), ids, torch.full((13,), 4), context=8)
+    score = language_score(uniform(13), ids, torch.full((13,), 4), Windows(8))
     assert score.perplexity == pytest.approx(13, rel=1e-12)
     assert score.loss == pytest.approx(math.log(13), rel=1e-12)
     assert score.bits_per_byte == pytest.approx(math.log2(13) / 4, rel=1e-12)
@@ -252,25 +260,25 @@ def test_bits_per_byte_of_characters_and_bpe_compare():
     for tokenizer in (Chars.from_text(TEXT), train_bpe(TEXT, 300)):
         tokens = torch.tensor(tokenizer.encode(TEXT))
         lengths = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab)])
-        score = language_score(uniform(tokenizer.n_vocab), tokens, lengths, context=8)
+        score = language_score(uniform(tokenizer.n_vocab), tokens, lengths, Windows(8))
         first = len(tokenizer.token_bytes(int(tokens[0])))
         assert score.bytes == len(TEXT.encode()) - first  # not characters: the dash alone is three
         whole = math.log2(tokenizer.n_vocab) * (len(tokens) - 1)
         assert score.bits_per_byte == pytest.approx(whole / (len(TEXT.encode()) - first), rel=1e-12)
     one = Chars.from_text(TEXT)
-    assert language_score(uniform(one.n_vocab), torch.tensor(one.encode("eee")), torch.ones(one.n_vocab).long(), context=8)
+    assert language_score(uniform(one.n_vocab), torch.tensor(one.encode("eee")), torch.ones(one.n_vocab).long(), Windows(8))
 
 
 def test_dropout_is_off_while_scoring_and_the_mode_is_put_back(ids):
     model = tiny()
-    expected = language_score(model, ids, torch.ones(13).long(), context=8).loss
+    expected = language_score(model, ids, torch.ones(13).long(), Windows(8)).loss
     for block in model.h:
         block.mlp.resid_dropout.p = 0.5
     model.train()
-    assert language_score(model, ids, torch.ones(13).long(), context=8).loss == expected
+    assert language_score(model, ids, torch.ones(13).long(), Windows(8)).loss == expected
     assert model.training
     with pytest.raises(IndexError):
-        language_score(model, ids + 13, torch.ones(13).long(), context=8)
+        language_score(model, ids + 13, torch.ones(13).long(), Windows(8))
     assert model.training
     assert all(module.training for module in model.modules())
 
@@ -290,7 +298,7 @@ def test_dropout_is_off_while_scoring_and_the_mode_is_put_back(ids):
 def test_protocols_that_skip_tokens_are_refused(ids, length, context, stride, says):
     """A stride beyond the context used to read losses from the wrong end of a window."""
     with pytest.raises(InputError, match=says):
-        language_score(tiny(), ids[:length], torch.ones(13).long(), context=context, stride=stride)
+        language_score(tiny(), ids[:length], torch.ones(13).long(), Windows(context, stride))
 
 
 def test_a_hopeless_loss_is_an_infinite_perplexity_not_an_error():

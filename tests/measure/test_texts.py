@@ -19,8 +19,9 @@ from gpt2.data import shakespeare
 from gpt2.data.chars import Chars
 from gpt2.errors import InputError
 from gpt2.measure import texts
-from gpt2.measure.metrics import language_score, windows
+from gpt2.measure.metrics import language_score
 from gpt2.measure.texts import LAMBADA, WIKITEXT2, open_text
+from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 from gpt2.train.recipe import read
 
@@ -380,9 +381,9 @@ def test_the_guides_windows(context, stride, length):
     reached by any of them."""
     ids = torch.randint(13, (length,), generator=torch.Generator().manual_seed(4))
     model = tiny(13, 8)
-    score = language_score(model, ids, torch.ones(13).long(), context=context, stride=stride, guide=True)
+    score = language_score(model, ids, torch.ones(13).long(), Windows(context, stride, guide=True))
     mine, theirs = as_the_guide_does(model, ids, context, stride)
-    assert all(window.start <= window.first < window.end for window in windows(length, context, stride, guide=True))
+    assert all(window.start <= window.first < window.end for window in Windows(context, stride, guide=True).of(length))
     assert score.loss == pytest.approx(mine, rel=1e-12)
     if stride == context:
         assert score.loss == pytest.approx(theirs, rel=1e-12)
@@ -404,9 +405,11 @@ def test_the_guide_differs_from_our_own_windows():
     """The control: were the two one protocol, the name of it would mean nothing."""
     ids = torch.randint(13, (61,), generator=torch.Generator().manual_seed(4))
     model, lengths = tiny(13, 8), torch.ones(13).long()
-    assert language_score(model, ids, lengths, context=8).loss != language_score(model, ids, lengths, context=8, guide=True).loss
+    assert (
+        language_score(model, ids, lengths, Windows(8)).loss != language_score(model, ids, lengths, Windows(8, guide=True)).loss
+    )
     with pytest.raises(InputError, match="context 1: a token is predicted from at least 1; give 2 or more"):
-        next(windows(9, 1, guide=True))
+        next(Windows(1, guide=True).of(9))
 
 
 @pytest.mark.parametrize("options", ["", ":stride=3", ":context=8,stride=5", ":context=6"])
@@ -420,10 +423,10 @@ def test_made_texts_have_the_perplexity_that_they_were_made_to_have(options):
     lengths = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(vocab)])
     for guide in (False, True):
         context, stride = text.protocol.context or 8, text.protocol.stride
-        told = {"context": context, "stride": stride, "guide": guide}
-        uniform = language_score(lambda ids: torch.zeros(*ids.shape, vocab, dtype=torch.float64), ids, lengths, **told)
+        windows = Windows(context, stride, guide)
+        uniform = language_score(lambda ids: torch.zeros(*ids.shape, vocab, dtype=torch.float64), ids, lengths, windows)
         assert uniform.perplexity == pytest.approx(vocab, rel=1e-12)
-        bigrams = language_score(lambda ids: table[ids], ids, lengths, **told)
+        bigrams = language_score(lambda ids: table[ids], ids, lengths, windows)
         skipped = range(context, len(ids), context) if guide and stride in (None, context) else ()
         expected = [
             math.log(sum(math.exp(x) for x in table[ids[i - 1]].tolist())) - table[ids[i - 1], ids[i]].item()

@@ -12,6 +12,7 @@ import gpt2
 from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.saving import sha256
 from gpt2.measure.metrics import language_score
+from gpt2.measure.windows import Windows
 
 FOLDER = resolve("shakespeare-mini").path
 
@@ -47,7 +48,7 @@ def test_the_held_out_loss_is_the_card_s() -> None:
 
     model, tokenizer = gpt2.load(), gpt2.load_tokenizer()
     lengths = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab)])
-    score = language_score(model, torch.tensor(tokenizer.encode(held_out_text())), lengths, context=256)
+    score = language_score(model, torch.tensor(tokenizer.encode(held_out_text())), lengths, Windows(256))
     card = (FOLDER / "README.md").read_text()
     told = float(re.search(r"\| held-out loss \| ([\d.]+) nats", card)[1])
     bits = float(re.search(r"\| bits per byte \| ([\d.]+)", card)[1])

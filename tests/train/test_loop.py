@@ -16,6 +16,7 @@ from gpt2.checkpoint.saving import save
 from gpt2.config import GPT2Config
 from gpt2.data import from_directory
 from gpt2.errors import InputError
+from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 from gpt2.train import adapted, feed, loop, state
 from gpt2.train.corpus import texts
@@ -180,7 +181,7 @@ def test_best_is_the_model_of_the_lowest_loss(recipe, tmp_path):
     _, val = texts(recipe)
     val_ids = torch.tensor(tokenizer.encode(val))
     lengths = torch.ones(tokenizer.n_vocab, dtype=torch.long)
-    score = loop.language_score(model, val_ids, lengths, context=recipe.context, batch_size=recipe.batch_size)
+    score = loop.language_score(model, val_ids, lengths, Windows(recipe.context), batch_size=recipe.batch_size)
     assert score.loss == result.best_loss
     assert result.best_loss < next(e.val.loss for e in events if isinstance(e, Evaluated))
 

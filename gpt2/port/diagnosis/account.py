@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
+from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points, trace
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import cause
 from gpt2.port.diagnosis.hypotheses import Finding, scale_finding
 from gpt2.port.diagnosis.report import LIKELY, SURE, Cause, Divergence
-from gpt2.port.diagnosis.search import relative
 from gpt2.port.diagnosis.wiring import AFTER
 
 if TYPE_CHECKING:
     from gpt2.port.diagnosis.walk import Walk, Walker
 
-BOUND = 1e-10  # of a traced point against the reference's
 NARROW = 1e-6  # the same where the port computes in less than float64
 
 
@@ -31,7 +30,7 @@ def account(walker: Walker, reference: GPT2) -> Walk:
     explained = walker.reached and not walker.lost
     found = [*_combined(walker.found), *_scales(walker), *_order(walker.blocks, walker.own, reference, layers, walker.reached)]
     traced = trace(reference, walker.ids)
-    bound = NARROW if walker.pool.narrow else BOUND
+    bound = NARROW if walker.pool.narrow else FLOAT64_BOUND
     steps, first = [], None
     by_point = {point_at(n, finding.part): finding for n, finding, _ in reversed(found)}
     for point in points(layers):
@@ -54,7 +53,7 @@ def _departs(mine: Tensor, theirs: Tensor) -> float:
         mine, theirs = mine[..., :shared], theirs[..., :shared]
     if mine.shape[1:2] != theirs.shape[1:2] and theirs.ndim == 3:
         theirs = theirs[:, -mine.shape[1] :]
-    return relative(mine, theirs.expand(mine.shape) if theirs.shape[:1] == (1,) else theirs)
+    return worst_relative_error(mine, theirs.expand(mine.shape) if theirs.shape[:1] == (1,) else theirs)
 
 
 def _combined(found: list[tuple[int | None, Finding, float | None]]) -> list[tuple[int | None, Finding, float | None]]:
@@ -146,7 +145,7 @@ def _causes(found: list, walker: Walker, layers: int, explained: bool) -> list[C
             told = "each block's projections were found in your run, with the weights of these blocks and in this order"
         else:
             told = f"computed so from your own weights and inputs, {place} is what your module has there{close}"
-            if (missed := walker.missed.get(place)) is not None and missed > BOUND:
+            if (missed := walker.missed.get(place)) is not None and missed > FLOAT64_BOUND:
                 told += f"; GPT-2's formula is off by {missed:.0e}"
         if explained:
             told += "; with all causes here, the walk ends at your own logits"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.config import GPT2Config
+from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of
 from gpt2.port.diagnosis.causes import cause
 from gpt2.port.diagnosis.report import SURE, Cause, Divergence, merged
@@ -77,9 +78,9 @@ class Behaviour:
         if torch.equal(once, again) and not watch.dropouts:
             self._remembers(ids)
             return
-        evidence = f"two calls with the same ids differ by {apart(again, once):.1e}"
+        evidence = f"two calls with the same ids differ by {worst_relative_error(again, once):.1e}"
         if watch.dropouts:
-            self._dropouts(ids, apart(again, once))
+            self._dropouts(ids, worst_relative_error(again, once))
         else:
             drawn = (
                 f"your forward draws random numbers ({', '.join(dict.fromkeys(watch.draws))})"
@@ -99,7 +100,7 @@ class Behaviour:
                 found.append(self._logits(ids[:, :1]))
             except Exception:
                 return
-        if not (error := apart(*found)) <= self.bound:
+        if not (error := worst_relative_error(*found)) <= self.bound:
             words = "the logits of one token depend on the text that was run before: your module remembers it"
             evidence = f"after {ids.size(1)} tokens and after 3, they differ by {error:.1e}"
             self.causes.append(cause("not-deterministic", "logits", words, evidence, SURE))
@@ -149,7 +150,7 @@ class Behaviour:
                     )
                 )
                 return
-            error = apart(both[row : row + 1], alone)
+            error = worst_relative_error(both[row : row + 1], alone)
             if not error <= self.bound:
                 self.causes.append(
                     cause(
@@ -182,7 +183,7 @@ class Behaviour:
                 self.notes.append(f"your cache was not tried: forward takes {past or switch or start}, and returned no cache")
                 return
             n = min(found.size(1), ids.size(1) - cut)
-            errors[words] = apart(found[:, -n:], whole[:, -n:])
+            errors[words] = worst_relative_error(found[:, -n:], whole[:, -n:])
         wrong = [words for words, error in errors.items() if not error <= self.bound]
         if wrong:
             hint = {("in one piece",): "; single tokens are right, so the mask of several new tokens is wrong"}.get(
@@ -243,8 +244,8 @@ class Behaviour:
             return
         alone = self._logits(ids[:1, gap:])
         first, second = one[:1, gap:], other[:1, gap:]
-        plain = apart(full, self._logits(ids))
-        seen, moved = apart(second, first), apart(first, alone)
+        plain = worst_relative_error(full, self._logits(ids))
+        seen, moved = worst_relative_error(second, first), worst_relative_error(first, alone)
         if not plain <= self.bound:
             words, evidence = f"a {name} of ones changes the logits", f"by {plain:.1e}, against no mask at all"
         elif not seen <= self.bound:
@@ -257,7 +258,7 @@ class Behaviour:
         else:
             words = "a row that is padded on the left gives other logits than the same row alone"
             evidence = f"they differ by {moved:.1e}, and are not those of positions counted with the padding either"
-        if not words and not (error := apart(one[1:], self._logits(ids)[1:])) <= self.bound:
+        if not words and not (error := worst_relative_error(one[1:], self._logits(ids)[1:])) <= self.bound:
             words, evidence = "a row without padding changes where another is padded", f"by {error:.1e}"
         if words:
             self.causes.append(cause("padding-wrong", "logits", words, evidence, SURE))
@@ -276,18 +277,9 @@ class Behaviour:
         port departs from GPT-2 already when nothing is padded, that cannot be told and is believed."""
         ids = ids[:, gap:]
         n = min(padded.size(-1), self.config.vocab_size)
-        if not apart(alone[..., :n], self.expected(ids, 0)[..., :n]) <= self.bound:
+        if not worst_relative_error(alone[..., :n], self.expected(ids, 0)[..., :n]) <= self.bound:
             return True
-        return apart(padded[..., :n], self.expected(ids, gap)[..., :n]) <= self.bound
-
-
-def apart(theirs: Tensor, ours: Tensor) -> float:
-    """The largest difference over the root mean square of ``ours``; infinite where shapes differ or numbers are none."""
-    if theirs.shape != ours.shape:
-        return float("inf")
-    differences = (theirs - ours).abs().masked_fill(theirs == ours, 0.0)  # minus infinity in both is no difference
-    error = float(differences.max() / ours.square().mean().sqrt().clamp(min=1e-300))
-    return error if error == error else float("inf")
+        return worst_relative_error(padded[..., :n], self.expected(ids, gap)[..., :n]) <= self.bound
 
 
 def _is_of(dropout: Dropout, value: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.diagnosis.hypotheses import Finding
 from gpt2.port.diagnosis.search import Choice, Chooser, Option
 from gpt2.port.diagnosis.wiring import Norms
@@ -59,27 +60,22 @@ class Ending:
         x = x[:, -given.shape[1] :]
         wanted = given[..., self.sample]
         mine = x @ self.head[self.sample].T
-        if (error := _apart(mine, wanted)) <= self.bound:
+        if (error := worst_relative_error(mine, wanted)) <= self.bound:
             return (), error
 
         def found(id: str, detail: str, part: str = "logits") -> tuple[Finding, ...]:
             return (Finding(id, part, detail),)
 
         ratio = float((mine * wanted).sum() / mine.square().sum().clamp(min=1e-300))
-        if ratio and (error := _apart(mine * ratio, wanted)) <= self.bound:
+        if ratio and (error := worst_relative_error(mine * ratio, wanted)) <= self.bound:
             return found("logits-scaled", f"the logits are multiplied by {ratio:.6g}"), error
         shift = (wanted - mine).mean((0, 1), keepdim=True)
-        if wanted.shape[:2].numel() > 1 and (error := _apart(mine + shift, wanted)) <= self.bound:
+        if wanted.shape[:2].numel() > 1 and (error := worst_relative_error(mine + shift, wanted)) <= self.bound:
             return found("extra-bias", "the head adds a bias, which GPT-2's has not"), error
         if self.log_probabilities or self.probabilities:
             whole = x @ self.head.T
             made = whole.log_softmax(-1) if self.log_probabilities else whole.softmax(-1)
-            if given.shape[-1] == made.shape[-1] and (error := _apart(made, given)) <= self.bound:
+            if given.shape[-1] == made.shape[-1] and (error := worst_relative_error(made, given)) <= self.bound:
                 words = "log_softmax" if self.log_probabilities else "softmax"
                 return found("logits-softmaxed", f"the model returns {words} of the logits"), error
         return None
-
-
-def _apart(a: Tensor, b: Tensor) -> float:
-    error = float((a - b).abs().max() / b.square().mean().sqrt().clamp(min=1e-300))
-    return error if error == error else float("inf")

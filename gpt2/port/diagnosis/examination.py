@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2.errors import InputError
+from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
 from gpt2.measure.tracing import layer_of, points, trace
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
-from gpt2.port.diagnosis.behaviour import Behaviour, apart
+from gpt2.port.diagnosis.behaviour import Behaviour
 from gpt2.port.diagnosis.own import Own, own_weights
 from gpt2.port.diagnosis.ranking import ranked
 from gpt2.port.diagnosis.report import SURE, Cause, Diagnosis, Divergence
@@ -33,7 +34,6 @@ from gpt2.port.recording.forward import error_line, logits_of, plain_attention
 from gpt2.port.recording.pool import collect
 from gpt2.port.recording.probe import give_shapes, record_probe
 
-BOUND = 1e-10  # relative, in float64: rounding is 1e-15, and any bug is larger
 SLACK = 10  # for what refuses float64: how much farther from the float64 run than our model is in its dtype
 LENGTHS = (8, 1, 32)  # the first is what the walk sees
 AFFORDABLE = 2e9  # parameters times tokens: up to here the whole context is tried
@@ -53,7 +53,7 @@ class Examination:
         self.who = type(module).__name__
         self.causes: list[Cause] = []
         self.notes: list[str] = []
-        self.bound = BOUND
+        self.bound = FLOAT64_BOUND
         self.no_gpt2 = ""
 
     def diagnosis(self) -> Diagnosis:
@@ -232,7 +232,7 @@ class Examination:
         """GPT-2's stages with the port's own weights, against what the port computed on the way."""
         config = self.config
         pool, _ = run_deterministically(lambda: collect(self.module, ids.to(self.device), config.n_embd, config.inner))
-        pool.narrow = self.bound > BOUND
+        pool.narrow = self.bound > FLOAT64_BOUND
         weights = dict(own.weights)
         if own.placed and not bool(own.placed["wpe.weight"].any()):  # what is added in place of positions, the walk finds out
             weights["wpe.weight"] = self.state["wpe.weight"]
@@ -298,13 +298,13 @@ class _Ours:
 
 
 def _error(theirs: Tensor, ours: Tensor) -> float:
-    """As :func:`.behaviour.apart`, of the positions that a port gives."""
-    return apart(theirs, ours if theirs.ndim < 3 else ours[:, -theirs.shape[1] :])
+    """The worst relative error at the positions that a port gives."""
+    return worst_relative_error(theirs, ours if theirs.ndim < 3 else ours[:, -theirs.shape[1] :])
 
 
 def _first_apart(ours: MappingType[str, Tensor], theirs: MappingType[str, Tensor]) -> Divergence | None:
-    errors = {point: apart(theirs[point], value) for point, value in ours.items()}
-    return next((Divergence(point, layer_of(point), error) for point, error in errors.items() if error > BOUND), None)
+    errors = {point: worst_relative_error(theirs[point], value) for point, value in ours.items()}
+    return next((Divergence(point, layer_of(point), error) for point, error in errors.items() if error > FLOAT64_BOUND), None)
 
 
 def _called(dtype: torch.dtype) -> str:

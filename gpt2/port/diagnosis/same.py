@@ -9,16 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.config import GPT2Config
+from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
 from gpt2.model import ACTIVATIONS, sdpa_attention
-
-ALIKE = 1e-10  # relative, in float64
 
 
 def same_part(part: str, theirs: MappingType[str, Tensor], ours: MappingType[str, Tensor], stem: str, config: GPT2Config) -> bool:
     """Whether an "attn" or "mlp" makes the same of a random (1, 6, D) with either's weights; their names begin with ``stem``."""
     x = torch.randn(1, 6, config.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     one, other = (_run(part, {name.removeprefix(stem): tensor for name, tensor in w.items()}, x, config) for w in (theirs, ours))
-    return float((one - other).abs().max()) <= ALIKE * float(other.square().mean().sqrt())
+    return worst_relative_error(one, other) <= FLOAT64_BOUND
 
 
 def _run(part: str, w: dict[str, Tensor], x: Tensor, config: GPT2Config) -> Tensor:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.diagnosis.hypotheses import Finding
 from gpt2.port.recording.pool import Match, Pool
 
@@ -115,7 +115,7 @@ class Chooser:
             right = next((o for o in ordered if o.label == "right" and o.base is chosen.option.base), None)
             right = right or next((o for o in ordered if o.label == "right"), None)
             if right is not None:
-                chosen = chosen._replace(missed=relative(right.value, chosen.value))
+                chosen = chosen._replace(missed=worst_relative_error(right.value, chosen.value))
         return chosen
 
     def _borne_out(self, option: Option, match: Match, anchor: Callable[[Option, Tensor], Any]) -> Choice | None:
@@ -142,11 +142,3 @@ class Chooser:
             if match is not None or option.price == 0:
                 kept.append(option)
         return kept
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    """The largest difference over the root mean square of ``b``; infinite where shapes differ or a number is none."""
-    if a.shape != b.shape:
-        return float("inf")
-    error = float((a - b).abs().max() / b.square().mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny))
-    return error if error == error else float("inf")

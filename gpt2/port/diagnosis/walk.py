@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
+from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import point_at
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.attending import STREAM, Attending, Branch, Projected, added, affine, project, streams
 from gpt2.port.diagnosis.ending import Ending
 from gpt2.port.diagnosis.hypotheses import Finding, activations
 from gpt2.port.diagnosis.report import Cause, Divergence
-from gpt2.port.diagnosis.search import Choice, Chooser, Option, relative
+from gpt2.port.diagnosis.search import Choice, Chooser, Option
 from gpt2.port.diagnosis.wiring import Norms, Taken, embeddings, inputs, middles, outputs
 from gpt2.port.recording.pool import Pool
 
@@ -195,7 +196,7 @@ class Walker:
             stream = None
             for hypothesis in self.norms.at(f"h.{expected}.ln_1")[:1]:
                 for before in streams(self.pool, *shape):
-                    if relative(hypothesis.formula(before), entry) < self.pool.bound:
+                    if worst_relative_error(hypothesis.formula(before), entry) < self.pool.bound:
                         stream = Option("stream", lambda before=before: before)
                         break
             point = point_at(len(self.blocks), "ln_1")
@@ -250,7 +251,7 @@ class Walker:
                 continue
             formula = self.norms.at(f"h.{layer}.ln_2")[0].formula
             for before in streams(self.pool, *shape):
-                if relative(formula(before), entry) < self.pool.bound:
+                if worst_relative_error(formula(before), entry) < self.pool.bound:
                     mid = Option("mid", lambda before=before: before)
                     self.lost.append(point_at(n, "mid"))
                     return Choice(Option("found", lambda entry=entry: entry, base=mid), entry, 0.0, found), mid

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.mapping.lacks import Findings
@@ -15,7 +16,6 @@ from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.borrowed import Borrowed
 from gpt2.port.recording.forward import error_line, logits_of
 
-BOUND = 1e-10  # relative, in float64: rounding is 1e-15, and any bug is larger
 NEARLY = 1e-6  # what float32 can do to a constant
 SLACK = 10  # where a port refuses float64: how much farther than our model it may be from the float64 run, in its own dtype
 AFFORDABLE = 4e9  # parameters times tokens in one forward pass
@@ -64,9 +64,9 @@ class Check:
         if failures:
             found.notes.append(f"your forward fails on other lengths than {self._lengths(theirs)} ({failures[0]})")
         error = _worst(theirs, self.whole)
-        if error <= BOUND:
+        if error <= FLOAT64_BOUND:
             return Verdict(True, error, "the logits agree with our model's")
-        if self.without and (rest := _worst(theirs, self.without)) <= BOUND:
+        if self.without and (rest := _worst(theirs, self.without)) <= FLOAT64_BOUND:
             found.notes.append(
                 f"what your module lacks is all that parts it from the checkpoint: without that, logits agree ({rest:.1e})"
             )
@@ -117,15 +117,9 @@ class Check:
 
 
 def _worst(outputs: list[Tensor | None], references: list[Tensor]) -> float:
-    """The largest difference over the root mean square of the reference; infinite where shapes differ or numbers are none."""
-    worst = 0.0
-    for output, reference in zip(outputs, references, strict=True):
-        if output is None:
-            continue
-        reference = reference[:, -output.shape[1] :].double()  # some ports return the last position only
-        if output.shape != reference.shape:
-            return float("inf")
-        scale = reference.square().mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
-        error = float((output - reference).abs().max() / scale)
-        worst = max(worst, error) if error == error else float("inf")
-    return worst
+    """The worst relative error of any output; some ports return the last positions only."""
+    return max(
+        worst_relative_error(output, reference[:, -output.shape[1] :])
+        for output, reference in zip(outputs, references, strict=True)
+        if output is not None
+    )

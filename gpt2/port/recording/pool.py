@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.recording.dispatch import Call, OperatorMode, tensors
 from gpt2.port.recording.forward import logits_of, plain_attention
 
@@ -119,7 +120,7 @@ class Pool:
                     scale = math.sqrt(squares / part.numel()) * part.numel()
                     if abs(mine - factor * first) > self.bound * scale or any(_same(factor, f) for f in found):
                         continue
-                    if _error(self._in_order(number), (factor * part).flatten().sort().values) <= self.bound:
+                    if worst_relative_error(self._in_order(number), (factor * part).flatten().sort().values) <= self.bound:
                         found.append(factor)
             if found:
                 break
@@ -133,7 +134,7 @@ class Pool:
         if not near:
             return None
         mine = value.flatten().sort().values
-        error, number = min((_error(self._in_order(number), mine), number) for number in near)
+        error, number = min((worst_relative_error(self._in_order(number), mine), number) for number in near)
         return (error, number) if error <= self.bound else None
 
     def _in_order(self, number: int) -> Tensor:
@@ -191,18 +192,6 @@ def collect(module: nn.Module, ids: Tensor, width: int, inner: int) -> Pool:
 def _sums(tensor: Tensor) -> tuple[float, float]:
     finite = tensor.nan_to_num(0.0, 0.0, 0.0)
     return float(finite.sum()), float(finite.square().sum())
-
-
-def _error(a: Tensor, b: Tensor) -> float:
-    """Between two sorted tensors, over the root mean square; what is not finite has to be the same in both."""
-    finite = b.isfinite()
-    if not torch.equal(finite, a.isfinite()) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
-        return math.inf
-    a, b = a[finite], b[finite]
-    if not len(b):
-        return math.inf
-    scale = float(b.square().mean().sqrt())
-    return float((a - b).abs().max()) / max(scale, 1e-300)
 
 
 def _same(a: float, b: float) -> bool:
