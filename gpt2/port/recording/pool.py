@@ -120,7 +120,7 @@ class Pool:
                     scale = math.sqrt(squares / part.numel()) * part.numel()
                     if abs(mine - factor * first) > self.bound * scale or any(_same(factor, f) for f in found):
                         continue
-                    if worst_relative_error(self._in_order(number), (factor * part).flatten().sort().values) <= self.bound:
+                    if _error(self._in_order(number), (factor * part).flatten().sort().values) <= self.bound:
                         found.append(factor)
             if found:
                 break
@@ -134,7 +134,7 @@ class Pool:
         if not near:
             return None
         mine = value.flatten().sort().values
-        error, number = min((worst_relative_error(self._in_order(number), mine), number) for number in near)
+        error, number = min((_error(self._in_order(number), mine), number) for number in near)
         return (error, number) if error <= self.bound else None
 
     def _in_order(self, number: int) -> Tensor:
@@ -192,6 +192,15 @@ def collect(module: nn.Module, ids: Tensor, width: int, inner: int) -> Pool:
 def _sums(tensor: Tensor) -> tuple[float, float]:
     finite = tensor.nan_to_num(0.0, 0.0, 0.0)
     return float(finite.sum()), float(finite.square().sum())
+
+
+def _error(a: Tensor, b: Tensor) -> float:
+    """The relative error of two sorted tensors; a NaN equals a NaN here, because a recorded tensor may hold some."""
+    missing = b.isnan()
+    if not missing.any():
+        return worst_relative_error(a, b)
+    same_places = torch.equal(missing, a.isnan()) and not missing.all()
+    return worst_relative_error(a[~missing], b[~missing]) if same_places else math.inf
 
 
 def _same(a: float, b: float) -> bool:
