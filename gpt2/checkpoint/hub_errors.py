@@ -19,7 +19,7 @@ PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy", "http_proxy"
 @contextlib.contextmanager
 def explained(repo: str, revision: str) -> Iterator[None]:
     """Whatever goes wrong with the Hub inside, as an InputError or CheckpointError of one line."""
-    _check_environment()
+    check_environment()
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:
@@ -30,8 +30,8 @@ def explained(repo: str, revision: str) -> Iterator[None]:
         raise _explain(repo, revision, error) from error
 
 
-def _check_environment() -> None:
-    """A variable that is no URL or no number would make the client's own import fail."""
+def check_environment() -> None:
+    """Raise InputError for a variable that is no URL or no number: the client's own import, and transformers', would fail."""
     try:
         urlsplit(os.environ.get("HF_ENDPOINT", "")).port  # noqa: B018
     except ValueError as error:

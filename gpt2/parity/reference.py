@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gpt2.checkpoint.configs import config_of, read_config
 from gpt2.checkpoint.files import ADAPTER, INDEX, LAYOUTS, WEIGHTS, open_weights
+from gpt2.checkpoint.hub_errors import check_environment
 from gpt2.checkpoint.keys import to_file
 from gpt2.checkpoint.loading import load_path, random_model, tokenizer_of
 from gpt2.checkpoint.match import match
@@ -24,6 +25,7 @@ from gpt2.errors import CheckpointError, InputError
 
 def _transformers() -> Any:
     """The library, with its own progress bars and advice silenced: what matters here ends up in the report."""
+    check_environment()
     try:
         import transformers
     except ImportError as error:

@@ -392,6 +392,18 @@ def client(hub: HubStandIn, home: Path, call: str) -> None:
     subprocess.run([sys.executable, "-c", code], env=hub.environ(home), capture_output=True, check=True)
 
 
+def test_other_programs_find_our_files_offline(hub: HubStandIn, home: Path) -> None:
+    """The layout is the client's: a model that we downloaded opens in transformers without the network."""
+    path = resolve(hub, home)["path"]
+    code = "import huggingface_hub as h; print(h.snapshot_download('org/name'), h.hf_hub_download('org/name', 'config.json'))"
+    environ = hub.environ(home, HF_HUB_OFFLINE="1")
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [path, f"{path}/config.json"]
+    code = "import huggingface_hub as h; print([repo.repo_id for repo in h.scan_cache_dir().repos], h.scan_cache_dir().warnings)"
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout == "['org/name'] []\n"
+
+
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_complete_cache_that_is_read_only_serves_online(hub: HubStandIn, home: Path, ours: bool) -> None:
     """Another user's cache: it served offline alone. Nothing needs to be written."""
@@ -448,3 +460,12 @@ def test_a_refused_token_is_named(hub: HubStandIn, home: Path) -> None:
     hub.rewrite = rewrite
     assert "refuses the token (401): correct HF_TOKEN" in resolve(hub, home, HF_TOKEN="hf_old")["error"]
     assert "path" in resolve(hub, home)
+
+
+def test_a_wrong_setting_is_named_where_transformers_is_imported(hub: HubStandIn, home: Path) -> None:
+    """It imports the client, which fails: a traceback from `gpt2 verify` of a model that needs no Hub."""
+    environ = hub.environ(home, HF_HUB_ETAG_TIMEOUT="abc") | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "gpt2", "verify"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "HF_HUB_ETAG_TIMEOUT=abc is not a whole number of seconds" in done.stderr

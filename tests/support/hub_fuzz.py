@@ -176,7 +176,7 @@ class Damage:
     def json(self, answer: Answer) -> Answer:
         try:
             value = json.loads(answer.body or b"")
-        except ValueError:
+        except (ValueError, RecursionError):
             return self.header(answer)
         for _ in range(self.rng.randint(1, 3)):
             value = self._junk_in(value)
