@@ -232,7 +232,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "positions off by one": ("your positions begin at row 1 of their table, the checkpoint's at 0", ()),
     "positions in a buffer": ("your position embedding (pe) is a buffer and no parameter: it is left as it is", ()),
     "sinusoidal positions": ("your module has no learned positions; the checkpoint's wpe.weight is left out", ("pos",)),
-    "no positions": ("what your module lacks is all that parts it from the checkpoint", ("pos",)),
+    "no positions": ("what your module lacks is the only difference from the checkpoint", ("pos",)),
     "a block left out": ("your forward runs 2 blocks, the checkpoint has 3: h.1 left out", ("blocks.1.",)),
     "a block twice": ("your attention (blocks.1.sa) runs 2 times", ()),
     "noise": ("your module gives other logits every time", ()),
@@ -391,7 +391,7 @@ def test_a_missing_bias_is_named_and_measured(port: str) -> None:
     model = checkpoint()
     report = load_into(PORTS[port].build(CONFIG), model)
     text = sentences(report)
-    assert "what your module lacks is all that parts it from the checkpoint: without that, logits agree" in text
+    assert "what your module lacks is the only difference from the checkpoint: without that, logits agree" in text
     if port == "no_out_bias":
         norms = [float(block.attn.c_proj.bias.detach().norm()) for block in model.h]
         assert report.problems == (

@@ -1,8 +1,8 @@
-"""Attention and feed-forwards, found by what they do.
+"""Find attention and feed-forwards in a recorded forward pass, by what they compute.
 
-A contraction of activations with activations is attention, and comes twice: the second weighs the values by what comes of the
-first. Projections that end in queries, keys and values, or that start from what was mixed, are thereby known. Of the others,
-those that start from another's results, and not from the stream, are the second layer of a feed-forward, that other the first.
+A contraction of activations with activations is attention, and comes twice: the first gives the scores, the second the weighted
+sum of the values. The projections before and after them are therefore known. Of the other projections, one that takes another's
+results, and not the stream, is the second layer of a feed-forward, and that other is the first.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gpt2.port.anatomy.flow import BENT, NORMED, PLAIN, Flow
+from gpt2.port.anatomy.flow import Effect, Flow, State
 from gpt2.port.anatomy.stream import NotGPT2, Stream
 
 
 @dataclass(frozen=True)
 class Head:
-    """One attention head: the projection results that are its queries, keys and values, and what it mixes; (K,) each.
+    """One attention head: the projection results that are its queries, keys and values, and the weighted sums; (K,) each.
 
-    ``everywhere`` has the queries, keys and values of all places, as they went into the products.
+    ``all_places`` has the queries, keys and values for all tokens, as they went into the products.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     mixed: Tensor
-    everywhere: dict[str, Tensor] = field(repr=False)
+    all_places: dict[str, Tensor] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -43,136 +43,138 @@ class Norm:
 
 @dataclass
 class Branch:
-    """An attention or a feed-forward. ``ups`` are the projections that start from the stream, ``downs`` those back to it."""
+    """An attention or a feed-forward: ``ups`` are its projections from the stream, ``downs`` those back to it."""
 
     base: int  # the element of the stream that it starts from
-    weight: int  # its first; what runs twice has it twice
-    norms: list[Norm]  # on the way from the stream, the nearest first
+    weight: int  # the id of its first weight; a branch that runs twice has the same both times
+    norms: list[Norm]  # between the stream and the branch, the nearest first
     normed: bool
     ups: list[int] = field(default_factory=list)
     downs: list[int] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)
-    times: int = 1
+    times: int = 1  # how often it runs
 
 
 class Branches:
-    """``attentions`` and ``feed_forwards`` in the order in which they run, each once; ``adapters``, the first weights of
-    projections in pairs of low rank that are added to others.
+    """``attentions`` and ``feed_forwards`` in the order in which they run, each once.
+
+    ``order`` has the index of each attention, as often as it runs. ``adapters`` are the ids of the first weights of low-rank
+    adapters: pairs of projections that are added to others.
 
     Raises:
-        NotGPT2: no attention.
+        NotGPT2: there is no attention.
     """
 
     def __init__(self, flow: Flow, stream: Stream) -> None:
         self.flow, self.stream, self.recording = flow, stream, flow.recording
         projections = [n for n in sorted(self.recording.needed) if flow.is_projection(n) and flow.nodes[n].live]
-        feeds = {n: flow.origins(flow.inputs(results[0])) for n in projections if len(results := flow.results(n))}
-        self._feeds = {n: origins[origins >= 0] for n, origins in feeds.items() if bool((origins >= 0).any())}
-        self.adapters = self._set_adapters_aside()
+        inputs = {n: flow.origins(flow.inputs(results[0])) for n in projections if len(results := flow.results(n))}
+        self._inputs = {n: origins[origins >= 0] for n, origins in inputs.items() if bool((origins >= 0).any())}
+        self.adapters = self._remove_adapters()
         attentions = self._attentions()
         if not attentions:
             raise NotGPT2("nothing in its forward weighs projections of the tokens by one another, as attention does")
         known = {number for branch in attentions for number in branch.ups + branch.downs}
-        self.attentions = _once(attentions)
-        self.feed_forwards = _once(self._feed_forwards([number for number in self._feeds if number not in known]))
+        self.attentions, self.order = _each_once(attentions)
+        self.feed_forwards, _ = _each_once(self._feed_forwards([number for number in self._inputs if number not in known]))
 
     def norms(self, ids: Tensor) -> tuple[list[Norm], int]:
-        """Back from a projection's input to the stream: the norms on the way, nearest first, and an element of the stream."""
-        found: list[dict] = []
+        """The norms between the stream and a projection's inputs ``ids``, nearest first, and an element of the stream."""
+        met: list[tuple[int, dict[Effect, Tensor]]] = []  # first node, and its parameters
         ids = ids[ids >= self.recording.tokens]
         places = self.stream.coordinates(ids)
-        while self.flow.state_of(ids) == NORMED:
+        while self.flow.state_of(ids) is State.NORMED:
             number = self.flow.owner(ids)
             node = self.flow.nodes[number]
-            where = node.place(ids)
+            index = node.place(ids)
             for touch in self.flow.touches.get(number, []):
-                name = {"add": "shift", "mul": "scale"}.get(touch.kind)
-                if name is None or (name == "shift" and touch.before != NORMED):
+                effect, parameters = touch.effect, touch.ids[index]
+                if effect is Effect.OTHER or (effect is Effect.ADD and touch.before is not State.NORMED):
                     continue
-                if found and torch.equal(found[-1].get(name, ids[:0]), touch.ids[where]):
-                    continue  # the same once more: x * s + (b - mean * s)
-                if not found or name in found[-1] or name == "shift":  # the shift comes last, so it is met first
-                    found.append({})
-                found[-1] |= {name: touch.ids[where], "at": number}
-            mains = (operand[where] for operand in node.operands)
-            ids = next(main for main in mains if bool((self.flow.origins(main) >= 0).all()))
-        return [Norm(norm.get("scale"), norm.get("shift"), places, norm["at"]) for norm in found], int(ids[0])
+                if met and torch.equal(met[-1][1].get(effect, ids[:0]), parameters):
+                    continue  # the same parameters once more: x * s + (b - mean * s)
+                if not met or effect in met[-1][1] or effect is Effect.ADD:  # going backwards, the shift is met first
+                    met.append((number, {}))
+                met[-1] = number, {**met[-1][1], effect: parameters}
+            operands = (operand[index] for operand in node.tensors)
+            ids = next(operand for operand in operands if bool((self.flow.origins(operand) >= 0).all()))
+        return [Norm(by.get(Effect.MUL), by.get(Effect.ADD), places, number) for number, by in met], int(ids[0])
 
-    def _branch(self, found: dict[int, Branch], result: Tensor) -> Branch:
-        """The branch that starts where the projection of ``result`` does; a new one, if none does."""
+    def _branch(self, branches: dict[int, Branch], result: Tensor) -> Branch:
+        """The branch that starts where the projection of ``result`` does; a new one, if there is none."""
         ids = self.flow.inputs(result)
         norms, base = self.norms(ids)
-        new = Branch(base, int(self.flow.weights(result[None])), norms, self.flow.state_of(ids) == NORMED)
-        return found.setdefault(base, new)
+        new = Branch(base, int(self.flow.first_weights(result[None])), norms, self.flow.state_of(ids) is State.NORMED)
+        return branches.setdefault(base, new)
 
-    def _set_adapters_aside(self) -> set[int]:
-        """Pairs of projections whose result is added to that of a single one, of the same input: low-rank fine-tuning."""
-        found: set[int] = set()
-        for down, origins in self._feeds.items():
-            for up in set(self.recording.owners(origins).tolist()) & set(self._feeds):
+    def _remove_adapters(self) -> set[int]:
+        """Low-rank adapters: pairs of projections whose result is added to that of a single one with the same input."""
+        numbers: set[int] = set()
+        for down, origins in self._inputs.items():
+            for up in set(self.recording.owners(origins).tolist()) & set(self._inputs):
                 beside = self.flow.results(down)[:1]
                 while int(beside := self.flow.at(self.flow.joined, beside)) >= 0:
                     if self.flow.is_projection(self.flow.owner(beside)):
                         same = torch.equal(self.flow.inputs(beside), self.flow.inputs(self.flow.results(up)[0]))
-                        found |= {up, down} if same else set()
-        self._feeds = {number: origins for number, origins in self._feeds.items() if number not in found}
-        return {int(self.flow.weights(self.flow.results(number)[:1])) for number in found}
+                        numbers |= {up, down} if same else set()
+        self._inputs = {number: origins for number, origins in self._inputs.items() if number not in numbers}
+        return {int(self.flow.first_weights(self.flow.results(number)[:1])) for number in numbers}
 
     def _heads(self) -> Iterator[Head]:
-        by_all = sum(self.flow.votes.values())
+        all_votes = sum(self.flow.votes.values())
         for number, (scores, values) in self.flow.mixes.items():
             mixed, node = self.flow.results(number), self.flow.nodes[number]
             scored, value = (self.flow.origins(x[node.place(mixed)]) for x in (scores, values))  # (n, S)
-            itself = self.flow.at(self.flow.place, values[node.place(mixed)]) == self.flow.here
-            if not bool(itself.any()):
-                continue  # the token is not among those that are mixed here
-            own = itself.int().argmax(-1, keepdim=True)
-            scored, value, mixed = scored.gather(-1, own)[:, 0], value.gather(-1, own)[:, 0], self._whole(mixed)
+            is_here = self.flow.at(self.flow.place, values[node.place(mixed)]) == self.flow.here
+            if not bool(is_here.any()):
+                continue  # the last token is not among those that are mixed here
+            own = is_here.int().argmax(-1, keepdim=True)
+            scored, value, mixed = scored.gather(-1, own)[:, 0], value.gather(-1, own)[:, 0], self._first_part(mixed)
             for score in dict.fromkeys(scored.tolist()):
                 product, mine = self.flow.nodes[self.recording.owner(score)], scored == score
-                factors = product.operands if (self.flow.votes[number] or by_all) >= 0 else product.operands[::-1]
+                a, b = product.tensors
+                factors = (a, b) if (self.flow.votes[number] or all_votes) >= 0 else (b, a)
                 q, k = (self.flow.origins(factor[product.place(torch.tensor(score))]) for factor in factors)
                 if self.flow.is_projection(self.flow.owner(q)):
                     yield Head(q, k, value[mine], mixed[mine], dict(zip("qkv", (*factors, values), strict=True)))
 
-    def _whole(self, mixed: Tensor) -> Tensor:
-        """The oldest part of a mix that is summed up in parts."""
+    def _first_part(self, mixed: Tensor) -> Tensor:
+        """The oldest part of a weighted sum that is added up in parts."""
         older = self.flow.at(self.flow.joined, mixed)
-        return self._whole(older) if self.flow.owner(older) in self.flow.mixes else mixed
+        return self._first_part(older) if self.flow.owner(older) in self.flow.mixes else mixed
 
     def _attentions(self) -> list[Branch]:
-        found: dict[int, Branch] = {}
-        mixed: dict[int, Branch] = {}
+        branches: dict[int, Branch] = {}
+        by_result: dict[int, Branch] = {}
         for head in self._heads():
-            branch = self._branch(found, head.q[0])
+            branch = self._branch(branches, head.q[0])
             branch.heads.append(head)
-            used = self.recording.owners(torch.cat((head.q, head.k, head.v))).unique().tolist()
-            branch.ups += [number for number in used if self.flow.is_projection(number) and number not in branch.ups]
-            mixed |= dict.fromkeys(head.mixed.tolist(), branch)
-        for number, origins in self._feeds.items():
-            branch = next((mixed[origin] for origin in origins.tolist() if origin in mixed), None)
-            if branch is not None:
-                branch.downs.append(number)
-        return list(found.values())
+            owners = self.recording.owners(torch.cat((head.q, head.k, head.v))).unique().tolist()
+            branch.ups += [number for number in owners if self.flow.is_projection(number) and number not in branch.ups]
+            by_result |= dict.fromkeys(head.mixed.tolist(), branch)
+        for number, origins in self._inputs.items():
+            origin = next((origin for origin in origins.tolist() if origin in by_result), None)
+            if origin is not None:
+                by_result[origin].downs.append(number)
+        return list(branches.values())
 
     def _feed_forwards(self, rest: list[int]) -> list[Branch]:
-        found: dict[int, Branch] = {}
+        branches: dict[int, Branch] = {}
         for down in rest:
-            if self.flow.state_of(self.flow.inputs(self.flow.results(down)[0])) not in (PLAIN, BENT):
-                continue  # it starts from the stream, to which others were added
-            for up in sorted(set(self.recording.owners(self._feeds[down]).tolist()) & set(rest)):
-                branch = self._branch(found, self.flow.results(up)[0])
+            if self.flow.state_of(self.flow.inputs(self.flow.results(down)[0])) not in (State.PROJECTED, State.NONLINEAR):
+                continue  # it starts from the stream
+            for up in sorted(set(self.recording.owners(self._inputs[down]).tolist()) & set(rest)):
+                branch = self._branch(branches, self.flow.results(up)[0])
                 branch.ups += [up] if up not in branch.ups else []
                 branch.downs += [down] if down not in branch.downs else []
-        return list(found.values())
+        return list(branches.values())
 
 
-def _once(branches: list[Branch]) -> list[Branch]:
-    """Every block once, however often it runs."""
-    found: dict[int, Branch] = {}
+def _each_once(branches: list[Branch]) -> tuple[list[Branch], list[int]]:
+    """Every branch once, with how often it runs; and the index of each, in the order in which they run."""
+    by_weight: dict[int, Branch] = {}
     for branch in branches:
-        if branch.weight in found:
-            found[branch.weight].times += 1
-        else:
-            found[branch.weight] = branch
-    return list(found.values())
+        first = by_weight.setdefault(branch.weight, branch)
+        first.times += first is not branch
+    weights = list(by_weight)
+    return list(by_weight.values()), [weights.index(branch.weight) for branch in branches]

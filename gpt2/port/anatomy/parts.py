@@ -1,4 +1,8 @@
-"""Where the parts of a GPT-2 lie among the parameters of a module: matrices, vectors and tables, as ids of a recording."""
+"""Say where each part of a GPT-2 lies among a module's parameters: matrices, vectors and tables, as ids of a recording.
+
+Parts have the names of the checkpoint's tensors, without the layer and ".weight". The checkpoint keeps queries, keys and values
+in one tensor; here they are "attn.q", "attn.k" and "attn.v". The output head, which is the token embedding again, is "head".
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,13 @@ from torch import Tensor
 
 from gpt2.port.recording.dataflow import Node, Region
 
-# Parts are named as the checkpoint's tensors are, without the layer and ".weight"; q, k and v, which it keeps in one tensor, are
-# "attn.q", "attn.k", "attn.v"; the head, which it keeps in none, is "head".
-
 
 @dataclass(frozen=True)
 class Matrix:
     """A projection: the parameter that multiplies input k of the n-th of ``results`` of ``node``.
 
-    ``inputs`` (K,) and ``outputs`` (N,) are the rows and columns of the checkpoint's tensor; an input of -1 is no unit but a
-    constant, and its weights are a bias.
+    ``inputs`` (K,) and ``outputs`` (N,) are the rows and columns of the checkpoint's tensor. The input -1 is a constant; its
+    weights are a bias.
     """
 
     part: str
@@ -29,9 +30,9 @@ class Matrix:
     inputs: Tensor
     outputs: Tensor
 
-    def outer(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def outer_sums(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The parameters' ids as outer sums: (n,) and (K,) summands with the outputs (n,), until all outputs are covered."""
-        weights, place = self.node.operands[self.node.weight], self.node.place(self.results)
+        weights, place = self.node.weights, self.node.place(self.results)
         if isinstance(weights, Region):
             first = replace(weights, shape=(*weights.shape[:-1], 1))[place][:, 0]
             yield first, torch.arange(weights.shape[-1]) * weights.strides[-1], self.outputs
@@ -44,21 +45,32 @@ class Matrix:
             for number, row in enumerate(ids):
                 yield row[:1], row - row[0], self.outputs[number : number + 1]
 
+    @property
+    def sample(self) -> Tensor:
+        """Some of the parameters' ids, at least one."""
+        return next(self.outer_sums())[0]
+
 
 @dataclass(frozen=True)
 class Vector:
-    """A bias, or a norm's scale or shift: the parameters ``ids`` (N,) and which entries of the checkpoint's tensor they are."""
+    """A bias, or a norm's scale or shift: the parameters ``ids`` (N,), and which entries of the checkpoint's tensor they are."""
 
     part: str
     layer: int | None
     ids: Tensor
     places: Tensor
 
+    @property
+    def sample(self) -> Tensor:
+        """As of :class:`Matrix`."""
+        return self.ids
+
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding, or a piece of one: the parameter ``first[d] + r * stride`` is its entry for row ``begin + r`` and coordinate
-    d, for r below ``rows``. ``skipped`` rows of the parameter lie before the first that is used.
+    """An embedding, or rows of one: the parameter ``first[d] + r * stride`` is its entry for row ``begin + r`` and coordinate d.
+
+    r is below ``rows``. ``skipped`` rows of the parameter lie before the first that is used.
     """
 
     part: str
@@ -69,10 +81,15 @@ class Table:
     begin: int = 0
     layer: None = None
 
+    @property
+    def sample(self) -> Tensor:
+        """As of :class:`Matrix`."""
+        return self.first
+
 
 Part = Matrix | Vector | Table
 
-# How we know a part when we see it: by what it does in the forward pass.
+# What a part does in the forward pass, by which it is recognised.
 EVIDENCE = {
     "wte": "the token ids choose its rows",
     "wpe": "added to the stream, other rows at other positions",
@@ -96,15 +113,9 @@ EVIDENCE = {
     "ln_f.bias": "shifts the normed stream at the end",
     "head": "its results are the logits; GPT-2's head is its token embedding",
     "head.bias": "added to the logits, where GPT-2 adds nothing",
-    "surplus": "added where a bias is added already",
 }
 
 
 def evidence(part: Part) -> str:
-    """Why we believe that a parameter is this part of GPT-2."""
+    """Why a parameter is this part of GPT-2."""
     return EVIDENCE[part.part] if part.layer is None else f"block {part.layer}: {EVIDENCE[part.part]}"
-
-
-def first_id(part: Part) -> int:
-    """One of the parameters that a part lies in."""
-    return int((next(part.outer())[0] if isinstance(part, Matrix) else part.first if isinstance(part, Table) else part.ids)[0])

@@ -24,7 +24,6 @@ from gpt2.port.diagnosis.structure import must_fit, structural_causes
 from gpt2.port.diagnosis.vocabulary import cut, padding_causes, require_logits
 from gpt2.port.diagnosis.walk import walk
 from gpt2.port.diagnosis.weights import Judge
-from gpt2.port.mapping.explain import Explanation
 from gpt2.port.mapping.filling import fill, put
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.borrowed import Borrowed
@@ -96,7 +95,7 @@ class Examination:
         alike = _error(cut(theirs, self.config), same(ids))
         if own.placed and alike <= self.bound:
             divergence = _first_apart(trace(reference.model, ids), trace(same.model, ids))
-            silent = [c for c in structural_causes(anatomy, self.mapping, self.config) if c.id == "position-missing"]
+            silent = [c for c in structural_causes(self.mapping) if c.id == "position-missing"]
             causes = [self._sure(cause, alike) for cause in [*self.causes, *silent]]
         else:
             divergence, causes = self._walked(ids, own, reference, anatomy)
@@ -149,8 +148,8 @@ class Examination:
         """Its own weights, judged; and if it holds nothing of the checkpoint, where that shows, the bench then being filled."""
         if anatomy is None:
             return Own(self.state, {}, {}), None
-        must_fit(anatomy, self.config, self.who)
         self.mapping, divergence = Mapping(anatomy, self.config), None
+        must_fit(self.mapping, self.who)
         if not self.fill:
             _unround(self.mapping, bench, self.state, self.dtypes)
             own = own_weights(self.mapping, bench.tensors, self.state)
@@ -163,7 +162,7 @@ class Examination:
             self.notes.append("beyond that, what is said here is of your module as gpt2.load_into fills it")
             error = _error(own.weights["wte.weight"], self.state["wte.weight"])
             divergence, self.mapping = Divergence("wte", None, error), Mapping(anatomy, self.config)
-        fill(bench, self.mapping, self.state, Explanation(anatomy, self.mapping, self.state))
+        fill(bench, self.mapping, self.state)
         own = own_weights(self.mapping, bench.tensors, self.state)
         verdicts = Judge(own, self.state, self.config).judge()
         self.causes += verdicts.causes
@@ -249,7 +248,7 @@ class Examination:
             return walked.first_divergence, [*causes, *(self._sure(cause, None) for cause in held)]
         known = {cause.id for cause in causes}
         if anatomy is not None:
-            causes += [c for c in structural_causes(anatomy, self.mapping, config) if c.id not in known]
+            causes += [c for c in structural_causes(self.mapping) if c.id not in known]
         if causes or self.causes:
             self.notes.append("these causes do not explain all of the difference; mend them, and ask again")
         return walked.first_divergence, [*causes, *self.causes]

@@ -1,4 +1,4 @@
-"""From the parts of a port to its parameters: which entry of the checkpoint belongs in every single place."""
+"""Compute which entry of the checkpoint belongs in each place of a port's parameters, from where its parts lie."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from gpt2.checkpoint.keys import expected
 from gpt2.config import GPT2Config
 from gpt2.port.anatomy.anatomy import Anatomy
-from gpt2.port.anatomy.parts import Part, Table, Vector, first_id
-from gpt2.port.recording.dataflow import Source
+from gpt2.port.anatomy.parts import Part, Table, Vector
+from gpt2.port.recording.dataflow import Region, Source, Use
 
 ZERO, KEEP = -1, -2  # instead of an entry's number: set to zero; leave as it is
-PIECE = 1 << 22  # entries that are held at a time
+MAX_ENTRIES = 1 << 22  # entries that are computed at a time, to save memory
 
-# Part -> (tensor of the checkpoint, its share of the columns). The head is the token embedding once more, on its side.
+# Part -> tensor of the checkpoint. The head is the token embedding again, transposed.
 TARGETS = {
     "wte": "wte.weight",
     "wpe": "wpe.weight",
@@ -36,8 +36,11 @@ SHARES = {"attn.q": 0, "attn.k": 1, "attn.v": 2}
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A piece of a parameter and what fills it: the place ``start + i * strides[0] + j * strides[1]`` takes the entry
-    ``entry + i * steps[0] + j * steps[1]``, for (i, j) below ``shape``; an ``entry`` below zero is KEEP or ZERO for all."""
+    """A piece of a parameter and what fills it.
+
+    For (i, j) below ``shape``, the place ``start + i * strides[0] + j * strides[1]`` takes the entry
+    ``entry + i * steps[0] + j * steps[1]``. An ``entry`` below zero is KEEP or ZERO for all places.
+    """
 
     start: int
     strides: tuple[int, int]
@@ -46,8 +49,8 @@ class Rectangle:
     shape: tuple[int, int]
 
     def strips(self, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """Piece by piece, so that a large one needs little memory: the first place, and the entries."""
-        height = max(1, PIECE // self.shape[1])
+        """The first place and the entries of a few rows at a time, so that a large rectangle needs little memory."""
+        height = max(1, MAX_ENTRIES // self.shape[1])
         for i in range(0, self.shape[0], height):
             rows = torch.arange(i, min(i + height, self.shape[0]), dtype=dtype) * self.steps[0]
             entries = rows[:, None] + torch.arange(self.shape[1], dtype=dtype) * self.steps[1] + self.entry
@@ -56,7 +59,7 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Places of a parameter that the forward pass uses as two different sets of the checkpoint's entries."""
+    """Places of a parameter that the forward pass uses as two sets of the checkpoint's entries: it holds ``taken``."""
 
     source: str
     taken: Tensor
@@ -64,7 +67,12 @@ class Conflict:
 
 
 class Mapping:
-    """Entries of the checkpoint are numbered through, tensor after tensor, in the order of the key table."""
+    """Which entry fills each place. Entries are numbered tensor after tensor, in the order of the key table.
+
+    ``placed``: by tensor, the entries that have a place. ``misfits``: parts that the checkpoint lacks, or has in another size.
+    ``in_buffers``: parts that lie in buffers while others lie in parameters, and the buffers' names. ``fills_buffers``: all parts
+    lie in buffers. ``conflicts`` are complete once :meth:`entries` was called for all sources.
+    """
 
     def __init__(self, anatomy: Anatomy, config: GPT2Config) -> None:
         self.anatomy, self.config = anatomy, config
@@ -77,55 +85,86 @@ class Mapping:
         self.conflicts: list[Conflict] = []
         self._storages = sorted({source.storage for source in anatomy.recording.sources})
         self._rectangles: dict[int, list[tuple[Rectangle, Part]]] = {storage: [] for storage in self._storages}
-        self.misfits: list[Part] = []  # parts that the checkpoint has not, or of another size
-        self.in_buffers: list[tuple[Part, str]] = []  # parts that are no parameters, beside others that are
+        self.misfits: list[Part] = []
+        self.in_buffers: list[tuple[Part, str]] = []
         shared: dict[str, Tensor] = {}
-        for part in sorted(self._parts(), key=lambda part: isinstance(part, Table)):  # what a table leaves, it sets to zero
+        for part in sorted(self._parts(), key=lambda part: isinstance(part, Table)):  # tables last: they set what is left to zero
             if not self._fits(part):
                 self.misfits.append(part)
                 continue
-            for rectangle in self._cut(self._once(part, shared)):
-                storage = self._storages[bisect.bisect_right(self._storages, rectangle.start) - 1]
-                self._rectangles[storage].append((rectangle, part))
+            for rectangle in self._cut(part, self._is_surplus(part, shared)):
+                self._rectangles[self._storage(rectangle.start)].append((rectangle, part))
+
+    def _storage(self, id: int) -> int:
+        return self._storages[bisect.bisect_right(self._storages, id) - 1]
 
     def owner(self, entry: int) -> str:
         """The checkpoint's tensor that an entry belongs to; "" below zero."""
         return self.names[bisect.bisect_right(list(self.starts.values()), entry) - 1] if entry >= 0 else ""
 
-    def target(self, part: Part) -> str | None:
-        """The checkpoint's tensor that a part is."""
-        template = TARGETS.get(part.part)
-        return template and template.format(part.layer)
+    def target(self, part: Part) -> str:
+        """The checkpoint's tensor that a part is; "" for none."""
+        return TARGETS.get(part.part, "").format(part.layer)
+
+    @property
+    def sources(self) -> list[Source]:
+        """The parameters to fill, without other names of the same; buffers too, if the module keeps its weights there."""
+        sources = (source for source in self.anatomy.recording.sources if source.is_parameter or self.fills_buffers)
+        by_region: dict[Region, Source] = {}
+        for source in sources:
+            by_region.setdefault(source.region, source)
+        return list(by_region.values())
+
+    def uses(self, source: Source) -> list[Use]:
+        """How the forward pass uses a parameter's value; the unchanged value first."""
+        return sorted(self.anatomy.recording.uses.get(source.storage, {Use()}), key=lambda use: use != Use())
+
+    def by_tensor(self, entries: Tensor) -> list[tuple[str, Tensor | None, Tensor]]:
+        """Group entries by the checkpoint's tensor: its name, a mask of its entries, and their flat indices in it.
+
+        The mask is None if all entries are of one tensor. Entries below zero are in no group.
+        """
+        if not entries.numel():
+            return []
+        low, high = (int(end) for end in entries.aminmax())
+        if low >= 0 and (name := self.owner(low)) == self.owner(high):
+            return [(name, None, entries - self.starts[name])]
+        groups: list[tuple[str, Tensor | None, Tensor]] = []
+        for name, start in self.starts.items():
+            stop = start + torch.Size(self.shapes[name]).numel()
+            if low < stop and high >= start and bool((mine := (entries >= start) & (entries < stop)).any()):
+                groups.append((name, mine, entries[mine] - start))
+        return groups
 
     def entries(self, source: Source) -> Tensor:
         """For each place of a parameter, the number of the entry that fills it, or KEEP or ZERO."""
         rest = [storage for storage in self._storages if storage > source.storage]
         size = (rest[0] if rest else self.anatomy.recording.tokens) - source.storage
-        found = torch.full((size,), KEEP, dtype=self.dtype)
+        filled = torch.full((size,), KEEP, dtype=self.dtype)
         for r, _ in self._rectangles[source.storage]:
             for start, entries in r.strips(self.dtype):
-                view = found.as_strided(entries.shape, r.strides, start - source.storage)
-                if bool((view != KEEP).any()):  # used before
-                    contend = (view >= 0) & (entries >= 0) & (view != entries)
-                    if bool(contend.any()):
-                        self.conflicts.append(Conflict(source.name, view[contend], entries[contend]))
+                view = filled.as_strided(entries.shape, r.strides, start - source.storage)
+                if bool((view != KEEP).any()):  # filled by another part before
+                    differ = (view >= 0) & (entries >= 0) & (view != entries)
+                    if bool(differ.any()):
+                        self.conflicts.append(Conflict(source.name, view[differ], entries[differ]))
                     entries = torch.where((view >= 0) | ((view == ZERO) & (entries == KEEP)), view, entries)
                 view.copy_(entries)
         region = source.region
-        return found.as_strided(region.shape, region.strides, region.start - source.storage)
+        return filled.as_strided(region.shape, region.strides, region.start - source.storage)
 
     def parts(self, source: Source) -> list[Part]:
         """The parts that lie in a parameter."""
         region = source.region
-        inside = [part for r, part in self._rectangles[source.storage] if region.start <= r.start <= region.last]
-        return list({id(part): part for part in inside}.values())
+        parts = [part for r, part in self._rectangles[source.storage] if region.start <= r.start <= region.last]
+        return list({id(part): part for part in parts}.values())
 
     def refused(self, name: str) -> bool:
         """Whether the module has such a part, but of another size than the checkpoint's."""
         return any(self.target(part) == name for part in self.misfits)
 
     def is_shifted(self, table: Table) -> bool:
-        """Whether a table is used from a later row on although it has no rows to spare: by mistake, it seems."""
+        """Whether a table is used from a later row on, although it then has fewer rows than the checkpoint: a mistake."""
         spare = table.rows >= self.shapes[self.target(table)][0]
         words = {self.anatomy.recording.name(int(words.first[0])) for words in self.anatomy.words}
         return table.skipped > 0 and not spare and self.anatomy.recording.name(int(table.first[0])) not in words
@@ -135,12 +174,12 @@ class Mapping:
         sources = self.anatomy.recording.sources
         parameters = {source.storage for source in sources if source.is_parameter}
         names = {source.storage: source.name for source in sources}
-        inside = [(part, self._storages[bisect.bisect_right(self._storages, first_id(part)) - 1]) for part in self.anatomy.parts]
-        if any(storage in parameters for _, storage in inside):
-            self.in_buffers = [(part, names[storage]) for part, storage in inside if storage not in parameters]
-            inside = [(part, storage) for part, storage in inside if storage in parameters]
-        self.fills_buffers = not parameters & {storage for _, storage in inside}
-        return [part for part, _ in inside]
+        places = [(part, self._storage(int(part.sample[0]))) for part in self.anatomy.parts]
+        self.fills_buffers = not any(storage in parameters for _, storage in places)
+        if not self.fills_buffers:
+            self.in_buffers = [(part, names[storage]) for part, storage in places if storage not in parameters]
+            places = [(part, storage) for part, storage in places if storage in parameters]
+        return [part for part, _ in places]
 
     def _fits(self, part: Part) -> bool:
         """Whether the checkpoint has such a part, of that size."""
@@ -160,19 +199,19 @@ class Mapping:
             return int(part.inputs.max()) < columns
         return int(part.inputs.max()) < shape[0] and 0 <= int(part.outputs.min()) <= int(part.outputs.max()) < columns
 
-    def _once(self, part: Part, shared: dict[str, Tensor]) -> Part:
-        """A bias that several parameters have a share in (one per head, say) goes into the first; the others become zero."""
+    def _is_surplus(self, part: Part, shared: dict[str, Tensor]) -> bool:
+        """Whether an earlier part is this bias already: of several parameters (one for each head), the first is filled."""
         if not isinstance(part, Vector) or not part.part.endswith(("c_proj.bias", "c_fc.bias")):
-            return part
+            return False
         name = self.target(part)
         taken = shared.setdefault(name, torch.zeros(self.shapes[name], dtype=torch.bool))
         again = bool(taken[part.places].all())
         taken[part.places] = True
-        return Vector("surplus", None, part.ids, part.places) if again else part
+        return again
 
-    def _cut(self, part: Part) -> Iterator[Rectangle]:
-        """A part as rectangles."""
-        if part.part in ("head.bias", "surplus"):
+    def _cut(self, part: Part, surplus: bool) -> Iterator[Rectangle]:
+        """A part as rectangles; a surplus bias, and one of the head, is set to zero."""
+        if isinstance(part, Vector) and (surplus or part.part == "head.bias"):
             for i, n, stride, _ in _runs(part.ids, torch.zeros_like(part.ids)):
                 yield Rectangle(int(part.ids[i]), (stride, 0), ZERO, (0, 0), (n, 1))
             return
@@ -181,15 +220,11 @@ class Mapping:
         row = shape[-1]  # from one row of the tensor to the next
         shift = start + SHARES.get(part.part.removesuffix(".bias"), 0) * row // 3
         if isinstance(part, Vector):
-            yield from self._outer(
-                name, part.ids, part.places + shift, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-            )
+            zero = torch.zeros(1, dtype=torch.int64)
+            yield from self._outer(name, part.ids, part.places + shift, zero, zero)
         elif isinstance(part, Table):
-            part = (
-                replace(part, first=part.first - part.skipped * part.stride, rows=part.rows + part.skipped)
-                if self.is_shifted(part)
-                else part
-            )
+            if self.is_shifted(part):
+                part = replace(part, first=part.first - part.skipped * part.stride, rows=part.rows + part.skipped)
             rows = torch.arange(part.rows)
             beyond = ZERO if part.part == "wte" else KEEP
             yield from self._outer(
@@ -198,14 +233,16 @@ class Mapping:
         else:
             known = part.inputs >= 0
             inputs = part.inputs[known]
-            for f, g, outputs in part.outer():
-                along = (outputs * row, inputs, shape[0]) if part.part == "head" else (outputs, inputs * row, None)
-                yield from self._outer(name, f, along[0] + shift, g[known], along[1], along[2], ZERO)
+            for f, g, outputs in part.outer_sums():
+                if part.part == "head":
+                    yield from self._outer(name, f, outputs * row + shift, g[known], inputs, shape[0])
+                else:
+                    yield from self._outer(name, f, outputs + shift, g[known], inputs * row)
 
     def _outer(
         self, name: str, f: Tensor, to_f: Tensor, g: Tensor, to_g: Tensor, limit: int | None = None, beyond: int = ZERO
     ) -> Iterator[Rectangle]:
-        """Places ``f + g`` take entries ``to_f + to_g``; the first ``limit`` of f only, the others ``beyond``."""
+        """Places ``f + g`` take entries ``to_f + to_g``: of f, those below row ``limit`` of the tensor; the others ``beyond``."""
         cut = len(f) if limit is None else int((to_f < self.starts[name] + limit * self.shapes[name][-1]).sum())
         order = torch.argsort(to_f, stable=True)
         f, to_f = f[order], to_f[order]
@@ -218,19 +255,19 @@ class Mapping:
 
 
 def _runs(places: Tensor, entries: Tensor) -> list[tuple[int, int, int, int]]:
-    """Cut two sequences where either changes its pace, so that both rise evenly: (first, how many, their two steps)."""
+    """Cut two sequences into runs in which both rise evenly: (first index, length, step of the first, step of the second)."""
     n = len(places)
     steps = torch.stack((places.diff(), entries.diff()), dim=1)
-    even = torch.zeros(n, dtype=torch.bool)  # whether an element goes on at the pace of the two before
+    even = torch.zeros(n, dtype=torch.bool)  # whether the step to an element equals the step before
     even[2:] = (steps[1:] == steps[:-1]).all(1)
     rises = torch.zeros(n, dtype=torch.bool)
     rises[1:] = (steps[:, 0] > 0) & (steps[:, 1] >= 0)
-    even, rises, paces = even.tolist(), rises.tolist(), steps.tolist()
-    found, i = [], 0
+    is_even, is_rising, pairs = even.tolist(), rises.tolist(), steps.tolist()
+    runs, i = [], 0
     while i < n:
         stop = i + 1
-        while stop < n and rises[stop] and (stop == i + 1 or even[stop]):
+        while stop < n and is_rising[stop] and (stop == i + 1 or is_even[stop]):
             stop += 1
-        found.append((i, stop - i, *(paces[i] if stop - i > 1 else (0, 0))))
+        runs.append((i, stop - i, *(pairs[i] if stop - i > 1 else (0, 0))))
         i = stop
-    return found
+    return runs

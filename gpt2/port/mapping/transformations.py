@@ -1,4 +1,4 @@
-"""What was done to the checkpoint's tensors to make a parameter of them, in words."""
+"""Describe in words what was done to the checkpoint's tensors to make a parameter of them: transposed, stacked, cut."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ def describe(entries: Tensor, mapping: Mapping) -> tuple[tuple[str, ...], str]:
     if len(words) == 1:
         return names, words[0][2]
     if len({text for _, _, text in words}) == 1 and len(names) == len(words):
-        return names, f"stacked along the first axis, each {words[0][2]}" if words[0][
-            2
-        ] != "none" else "stacked along the first axis"
+        each = f", each {words[0][2]}" if words[0][2] != "none" else ""
+        return names, f"stacked along the first axis{each}"
     return names, "; ".join(f"{where}: {f'{name}, {text}' if name else text}" for where, name, text in words)
 
 
@@ -29,7 +28,7 @@ def _segments(entries: Tensor, mapping: Mapping) -> list[tuple[str, str, Tensor]
     """Pieces along one axis that come from one tensor each: (where, tensor's name or "", entries)."""
 
     def owner(low: int, high: int) -> str | int | None:
-        """The one tensor, or the one code below zero, that all entries between belong to."""
+        """The one tensor, or the one number below zero, that all entries from low to high belong to; None for several."""
         if low < 0:
             return low if high == low else None
         return name if (name := mapping.owner(low)) == mapping.owner(high) else None
@@ -44,12 +43,12 @@ def _segments(entries: Tensor, mapping: Mapping) -> list[tuple[str, str, Tensor]
         if None in owners:
             continue
         result, start = [], 0
-        for found, run in itertools.groupby(owners):
+        for name, run in itertools.groupby(owners):
             stop = start + len(list(run))
             what = ("rows" if axis == 0 else "columns") if entries.ndim > 1 else "entries"
             part = entries.narrow(axis, start, stop - start)
             part = part.squeeze(axis) if stop - start == 1 and entries.ndim > 1 else part
-            result.append((f"{what} {start}:{stop}", found if isinstance(found, str) else "", part))
+            result.append((f"{what} {start}:{stop}", name if isinstance(name, str) else "", part))
             start = stop
         return result
     return [("", mapping.owner(int(entries.max())), entries)]
@@ -88,7 +87,7 @@ def _words(entries: Tensor, name: str, mapping: Mapping) -> str:
 
 
 def _span(index: list[int], kind: str, size: int, config: GPT2Config, name: str) -> str:
-    """A selection along one axis of the checkpoint's tensor; "" for all in order."""
+    """Which rows, columns or entries of the checkpoint's tensor were taken, and in which order; "" for all in order."""
     if index == list(range(size)):
         return ""
     cuts = [0, *(i for i in range(1, len(index)) if index[i] != index[i - 1] + 1), len(index)]
@@ -104,7 +103,7 @@ def _span(index: list[int], kind: str, size: int, config: GPT2Config, name: str)
 
 
 def _order(index: list[int], config: GPT2Config, name: str, kind: str) -> str:
-    """In which order the axes q|k|v, head and unit run, where it is another than the checkpoint's; "" where that is not all."""
+    """The order of the axes q|k|v, head and unit, if the selection only reorders them; "" otherwise."""
     axes = {"head": config.n_head, "unit": config.head_dim}
     if ".c_attn." in name and kind != "rows":
         axes = {"q|k|v": 3, **axes}
@@ -118,7 +117,7 @@ def _order(index: list[int], config: GPT2Config, name: str, kind: str) -> str:
 
 
 def _share(run: tuple[int, int], size: int, config: GPT2Config) -> str:
-    """Which of q, k, v and which head a run of columns of c_attn is."""
+    """Which of q, k and v, and which head, a run of columns of c_attn is."""
     width, (start, stop) = size // 3, run
     parts = [part for number, part in enumerate("qkv") if start < (number + 1) * width and stop > number * width]
     inside = start % width

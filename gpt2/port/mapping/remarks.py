@@ -1,0 +1,276 @@
+"""Collect what ``load_into`` reports about a port beside its rows: problems, notes, and what was left over on either side."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping as MappingType
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gpt2.checkpoint.keys import layer as layer_of
+from gpt2.port.mapping.departures import (
+    Departure,
+    DepartureKind,
+    MissingEntries,
+    find_departures,
+    missing_entries,
+    module_name,
+)
+from gpt2.port.mapping.filling import Filled
+from gpt2.port.mapping.mapping import Mapping
+from gpt2.port.recording.dataflow import Source, Use
+
+UNKNOWN = "used in the forward pass, but as no part of GPT-2 that is known here"
+
+# What a port lacks that has no place for a tensor of the checkpoint: where, and the predicate.
+LACKS = {
+    "attn.c_attn.weight": ("attn", "no projection of its own for its {share}"),
+    "attn.c_attn.bias": ("attn", "no bias for its {share}"),
+    "attn.c_proj.weight": ("attn", "no output projection"),
+    "attn.c_proj.bias": ("attn", "no output bias"),
+    "mlp.c_fc.weight": ("mlp", "no first layer"),
+    "mlp.c_fc.bias": ("mlp", "no bias in its first layer"),
+    "mlp.c_proj.weight": ("mlp", "no second layer"),
+    "mlp.c_proj.bias": ("mlp", "no bias in its second layer"),
+    "ln_1.weight": ("attn", "no scale in the norm before it"),
+    "ln_1.bias": ("attn", "no shift in the norm before it"),
+    "ln_2.weight": ("mlp", "no scale in the norm before it"),
+    "ln_2.bias": ("mlp", "no shift in the norm before it"),
+    "ln_f.weight": ("", "no scale in its last norm"),
+    "ln_f.bias": ("", "no shift in its last norm"),
+}
+SUBJECTS = {"attn": "attention", "mlp": "feed-forward", "ln_1": "attention", "ln_2": "feed-forward", "": "module"}
+SHARES = {"q": "queries", "k": "keys", "v": "values"}
+
+
+@dataclass
+class Remarks:
+    """The sentences of a :class:`.report.MappingReport`, in fields of the same names.
+
+    ``neutral`` are the checkpoint's tensors as the port behaves, where it lacks what equals a bias of zero or a scale of one.
+    """
+
+    mapping: Mapping
+    state: MappingType[str, Tensor]
+    unfilled: dict[str, str] = field(default_factory=dict)
+    idle: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
+    ambiguous: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    neutral: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.anatomy = self.mapping.anatomy
+        departures = find_departures(self.mapping)
+        self._in_buffers = [sentence(d) for d in departures if d.kind is DepartureKind.IN_BUFFER]
+        for alike in _grouped(departures):
+            self._depart(alike[0], len(alike) - 1)
+        if self.anatomy.head is None:
+            self.notes.append("your forward returns no logits: its hidden states are compared with ours")
+        if self.anatomy.recording.unfollowed:
+            self.notes.append(f"not followed: {', '.join(self.anatomy.recording.unfollowed)}")
+        unnormed = {(d.layer, d.part) for d in departures if d.kind is DepartureKind.NORM_MISSING}
+        unnormed |= {(None, "ln_f")} if not self.anatomy.final_norm else set()
+        self._missing_tensors(unnormed)
+
+    def _depart(self, departure: Departure, more: int) -> None:
+        """Say a departure once, and how many more blocks have it."""
+        if departure.kind is DepartureKind.EXTRA_NORM:
+            self.unfilled |= dict.fromkeys(departure.names, "a norm that GPT-2 does not have")
+        elif departure.kind is DepartureKind.VOCABULARY and departure.theirs > departure.ours:
+            self.notes.append(sentence(departure))
+        else:
+            self.problems.append(sentence(departure, more))
+
+    # Left over of the checkpoint
+
+    def _missing_tensors(self, unnormed: set[tuple[int | None, str]]) -> None:
+        families: dict[tuple[str, str], list[MissingEntries]] = {}
+        for missing in missing_entries(self.mapping.placed, self.state):
+            name, layer = missing.name, layer_of(missing.name)
+            family = re.sub(r"^h\.\d+\.", "", name)
+            if layer is not None and layer not in self.anatomy.layers:
+                self.unused[name] = "a block that your module does not run"
+            elif self.mapping.refused(name):
+                self.unused[name] = "of another size in your module"
+            elif family in ("wte.weight", "wpe.weight"):
+                self._missing_rows(name)
+            else:
+                self._missing_entries(missing, family)
+                if missing.norm and (layer, family.rpartition(".")[0]) not in unnormed:  # a missing norm is said already
+                    families.setdefault((family, missing.shares), []).append(missing)
+        self.problems += [self._lack(family, alike) for (family, _), alike in families.items()]
+
+    def _missing_rows(self, name: str) -> None:
+        placed = self.mapping.placed[name]
+        rows = int(placed.all(1).sum())
+        self.unused[name] = f"rows {rows}:{len(placed)}" if rows else "all of it"
+        if name == "wpe.weight" and rows:
+            self.notes.append(
+                f"your module has {rows:,} positions, the checkpoint {len(placed):,}: the first {rows:,} are filled"
+            )
+        elif name == "wpe.weight":
+            self.neutral[name] = torch.zeros_like(self.state[name])
+
+    def _missing_entries(self, missing: MissingEntries, family: str) -> None:
+        name, shares = missing.name, missing.shares
+        part = "in part" if self.mapping.placed[name].any() else "all of it"
+        self.unused[name] = " and ".join(shares) if 0 < len(shares) < 3 else part
+        if missing.neutral is None:
+            return
+        self.neutral[name] = missing.neutral
+        if shares == "k":
+            self.unused[name] += ": without effect, as softmax does not see what is added to all keys alike"
+        elif not missing.norm:
+            value = "one" if family.endswith(".weight") else "zero"
+            self.unused[name] += f": it is {value}, so nothing is lost"
+
+    def _lack(self, family: str, alike: list[MissingEntries]) -> str:
+        """One sentence for the same missing tensor in all blocks."""
+        part, lack = LACKS[family]
+        first, rest = alike[0], alike[1:]
+        words = [SHARES[letter] for letter in first.shares]
+        lack = lack.format(share=" and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]])))
+        module = module_name(self.anatomy, part, layer_of(first.name)) if part else ""
+        others = f"; up to {max(missing.norm for missing in rest):.2g} in other blocks" if rest else ""
+        value = "one (off by" if family.endswith(".weight") and family.startswith("ln") else "zero (norm"
+        subject = _subject(part, module, len(rest))
+        return f"your {subject} has {lack}; the checkpoint's {first.name} is not {value} {first.norm:.2g}{others})"
+
+    # Left over of the module
+
+    def left_over(self, filled: list[Filled]) -> None:
+        """Say which parameters were not filled, or not whole, or used in two ways."""
+        for one in filled:
+            uses = self.mapping.uses(one.source)
+            if len(uses) > 1:
+                ways = " and ".join(_way(use) for use in uses[:2])
+                self.ambiguous.append(f"{one.source.name} is used {ways}; it is filled for the first")
+            if not one.complete and one.source.name not in self.unfilled:
+                self._left_out(one.source, one.row is None, one.words)
+        self._conflicts()
+
+    def _left_out(self, source: Source, whole: bool, words: str) -> None:
+        positions = self.anatomy.positions
+        if whole and source.storage not in self.anatomy.recording.uses:
+            self.idle[source.name] = "never used in the forward pass"
+        elif whole:
+            self.unfilled[source.name] = self._why(source)
+        elif any(source.region.overlaps(table.first) for table in self.anatomy.words):
+            self.notes.append(f"{source.name} has rows that no token reads: they are left as they are")
+        elif positions is not None and self.anatomy.recording.name(int(positions.first[0])) == source.name:
+            most = self.mapping.config.n_positions
+            self.notes.append(f"{source.name} has more positions than the checkpoint's {most:,}: the rest is left as it is")
+        else:
+            self.unfilled[source.name] = f"in part ({words})"
+
+    def _why(self, source: Source) -> str:
+        region = source.region
+        if any(region.start <= id <= region.last for id in self.anatomy.adapters):
+            return "a pair of low rank beside a projection, which GPT-2 does not have"
+        for part in self.mapping.misfits:
+            if region.overlaps(part.sample):
+                beyond = part.layer not in (None, *range(self.mapping.config.n_layer))
+                return "the checkpoint has no such block" if beyond else "of another size in the checkpoint"
+        return UNKNOWN
+
+    def _conflicts(self) -> None:
+        """Parameters that serve as two different parts, whose weights differ."""
+        alike: dict[str, list[str]] = {}
+        for conflict in self.mapping.conflicts:
+            taken, refused = (self._values(entries) for entries in (conflict.taken, conflict.refused))
+            if not torch.equal(taken, refused):
+                first, second = (self._label(int(entries[0])) for entries in (conflict.taken, conflict.refused))
+                words = f"{conflict.source} serves as {first} and as {second}, which differ; it holds the first"
+                alike.setdefault(re.sub(r"\d+", "#", words), []).append(words)
+        for first, *rest in alike.values():
+            self.ambiguous.append(first + (f"; so do {len(rest)} more" if rest else ""))
+
+    def _values(self, entries: Tensor) -> Tensor:
+        values = torch.empty(entries.shape, dtype=torch.float64)
+        for name, mine, numbers in self.mapping.by_tensor(entries):
+            values[... if mine is None else mine] = self.state[name].flatten()[numbers].double()
+        return values
+
+    def _label(self, entry: int) -> str:
+        name = self.mapping.owner(entry)
+        column = (entry - self.mapping.starts[name]) % self.state[name].shape[-1]
+        return f"{'qkv'[column * 3 // self.state[name].shape[-1]]} of {name}" if ".c_attn." in name else name
+
+    def settle(self, agrees: bool) -> None:
+        """Where the logits agree, what was left as it is changes nothing: it is no problem then."""
+        if agrees:
+            partly = {name: why for name, why in self.unfilled.items() if why.startswith("in part")}
+            whole = {name: why for name, why in self.unfilled.items() if name not in partly}
+            self.idle |= {name: f"{why}; without effect as it is" for name, why in whole.items()}
+            self.unfilled = partly
+            self.problems = [problem for problem in self.problems if problem not in self._in_buffers]
+            self.notes += self._in_buffers  # such as a bias of zeros
+
+
+def sentence(departure: Departure, more: int = 0) -> str:
+    """A departure in words to the port's author; ``more`` blocks have the same."""
+    theirs, ours, part = departure.theirs, departure.ours, departure.part
+    match departure.kind:
+        case DepartureKind.WIDTH:
+            return f"your module is {theirs:,} wide, the checkpoint {ours:,}"
+        case DepartureKind.BLOCK_COUNT:
+            absent = ", ".join(departure.names[:3]) + (", ..." if len(departure.names) > 3 else "")
+            which = f": {absent} left out" if absent else ""
+            return f"your forward runs {_count(theirs, 'block')}, the checkpoint has {ours}{which}"
+        case DepartureKind.HEAD_COUNT:
+            return f"your attention has {_count(theirs, 'head')}, the checkpoint {ours}"
+        case DepartureKind.FEED_FORWARD_WIDTH:
+            return f"your feed-forward is {theirs:,} wide, the checkpoint's {ours:,}"
+        case DepartureKind.VOCABULARY if theirs < ours:
+            return f"your vocabulary has {theirs:,} entries, the checkpoint {ours:,}"
+        case DepartureKind.VOCABULARY:
+            return f"your vocabulary is padded from {ours:,} to {theirs:,} entries: the rest is zero"
+        case DepartureKind.REPEATED:
+            return f"your {_subject(part, departure.module)} runs {theirs} times"
+        case DepartureKind.HEADS_MIXED:
+            words = "mixes up heads and positions: view as (B, T, heads, size), transpose, and so back"
+            return f"your {_subject(part, departure.module)} {words}"
+        case DepartureKind.POST_NORM:
+            return "your norms stand after the branches, GPT-2's before them; they are filled in the order in which they run"
+        case DepartureKind.EXTRA_NORM:
+            return "a norm that GPT-2 does not have"
+        case DepartureKind.POSITIONS_SHIFTED:
+            return f"your positions begin at row {theirs} of their table, the checkpoint's at 0"
+        case DepartureKind.IN_BUFFER:
+            what = "position embedding" if part == "wpe" else part
+            return f"your {what} ({departure.names[0]}) is a buffer and no parameter: it is left as it is"
+        case DepartureKind.POSITIONS_MISSING:
+            return "your module has no learned positions; the checkpoint's wpe.weight is left out"
+        case DepartureKind.NORM_MISSING:
+            has = f"has no norm before it; the checkpoint has h.{departure.layer}.{part}"
+            return f"your {_subject(part, departure.module, more)} {has}"
+        case DepartureKind.FINAL_NORM_MISSING:
+            return "your module has no last norm; the checkpoint has ln_f"
+
+
+def _grouped(departures: list[Departure]) -> list[list[Departure]]:
+    """Departures that one sentence says for several blocks, together."""
+    together = (DepartureKind.NORM_MISSING, DepartureKind.HEADS_MIXED)
+    groups: dict[object, list[Departure]] = {}
+    for departure in departures:
+        key = (departure.kind, departure.part) if departure.kind in together else departure
+        groups.setdefault(key, []).append(departure)
+    return list(groups.values())
+
+
+def _subject(part: str, module: str, more: int = 0) -> str:
+    """ "attention (blocks.0.attn and 2 more)" """
+    others = f" and {more} more" if more else ""
+    return SUBJECTS[part] + (f" ({module}{others})" if module else "")
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def _way(use: Use) -> str:
+    return f"times {use.scale:.4g}" + (f" plus {use.shift:.4g}" if use.shift else "")
