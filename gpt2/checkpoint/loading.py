@@ -49,7 +49,8 @@ def load(
     On the CPU in the stored dtype, weights are views of the mapped file: nothing is copied, pages are read when used, and
     what is written to them stays in this process. (A file whose data is not aligned, as the official gpt2's, is read once
     instead.) A conversion holds a few megabytes of the source at a time beside the result. Matrices stored [out, in] become
-    transposed views, so they cost no copy either.
+    transposed views, so they cost no copy either. A file that is cut short while it is mapped ends the process
+    (:mod:`gpt2.checkpoint.containers.mapped_file` says what can be told before that).
 
     Raises:
         InputError: no such model, dtype or device. CheckpointError: it cannot be read, or its tensors do not fit its config.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import secrets
 import socket
@@ -94,6 +93,8 @@ def application(opened: Explorer, prompt: str, token: str) -> Starlette:
     answers. A request that another site caused, by a link, a picture or a script, is answered without a forward pass. Forward
     passes run one at a time, since each takes all cores, and one whose browser has left by then is not run.
     """
+    import asyncio
+
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware

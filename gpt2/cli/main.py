@@ -6,6 +6,7 @@ Exit codes: 0 it holds, 1 it was measured and does not hold, 2 the input was bad
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. A user's mistake is one line on stderr, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # of a Windows pipe, say, whose code page has few of a model's characters
+            stream.reconfigure(errors="backslashreplace")
     args = parser().parse_args(argv)
     try:
         require_writable("--json", args.json)

@@ -69,7 +69,7 @@ def directory(
     if path is not None and opens(path):
         yield path
         return
-    with tempfile.TemporaryDirectory(prefix="gpt2-reference-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="gpt2-reference-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
         progress("writing the weights as transformers does")
         if path is None:

@@ -52,7 +52,8 @@ def training(subject: Subject) -> list[Check]:
 
 def _memory() -> float:
     """Bytes of memory this process may count on: the machine's, or its container's where that is less."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
+    counted = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ())  # Windows has no such call
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if counted else math.inf
     limit = Path("/sys/fs/cgroup/memory.max")
     told = limit.read_text().strip() if limit.is_file() else "max"
     return min(machine, int(told)) if told.isdigit() else machine

@@ -9,7 +9,6 @@ from the newest whose every file still has its hash.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -29,6 +28,11 @@ from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.train import adapted, models
 from gpt2.train.recipe import Recipe, build
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 KEEP = 2
 RECIPE, METRICS, BEST, MANIFEST = "recipe.json", "metrics.jsonl", "best", "manifest.json"
@@ -70,20 +74,25 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and keep every other process from training in it; the kernel gives the lock back, however this one ends."""
+    """Make ``folder`` and keep every other process from training in it; the kernel gives the lock back, however this one ends.
+
+    Windows locks no folders: two runs in one folder are not told apart there.
+    """
     made = not folder.exists()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
+        handle = None if fcntl is None else os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks; a run in use is told apart below
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if handle is not None:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InputError(f"{folder}: another process is training there; wait for it or choose another --out") from None
         yield
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
         if made:
             with contextlib.suppress(OSError):  # it goes only if the start failed and left it empty
                 folder.rmdir()
@@ -262,7 +271,10 @@ def _write_whole(
 
 
 def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:  # Windows opens no folders, and writes their entries itself
+        return
     try:
         os.fsync(handle)
     finally:

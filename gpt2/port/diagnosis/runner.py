@@ -77,7 +77,7 @@ def run(text: str, model: str, *, timeout: float = PATIENCE, revision: str | Non
     """
     found = target(text)
     _fetch(model, revision, offline)
-    with tempfile.TemporaryDirectory(prefix="gpt2-diagnose-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gpt2-diagnose-", ignore_cleanup_errors=True) as folder:
         limits = {"short": timeout, "whole": timeout * WHOLE}
         order = {"file": str(found.path), "name": found.name, "model": model, "revision": revision, "offline": offline, **limits}
         (Path(folder) / "order.json").write_text(json.dumps(order))
