@@ -241,7 +241,7 @@ def bench(
         shown = [Spread.of(work / value if work else value for value in values) for values in (ours, theirs)]
         rows.append(Row(what, "tokens/s" if work else "s", *shown, ratio(theirs, ours)))
 
-    with reference.directory(side.path, side.random, progress) as folder:
+    with reference.directory(side.checkpoint, progress) as folder:
         loads = {
             "ours": lambda: Ours(load_path(folder, dtype=side.dtype, offline=True)),
             "theirs": lambda: Transformers(reference.load_reference(folder, torch.float32 if quantised else side.dtype)),

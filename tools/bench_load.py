@@ -23,8 +23,9 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from gpt2.checkpoint.names import parse_random, split_dtype
-from gpt2.parity.reference import save_random
+import gpt2
+from gpt2.checkpoint.names import EXPORTS, ModelName
+from gpt2.parity.reference import save_with_transformers
 
 CHILD = """
 import sys, time
@@ -68,14 +69,15 @@ def once(side: str, folder: str, dtype: str) -> dict[str, float]:
 
 def bench(name: str, pairs: int) -> dict:
     """Medians, spreads, and the ratio transformers / ours pair by pair."""
-    base, dtype = split_dtype(name)
+    parsed = ModelName.parse(name, EXPORTS)
     with tempfile.TemporaryDirectory(prefix="gpt2-bench-") as folder:
-        save_random(*parse_random(base), Path(folder))
+        model = gpt2.load(parsed.base)
+        save_with_transformers(model.config, model.state_dict(), Path(folder))
         size = (Path(folder) / "model.safetensors").stat().st_size
         runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
         for index in range(pairs + 1):
             for side in SIDES:
-                found = once(side, folder, dtype or "")
+                found = once(side, folder, parsed.dtype or "")
                 if index:  # the first of each warms the page cache and the bytecode
                     runs[side].append(found)
     result: dict = {"model": name, "file_bytes": size, "pairs": pairs}
@@ -134,7 +136,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=5)
     args = parser.parse_args()
     for name in args.models:
-        if parse_random(split_dtype(name)[0]) is None:
+        if ModelName.parse(name, EXPORTS).random is None:
             parser.error(f"{name}: give random:SIZE, whose files this script has transformers write")
     results = [bench(name, args.pairs) for name in args.models]
     for result in results:

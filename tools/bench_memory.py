@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpt2.checkpoint.names import parse_random
+from gpt2.checkpoint.names import ModelName
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = ("aligned", "official")
@@ -154,10 +154,11 @@ def main() -> int:
     args = parser.parse_args()
     results, floor = [], child()
     for name in args.models:
-        if parse_random(name) is None:
+        random = ModelName.parse(name).random
+        if random is None:
             parser.error(f"{name}: give random:SIZE, whose files this script writes")
         for layout in args.layout or LAYOUTS:
-            with checkpoint(parse_random(name)[0], layout, args.dir) as made:
+            with checkpoint(random.size, layout, args.dir) as made:
                 results += [measure(made, dtype, args.runs, floor) for dtype in args.dtype or DTYPES]
     show(results)
     print(json.dumps({"benchmark": "memory", "cpus": os.cpu_count(), "results": results}))

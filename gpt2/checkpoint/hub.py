@@ -36,7 +36,7 @@ from gpt2.checkpoint.cache import (
 from gpt2.checkpoint.download import fetch, sweep
 from gpt2.checkpoint.hub_api import commit_of, list_files
 from gpt2.checkpoint.hub_errors import explained, firm, one_line, unreachable
-from gpt2.checkpoint.names import DEFAULT, OFFICIAL, did_you_mean
+from gpt2.checkpoint.names import DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelName, did_you_mean
 from gpt2.checkpoint.verified import digest, mismatch
 from gpt2.errors import CheckpointError, InputError
 
@@ -84,26 +84,29 @@ def resolve(name: str, *, revision: str | None = None, offline: bool = False) ->
     has a ``gpt2/``): write ``./gpt2`` for the folder. Any other existing path comes before a repository ``org/name``.
     Raises InputError, or CheckpointError when the files are not what the Hub declared.
     """
-    repo, at, pinned = name.partition("@")
-    if name == DEFAULT or (repo not in OFFICIAL and os.path.exists(os.path.expanduser(name))):
-        if revision is not None:
-            raise InputError(f"{name} has no revisions, it lies on this machine: leave out revision {revision!r}")
+    return locate(ModelName.parse(name, revision=revision), offline=offline)
+
+
+def locate(parsed: ModelName, *, offline: bool = False) -> Source:
+    """:func:`resolve` for a name that is parsed."""
+    name = parsed.base
+    if name == DEFAULT or parsed.local:
+        if parsed.revision is not None:
+            raise InputError(f"{name} has no revisions, it is on this machine: leave out revision {parsed.revision!r}")
         path = Path(__file__).parent.parent / "assets" / DEFAULT if name == DEFAULT else Path(name).expanduser()
         if not path.exists():
             raise CheckpointError(f"the embedded checkpoint {path} is missing: reinstall the package")
         return Source(name, path, None)
-    if name.startswith((".", "/", "~")):
+    if name.startswith(PATHS):
         path = Path(os.path.expanduser(name))
         neighbours = os.listdir(path.parent) if path.parent.is_dir() else []
         raise InputError(f"no such file or directory: {name}{did_you_mean(path.name, neighbours)}: check the path")
-    repo = OFFICIAL.get(repo, repo)
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo, re.ASCII):
+    repo = OFFICIAL.get(name, name)
+    if not REPOSITORY.fullmatch(repo):
         hint = did_you_mean(repo, [DEFAULT, *OFFICIAL])
         known = ", ".join([DEFAULT, *OFFICIAL])
         raise InputError(f"unknown model {name!r}{hint}: use {known}, org/name[@revision], random:SIZE, or an existing path")
-    if at and revision is not None and pinned != revision:
-        raise InputError(f"{name} and revision {revision!r} disagree: give the revision once")
-    revision = pinned if at else revision or "main"
+    revision = "main" if parsed.revision is None else parsed.revision
     if not re.fullmatch(r"\w[\w./-]*", revision, re.ASCII) or ".." in revision:
         raise InputError(f"{revision!r} cannot be a revision of {repo}: name a branch, a tag or a commit")
     return _from_hub(repo, revision, offline)

@@ -1,11 +1,14 @@
-"""What a model may be called: the embedded one, the official ones, random weights, and a dtype behind any of them."""
+"""Parse a MODEL as users write it: an official name, a repository, a path or random weights, with a revision and a dtype."""
+
+from __future__ import annotations
 
 import difflib
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
-from gpt2.config import OFFICIAL_SIZES, official_size
+from gpt2.config import OFFICIAL_SIZES, official_size, quoted
 from gpt2.errors import InputError
 
 DEFAULT = "shakespeare-mini"
@@ -16,15 +19,18 @@ OFFICIAL = {
     "gpt2-xl": "openai-community/gpt2-xl",
     "distilgpt2": "distilbert/distilgpt2",
 }
+PATHS = (".", "/", "~")  # what begins with one of these is a path, also where there is none
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # org/name on the Hub
-DTYPES = {
+# How a dtype may be written -> torch's name of it, by what is done with the model.
+FLOATS = {
     **dict.fromkeys(("fp32", "float32", "f32"), "float32"),
     **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "float16", "f16"), "float16"),
     **dict.fromkeys(("fp64", "float64", "f64"), "float64"),
 }
-
-INT8 = "int8"  # not a dtype that weights come in: they are quantised on load
+RUNS = {**FLOATS, "int8": "int8"}  # weights are quantised to int8 when they are loaded (gpt2.int8); no file holds it
+VERIFIES = FLOATS  # what transformers computes in
+EXPORTS = FLOATS  # what the files of other programs hold
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
@@ -33,35 +39,100 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def split_dtype(name: str | os.PathLike[str], *, runs: bool = False) -> tuple[str, str | None]:
-    """``"gpt2:bf16"`` -> ``("gpt2", "bfloat16")``; no suffix -> ``(name, None)``. A path that exists is never split.
+def dtype_name(text: str, use: Mapping[str, str], where: str = "") -> str:
+    """torch's name of a dtype that is written as ``text``: ``"bf16"`` -> ``"bfloat16"``.
 
-    ``runs`` says that the model is only to be run, for which ``:int8`` will do as well (:mod:`gpt2.int8`).
+    Args:
+        use: what is allowed here: ``RUNS``, ``VERIFIES`` or ``EXPORTS``.
+        where: the model's name that ``text`` is the suffix of, for the message.
 
-    Raises InputError for an unknown suffix, except on ``random:...``, whose fields :func:`parse_random` judges.
+    Raises:
+        InputError: unknown, or not allowed here.
     """
-    name = os.fspath(name)
-    head, colon, suffix = name.rpartition(":")
-    if not colon or "/" in suffix or "\\" in suffix or os.path.exists(os.path.expanduser(name)):
-        return name, None
-    if suffix in DTYPES and head != "random":
-        return head, DTYPES[suffix]
-    if suffix == INT8 and head != "random":
-        if runs:
-            return head, INT8
-        raise InputError(f"{name}: eight bits are for running a model (generate, compare, bench); leave :int8 out here")
-    if name.startswith("random:"):
-        return name, None
-    raise InputError(f"unknown dtype {suffix!r} in {name!r}: use one of {', '.join(DTYPES)}")
+    if text in use:
+        return use[text]
+    if text in RUNS:
+        leave_out = f"leave :{text} out here" if where else "choose another here"
+        raise InputError(f"{where or text}: eight bits are for running a model (generate, compare, bench); {leave_out}")
+    inside = f" in {where!r}" if where else ""
+    raise InputError(f"unknown dtype {quoted(text)}{inside}; use one of {', '.join(use)}")
 
 
-def parse_random(name: str) -> tuple[str, int] | None:
-    """``"random:gpt2:7"`` -> ``("gpt2", 7)``; seed 0 unless given; None when the name does not start with ``random:``."""
-    if not name.startswith("random:"):
+@dataclass(frozen=True)
+class RandomWeights:
+    """Weights that are drawn from ``seed`` in the shape of the official ``size``."""
+
+    size: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class ModelName:
+    """A MODEL, parsed.
+
+    ``base`` has neither revision nor dtype; ``revision`` is a branch, tag or commit; ``dtype`` is torch's name of one, None for
+    the dtype that the weights are stored in; ``random`` is set for ``random:SIZE[:SEED]``; ``local`` says that ``base`` is a
+    path on this machine.
+    """
+
+    text: str
+    base: str
+    revision: str | None
+    dtype: str | None
+    random: RandomWeights | None
+    local: bool
+
+    @classmethod
+    def parse(
+        cls,
+        text: str | os.PathLike[str],
+        use: Mapping[str, str] = RUNS,
+        *,
+        dtype: str | None = None,
+        revision: str | None = None,
+    ) -> ModelName:
+        """Parse ``"org/name@v1:bf16"``, ``"random:gpt2:7"``, ``"./folder"``; a path that exists is not split.
+
+        Args:
+            use: the dtypes that are allowed: ``RUNS``, ``VERIFIES`` or ``EXPORTS``.
+            dtype, revision: given beside the name; they must not contradict it.
+
+        Raises:
+            InputError: an unknown dtype, size or seed, or a contradiction.
+        """
+        text = os.fspath(text)
+        base, suffix = _split_dtype(text, use)
+        dtype = None if dtype is None else dtype_name(dtype, use)
+        if None not in (dtype, suffix) and dtype != suffix:
+            raise InputError(f"{text}: asks for {suffix}, and dtype= for {dtype}; give one of them")
+        repo, at, pinned = base.partition("@")
+        random, local = _random(base), repo not in OFFICIAL and os.path.exists(os.path.expanduser(base))
+        if (random is not None or local) and revision is not None:
+            raise InputError(f"{text} has no revisions, it is on this machine: leave out revision {revision!r}")
+        if at and not local and not base.startswith(PATHS):
+            if revision not in (None, pinned):
+                raise InputError(f"{text} and revision {revision!r} disagree: give the revision once")
+            base, revision = repo, pinned
+        return cls(text, base, revision, dtype or suffix, random, local)
+
+
+def _split_dtype(text: str, use: Mapping[str, str]) -> tuple[str, str | None]:
+    head, colon, suffix = text.rpartition(":")
+    if not colon or "/" in suffix or "\\" in suffix or os.path.exists(os.path.expanduser(text)):
+        return text, None
+    if text.startswith("random:") and (head == "random" or suffix not in RUNS):
+        return text, None  # the size or the seed
+    return head, dtype_name(suffix, use, text)
+
+
+def _random(base: str) -> RandomWeights | None:
+    if not base.startswith("random:"):
         return None
-    size, colon, seed = name.removeprefix("random:").partition(":")
+    size, colon, seed = base.removeprefix("random:").partition(":")
     official_size(size)  # raises an InputError that lists the sizes
     if colon and not (seed.isascii() and seed.isdecimal() and len(seed) < 20):
         sizes = ", ".join(OFFICIAL_SIZES)
-        raise InputError(f"bad seed {seed!r} in {name!r}: write random:SIZE:SEED with a whole number; sizes are {sizes}")
-    return size, int(seed or 0)
+        raise InputError(f"bad seed {seed!r} in {base!r}: write random:SIZE:SEED with a whole number; sizes are {sizes}")
+    if int(seed or 0) >= 2**63:
+        raise InputError(f"{base}: the seed must be within 0 .. 2**63 - 1; choose a smaller one")
+    return RandomWeights(size, int(seed or 0))

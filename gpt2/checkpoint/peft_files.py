@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,7 @@ from gpt2.checkpoint.files import ADAPTER as CONFIG
 from gpt2.checkpoint.files import LAYOUTS, open_file
 from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.keys import from_file, layer, to_file
-from gpt2.checkpoint.match import Assignment
-from gpt2.checkpoint.names import OFFICIAL, REPOSITORY, parse_random, split_dtype
+from gpt2.checkpoint.names import OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.saving import safetensors_file, write_file, write_json
 from gpt2.config import quoted
 from gpt2.errors import CheckpointError, InputError
@@ -56,39 +55,31 @@ class Adapter:
     file: Container
     factors: Mapping[str, tuple[str, str, float]]  # parameter ("h.0.attn.c_attn.weight") -> names of A and B, scale
 
-    def on(self, base: Assignment) -> Assignment:
-        """The base's parameters, each read with its adapter merged into it.
+    def require_fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse a base whose parameters have other ``shapes``.
 
         Raises:
             CheckpointError: the adapter was made for a model of another shape.
         """
-        wanted, odd = base.shapes, []
+        odd = []
         for name, (a, b, _) in self.factors.items():
             shape = (self.file.entries[a].shape[1], self.file.entries[b].shape[0])
-            if wanted.get(name) != shape:
-                there = list(wanted[name]) if name in wanted else "not there"
+            if shapes.get(name) != shape:
+                there = list(shapes[name]) if name in shapes else "not there"
                 odd.append(f"{name} is {there}, the adapter's {list(shape)}")
         if odd:
             more = f" and {len(odd) - 2} more" if len(odd) > 2 else ""
             raise CheckpointError(
                 f"{self.path}: does not fit its base {self.base} ({'; '.join(odd[:2])}{more}); give the model it was trained on"
             )
-        return Merged(**vars(base), adapter=self)
 
-
-@dataclass(frozen=True)
-class Merged(Assignment):
-    """A base's parameters, each with its adapter added as it is read."""
-
-    adapter: Adapter
-
-    def read(self, name: str, dtype: torch.dtype, *, mapped: bool = True) -> Tensor:
-        if name not in self.adapter.factors:
-            return super().read(name, dtype, mapped=mapped)
-        a, b, scale = self.adapter.factors[name]
+    def merge(self, name: str, read: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
+        """One parameter with the adapter added, in ``dtype``; ``read`` gives the base's. The sum is made in at least float32."""
+        if name not in self.factors:
+            return read(dtype)
+        a, b, scale = self.factors[name]
         wide = torch.promote_types(dtype, torch.float32)
-        weight = super().read(name, wide, mapped=mapped)
-        return merge_into(weight, self.adapter.file.read(a, wide), self.adapter.file.read(b, wide), scale).to(dtype)
+        return merge_into(read(wide), self.file.read(a, wide), self.file.read(b, wide), scale).to(dtype)
 
 
 def is_adapter(path: Path) -> bool:
@@ -241,8 +232,7 @@ def _portable(base: str | None) -> tuple[str | None, str | None]:
     """A model's name as others know it, and its revision: a path is made absolute, an official name a repository's."""
     if base is None:
         return None, None
-    base, _ = split_dtype(base)
-    if os.path.exists(os.path.expanduser(base)) and base not in OFFICIAL and parse_random(base) is None:
-        return os.path.abspath(os.path.expanduser(base)), None
-    repo, _, revision = base.partition("@")
-    return OFFICIAL.get(repo, repo), revision or None
+    name = ModelName.parse(base)
+    if name.local:
+        return os.path.abspath(os.path.expanduser(name.base)), None
+    return OFFICIAL.get(name.base, name.base), name.revision

@@ -29,9 +29,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
-from gpt2.checkpoint.hub import resolve
-from gpt2.checkpoint.loading import load, load_tokenizer, require_vocabulary
-from gpt2.checkpoint.names import DEFAULT, parse_random, split_dtype
+from gpt2.checkpoint.checkpoint import open_checkpoint
+from gpt2.checkpoint.loading import require_vocabulary
+from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
 from gpt2.errors import InputError
 from gpt2.generation import stream
 from gpt2.measure.metrics import token_losses
@@ -73,11 +73,10 @@ class ToolkitLM(TemplateLM):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device)
         dtype = None if dtype == "auto" else dtype  # lm_eval's word for: as stored
-        self.model = load(pretrained, dtype=dtype, device=self._device, revision=revision, offline=offline)
-        self.tokenizer = load_tokenizer(pretrained, revision=revision, offline=offline)
+        checkpoint = open_checkpoint(ModelName.parse(pretrained, RUNS, dtype=dtype, revision=revision), offline=offline)
+        self.model, self.tokenizer = checkpoint.load(device=self._device), checkpoint.tokenizer()
         require_vocabulary(self.tokenizer, self.model.config, pretrained)
-        base = split_dtype(pretrained, runs=True)[0]
-        self.revision = resolve(base, revision=revision, offline=offline).revision if parse_random(base) is None else None
+        self.revision = checkpoint.revision
         positions = self.model.config.n_positions
         if max_length is not None and not 1 <= max_length <= positions:
             raise InputError(f"max_length {max_length} is not within the model's 1 .. {positions} positions")

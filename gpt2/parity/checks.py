@@ -13,12 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gpt2.checkpoint.configs import config_of
+from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
-from gpt2.checkpoint.files import open_weights
-from gpt2.checkpoint.keys import from_file, layer
-from gpt2.checkpoint.loading import own_tokenizer, require_vocabulary
-from gpt2.checkpoint.match import match
+from gpt2.checkpoint.keys import from_file, layer, to_file
+from gpt2.checkpoint.loading import require_vocabulary
 from gpt2.config import GPT2Config
 from gpt2.generation import decode, generate
 from gpt2.measure.metrics import FLOAT64_BOUND, differing_bits, relative_error, worst_relative_error
@@ -68,22 +66,38 @@ class Probe:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is put to the test: the model that ``build`` makes of ``path``, judged in ``dtype`` beside the one of ``theirs``."""
+    """The model that ``build`` makes of ``checkpoint``, to be judged in ``dtype`` beside the one that ``theirs`` holds."""
 
-    path: Path
+    checkpoint: StoredCheckpoint
     theirs: Path  # the directory that transformers reads
-    config: GPT2Config
     build: Build
     dtype: torch.dtype
     probe: Probe
     progress: Callable[[str], None]
 
+    @property
+    def path(self) -> Path:
+        return self.checkpoint.path
+
+    @property
+    def config(self) -> GPT2Config:
+        return self.checkpoint.config
+
+    @property
+    def adapted(self) -> frozenset[str]:
+        """The parameters into which a LoRA adapter is merged."""
+        return frozenset(self.checkpoint.adapter.factors if isinstance(self.checkpoint, AdaptedCheckpoint) else ())
+
 
 def weights(subject: Subject) -> Check:
-    """Every tensor of the files against the parameter it became; safetensors are read by their own library, not by us."""
+    """Every tensor of the files against the parameter it became; safetensors are read by their own library, not by us.
+
+    Tensors that an adapter is merged into are left to :func:`adapter`.
+    """
     parameters = subject.build(subject.path, None).state_dict()
+    parameters = {name: tensor for name, tensor in parameters.items() if name not in subject.adapted}
     rows = []
-    for key, theirs in _stored(subject.path):
+    for key, theirs in _stored(subject.checkpoint):
         ours = parameters.pop(from_file(key), None)
         if ours is None:
             continue  # a buffer or the tied head: the loader saw what it is before it dropped it
@@ -98,13 +112,22 @@ def weights(subject: Subject) -> Check:
     return Check("weights", EXACT, f"{len(rows)} tensors, bit for bit", "as stored", points_of(rows, 0.0))
 
 
-def _stored(path: Path) -> Iterator[tuple[str, Tensor]]:
+def adapter(subject: Subject) -> list[Check]:
+    """Every weight with an adapter merged in against the reference's, in float64; no check where there is no adapter."""
+    if not subject.adapted:
+        return []
+    ours = subject.build(subject.path, torch.float64).state_dict()
+    theirs = reference.load_reference(subject.theirs, torch.float64).state_dict()
+    rows = ((name, worst_relative_error(ours[name], theirs[to_file(name)])) for name in ours if name in subject.adapted)
+    return [Check("adapter", MAPPING, f"{len(subject.adapted)} merged matrices", "float64", points_of(rows, MAPPING_BOUND))]
+
+
+def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint as its own file has it, the matrices turned to [in, out] if the whole file has them so."""
     from safetensors import safe_open
 
-    files = open_weights(path)
-    turned = match(files, config_of(path, files), path).turned
-    for file in dict.fromkeys(files.values()):
+    turned = checkpoint.assignment.turned
+    for file in dict.fromkeys(checkpoint.assignment.files.values()):
         with safe_open(file.path, "pt") if isinstance(file, SafetensorsFile) else nullcontext() as stored:
             for key in file.entries:
                 tensor = file.read(key) if stored is None else stored.get_tensor(key)
@@ -246,7 +269,7 @@ def _greedy(ours: GPT2, theirs: nn.Module, prompt: Tensor, new_tokens: int) -> C
 
 def tokens(subject: Subject) -> Check:
     """Ids and text of both tokenizers on samples of everything a text may hold; nothing where the model has no tokenizer."""
-    ours = own_tokenizer(subject.path)
+    ours = subject.checkpoint.own_tokenizer()
     if ours is None:
         return Check("tokens", EXACT, "ids and text", "", skipped="the model comes without a tokenizer")
     require_vocabulary(ours, subject.config, str(subject.path))

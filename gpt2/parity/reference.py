@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt2.checkpoint.configs import config_of, read_config
-from gpt2.checkpoint.files import ADAPTER, INDEX, LAYOUTS, WEIGHTS, open_weights
+from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, Checkpoint, StoredCheckpoint
+from gpt2.checkpoint.configs import read_config
+from gpt2.checkpoint.files import ADAPTER, INDEX, LAYOUTS, WEIGHTS
 from gpt2.checkpoint.hub_errors import check_environment
 from gpt2.checkpoint.keys import to_file
-from gpt2.checkpoint.loading import load_path, random_model, tokenizer_of
-from gpt2.checkpoint.match import match
 from gpt2.config import GPT2Config
 from gpt2.errors import CheckpointError, InputError
 
@@ -46,40 +45,36 @@ def _quiet() -> Iterator[None]:
         library.setLevel(before)
 
 
-def opens(path: Path) -> bool:
+def opens(checkpoint: StoredCheckpoint) -> bool:
     """Whether transformers reads a checkpoint itself: its own file names and orientation, no biases left out, a config.json.
 
     It would also open some that it misreads (a key it does not know is left at random values), so they are not left to it.
     """
+    path, assignment = checkpoint.path, checkpoint.assignment
     if not path.is_dir() or not (path / "config.json").is_file() or (path / ADAPTER).is_file():
         return False  # and where an adapter lies beside a model, PEFT, if it is there, would add it
     if not any((path / name).is_file() for single, index, _ in LAYOUTS for name in (single, index)):
         return False
-    files = open_weights(path)
-    assignment = match(files, config_of(path, files), path)
     usual = all(key in (name, to_file(name)) for name, key in assignment.sources.items())
     return usual and not assignment.turned and not assignment.absent
 
 
 @contextmanager
-def directory(
-    path: Path | None, random: tuple[str, int] | None, progress: Callable[[str], None] = lambda what: None
-) -> Iterator[Path]:
-    """A directory that transformers reads: ``path`` itself, or a temporary one that it wrote, with weights of our loading."""
-    if path is not None and opens(path):
-        yield path
+def directory(checkpoint: Checkpoint, progress: Callable[[str], None] = lambda what: None) -> Iterator[Path]:
+    """A directory that transformers reads: the checkpoint's, or a temporary one that it wrote, with weights of our loading.
+
+    Those of an adapter are merged in float64, so that no rounding of the sum is part of the reference.
+    """
+    if isinstance(checkpoint, StoredCheckpoint) and opens(checkpoint):
+        yield checkpoint.path
         return
     with tempfile.TemporaryDirectory(prefix="gpt2-reference-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
         progress("writing the weights as transformers does")
-        if path is None:
-            save_random(*random, folder)
-        else:
-            model = load_path(path, offline=True)
-            save_with_transformers(model.config, model.state_dict(), folder)
-            with suppress(InputError):  # no tokenizer there, or a damaged one: the check of tokens tells which
-                tokenizer_of(path, offline=True).save(folder, n_positions=model.config.n_positions)
-            del model
+        dtype = torch.float64 if isinstance(checkpoint, AdaptedCheckpoint) else checkpoint.stored
+        save_with_transformers(checkpoint.config, checkpoint.load(dtype).state_dict(), folder)
+        with suppress(InputError):  # no tokenizer there, or a damaged one: the check of tokens tells which
+            checkpoint.tokenizer().save(folder, n_positions=checkpoint.config.n_positions)
         gc.collect()
         yield folder
 
@@ -139,12 +134,6 @@ def reference_generate(model: nn.Module, ids: Tensor, new_tokens: int, *, use_ca
     )
     with _quiet():
         return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-
-
-def save_random(size: str, seed: int, directory: Path) -> None:
-    """Have transformers write the checkpoint of ``random:SIZE:SEED``: its own file layout, our weights."""
-    ours = random_model(size, seed)
-    save_with_transformers(ours.config, ours.state_dict(), directory)
 
 
 def save_with_transformers(config: GPT2Config, weights: dict[str, Tensor], directory: Path) -> None:

@@ -8,20 +8,17 @@ transformers itself does, so the bound scales with the model, the depth and the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from gpt2.checkpoint.configs import config_of
+from gpt2.checkpoint.checkpoint import StoredCheckpoint, open_checkpoint, open_path
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
-from gpt2.checkpoint.files import files_of, open_weights
-from gpt2.checkpoint.hub import Source, resolve
 from gpt2.checkpoint.loading import load_path
-from gpt2.checkpoint.names import DEFAULT, DTYPES, parse_random, split_dtype
+from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.saving import sha256
-from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.parity import checks, reference, training
 from gpt2.parity.checks import Build, Probe, Subject
@@ -29,7 +26,7 @@ from gpt2.parity.report import Report, environment
 
 
 def _load(path: Path, dtype: torch.dtype | None) -> GPT2:
-    return load_path(path, dtype=dtype)
+    return load_path(path, dtype=dtype, offline=True)  # all that it takes was fetched before
 
 
 def verify(
@@ -55,45 +52,33 @@ def verify(
         InputError: no such model, or files that do not make one.
     """
     started = time.perf_counter()
-    base, suffix = split_dtype(name)
-    rounding = getattr(torch, suffix or DTYPES.get(dtype) or _unknown(dtype))
-    with _on_disk(base, revision, offline, progress) as (source, theirs):
-        config = config_of(source.path, open_weights(source.path))
-        probe = Probe.draw(config, seed)
+    parsed = ModelName.parse(name, VERIFIES, revision=revision)
+    rounding = getattr(torch, parsed.dtype or dtype_name(dtype, VERIFIES))
+    checkpoint = open_checkpoint(replace(parsed, dtype=None), offline=offline)
+    with reference.directory(checkpoint, progress) as theirs:
+        ours = checkpoint if isinstance(checkpoint, StoredCheckpoint) else open_path(theirs)  # random: as transformers wrote it
+        probe = Probe.draw(ours.config, seed)
 
         def stage(what: str) -> None:
             require_whole_files()
             progress(what)
 
-        subject = Subject(source.path, theirs, config, build, rounding, probe, stage)
+        subject = Subject(ours, theirs, build, rounding, probe, stage)
         tokens = checks.tokens(subject)  # first, because a damaged vocabulary should not take ten seconds to be found
-        found = [checks.weights(subject), *checks.forward(subject), *training.training(subject), tokens]
-        files = {path.name: sha256(path) for path in files_of(source.path)}
-        told = "" if theirs == source.path else " (given our tensors: it cannot open these files itself)"
+        found = [checks.weights(subject), *checks.adapter(subject), *checks.forward(subject), *training.training(subject), tokens]
+        files = {name: sha256(path) for name, path in ours.files().items()}
+        told = "" if theirs == ours.path else " (given our tensors: it cannot open these files itself)"
     env = environment(str(rounding).removeprefix("torch."), "cpu")
     return Report(
-        model=source.name,
+        model=checkpoint.name,
         reference=f"transformers {env.versions['transformers']}{told}",
-        revision=source.revision,
-        parameters=config.num_parameters(),
-        n_layer=config.n_layer,
-        coverage=probe.coverage(config),
+        revision=checkpoint.revision,
+        parameters=checkpoint.config.num_parameters(),
+        n_layer=checkpoint.config.n_layer,
+        coverage=probe.coverage(checkpoint.config),
         checks=tuple(found),
         files=files,
         environment=env,
         seed=seed,
         seconds=time.perf_counter() - started,
     )
-
-
-@contextmanager
-def _on_disk(name: str, revision: str | None, offline: bool, progress: Callable[[str], None]) -> Iterator[tuple[Source, Path]]:
-    """What we read, and the directory that transformers reads: the same files wherever it can open them."""
-    random = parse_random(name)
-    source = None if random else resolve(name, revision=revision, offline=offline)
-    with reference.directory(source.path if source else None, random, progress) as folder:
-        yield source or Source(name, folder, None), folder
-
-
-def _unknown(dtype: str) -> str:
-    raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")

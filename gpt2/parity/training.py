@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.keys import PREFIX
-from gpt2.checkpoint.loading import load_path
 from gpt2.measure.metrics import FLOAT64_BOUND, relative_error, token_losses, worst_relative_error
 from gpt2.measure.tracing import layer_of
 from gpt2.parity import reference
@@ -105,7 +104,7 @@ def _steps(subject: Subject) -> tuple[Errors, Errors, Errors]:
     """How far five AdamW steps moved every parameter, one model at a time: exact, ours, theirs."""
     path, dtype, build, progress = subject.path, subject.dtype, subject.build, subject.progress
     batch = subject.probe.sequences[:2]
-    start = load_path(path).state_dict()  # mapped: costs no memory of its own
+    start = subject.checkpoint.load().state_dict()  # mapped: costs no memory of its own
     gc.collect()  # transformers' models hang in reference cycles; the next one needs their room
     progress("float64: AdamW steps, transformers'")
 

@@ -18,7 +18,7 @@ import pytest
 from support.hub_standin import HubStandIn
 
 from gpt2.checkpoint.hub import resolve
-from gpt2.checkpoint.names import DEFAULT, parse_random, split_dtype
+from gpt2.checkpoint.names import DEFAULT, EXPORTS, RUNS, VERIFIES, ModelName, RandomWeights
 from gpt2.errors import CheckpointError, InputError
 
 CONFIG = b'{"model_type": "gpt2"}'
@@ -89,42 +89,73 @@ def content(result: dict, file: str) -> bytes:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("gpt2", ("gpt2", None)),
-        ("gpt2:bf16", ("gpt2", "bfloat16")),
-        ("gpt2:f32", ("gpt2", "float32")),
-        ("org/name@v1:float16", ("org/name@v1", "float16")),
-        ("./dir/x.safetensors:fp64", ("./dir/x.safetensors", "float64")),
-        ("random:gpt2", ("random:gpt2", None)),
-        ("random:gpt2:3", ("random:gpt2:3", None)),
-        ("random:gpt2:bf16", ("random:gpt2", "bfloat16")),
-        ("random:gpt2:3:bf16", ("random:gpt2:3", "bfloat16")),
-        ("odd:dir/model", ("odd:dir/model", None)),
-        (r"C:\models\gpt2", (r"C:\models\gpt2", None)),
+        ("gpt2", ("gpt2", None, None)),
+        ("gpt2:bf16", ("gpt2", None, "bfloat16")),
+        ("gpt2:f32", ("gpt2", None, "float32")),
+        ("gpt2:int8", ("gpt2", None, "int8")),
+        ("gpt2@v1", ("gpt2", "v1", None)),
+        ("org/name@refs/pr/1", ("org/name", "refs/pr/1", None)),
+        ("org/name@v1:float16", ("org/name", "v1", "float16")),
+        ("./dir/x.safetensors:fp64", ("./dir/x.safetensors", None, "float64")),
+        ("./dir/no@x", ("./dir/no@x", None, None)),
+        ("random:gpt2", ("random:gpt2", None, None)),
+        ("random:gpt2:3", ("random:gpt2:3", None, None)),
+        ("random:gpt2:bf16", ("random:gpt2", None, "bfloat16")),
+        ("random:gpt2:3:bf16", ("random:gpt2:3", None, "bfloat16")),
+        ("random:gpt2:3:int8", ("random:gpt2:3", None, "int8")),
+        ("odd:dir/model", ("odd:dir/model", None, None)),
+        (r"C:\models\gpt2", (r"C:\models\gpt2", None, None)),
     ],
 )
-def test_dtype_suffix(name: str, expected: tuple[str, str | None]) -> None:
-    assert split_dtype(name) == expected
+def test_base_revision_and_dtype_of_a_name(name: str, expected: tuple[str, str | None, str | None]) -> None:
+    parsed = ModelName.parse(name)
+    assert (parsed.base, parsed.revision, parsed.dtype) == expected
 
 
-def test_dtype_suffix_of_an_existing_path_is_part_of_the_path(tmp_path: Path) -> None:
+def test_a_path_that_exists_is_not_split(tmp_path: Path) -> None:
     (tmp_path / "run:bf16").mkdir()
-    assert split_dtype(f"{tmp_path}/run:bf16") == (f"{tmp_path}/run:bf16", None)
-    assert split_dtype(f"{tmp_path}/run:bf16:fp32") == (f"{tmp_path}/run:bf16", "float32")
+    (tmp_path / "run@v1").mkdir()
+    assert ModelName.parse(f"{tmp_path}/run:bf16").base == f"{tmp_path}/run:bf16"
+    assert ModelName.parse(f"{tmp_path}/run:bf16").dtype is None
+    assert ModelName.parse(f"{tmp_path}/run:bf16:fp32").dtype == "float32"
+    assert ModelName.parse(f"{tmp_path}/run@v1").revision is None
 
 
 @pytest.mark.parametrize("name", ["gpt2:int4", "gpt2:", "org/name:BF16"])
 def test_unknown_dtype_names_the_known(name: str) -> None:
     with pytest.raises(InputError, match=r"unknown dtype .* bf16, bfloat16"):
-        split_dtype(name)
+        ModelName.parse(name)
+
+
+def test_a_dtype_must_suit_what_is_done_with_the_model() -> None:
+    """int8 weights can be run; no file holds them, and transformers has no such model to verify against."""
+    assert ModelName.parse("gpt2", RUNS, dtype="int8").dtype == "int8"
+    for use in (VERIFIES, EXPORTS):
+        assert ModelName.parse("gpt2:bf16", use).dtype == "bfloat16"
+        with pytest.raises(InputError, match="gpt2:int8: eight bits are for running a model"):
+            ModelName.parse("gpt2:int8", use)
+        with pytest.raises(InputError, match="eight bits are for running a model"):
+            ModelName.parse("gpt2", use, dtype="int8")
+
+
+def test_what_is_given_beside_a_name_must_not_contradict_it() -> None:
+    assert ModelName.parse("gpt2@v1:bf16", dtype="bf16", revision="v1") == ModelName.parse("gpt2@v1:bf16")
+    for beside, says in (({"dtype": "fp16"}, "give one of them"), ({"revision": "v2"}, "disagree")):
+        with pytest.raises(InputError, match=says):
+            ModelName.parse("gpt2@v1:bf16", **beside)
+    with pytest.raises(InputError, match="random weights have no revisions"):
+        ModelName.parse("random:gpt2", revision="v1")
 
 
 def test_random_names() -> None:
-    assert parse_random("random:gpt2") == ("gpt2", 0)
-    assert parse_random("random:gpt2-xl:7") == ("gpt2-xl", 7)
-    assert parse_random("gpt2") is None
+    assert ModelName.parse("random:gpt2").random == RandomWeights("gpt2", 0)
+    assert ModelName.parse("random:gpt2-xl:7:bf16").random == RandomWeights("gpt2-xl", 7)
+    assert ModelName.parse("gpt2").random is None
     for bad in ("random:", "random:gpt3", "random:gpt2:x", "random:gpt2:-1", "random:gpt2:", "random:gpt2:1:2"):
         with pytest.raises(InputError, match="gpt2-medium"):
-            parse_random(bad)
+            ModelName.parse(bad)
+    with pytest.raises(InputError, match=r"within 0 .. 2\*\*63"):
+        ModelName.parse(f"random:gpt2:{2**63}")
 
 
 def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from support.hub_standin import HubStandIn
 
 import gpt2
 from gpt2 import GPT2, CheckpointError, GPT2Config, InputError
+from gpt2.checkpoint.checkpoint import open_path
+from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.peft_files import CONFIG, WEIGHTS, is_adapter, save_adapter
 from gpt2.lora import adapters, inject, merged
 
@@ -324,7 +327,7 @@ def test_a_model_without_adapters_has_none_to_save(tmp_path: Path) -> None:
 
 
 def test_every_command_takes_an_adapter_or_says_what_to_do(base: Path, adapter: Path, tmp_path: Path) -> None:
-    """info, compare (by either implementation) and export see the merged model; verify has no file to hold bits against."""
+    """info, compare (by either implementation), export and verify see the merged model."""
     from gpt2.checkpoint.describe import describe
     from gpt2.checkpoint.export import export
 
@@ -333,8 +336,37 @@ def test_every_command_takes_an_adapter_or_says_what_to_do(base: Path, adapter: 
     assert sorted({tensor.rank for tensor in weights.tensors if tensor.rank is not None}) == [0, 4]
     export(str(adapter), str(tmp_path / "merged"))
     assert torch.equal(ours(tmp_path / "merged"), gpt2.load(str(adapter)).double()(IDS))
-    with pytest.raises(CheckpointError, match=r"a LoRA adapter, not a model; gpt2 export .* writes the model"):
-        gpt2.verify(str(adapter))
+
+
+def test_verify_merges_an_adapter_and_refuses_one_that_is_merged_wrongly(base: Path, adapter: Path) -> None:
+    """Controls: the base alone, the product of A and B turned the wrong way in a square matrix, and alpha / r left out."""
+
+    def verified(change: Callable[[GPT2, GPT2], None]) -> list[str]:
+        def build(path: Path, dtype: torch.dtype | None) -> GPT2:
+            model, bare = load_path(path, dtype=dtype), load_path(base, dtype=dtype)
+            with torch.no_grad():
+                change(model, bare)
+            return model
+
+        return [check.id for check in gpt2.verify(str(adapter), build=build).checks if not check.ok]
+
+    def weights(model: GPT2, bare: GPT2) -> tuple[torch.Tensor, torch.Tensor]:
+        return model.h[1].attn.c_proj.weight, bare.h[1].attn.c_proj.weight
+
+    def without(model: GPT2, bare: GPT2) -> None:
+        model.load_state_dict(bare.state_dict())
+
+    def turned(model: GPT2, bare: GPT2) -> None:
+        merged, alone = weights(model, bare)
+        merged.copy_(alone + (merged - alone).t())
+
+    def unscaled(model: GPT2, bare: GPT2) -> None:
+        merged, alone = weights(model, bare)
+        merged.copy_(alone + (merged - alone) / 4)
+
+    assert verified(lambda model, bare: None) == []
+    for control in (without, turned, unscaled):
+        assert {"adapter", "activations", "logits"} <= set(verified(control)), control.__name__
 
 
 def test_a_model_with_an_adapter_beside_it_is_not_left_to_transformers(base: Path, adapter: Path) -> None:
@@ -342,8 +374,8 @@ def test_a_model_with_an_adapter_beside_it_is_not_left_to_transformers(base: Pat
     from gpt2.parity import reference
 
     gpt2.save(gpt2.load(str(base)), None, adapter)
-    assert reference.opens(base)
-    assert not reference.opens(adapter)
+    assert reference.opens(open_path(base))
+    assert not reference.opens(open_path(adapter))
     assert gpt2.compare(str(base), f"hf/{adapter}", tokens=16).weights.same_numbers
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt2.checkpoint.checkpoint import model_with
 from gpt2.errors import InputError
 from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
 from gpt2.measure.tracing import layer_of, points, trace
@@ -281,10 +282,9 @@ class _Ours:
     def __init__(
         self, ours: GPT2, state: MappingType[str, Tensor], head: Tensor | None = None, dtype: torch.dtype = torch.float64
     ) -> None:
-        self.model, self.own_head = GPT2(ours.config, initialise=False).eval(), head
-        for name, tensor in state.items():
-            owner, _, leaf = name.rpartition(".")
-            setattr(self.model.get_submodule(owner), leaf, nn.Parameter(tensor.to(dtype), requires_grad=False))
+        self.model = model_with(ours.config, ((name, tensor.to(dtype)) for name, tensor in state.items()))
+        self.model.requires_grad_(False)
+        self.own_head = head
 
     def __call__(self, ids: Tensor, offset: int = 0) -> Tensor:
         """With positions counted from ``offset``."""

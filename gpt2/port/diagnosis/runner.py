@@ -91,12 +91,10 @@ def run(text: str, model: str, *, timeout: float = PATIENCE, revision: str | Non
 
 def _fetch(model: str, revision: str | None, offline: bool) -> None:
     """Have the checkpoint on this machine before the clock runs."""
-    from gpt2.checkpoint.hub import resolve
-    from gpt2.checkpoint.names import parse_random, split_dtype
+    from gpt2.checkpoint.checkpoint import open_checkpoint
+    from gpt2.checkpoint.names import VERIFIES, ModelName
 
-    base, _ = split_dtype(model)
-    if parse_random(base) is None:
-        resolve(base, revision=revision, offline=offline)
+    open_checkpoint(ModelName.parse(model, VERIFIES, revision=revision), offline=offline)
 
 
 def _watch(folder: Path, found: Target, timeout: float) -> tuple[int, str]:

@@ -22,9 +22,8 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from gpt2.checkpoint.hub import resolve
-from gpt2.checkpoint.loading import load
-from gpt2.checkpoint.names import parse_random, split_dtype
+from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, Checkpoint, StoredCheckpoint, open_checkpoint
+from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.port.diagnosis import diagnose
@@ -70,8 +69,10 @@ def _answer(place: Path, order: dict[str, Any], stage: Stages) -> str:
     file, name, failure = Path(order["file"]), order["name"], None
     try:
         stage("loading")
-        model = load(order["model"], revision=order["revision"], offline=order["offline"])
-        directory = _directory(order, model, place)
+        name_of_model = ModelName.parse(order["model"], VERIFIES, revision=order["revision"])
+        checkpoint = open_checkpoint(name_of_model, offline=order["offline"])
+        model = checkpoint.load()
+        directory = _directory(checkpoint, model, place)
         stage("import")
         build = _build_of(_imported(file), file, name)
         takes_directory = _takes_directory(build, file, name)
@@ -97,13 +98,11 @@ def _answer(place: Path, order: dict[str, Any], stage: Stages) -> str:
         return json.dumps({"error": _told(error, file, name)})
 
 
-def _directory(order: dict[str, Any], model: GPT2, place: Path) -> Path:
+def _directory(checkpoint: Checkpoint, model: GPT2, place: Path) -> Path:
     """A folder with ``config.json`` and weights: the checkpoint's own, or one written as the official repositories have it."""
-    base, dtype = split_dtype(order["model"])
-    if parse_random(base) is None and not dtype:
-        path = resolve(base, revision=order["revision"], offline=order["offline"]).path
-        if path.is_dir() and (path / "config.json").exists():
-            return path
+    stored = isinstance(checkpoint, StoredCheckpoint) and not isinstance(checkpoint, AdaptedCheckpoint)
+    if stored and checkpoint.dtype == checkpoint.stored and (checkpoint.path / "config.json").is_file():
+        return checkpoint.path
     from safetensors.torch import save_file
 
     folder = place / "checkpoint"

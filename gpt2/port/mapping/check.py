@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gpt2.checkpoint.checkpoint import model_with
 from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
-from gpt2.model import GPT2
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.remarks import Remarks
 from gpt2.port.recording.borrowed import Borrowed
@@ -50,10 +50,8 @@ class Check:
         self.expected_without = self._ours({**state, **neutral}) if neutral else []
 
     def _ours(self, state: MappingType[str, Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
-        model = GPT2(self.config, initialise=False).eval()
-        for name, tensor in state.items():
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor.to("cpu", dtype), requires_grad=False))
+        model = model_with(self.config, ((name, tensor.to("cpu", dtype)) for name, tensor in state.items()))
+        model.requires_grad_(False)
         return [model.hidden(ids) if self.hidden_only else model(ids)[..., : self.vocabulary] for ids in self.probes]
 
     def judge(self, borrowed: Borrowed, remarks: Remarks) -> Verdict:

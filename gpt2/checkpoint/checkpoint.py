@@ -1,0 +1,263 @@
+"""Open a model by its name as a Checkpoint: stored in files, files with a LoRA adapter merged in, or random weights.
+
+Opening reads headers and checks that every tensor fits the config. Weights are read when they are asked for.
+"""
+
+from __future__ import annotations
+
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from gpt2.checkpoint.configs import config_of
+from gpt2.checkpoint.containers import gguf_file
+from gpt2.checkpoint.files import files_of, open_weights
+from gpt2.checkpoint.hub import locate
+from gpt2.checkpoint.keys import expected
+from gpt2.checkpoint.match import Assignment, match
+from gpt2.checkpoint.names import ModelName, RandomWeights
+from gpt2.checkpoint.peft_files import Adapter, base_of, is_adapter, read_adapter
+from gpt2.config import GPT2Config, official_size
+from gpt2.data import from_directory, holds_tokenizer
+from gpt2.errors import CheckpointError, InputError
+from gpt2.int8 import Int8GPT2
+from gpt2.model import GPT2
+
+if TYPE_CHECKING:
+    from gpt2.data import Tokenizer
+
+Reader = Callable[[str, torch.dtype], Tensor]  # (parameter's name, dtype) -> the parameter, on the CPU
+
+
+@dataclass(frozen=True)
+class Checkpoint(ABC):
+    """A model that can be loaded. Its weights are not in memory yet.
+
+    ``name`` is the repository, the path as it was written, or ``random:SIZE``; ``revision`` is the commit of a Hub repository;
+    ``dtype`` is what the model runs in, ``stored`` what its weights are kept in.
+    """
+
+    name: str
+    revision: str | None
+    config: GPT2Config
+    dtype: torch.dtype
+    stored: torch.dtype
+
+    @abstractmethod
+    def reader(self, *, mapped: bool = True) -> Reader:
+        """Reads one parameter by its name in our model; a view of the mapped file where that can be, unless not ``mapped``.
+
+        What the reader keeps in memory is freed with it.
+        """
+
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's own tokenizer.
+
+        Raises:
+            InputError: there is none, or it is damaged.
+        """
+
+    @abstractmethod
+    def files(self) -> dict[str, Path]:
+        """What config, weights and tokenizer are read from, by the names that a report gives them."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's parameters, in the order of the forward pass."""
+        return tuple(expected(self.config))
+
+    def load(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> GPT2:
+        """The model in memory, in eval mode; ``dtype`` instead of its own."""
+        dtype, read = dtype or self.dtype, self.reader()
+        if dtype == torch.int8:
+            small = Int8GPT2(self.config)
+            for name in self.names:  # one at a time: all of them in float32 would be four times what is kept
+                small.put(name, read(name, torch.float32), device)
+            return small
+        return model_with(self.config, ((name, read(name, dtype).to(device)) for name in self.names))
+
+    def own_tokenizer(self) -> Tokenizer | None:
+        """:meth:`tokenizer`; None where the checkpoint comes without one.
+
+        Raises:
+            InputError: it is damaged.
+        """
+        return self.tokenizer()
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint(Checkpoint):
+    """A checkpoint in a directory or file of this machine; ``assignment`` says which tensor is which parameter."""
+
+    path: Path
+    assignment: Assignment
+
+    def reader(self, *, mapped: bool = True) -> Reader:
+        return lambda name, dtype: self.assignment.read(name, dtype, mapped=mapped)
+
+    def tokenizer(self) -> Tokenizer:
+        return tokenizer_of(self.path)
+
+    def own_tokenizer(self) -> Tokenizer | None:
+        try:
+            return self.tokenizer()
+        except InputError:
+            if holds_tokenizer(_folder(self.path)):
+                raise
+            return None
+
+    def files(self) -> dict[str, Path]:
+        return {path.name: path for path in files_of(self.path)}
+
+
+@dataclass(frozen=True)
+class AdaptedCheckpoint(StoredCheckpoint):
+    """A LoRA adapter that PEFT wrote (in ``path``), merged into its ``base`` as the weights are read."""
+
+    adapter: Adapter
+    base: StoredCheckpoint
+
+    def reader(self, *, mapped: bool = True) -> Reader:
+        read = self.base.reader(mapped=mapped)
+        return lambda name, dtype: self.adapter.merge(name, lambda wide: read(name, wide), dtype)
+
+    def tokenizer(self) -> Tokenizer:
+        """The base's, unless one lies beside the adapter."""
+        return super().tokenizer() if holds_tokenizer(self.path) else self.base.tokenizer()
+
+    def files(self) -> dict[str, Path]:
+        return super().files() | {f"{self.base.name}: {name}": path for name, path in self.base.files().items()}
+
+
+@dataclass(frozen=True)
+class RandomCheckpoint(Checkpoint):
+    """Weights that are drawn when they are asked for, the same ones each time."""
+
+    random: RandomWeights
+
+    def reader(self, *, mapped: bool = True) -> Reader:
+        state = random_model(self.random).state_dict()
+        return lambda name, dtype: state[name].to(dtype)
+
+    def load(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> GPT2:
+        dtype, model = dtype or self.dtype, random_model(self.random).to(device)
+        return Int8GPT2.of(model) if dtype == torch.int8 else model.to(dtype).eval()
+
+    def tokenizer(self) -> Tokenizer:
+        raise InputError(f"{self.name}: random weights come without a tokenizer; name a trained model")
+
+    def own_tokenizer(self) -> None:
+        return None
+
+    def files(self) -> dict[str, Path]:
+        return {}
+
+
+def open_checkpoint(name: ModelName, *, offline: bool = False) -> Checkpoint:
+    """Open the model that a name means, fetched from the Hub if need be.
+
+    Raises:
+        InputError: no such model. CheckpointError: it cannot be read, its tensors do not fit its config, or the base of an
+            adapter cannot be had.
+    """
+    dtype = None if name.dtype is None else getattr(torch, name.dtype)
+    if name.random is not None:
+        return RandomCheckpoint(
+            name.base, None, official_size(name.random.size), dtype or torch.float32, torch.float32, name.random
+        )
+    source = locate(name, offline=offline)
+    return open_path(source.path, name=source.name, revision=source.revision, dtype=dtype, offline=offline)
+
+
+def open_path(
+    path: Path,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    dtype: torch.dtype | None = None,
+    offline: bool = False,
+) -> StoredCheckpoint:
+    """:func:`open_checkpoint` for a directory or file of this machine. (The base of an adapter may lie elsewhere.)
+
+    Raises:
+        CheckpointError: as :func:`open_checkpoint`.
+    """
+    name = str(path) if name is None else name
+    if not is_adapter(path):
+        files = open_weights(path)
+        config = config_of(path, files)
+        assignment = match(files, config, path)
+        return StoredCheckpoint(name, revision, config, dtype or assignment.dtype, assignment.dtype, path, assignment)
+    adapter = read_adapter(path)
+    try:
+        base = open_path(base_of(adapter, offline=offline), name=adapter.base)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: a LoRA adapter; its base model cannot be opened: {error}") from None
+    adapter.require_fit(base.assignment.shapes)
+    stored = base.stored
+    return AdaptedCheckpoint(name, revision, base.config, dtype or stored, stored, path, base.assignment, adapter, base)
+
+
+def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:
+    """The tokenizer beside the weights in ``path``, or in a GGUF file; an adapter has its base's, unless one lies beside it.
+
+    Raises:
+        InputError: there is none, or it is damaged.
+    """
+    if is_adapter(path) and not holds_tokenizer(path):
+        path = base_of(read_adapter(path), offline=offline)
+    if path.is_file() or any(path.glob("*.gguf")):
+        file = next(iter(open_weights(path).values()), None)
+        if isinstance(file, gguf_file.GGUFFile):
+            return gguf_file.tokenizer_of(file)
+    return from_directory(_folder(path))
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def model_with(config: GPT2Config, tensors: Iterable[tuple[str, Tensor]]) -> GPT2:
+    """A GPT2 whose parameters are the given ones by name, not copies, in eval mode. Those not given stay uninitialised."""
+    with _without_garbage_collection():
+        model = GPT2(config, initialise=False)
+        for name, tensor in tensors:
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, nn.Parameter(tensor))
+    return model.eval()
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A model is thousands of new objects. They would set off a collection, which walks all that torch imported: 0.1 s."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def random_model(random: RandomWeights) -> GPT2:
+    """A model of official shape whose every parameter is drawn, biases and norms too, so no fault hides behind a zero.
+
+    float32 on the CPU; matrices and embeddings as GPT-2 initialises them, biases N(0, 0.02), norm weights 1 + N(0, 0.02).
+    """
+    config = official_size(random.size)
+    model = GPT2(config, initialise=False)
+    generator = torch.Generator().manual_seed(random.seed)
+    model.initialise(generator)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=config.initializer_range)
+    return model
