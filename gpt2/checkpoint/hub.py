@@ -90,9 +90,7 @@ def resolve(name: str, *, revision: str | None = None, offline: bool = False) ->
 def locate(parsed: ModelName, *, offline: bool = False) -> Source:
     """:func:`resolve` for a name that is parsed."""
     name = parsed.base
-    if name == DEFAULT or parsed.local:
-        if parsed.revision is not None:
-            raise InputError(f"{name} has no revisions, it is on this machine: leave out revision {parsed.revision!r}")
+    if parsed.local:
         path = Path(__file__).parent.parent / "assets" / DEFAULT if name == DEFAULT else Path(name).expanduser()
         if not path.exists():
             raise CheckpointError(f"the embedded checkpoint {path} is missing: reinstall the package")

@@ -71,8 +71,8 @@ class ModelName:
     """A MODEL, parsed.
 
     ``base`` has neither revision nor dtype; ``revision`` is a branch, tag or commit; ``dtype`` is torch's name of one, None for
-    the dtype that the weights are stored in; ``random`` is set for ``random:SIZE[:SEED]``; ``local`` says that ``base`` is a
-    path on this machine.
+    the dtype that the weights are stored in; ``random`` is set for ``random:SIZE[:SEED]``; ``local`` says that ``base`` is the
+    embedded model or a path on this machine.
     """
 
     text: str
@@ -106,9 +106,10 @@ class ModelName:
         if None not in (dtype, suffix) and dtype != suffix:
             raise InputError(f"{text}: asks for {suffix}, and dtype= for {dtype}; give one of them")
         repo, at, pinned = base.partition("@")
-        random, local = _random(base), repo not in OFFICIAL and os.path.exists(os.path.expanduser(base))
+        local = base == DEFAULT or (repo not in OFFICIAL and os.path.exists(os.path.expanduser(base)))
+        random = None if local else _random(base)
         if (random is not None or local) and revision is not None:
-            raise InputError(f"{text} has no revisions, it is on this machine: leave out revision {revision!r}")
+            raise InputError(f"{base} has no revisions, only models of the Hub do: leave out revision {revision!r}")
         if at and not local and not base.startswith(PATHS):
             if revision not in (None, pinned):
                 raise InputError(f"{text} and revision {revision!r} disagree: give the revision once")

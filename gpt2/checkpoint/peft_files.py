@@ -22,7 +22,7 @@ from gpt2.checkpoint.files import ADAPTER as CONFIG
 from gpt2.checkpoint.files import LAYOUTS, open_file
 from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.keys import from_file, layer, to_file
-from gpt2.checkpoint.names import OFFICIAL, REPOSITORY, ModelName
+from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.saving import safetensors_file, write_file, write_json
 from gpt2.config import quoted
 from gpt2.errors import CheckpointError, InputError
@@ -233,6 +233,6 @@ def _portable(base: str | None) -> tuple[str | None, str | None]:
     if base is None:
         return None, None
     name = ModelName.parse(base)
-    if name.local:
+    if name.local and name.base != DEFAULT:
         return os.path.abspath(os.path.expanduser(name.base)), None
     return OFFICIAL.get(name.base, name.base), name.revision

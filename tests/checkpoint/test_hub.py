@@ -143,7 +143,7 @@ def test_what_is_given_beside_a_name_must_not_contradict_it() -> None:
     for beside, says in (({"dtype": "fp16"}, "give one of them"), ({"revision": "v2"}, "disagree")):
         with pytest.raises(InputError, match=says):
             ModelName.parse("gpt2@v1:bf16", **beside)
-    with pytest.raises(InputError, match="random weights have no revisions"):
+    with pytest.raises(InputError, match="random:gpt2 has no revisions"):
         ModelName.parse("random:gpt2", revision="v1")
 
 
