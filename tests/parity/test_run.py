@@ -14,11 +14,12 @@ from support.hf_layouts import TINY, weights
 from torch import Tensor
 
 import gpt2
+from gpt2.checkpoint.checkpoint import StoredCheckpoint
 from gpt2.checkpoint.loading import load_path
 from gpt2.config import GPT2Config
 from gpt2.data.bpe import train_bpe
 from gpt2.model import GPT2, eager_attention, sdpa_attention
-from gpt2.parity import checks, training
+from gpt2.parity import training
 from gpt2.parity.checks import Probe
 from gpt2.parity.run import verify
 
@@ -260,15 +261,15 @@ def test_what_adamw_moved_is_judged_by_how_far_it_moved(checkpoint: Path) -> Non
 
 def test_a_wrong_tokenizer_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids that differ from transformers' feed the model another text, and nothing else would show it."""
-    original = checks.own_tokenizer
+    original = StoredCheckpoint.own_tokenizer
 
-    def shifted(path: Path):
-        tokenizer = original(path)
+    def shifted(opened: StoredCheckpoint):
+        tokenizer = original(opened)
         encode = tokenizer.encode
         monkeypatch.setattr(tokenizer, "encode", lambda text: [*encode(text)[:-1], 0], raising=False)
         return tokenizer
 
-    monkeypatch.setattr(checks, "own_tokenizer", shifted)
+    monkeypatch.setattr(StoredCheckpoint, "own_tokenizer", shifted)
     assert failing(verify(str(checkpoint))) == ["tokens"]
 
 
