@@ -56,8 +56,8 @@ class LoRAConv1D(Conv1D):
 
 
 def merge_into(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """``W + s Aᵀ Bᵀ``, a new tensor in W's dtype; summed in the widest of the three, and in no less than float32."""
-    wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
+    """``W + s Aᵀ Bᵀ``, a new tensor in W's dtype; summed in float64, where the device has it, and rounded once."""
+    wide = torch.float32 if weight.device.type == "mps" else torch.float64
     return torch.addmm(weight.to(wide), a.t().to(wide), b.t().to(wide), alpha=scale).to(weight.dtype)
 
 

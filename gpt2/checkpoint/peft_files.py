@@ -74,12 +74,12 @@ class Adapter:
             )
 
     def merge(self, name: str, read: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
-        """One parameter with the adapter added, in ``dtype``; ``read`` gives the base's. The sum is made in at least float32."""
+        """One parameter with the adapter added, in ``dtype``; ``read`` gives the base's. Summed in float64 and rounded once."""
         if name not in self.factors:
             return read(dtype)
         a, b, scale = self.factors[name]
-        wide = torch.promote_types(dtype, torch.float32)
-        return merge_into(read(wide), self.file.read(a, wide), self.file.read(b, wide), scale).to(dtype)
+        weight, a, b = read(torch.float64), self.file.read(a, torch.float64), self.file.read(b, torch.float64)
+        return merge_into(weight, a, b, scale).to(dtype)
 
 
 def is_adapter(path: Path) -> bool:
