@@ -119,7 +119,7 @@ def adapter(subject: Subject) -> list[Check]:
     ours = subject.build(subject.path, torch.float64).state_dict()
     theirs = reference.load_reference(subject.theirs, torch.float64).state_dict()
     rows = ((name, worst_relative_error(ours[name], theirs[to_file(name)])) for name in ours if name in subject.adapted)
-    return [Check("adapter", MAPPING, f"{len(subject.adapted)} merged matrices", "float64", points_of(rows, MAPPING_BOUND))]
+    return [Check("adapter", MAPPING, f"{len(subject.adapted)} merged matrices", "float64", points_of(rows, FLOAT64_BOUND))]
 
 
 def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
