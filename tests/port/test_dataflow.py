@@ -1,4 +1,4 @@
-"""The recording of a forward pass: numbered to the element, whatever operators it is made of."""
+"""Recording a forward pass: every element has an id, whatever the operators."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class Small(nn.Module):
 
 
 def evaluate(recording: Recording, module: nn.Module) -> Tensor:
-    """The output, computed from the recording alone: parameters by their ids, and what nodes say was summed and multiplied."""
+    """The output, computed from the recording alone: parameters by their ids, sums and products by the nodes."""
     values = torch.full((recording.stop,), torch.nan, dtype=torch.float64)
     for source in recording.sources:
         values[source.region.ids()] = module.get_parameter(source.name).detach()
     for node in recording.nodes:
         operands = [values[x.ids() if isinstance(x, Region) else x] for x in node.operands]
         if node.kind is Kind.LOOKUP:
-            found = operands[0]
+            result = operands[0]
         elif node.kind is Kind.CONTRACTION:
-            found = (operands[0] * operands[1]).sum(-1)
+            result = (operands[0] * operands[1]).sum(-1)
         else:
-            found = {"add": sum, "mul": lambda x: x[0] * x[-1]}[node.op](operands)
-        values[node.start : node.stop] = found.reshape(-1)
+            result = {"add": sum, "mul": lambda x: x[0] * x[-1]}[node.op](operands)
+        values[node.start : node.stop] = result.reshape(-1)
     return values[recording.output]
 
 
@@ -91,7 +91,7 @@ LINEAR: dict[str, Callable[[Small, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_recording_can_be_computed_again_from_its_ids(name: str) -> None:
-    """One element out of place, in any operator that copies or multiplies, and the result would be another."""
+    """A single wrong id in any operator that copies or multiplies would change the result."""
     module = Small(LINEAR[name])
     recording = record(module, IDS)
     assert recording.unfollowed == ()
@@ -99,7 +99,7 @@ def test_a_recording_can_be_computed_again_from_its_ids(name: str) -> None:
 
 
 def test_the_evaluation_above_can_fail() -> None:
-    """Its control: two ids exchanged."""
+    """Negative control: two exchanged ids must change the result."""
     module = Small(LINEAR["matmul"])
     recording = record(module, IDS)
     node = next(node for node in recording.nodes if node.kind is Kind.CONTRACTION)
@@ -122,7 +122,7 @@ def test_the_evaluation_above_can_fail() -> None:
     ],
 )
 def test_a_table_read_by_the_tokens_is_a_lookup(look_up: Callable[[Small, Tensor], Tensor]) -> None:
-    """Everything begins at the token embedding: each way to read it must be seen, with the rows that were read."""
+    """The anatomy starts from the token embedding: every way to read it must become a lookup, with the rows that were read."""
     module = Small(lambda m, x: x)
     module.forward = lambda ids: look_up(module, ids)
     recording = record(module, IDS)
@@ -135,7 +135,7 @@ def test_a_table_read_by_the_tokens_is_a_lookup(look_up: Callable[[Small, Tensor
 
 
 def test_positions_are_no_lookup_by_the_tokens() -> None:
-    """Rows chosen by arange are the parameters themselves: what tells positions from words."""
+    """Positions are distinguished from words by this: rows chosen by arange are no lookup."""
     recording = record(Small(lambda m, x: x + m.square[torch.arange(3)]), IDS)
     assert [node.kind for node in recording.nodes] == [Kind.LOOKUP, Kind.ELEMENTWISE]
     ids = recording.sources[1].region.ids()[:3]
@@ -156,7 +156,7 @@ def test_positions_are_no_lookup_by_the_tokens() -> None:
         (lambda w: torch.cat((w[:, :2] * 2, w[:, 2:] * 2), 1), Use(2.0)),
     ],
 )
-def test_constants_applied_to_a_parameter_are_remembered(change: Callable[[Tensor], Tensor], use: Use) -> None:
+def test_constants_applied_to_a_parameter_are_recorded(change: Callable[[Tensor], Tensor], use: Use) -> None:
     """A weight that is scaled whenever it is used must be stored divided by the scale."""
     recording = record(Small(lambda m, x: x @ change(m.square)), IDS)
     assert recording.uses[recording.sources[1].storage] == {use}
@@ -164,7 +164,7 @@ def test_constants_applied_to_a_parameter_are_remembered(change: Callable[[Tenso
 
 
 def test_a_parameter_used_in_two_ways_has_two_uses() -> None:
-    """No value can then serve both."""
+    """load_into must report that no value serves both."""
     recording = record(Small(lambda m, x: (x @ m.square) @ (m.square * 2)), IDS)
     assert recording.uses[recording.sources[1].storage] == {Use(), Use(2.0)}
 
@@ -194,7 +194,7 @@ def test_attention_is_two_products_of_activations_however_it_is_called(attend: C
 
 
 def test_inference_mode_is_taken_apart_too() -> None:
-    """There torch hands operators down whole, linear and attention among them."""
+    """Inference mode passes composite operators on undivided, linear and attention among them."""
 
     def forward(m: Small, x: Tensor) -> Tensor:
         with torch.inference_mode():
@@ -204,7 +204,7 @@ def test_inference_mode_is_taken_apart_too() -> None:
     assert kinds.count(Kind.CONTRACTION) == 3
 
 
-def test_what_the_output_does_not_need_is_known() -> None:
+def test_operators_that_the_output_does_not_need_are_left_out() -> None:
     """A value head beside the logits must not be taken for a feed-forward."""
     recording = record(Small(lambda m, x: (x @ m.square, torch.tanh(x @ m.wide))[0]), IDS)
     assert {recording.nodes[number].op for number in recording.needed} == {"embedding", "mm"}
@@ -212,7 +212,7 @@ def test_what_the_output_does_not_need_is_known() -> None:
 
 
 def test_uses_and_names() -> None:
-    """Who was never used is told by its absence, and an id leads back to a name."""
+    """A parameter without an entry in `uses` was never used; an id leads back to the parameter's name."""
     module = Small(lambda m, x: x @ m.square)
     recording = record(module, IDS)
     used = {source.name for source in recording.sources if source.storage in recording.uses}
@@ -232,7 +232,7 @@ def test_tied_parameters_are_one() -> None:
 
 
 def test_an_operator_that_cannot_be_followed_does_not_stop_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody's module must run whatever we fail to understand, and the failure must be said."""
+    """The module must run even if an operator cannot be followed, and the recording must name that operator."""
 
     def broken(*_: object) -> Tensor:
         raise RuntimeError("not foreseen")
@@ -245,7 +245,7 @@ def test_an_operator_that_cannot_be_followed_does_not_stop_the_module(monkeypatc
 
 
 def test_recording_changes_neither_module_nor_torch() -> None:
-    """A switch left over would slow, or alter, everything that runs later."""
+    """A torch setting that stays changed would slow, or change, everything that runs later."""
     module = Small(lambda m, x: F.scaled_dot_product_attention(x, x, x) @ m.square)
     before, fast = module(IDS), torch.backends.mha.get_fastpath_enabled()
     backends = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
@@ -256,7 +256,7 @@ def test_recording_changes_neither_module_nor_torch() -> None:
 
 
 def test_recording_does_not_import_torch_s_compiler() -> None:
-    """Four seconds, the first time."""
+    """Importing it takes four seconds."""
     code = (
         "import sys, torch; from gpt2.port.recording.recorder import record\n"
         "class M(torch.nn.Module):\n"
@@ -285,12 +285,12 @@ LOGITS, LOSS, HIDDEN = torch.zeros(2, 3, 5), torch.tensor(1.0), torch.zeros(2, 3
     ],
 )
 def test_logits_are_found_in_whatever_a_forward_returns(output: object) -> None:
-    """Everybody returns something else."""
+    """Ports return logits in many ways."""
     assert logits_of(output) is LOGITS
 
 
 @pytest.mark.parametrize("output", [None, LOSS, (torch.zeros(2, 3, dtype=torch.long),), {"loss": LOSS}, "text"])
-def test_no_logits_is_said(output: object) -> None:
+def test_an_output_without_logits_is_refused(output: object) -> None:
     """The message goes to the module's author."""
     with pytest.raises(ValueError, match=r"its forward returns .* with no logits in it"):
         logits_of(output)

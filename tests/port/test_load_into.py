@@ -1,6 +1,6 @@
-"""`load_into` beyond the ports that are right: faults are placed all the same and explained, and nothing is left behind.
+"""`load_into` on modules with a fault: their weights are placed and the fault is named; the module is given back as it was.
 
-That right ports are filled right, bit for bit, tests/checkpoint/test_adapt_ports.py shows, on every port of tests/ports.
+test_load_into_ports.py shows that correct ports are filled correctly, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from support import hf_layouts
 from support.ports import PORTS
 from torch import Tensor, nn
 
+import gpt2
 from gpt2 import GPT2, InputError
 from gpt2.config import GPT2Config
-from gpt2.port import mapping as adapt
 from gpt2.port.mapping import check, load_into
 from gpt2.port.mapping.mapping import ZERO, Mapping
 from gpt2.port.mapping.report import MappingReport
@@ -186,34 +186,18 @@ def by_hand(model: GPT2, name: str) -> Tensor:
 
 # Fault -> what the report must say of it, and the beginnings of the names that are left alone.
 ANYTHING = "your module computes something else than GPT-2; `gpt2 diagnose` says where it departs"
-ALL_PLACED = [
-    "rmsnorm",
-    "unbiased variance",
-    "not normalising",
-    "erf gelu",
-    "relu",
-    "no activation",
-    "embeddings scaled",
-    "no scale",
-    "scale by width",
-    "strict mask",
-    "mask multiplied",
-    "no mask",
-    "softmax over queries",
-    "logits softmaxed",
-    "no residuals",
-    "no residual around attention",
-    "no residual around feed-forward",
-    "residual from the normed",
-    "parallel",
-]
+ALL_PLACED = (
+    "rmsnorm; unbiased variance; not normalising; erf gelu; relu; no activation; embeddings scaled; no scale; scale by width; "
+    "strict mask; mask multiplied; no mask; softmax over queries; logits softmaxed; no residuals; no residual around attention; "
+    "no residual around feed-forward; residual from the normed; parallel"
+)
 FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(
-        ALL_PLACED,
+        ALL_PLACED.split("; "),
         (f"all weights are placed, but {ANYTHING}", ()),
     ),
-    "heads split wrongly": ("your attention (blocks.0.sa) mixes up heads and positions", ()),
-    "heads merged wrongly": ("your attention (blocks.0.sa) mixes up heads and positions", ()),
+    "heads split wrongly": ("your attention (blocks.0.sa and 2 more) mixes up heads and positions", ()),
+    "heads merged wrongly": ("your attention (blocks.0.sa and 2 more) mixes up heads and positions", ()),
     "values from keys": (
         "k.weight serves as k of h.0.attn.c_attn.weight and as v of h.0.attn.c_attn.weight, which differ",
         (".v.",),
@@ -245,23 +229,23 @@ def sentences(report: MappingReport) -> str:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_port_with_a_fault_is_filled_by_its_structure_and_refused(fault: str) -> None:
-    """If the mapping needed right logits, a port could only be diagnosed by those who need no diagnosis."""
-    said, alone = FAULTS[fault]
+    """A mapping that needs correct logits would fill no port with a fault, and these are the ports to diagnose."""
+    sentence, unfilled = FAULTS[fault]
     model, module = checkpoint(), Faulty(fault)
     before = copy.deepcopy(module)
     report = load_into(module, model)
     assert not report.ok
     assert report.logits_error > 1e-5
-    assert said in sentences(report)
+    assert sentence in sentences(report)
     for name, parameter in module.named_parameters():
-        left = name.startswith(alone) or any(part in name for part in alone)
+        left = name.startswith(unfilled) or any(part in name for part in unfilled)
         assert torch.equal(parameter, before.get_parameter(name) if left else by_hand(model, name)), name
     for name, buffer in module.named_buffers():
         assert torch.equal(buffer, before.get_buffer(name))
 
 
 def test_the_port_without_a_fault_is_right() -> None:
-    """The control of all the above."""
+    """Control: without a fault the report is ok and has nothing to say."""
     model, module = checkpoint(), Faulty()
     report = load_into(module, model)
     assert report.ok
@@ -271,7 +255,7 @@ def test_the_port_without_a_fault_is_right() -> None:
 
 
 def test_blocks_are_numbered_as_they_run() -> None:
-    """Declared first and run last: the names lie, the forward pass does not."""
+    """Blocks that are declared first may run last: the order of names is not the order of the forward pass."""
     model, module = checkpoint(), Faulty("blocks from last to first")
     report = load_into(module, model)
     assert report.ok
@@ -299,7 +283,7 @@ def swapped(entries: Tensor, a: slice, b: slice) -> Tensor:
     ],
 )
 def test_a_wrong_mapping_is_refused(name: str, change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative controls: the check must see a single entry astray, wherever it is."""
+    """Negative controls: the check must notice a single wrong entry, wherever it is."""
     entries = Mapping.entries
     monkeypatch.setattr(
         Mapping, "entries", lambda self, source: (change if source.name == name else lambda e: e)(entries(self, source))
@@ -311,7 +295,7 @@ def test_a_wrong_mapping_is_refused(name: str, change: Callable[[Tensor], Tensor
 
 
 def test_heads_in_another_order_are_the_same_function() -> None:
-    """The control of the controls: a permutation that changes nothing, in all three parts and in the way back."""
+    """Control of the above: heads in another order, in queries, keys, values and output, change nothing."""
     model, module = checkpoint(), Faulty()
     load_into(module, model)
     ids = torch.arange(10).view(1, 10)
@@ -330,7 +314,7 @@ def test_heads_in_another_order_are_the_same_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "sentence"),
     [
         ({"n_embd": 24}, "your module is 24 wide, the checkpoint 20"),
         ({"n_layer": 2}, "your forward runs 2 blocks, the checkpoint has 3: h.2 left out"),
@@ -340,12 +324,12 @@ def test_heads_in_another_order_are_the_same_function() -> None:
         ({"vocab_size": 60}, "your vocabulary has 60 entries, the checkpoint 67"),
     ],
 )
-def test_another_size_is_said(changes: dict[str, int], said: str, in_a_notebook: None) -> None:
+def test_another_size_is_reported(changes: dict[str, int], sentence: str, in_a_notebook: None) -> None:
     """What fits is placed; what does not is a sentence, and no shape error."""
     model, module = checkpoint(), Faulty(config=replace(CONFIG, **changes))
     before = copy.deepcopy(module)
     report = load_into(module, model)
-    assert said in report.problems
+    assert sentence in report.problems
     assert not report.ok
     assert ("NOT ALL IN PLACE, though the logits agree" in report.table()) == ("vocab_size" in changes)
     if "n_embd" in changes:
@@ -401,7 +385,7 @@ def test_a_missing_bias_is_named_and_measured(port: str) -> None:
 
 
 def test_a_bias_of_the_keys_alone_is_not_missed() -> None:
-    """Softmax does not see what is added to all keys alike: Whisper has no such bias, and is none the worse."""
+    """Softmax does not change when the same is added to all scores of a query, so a missing bias of the keys is no fault."""
     module = Faulty()
     for block in module.blocks:
         block.sa.k = nn.Linear(20, 20, bias=False)
@@ -411,7 +395,7 @@ def test_a_bias_of_the_keys_alone_is_not_missed() -> None:
 
 
 def test_what_is_neutral_is_not_missed() -> None:
-    """Scales of one and shifts of zero need no place."""
+    """A missing scale of one, or shift of zero, changes nothing."""
     report = load_into(PORTS["bare"].build(CONFIG), checkpoint(bias=0.0))
     assert report.ok
     assert report.unused["ln_f.bias"] == "all of it: it is zero, so nothing is lost"
@@ -426,7 +410,7 @@ def test_what_is_neutral_is_not_missed() -> None:
 
 
 class Stateful(Faulty):
-    """Counts its calls, caches a mask in float of its weights' dtype, keeps a running buffer, and has its own idea of eval."""
+    """Counts its calls, caches a mask in its weights' dtype, keeps a running buffer, and has dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -444,7 +428,7 @@ class Stateful(Faulty):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_is_put_back_but_the_weights(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A float64 mask left in a cache breaks the next call in float32; a forgotten eval() silences dropout in training."""
+    """A float64 mask left in a cache breaks the next call in float32; a mode left at eval disables dropout in training."""
     module = Stateful().train()
     module.blocks[1].eval()
     module.tok.weight.requires_grad_(False)
@@ -472,14 +456,14 @@ def test_all_is_put_back_but_the_weights(fails: bool, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_module_keeps_its_dtype(dtype: torch.dtype) -> None:
-    """The mapping is proved in float64; what the module holds is rounded once, from the checkpoint's own."""
+    """The check runs in float64; the weights must be rounded once, from the checkpoint to the module's dtype."""
     model, module = checkpoint(), Faulty().to(dtype)
     assert load_into(module, model).ok
     assert torch.equal(module.pos.weight, model.wpe.weight.to(dtype))
 
 
 def test_a_training_step_s_leftovers_are_no_obstacle() -> None:
-    """Gradients, optimizer state and a kept activation: modules come as they are."""
+    """A module with gradients, optimizer state and a kept activation must be filled too."""
     module = Faulty()
     optimizer = torch.optim.AdamW(module.parameters())
     module.kept = module(torch.arange(6).view(1, 6))
@@ -491,7 +475,7 @@ def test_a_training_step_s_leftovers_are_no_obstacle() -> None:
 
 @pytest.mark.slow  # for torch's compiler, which takes seconds to import
 def test_a_compiled_module_is_filled_through_its_wrapper() -> None:
-    """torch.compile hides the module in another of the same parameters."""
+    """torch.compile wraps the module in another one with the same parameters."""
     module = Faulty()
     assert load_into(torch.compile(module, backend="eager"), checkpoint()).ok
     assert torch.equal(module.pos.weight, checkpoint().wpe.weight)
@@ -506,7 +490,7 @@ class OnlyFloat32(Faulty):
 
 @pytest.mark.parametrize("fault", ["", "erf gelu"])
 def test_a_module_that_refuses_float64_is_judged_by_its_rounding(fault: str) -> None:
-    """Then the question is only whether it is as near to the truth as our model in the same dtype."""
+    """In its own dtype it may be as far from the float64 result as our model is in that dtype, and not much farther."""
     report = load_into(OnlyFloat32(fault), checkpoint())
     assert report.logits_error is None
     assert report.ok == (fault == "")
@@ -519,8 +503,8 @@ class Rounded(Faulty):
         return super().forward(ids) * torch.tensor(1 / 3) * 3
 
 
-def test_a_constant_in_float32_is_told_from_a_fault() -> None:
-    """The GELU of a well-known book takes the square root of 2/pi in float32: 1e-9, and no fault to look for in the wiring."""
+def test_a_constant_in_float32_is_distinguished_from_a_fault() -> None:
+    """The GELU of a well-known book takes the square root of 2/pi in float32: an error of 1e-9, and no wrong formula."""
     report = load_into(Rounded(), checkpoint())
     assert not report.ok
     assert 1e-10 < report.logits_error < 1e-6
@@ -565,7 +549,7 @@ class Hidden(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "said"),
+    ("module", "message"),
     [
         ("gpt2", "load_into fills a torch.nn.Module, and was given str; build the module first"),
         (Bigram(), "Bigram: nothing in its forward weighs projections of the tokens by one another, as attention does"),
@@ -581,16 +565,16 @@ class Hidden(nn.Module):
         (nn.Sequential(nn.LazyLinear(4)), "Sequential: its parameters have no shapes yet, and its forward fails"),
     ],
 )
-def test_what_is_no_gpt2_is_refused_in_one_line(module: nn.Module, said: str) -> None:
-    """The person asked for weights, and must learn why there are none."""
+def test_a_module_that_is_not_gpt2_is_refused_in_one_line(module: nn.Module, message: str) -> None:
+    """The user must learn why the module was not filled."""
     with pytest.raises(InputError) as caught:
         load_into(module, checkpoint())
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
 class Rotary(nn.Module):
-    """A younger cousin: rotated queries and keys, gated feed-forward, RMS norms, shared keys. Not GPT-2."""
+    """Looks like GPT-2 and differs in structure: rotated queries and keys, gated feed-forward, RMS norms, shared keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -612,8 +596,8 @@ class Rotary(nn.Module):
         return self.head(self.n3(x + self.down(F.silu(self.gate(y)) * self.up(y))))
 
 
-def test_a_cousin_of_gpt2_is_told_what_it_lacks() -> None:
-    """No traceback, whatever the architecture: sentences."""
+def test_a_model_like_gpt2_is_refused_with_the_differences() -> None:
+    """Another architecture must give sentences, and no traceback."""
     report = load_into(Rotary(), checkpoint())
     assert not report.ok
     assert "your forward runs 1 block, the checkpoint has 3: h.1, h.2 left out" in report.problems
@@ -624,7 +608,7 @@ def test_a_cousin_of_gpt2_is_told_what_it_lacks() -> None:
 
 
 def test_every_parameter_has_a_row_that_says_why() -> None:
-    """Names, sources, transformations, evidence: the whole of the mapping, to be read and to be checked."""
+    """The report must let its reader check each parameter: source, transformation, evidence."""
     rows = {row.name: row for row in load_into(Faulty(), checkpoint()).rows}
     assert set(rows) == {name for name, _ in Faulty().named_parameters()}
     assert rows["tok.weight"].transformation == "none"
@@ -659,29 +643,29 @@ def test_every_parameter_has_a_row_that_says_why() -> None:
     ],
 )
 def test_transformations_in_words(port: str, name: str, sources: str, words: str) -> None:
-    """What one would have to do by hand, for each kind of layout."""
+    """The words must say what to do by hand, for each kind of layout."""
     row = next(row for row in load_into(PORTS[port].build(CONFIG), checkpoint()).rows if row.name == name)
     assert row.sources == tuple(sources.split())
     assert row.transformation == words
 
 
 def test_the_table_and_the_json() -> None:
-    """The table puts alike together and hides nothing; the JSON has it all."""
+    """The table groups parameters that are treated alike; the JSON has every one."""
     report = load_into(PORTS["no_out_bias"].build(CONFIG), checkpoint())
     table = report.table()
     assert "✗  your attention (layers.0.attention and 2 more) has no output bias" in table
     assert "NOT EQUAL: the logits differ, by what your module lacks (worst error" in table
     assert "h.*.mlp.c_fc.weight" in table
-    told = json.loads(report.to_json())
-    assert told["ok"] is False
-    assert len(told["rows"]) == len(report.rows)
-    assert told["unused"]["h.1.attn.c_proj.bias"] == "all of it"
+    body = json.loads(report.to_json())
+    assert body["ok"] is False
+    assert len(body["rows"]) == len(report.rows)
+    assert body["unused"]["h.1.attn.c_proj.bias"] == "all of it"
     assert "\nEQUAL: the logits agree with our model's" in load_into(Faulty(), checkpoint()).table()
 
 
 def test_a_name_is_as_good_as_a_model() -> None:
-    """The checkpoint that comes with the package, by name, into a port of its size; the default too."""
-    config = adapt.load("shakespeare-mini").config
+    """A model may be given by name; the default is the embedded checkpoint."""
+    config = gpt2.load("shakespeare-mini").config
     module = PORTS["nano"].build(config)
     report = load_into(module)
     assert (report.ok, report.checkpoint, report.module) == (True, "shakespeare-mini", type(module).__name__)
@@ -691,7 +675,7 @@ def test_a_name_is_as_good_as_a_model() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
 def test_a_buffer_that_serves_as_a_bias_is_in_the_way_only_if_it_changes_something(value: float) -> None:
-    """TransformerLens keeps a bias of zeros beside the head: a report that is not ok over it would be a false alarm."""
+    """TransformerLens keeps a buffer of zeros as the head's bias: a report that is not ok for that would be a false alarm."""
 
     class WithBuffer(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`load_into` on every port of tests/ports: each weight bit for bit where its author puts it, and logits equal to ours."""
+"""`load_into` on every port of tests/support/ports: each weight is where its author puts it, bit for bit, and logits are equal."""
 
 import gc
 
@@ -28,7 +28,7 @@ def checkpoints(tmp_path_factory):
 
 
 def relative_error(module, port, model):
-    """Worst difference of any logit over the largest, at all positions that both take."""
+    """Largest difference of a logit over the largest logit, at all positions that both take."""
     ids = some_ids(port, model.config, batch=2)
     expected = model(ids)
     return float((logits(module, ids, model.config.vocab_size) - expected).abs().max() / expected.abs().max())
@@ -36,20 +36,20 @@ def relative_error(module, port, model):
 
 def differing(port, module, by_hand):
     """Names of the weights that are not, bit for bit, what the author's own loading makes them."""
-    found, expected = port.weights(module), port.weights(by_hand)
-    assert found.keys() == expected.keys()
+    weights, expected = port.weights(module), port.weights(by_hand)
+    assert weights.keys() == expected.keys()
     if port.exact:
-        return [name for name in found if not torch.equal(found[name], expected[name])]
-    rounding = {name: 4 * torch.finfo(tensor.dtype).eps for name, tensor in found.items()}
-    return [name for name in found if not torch.allclose(found[name], expected[name], rounding[name], rounding[name])]
+        return [name for name in weights if not torch.equal(weights[name], expected[name])]
+    rounding = {name: 4 * torch.finfo(tensor.dtype).eps for name, tensor in weights.items()}
+    return [name for name in weights if not torch.allclose(weights[name], expected[name], rounding[name], rounding[name])]
 
 
-# Sizes that coincide are the hardest; the others, where a shape alone decides, run with the slow tests.
+# Equal sizes are the hardest case. Different sizes, where shapes alone identify tensors, run with the slow tests.
 @pytest.mark.parametrize("sizes", ["alike", *(pytest.param(s, marks=pytest.mark.slow) for s in CONFIGS if s != "alike")])
 @pytest.mark.parametrize("name", COMPLETE)
 @torch.no_grad()
 def test_every_weight_lands_where_the_author_puts_it(name, sizes, checkpoints):
-    """A wrong slice of equal shape, or a key's bias that no logit shows, is caught by the bits alone."""
+    """Logits do not show a wrong bias of the keys, nor shapes a wrong slice: only the bits do."""
     port, config = PORTS[name], CONFIGS[sizes]
     model = gpt2.load(str(checkpoints[sizes]), dtype="float64")
     module, by_hand = port.build(config).double(), port.build(config).double()
@@ -68,8 +68,8 @@ def test_every_weight_lands_where_the_author_puts_it(name, sizes, checkpoints):
 
 @pytest.mark.parametrize("name", LACKING)
 @torch.no_grad()
-def test_what_has_no_place_is_said(name, checkpoints):
-    """A port without some bias must not be called right, and what it can hold must still be right."""
+def test_missing_places_are_reported(name, checkpoints):
+    """A port that lacks a bias must not be reported ok, and its other weights must still be correct."""
     port, config = PORTS[name], CONFIGS["tiny"]
     module, by_hand = port.build(config).double(), port.build(config).double()
     report = load_into(module, str(checkpoints["tiny"]))
@@ -82,8 +82,8 @@ def test_what_has_no_place_is_said(name, checkpoints):
 
 
 @torch.no_grad()
-def test_fewer_positions_are_no_fault_but_are_said(checkpoints):
-    """Half the positions: the first half of the table is right for every token that the port can take."""
+def test_fewer_positions_are_reported_as_a_note(checkpoints):
+    """With half the positions, the first half of the table is correct for every token that the port can take."""
     port, config = PORTS["short"], CONFIGS["tiny"]
     model = gpt2.load(str(checkpoints["tiny"]), dtype="float64")
     module = port.build(config).double()
@@ -96,7 +96,7 @@ def test_fewer_positions_are_no_fault_but_are_said(checkpoints):
 @pytest.mark.parametrize("name", LACKING)
 @torch.no_grad()
 def test_a_missing_bias_is_no_fault_where_the_checkpoint_has_zeros(name, tmp_path):
-    """The same ports, and zeros for what they lack: nothing is lost, and the logits must agree."""
+    """If the checkpoint has zeros in place of what a port lacks, the logits must agree."""
     port, config = PORTS[name], CONFIGS["tiny"]
     state = hf_layouts.weights(config)
     for family in port.lacks:
@@ -109,7 +109,7 @@ def test_a_missing_bias_is_no_fault_where_the_checkpoint_has_zeros(name, tmp_pat
     assert report.ok
 
 
-# One of each structure, since a port takes half a minute at this size: heads apart, fused and interleaved, einsum, torch's own
+# One port of each structure, as each takes half a minute at this size: separate, fused and interleaved heads, einsum, torch's own
 # layers, no modules at all, layers in one tensor, other languages, something missing.
 STRUCTURES = "nano heads_list einsum encoder_layer mha interleaved kqv flat_list scan deutsch letters backwards channels lecture"
 
@@ -118,7 +118,7 @@ STRUCTURES = "nano heads_list einsum encoder_layer mha interleaved kqv flat_list
 @pytest.mark.parametrize("name", STRUCTURES.split())
 @torch.no_grad()
 def test_official_shape(name, tmp_path_factory):
-    """The shapes of the official gpt2: what is quadratic in the width, or takes ids for positions, shows only here."""
+    """At the official shape: memory that is quadratic in the width, or ids taken for positions, would show only here."""
     port, config = PORTS[name], OFFICIAL_SIZES["gpt2"]
     folder = tmp_path_factory.getbasetemp() / "official"
     if not folder.exists():

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.port.anatomy.anatomy import Anatomy
+from gpt2.port.anatomy.branches import Branch
 from gpt2.port.anatomy.parts import Matrix
 from gpt2.port.mapping.mapping import Mapping
 
@@ -80,12 +81,18 @@ def _sizes(anatomy: Anatomy, config: GPT2Config) -> Iterator[Departure]:
         yield Departure(DepartureKind.VOCABULARY, part="wte", theirs=words, ours=config.vocab_size)
 
 
-def _connections(anatomy: Anatomy) -> Iterator[Departure]:
-    for part, branches in (("attn", anatomy.attentions), ("mlp", anatomy.feed_forwards)):
+def _branches(anatomy: Anatomy) -> Iterator[tuple[int, str, str, Branch]]:
+    """Layer, part and norm of every branch, attentions first."""
+    for part, norm, branches in (("attn", "ln_1", anatomy.attentions), ("mlp", "ln_2", anatomy.feed_forwards)):
         for layer, branch in zip(anatomy.layers, branches, strict=False):
-            if branch.times > 1:
-                module = module_name(anatomy, part, layer)
-                yield Departure(DepartureKind.REPEATED, layer, part, theirs=branch.times, ours=1, module=module)
+            yield layer, part, norm, branch
+
+
+def _connections(anatomy: Anatomy) -> Iterator[Departure]:
+    for layer, part, _, branch in _branches(anatomy):
+        if branch.times > 1:
+            module = module_name(anatomy, part, layer)
+            yield Departure(DepartureKind.REPEATED, layer, part, theirs=branch.times, ours=1, module=module)
     for layer in sorted(anatomy.mixed_layers):
         yield Departure(DepartureKind.HEADS_MIXED, layer, "attn", module=module_name(anatomy, "attn", layer))
     if anatomy.post_norm:
@@ -105,10 +112,9 @@ def _positions(anatomy: Anatomy, mapping: Mapping) -> Iterator[Departure]:
 
 
 def _missing_norms(anatomy: Anatomy) -> Iterator[Departure]:
-    for norm, part, branches in (("ln_1", "attn", anatomy.attentions), ("ln_2", "mlp", anatomy.feed_forwards)):
-        for layer, branch in zip(anatomy.layers, branches, strict=False):
-            if not branch.normed and not anatomy.post_norm:
-                yield Departure(DepartureKind.NORM_MISSING, layer, norm, module=module_name(anatomy, part, layer))
+    for layer, part, norm, branch in _branches(anatomy):
+        if not branch.normed and not anatomy.post_norm:
+            yield Departure(DepartureKind.NORM_MISSING, layer, norm, module=module_name(anatomy, part, layer))
     if not anatomy.final_norm:
         yield Departure(DepartureKind.FINAL_NORM_MISSING, part="ln_f")
 

@@ -41,6 +41,24 @@ LACKS = {
     "ln_f.weight": ("", "no scale in its last norm"),
     "ln_f.bias": ("", "no shift in its last norm"),
 }
+SENTENCES = {
+    DepartureKind.WIDTH: "your module is {theirs:,} wide, the checkpoint {ours:,}",
+    DepartureKind.BLOCK_COUNT: "your forward runs {theirs:,} block{plural}, the checkpoint has {ours}{left_out}",
+    DepartureKind.HEAD_COUNT: "your attention has {theirs:,} head{plural}, the checkpoint {ours}",
+    DepartureKind.FEED_FORWARD_WIDTH: "your feed-forward is {theirs:,} wide, the checkpoint's {ours:,}",
+    DepartureKind.VOCABULARY: "your vocabulary has {theirs:,} entries, the checkpoint {ours:,}",
+    DepartureKind.REPEATED: "your {subject} runs {theirs} times",
+    DepartureKind.HEADS_MIXED: "your {subject} mixes up heads and positions: view as (B, T, heads, size), transpose, and so back",
+    DepartureKind.POST_NORM: "your norms stand after the branches, GPT-2's before them; they are filled in running order",
+    DepartureKind.EXTRA_NORM: "a norm that GPT-2 does not have",
+    DepartureKind.POSITIONS_SHIFTED: "your positions begin at row {theirs} of their table, the checkpoint's at 0",
+    DepartureKind.IN_BUFFER: "your {part} ({names}) is a buffer and no parameter: it is left as it is",
+    DepartureKind.POSITIONS_MISSING: "your module has no learned positions; the checkpoint's wpe.weight is left out",
+    DepartureKind.NORM_MISSING: "your {subject} has no norm before it; the checkpoint has {norm}",
+    DepartureKind.FINAL_NORM_MISSING: "your module has no last norm; the checkpoint has ln_f",
+}
+PADDED = "your vocabulary is padded from {ours:,} to {theirs:,} entries: the rest is zero"
+TOGETHER = (DepartureKind.NORM_MISSING, DepartureKind.HEADS_MIXED)  # one sentence for all blocks
 SUBJECTS = {"attn": "attention", "mlp": "feed-forward", "ln_1": "attention", "ln_2": "feed-forward", "": "module"}
 SHARES = {"q": "queries", "k": "keys", "v": "values"}
 
@@ -66,8 +84,11 @@ class Remarks:
         self.anatomy = self.mapping.anatomy
         departures = find_departures(self.mapping)
         self._in_buffers = [sentence(d) for d in departures if d.kind is DepartureKind.IN_BUFFER]
-        for alike in _grouped(departures):
-            self._depart(alike[0], len(alike) - 1)
+        groups: dict[tuple[Departure | DepartureKind, str], list[Departure]] = {}
+        for departure in departures:
+            groups.setdefault((departure.kind if departure.kind in TOGETHER else departure, departure.part), []).append(departure)
+        for first, *rest in groups.values():
+            self._add_departure(first, len(rest))
         if self.anatomy.head is None:
             self.notes.append("your forward returns no logits: its hidden states are compared with ours")
         if self.anatomy.recording.unfollowed:
@@ -76,10 +97,9 @@ class Remarks:
         unnormed |= {(None, "ln_f")} if not self.anatomy.final_norm else set()
         self._missing_tensors(unnormed)
 
-    def _depart(self, departure: Departure, more: int) -> None:
-        """Say a departure once, and how many more blocks have it."""
+    def _add_departure(self, departure: Departure, more: int) -> None:
         if departure.kind is DepartureKind.EXTRA_NORM:
-            self.unfilled |= dict.fromkeys(departure.names, "a norm that GPT-2 does not have")
+            self.unfilled |= dict.fromkeys(departure.names, sentence(departure))
         elif departure.kind is DepartureKind.VOCABULARY and departure.theirs > departure.ours:
             self.notes.append(sentence(departure))
         else:
@@ -213,63 +233,29 @@ class Remarks:
 
 def sentence(departure: Departure, more: int = 0) -> str:
     """A departure in words to the port's author; ``more`` blocks have the same."""
-    theirs, ours, part = departure.theirs, departure.ours, departure.part
-    match departure.kind:
-        case DepartureKind.WIDTH:
-            return f"your module is {theirs:,} wide, the checkpoint {ours:,}"
-        case DepartureKind.BLOCK_COUNT:
-            absent = ", ".join(departure.names[:3]) + (", ..." if len(departure.names) > 3 else "")
-            which = f": {absent} left out" if absent else ""
-            return f"your forward runs {_count(theirs, 'block')}, the checkpoint has {ours}{which}"
-        case DepartureKind.HEAD_COUNT:
-            return f"your attention has {_count(theirs, 'head')}, the checkpoint {ours}"
-        case DepartureKind.FEED_FORWARD_WIDTH:
-            return f"your feed-forward is {theirs:,} wide, the checkpoint's {ours:,}"
-        case DepartureKind.VOCABULARY if theirs < ours:
-            return f"your vocabulary has {theirs:,} entries, the checkpoint {ours:,}"
-        case DepartureKind.VOCABULARY:
-            return f"your vocabulary is padded from {ours:,} to {theirs:,} entries: the rest is zero"
-        case DepartureKind.REPEATED:
-            return f"your {_subject(part, departure.module)} runs {theirs} times"
-        case DepartureKind.HEADS_MIXED:
-            words = "mixes up heads and positions: view as (B, T, heads, size), transpose, and so back"
-            return f"your {_subject(part, departure.module)} {words}"
-        case DepartureKind.POST_NORM:
-            return "your norms stand after the branches, GPT-2's before them; they are filled in the order in which they run"
-        case DepartureKind.EXTRA_NORM:
-            return "a norm that GPT-2 does not have"
-        case DepartureKind.POSITIONS_SHIFTED:
-            return f"your positions begin at row {theirs} of their table, the checkpoint's at 0"
-        case DepartureKind.IN_BUFFER:
-            what = "position embedding" if part == "wpe" else part
-            return f"your {what} ({departure.names[0]}) is a buffer and no parameter: it is left as it is"
-        case DepartureKind.POSITIONS_MISSING:
-            return "your module has no learned positions; the checkpoint's wpe.weight is left out"
-        case DepartureKind.NORM_MISSING:
-            has = f"has no norm before it; the checkpoint has h.{departure.layer}.{part}"
-            return f"your {_subject(part, departure.module, more)} {has}"
-        case DepartureKind.FINAL_NORM_MISSING:
-            return "your module has no last norm; the checkpoint has ln_f"
-
-
-def _grouped(departures: list[Departure]) -> list[list[Departure]]:
-    """Departures that one sentence says for several blocks, together."""
-    together = (DepartureKind.NORM_MISSING, DepartureKind.HEADS_MIXED)
-    groups: dict[object, list[Departure]] = {}
-    for departure in departures:
-        key = (departure.kind, departure.part) if departure.kind in together else departure
-        groups.setdefault(key, []).append(departure)
-    return list(groups.values())
+    theirs, ours, part, names = departure.theirs, departure.ours, departure.part, departure.names
+    kind = departure.kind
+    if kind is DepartureKind.BLOCK_COUNT and names:
+        left_out = f": {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} left out"
+    else:
+        left_out = ""
+    padded = kind is DepartureKind.VOCABULARY and theirs > ours
+    return (PADDED if padded else SENTENCES[kind]).format(
+        theirs=theirs,
+        ours=ours,
+        plural="" if theirs == 1 else "s",
+        left_out=left_out,
+        subject=_subject(part, departure.module, more),
+        part="position embedding" if part == "wpe" else part,
+        norm=f"h.{departure.layer}.{part}",
+        names=", ".join(names),
+    )
 
 
 def _subject(part: str, module: str, more: int = 0) -> str:
     """ "attention (blocks.0.attn and 2 more)" """
     others = f" and {more} more" if more else ""
-    return SUBJECTS[part] + (f" ({module}{others})" if module else "")
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
+    return SUBJECTS.get(part, "") + (f" ({module}{others})" if module else "")
 
 
 def _way(use: Use) -> str:

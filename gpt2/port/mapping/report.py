@@ -1,4 +1,4 @@
-"""What :func:`gpt2.load_into` found, as a frozen dataclass; a table and JSON are made of it afterwards."""
+"""The report of :func:`gpt2.load_into`, as a frozen dataclass with a table and JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter of the module: which of the checkpoint's tensors fill it, what was done to them, and why we believe it."""
+    """One parameter of the module: which of the checkpoint's tensors fill it, what was done to them, and the evidence."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,11 +25,11 @@ class Row:
 class MappingReport:
     """The weights of ``checkpoint`` in ``module``.
 
-    ``unfilled`` are the module's parameters that were left as they are, ``idle`` those that were left and are without effect,
-    ``unused`` what of the checkpoint has no place in it, each with the reason; ``ambiguous`` what the evidence did not settle;
-    ``problems`` what keeps the module from being the checkpoint's model; ``notes`` what is worth knowing and does not.
-    ``logits_error`` is the worst difference of a logit from our model's, over the root mean square of ours, both in float64;
-    None where it could not be had, and ``logits_note`` says why. ``agrees`` is whether that settles it.
+    With the reasons: ``unfilled`` are the module's parameters that were left as they are, ``idle`` those of them that have no
+    effect, ``unused`` the checkpoint's tensors without a place. ``ambiguous`` are parameters with two possible sources,
+    ``problems`` what keeps the module from computing the checkpoint's model, ``notes`` the rest. ``logits_error`` is the worst
+    difference of a logit from our model's, over the root mean square of ours, both in float64; None where it is unknown, and
+    ``logits_note`` says why. ``agrees`` is whether the logits are equal.
     """
 
     module: str
@@ -47,18 +47,18 @@ class MappingReport:
 
     @property
     def ok(self) -> bool:
-        """All parameters filled, each from one place; nothing of the checkpoint lost; and the logits agree."""
+        """Every parameter is filled, from one source, or has no effect; and the logits agree."""
         return self.agrees and not (self.unfilled or self.ambiguous or self.problems)
 
     def to_json(self) -> str:
-        """Every parameter with its source, and all the rest of the report."""
+        """All fields of the report."""
         body = {"ok": self.ok, **asdict(self)}
         if self.logits_error is not None and not math.isfinite(self.logits_error):
             body["logits_error"] = str(self.logits_error)  # JSON knows no infinity
         return json.dumps(body, indent=2, ensure_ascii=False, allow_nan=False)
 
     def table(self, width: int = 120) -> str:
-        """Plain text; parameters whose names differ in numbers only, and that were treated alike, share a line."""
+        """Plain text for ``width`` columns; parameters that differ only in the numbers in their names share a line."""
         from rich import box
         from rich.console import Console
         from rich.table import Table
@@ -69,28 +69,18 @@ class MappingReport:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), expand=False)
         for title in ("parameter", "", "from", "transformation", "because"):
             table.add_column(title, overflow="fold")
-        for names, rows in self._alike():
+        for names, rows in self._grouped_rows():
             sources = tuple(_starred([row.sources[i] for row in rows]) for i in range(len(rows[0].sources)))
             shown = ", ".join(sources[:3]) + (", ..." if len(sources) > 3 else "")
             many = f"{len(rows)} x" if len(rows) > 1 else ""
-            table.add_row(
-                *map(
-                    Text,
-                    (
-                        names,
-                        many,
-                        shown or "-",
-                        _starred([row.transformation for row in rows]),
-                        _starred([row.evidence for row in rows]),
-                    ),
-                )
-            )
+            words = (_starred([row.transformation for row in rows]), _starred([row.evidence for row in rows]))
+            table.add_row(*map(Text, (names, many, shown or "-", *words)))
         console.print(table)
         for sign, sentences in (
             ("?", self.ambiguous),
             ("✗", self.problems),
-            ("✗", _alike_sentences(self.unfilled, "left as it is")),
-            ("·", _alike_sentences(self.idle, "left as it is")),
+            ("✗", _grouped_sentences(self.unfilled, "left as it is")),
+            ("·", _grouped_sentences(self.idle, "left as it is")),
             ("·", self.notes),
         ):
             for sentence in sentences:
@@ -100,7 +90,7 @@ class MappingReport:
         console.print(Text(f"\n{verdict} {self.logits_note}{error}"))
         return written.getvalue()
 
-    def _alike(self) -> Iterator[tuple[str, list[Row]]]:
+    def _grouped_rows(self) -> Iterator[tuple[str, list[Row]]]:
         groups: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             sources = [re.sub(r"^h\.\d+", "h.#", source) for source in row.sources]
@@ -111,15 +101,15 @@ class MappingReport:
 
 
 def _starred(texts: list[str]) -> str:
-    """Texts that differ in numbers only, as one, with a star where they differ."""
+    """Texts that differ only in numbers, as one text with a star in place of each number that differs."""
     parts = [re.split(r"(\d+)", text) for text in texts]
     if len({len(part) for part in parts}) > 1:
         return texts[0]
     return "".join(column[0] if len(set(column)) == 1 else "*" for column in zip(*parts, strict=True))
 
 
-def _alike_sentences(found: dict[str, str], what: str) -> list[str]:
+def _grouped_sentences(reasons: dict[str, str], what: str) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
-    for name, reason in found.items():
+    for name, reason in reasons.items():
         groups.setdefault((re.sub(r"\d+", "#", name), reason), []).append(name)
     return [f"{_starred(names)} {what}: {reason}" for (_, reason), names in groups.items()]

@@ -2,7 +2,8 @@
 
 Each file is one port, written as its author would, who has never heard of this project. It has `build(config)`, a module from
 ids (B, T) to logits (B, T, V) (alone, first in a tuple, or as `.logits`), and `fill(module, state)`: the author's own loading
-of a checkpoint, which proves in tests/test_ports.py that the port itself is right. `state` is by `gpt2.checkpoint.keys.TABLE`.
+of a checkpoint, which shows in tests/port/test_ports.py that the port itself is right. `state` has the names of
+`gpt2.checkpoint.keys.TABLE`.
 """
 
 import importlib
