@@ -183,19 +183,20 @@ class Bench:
         here, versions = self.machine, self.machine["versions"]
         lines = [
             f"{self.model}  beside  transformers {versions['transformers']}",
-            f"{self.parameters:,} parameters · {self.dtype} · torch {versions['torch']} · {here['processor']}, "
-            f"{here['threads']} threads",
+            f"{self.parameters:,} parameters · {self.dtype} · torch {versions['torch']}",
+            f"{here['processor']}, {here['threads']} threads",
             "",
-            f"{'':28}{'ours':>28}{'transformers':>28}{'faster':>22}",
+            f"{'':24}{'ours':>20}{'transformers':>20}{'faster':>16}",
         ]
         for row in self.rows:
-            cells = "".join(f"{_cell(value, row.unit):>28}" for value in (row.ours, row.theirs))
-            lines.append(f"{row.what + ', ' + row.unit:28}{cells}{'× ' + str(row.ratio):>22}")
+            form = ".2f" if row.unit == "s" else ",.0f"
+            cells = [(row.ours, form, 20), (row.theirs, form, 20), (row.ratio, ".2f", 16)]
+            middle = [f"{value.median:{form}}" for value, form, _ in cells]
+            middle[2] = f"× {middle[2]}"
+            ranges = [f"({value.min:{form}} .. {value.max:{form}})" for value, form, _ in cells]
+            for head, texts in ((row.what, middle), (f"  {row.unit}", ranges)):
+                lines.append(f"{head:24}" + "".join(f"{text:>{width}}" for text, (*_, width) in zip(texts, cells, strict=True)))
         return "\n".join([*lines, "", f"Median (min .. max) of {self.pairs} pairs, ours and theirs in turn."])
-
-
-def _cell(value: Spread, unit: str) -> str:
-    return str(value) if unit == "s" else f"{value.median:,.0f} ({value.min:,.0f} .. {value.max:,.0f})"
 
 
 def bench(

@@ -52,7 +52,7 @@ def _text(found: Description) -> str:
     config, total = found.config, found.config.num_parameters()
     lines = [printable(found.name, one_line=True) + (f" @ {found.revision}" if found.revision else "")]
     lines += [f"  {printable(found.path, one_line=True)}"] if found.path else []
-    lines += [f"  {found.container}" + "".join(f"; {note}" for note in found.notes)] if found.path else []
+    lines += [f"  {line}" for line in (found.container, *found.notes)] if found.path else []
     lines += ["", "config"]
     lines += [f"  {key:32} {value}" for key, value in asdict(config).items()]
     lines += ["", f"parameters  {total:,}"]
@@ -63,9 +63,12 @@ def _text(found: Description) -> str:
     lines += [f"  {'to train: AdamW in float32':32} {size(found.training_bytes):>13}  activations come on top"]
     if found.files:
         lines += ["", "files"]
-        lines += [
-            f"  {printable(file.name, one_line=True):24} {size(file.size):>9}  sha256 {file.sha256}" for file in found.files
-        ]
+        for file in found.files:
+            lines += [f"  {printable(file.name, one_line=True):32} {size(file.size):>13}", f"    sha256 {file.sha256}"]
     if found.dropped:
-        lines += ["", f"seen and dropped: {len(found.dropped)} tensors without information ({', '.join(found.dropped[:2])}, ...)"]
+        lines += [
+            "",
+            f"seen and dropped: {len(found.dropped)} tensors without information",
+            f"  {', '.join(found.dropped[:2])}, ...",
+        ]
     return "\n".join(lines)

@@ -37,18 +37,25 @@ def parser() -> argparse.ArgumentParser:
         "Exit codes: 0 it holds, 1 it does not, 2 bad input, 130 interrupted.",
     )
     top.add_argument("--version", action="version", version=f"gpt2-toolkit {__version__}")
-    commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. A user's mistake is one line on stderr, never a traceback."""
+    """Run one command, or print the help where none is given; returns the exit code.
+
+    A user's mistake is one line on stderr, never a traceback.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # of a Windows pipe, say, whose code page has few of a model's characters
             stream.reconfigure(errors="backslashreplace")
-    args = parser().parse_args(argv)
+    top = parser()
+    args = top.parse_args(argv)
+    if args.command is None:
+        top.print_help()
+        return 0
     try:
         require_writable("--json", args.json)
         return args.run(args)

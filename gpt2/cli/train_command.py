@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
             }
             write_json(args.json, json.dumps(described, indent=2))
         if args.json != "-":
-            print("\n".join(f"{name:24} {recipe.description}\n{'':24} {_promise(recipe)}" for name, recipe in recipes.items()))
+            width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60)
+            for name, recipe in recipes.items():
+                lines = [*textwrap.wrap(recipe.description, width - 25), *textwrap.wrap(_promise(recipe), width - 25)]
+                print("\n".join(f"{head:24} {line}" for head, line in zip([name, *[""] * len(lines)], lines, strict=False)))
         return 0
     if args.recipe == "plot":
         from gpt2.train.plot import plot

@@ -28,7 +28,7 @@ from gpt2.measure.per_token import Tokens, measure_pair
 from gpt2.measure.texts import RUNNING, Text, open_text
 from gpt2.measure.tracing import trace_blocks
 from gpt2.model import GPT2, eager_attention, sdpa_attention
-from gpt2.parity.report import environment
+from gpt2.pages.reports import dtype_name, environment
 
 TOKENS = 8192  # of the text, unless told otherwise
 TRACED = 256  # tokens that activations are compared on
@@ -104,7 +104,7 @@ def compare(
         if text is not None and text.passages and all(tokenizers):
             last_words = _last_words(sides, models, tokenizers, text.passages, seed, progress)
     shown = text.name if text else "random ids"
-    env = environment(" and ".join(dict.fromkeys(_dtype(side) for side in sides)), "cpu")
+    env = environment(side.dtype for side in sides)
     return Comparison(
         a=model_of(sides[0], env.versions),
         b=model_of(sides[1], env.versions),
@@ -240,8 +240,4 @@ def model_of(side: Side, versions: dict[str, str]) -> Model:
     """All it takes to run this side again."""
     implementation = f"transformers {versions['transformers']}" if side.theirs else "gpt2"
     parameters = side.config.num_parameters()
-    return Model(side.name, implementation, _dtype(side), side.revision, parameters, asdict(side.config), side.files())
-
-
-def _dtype(side: Side) -> str:
-    return str(side.dtype).removeprefix("torch.")
+    return Model(side.name, implementation, dtype_name(side.dtype), side.revision, parameters, asdict(side.config), side.files())

@@ -1,9 +1,7 @@
-"""What a comparison of two models found: frozen results first, made into terminal text, JSON and HTML afterwards."""
+"""The results of a comparison as frozen dataclasses, from which terminal text, JSON and HTML are made."""
 
 from __future__ import annotations
 
-import io
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,13 +14,12 @@ from gpt2.comparison.distributions import Distributions, Estimate
 from gpt2.comparison.last_words import LastWords
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
-from gpt2.errors import printable
 from gpt2.measure.metrics import LanguageScore
 from gpt2.pages.rendering import visible, write
-from gpt2.parity.report import Environment, finite
+from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 
 SEEN = 0.005  # nats of Jensen-Shannon that two digits show
@@ -66,7 +63,7 @@ class Numerics:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Printed):
     """Two models, from weights to words; a part is None where it could not be measured, and ``compatibility`` says why."""
 
     a: Model
@@ -114,15 +111,7 @@ class Comparison:
                 "unchanged": self.weights.unchanged,
                 "most_changed": [t.name for t in self.weights.most_changed()],
             }
-        return json.dumps(finite(body), indent=2, allow_nan=False)
-
-    def table(self, width: int = 100) -> str:
-        """The report as plain text, ``width`` columns."""
-        from rich.console import Console
-
-        console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
-        self.print(console)
-        return console.file.getvalue()
+        return as_json(body)
 
     def save_html(self, path: str | Path) -> None:
         """Write the report as one self-contained page; raises InputError where the file cannot be written."""
@@ -130,14 +119,8 @@ class Comparison:
 
         write(path, page(self))
 
-    def print(self, console: Console) -> None:
-        """Write the report to a rich console."""
-        for part in self._render():
-            console.print(part, highlight=False)
-
-    # Terminal
-
-    def _render(self) -> Iterator[RenderableType]:
+    def parts(self) -> Iterator[RenderableType]:
+        """Both models, the summary, and a table for each thing that was measured."""
         from rich.markup import escape
 
         yield f"\n[bold]{escape(self.a.name)}[/bold]  →  [bold]{escape(self.b.name)}[/bold]"
@@ -179,6 +162,8 @@ class Comparison:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 3, 0, 0))
+        for _ in range(3):
+            table.add_column(overflow="fold")
         found = self.distributions
         if found is not None:
             a, b = found.a.score, found.b.score
@@ -219,10 +204,11 @@ class Comparison:
         return table
 
     def _weights(self) -> RenderableType:
-        table = _table("tensor", "moved", "max", "cosine", "unchanged", "rank (effective)")
+        table = data_table("tensor", "moved", "max", "cosine", "unchanged", "rank (effective)")
         for tensor in self.weights.most_changed():
             rank = "" if tensor.rank is None else f"{tensor.rank}/{tensor.full_rank} ({tensor.effective_rank:.0f})"
-            table.add_row(
+            add_texts(
+                table,
                 tensor.name,
                 _moved(tensor.distance),
                 f"{tensor.max_abs:.2g}",
@@ -233,31 +219,33 @@ class Comparison:
         return table
 
     def _activations(self) -> RenderableType:
-        table = _table("where", "error", "at", "SQNR", "cosine")
+        table = data_table("where", "error", "at", "SQNR", "cosine")
         for where, points in _by_block(self.activations.points, lambda point: point.point):
             worst = max(points, key=lambda point: point.error)
-            table.add_row(where, f"{worst.error:.2g}", _inside(worst.point), f"{worst.sqnr:.0f} dB", f"{worst.cosine:.6f}")
+            add_texts(table, where, f"{worst.error:.2g}", _inside(worst.point), f"{worst.sqnr:.0f} dB", f"{worst.cosine:.6f}")
         return table
 
     def _numerics(self) -> RenderableType:
-        table = _table("where", self.a.name, self.b.name, "at")
+        table = data_table("where", self.a.name, self.b.name, "at")
         for where, points in _by_block(self.numerics.points, lambda point: point[0]):
             worst = max(points, key=lambda point: max(point[1:]))
-            table.add_row(where, f"{worst[1]:.1e}", f"{worst[2]:.1e}", _inside(worst[0]))
+            add_texts(table, where, f"{worst[1]:.1e}", f"{worst[2]:.1e}", _inside(worst[0]))
         for what, error in self.numerics.logits:
-            table.add_row("logits", f"{error:.1e}", "", what)
+            add_texts(table, "logits", f"{error:.1e}", "", what)
         return table
 
     def _distributions(self) -> RenderableType:
+        from rich.console import Group
+
         found = self.distributions
-        table = _table("", "KL(a‖b)", "KL(b‖a)", "Jensen-Shannon")
+        table = data_table("", "KL(a‖b)", "KL(b‖a)", "Jensen-Shannon")
         divergences = (found.kl_ab, found.kl_ba, found.js)
-        table.add_row("mean", *(f"{one.mean.value:.3g}" for one in divergences))
-        table.add_row("95 % interval", *(f"{one.mean.low:.3g} .. {one.mean.high:.3g}" for one in divergences))
+        add_texts(table, "mean", *(f"{one.mean.value:.3g}" for one in divergences))
+        add_texts(table, "95 % interval", *(f"{one.mean.low:.3g} .. {one.mean.high:.3g}" for one in divergences))
         for key, name in (("50", "median"), *((key, f"{key} %") for key in ("90", "95", "99", "99.9"))):
-            table.add_row(name, *(f"{one.percentiles[key]:.3g}" for one in divergences))
-        table.add_row("max", *(f"{one.max:.3g}" for one in divergences))
-        return _lines(
+            add_texts(table, name, *(f"{one.percentiles[key]:.3g}" for one in divergences))
+        add_texts(table, "max", *(f"{one.max:.3g}" for one in divergences))
+        return Group(
             table,
             f"top {found.top} overlap {found.overlap.value:.1%} · correlation of log-probabilities {found.correlation:.4f} · "
             f"right token's probability {100 * found.change.mean.value:+.2f} percentage points on average, "
@@ -266,23 +254,23 @@ class Comparison:
         )
 
     def _passage(self) -> RenderableType:
-        table = _table("", "the text", "a", "b", "a expected", "b expected", "JS")
+        table = data_table("", "the text", "a", "b", "a expected", "b expected", "JS")
         for passage in self.words.passages[:2]:
             if all(word.js < SEEN for word in passage.words):
                 continue
             for word in passage.words:
                 tops = [f"{visible(top[0].text)} {top[0].probability:.0%}" if top else "" for top in (word.top_a, word.top_b)]
                 chances = [f"{chance:.1%}" for chance in (word.probability_a, word.probability_b)]
-                table.add_row("", visible(word.text), *chances, *tops, f"{word.js:.2f}")
+                add_texts(table, "", visible(word.text), *chances, *tops, f"{word.js:.2f}")
             table.add_section()
         return table
 
     def _continuations(self) -> RenderableType:
-        table = _table("prompt", "a goes on", "b goes on", "parts")
+        table = data_table("prompt", "a goes on", "b goes on", "parts", wrap=True)
         for row in self.words.continuations:
             how = "greedy" if row.temperature == 0 else f"T = {row.temperature:g}"
             parts = "nowhere" if row.parts_at is None else f"token {row.parts_at + 1}"
-            table.add_row(f"{row.prompt}\n({how})", row.a, row.b, parts)
+            add_texts(table, f"{row.prompt}\n({how})", row.a, row.b, parts)
             table.add_section()
         return table
 
@@ -293,29 +281,6 @@ def _moved(distance: float) -> str:
 
 def _coarser(*dtypes: str) -> str:
     return max(dtypes, key=["float64", "float32", "float16", "bfloat16", "int8"].index)
-
-
-def _table(*titles: str) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    class Plain(Table):
-        """Cells are text from models and files, never markup."""
-
-        def add_row(self, *cells: str) -> None:
-            super().add_row(*(Text(printable(cell)) for cell in cells))
-
-    table = Plain(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    for number, title in enumerate(titles):
-        table.add_column(title, no_wrap=number == 0)
-    return table
-
-
-def _lines(*parts: RenderableType) -> RenderableType:
-    from rich.console import Group
-
-    return Group(*parts)
 
 
 def _interval(estimate: Estimate, form: str) -> str:

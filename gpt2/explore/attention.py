@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +17,10 @@ from gpt2.comparison.sides import Side
 from gpt2.errors import InputError
 from gpt2.measure.tracing import trace_blocks
 from gpt2.pages.rendering import write
-from gpt2.parity.report import Environment, environment, finite
+from gpt2.pages.reports import Environment, Printed, as_json, data_table, environment
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import RenderableType
 
 WEIGHTS = 750_000  # of all heads, in a page of less than 3 MB: 72 tokens of gpt2, 25 of gpt2-xl
 
@@ -47,7 +45,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class AttentionReport:
+class AttentionReport(Printed):
     """``heads`` are a's, layer by layer, ``heads_b`` b's. ``maps`` (layers, heads, T, T) are a's weights, ``maps_b`` b's."""
 
     a: str
@@ -74,35 +72,24 @@ class AttentionReport:
         if maps:
             body["maps"] = self.maps.tolist()
             body["maps_b"] = None if self.maps_b is None else self.maps_b.tolist()
-        return json.dumps(finite(body), indent=2, allow_nan=False)
+        return as_json(body)
 
-    def table(self, width: int = 100) -> str:
-        """The heads as plain text, ``width`` columns."""
-        from rich.console import Console
-
-        console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
-        self.print(console)
-        return console.file.getvalue()
-
-    def print(self, console: Console) -> None:
-        """Write a row for each head that stands out to a rich console."""
-        from rich import box
-        from rich.table import Table
+    def parts(self) -> Iterator[RenderableType]:
+        """A row for each head that stands out, and the reason."""
         from rich.text import Text
 
-        console.print(Text(f"\nattention of {self.a}" + (f" → {self.b}" if self.b else "")), highlight=False)
+        yield Text(f"\nattention of {self.a}" + (f" → {self.b}" if self.b else ""))
         total = f"{len(self.heads)} heads, {len(self.tokens)} tokens; shares of attention, on average over the tokens"
-        console.print(Text(total, style="dim"), highlight=False)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-        titles = ("head", "looks back", "entropy", "previous", "first", "itself", *(("moved",) if self.b else ()), "")
-        for title in titles:
-            table.add_column(title, justify="left" if title in ("head", "") else "right")
+        yield Text(total, style="dim")
+        moved = ["moved"] if self.b else []
+        titles = ["head", "looks back", "entropy", "previous", "first", "itself", *moved, ""]
+        table = data_table(*titles, right=range(1, len(titles) - 1))
         for head, why in self.notable():
             cells = [f"h.{head.layer} head {head.head}", f"{head.distance:.1f}", f"{head.entropy:.2f}"]
             cells += [f"{share:.0%}" for share in (head.previous, head.first, head.itself)]
             cells += [f"{head.moved:.1%}"] if self.b else []
             table.add_row(*cells, Text(why, style="dim"))
-        console.print(table, highlight=False)
+        yield table
 
     def notable(self) -> list[tuple[Head, str]]:
         """Heads that stand out, and by what; in the order of the layers."""
@@ -199,7 +186,7 @@ def compare_attention(a: str, b: str | None, text: str, *, dtype: str | None = N
         with side.model() as model:
             maps.append(attention_maps(model, torch.tensor([ids])))
     found = summarise_attention(a, b, tuple(tokenizer.decode([index]) for index in ids), *maps)
-    env = environment(" and ".join(dict.fromkeys(str(side.dtype).removeprefix("torch.") for side in sides)), "cpu")
+    env = environment(side.dtype for side in sides)
     return replace(found, models=tuple(model_of(side, env.versions) for side in sides), environment=env)
 
 

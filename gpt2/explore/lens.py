@@ -8,7 +8,6 @@ earlier it shows how a prediction comes about, in so far as the blocks share one
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,7 +31,7 @@ from gpt2.measure.metrics import entropy, log_probabilities
 from gpt2.measure.per_token import likeliest, measure_rows
 from gpt2.measure.tracing import point_at, root_of, trace_blocks
 from gpt2.pages.rendering import write
-from gpt2.parity.report import Environment, environment, finite
+from gpt2.pages.reports import Environment, as_json, environment
 
 PROMPT = "JULIET:\nO Romeo, Romeo! wherefore art"
 TOP = 8  # choices kept of each reading
@@ -86,7 +85,7 @@ class Exploration:
             body = {"model": asdict(lens.model), "tokens": lens.tokens, "points": lens.points, "readings": readings}
             lenses.append(body | {"attention": lens.attention.double().mul(1e4).round().div(1e4).tolist()})
         whole = {"prompt": self.prompt, "js": self.js, "environment": asdict(self.environment), "lenses": lenses}
-        return json.dumps(finite(whole), ensure_ascii=False, allow_nan=False)
+        return as_json(whole, indent=None)
 
     def save_html(self, path: str | Path) -> None:
         """The pass as one self-contained page.
@@ -150,7 +149,7 @@ def explorer(*names: str, offline: bool = False) -> Iterator[Explorer]:
     shared = next((tokenizer for tokenizer in own if tokenizer is not None), None)
     if shared is None:
         raise InputError(f"{sides[0].name}: has no tokenizer to read a prompt with; give a model that comes with one")
-    env = environment(" and ".join(dict.fromkeys(str(side.dtype).removeprefix("torch.") for side in sides)), "cpu")
+    env = environment(side.dtype for side in sides)
     with ExitStack() as stack:
         models = tuple(stack.enter_context(side.model()) for side in sides)
         described = tuple(model_of(side, env.versions) for side in sides)

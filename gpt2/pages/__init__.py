@@ -1,1 +1,1 @@
-"""What the HTML reports share: templates, charts, escaping."""
+"""What all reports share: JSON, terminal tables, page templates, charts, escaping."""

@@ -109,7 +109,7 @@ def weights(subject: Subject) -> Check:
         rows += [(f"{name} (not in the files)", float(tensor.numel())) for name, tensor in parameters.items()]
     else:  # nanoGPT without biases
         rows += [(f"{name} (not in the files: zeros)", float(tensor.count_nonzero())) for name, tensor in parameters.items()]
-    return Check("weights", EXACT, f"{len(rows)} tensors, bit for bit", "as stored", points_of(rows, 0.0))
+    return Check("weights", EXACT, f"bits of {len(rows)} tensors", "stored", points_of(rows, 0.0))
 
 
 def adapter(subject: Subject) -> list[Check]:
@@ -182,7 +182,7 @@ def forward(subject: Subject) -> list[Check]:
     return [
         Check("activations", MAPPING, f"{len(activations)} points", "float64", activations),
         Check("logits", MAPPING, f"{len(logits)} full contexts", "float64", points_of(logits, FLOAT64_BOUND) + every),
-        Check("cache", MAPPING, "prompt, tokens, chunk", "float64", cached),
+        Check("cache", MAPPING, "read in three parts", "float64", cached),
         Check("padding", MAPPING, "three rows", "float64", padded),
         Check("rounding", ROUNDING, f"{len(compared)} points", label, tuple(_rounding(compared))),
         text,
@@ -283,7 +283,7 @@ def tokens(subject: Subject) -> Check:
         expected = reference.reference_ids(theirs, sample)
         same = ids == expected and ours.decode(ids) == theirs.decode(expected, clean_up_tokenization_spaces=False)
         rows.append((f"tokens (sample {index})", float(not same)))
-    return Check("tokens", EXACT, f"{len(rows)} texts, ids and back", "", points_of(rows, 0.0))
+    return Check("tokens", EXACT, f"{len(rows)} texts and back", "", points_of(rows, 0.0))
 
 
 SAMPLES = (

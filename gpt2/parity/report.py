@@ -1,24 +1,19 @@
-"""What was found, as frozen dataclasses first; terminal, JSON and HTML are made of them afterwards."""
+"""The report of verify as frozen dataclasses, from which terminal text, JSON and HTML are made."""
 
 from __future__ import annotations
 
 import io
-import json
-import math
-import os
-import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gpt2 import __version__
 from gpt2.errors import InputError
 from gpt2.measure.tracing import layer_of
+from gpt2.pages.reports import Environment, Printed, as_json, data_table
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 EXACT, MAPPING, ROUNDING = "exact", "mapping", "rounding"
 
@@ -70,18 +65,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Environment:
-    """What the figures were measured with."""
-
-    versions: dict[str, str]
-    dtype: str
-    device: str
-    threads: int
-    machine: str
-
-
-@dataclass(frozen=True)
-class Report:
+class Report(Printed):
     """Two models compared: ``model`` is ours, ``reference`` is what it was held against."""
 
     model: str
@@ -129,15 +113,7 @@ class Report:
             "files": self.files,
             "checks": [{**asdict(check), "ok": check.ok} for check in self.checks],
         }
-        return json.dumps(finite(body), indent=2, allow_nan=False)
-
-    def table(self, width: int = 100) -> str:
-        """The report as plain text, ``width`` columns."""
-        from rich.console import Console
-
-        written = io.StringIO()
-        self.print(Console(file=written, width=width, color_system=None, force_jupyter=False))
-        return written.getvalue()
+        return as_json(body)
 
     def save_html(self, path: str | Path) -> None:
         """The report as one self-contained HTML file."""
@@ -150,66 +126,50 @@ class Report:
         except OSError as error:
             raise InputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 
-    def print(self, console: Console) -> None:
-        """Write the report to a rich console."""
-        for part in self._render():
-            console.print(part, highlight=False)
-
-    def _render(self) -> Iterator[RenderableType]:
+    def parts(self) -> Iterator[RenderableType]:
+        """Both models, a row per block, a row per check, and the verdict."""
         from rich.markup import escape
 
         env = self.environment
         packages = " · ".join(f"{name} {number}" for name, number in env.versions.items() if name in ("torch", "transformers"))
+        threads = f"{env.threads} thread{'s' * (env.threads != 1)}"
         yield f"\n[bold]{escape(self.model)}[/bold]  against  [bold]{escape(self.reference)}[/bold]"
-        yield f"[dim]{self.parameters:,} parameters · {packages} · {env.device}, {_threads(env.threads)}\n{self.coverage}[/dim]\n"
+        yield f"[dim]{self.parameters:,} parameters · {packages} · {env.device}, {threads}\n{self.coverage}[/dim]\n"
         yield self._blocks()
-        yield "[dim]Errors are relative, against transformers in float64; a ratio is our error over transformers' own.[/dim]\n"
-        yield self._summary()
-        seconds = f"[dim]in {self.seconds:.1f} s[/dim]"
+        yield "[dim]Errors are relative to transformers in float64; ratios (×) are our error over its own.[/dim]\n"
+        yield self._checks()
         skipped = [check.id for check in self.checks if check.skipped]
-        partly = f"; not run: {', '.join(skipped)}" if skipped else ""
+        not_run = f"; not run: {', '.join(skipped)}" if skipped else ""
+        end = f"{not_run}  [dim]in {self.seconds:.1f} s[/dim]\n"
         if self.ok:
-            yield f"\n[bold green]EQUAL[/bold green]  at every point{' that was run' if skipped else ''}{partly}  {seconds}\n"
+            yield f"\n[bold green]EQUAL[/bold green]  at every point{' that was run' if skipped else ''}{end}"
         else:
             first = self.first_divergence
             where = "a check without a point" if first is None else f"first at [bold]{first.name}[/bold]: {_amount(first)}"
-            yield f"\n[bold red]DIFFERENT[/bold red]  {where}{partly}  {seconds}\n"
+            yield f"\n[bold red]DIFFERENT[/bold red]  {where}{end}"
 
     def _blocks(self) -> RenderableType:
         """A row per block: the worst of its traced activations and gradients, by both rules."""
-        from rich import box
-        from rich.table import Table
-
-        dtype = self.environment.dtype
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-        table.add_column("where")
-        table.add_column("float64\nworst", justify="right")
-        table.add_column("\nat", style="dim")
-        table.add_column(f"{dtype}\nworst", justify="right")
-        table.add_column("\nratio", justify="right")
-        table.add_column("\nat", style="dim")
-        table.add_column("gradients\nfloat64", justify="right")
-        table.add_column("\nratio", justify="right")
+        ratio, exact = "\nratio", "gradients\nfloat64"
+        titles = "where", "float64\nworst", "\nat", f"{self.environment.dtype}\nworst", ratio, "\nat", exact, ratio
+        table = data_table(*titles, right=(1, 3, 4, 6, 7))
         checks = {check.id: check for check in self.checks}
         for where in ["embed", *(f"h.{layer}" for layer in range(self.n_layer)), "head"]:
-            cells = [where]
-            mapping = _worst_in(checks.get("activations"), where)
-            cells += [_mark(mapping, f"{mapping.error:.1e}"), short(mapping.name)] if mapping else ["", ""]
-            rounding = _worst_in(checks.get("rounding"), where)
-            cells += _rounding_cells(rounding) if rounding else [""] * 3
-            gradient = _worst_in(checks.get("gradients"), where)
-            cells.append(_mark(gradient, f"{gradient.error:.1e}") if gradient else "")
-            gradient = _worst_in(checks.get("gradients-rounding"), where)
-            cells.append(_mark(gradient, f"{gradient.ratio:.2f}") if gradient else "")
-            table.add_row(*cells)
+            points = [_worst_in(checks.get(id), where) for id in ("activations", "rounding", "gradients", "gradients-rounding")]
+            table.add_row(
+                where,
+                *(_error_cell(points[0]), _name_cell(points[0])),
+                *(_error_cell(points[1]), _ratio_cell(points[1]), _name_cell(points[1])),
+                *(_error_cell(points[2]), _ratio_cell(points[3])),
+            )
         return table
 
-    def _summary(self) -> RenderableType:
+    def _checks(self) -> RenderableType:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
         for no_wrap in (True, True, True, False, True, False):
-            table.add_column(no_wrap=no_wrap)
+            table.add_column(no_wrap=no_wrap, overflow="fold")
         for check in self.checks:
             title = check.id.removesuffix("-rounding"), f"[dim]{check.dtype}[/dim]", check.title
             if check.skipped:
@@ -217,28 +177,9 @@ class Report:
                 continue
             mark = "[green]✓[/green]" if check.ok else "[bold red]✗[/bold red]"
             worst = check.worst
-            told = () if worst is None or (check.kind == EXACT and check.ok) else (_amount(worst), f"[dim]{worst.name}[/dim]")
-            table.add_row(mark, *title, *told)
+            shown = worst is not None and not (check.kind == EXACT and check.ok)
+            table.add_row(mark, *title, *((_short_amount(worst), f"[dim]{worst.name}[/dim]") if shown else ()))
         return table
-
-
-def environment(dtype: str, device: str) -> Environment:
-    """Versions and machine of this process."""
-    import torch
-
-    names = ("torch", "transformers", "safetensors", "tokenizers", "tiktoken", "numpy")
-    own = {"gpt2-toolkit": __version__, "python": platform.python_version()}
-    versions = {**own, **{name: version(name) for name in names}}
-    return Environment(versions, dtype, device, torch.get_num_threads(), f"{platform.machine()}, {os.cpu_count()} cores")
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread{'s' * (count != 1)}"
-
-
-def short(point: str) -> str:
-    """``"h.3.attn.k"`` -> ``"attn.k"``, for a row that already says which block."""
-    return point if layer_of(point) is None or point.count(".") == 1 else point.split(".", 2)[2]
 
 
 def _where(point: str) -> str:
@@ -254,32 +195,38 @@ def _worst_in(check: Check | None, where: str) -> Point | None:
     return Check("", "", "", "", tuple(point for point in check.points if _where(point.name) == where)).worst
 
 
+def _error_cell(point: Point | None) -> str:
+    return "" if point is None else _mark(point, f"{point.error:.1e}")
+
+
+def _ratio_cell(point: Point | None) -> str:
+    return "" if point is None else _mark(point, f"{point.ratio:.2f}")
+
+
+def _name_cell(point: Point | None) -> str:
+    """``"h.3.attn.k"`` -> ``"attn.k"``: the row says which block, and the table of checks says which logits."""
+    if point is None:
+        return ""
+    name = point.name.partition(" (")[0]
+    return f"[dim]{name.split('.', 2)[2] if name.count('.') > 1 else name}[/dim]"
+
+
 def _mark(point: Point, text: str) -> str:
     return text if point.ok else f"[bold red]{text}[/bold red]"
-
-
-def _rounding_cells(point: Point) -> list[str]:
-    ratio = _mark(point, f"{point.ratio:.2f}")
-    return [_mark(point, f"{point.error:.1e}"), ratio, short(point.name)]
 
 
 def _amount(point: Point) -> str:
     if point.reference_error is not None:
         return f"{point.ratio:.2f} × theirs"
     if point.bound == 0:
-        return f"{point.error:,.0f} entries differ" if point.error != 0 else "none differ"
+        return f"{point.error:,.0f} {'entry differs' if point.error == 1 else 'entries differ'}"
     return f"{point.error:.1e}"
 
 
-def finite(value: Any) -> Any:
-    """JSON knows no infinity: it becomes the string "inf"."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+def _short_amount(point: Point) -> str:
+    if point.reference_error is not None:
+        return f"× {point.ratio:.2f}"
+    return f"{point.error:,.0f} differ" if point.bound == 0 else f"{point.error:.1e}"
 
 
 def points_of(rows: Iterable[tuple[str, float]], bound: float) -> tuple[Point, ...]:

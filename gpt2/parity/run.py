@@ -20,9 +20,10 @@ from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.saving import sha256
 from gpt2.model import GPT2
+from gpt2.pages.reports import environment
 from gpt2.parity import checks, reference, training
 from gpt2.parity.checks import Build, Probe, Subject
-from gpt2.parity.report import Report, environment
+from gpt2.parity.report import Report
 
 
 def _load(path: Path, dtype: torch.dtype | None) -> GPT2:
@@ -68,7 +69,7 @@ def verify(
         found = [checks.weights(subject), *checks.adapter(subject), *checks.forward(subject), *training.training(subject), tokens]
         files = {name: sha256(path) for name, path in ours.files().items()}
         told = "" if theirs == ours.path else " (given our tensors: it cannot open these files itself)"
-    env = environment(str(rounding).removeprefix("torch."), "cpu")
+    env = environment([rounding])
     return Report(
         model=checkpoint.name,
         reference=f"transformers {env.versions['transformers']}{told}",

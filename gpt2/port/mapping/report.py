@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from gpt2.pages.reports import Printed, as_json
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class MappingReport:
+class MappingReport(Printed):
     """The weights of ``checkpoint`` in ``module``.
 
     With the reasons: ``unfilled`` are the module's parameters that were left as they are, ``idle`` those of them that have no
@@ -51,31 +54,27 @@ class MappingReport:
         return self.agrees and not (self.unfilled or self.ambiguous or self.problems)
 
     def to_json(self) -> str:
-        """All fields of the report."""
-        body = {"ok": self.ok, **asdict(self)}
-        if self.logits_error is not None and not math.isfinite(self.logits_error):
-            body["logits_error"] = str(self.logits_error)  # JSON knows no infinity
-        return json.dumps(body, indent=2, ensure_ascii=False, allow_nan=False)
+        """Every parameter with its source, and all the rest of the report."""
+        return as_json({"ok": self.ok, **asdict(self)})
 
-    def table(self, width: int = 120) -> str:
-        """Plain text for ``width`` columns; parameters that differ only in the numbers in their names share a line."""
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
+    def parts(self) -> Iterator[RenderableType]:
+        """Each kind of parameter with its source, what is wrong or worth knowing, and the verdict.
+
+        Parameters whose names differ in numbers only, and that were treated alike, share an entry.
+        """
+        from rich.padding import Padding
         from rich.text import Text
 
-        written = io.StringIO()
-        console = Console(file=written, width=width, color_system=None, force_jupyter=False)
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), expand=False)
-        for title in ("parameter", "", "from", "transformation", "because"):
-            table.add_column(title, overflow="fold")
         for names, rows in self._grouped_rows():
-            sources = tuple(_starred([row.sources[i] for row in rows]) for i in range(len(rows[0].sources)))
+            many = f"  ({len(rows)})" if len(rows) > 1 else ""
+            sources = [_starred([row.sources[i] for row in rows]) for i in range(len(rows[0].sources))]
             shown = ", ".join(sources[:3]) + (", ..." if len(sources) > 3 else "")
-            many = f"{len(rows)} x" if len(rows) > 1 else ""
-            words = (_starred([row.transformation for row in rows]), _starred([row.evidence for row in rows]))
-            table.add_row(*map(Text, (names, many, shown or "-", *words)))
-        console.print(table)
+            transformation, evidence = (
+                _starred([getattr(row, field) for row in rows]) for field in ("transformation", "evidence")
+            )
+            yield Text(f"{names}{many}")
+            yield Padding(Text(f"from {shown}; {transformation}; {evidence}" if shown else evidence), (0, 0, 0, 4))
+        yield ""
         for sign, sentences in (
             ("?", self.ambiguous),
             ("✗", self.problems),
@@ -84,11 +83,10 @@ class MappingReport:
             ("·", self.notes),
         ):
             for sentence in sentences:
-                console.print(Text(f"{sign}  {sentence}"))
+                yield Text(f"{sign}  {sentence}")
         error = "" if self.logits_error is None else f" (worst error {self.logits_error:.1e} in float64)"
         verdict = "EQUAL:" if self.ok else "NOT ALL IN PLACE, though" if self.agrees else "NOT EQUAL:"
-        console.print(Text(f"\n{verdict} {self.logits_note}{error}"))
-        return written.getvalue()
+        yield Text(f"\n{verdict} {self.logits_note}{error}")
 
     def _grouped_rows(self) -> Iterator[tuple[str, list[Row]]]:
         groups: dict[tuple[str, ...], list[Row]] = {}

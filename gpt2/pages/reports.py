@@ -1,0 +1,102 @@
+"""What all reports share: the environment they were measured in, JSON, and tables that fit a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import platform
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from gpt2 import __version__
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "tiktoken", "numpy")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Versions and machine that a report was measured with."""
+
+    versions: dict[str, str]
+    dtype: str
+    device: str
+    threads: int
+    machine: str
+
+
+def environment(dtypes: Iterable[torch.dtype], device: str = "cpu") -> Environment:
+    """The environment of this process; ``dtypes`` are those of the models, in order."""
+    import torch
+
+    versions = {"gpt2-toolkit": __version__, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+    dtype = " and ".join(dict.fromkeys(dtype_name(dtype) for dtype in dtypes))
+    return Environment(versions, dtype, device, torch.get_num_threads(), f"{platform.machine()}, {os.cpu_count()} cores")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def as_json(body: dict[str, Any], indent: int | None = 2) -> str:
+    """A report as JSON. JSON has no infinity and no NaN: they become the strings "inf", "-inf" and "nan"."""
+    return json.dumps(_finite(body), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Printed:
+    """A report that prints to a terminal: the subclass yields its parts."""
+
+    def parts(self) -> Iterator[RenderableType]:
+        """Markup, texts and tables, from top to bottom."""
+        raise NotImplementedError
+
+    def print(self, console: Console) -> None:
+        """Write the report to a rich console."""
+        for part in self.parts():
+            console.print(part, highlight=False)
+
+    def table(self, width: int = 100) -> str:
+        """The report as plain text, ``width`` columns (80 or more)."""
+        from rich.console import Console
+
+        written = io.StringIO()
+        self.print(Console(file=written, width=width, color_system=None, force_jupyter=False))
+        return written.getvalue()
+
+
+def data_table(*titles: str, right: Container[int] = (), wrap: bool = False) -> Table:
+    """An empty table with a rule under its titles; the columns numbered in ``right`` are aligned to the right.
+
+    The first column holds names and keeps its width; the others wrap. With ``wrap`` the first one wraps too.
+    """
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="right" if number in right else "left", overflow="fold", no_wrap=number == 0 and not wrap)
+    return table
+
+
+def add_texts(table: Table, *cells: str) -> None:
+    """Add a row of texts from models and files, which are never read as markup."""
+    from rich.text import Text
+
+    table.add_row(*map(Text, cells))
