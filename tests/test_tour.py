@@ -76,7 +76,7 @@ def words(text: str) -> list[str]:
     """The words of an output, however it is wrapped, without what depends on the machine: times, speeds, and the last digits
     of rounding with the place where it is largest.
     """
-    text = re.sub(r"(\d\.\de[-+]\d\d|\d\.\d\d × theirs).*(\n {40}.*)?", "ROUNDING", text)  # and what is wrapped in its column
+    text = re.sub(r"(\d\.\de[-+]\d\d|× \d\.\d\d).*(\n {40}.*)?", "ROUNDING", text)  # and what is wrapped in its column
     text = re.sub(r"[\d,]+ tok/s .*left|[\d.]+ s\b", "TIME", text)
     text = re.sub(r"\d+ threads?\b", "THREADS", text)
     return [word for word in text.split() if set(word) != {"─"}]

@@ -89,7 +89,7 @@ def data_table(*titles: str, right: Container[int] = (), wrap: bool = False) -> 
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for number, title in enumerate(titles):
         table.add_column(title, justify="right" if number in right else "left", overflow="fold", no_wrap=number == 0 and not wrap)
     return table

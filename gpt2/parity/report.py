@@ -176,9 +176,8 @@ class Report(Printed):
                 table.add_row("[yellow]–[/yellow]", *title, "", f"[yellow]not run: {check.skipped}[/yellow]")
                 continue
             mark = "[green]✓[/green]" if check.ok else "[bold red]✗[/bold red]"
-            worst = check.worst
-            shown = worst is not None and not (check.kind == EXACT and check.ok)
-            table.add_row(mark, *title, *((_short_amount(worst), f"[dim]{worst.name}[/dim]") if shown else ()))
+            worst = None if check.kind == EXACT and check.ok else check.worst
+            table.add_row(mark, *title, *(() if worst is None else (_short_amount(worst), f"[dim]{worst.name}[/dim]")))
         return table
 
 

@@ -1,124 +1,99 @@
-"""Text of models and names of files on a terminal: control characters arrive as symbols, never as commands."""
+"""What commands print fits a terminal of 80 columns, and no name is cut off."""
 
 from __future__ import annotations
 
-import io
 import re
-import shutil
-from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 
 import pytest
 import torch
 
-import gpt2
-from gpt2.cli.main import main
-from gpt2.data.chars import Chars
-from gpt2.errors import InputError, printable
+from gpt2.bench import Bench, Row, Spread
+from gpt2.cli.main import COMMANDS, main
+from gpt2.explore.attention import summarise_attention
+from gpt2.measure.tracing import points
+from gpt2.pages.reports import Environment, Printed
+from gpt2.parity.report import EXACT, MAPPING, ROUNDING, Check, Point, Report
+from gpt2.port.mapping.report import MappingReport
+from gpt2.port.mapping.report import Row as MappingRow
 
-ASSET = Path(gpt2.__file__).parent / "assets" / "shakespeare-mini"
-ATTACK = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b]0;pwned\x1b\\\x1b[2J\r\b\x7f\x9b2J"  # clipboard, title, clear the screen; as C1 too
-RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-class Terminal(io.StringIO):
-    """Standard output or error of somebody who looks at it."""
-
-    def isatty(self) -> bool:
-        return True
+LAYERS = 12
+VERSIONS = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
+PARAMETERS = [f"h.{n}.{part}" for n in range(LAYERS) for part in ("mlp.c_proj.bias", "attn.c_attn.weight")]
+LOGITS = ["logits (single tokens)", "logits (padded row 1, cached)"]
 
 
-@pytest.fixture(autouse=True)
-def no_colours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that every escape sequence on the terminal is one that slipped through."""
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setenv("NO_COLOR", "1")
+def verified() -> Report:
+    """A report with the longest names of every kind, each the worst of its block."""
+    exact = [Point(name, 1e-13 if name.endswith("attn.weights") else 0.0, 1e-10) for name in points(LAYERS)]
+    rounding = [Point(name, 1.3e-7 * (1 + len(name)), 1e-5, 1e-7) for name in (*points(LAYERS), *LOGITS)]
+    checks = (
+        Check("weights", EXACT, "bits of 148 tensors", "stored", tuple(Point(name, 0.0, 0.0) for name in PARAMETERS)),
+        Check("activations", MAPPING, "173 points", "float64", tuple(exact)),
+        Check("cache", MAPPING, "read in three parts", "float64", tuple(Point(name, 1e-15, 1e-10) for name in LOGITS)),
+        Check("rounding", ROUNDING, "175 points", "bfloat16", tuple(rounding)),
+        Check("gradients", MAPPING, "every parameter", "float64", (Point(PARAMETERS[-1], 1.2e-13, 1e-10),)),
+        Check("adamw", MAPPING, "change by 5 steps", "float64", skipped="needs 56 GB of memory, this machine has 24"),
+        Check("tokens", EXACT, "10 texts and back", "", (Point("tokens (sample 3)", 1.0, 0.0),)),
+    )
+    environment = Environment(VERSIONS, "bfloat16", "cpu", 2, "x86_64, 2 cores")
+    return Report("gpt2", "transformers 5.23.0", None, 124_439_808, LAYERS, "50,257 ids", checks, {}, environment, 0, 12.3)
 
 
-def on_a_terminal(*args: str) -> tuple[int, str]:
-    """The exit code of a command and all that its terminal got, without the progress line, which is overwritten in place."""
-    with redirect_stdout(Terminal()) as screen, redirect_stderr(screen):
-        code = main(args)
-    return code, screen.getvalue().replace("\r\x1b[2K", "")
+def mapped() -> MappingReport:
+    rows = [
+        MappingRow(
+            f"transformer.decoder_layers.{n}.self_attention.qkv_projection.weight", (3, 3), (source,), "transposed", "shape"
+        )
+        for n, source in enumerate(PARAMETERS)
+    ]
+    return MappingReport("Port", "gpt2", tuple(rows), {}, {}, {}, (), (), ("a note " * 30,), 1e-15, "the logits agree", True)
 
 
-def crafted(folder: Path, says: str = "\x1b") -> Path:
-    """A model whose vocabulary is the attack's characters, and which says the same one for ever."""
-    tokenizer = Chars.from_text(ATTACK + "a\n")
-    model = gpt2.GPT2(gpt2.GPT2Config(tokenizer.n_vocab, 64, 8, 1, 2))
-    with torch.no_grad():
-        row = model.wte.weight[tokenizer.encode(says)[0]]
-        row.mul_(50)
-        model.ln_f.weight.zero_()
-        model.ln_f.bias.copy_(row)
-    gpt2.save(model, tokenizer, folder)
-    return folder
+def attention() -> Printed:
+    maps = torch.rand(2, LAYERS, 4, 9, 9, generator=torch.Generator().manual_seed(0)).tril().softmax(-1)
+    return summarise_attention("gpt2", "out/a-long-name/best", tuple("abcdefghi"), *maps)
 
 
-def test_generate_shows_what_a_crafted_vocabulary_says(tmp_path: Path) -> None:
-    """A model's text can set the clipboard, the window's title, and clear what was said before."""
-    model = crafted(tmp_path / "model")
-    code, shown = on_a_terminal("generate", str(model), "--prompt", ATTACK, "--temperature", "0", "--max-new-tokens", "5")
-    assert code == 0
-    assert not RAW.search(shown)
-    assert "␛]52;c;cm0gLXJmIH4=␇" in shown
-    assert "␍␈␡\\u009b2J␛␛␛␛␛\n" in shown
+def words_of(text: str) -> set[str]:
+    """Names with a point in them: traced points and parameters."""
+    return set(re.findall(r"[a-z]\w*(?:\.\w+)+", text))
 
 
-def test_generate_into_a_file_keeps_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Redirected, the text is data: a program may want exactly what the model said."""
-    model = crafted(tmp_path / "model")
-    assert main(["generate", str(model), "--prompt", "a", "--temperature", "0", "--max-new-tokens", "5"]) == 0
-    assert capsys.readouterr().out == "a" + 5 * "\x1b" + "\n"
+@pytest.mark.parametrize("made", [verified, mapped, attention])
+@pytest.mark.parametrize("width", [80, 100])
+def test_reports_cut_no_name_off(made, width: int) -> None:
+    """``gpt2 verify`` printed ``attn.weig…`` in a plain terminal."""
+    report = made()
+    text = report.table(width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert words_of(text) == words_of(report.table(300))
 
 
-def test_compare_shows_what_both_models_say(tmp_path: Path) -> None:
-    """Continuations stand in its table as the models said them."""
-    sides = [str(crafted(tmp_path / name, says)) for name, says in (("a", "\x1b"), ("b", "\x9b"))]
-    text = tmp_path / "text.txt"
-    text.write_text((ATTACK + "a\n") * 40, newline="")
-    code, shown = on_a_terminal("compare", *sides, "--on", str(text), "--tokens", "600")
-    assert code == 0
-    assert not RAW.search(shown)
-    assert "␛␛␛" in shown
-    code, shown = on_a_terminal("compare", *sides, "--attention", ATTACK)
-    assert code == 0
-    assert not RAW.search(shown)
+def test_the_blocks_of_verify_name_their_worst_points() -> None:
+    """The control: the names that were cut off are there."""
+    assert {"attn.weights", "h.11.attn.c_attn.weight"} <= words_of(verified().table(80))
 
 
-def test_info_and_messages_show_file_names_always(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Whoever unpacks an archive chooses none of its names; one with a line break in it could forge a line."""
-    folder = tmp_path / "model\x1b]0;x\x07"
-    shutil.copytree(ASSET, folder)
-    (folder / "notes\x1b[2J\n  model.safetensors  official.txt").write_text("")
-    code, shown = on_a_terminal("info", str(folder))
-    assert [code, main(["info", str(folder)])] == [0, 0]
-    for text in (shown, capsys.readouterr().out):
-        assert not RAW.search(text)
-        assert "model␛]0;x␇" in text
-        assert "notes␛[2J␊  model.safetensors" in text
-    (folder / "config.json").write_text("{")
-    assert main(["info", str(folder)]) == 2
-    assert not RAW.search(capsys.readouterr().err)
+def test_a_benchmark_fits() -> None:
+    spread = Spread(12_345.6, 11_234.5, 13_456.7)
+    rows = tuple(Row("decode after 16 x 1024", unit, spread, spread, Spread(1.1, 1.0, 1.2)) for unit in ("s", "tokens/s"))
+    here = {"processor": "x86_64", "threads": 2, "versions": VERSIONS}
+    assert max(map(len, Bench("random:gpt2", 124_439_808, "float32", 5, rows, here).table().splitlines())) <= 80
 
 
-def test_a_sample_in_training_is_shown(tmp_path: Path) -> None:
-    """The text that a run learns is somebody else's, and its samples are what it learnt."""
-    text = tmp_path / "text.txt"
-    text.write_text((ATTACK + "a\n") * 400, newline="")
-    settings = {
-        **{"steps": 1, "eval_every": 1, "save_every": 1, "context": 16, "batch_size": 1, "sample_tokens": 40, "eval_tokens": 64},
-        **{"data.path": text, "data.tokenizer": "chars", "model.n_embd": 8, "model.n_head": 1, "model.n_layer": 1},
-    }
-    arguments = [f"--set={key}={value}" for key, value in settings.items()]
-    code, shown = on_a_terminal("train", "shakespeare-mini", "--out", str(tmp_path / "run"), *arguments)
-    assert code == 0
-    assert "  | " in shown
-    assert not RAW.search(shown)
+@pytest.mark.parametrize("argv", [["info"], ["train", "--list"], []])
+def test_lists_fit(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Descriptions of recipes and sha256 sums ran beyond 80 columns and were broken by the terminal, at any place."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 5
+    assert [line for line in lines if len(line) > 80 and "/" not in line] == []  # a path is printed as it is
 
 
-def test_what_is_printable() -> None:
-    """New lines and tabs lay out text; in a name they are part of an attack."""
-    assert printable("a\n\tb\x00\x1b\x7f\x85\udcff é文") == "a\n\tb␀␛␡\\u0085\\udcff é文"
-    assert printable("a\n\tb", one_line=True) == "a␊␉b"
-    assert str(InputError("x\x1b[2J\ny: mend it")) == "x␛[2J\\ny: mend it"
+def test_the_command_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended with an error about a missing argument."""
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(command.__name__.rpartition(".")[2].removesuffix("_command") in out for command in COMMANDS)
