@@ -28,7 +28,7 @@ from gpt2.measure.per_token import Tokens, measure_pair
 from gpt2.measure.texts import RUNNING, Text, open_text
 from gpt2.measure.tracing import trace_blocks
 from gpt2.model import GPT2, eager_attention, sdpa_attention
-from gpt2.pages.reports import dtype_name, environment
+from gpt2.pages.reports import dtype_label, environment
 
 TOKENS = 8192  # of the text, unless told otherwise
 TRACED = 256  # tokens that activations are compared on
@@ -240,4 +240,4 @@ def model_of(side: Side, versions: dict[str, str]) -> Model:
     """All it takes to run this side again."""
     implementation = f"transformers {versions['transformers']}" if side.theirs else "gpt2"
     parameters = side.config.num_parameters()
-    return Model(side.name, implementation, dtype_name(side.dtype), side.revision, parameters, asdict(side.config), side.files())
+    return Model(side.name, implementation, dtype_label(side.dtype), side.revision, parameters, asdict(side.config), side.files())

@@ -38,11 +38,11 @@ def environment(dtypes: Iterable[torch.dtype], device: str = "cpu") -> Environme
     import torch
 
     versions = {"gpt2-toolkit": __version__, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
-    dtype = " and ".join(dict.fromkeys(dtype_name(dtype) for dtype in dtypes))
+    dtype = " and ".join(dict.fromkeys(dtype_label(dtype) for dtype in dtypes))
     return Environment(versions, dtype, device, torch.get_num_threads(), f"{platform.machine()}, {os.cpu_count()} cores")
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_label(dtype: torch.dtype) -> str:
     """``torch.float32`` -> ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
