@@ -1,4 +1,4 @@
-"""`load_into` on every port of tests/support/ports: each weight is where its author puts it, bit for bit, and logits are equal."""
+"""`load_into` on every port of tests/support/ports: each weight is where its author puts it, bit for bit; equal logits."""
 
 import gc
 

@@ -45,11 +45,6 @@ class Matrix:
             for number, row in enumerate(ids):
                 yield row[:1], row - row[0], self.outputs[number : number + 1]
 
-    @property
-    def sample(self) -> Tensor:
-        """Some of the parameters' ids, at least one."""
-        return next(self.outer_sums())[0]
-
 
 @dataclass(frozen=True)
 class Vector:
@@ -59,11 +54,6 @@ class Vector:
     layer: int | None
     ids: Tensor
     places: Tensor
-
-    @property
-    def sample(self) -> Tensor:
-        """As of :class:`Matrix`."""
-        return self.ids
 
 
 @dataclass(frozen=True)
@@ -80,11 +70,6 @@ class Table:
     skipped: int = 0
     begin: int = 0
     layer: None = None
-
-    @property
-    def sample(self) -> Tensor:
-        """As of :class:`Matrix`."""
-        return self.first
 
 
 Part = Matrix | Vector | Table
@@ -119,3 +104,8 @@ EVIDENCE = {
 def evidence(part: Part) -> str:
     """Why a parameter is this part of GPT-2."""
     return EVIDENCE[part.part] if part.layer is None else f"block {part.layer}: {EVIDENCE[part.part]}"
+
+
+def sample(part: Part) -> Tensor:
+    """The ids of some of a part's parameters, at least one."""
+    return next(part.outer_sums())[0] if isinstance(part, Matrix) else part.first if isinstance(part, Table) else part.ids

@@ -1,7 +1,7 @@
 """Find the structural departures of a port from GPT-2: what it lacks, has besides, or connects in another way.
 
 A departure is a value. :mod:`.remarks` renders it as a sentence of ``load_into``, and :mod:`gpt2.port.diagnosis.structure` as a
-cause of ``diagnose``. A new kind goes into :class:`DepartureKind`, :func:`find_departures` and both renderings.
+cause of ``diagnose``. A new kind goes into :class:`DepartureKind`, :func:`find_departures` and the table of causes.
 """
 
 from __future__ import annotations
@@ -18,32 +18,37 @@ from torch import Tensor
 from gpt2.config import GPT2Config
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.branches import Branch
-from gpt2.port.anatomy.parts import Matrix
+from gpt2.port.anatomy.parts import Matrix, sample
 from gpt2.port.mapping.mapping import Mapping
 
 
 class DepartureKind(Enum):
-    """What is different; ``theirs`` and ``ours`` are the figures of the port and of the checkpoint."""
+    """What is different, in words to the port's author; :func:`.remarks.sentence` fills in the fields in braces."""
 
-    WIDTH = "another width"
-    BLOCK_COUNT = "another number of blocks; ``names`` are the checkpoint's blocks that do not run"
-    HEAD_COUNT = "another number of heads"
-    FEED_FORWARD_WIDTH = "another width of the feed-forward"
-    VOCABULARY = "another number of tokens"
-    REPEATED = "a branch runs ``theirs`` times"
-    HEADS_MIXED = "an attention mixes up heads and positions"
-    POST_NORM = "norms stand behind the branches"
-    EXTRA_NORM = "a norm that GPT-2 does not have; ``names`` are its parameters"
-    POSITIONS_SHIFTED = "positions begin at row ``theirs`` of their table"
-    IN_BUFFER = "a part is a buffer, ``names``, and no parameter"
-    POSITIONS_MISSING = "no learned positions are added"
-    NORM_MISSING = "no norm before a branch"
-    FINAL_NORM_MISSING = "no norm before the head"
+    WIDTH = "your module is {theirs:,} wide, the checkpoint {ours:,}"
+    BLOCK_COUNT = "your forward runs {theirs:,} block{plural}, the checkpoint has {ours}{left_out}"
+    HEAD_COUNT = "your attention has {theirs:,} head{plural}, the checkpoint {ours}"
+    FEED_FORWARD_WIDTH = "your feed-forward is {theirs:,} wide, the checkpoint's {ours:,}"
+    VOCABULARY = "your vocabulary has {theirs:,} entries, the checkpoint {ours:,}"
+    VOCABULARY_PADDED = "your vocabulary is padded from {ours:,} to {theirs:,} entries: the rest is zero"
+    REPEATED = "your {subject} runs {theirs} times"
+    HEADS_MIXED = "your {subject} mixes up heads and positions: view as (B, T, heads, size), transpose, and so back"
+    POST_NORM = "your norms stand after the branches, GPT-2's before them; they are filled in running order"
+    EXTRA_NORM = "a norm that GPT-2 does not have"
+    POSITIONS_SHIFTED = "your positions begin at row {theirs} of their table, the checkpoint's at 0"
+    IN_BUFFER = "your {part} ({name}) is a buffer and no parameter: it is left as it is"
+    POSITIONS_MISSING = "your module has no learned positions; the checkpoint's wpe.weight is left out"
+    NORM_MISSING = "your {subject} has no norm before it; the checkpoint has {norm}"
+    FINAL_NORM_MISSING = "your module has no last norm; the checkpoint has ln_f"
 
 
 @dataclass(frozen=True)
 class Departure:
-    """One departure, at the place (``layer``, ``part``); ``module`` is the dotted name of the port's submodule there, or ""."""
+    """One departure, at the place (``layer``, ``part``). ``theirs`` and ``ours`` are the figures of the port and the checkpoint.
+
+    ``names`` are the parameters of an extra norm, the buffer of a part, or the checkpoint's blocks that do not run. ``module`` is
+    the dotted name of the port's submodule at the place, or "".
+    """
 
     kind: DepartureKind
     layer: int | None = None
@@ -78,7 +83,8 @@ def _sizes(anatomy: Anatomy, config: GPT2Config) -> Iterator[Departure]:
     if inner != config.inner:
         yield Departure(DepartureKind.FEED_FORWARD_WIDTH, part="mlp", theirs=inner, ours=config.inner)
     if words != config.vocab_size:
-        yield Departure(DepartureKind.VOCABULARY, part="wte", theirs=words, ours=config.vocab_size)
+        kind = DepartureKind.VOCABULARY if words < config.vocab_size else DepartureKind.VOCABULARY_PADDED
+        yield Departure(kind, part="wte", theirs=words, ours=config.vocab_size)
 
 
 def _branches(anatomy: Anatomy) -> Iterator[tuple[int, str, str, Branch]]:
@@ -122,7 +128,7 @@ def _missing_norms(anatomy: Anatomy) -> Iterator[Departure]:
 def module_name(anatomy: Anatomy, part: str, layer: int | None) -> str:
     """ "blocks.0.attn": the dotted name that the parameters of a block's attention ("attn") or feed-forward ("mlp") share."""
     matrices = [p for p in anatomy.parts if isinstance(p, Matrix) and p.layer == layer and p.part.startswith(f"{part}.")]
-    names = [anatomy.recording.name(int(matrix.sample[0])).split(".")[:-1] for matrix in matrices]
+    names = [anatomy.recording.name(int(sample(matrix)[0])).split(".")[:-1] for matrix in matrices]
     shared = itertools.takewhile(lambda pieces: len(set(pieces)) == 1, zip(*names, strict=False))
     return ".".join(pieces[0] for pieces in shared)
 

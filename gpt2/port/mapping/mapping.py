@@ -13,7 +13,7 @@ from torch import Tensor
 from gpt2.checkpoint.keys import expected
 from gpt2.config import GPT2Config
 from gpt2.port.anatomy.anatomy import Anatomy
-from gpt2.port.anatomy.parts import Part, Table, Vector
+from gpt2.port.anatomy.parts import Part, Table, Vector, sample
 from gpt2.port.recording.dataflow import Region, Source, Use
 
 ZERO, KEEP = -1, -2  # instead of an entry's number: set to zero; leave as it is
@@ -174,7 +174,7 @@ class Mapping:
         sources = self.anatomy.recording.sources
         parameters = {source.storage for source in sources if source.is_parameter}
         names = {source.storage: source.name for source in sources}
-        places = [(part, self._storage(int(part.sample[0]))) for part in self.anatomy.parts]
+        places = [(part, self._storage(int(sample(part)[0]))) for part in self.anatomy.parts]
         self.fills_buffers = not any(storage in parameters for _, storage in places)
         if not self.fills_buffers:
             self.in_buffers = [(part, names[storage]) for part, storage in places if storage not in parameters]

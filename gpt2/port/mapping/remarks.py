@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import layer as layer_of
+from gpt2.port.anatomy.parts import sample
 from gpt2.port.mapping.departures import (
     Departure,
     DepartureKind,
@@ -41,23 +42,6 @@ LACKS = {
     "ln_f.weight": ("", "no scale in its last norm"),
     "ln_f.bias": ("", "no shift in its last norm"),
 }
-SENTENCES = {
-    DepartureKind.WIDTH: "your module is {theirs:,} wide, the checkpoint {ours:,}",
-    DepartureKind.BLOCK_COUNT: "your forward runs {theirs:,} block{plural}, the checkpoint has {ours}{left_out}",
-    DepartureKind.HEAD_COUNT: "your attention has {theirs:,} head{plural}, the checkpoint {ours}",
-    DepartureKind.FEED_FORWARD_WIDTH: "your feed-forward is {theirs:,} wide, the checkpoint's {ours:,}",
-    DepartureKind.VOCABULARY: "your vocabulary has {theirs:,} entries, the checkpoint {ours:,}",
-    DepartureKind.REPEATED: "your {subject} runs {theirs} times",
-    DepartureKind.HEADS_MIXED: "your {subject} mixes up heads and positions: view as (B, T, heads, size), transpose, and so back",
-    DepartureKind.POST_NORM: "your norms stand after the branches, GPT-2's before them; they are filled in running order",
-    DepartureKind.EXTRA_NORM: "a norm that GPT-2 does not have",
-    DepartureKind.POSITIONS_SHIFTED: "your positions begin at row {theirs} of their table, the checkpoint's at 0",
-    DepartureKind.IN_BUFFER: "your {part} ({names}) is a buffer and no parameter: it is left as it is",
-    DepartureKind.POSITIONS_MISSING: "your module has no learned positions; the checkpoint's wpe.weight is left out",
-    DepartureKind.NORM_MISSING: "your {subject} has no norm before it; the checkpoint has {norm}",
-    DepartureKind.FINAL_NORM_MISSING: "your module has no last norm; the checkpoint has ln_f",
-}
-PADDED = "your vocabulary is padded from {ours:,} to {theirs:,} entries: the rest is zero"
 TOGETHER = (DepartureKind.NORM_MISSING, DepartureKind.HEADS_MIXED)  # one sentence for all blocks
 SUBJECTS = {"attn": "attention", "mlp": "feed-forward", "ln_1": "attention", "ln_2": "feed-forward", "": "module"}
 SHARES = {"q": "queries", "k": "keys", "v": "values"}
@@ -100,7 +84,7 @@ class Remarks:
     def _add_departure(self, departure: Departure, more: int) -> None:
         if departure.kind is DepartureKind.EXTRA_NORM:
             self.unfilled |= dict.fromkeys(departure.names, sentence(departure))
-        elif departure.kind is DepartureKind.VOCABULARY and departure.theirs > departure.ours:
+        elif departure.kind is DepartureKind.VOCABULARY_PADDED:
             self.notes.append(sentence(departure))
         else:
             self.problems.append(sentence(departure, more))
@@ -192,7 +176,7 @@ class Remarks:
         if any(region.start <= id <= region.last for id in self.anatomy.adapters):
             return "a pair of low rank beside a projection, which GPT-2 does not have"
         for part in self.mapping.misfits:
-            if region.overlaps(part.sample):
+            if region.overlaps(sample(part)):
                 beyond = part.layer not in (None, *range(self.mapping.config.n_layer))
                 return "the checkpoint has no such block" if beyond else "of another size in the checkpoint"
         return UNKNOWN
@@ -233,22 +217,17 @@ class Remarks:
 
 def sentence(departure: Departure, more: int = 0) -> str:
     """A departure in words to the port's author; ``more`` blocks have the same."""
-    theirs, ours, part, names = departure.theirs, departure.ours, departure.part, departure.names
-    kind = departure.kind
-    if kind is DepartureKind.BLOCK_COUNT and names:
-        left_out = f": {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} left out"
-    else:
-        left_out = ""
-    padded = kind is DepartureKind.VOCABULARY and theirs > ours
-    return (PADDED if padded else SENTENCES[kind]).format(
-        theirs=theirs,
-        ours=ours,
-        plural="" if theirs == 1 else "s",
-        left_out=left_out,
+    part, names = departure.part, departure.names
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return departure.kind.value.format(
+        theirs=departure.theirs,
+        ours=departure.ours,
+        plural="" if departure.theirs == 1 else "s",
+        left_out=f": {some} left out" if names else "",
         subject=_subject(part, departure.module, more),
         part="position embedding" if part == "wpe" else part,
         norm=f"h.{departure.layer}.{part}",
-        names=", ".join(names),
+        name="".join(names[:1]),
     )
 
 
