@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from gpt2.checkpoint.loading import load_path
 from gpt2.comparison.sides import Side
+from gpt2.decoder import Decoder
 from gpt2.errors import InputError
-from gpt2.generation import prefill, stream
+from gpt2.generation import stream
 from gpt2.model import GPT2
 from gpt2.parity import reference
 from gpt2.train.loss import Scored
@@ -97,21 +98,21 @@ def machine(*packages: str) -> dict[str, Any]:
 
 
 class Ours:
-    """Our model through its public functions."""
+    """Our model through its public functions, decoding with weights as they are at the first prompt."""
 
     name = "ours"
 
     def __init__(self, model: GPT2) -> None:
         self.model = model
+        self.decoder = Decoder(model)
 
-    @torch.inference_mode()
     def prefill(self, ids: Tensor) -> Tensor:
         """Logits (B, V) of what follows (B, T) ids."""
-        return prefill(self.model, ids)
+        return self.decoder.prefill(ids)
 
     def decode(self, ids: Tensor, tokens: int) -> float:
         """Seconds of ``tokens`` greedy steps after (B, T) ids have been read."""
-        steps = stream(self.model, ids, tokens + 1, temperature=0)
+        steps = stream(self.decoder, ids, tokens + 1, temperature=0)
         next(steps)
         return seconds(lambda: [next(steps) for _ in range(tokens)])
 

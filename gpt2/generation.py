@@ -1,42 +1,25 @@
-"""Continue token ids. Prefill reads the prompt in one pass, decode adds a token at a time; neither knows a tokenizer."""
+"""Continue token ids with a model: one token at a time, or by speculative decoding with a smaller draft model."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import overload
+from typing import TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from gpt2.decoder import Decoder
 from gpt2.errors import InputError
-from gpt2.fast import for_attention, step_of
 from gpt2.kv_cache import KVCache
 from gpt2.model import GPT2
-from gpt2.sampling import agree, chances, check_settings, next_ids
+from gpt2.sampling import Sampling, accept_draft
 
-AHEAD = 4  # ids that a draft guesses at a time
-
-
-def prefill(model: GPT2, ids: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
-    """Read (B, T) ids, into the cache if there is one; return the logits of what comes next, (B, V)."""
-    past = 0 if cache is None else cache.length
-    seen = past + ids.size(1)
-    usual = attention_mask is None or (past > 0 and ids.size(1) == 1 and attention_mask.shape == (ids.size(0), seen))
-    step = step_of(model) if usual and 0 < seen <= model.config.n_positions else None  # else the model says what is wrong
-    if step is not None:
-        return step(ids, cache, attention_mask)
-    return model.head(model.hidden(ids, attention_mask=attention_mask, cache=cache)[:, -1])
-
-
-def decode(model: GPT2, last: Tensor, cache: KVCache, attention_mask: Tensor | None = None) -> Tensor:
-    """Read one more id per row, (B,); return the logits of what comes next, (B, V)."""
-    return prefill(model, last[:, None], cache, attention_mask)
+DRAFT_TOKENS = 4  # ids that the draft model proposes at a time
 
 
 def stream(
-    model: GPT2,
+    model: GPT2 | Decoder,
     ids: Tensor,
     max_new_tokens: int,
     *,
@@ -48,152 +31,118 @@ def stream(
     use_cache: bool = True,
     draft: GPT2 | None = None,
 ) -> Iterator[Tensor]:
-    """Yield ``max_new_tokens`` times the next ids (B,) after (B, T) ``ids``.
+    """Yield the next ids (B,) after (B, T) ``ids``, ``max_new_tokens`` times.
 
-    ``attention_mask`` (B, T) marks left padding with zeros; each row is continued as it would be alone. Of a prompt longer
-    than ``n_positions`` the last ``n_positions`` tokens are read. A text that outgrows them goes on from its last
-    ``n_positions // 2`` tokens, read afresh, because learned positions cannot slide. ``use_cache=False`` reads everything
-    again at each step: slower, the same ids, and the plainest statement of what generation is.
+    **The weights must stay fixed** between the first token and the last: they are looked up once. To continue many texts with
+    the same weights, build a :class:`Decoder` and pass it as ``model``. The model stays in the caller's mode (training or not)
+    and dropout is off, so the iterator may be abandoned at any point.
 
-    ``draft``, a smaller model of the same vocabulary, guesses ids for a single row, and the model reads several guesses in one
-    pass, which takes little longer than one: what takes the time is fetching the weights. Greedily the ids are the same, unless
-    two logits are equal but for rounding; sampled, their distribution is, though a seed gives another text (:func:`agree`).
+    ``attention_mask`` (B, T) marks padding on the left with zeros; every row is continued as it would be alone. Of a prompt
+    longer than ``n_positions``, the last ``n_positions`` tokens are read. When the text outgrows the positions, its last
+    ``n_positions // 2`` tokens are read again from position 0, because learned positions cannot slide. ``use_cache=False``
+    reads the whole text at every step: slower, with the same result.
 
-    Dropout is off while a token is computed. Between tokens the model is in the caller's mode, gradients and all, so the
-    iterator may be abandoned at any point, and what it yields may enter a training step.
+    ``draft`` is a smaller model of the same vocabulary for speculative decoding of a single row: it proposes several ids, and
+    the model checks them all in one pass, which takes little longer than one id because reading the weights is what takes the
+    time. Greedy ids are the same, except where two logits are equal up to rounding. Sampled ids have the same distribution,
+    although a seed gives another text (:func:`~gpt2.sampling.accept_draft`).
+
+    Raises:
+        InputError: sampling settings that make no sense, or a draft that cannot be used.
     """
-    check_settings(temperature, top_k, top_p)
+    decoder = model if isinstance(model, Decoder) else Decoder(model)
+    sampling = Sampling(temperature, top_k, top_p)
+    generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
     if draft is not None:
-        check_draft(draft, model, ids)
+        check_draft(draft, decoder.model, ids)
         if attention_mask is not None or not use_cache:
-            raise InputError("generate: a draft reads one whole text with a cache; leave out attention_mask and use_cache=False")
-        yield from _drafted(model, draft, ids, max_new_tokens, (temperature, top_k, top_p), seed)
+            raise InputError("generate: a draft needs a cache and text without padding; leave out attention_mask and use_cache")
+        yield from _stream_speculatively(decoder, Decoder(draft), ids, max_new_tokens, sampling, generator)
         return
-    generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
-    limit = model.config.n_positions
-    seen, real = ids[:, -limit:], None if attention_mask is None else attention_mask[:, -limit:]
-    with torch.inference_mode():
-        room = model.new_cache(ids.size(0), min(limit, seen.size(1) + max_new_tokens)) if use_cache else None
-    cache = room
+    limit = decoder.model.config.n_positions
+    text, real = ids[:, -limit:], None if attention_mask is None else attention_mask[:, -limit:]
+    cache = decoder.model.new_cache(len(ids), min(limit, text.size(1) + max_new_tokens)) if use_cache else None
     for _ in range(max_new_tokens):
-        with torch.inference_mode(), evaluating(model):
-            if seen.size(1) > limit:
-                seen, real = _begin_again(seen, real, limit)
-                if room is not None:
-                    room.reset()
-                    cache = room
-            if cache is not None and cache.length > 0:
-                logits = decode(model, seen[:, -1], cache, real)
-            else:
-                logits = prefill(model, seen, cache, real)
-                if cache is not None and step_of(model) is not None:
-                    cache = for_attention(cache)
-            chosen = next_ids(logits, temperature, top_k, top_p, generator)
-            seen = torch.cat((seen, chosen[:, None]), dim=1)
-            if real is not None:
-                real = torch.cat((real, torch.ones_like(real[:, :1])), dim=1)
-        yield chosen.clone()  # an ordinary tensor: autograd refuses those made in inference mode
+        if text.size(1) > limit:
+            text, real = _last_half(text, real, limit)
+            if cache is not None:
+                cache.reset()
+        if cache is not None and cache.length > 0:
+            logits = decoder.decode(text[:, -1:], cache, real)[:, 0]
+        else:
+            logits = decoder.prefill(text, cache, real)
+        chosen = sampling.next_ids(logits, generator)
+        text = torch.cat((text, chosen[:, None]), dim=1)
+        if real is not None:
+            real = torch.cat((real, torch.ones_like(real[:, :1])), dim=1)
+        yield chosen
 
 
-def _drafted(
-    model: GPT2,
-    draft: GPT2,
-    ids: Tensor,
-    max_new_tokens: int,
-    settings: tuple[float, int | None, float | None],
-    seed: int | None,
+def _stream_speculatively(
+    target: Decoder, draft: Decoder, ids: Tensor, max_new_tokens: int, sampling: Sampling, generator: torch.Generator | None
 ) -> Iterator[Tensor]:
-    """:func:`stream` of one row (1, T), several ids at a time."""
-    generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
-    limit, left = model.config.n_positions, max_new_tokens
-    seen = ids[:, -limit:]
-    with torch.inference_mode():
-        readers = [_Reader(each, seen.size(1) + max_new_tokens) for each in (model, draft)]
-    large, small = readers
+    """:func:`stream` one row (1, T): the draft proposes ids, the target model accepts some of them and adds one."""
+    limit, left = target.model.config.n_positions, max_new_tokens
+    text = ids[:, -limit:]
+    room = text.size(1) + max_new_tokens
+    caches = [each.model.new_cache(1, min(each.model.config.n_positions, room)) for each in (target, draft)]
     while left > 0:
-        with torch.inference_mode(), evaluating(model), evaluating(draft):
-            if seen.size(1) > limit:
-                seen, _ = _begin_again(seen, None, limit)
-                for reader in readers:
-                    reader.cache.reset()
-            known, text, guessed = seen.size(1), seen, []
-            if large.cache.length > 0:  # the prompt is read without guesses, for the first token should not wait for them
-                for _ in range(min(AHEAD, left - 1, min(limit, draft.config.n_positions) - known)):
-                    guessed.append(chances(small.read(text)[-1:], *settings))
-                    text = torch.cat((text, torch.multinomial(guessed[-1], 1, generator=generator)), dim=1)
-            wanted = chances(large.read(text)[-len(guessed) - 1 :], *settings)  # (N + 1, V)
-            stand, chosen = agree(text[0, known:], torch.cat(guessed or [wanted[:0]]), wanted, generator)
-            new = torch.cat((text[0, known : known + stand], chosen))
-            seen = torch.cat((seen, new[None]), dim=1)
-            for reader in readers:
-                reader.cache.reset(known + stand)  # what fell was never said
+        if text.size(1) > limit:
+            text, _ = _last_half(text, None, limit)
+            for cache in caches:
+                cache.reset()
+        known, proposals = text.size(1), []
+        if caches[0].length > 0:  # the prompt is read without proposals, so that the first token comes sooner
+            for _ in range(min(DRAFT_TOKENS, left - 1, min(limit, draft.model.config.n_positions) - known)):
+                proposals.append(sampling.probabilities(_read(draft, text, caches[1])[-1:]))
+                text = torch.cat((text, torch.multinomial(proposals[-1], 1, generator=generator)), dim=1)
+        wanted = sampling.probabilities(_read(target, text, caches[0])[-len(proposals) - 1 :])  # (N + 1, V)
+        proposed = torch.cat(proposals or [wanted[:0]])  # (N, V)
+        accepted, chosen = accept_draft(text[0, known:], proposed, wanted, generator)
+        new = torch.cat((text[0, known : known + accepted], chosen))
+        text = torch.cat((text[:, :known], new[None]), dim=1)
+        for cache in caches:
+            cache.reset(known + accepted)  # forget the rejected ids
         left -= len(new)
-        yield from new.clone().split(1)
+        yield from new.split(1)
 
 
-class _Reader:
-    """A model, and how much of a text it has read."""
-
-    def __init__(self, model: GPT2, room: int) -> None:
-        self.model = model
-        self.cache = model.new_cache(1, min(model.config.n_positions, room))
-
-    def read(self, text: Tensor) -> Tensor:
-        """Read what is new of (1, S) ids; the logits (N, V) after each of those, and if all is new after the last alone."""
-        new, step = text[:, self.cache.length :], step_of(self.model)
-        if self.cache.length == 0:
-            logits = prefill(self.model, new, self.cache)
-            if step is not None:
-                self.cache = for_attention(self.cache)
-            return logits
-        if step is not None:
-            return step(new, self.cache, every=True)
-        return self.model.head(self.model.hidden(new, cache=self.cache)[0])
+def _read(decoder: Decoder, text: Tensor, cache: KVCache) -> Tensor:
+    """Read what is not yet in the cache; return the logits (N, V) after each new id, or after the prompt's last alone."""
+    new = text[:, cache.length :]
+    return decoder.decode(new, cache)[0] if cache.length > 0 else decoder.prefill(new, cache)
 
 
 def check_draft(draft: GPT2, model: GPT2, ids: Tensor) -> None:
-    """Refuse a draft that cannot guess for ``model`` after (B, T) ``ids``, with an :class:`InputError`."""
+    """Raise an :class:`InputError` if ``draft`` cannot propose ids for ``model`` after (B, T) ``ids``."""
     if ids.size(0) != 1:
-        raise InputError(f"generate: a draft guesses for one text at a time; leave it out for a batch of {ids.size(0)}")
+        raise InputError(f"generate: a draft works on one text at a time; leave it out for a batch of {ids.size(0)}")
     if draft.config.vocab_size != model.config.vocab_size:
         sizes = f"{draft.config.vocab_size} tokens, the model {model.config.vocab_size}"
-        raise InputError(f"generate: the draft knows {sizes}; give one with the model's own vocabulary")
+        raise InputError(f"generate: the draft has a vocabulary of {sizes}; give one with the model's own vocabulary")
     if draft.wte.weight.device != model.wte.weight.device:
         raise InputError(f"generate: the draft is on {draft.wte.weight.device}, the model on {model.wte.weight.device}; move one")
 
 
-@overload
-def generate(
-    model: GPT2,
-    ids: Tensor,
-    max_new_tokens: int = ...,
-    *,
-    temperature: float = ...,
-    top_k: int | None = ...,
-    top_p: float | None = ...,
-    seed: int | None = ...,
-    stop: int | None = ...,
-    attention_mask: Tensor | None = ...,
-    use_cache: bool = ...,
-    draft: GPT2 | None = ...,
-) -> Tensor: ...
+class GenerationSettings(TypedDict, total=False):
+    """The keyword arguments of :func:`generate`."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    stop: int | None
+    attention_mask: Tensor | None
+    use_cache: bool
+    draft: GPT2 | None
 
 
 @overload
-def generate(
-    model: GPT2,
-    ids: Sequence[int],
-    max_new_tokens: int = ...,
-    *,
-    temperature: float = ...,
-    top_k: int | None = ...,
-    top_p: float | None = ...,
-    seed: int | None = ...,
-    stop: int | None = ...,
-    attention_mask: Tensor | None = ...,
-    use_cache: bool = ...,
-    draft: GPT2 | None = ...,
-) -> list[int]: ...
+def generate(model: GPT2, ids: Tensor, max_new_tokens: int = ..., **settings: Unpack[GenerationSettings]) -> Tensor: ...
+
+
+@overload
+def generate(model: GPT2, ids: Sequence[int], max_new_tokens: int = ..., **settings: Unpack[GenerationSettings]) -> list[int]: ...
 
 
 def generate(
@@ -210,22 +159,22 @@ def generate(
     use_cache: bool = True,
     draft: GPT2 | None = None,
 ) -> list[int] | Tensor:
-    """The prompt and its continuation; see :func:`stream` for how it is made.
+    """Return the prompt and its continuation; :func:`stream` says how it is computed.
 
     Args:
-        ids: a list of ids, or a (B, T) integer tensor of equally long (or left-padded, see ``attention_mask``) prompts.
+        ids: a list of ids, or a (B, T) integer tensor of prompts of one length (shorter ones padded on the left).
         temperature: 0 is greedy; ``top_k`` and ``top_p`` then have no effect.
         seed: makes sampling repeatable; without it torch's global generator is used.
-        stop: end at this id (for a list, and for a batch once every row has met it; the id itself is kept).
-        attention_mask: (B, T), zeros where a row is padded on its left.
-        draft: a smaller model of the same vocabulary that guesses ahead; see :func:`stream`.
+        stop: end after this id; a batch ends when every row has had it.
+        attention_mask: (B, T), zero at padding.
+        draft: a smaller model of the same vocabulary for speculative decoding of one text.
 
     Returns:
-        What came in, continued: a list for a list, (B, T + new) on the model's device for a tensor.
+        A list for a list; a (B, T + new) tensor on the model's device for a tensor.
 
     Raises:
-        InputError: no prompt, an id outside the vocabulary, padding that is not on the left, or sampling settings that make
-            no sense.
+        InputError: an empty prompt, an id outside the vocabulary, padding that is not on the left, sampling settings that make
+            no sense, or a draft that cannot be used.
     """
     prompt = _prompt(ids, model)
     if max_new_tokens < 0:
@@ -233,11 +182,10 @@ def generate(
     if attention_mask is not None:
         attention_mask = attention_mask.to(prompt.device)
         if attention_mask.shape != prompt.shape:
-            raise InputError(
-                f"generate: attention_mask is {tuple(attention_mask.shape)}; make it {tuple(prompt.shape)}, as the ids"
-            )
+            shape = tuple(attention_mask.shape)
+            raise InputError(f"generate: attention_mask is {shape}; make it {tuple(prompt.shape)}, as the ids")
         if not bool(attention_mask[:, -1].all()):
-            raise InputError("generate: a row ends in padding, so nothing can continue it; pad on the left")
+            raise InputError("generate: a row ends in padding and cannot be continued; pad on the left")
     out, finished = [prompt], torch.zeros(prompt.size(0), dtype=torch.bool, device=prompt.device)
     for chosen in stream(
         model,
@@ -261,48 +209,35 @@ def generate(
 
 
 def _prompt(ids: Sequence[int] | Tensor, model: GPT2) -> Tensor:
-    """``ids`` as (B, T) int64 on the model's device, or an :class:`InputError`."""
+    """Return ``ids`` as (B, T) int64 on the model's device; raise an :class:`InputError` if they are no prompt."""
     vocabulary = model.config.vocab_size
     try:
         prompt = ids if isinstance(ids, Tensor) else torch.tensor([[operator.index(i) for i in ids]], dtype=torch.long)
     except TypeError:
         raise InputError("generate: the prompt is not a list of ids; encode a text with the model's tokenizer first") from None
-    except (ValueError, OverflowError, RuntimeError):  # torch's answers to an id beyond 64 bits
+    except (ValueError, OverflowError, RuntimeError):  # what torch raises for an id of more than 64 bits
         raise InputError(f"generate: an id of the prompt lies outside the model's vocabulary of {vocabulary}") from None
     if prompt.ndim != 2 or prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
-        found = f"{prompt.dtype} of shape {tuple(prompt.shape)}"
-        raise InputError(f"generate: the prompt is {found}; give a list of ids, or integers of shape (B, T)")
+        given = f"{prompt.dtype} of shape {tuple(prompt.shape)}"
+        raise InputError(f"generate: the prompt is {given}; give a list of ids, or integers of shape (B, T)")
     if prompt.numel() == 0:
-        raise InputError("generate: the prompt holds no token; give at least one (the end-of-text id starts from nothing)")
+        raise InputError("generate: the prompt is empty; give at least one id, such as the end-of-text id")
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
         raise InputError(f"generate: an id of the prompt lies outside the model's vocabulary of {vocabulary}")
     return prompt.to(model.wte.weight.device, torch.long)
 
 
-def _begin_again(seen: Tensor, real: Tensor | None, limit: int) -> tuple[Tensor, Tensor | None]:
-    """What is left to read of texts (B, T) that outgrew ``limit`` positions: the last half, of the rows that did.
+def _last_half(text: Tensor, real: Tensor | None, limit: int) -> tuple[Tensor, Tensor | None]:
+    """Cut (B, T) texts that outgrew ``limit`` positions down to their last ``limit // 2`` tokens, and their mask with them.
 
-    A row that is still short, because it began further right, keeps all it has: it must not notice its neighbours.
+    A row that still fits, because it has padding on its left, is kept whole, as it would be alone.
     """
     keep = max(1, limit // 2)
     if real is None:
-        return seen[:, -keep:], None
-    width = seen.size(1)
-    column = torch.arange(width, device=seen.device)
-    begins = real.bool().int().argmax(1, keepdim=True)  # (B, 1), where a row's own text starts
-    real = real * ((width - begins <= limit) | (column >= width - keep))  # (B, T)
-    first = int(real.bool().any(0).int().argmax())  # before it, every row is padding
-    return seen[:, first:], real[:, first:]
-
-
-@contextmanager
-def evaluating(model: GPT2) -> Iterator[None]:
-    """Dropout off inside; afterwards every module is in the mode it was in. A model in eval mode is left as it is."""
-    training = [module for module in model.modules() if module.training] if model.training else []
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+        return text[:, -keep:], None
+    width = text.size(1)
+    column = torch.arange(width, device=text.device)
+    starts = real.bool().int().argmax(1, keepdim=True)  # (B, 1): where the padding ends
+    real = real * ((width - starts <= limit) | (column >= width - keep))  # (B, T)
+    first = int(real.bool().any(0).int().argmax())  # before this column every row is padding
+    return text[:, first:], real[:, first:]

@@ -1,13 +1,13 @@
-"""GPT-2 with its matrices in eight bits, for inference alone: a quarter of float32's bytes, and of the time to read them.
+"""Int8 inference: GPT-2 with its matrices in eight bits, a quarter of float32's bytes to store and to read.
 
-Every row of a matrix, [out, in] here, keeps one scale: weight = scale x whole number from -127 to 127, to the nearest (the
-plainest of the schemes in Dettmers et al., arXiv:2208.07339). On a CPU that multiplies whole numbers (VNNI), so are the rows that
-are multiplied with them, each by a scale of its own. A few large entries leave a row's others few steps, which is what ruins this
-in the paper's tables; such a row gets another eight bits for what the first left over. Sums of whole numbers are exact, so a
-token's result does not depend on what else is in its batch. Elsewhere the weights alone are in eight bits.
+Each row of a matrix [out, in] has one scale: weight = scale x an integer from -127 to 127, rounded to the nearest (the simplest
+of the schemes in Dettmers et al., arXiv:2208.07339). On a CPU with instructions for integer products (VNNI), the activations
+are quantised too, with a scale per row. A row with a few large entries would have only a few steps left for the others, which
+is what spoils the results in that paper; such a row gets another eight bits for the remainder. Integer sums are exact, so that
+a token's result does not depend on the rest of its batch. On other processors only the weights are in eight bits.
 
-Nothing else is rounded: the stream, norms, biases, attention and the positions stay float32. `gpt2 compare MODEL MODEL:int8`
-tells what it costs.
+Everything else stays in float32: the residual stream, norms, biases, attention and position embeddings.
+`gpt2 compare MODEL MODEL:int8` measures the difference.
 """
 
 from __future__ import annotations
@@ -23,93 +23,102 @@ from gpt2.errors import InputError
 from gpt2.kv_cache import KVCache
 from gpt2.model import GPT2
 
-CREST = 4.0  # a row's largest entry over its root mean square, from which on eight bits are too few for it
-ROWS = 256  # multiplied at a time, so that what is made of them on the way stays in the processor's cache
-FEW = 16  # without VNNI: rows from which on converting the weights and multiplying in float32 beats PyTorch's kernel
-PIECE = 1 << 22  # weights that are converted at a time
+CREST_LIMIT = 4.0  # largest entry of a row over its root mean square, from which on eight bits are too few for the row
+ROW_CHUNK = 256  # rows that are multiplied at a time, so that intermediate results stay in the CPU's cache
+MAX_KERNEL_ROWS = 16  # without VNNI: with more rows, converting the weights to float32 is faster than PyTorch's kernel
+WEIGHT_CHUNK = 1 << 22  # weights that are converted at a time
 
 
 def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, in) of any float dtype to int8 and each row's scale, a number that bfloat16 has, in float32."""
+    """Round a matrix (out, in) of any float dtype to int8; return it and the scale of each row, float32 (out,).
+
+    PyTorch's kernel takes bfloat16 scales, so every scale is a number that bfloat16 represents.
+    """
     largest = matrix.abs().amax(1).float()
     scale = (largest / 127).bfloat16()
-    scale = torch.where(scale.float() * 127 < largest, scale * (1 + 2**-7), scale)  # rounded down, it would clip the largest
+    scale = torch.where(scale.float() * 127 < largest, scale * (1 + 2**-7), scale)  # round up, or the largest is clipped
     scale = scale.float()
     steps = torch.where(scale == 0, 1, scale)
     return (matrix.float() / steps[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
-def as_it_runs(name: str, tensor: Tensor) -> Tensor:
-    """A GPT2's parameter of that name as it enters the arithmetic of an :class:`Int8GPT2`, in float32 and as it lay."""
+def rounded_parameter(name: str, tensor: Tensor) -> Tensor:
+    """Return the GPT2 parameter ``name`` as :class:`Int8GPT2` computes with it: float32, in the original's orientation."""
     if tensor.ndim != 2 or name == "wpe.weight":
         return tensor.float()
-    across = name != "wte.weight"  # a projection lies [in, out]
-    weight, scale = quantise(tensor.t() if across else tensor)
+    transposed = name != "wte.weight"  # projections are stored [in, out]
+    weight, scale = quantise(tensor.t() if transposed else tensor)
     rounded = weight.float() * scale[:, None]
-    return rounded.t() if across else rounded
+    return rounded.t() if transposed else rounded
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Rows (M, in) times (out, in) in eight bits, plus (out,): (M, out) in float32, in ``out`` where there are more than ROWS."""
+    """Multiply rows (M, in) by an int8 weight (out, in) and add the bias: (M, out), float32.
+
+    The result is written to ``out`` if there are more than ``ROW_CHUNK`` rows.
+    """
     if not (x.is_cpu and torch.cpu._is_vnni_supported()):
-        y = _of_floats(x, weight, scale)
+        y = _float_product(x, weight, scale)
         return y if bias is None else y.add_(bias)
     if len(x) == 1:
-        return _of_one_row(x.float(), weight.t(), scale, bias)
-    if len(x) <= ROWS:
-        return _of_rows(x.float(), weight.t(), scale, bias)
+        return _integer_product_of_one_row(x.float(), weight.t(), scale, bias)
+    if len(x) <= ROW_CHUNK:
+        return _integer_product(x.float(), weight.t(), scale, bias)
     y = torch.empty(len(x), len(weight)) if out is None else out
-    for some, result in zip(x.split(ROWS), y.split(ROWS), strict=True):
-        _of_rows(some.float(), weight.t(), scale, bias, result)
+    for rows, result in zip(x.split(ROW_CHUNK), y.split(ROW_CHUNK), strict=True):
+        _integer_product(rows.float(), weight.t(), scale, bias, result)
     return y
 
 
-def _of_rows(x: Tensor, across: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """:func:`product` by whole numbers on both sides."""
+def _integer_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Quantise the rows (M, in) and multiply integers; ``weight`` is (in, out) here."""
     largest = torch.linalg.vector_norm(x, math.inf, 1, True)
     unit = largest / 127
-    rest = x / unit  # of a row of zeros, or of one with an infinity, no numbers; then the unit alone makes it zeros, or none
-    whole = rest.round()
-    y = torch._int_mm(whole.to(torch.int8), across)
-    # In float64, as a single row's numbers are compared: a row on the very border gets as many bits alone as here.
-    rough = largest.double() > torch.linalg.vector_norm(x, 2, 1, True).double() * (CREST / math.sqrt(x.size(1)))
+    steps = x / unit  # NaN in a row of zeros or with an infinity; multiplying by the unit makes that 0 and NaN at the end
+    whole = steps.round()
+    y = torch._int_mm(whole.to(torch.int8), weight)
+    # Compared in float64, as for a single row, so that a row at the limit gets as many bits alone as in a batch.
+    rough = largest.double() > torch.linalg.vector_norm(x, 2, 1, True).double() * (CREST_LIMIT / math.sqrt(x.size(1)))
     if rough.any():
         rows = rough.view(-1).nonzero().view(-1)
-        y = y.float().index_add_(0, rows, torch._int_mm(_left_over(rest[rows], whole[rows]), across).float(), alpha=1 / 254)
+        rest = torch._int_mm(_remainder(steps[rows], whole[rows]), weight).float()
+        y = y.float().index_add_(0, rows, rest, alpha=1 / 254)
     y = y * unit
     return torch.mul(y, scale, out=out) if bias is None else torch.addcmul(bias, y, scale, out=out)
 
 
-def _of_one_row(x: Tensor, across: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """The same numbers by half as many operators: beside a single row's product, each costs more to call than to compute."""
+def _integer_product_of_one_row(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute the same numbers with half as many operators: for one row, calling an operator costs more than its work."""
     largest = torch.linalg.vector_norm(x, math.inf).item()
     unit = largest / 127
-    rest = x / unit
-    whole = rest.round()
-    y = torch._int_mm(whole.to(torch.int8), across)
-    if largest > torch.linalg.vector_norm(x).item() * (CREST / math.sqrt(x.size(1))):
-        y = y.float().add_(torch._int_mm(_left_over(rest, whole), across), alpha=1 / 254)
+    steps = x / unit
+    whole = steps.round()
+    y = torch._int_mm(whole.to(torch.int8), weight)
+    if largest > torch.linalg.vector_norm(x).item() * (CREST_LIMIT / math.sqrt(x.size(1))):
+        y = y.float().add_(torch._int_mm(_remainder(steps, whole), weight), alpha=1 / 254)
     return y.float().mul_(unit).mul_(scale) if bias is None else torch.addcmul(bias, y, scale, value=unit)
 
 
-def _left_over(rest: Tensor, whole: Tensor) -> Tensor:
-    return rest.sub_(whole).mul_(254).round_().to(torch.int8)  # half a step at most
+def _remainder(steps: Tensor, whole: Tensor) -> Tensor:
+    """Quantise what rounding left, at most half a step, to eight more bits; ``steps`` is overwritten."""
+    return steps.sub_(whole).mul_(254).round_().to(torch.int8)
 
 
-def _of_floats(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Rows (M, in) as they are, or rounded to bfloat16 where PyTorch has a kernel for that, times (out, in) in eight bits."""
-    if x.is_cpu and len(x) <= FEW and weight.size(1) % 16 == 0:  # with another width the kernel reads beyond the row, or dies
+def _float_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Multiply float rows (M, in), rounded to bfloat16 where PyTorch has a kernel for that, by an int8 weight (out, in)."""
+    if x.is_cpu and len(x) <= MAX_KERNEL_ROWS and weight.size(1) % 16 == 0:  # for other widths the kernel reads out of bounds
         return torch._weight_int8pack_mm(x.bfloat16(), weight, scale.bfloat16()).float()
+    chunk = max(1, WEIGHT_CHUNK // weight.size(1))
     x = x.float()
-    y = x.new_empty(len(x), len(weight))
-    for part in torch.arange(weight.size(0), device="cpu").split(max(1, PIECE // weight.size(1))):
-        rows = slice(int(part[0]), int(part[-1]) + 1)
-        y[:, rows] = F.linear(x, weight[rows].float()) * scale[rows]
-    return y
+    parts = zip(weight.split(chunk), scale.split(chunk), strict=True)
+    return torch.cat([F.linear(x, rows.float()) * scales for rows, scales in parts], dim=1)
 
 
 class Int8Conv1D(nn.Module):
-    """An affine map whose weight is stored [out, in] in eight bits."""
+    """An affine map with an int8 weight [out, in] and a float32 ``scale`` per output."""
+
+    weight: Tensor
+    scale: Tensor
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -123,7 +132,10 @@ class Int8Conv1D(nn.Module):
 
 
 class Int8Embedding(nn.Module):
-    """Token embeddings in eight bits, a scale for each token."""
+    """Token embeddings in int8, with a float32 ``scale`` per token."""
+
+    weight: Tensor
+    scale: Tensor
 
     def __init__(self, n_tokens: int, width: int) -> None:
         super().__init__()
@@ -135,7 +147,7 @@ class Int8Embedding(nn.Module):
 
 
 class Int8GPT2(GPT2):
-    """A GPT2 whose embedding and projections are in eight bits. It holds no weights yet: :meth:`put` gives it each."""
+    """A GPT2 with its token embedding and projections in int8. It is built without weights: :meth:`put` sets each one."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config, initialise=False)
@@ -148,7 +160,7 @@ class Int8GPT2(GPT2):
 
     @torch.no_grad()
     def put(self, name: str, tensor: Tensor, device: torch.device | str = "cpu") -> None:
-        """One parameter of a GPT2, under its name there; quantised where it is a matrix that is kept so."""
+        """Set the parameter that a GPT2 calls ``name``; matrices are quantised."""
         path, _, leaf = name.rpartition(".")
         module = self.get_submodule(path)
         if isinstance(module, (Int8Conv1D, Int8Embedding)) and leaf == "weight":
@@ -159,11 +171,11 @@ class Int8GPT2(GPT2):
 
     @classmethod
     def of(cls, model: GPT2) -> Int8GPT2:
-        """The same model in eight bits."""
-        made = cls(model.config)
+        """Return a quantised copy of ``model``."""
+        copy = cls(model.config)
         for name, tensor in model.state_dict().items():
-            made.put(name, tensor, tensor.device)
-        return made
+            copy.put(name, tensor, tensor.device)
+        return copy
 
     def head(self, hidden: Tensor) -> Tensor:
         return product(hidden.reshape(-1, hidden.size(-1)), self.wte.weight, self.wte.scale).view(*hidden.shape[:-1], -1)
@@ -173,11 +185,11 @@ class Int8GPT2(GPT2):
 
     def train(self, mode: bool = True) -> Int8GPT2:
         if mode:
-            raise InputError("eight-bit weights cannot be trained; load the model without :int8")
+            raise InputError("int8 weights cannot be trained; load the model without :int8")
         return super().train(mode)
 
 
 def require_float(model: nn.Module, what: str) -> None:
-    """Refuse eight-bit weights where ``what`` needs the model's own."""
+    """Raise an :class:`InputError` for an int8 model, because ``what`` needs the original weights."""
     if isinstance(model, Int8GPT2):
-        raise InputError(f"{what} needs the weights themselves, and eight bits only approximate them; leave :int8 out")
+        raise InputError(f"{what} needs the original weights, which int8 only approximates; leave :int8 out")

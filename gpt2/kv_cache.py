@@ -1,4 +1,4 @@
-"""Keys and values of the tokens already seen, in buffers allocated once."""
+"""Keep the keys and values of the tokens that were already read, in preallocated tensors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from gpt2.config import GPT2Config
 
 
 class KVCache:
-    """Room for ``capacity`` tokens in every layer; ``length`` of them are filled.
+    """Keys and values of up to ``capacity`` tokens in every layer, of which ``length`` are filled.
 
-    A forward pass calls :meth:`append` once per layer, all at the same offset, and :meth:`advance` once at its end. The
-    buffers are written in place, so no gradient flows through them: autograd refuses a backward pass.
+    ``keys`` and ``values`` are (L, B, H, capacity, K). A forward pass calls :meth:`append` once per layer, always at the same
+    offset, and :meth:`advance` once at its end. The tensors are written in place, so autograd refuses to go back through them.
     """
 
     def __init__(
@@ -31,32 +31,34 @@ class KVCache:
         self.values = torch.empty(shape, dtype=dtype, device=device)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` (B, H, T, head) behind what is there; return all of it, (B, H, length + T, head), as they are."""
-        if k.size(0) != self.keys.size(1):  # a single row would be copied into all of them
+        """Store ``k`` and ``v`` (B, H, T, K) after the filled part; return the layer's (B, H, length + T, K) in their dtype.
+
+        Raises:
+            ValueError: another batch size than the cache's, or more tokens than its capacity.
+        """
+        if k.size(0) != self.keys.size(1):  # copy_ would broadcast a single row to all of them
             raise ValueError(f"the cache was made for a batch of {self.keys.size(1)}; {k.size(0)} rows were given to it")
         tokens = k.size(-2)
         end = self.length + tokens
         if end > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens; {end} were asked of it")
         keys, values = self.keys.select(0, layer), self.values.select(0, layer)
-        keys.narrow(2, self.length, tokens).copy_(k)  # by its name, for brackets cost as much again
+        keys.narrow(2, self.length, tokens).copy_(k)  # narrow() takes half the time of indexing
         values.narrow(2, self.length, tokens).copy_(v)
         return keys.narrow(2, 0, end).to(k.dtype), values.narrow(2, 0, end).to(v.dtype)
 
-    def to(self, dtype: torch.dtype) -> KVCache:
-        """A cache of ``dtype`` that holds the same tokens; this one, if it is of that dtype already."""
-        if dtype == self.keys.dtype:
-            return self
-        other = KVCache.__new__(KVCache)
-        other.capacity, other.length = self.capacity, self.length
-        other.keys, other.values = torch.empty_like(self.keys, dtype=dtype), torch.empty_like(self.values, dtype=dtype)
-        for new, old in ((other.keys, self.keys), (other.values, self.values)):
-            new[..., : self.length, :] = old[..., : self.length, :]
-        return other
-
     def advance(self, tokens: int) -> None:
+        """Count the ``tokens`` that every layer has appended."""
         self.length += tokens
 
     def reset(self, length: int = 0) -> None:
-        """Forget all but the first ``length`` tokens."""
+        """Keep the first ``length`` tokens only."""
         self.length = min(self.length, length)
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Store keys and values in ``dtype`` from now on; the filled part is kept."""
+        with torch.inference_mode(False), torch.no_grad():  # tensors that may be written in any mode
+            keys, values = torch.empty_like(self.keys, dtype=dtype), torch.empty_like(self.values, dtype=dtype)
+            for new, old in ((keys, self.keys), (values, self.values)):
+                new[..., : self.length, :] = old[..., : self.length, :]
+            self.keys, self.values = keys, values

@@ -1,6 +1,5 @@
 """Generation against its plainest statement: read the window, take the best, append, again."""
 
-import importlib
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -11,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.config import GPT2Config
+from gpt2.decoder import Decoder
 from gpt2.errors import InputError
-from gpt2.generation import AHEAD, decode, generate, prefill, stream
+from gpt2.generation import DRAFT_TOKENS, generate, stream
 from gpt2.model import GPT2
-from gpt2.sampling import chances
+from gpt2.sampling import Sampling
 
-module = importlib.import_module("gpt2.generation")
 CONFIG = GPT2Config(vocab_size=61, n_positions=8, n_embd=24, n_layer=2, n_head=3, bos_token_id=None, eos_token_id=None)
 
 
@@ -75,23 +74,23 @@ def test_a_draft_changes_nothing_but_time(draft: GPT2Config, length: int) -> Non
 
 
 def test_a_draft_spares_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses that are made, paid for and thrown away."""
-    model, read, passes = lively(replace(CONFIG, n_positions=64)), module._Reader.read, []
-    monkeypatch.setattr(module._Reader, "read", lambda self, text: (passes.append(self.model), read(self, text))[1])
+    """Proposals that are computed and then thrown away."""
+    model, decode, passes = lively(replace(CONFIG, n_positions=64)), Decoder.decode, []
+    monkeypatch.setattr(Decoder, "decode", lambda self, *args: (passes.append(self.model), decode(self, *args))[1])
     generate(model, [1, 2, 3], 41, temperature=0, draft=lively(replace(CONFIG, n_positions=64)))
-    assert sum(each is model for each in passes) == 1 + 40 // (AHEAD + 1)
+    assert sum(each is model for each in passes) == 40 // (DRAFT_TOKENS + 1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"temperature": 0.7}])
 def test_a_draft_leaves_the_distribution(settings: dict) -> None:
-    """Guesses accepted too readily, or replaced by draws from the model's own chances instead of what is missing from them."""
+    """Proposals accepted too readily, or replaced by draws from the model's own probabilities instead of the difference."""
     small = replace(CONFIG, vocab_size=3)
     model, draft, runs = lively(small), lively(small, seed=3), 1500
     exact = {}
     for text in itertools.product(range(3), repeat=3):
         ids = torch.tensor([[0, *text]])
         logits = model(ids)[0, :3].detach()
-        exact[text] = float(chances(logits, **settings).gather(1, ids[0, 1:, None]).prod())
+        exact[text] = float(Sampling(**settings).probabilities(logits).gather(1, ids[0, 1:, None]).prod())
     found = Counter(tuple(generate(model, [0], 3, seed=seed, draft=draft, **settings)[1:]) for seed in range(runs))
     assert sum(abs(found[text] / runs - p) for text, p in exact.items()) / 2 < 0.08
 
@@ -100,7 +99,7 @@ def test_a_draft_leaves_the_distribution(settings: dict) -> None:
     ("ids", "change", "settings", "message"),
     [
         (torch.ones(2, 3, dtype=torch.long), {}, {}, "a batch of 2"),
-        ([1], {"vocab_size": 62}, {}, "the draft knows 62 tokens, the model 61"),
+        ([1], {"vocab_size": 62}, {}, "a vocabulary of 62 tokens, the model 61"),
         (torch.ones(1, 3, dtype=torch.long), {}, {"attention_mask": torch.tensor([[0, 1, 1]])}, "attention_mask"),
         ([1], {}, {"use_cache": False}, "use_cache"),
     ],
@@ -109,17 +108,6 @@ def test_a_draft_that_cannot_guess(ids: list[int] | Tensor, change: dict, settin
     """An index error from inside, one row of a batch continued for all, or padding read as if it were text."""
     with pytest.raises(InputError, match=message):
         generate(lively(), ids, 3, draft=lively(replace(CONFIG, **change)), **settings)
-
-
-@pytest.mark.parametrize("parts", [(3, 4), (1, 5, 1), (2, 2, 2, 1)])
-def test_a_prompt_may_be_read_in_parts(parts: tuple[int, ...]) -> None:
-    """Later tokens of a part that are hidden from its last, or a mask for more queries than are left in the last block."""
-    model, ids = lively(), torch.randint(61, (2, sum(parts)), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        cache = model.new_cache(2)
-        for part in ids.split(parts, dim=1):
-            logits = prefill(model, part, cache)
-            torch.testing.assert_close(logits, model(ids[:, : cache.length])[:, -1], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -174,18 +162,6 @@ def test_seed_repeats_and_cache_does_not_matter(settings: dict) -> None:
     assert len(set(flat)) > 50
 
 
-def test_prefill_and_decode_are_the_model() -> None:
-    """Logits of the wrong position handed out as those of what comes next."""
-    model, ids = lively(), torch.arange(8).view(2, 4)
-    cache = model.new_cache(2)
-    with torch.no_grad():
-        expected = model(ids)
-        torch.testing.assert_close(prefill(model, ids[:, :3], cache), expected[:, 2])
-        torch.testing.assert_close(decode(model, ids[:, 3], cache), expected[:, 3])
-        torch.testing.assert_close(prefill(model, ids), expected[:, 3])
-    assert cache.length == 4
-
-
 def test_the_cache_is_used() -> None:
     """The right ids at the price of reading everything again: one pass over the prompt, then one token at a time."""
     read: list[int] = []
@@ -234,9 +210,9 @@ def test_stop_ends_a_text_and_keeps_the_id() -> None:
 
 
 BAD: list[tuple[object, dict, str]] = [
-    ([], {}, "holds no token"),
-    (torch.empty(1, 0, dtype=torch.long), {}, "holds no token"),
-    (torch.empty(0, 3, dtype=torch.long), {}, "holds no token"),
+    ([], {}, "the prompt is empty"),
+    (torch.empty(1, 0, dtype=torch.long), {}, "the prompt is empty"),
+    (torch.empty(0, 3, dtype=torch.long), {}, "the prompt is empty"),
     ([61], {}, "outside the model's vocabulary of 61"),
     ([-1], {}, "outside the model's vocabulary of 61"),
     ([2**70], {}, "outside the model's vocabulary of 61"),
@@ -322,8 +298,6 @@ def test_mode_is_the_callers_between_and_after(how: str) -> None:
         iterator.close()
     else:
         handle = model.ln_f.register_forward_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            next(iterator)
         with pytest.raises(ZeroDivisionError):
             generate(model, ids, 3)
         handle.remove()

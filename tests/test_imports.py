@@ -14,7 +14,7 @@ import gpt2
 PACKAGE = Path(gpt2.__file__).parent
 # Each room may import itself and what stands to its left.
 ORDER = [
-    *("errors", "config", "data", "kv_cache", "model", "int8", "lora", "sampling", "fast", "generation"),
+    *("errors", "config", "data", "kv_cache", "model", "int8", "lora", "sampling", "decoder", "generation"),
     *("checkpoint", "measure", "pages", "parity", "comparison", "explore", "port", "train", "bench", "cli"),
 ]
 JUDGES = {"parity", "comparison", "explore", "port"}  # train takes none of these, only measure

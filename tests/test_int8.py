@@ -16,10 +16,10 @@ from gpt2.cli.main import main
 from gpt2.comparison.sides import Side
 from gpt2.config import GPT2Config
 from gpt2.data.shakespeare import play
+from gpt2.decoder import Decoder
 from gpt2.errors import InputError
-from gpt2.fast import step_of
 from gpt2.generation import generate
-from gpt2.int8 import FEW, PIECE, ROWS, Int8GPT2, as_it_runs, product, quantise
+from gpt2.int8 import MAX_KERNEL_ROWS, ROW_CHUNK, WEIGHT_CHUNK, Int8GPT2, product, quantise, rounded_parameter
 from gpt2.model import GPT2
 
 CONFIG = GPT2Config(vocab_size=67, n_positions=16, n_embd=24, n_layer=2, n_head=3, n_inner=41)
@@ -57,11 +57,11 @@ def rows_of(count: int, width: int) -> torch.Tensor:
     return x * torch.logspace(-6, 6, count)[:, None]
 
 
-@pytest.mark.parametrize(("n_in", "n_out"), [(24, 41), (160, 480), (64, PIECE // 64 + 5), (17, 3)])
+@pytest.mark.parametrize(("n_in", "n_out"), [(24, 41), (160, 480), (64, WEIGHT_CHUNK // 64 + 5), (17, 3)])
 def test_many_rows_and_few_give_the_same_product(n_in: int, n_out: int, processor: str) -> None:
     """Text that depends on whether it was read at once or token by token; a large entry that drowns the others."""
     weight, scale = quantise(torch.randn(n_out, n_in, generator=torch.Generator().manual_seed(0)))
-    x = rows_of(ROWS + FEW, n_in)
+    x = rows_of(ROW_CHUNK + MAX_KERNEL_ROWS, n_in)
     matrix = weight.double() * scale.double()[:, None]
     exact, typical = F.linear(x.double(), matrix), x.double().norm(dim=1) * matrix.norm() / n_in**0.5
     found = product(x, weight, scale)
@@ -76,10 +76,10 @@ def test_many_rows_and_few_give_the_same_product(n_in: int, n_out: int, processo
         if processor == "VNNI":
             assert many is out
         torch.testing.assert_close(many, found if added is None else found + bias)
-        few = torch.cat([product(part, weight, scale, added) for part in x[: FEW + 5].split(FEW)])
-        each = torch.cat([product(row, weight, scale, added) for row in x[: FEW + 5].split(1)])
+        few = torch.cat([product(part, weight, scale, added) for part in x[: MAX_KERNEL_ROWS + 5].split(MAX_KERNEL_ROWS)])
+        each = torch.cat([product(row, weight, scale, added) for row in x[: MAX_KERNEL_ROWS + 5].split(1)])
         if processor == "VNNI":
-            assert few.equal(many[: FEW + 5])
+            assert few.equal(many[: MAX_KERNEL_ROWS + 5])
             assert each.equal(few)
         else:
             torch.testing.assert_close(each, few, rtol=2**-7, atol=0.01 * float(few.abs().max()))
@@ -137,7 +137,7 @@ def test_it_is_the_model_of_its_rounded_weights() -> None:
     with torch.no_grad():
         for name, parameter in rounded.named_parameters():
             before = parameter.clone()
-            parameter.copy_(as_it_runs(name, parameter))
+            parameter.copy_(rounded_parameter(name, parameter))
             assert parameter.equal(before) == (parameter.ndim == 1 or name == "wpe.weight"), name
         small = Int8GPT2.of(model)
         ids = torch.randint(67, (3, 12), generator=torch.Generator().manual_seed(1))
@@ -147,19 +147,18 @@ def test_it_is_the_model_of_its_rounded_weights() -> None:
         assert (found - off).norm() > (found - expected).norm()
 
 
-@pytest.mark.parametrize("rows", [1, 5, FEW + 1])
-def test_the_step_is_the_model(rows: int) -> None:
-    """A step that leaves out a scale or reads another token's."""
+@pytest.mark.parametrize("rows", [1, 5, MAX_KERNEL_ROWS + 1])
+def test_decoding_equals_the_model(rows: int) -> None:
+    """A decoder that leaves out a scale or reads another token's."""
     small = Int8GPT2.of(drawn())
+    decoder, caches = Decoder(small), (small.new_cache(rows), small.new_cache(rows))
+    assert decoder.forward_pass is not None
     ids = torch.randint(67, (rows, 8), generator=torch.Generator().manual_seed(2))
-    with torch.inference_mode():
-        caches = small.new_cache(rows), small.new_cache(rows)
-        for cache in caches:
-            small(ids[:, :7], cache=cache)
-        expected, step = small(ids[:, 7:], cache=caches[0])[:, -1], step_of(small)
-        assert step is not None
-        found = step(ids[:, 7:], caches[1])
-    assert (found.float() - expected.float()).norm() <= 0.01 * expected.float().norm()
+    with torch.no_grad():
+        expected = small(ids[:, :7], cache=caches[0])[:, -1], small(ids[:, 7:], cache=caches[0])[:, -1]
+    found = decoder.prefill(ids[:, :7], caches[1]), decoder.decode(ids[:, 7:], caches[1])[:, -1]
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 0.01 * b.norm()
 
 
 def test_what_it_costs_on_the_embedded_model() -> None:

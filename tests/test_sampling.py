@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gpt2.errors import InputError
-from gpt2.sampling import agree, check_settings, next_ids, restrict
+from gpt2.sampling import Sampling, accept_draft, restrict
 
 INF = math.inf
 
@@ -64,7 +64,7 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     for size in (3, 64, 50257):
         logits = torch.zeros(2, size)
         logits[0, size // 2 :] = 1.0
-        assert next_ids(logits, temperature=0).tolist() == [size // 2, 0]
+        assert Sampling(0).next_ids(logits).tolist() == [size // 2, 0]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
@@ -73,7 +73,7 @@ def test_cold_is_greedy_and_hot_is_uniform(scale: float) -> None:
     logits = torch.tensor([[-1.0, 0.5, 2.0, 1.999]]) * scale
     for cold in (1e-4, 1e-30, 1e-38, 1e-45, 5e-324):
         assert restrict(logits, cold).softmax(-1).tolist()[0] == pytest.approx([0, 0, 1, 0], abs=1e-4)
-        assert next_ids(logits, cold).tolist() == [2]
+        assert Sampling(cold).next_ids(logits).tolist() == [2]
     for hot in (1e10, 1e30, 1e300):
         torch.testing.assert_close(restrict(logits, hot).softmax(-1), torch.full((1, 4), 0.25))
 
@@ -82,7 +82,7 @@ def test_forbidden_ids_stay_forbidden() -> None:
     """Logits that a caller has set to -inf must never be drawn, nor turn into nan."""
     logits = torch.tensor([[-INF, 1.0, -INF, 0.5]]).expand(2000, 4)
     for settings in ({}, {"top_k": 3}, {"top_p": 0.99}, {"temperature": 0.1}):
-        assert set(next_ids(logits, generator=torch.Generator().manual_seed(0), **settings).tolist()) <= {1, 3}
+        assert set(Sampling(**settings).next_ids(logits, torch.Generator().manual_seed(0)).tolist()) <= {1, 3}
 
 
 def test_input_is_left_alone_and_any_dtype_is_read() -> None:
@@ -120,7 +120,7 @@ def test_draws_follow_the_distribution(settings: dict, quantile: float) -> None:
     full = {"temperature": 1.0, "top_k": None, "top_p": None} | settings
     probabilities = by_hand(logits, **full)
     assert sum(p > 0 for p in probabilities) == {20.515: 6, 13.816: 3}[quantile]
-    drawn = next_ids(torch.tensor([logits]).expand(60000, 6), generator=torch.Generator().manual_seed(5), **settings)
+    drawn = Sampling(**settings).next_ids(torch.tensor([logits]).expand(60000, 6), torch.Generator().manual_seed(5))
     assert drawn.dtype == torch.long
     assert drawn.shape == (60000,)
     assert {i for i, p in enumerate(probabilities) if p == 0}.isdisjoint(drawn.tolist())
@@ -133,14 +133,14 @@ def test_seed_decides() -> None:
     """A generator that is accepted and not used, or a global one that is moved all the same."""
     logits = torch.zeros(50, 1000)
     state = torch.get_rng_state()
-    first, again, other = (next_ids(logits, generator=torch.Generator().manual_seed(s)).tolist() for s in (1, 1, 2))
+    first, again, other = (Sampling().next_ids(logits, torch.Generator().manual_seed(s)).tolist() for s in (1, 1, 2))
     assert first == again
     assert first != other
     assert torch.equal(state, torch.get_rng_state())
     torch.manual_seed(7)
-    one = next_ids(logits).tolist()
+    one = Sampling().next_ids(logits).tolist()
     torch.manual_seed(7)
-    assert one == next_ids(logits).tolist()
+    assert one == Sampling().next_ids(logits).tolist()
     assert len(set(first)) > 40  # rows are drawn independently
 
 
@@ -159,14 +159,14 @@ BAD = [
 @pytest.mark.parametrize(("settings", "message"), [*BAD, *(({"temperature": 0.0} | s, m) for s, m in BAD[3:])])
 def test_bad_settings_are_refused(settings: dict, message: str) -> None:
     """A negative temperature samples the least likely; top-k 0 crashes inside torch; greedy must not hide a mistake."""
-    for refuses in (check_settings, lambda **s: next_ids(torch.zeros(1, 4), **s)):
+    for refuses in (Sampling, lambda **s: restrict(torch.zeros(1, 4), **s)):
         with pytest.raises(InputError, match=message) as caught:
             refuses(**settings)
         assert "\n" not in str(caught.value)
 
 
 def test_no_distribution_at_temperature_zero() -> None:
-    """Dividing by 0: greedy is a choice of `next_ids`, not a distribution."""
+    """Dividing by 0: greedy decoding takes the likeliest id and needs no distribution."""
     with pytest.raises(InputError, match="temperature is 0"):
         restrict(torch.zeros(1, 4), 0)
 
@@ -176,28 +176,28 @@ def test_logits_that_are_not_numbers_are_no_choice():
     logits = torch.zeros(2, 5)
     logits[1, 3] = float("nan")
     with pytest.raises(InputError, match="not numbers"):
-        next_ids(logits, temperature=1)
+        Sampling().next_ids(logits)
 
 
-def test_what_a_draft_leaves_is_distributed_as_if_it_were_not_there() -> None:
-    """A guess kept too often, or what is missing drawn from the wrong place; nothing left to draw from where both agree."""
+def test_accepted_and_resampled_ids_follow_the_models_distribution() -> None:
+    """Ids of a draft accepted too often, or the next id drawn from the wrong distribution; no id left where both are equal."""
     generator = torch.Generator().manual_seed(0)
-    guessed, wanted = torch.rand(2, 2, 5, generator=generator).pow(3)
+    proposed, wanted = torch.rand(2, 2, 5, generator=generator).pow(3)
     wanted = torch.cat((wanted, torch.rand(1, 5, generator=generator)))
-    guessed[1, 2], wanted[0, 4] = 0, 0
-    guessed, wanted = (p / p.sum(-1, keepdim=True) for p in (guessed, wanted))
+    proposed[1, 2], wanted[0, 4] = 0, 0
+    proposed, wanted = (p / p.sum(-1, keepdim=True) for p in (proposed, wanted))
     first, second, runs = torch.zeros(5), torch.zeros(5), 20_000
     for _ in range(runs):
-        guesses = torch.multinomial(guessed, 1, generator=generator)[:, 0]
-        stand, chosen = agree(guesses, guessed, wanted, generator)
-        ids = torch.cat((guesses[:stand], chosen)).tolist()
+        draft = torch.multinomial(proposed, 1, generator=generator)[:, 0]
+        accepted, chosen = accept_draft(draft, proposed, wanted, generator)
+        ids = torch.cat((draft[:accepted], chosen)).tolist()
         first[ids[0]] += 1
         if len(ids) > 1:
             second[ids[1]] += 1
     torch.testing.assert_close(first / runs, wanted[0], rtol=0, atol=0.012)
     torch.testing.assert_close(second / second.sum(), wanted[1], rtol=0, atol=0.02)
     same = torch.tensor([[0.5, 0.5], [0.5, 0.5 - 1e-8]])
-    assert agree(torch.tensor([0]), same[:1] * (1 + 1e-6), same, generator)[0] in (0, 1)
+    assert accept_draft(torch.tensor([0]), same[:1] * (1 + 1e-6), same, generator)[0] in (0, 1)
     sure = torch.tensor([[0.0, 1.0, 0.0]]).expand(3, 3)
-    assert agree(torch.tensor([1, 1]), sure[:2], sure, generator) == (2, torch.tensor([1]))
-    assert agree(torch.tensor([2, 1]), torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]), sure) == (0, torch.tensor([1]))
+    assert accept_draft(torch.tensor([1, 1]), sure[:2], sure, generator) == (2, torch.tensor([1]))
+    assert accept_draft(torch.tensor([2, 1]), torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]), sure) == (0, torch.tensor([1]))

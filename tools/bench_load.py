@@ -46,9 +46,9 @@ print(json.dumps({{"start": done - float(sys.argv[2]), "call": done - called, "p
 """
 SIDES = {
     "ours": {
-        "imports": "import gpt2; gpt2.load; from gpt2.generate import prefill",
+        "imports": "import gpt2; gpt2.load; from gpt2.decoder import Decoder",
         "load": "gpt2.load(sys.argv[1], **dtype)",
-        "logits": "prefill(model, ids)[:, None]",
+        "logits": "Decoder(model).prefill(ids)[:, None]",
     },
     "transformers": {
         "imports": "from transformers import GPT2LMHeadModel",

@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
         from gpt2.checkpoint.containers.mapped_file import require_whole_files
         from gpt2.checkpoint.loading import load, load_tokenizer, require_vocabulary
         from gpt2.generation import check_draft, stream
-        from gpt2.sampling import check_settings
+        from gpt2.sampling import Sampling
 
-        check_settings(args.temperature, args.top_k, args.top_p)
+        Sampling(args.temperature, args.top_k, args.top_p)  # refuse bad settings before loading
 
         tokenizer = load_tokenizer(args.model, revision=args.revision, offline=args.offline)
         model = load(args.model, revision=args.revision, offline=args.offline)

@@ -32,6 +32,7 @@ from tqdm import tqdm
 from gpt2.checkpoint.checkpoint import open_checkpoint
 from gpt2.checkpoint.loading import require_vocabulary
 from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
+from gpt2.decoder import Decoder
 from gpt2.errors import InputError
 from gpt2.generation import stream
 from gpt2.measure.metrics import token_losses
@@ -75,6 +76,7 @@ class ToolkitLM(TemplateLM):
         dtype = None if dtype == "auto" else dtype  # lm_eval's word for: as stored
         checkpoint = open_checkpoint(ModelName.parse(pretrained, RUNS, dtype=dtype, revision=revision), offline=offline)
         self.model, self.tokenizer = checkpoint.load(device=self._device), checkpoint.tokenizer()
+        self.decoder = Decoder(self.model)
         require_vocabulary(self.tokenizer, self.model.config, pretrained)
         self.revision = checkpoint.revision
         positions = self.model.config.n_positions
@@ -213,7 +215,7 @@ class ToolkitLM(TemplateLM):
             prompt[row, width - len(ids) :] = torch.tensor(ids)
             mask[row, width - len(ids) :] = 1
         tokens = stream(
-            self.model,
+            self.decoder,
             prompt.to(self._device),
             new,
             temperature=temperature,

@@ -14,7 +14,7 @@ from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
-from gpt2.int8 import as_it_runs
+from gpt2.int8 import rounded_parameter
 from gpt2.parity import reference
 
 OTHER = "hf/"  # in front of a model's name: transformers' implementation of the same checkpoint
@@ -61,7 +61,7 @@ class Side:
         """Reads one parameter, in the dtype it runs in, into memory of its own."""
         read = self.checkpoint.reader(mapped=False)
         if self.dtype == torch.int8:
-            return lambda name: as_it_runs(name, read(name, torch.float32))
+            return lambda name: rounded_parameter(name, read(name, torch.float32))
         return lambda name: read(name, self.dtype)
 
     @contextmanager

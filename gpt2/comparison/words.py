@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt2.data import Tokenizer
-from gpt2.sampling import next_ids
+from gpt2.sampling import Sampling
 
 Logits = Callable[[Tensor], Tensor]
 PASSAGE = 16  # tokens
@@ -100,6 +100,6 @@ def _continue(model: Logits, ids: Tensor, vocab: int, new_tokens: int, temperatu
     generator = torch.Generator().manual_seed(seed)
     seen = ids
     for _ in range(new_tokens):
-        chosen = next_ids(model(seen)[:, -1, :vocab].float(), temperature, generator=generator)
+        chosen = Sampling(temperature).next_ids(model(seen)[:, -1, :vocab].float(), generator)
         seen = torch.cat((seen, chosen[:, None]), dim=1)
     return seen[:, ids.size(1) :]

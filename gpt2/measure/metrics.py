@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt2.decoder import evaluating
 from gpt2.errors import InputError
-from gpt2.generation import evaluating
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 

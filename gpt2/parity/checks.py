@@ -18,8 +18,14 @@ from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.keys import from_file, layer, to_file
 from gpt2.checkpoint.loading import require_vocabulary
 from gpt2.config import GPT2Config
+<<<<<<< HEAD
 from gpt2.generation import decode, generate
 from gpt2.measure.metrics import FLOAT64_BOUND, differing_bits, relative_error, worst_relative_error
+=======
+from gpt2.decoder import Decoder
+from gpt2.generation import generate
+from gpt2.measure.metrics import differing_bits, relative_error, worst_relative_error
+>>>>>>> d8d7847 (decoder: built once per text; weights stay fixed while it runs)
 from gpt2.measure.tracing import points, trace
 from gpt2.model import GPT2
 from gpt2.parity import reference
@@ -217,12 +223,12 @@ def _parts(length: int) -> dict[str, list[int]]:
 
 def _read_in_parts(ours: GPT2, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """Logits of (B, T) ids that were read through the cache, part by part; single tokens as generation reads them."""
-    cache, logits = ours.new_cache(len(ids)), []
+    cache, decoder, logits = ours.new_cache(len(ids)), Decoder(ours), []
     for size in itertools.chain(*_parts(ids.size(1)).values()):
         end = cache.length + size
         part, seen = ids[:, cache.length : end], None if mask is None else mask[:, :end]
         one = size == 1 and cache.length > 0
-        logits.append(decode(ours, part[:, 0], cache, seen)[:, None] if one else ours(part, cache=cache, attention_mask=seen))
+        logits.append(decoder.decode(part, cache, seen) if one else ours(part, cache=cache, attention_mask=seen))
     return torch.cat(logits, dim=1)
 
 

@@ -1,0 +1,250 @@
+"""Compute next-token logits fast: prefill and decode with weights that are looked up once.
+
+Reading one token is memory-bandwidth-bound: every weight is read from memory once. What is left to save is the cost of calling
+operators and modules. :class:`ForwardPass` is the arithmetic of :mod:`gpt2.model` with about a dozen operators per block, its
+widest tensors written in place, and only the last token of a prompt in the last block.
+
+Measured on a CPU with AVX-512, without AMX or bfloat16 instructions:
+
+- A matrix stored [in, out] is read by one row at full bandwidth; stored [out, in] in bfloat16, at half of it.
+- With 3 to 16 rows in float32, the head takes 15 to 50 percent longer from [out, in] than from [in, out]. Decoding therefore
+  copies such a head once, transposed.
+- Products of 4 rows or more in bfloat16, and of any number of rows in float16, are faster in float32, conversion included.
+- Attention over a 16-bit cache of 900 tokens takes five times as long as over a float32 cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt2.int8 import Int8Conv1D, Int8Embedding, Int8GPT2, product
+from gpt2.kv_cache import KVCache
+from gpt2.model import ACTIVATIONS, GPT2, MLP, Attention, AttentionFunction, Block, Conv1D, causal_mask
+
+OWN_CLASSES = {GPT2, Block, Attention, MLP, Conv1D, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.ModuleList}
+OWN_CLASSES |= {Int8GPT2, Int8Conv1D, Int8Embedding}
+FORWARD_HOOKS = [name for name in vars(nn.Module()) if "forward" in name and "hooks" in name]  # torch's tables in each module
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+# From this number of rows on, a CPU without instructions for the dtype is faster when it converts the weights to float32.
+MIN_ROWS_TO_CONVERT = {torch.bfloat16: 4, torch.float16: 1}
+WEIGHT_CHUNK = 256  # rows of a weight that are converted at a time, so that the product finds them in the CPU's cache
+ROW_CHUNK = 64  # rows of activations that GELU computes at a time, for the same reason; from here on buffers are shared
+GELU_FACTOR = 2 * math.sqrt(2 / math.pi)
+
+
+class Decoder:
+    """Reads tokens with a model whose weights stay fixed, and returns the logits of the next token, without gradients.
+
+    The weights are looked up when the decoder is built: after training, merging or replacing weights, build another one.
+    Dropout is off, whatever the model's mode. The model's own forward pass runs instead of the fast one where they could
+    differ: with a forward hook, a replaced method or a module of another class (an adapter), under autocast, and for a prompt
+    with padding. Hooks that torch registers for all modules at once are not called.
+    """
+
+    def __init__(self, model: GPT2) -> None:
+        self.model = model
+        same = not torch.is_autocast_enabled(model.wte.weight.device.type) and all(map(_runs_own_code, model.modules()))
+        self.forward_pass = ForwardPass(model) if same else None
+
+    @torch.inference_mode()
+    def prefill(self, ids: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
+        """Read (B, T) ids and append them to the cache; return the logits (B, V) of the token after the last.
+
+        Arguments and errors are those of :meth:`GPT2.hidden`.
+        """
+        forward_pass = self._forward_pass(ids, cache) if attention_mask is None else None
+        if forward_pass is not None:
+            return forward_pass(ids, cache)
+        with evaluating(self.model):
+            return self.model.head(self.model.hidden(ids, attention_mask=attention_mask, cache=cache)[:, -1])
+
+    @torch.inference_mode()
+    def decode(self, ids: Tensor, cache: KVCache, attention_mask: Tensor | None = None) -> Tensor:
+        """Read (B, T) more ids, usually one per row; return the logits (B, T, V) of the token after each of them.
+
+        ``attention_mask`` (B, S) covers the cached tokens too. A 16-bit cache on a CPU is converted to float32.
+        """
+        one_each = attention_mask is None or (ids.size(1) == 1 and attention_mask.shape == (len(ids), cache.length + 1))
+        forward_pass = self._forward_pass(ids, cache) if one_each else None
+        if forward_pass is not None:
+            if cache.keys.is_cpu and cache.keys.dtype in HALF_DTYPES:
+                cache.convert(torch.float32)
+            return forward_pass(ids, cache, attention_mask, decoding=True).view(*ids.shape, -1)
+        with evaluating(self.model):
+            return self.model(ids, attention_mask=attention_mask, cache=cache)
+
+    def _forward_pass(self, ids: Tensor, cache: KVCache | None) -> ForwardPass | None:
+        """None where the model has to run itself; with too many tokens it raises the error."""
+        seen = ids.size(1) + (0 if cache is None else cache.length)
+        return self.forward_pass if seen <= self.model.config.n_positions else None
+
+
+Linear = Callable[[Tensor, Tensor | None], Tensor]  # (rows, out): the product and the bias, in out's memory if it is given
+Norm = tuple[Tensor, Tensor, float]  # weight, bias, epsilon
+
+
+class BlockWeights(NamedTuple):
+    """What the forward pass needs of one block."""
+
+    ln_1: Norm
+    c_attn: Linear
+    attend: AttentionFunction
+    scale: float
+    attn_c_proj: Linear
+    ln_2: Norm
+    c_fc: Linear
+    activation: Callable[[Tensor], Tensor]
+    mlp_c_proj: Linear
+
+
+class ForwardPass:
+    """GPT-2's forward pass over weights that were looked up once; shapes as in :mod:`gpt2.model`."""
+
+    def __init__(self, model: GPT2) -> None:
+        self.n_head, self.shape = model.config.n_head, (model.config.n_embd,)
+        self.qkv_width, self.inner_width = 3 * model.config.n_embd, model.config.inner
+        self.embed, self.positions = model.wte.forward, model.wpe.weight
+        self.tokens = model.wte.weight
+        self.token_scale = model.wte.scale if isinstance(model, Int8GPT2) else None
+        self.transposed_head: Tensor | None = None
+        self.ln_f = _norm(model.ln_f)
+        self.blocks = [
+            BlockWeights(
+                *(_norm(block.ln_1), _linear(block.attn.c_attn), block.attn.attend, block.attn.scale),
+                *(_linear(block.attn.c_proj), _norm(block.ln_2), _linear(block.mlp.c_fc)),
+                *(_in_place(block.mlp.activation), _linear(block.mlp.c_proj)),
+            )
+            for block in model.h
+        ]
+
+    def __call__(
+        self, ids: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None, decoding: bool = False
+    ) -> Tensor:
+        """Read (B, T) ids behind those in the cache; return the logits (B, V) after the last.
+
+        ``attention_mask`` (B, S) needs T = 1. ``decoding`` returns the logits (B T, V) after every id and may copy the head.
+        """
+        rows, tokens = ids.shape
+        past, mask = 0 if cache is None else cache.length, None
+        if attention_mask is None:
+            x = self.embed(ids) + self.positions[past : past + tokens]  # (B, T, D)
+            if past > 0 and tokens > 1:
+                mask = causal_mask(tokens, past + tokens, ids.device)
+        else:
+            real = attention_mask.bool()  # (B, S)
+            x = self.embed(ids) + F.embedding((real.sum(-1, keepdim=True) - 1).clamp_(min=0), self.positions)
+            mask = real[:, None, None, :].clone()  # (B, 1, 1, S)
+            mask[..., -1] = True
+        x = x.view(rows * tokens, -1)  # (B T, D)
+        computed = x.dtype
+        stored = computed if cache is None else cache.keys.dtype
+        last = len(self.blocks) - 1
+        qkv_out = inner_out = None
+        if len(x) >= ROW_CHUNK:  # qkv and the feed-forward share one buffer in all blocks: new memory would be zeroed first
+            buffer = x.new_empty(len(x) * max(self.qkv_width, self.inner_width))
+            qkv_out = buffer[: len(x) * self.qkv_width].view(len(x), -1)
+            inner_out = buffer[: len(x) * self.inner_width].view(len(x), -1)
+        for layer, block in enumerate(self.blocks):
+            qkv = block.c_attn(torch.layer_norm(x, self.shape, *block.ln_1), qkv_out).to(stored)
+            q, k, v = qkv.view(rows, tokens, 3, self.n_head, -1).permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, K)
+            if cache is not None:
+                k, v = cache.append(layer, k, v)  # (B, H, S, K)
+            if layer == last and tokens > 1 and not decoding:
+                q, x = q[:, :, -1:], x.view(rows, tokens, -1)[:, -1].clone()  # (B, H, 1, K), (B, D)
+                mask = inner_out = None  # the last token attends to all
+            y = block.attend(q, k, v, mask, block.scale, 0.0)
+            x.add_(block.attn_c_proj(y.transpose(1, 2).reshape(len(x), -1).to(computed), None))
+            inner = block.activation(block.c_fc(torch.layer_norm(x, self.shape, *block.ln_2), inner_out))  # (B T, F)
+            x.add_(block.mlp_c_proj(inner, None))
+        if cache is not None:
+            cache.advance(tokens)
+        return self._head(torch.layer_norm(x, self.shape, *self.ln_f), decoding)
+
+    def _head(self, hidden: Tensor, decoding: bool) -> Tensor:
+        """Compute what :meth:`GPT2.head` does, for a few rows (B, D)."""
+        rows, weight = len(hidden), self.tokens
+        if self.token_scale is not None:
+            return product(hidden, weight, self.token_scale)
+        if _converts(weight, rows):
+            x = hidden.float()
+            return torch.cat([F.linear(x, part.float()) for part in weight.split(4 * WEIGHT_CHUNK)], dim=1).to(hidden.dtype)
+        transposed_is_faster = (rows == 1 and weight.dtype in HALF_DTYPES) or (2 < rows <= 16 and weight.dtype == torch.float32)
+        if not (decoding and weight.is_cpu and transposed_is_faster):
+            return F.linear(hidden, weight)
+        if self.transposed_head is None:
+            self.transposed_head = weight.t().contiguous()
+        return torch.mm(hidden, self.transposed_head)
+
+
+@contextmanager
+def evaluating(model: GPT2) -> Iterator[None]:
+    """Switch dropout off; afterwards every module is in its former mode again. A model in eval mode is left untouched."""
+    training = [module for module in model.modules() if module.training] if model.training else []
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _runs_own_code(module: nn.Module) -> bool:
+    """Whether calling the module runs its class's own forward, of a class known here, and no hook."""
+    own = vars(module)
+    replaced = own.keys() & {"forward", "hidden", "head"}
+    return type(module) in OWN_CLASSES and not replaced and not any(own[name] for name in FORWARD_HOOKS)
+
+
+def _norm(module: nn.LayerNorm) -> Norm:
+    return module.weight, module.bias, module.eps
+
+
+def _linear(module: Conv1D | Int8Conv1D) -> Linear:
+    weight, bias = module.weight, module.bias
+    if isinstance(module, Int8Conv1D):
+        scale = module.scale
+        return lambda x, out: product(x, weight, scale, bias, out)
+    if weight.dtype in HALF_DTYPES:
+        return lambda x, out: _linear_in_float32(x, weight, bias) if _converts(weight, len(x)) else torch.addmm(bias, x, weight)
+    return lambda x, out: torch.addmm(bias, x, weight, out=out)
+
+
+def _converts(weight: Tensor, rows: int) -> bool:
+    """Whether a product of 16-bit numbers is faster in float32 on this machine."""
+    if rows < MIN_ROWS_TO_CONVERT.get(weight.dtype, rows + 1) or not weight.is_cpu or not torch.cpu._is_avx2_supported():
+        return False
+    if weight.dtype == torch.float16:
+        return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Multiply 16-bit numbers in float32 and round the result once."""
+    wide, y = x.float(), bias.float().repeat(len(x), 1)
+    chunk = WEIGHT_CHUNK if len(x) < WEIGHT_CHUNK else weight.size(0)  # with many rows, the sums alone fill the cache
+    for inputs, part in zip(wide.split(chunk, 1), weight.split(chunk), strict=True):
+        y.addmm_(inputs, part.float())
+    return y.to(x.dtype)
+
+
+def _in_place(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Replace tanh-GELU by a version that overwrites its input: allocating (B T, F) takes longer than filling it."""
+    tanh_gelu = [ACTIVATIONS[name] for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")]
+    return _tanh_gelu_ if activation in tanh_gelu else activation
+
+
+def _tanh_gelu_(h: Tensor) -> Tensor:
+    """Compute tanh-GELU in place. For many rows use 0.5 x (1 + tanh(u)) = x sigmoid(2 u): as precise, in 2/3 of the time."""
+    if len(h) < ROW_CHUNK or h.dtype != torch.float32 or not h.is_cpu:
+        return torch._C._nn.gelu_(h, approximate="tanh")  # type: ignore[attr-defined]
+    for x in h.split(ROW_CHUNK):
+        x.mul_(torch.square(x).mul_(0.044715 * GELU_FACTOR).add_(GELU_FACTOR).mul_(x).sigmoid_())
+    return h

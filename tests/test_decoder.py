@@ -1,0 +1,299 @@
+"""The decoder against the model itself: the same numbers, and the model's own forward pass wherever they could differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt2 import lora
+from gpt2.config import GPT2Config
+from gpt2.decoder import Decoder, _tanh_gelu_
+from gpt2.generation import generate, stream
+from gpt2.kv_cache import KVCache
+from gpt2.model import ACTIVATIONS, GPT2, eager_attention
+
+CONFIG = GPT2Config(vocab_size=61, n_positions=16, n_embd=24, n_layer=3, n_head=3, bos_token_id=None, eos_token_id=None)
+VARIANTS = [
+    *({"activation_function": name} for name in ACTIVATIONS),
+    {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+    {"scale_attn_weights": False, "n_inner": 40, "layer_norm_epsilon": 1e-3},
+    {"n_head": 1, "n_layer": 1},
+]
+
+
+def drawn(config: GPT2Config = CONFIG, dtype: torch.dtype = torch.float64, seed: int = 0) -> GPT2:
+    generator = torch.Generator().manual_seed(seed)
+    model = GPT2(config, initialise=False).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.0, 0.3, generator=generator)
+    return model.to(dtype)
+
+
+def left_padding(rows: int, length: int) -> Tensor:
+    return torch.tensor([[0] * (row % length) + [1] * (length - row % length) for row in range(rows)])
+
+
+@torch.no_grad()
+def next_logits(model: GPT2, ids: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+    """Logits of the next token, by the model itself."""
+    return model(ids, attention_mask=mask, cache=cache)[:, -1]
+
+
+def assert_equal_in_float64(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
+
+
+@torch.inference_mode()
+def both(model: GPT2, rows: int, padded: bool, steps: int = 4) -> list[tuple[Tensor, Tensor]]:
+    """Logits of the next tokens by the model and by the decoder, each with a cache of its own."""
+    ids = torch.randint(model.config.vocab_size, (rows, 9), generator=torch.Generator().manual_seed(rows))
+    mask, pairs = left_padding(rows, 5) if padded else None, []
+    caches, decoder = (model.new_cache(rows), model.new_cache(rows)), Decoder(model)
+    assert decoder.forward_pass is not None
+    pairs.append((next_logits(model, ids[:, :5], caches[0], mask), decoder.prefill(ids[:, :5], caches[1], mask)))
+    if not padded:
+        pairs.append((next_logits(model, ids[:, :5]), decoder.prefill(ids[:, :5])))
+    for at in range(5, 5 + steps):
+        mask = None if mask is None else torch.cat((mask, torch.ones_like(mask[:, :1])), dim=1)
+        one = ids[:, at : at + 1]
+        pairs.append((next_logits(model, one, caches[0], mask), decoder.decode(one, caches[1], mask)[:, -1]))
+    assert caches[0].length == caches[1].length == 5 + steps
+    return pairs
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("change", VARIANTS, ids=str)
+def test_equals_the_model_in_float64(change: dict, padded: bool) -> None:
+    """Another activation, scale, epsilon or position than the model's: right for gpt2 and wrong for its relatives."""
+    for expected, found in both(drawn(replace(CONFIG, **change)), 3, padded):
+        assert_equal_in_float64(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 15, 16, 17])
+def test_as_precise_as_the_model(rows: int, dtype: torch.dtype) -> None:
+    """A head transposed wrongly for some number of rows, or a forward pass that rounds more than the model does."""
+    model = drawn(dtype=dtype)
+    exact = both(drawn(dtype=dtype).double(), rows, rows % 2 == 1)
+    for (model_s, decoder_s), (truth, _) in zip(both(model, rows, rows % 2 == 1), exact, strict=True):
+        scale = truth.abs().max()
+        errors = [float((logits.double() - truth).square().mean().sqrt() / scale) for logits in (model_s, decoder_s)]
+        assert errors[1] <= 1.5 * errors[0]
+        assert model_s.dtype == decoder_s.dtype == dtype
+
+
+@pytest.mark.parametrize("change", VARIANTS, ids=str)
+def test_many_rows_share_memory_and_equal_the_model(change: dict) -> None:
+    """The shared buffer is overwritten before it was read, or has the width of another model."""
+    model = drawn(replace(CONFIG, **change))
+    ids = torch.randint(CONFIG.vocab_size, (21, 9), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        decoder, caches = Decoder(model), (model.new_cache(21), model.new_cache(21))
+        assert decoder.forward_pass is not None
+        assert_equal_in_float64(decoder.prefill(ids), next_logits(model, ids))
+        assert_equal_in_float64(decoder.prefill(ids[:, :4], caches[1]), next_logits(model, ids[:, :4], caches[0]))
+        assert_equal_in_float64(decoder.decode(ids[:, 4:], caches[1]), model(ids[:, 4:], cache=caches[0]))
+
+
+@pytest.mark.parametrize("parts", [(3, 4), (1, 5, 1), (2, 2, 2, 1)])
+def test_a_prompt_may_be_read_in_parts(parts: tuple[int, ...]) -> None:
+    """Later tokens of a part that are hidden from its last, or a mask for more queries than are left in the last block."""
+    model, ids = drawn(), torch.randint(61, (2, sum(parts)), generator=torch.Generator().manual_seed(0))
+    decoder, cache = Decoder(model), model.new_cache(2)
+    for part in ids.split(parts, dim=1):
+        logits = decoder.prefill(part, cache)
+        assert_equal_in_float64(logits, next_logits(model, ids[:, : cache.length]))
+
+
+@pytest.mark.parametrize("rows", [3, 63, 64, 130])
+def test_gelu_is_as_precise_for_many_rows(rows: int) -> None:
+    """Another function where there are more rows, in its tails, or in the last few of them."""
+    x = torch.linspace(-12, 12, rows * 40).view(rows, 40)
+    x[-1, :6] = torch.tensor([-3e38, 3e38, -torch.inf, torch.inf, torch.nan, -0.0])
+    truth, theirs = (F.gelu(each, approximate="tanh") for each in (x.double(), x))
+    ours = _tanh_gelu_(x.clone())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1.5e-6, equal_nan=True)
+    real = truth.isfinite() & (truth.abs() < 100)
+    errors = [float((each.double() - truth)[real].square().mean().sqrt()) for each in (theirs, ours)]
+    assert errors[1] <= 1.5 * errors[0]
+
+
+def tokens_read_by_the_model(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each pass through the model itself reads, from now on."""
+    read: list[int] = []
+    hidden = GPT2.hidden
+    monkeypatch.setattr(
+        GPT2, "hidden", lambda self, ids, **settings: (read.append(ids.size(1)), hidden(self, ids, **settings))[1]
+    )
+    return read
+
+
+def test_generation_uses_the_fast_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast path that nothing takes, and dropout in the middle of training, which it must not need the model for."""
+    model = drawn(replace(CONFIG, attn_pdrop=0.9, resid_pdrop=0.9, embd_pdrop=0.9))
+    expected = generate(model, [1, 2, 3], 30, temperature=0, use_cache=False)
+    read = tokens_read_by_the_model(monkeypatch)
+    assert generate(model, [1, 2, 3], 30, temperature=0) == expected
+    assert generate(model.train(), [1, 2, 3], 30, temperature=0) == expected
+    assert read == []
+    generate(model, torch.ones(2, 3, dtype=torch.long), 3, attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]))
+    assert read == [3]  # the model reads a prompt with padding
+
+
+# What makes a model compute something else than its weights say
+
+
+def given_another_forward(model: GPT2) -> None:
+    norm = model.h[1].ln_2
+    norm.forward = lambda x: nn.LayerNorm.forward(norm, x) * 2
+
+
+def given_another_head(model: GPT2) -> None:
+    model.head = lambda hidden: hidden @ model.wte.weight.t() * -1
+
+
+def given_another_class(model: GPT2) -> None:
+    class Loud(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 3
+
+    model.h[0].ln_1.__class__ = Loud
+
+
+def hooked(model: GPT2) -> None:
+    model.h[1].mlp.register_forward_hook(lambda module, args, output: -output)
+
+
+def hooked_before(model: GPT2) -> None:
+    model.h[1].attn.c_proj.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] * -2,), kwargs), with_kwargs=True)
+
+
+def adapted(model: GPT2) -> None:
+    lora.inject(model, r=2)
+    for module in lora.adapters(model).values():
+        nn.init.normal_(module.lora_B)
+        module.double()
+
+
+def merged(model: GPT2) -> None:
+    adapted(model)
+    lora.merge(model)
+
+
+def given_another_attention(model: GPT2) -> None:
+    model.use_attention(lambda q, k, v, mask, scale, dropout: eager_attention(q, k, v, mask, scale / 3, dropout))
+
+
+def given_another_activation_and_epsilon(model: GPT2) -> None:
+    model.h[2].mlp.activation = torch.tanh
+    model.h[0].ln_1.eps = 0.1
+
+
+@torch.no_grad()
+def trained(model: GPT2) -> None:
+    for parameter in model.parameters():
+        parameter.add_(0.05 * parameter.sign())
+
+
+@torch.no_grad()
+def written_through_data(model: GPT2) -> None:
+    model.wte.weight.data.mul_(-1)
+
+
+def replaced(model: GPT2) -> None:
+    model.load_state_dict(drawn(seed=9).state_dict(), assign=True)
+
+
+def given_other_modules(model: GPT2) -> None:
+    model.h[1] = drawn(seed=5).h[1]
+    model.wte = drawn(seed=5).wte
+
+
+CHANGES = [
+    *(given_another_forward, given_another_head, given_another_class, hooked, hooked_before, adapted, merged),
+    *(given_another_attention, given_another_activation_and_epsilon),
+    *(trained, written_through_data, replaced, given_other_modules),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_changed_model_gives_another_text(change: Callable[[GPT2], None], rows: int) -> None:
+    """A text from weights that the model no longer has, or past a module, method or hook that the user put in."""
+    model, ids = drawn(), torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])[:rows]
+    before = generate(model, ids, 8, temperature=0)
+    change(model)
+    expected = generate(model, ids, 8, temperature=0, use_cache=False)
+    steps = stream(model, ids, 8, temperature=0)
+    assert torch.cat((ids, *(chosen[:, None] for chosen in steps)), dim=1).equal(expected)
+    window = ids
+    for _ in range(8):  # the same by the model alone
+        window = torch.cat((window, next_logits(model, window).argmax(-1)[:, None]), dim=1)
+    assert window.equal(expected)
+    assert not expected.equal(before)
+
+
+def test_the_model_runs_itself_where_the_results_could_differ() -> None:
+    """Hooks that see nothing, a subclass whose forward is skipped, float32 under autocast."""
+
+    class Mine(GPT2):
+        pass
+
+    assert Decoder(drawn()).forward_pass is not None
+    assert Decoder(Mine(CONFIG)).forward_pass is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert Decoder(drawn()).forward_pass is None
+    model, shapes = drawn(), []
+    handle = model.h[0].mlp.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+    generate(model, [1, 2], 3, temperature=0)
+    assert shapes == [(1, 2, 24), (1, 1, 24), (1, 1, 24)]
+    handle.remove()
+    assert Decoder(model).forward_pass is not None
+
+
+def test_a_decoder_serves_many_texts() -> None:
+    """A decoder that carries something of one text over to the next."""
+    model = drawn(dtype=torch.bfloat16)
+    decoder = Decoder(model)
+    for prompt in ([1, 2, 3], [5], [6, 7]):
+        text = [int(chosen) for chosen in stream(decoder, torch.tensor([prompt]), 20, temperature=0)]
+        assert [*prompt, *text] == generate(model, prompt, 20, temperature=0)
+
+
+def test_bad_calls_are_refused_as_the_model_refuses_them() -> None:
+    """A 17th position read from whatever lies behind the table, a mask of another length broadcast."""
+    model = drawn()
+    decoder, cache, one = Decoder(model), model.new_cache(2, 20), torch.zeros(2, 1, dtype=torch.long)
+    decoder.prefill(torch.zeros(2, 15, dtype=torch.long), cache)
+    with pytest.raises(ValueError, match="attention_mask is"):
+        decoder.decode(one, cache, torch.ones(2, 1))
+    with pytest.raises(ValueError, match="batch of 2; 3 rows"):
+        decoder.decode(torch.zeros(3, 1, dtype=torch.long), cache)
+    decoder.decode(one, cache)
+    with pytest.raises(ValueError, match="do not fit the model's 16 positions"):
+        decoder.decode(one, cache)
+
+
+def test_a_16_bit_cache_is_converted_for_decoding() -> None:
+    """A conversion that loses tokens, or leaves a cache that the model cannot continue outside inference mode."""
+    model = drawn(dtype=torch.bfloat16)
+    cache, same, decoder = model.new_cache(1, 12), model.new_cache(1, 12), Decoder(model)
+    decoder.prefill(torch.arange(6)[None], cache)
+    decoder.prefill(torch.arange(6)[None], same)
+    before = cache.keys[..., :6, :].clone()
+    found = decoder.decode(torch.tensor([[7]]), cache)
+    assert cache.keys.dtype == cache.values.dtype == torch.float32
+    assert (cache.length, cache.capacity) == (7, 12)
+    assert torch.equal(cache.keys[..., :6, :], before.float())
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(torch.tensor([[7]]), cache=same), rtol=0.05, atol=0.05)
+        assert model(torch.tensor([[8]]), cache=cache).isfinite().all()
+    exact, cache = drawn(), drawn().new_cache()
+    Decoder(exact).decode(torch.tensor([[7]]), cache)
+    assert cache.keys.dtype == torch.float64
