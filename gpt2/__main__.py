@@ -1,4 +1,4 @@
-"""``python -m gpt2``: the same as the ``gpt2`` command."""
+"""Run the ``gpt2`` command as ``python -m gpt2``."""
 
 import sys
 

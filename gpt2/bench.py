@@ -1,6 +1,6 @@
-"""How fast is it here? Two implementations in one process, in turn, so that what the machine does to one it does to the other.
+"""Measure speed: our model beside transformers', in turn in one process, so that a slow minute slows both.
 
-A time by itself says little: it is another tomorrow. What is stated is a ratio, pair by pair, its median and how far it spread.
+Times change from run to run more than their ratios do. So every result has a ratio per pair of runs: its median and range.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from gpt2.train.loss import Scored
 
 @dataclass(frozen=True)
 class Spread:
-    """Several measurements of one thing."""
+    """The median and range of several measurements."""
 
     median: float
     min: float
@@ -49,29 +49,25 @@ class Spread:
 
 
 def interleaved(runs: Mapping[str, Callable[[], float]], pairs: int) -> dict[str, list[float]]:
-    """What each of ``runs`` measures, in turn, A B A B ...; a first round warms caches and is thrown away."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for index in range(pairs + 1):
-        for name, run in runs.items():
-            measured = run()
-            if index:
-                found[name].append(measured)
-    return found
+    """Call the ``runs`` in turn, A B A B ...; return what each measured, without the first round, which warms caches."""
+    rounds = [{name: run() for name, run in runs.items()} for _ in range(pairs + 1)]
+    return {name: [measured[name] for measured in rounds[1:]] for name in runs}
 
 
 def ratio(numerators: Iterable[float], denominators: Iterable[float]) -> Spread:
-    """Pair by pair, so that a slow minute of the machine slows both."""
+    """Divide pair by pair, so that a slow minute of the machine affects both."""
     return Spread.of(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
-def seconds(work: Callable[[], Any]) -> float:
+def seconds(work: Callable[[], object]) -> float:
+    """Return how long ``work`` takes."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """What a figure depends on beside the code: processor, threads, versions, and how busy the machine was."""
+    """Return what a measurement depends on besides the code: processor, threads, versions, and load averages."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
@@ -94,11 +90,8 @@ def machine(*packages: str) -> dict[str, Any]:
     }
 
 
-# One implementation: what is asked of it while a clock runs
-
-
 class Ours:
-    """Our model through its public functions, decoding with weights as they are at the first prompt."""
+    """Our model through its public functions; after training steps, only ``prefill`` may follow."""
 
     name = "ours"
 
@@ -107,11 +100,11 @@ class Ours:
         self.decoder = Decoder(model)
 
     def prefill(self, ids: Tensor) -> Tensor:
-        """Logits (B, V) of what follows (B, T) ids."""
+        """Return the logits (B, V) of the token after (B, T) ids."""
         return self.decoder.prefill(ids)
 
     def decode(self, ids: Tensor, tokens: int) -> float:
-        """Seconds of ``tokens`` greedy steps after (B, T) ids have been read."""
+        """Return the seconds of ``tokens`` greedy steps after (B, T) ids, whose reading is not timed."""
         steps = stream(self.decoder, ids, tokens + 1, temperature=0)
         next(steps)
         return seconds(lambda: [next(steps) for _ in range(tokens)])
@@ -121,7 +114,7 @@ class Ours:
 
 
 class Transformers:
-    """transformers' model, each pass called bare: its own ``generate`` would add to it."""
+    """transformers' model, called directly: its own ``generate`` would take longer."""
 
     name = "transformers"
 
@@ -154,12 +147,9 @@ def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
-# gpt2 bench
-
-
 @dataclass(frozen=True)
 class Row:
-    """One thing both do. ``unit`` is "s" (less is better) or "tokens/s"; ``ratio`` is above 1 where ours is faster."""
+    """One measured task. ``unit`` is "s" (less is better) or "tokens/s"; ``ratio`` is above 1 where ours is faster."""
 
     what: str
     unit: str
@@ -170,6 +160,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
+    """What ``gpt2 bench`` measured."""
+
     model: str
     parameters: int
     dtype: str
@@ -211,64 +203,64 @@ def bench(
     offline: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Bench:
-    """Load, prefill, decode and a training step of a model, ours beside transformers', on the CPU.
+    """Measure load, prefill, decode and a training step of a model on the CPU, ours beside transformers'.
 
-    Of a model in eight bits nothing is trained, and transformers runs it in float32.
+    An int8 model is not trained, and transformers runs it in float32.
 
     Args:
-        name: as :func:`gpt2.load` takes it, with an optional dtype; ``random:gpt2`` has the official shape without a download.
-        batch, context: rows and tokens of a prompt and of a training batch; shortened to what the model has positions for.
-        tokens: greedy steps after such a prompt.
+        name: as for :func:`gpt2.load`, with an optional dtype; ``random:gpt2`` has the official shape without a download.
+        batch, context: rows and tokens of the prompt and the training batch; cut to the model's positions.
+        tokens: greedy steps after the prompt.
 
     Raises:
-        InputError: no such model, or sizes that make no sense.
+        InputError: no such model, or a size below 1.
     """
     for flag, value in (("pairs", pairs), ("batch", batch), ("context", context), ("tokens", tokens)):
         if value < 1:
             raise InputError(f"{flag} is {value}; give 1 or more")
     side = Side.open(name, revision=revision, offline=offline)
     if side.theirs:
-        raise InputError(f"{name}: transformers' model is measured beside ours anyway; leave hf/ out")
+        raise InputError(f"{name}: transformers' model is measured in any case; leave hf/ out")
     quantised, positions = side.dtype == torch.int8, side.config.n_positions
     tokens = min(tokens, max(1, positions // 2))
     context = min(context, max(1, positions - tokens - 1))
     ids = torch.randint(side.config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0))
     x, y, rows = ids[:, :-1], ids[:, 1:], []
 
-    def row(what: str, work: float, runs: Mapping[str, Callable[[], float]]) -> None:
-        """``work`` tokens, or 0 where seconds themselves are the figure."""
+    def measure(what: str, work: int, runs: Mapping[str, Callable[[], float]]) -> None:
+        """Add a row; ``work`` is a number of tokens, or 0 to report seconds."""
         progress(what)
-        found = interleaved(runs, pairs)
-        ours, theirs = found.values()
-        shown = [Spread.of(work / value if work else value for value in values) for values in (ours, theirs)]
-        rows.append(Row(what, "tokens/s" if work else "s", *shown, ratio(theirs, ours)))
+        times = interleaved(runs, pairs)
+        ours, theirs = (Spread.of(work / t if work else t for t in times[key]) for key in ("ours", "theirs"))
+        rows.append(Row(what, "tokens/s" if work else "s", ours, theirs, ratio(times["theirs"], times["ours"])))
 
     with reference.directory(side.checkpoint, progress) as folder:
-        loads = {
+        loads: dict[str, Callable[[], Ours | Transformers]] = {
             "ours": lambda: Ours(load_path(folder, dtype=side.dtype, offline=True)),
             "theirs": lambda: Transformers(reference.load_reference(folder, torch.float32 if quantised else side.dtype)),
         }
-        first = {k: lambda make=make: seconds(lambda: make().prefill(x[:, :1])) for k, make in loads.items()}
-        row("load to first logits", 0, first)
-        models = {key: make() for key, make in loads.items()}
-        at = f"{batch} x {context}"
-        row(f"prefill {at}", batch * context, {k: lambda m=m: seconds(lambda: m.prefill(x)) for k, m in models.items()})
-        row(f"decode after {at}", batch * tokens, {k: lambda m=m: m.decode(x, tokens) for k, m in models.items()})
-        with _training({} if quantised else models) as steps:
-            if steps:
-                row(f"train step {at}", batch * context, {k: lambda s=s: seconds(lambda: s(x, y)) for k, s in steps.items()})
-    told = str(side.dtype).removeprefix("torch.")
-    return Bench(name, side.config.num_parameters(), told, pairs, tuple(rows), machine())
+        first = {key: partial(_seconds_to_first_logits, load, x[:, :1]) for key, load in loads.items()}
+        measure("load to first logits", 0, first)
+        models = {key: load() for key, load in loads.items()}
+        shape = f"{batch} x {context}"
+        prompts = {key: partial(seconds, partial(model.prefill, x)) for key, model in models.items()}
+        measure(f"prefill {shape}", batch * context, prompts)
+        steps = {key: partial(model.decode, x, tokens) for key, model in models.items()}
+        measure(f"decode after {shape}", batch * tokens, steps)
+        if not quantised:
+            training = {
+                key: partial(seconds, partial(model.train_step, _optimizer(model.model), x, y)) for key, model in models.items()
+            }
+            measure(f"train step {shape}", batch * context, training)
+    dtype = str(side.dtype).removeprefix("torch.")
+    return Bench(name, side.config.num_parameters(), dtype, pairs, tuple(rows), machine())
 
 
-@contextmanager
-def _training(models: Mapping[str, Ours | Transformers]) -> Iterator[dict[str, Callable[[Tensor, Tensor], None]]]:
-    """A training step of each with the same optimizer, PyTorch's fused AdamW, and the weights as fast to step as any."""
-    steps: dict[str, Callable[[Tensor, Tensor], None]] = {}
-    for key, side in models.items():
-        side.model.train()
-        optimizer = torch.optim.AdamW([p for p in side.model.parameters() if p.requires_grad], lr=1e-5, fused=True)
-        steps[key] = lambda x, y, side=side, optimizer=optimizer: side.train_step(optimizer, x, y)
-    yield steps
-    for side in models.values():
-        side.model.eval()
+def _seconds_to_first_logits(load: Callable[[], Ours | Transformers], ids: Tensor) -> float:
+    return seconds(lambda: load().prefill(ids))
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Switch to training mode and return PyTorch's fused AdamW, with a learning rate that hardly moves the weights."""
+    model.train()
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)

@@ -1,7 +1,7 @@
-"""The shape of a GPT-2, and everything that follows from it without a weight in sight.
+"""The configuration of a GPT-2: sizes and switches, read from and written to ``config.json``.
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), and the ``config.json`` of the official
-repositories. Field names are Hugging Face's, so that a config reads the same here, there, and on disk.
+repositories. Fields have the names that Hugging Face uses.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any
 from gpt2.errors import CheckpointError, InputError
 
 ACTIVATIONS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu", "silu", "swish", "tanh")
-# Hugging Face's other names for the same fields: transformers honours them, so a config that gives both must not disagree.
+# Other names of the same fields, which transformers reads too. A config that has both must have equal values.
 ALIASES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
-# Sizes come from files of strangers. The largest GPT-2 has 48 layers; a list of tensors for a billion would fill memory.
+# Sizes come from untrusted files. The largest GPT-2 has 48 layers; the tensor list of a billion layers would fill memory.
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes and switches of one GPT-2; the defaults are the 124M model's.
+    """Sizes and switches of one GPT-2; the defaults are those of the 124M model.
 
-    ``n_inner=None`` means a feed-forward of ``4 * n_embd``. ``scale_attn_weights`` divides the scores by ``sqrt(head size)``;
-    ``scale_attn_by_inverse_layer_idx`` also divides them by the layer's number, counted from one (Mistral GPT-2, stanford-crfm);
-    ``reorder_and_upcast_attn`` asks for scores and softmax in at least float32, whatever the weights' dtype.
+    ``n_inner=None`` means a feed-forward width of ``4 * n_embd``. ``scale_attn_weights`` divides attention scores by
+    ``sqrt(head_dim)``; ``scale_attn_by_inverse_layer_idx`` also divides them by the layer's number, counted from 1 (Mistral
+    GPT-2, stanford-crfm). ``reorder_and_upcast_attn`` computes scores and softmax in at least float32, whatever the weights' dtype.
 
     Raises:
-        InputError: the sizes cannot make a model (width not divisible by heads, a size below one, an unknown activation).
+        InputError: values that make no model (a width not divisible by the heads, a size below 1, an unknown activation).
     """
 
     vocab_size: int = 50257
@@ -86,7 +86,7 @@ class GPT2Config:
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     def parameters_by_part(self) -> dict[str, int]:
-        """Closed-form parameter counts; the tied head is counted once, as the token embedding."""
+        """Count the parameters from the sizes alone. The head shares the token embedding, so it adds none."""
         d, f, layers = self.n_embd, self.inner, self.n_layer
         return {
             "token embedding (tied head)": self.vocab_size * d,
@@ -97,14 +97,14 @@ class GPT2Config:
         }
 
     def num_parameters(self) -> int:
-        """Total parameters: ``V d + P d + L (12 d^2 + 13 d) + 2 d`` for the usual feed-forward of ``4 d``."""
+        """Count all parameters: ``V d + P d + L (12 d^2 + 13 d) + 2 d`` with a feed-forward width of ``4 d``."""
         return sum(self.parameters_by_part().values())
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> GPT2Config:
-        """Read a Hugging Face ``config.json`` through an allow-list: what is not a field of this class has no effect.
+        """Read the content of a Hugging Face ``config.json``. Keys that are no field of this class have no effect.
 
-        Keys that would change what the model computes and that GPT-2 here does not have are refused, not ignored.
+        Exceptions are keys that change what a model computes and that this GPT-2 does not support; they are refused.
 
         Raises:
             CheckpointError: not a GPT-2, or a value of the wrong type or range.
@@ -116,29 +116,28 @@ class GPT2Config:
             raise CheckpointError(f"{where}: model_type is {quoted(model_type)}, not 'gpt2'; this loader reads GPT-2 only")
         for key in ("add_cross_attention", "is_encoder_decoder"):
             if raw.get(key):
-                raise CheckpointError(
-                    f"{where}: {key} is {quoted(raw[key])}, and a decoder-only GPT-2 has no such thing; use another checkpoint"
-                )
+                given = quoted(raw[key])
+                raise CheckpointError(f"{where}: {key} is {given}, but GPT-2 is a decoder-only model; use another checkpoint")
         tied = raw.get("tie_word_embeddings", True)
         if tied is not True:
-            raise CheckpointError(f"{where}: tie_word_embeddings is {quoted(tied)}; GPT-2's head is its token embedding, tied")
-        taken = {field.name: raw[field.name] for field in fields(cls) if field.name in raw}
+            raise CheckpointError(f"{where}: tie_word_embeddings is {quoted(tied)}; GPT-2's head is tied to its token embedding")
+        values = {field.name: raw[field.name] for field in fields(cls) if field.name in raw}
         for alias, name in ALIASES.items():
-            if alias in raw and taken.setdefault(name, raw[alias]) != raw[alias]:
-                both = f"{name} is {quoted(taken[name])} and {alias}, its other name, {quoted(raw[alias])}"
+            if alias in raw and values.setdefault(name, raw[alias]) != raw[alias]:
+                both = f"{name} is {quoted(values[name])} and {alias}, its other name, {quoted(raw[alias])}"
                 raise CheckpointError(f"{where}: {both}; remove the wrong one")
-        if "n_positions" not in taken and "n_ctx" in raw:
-            taken["n_positions"] = raw["n_ctx"]
-        missing = [name for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head") if name not in taken]
+        if "n_positions" not in values and "n_ctx" in raw:
+            values["n_positions"] = raw["n_ctx"]
+        missing = [name for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head") if name not in values]
         if missing:
             raise CheckpointError(f"{where}: lacks {', '.join(missing)}; is this the config.json of a GPT-2?")
         try:
-            return cls(**taken)
+            return cls(**values)
         except InputError as error:
             raise CheckpointError(f"{where}: {str(error).removeprefix('config: ')}; correct the file or fetch it again") from None
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
-        """A ``config.json`` that transformers, vLLM, CTranslate2 and llama.cpp's converter accept (the last needs ``n_ctx``)."""
+        """Return a ``config.json`` that transformers, vLLM, CTranslate2 and llama.cpp's converter accept (it needs ``n_ctx``)."""
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
@@ -150,10 +149,10 @@ class GPT2Config:
 
 
 def quoted(value: object) -> str:
-    """``repr`` for a message about a value from outside: one line, no control characters, short whatever the value."""
+    """Return the ``repr`` of an untrusted value for a message: one short line without control characters."""
     try:
         return _SHORT.repr(value)
-    except ValueError:  # Python refuses to print an integer of more than 4300 digits
+    except ValueError:  # an integer of more than 4300 digits
         return f"a huge {type(value).__name__}"
 
 
@@ -167,7 +166,7 @@ def _require(
     fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if not fits or (kind is not bool and isinstance(value, bool)):
         raise InputError(f"config: {name} must be {'a number' if kind is float else kind.__name__}, found {quoted(value)}")
-    if not minimum <= value <= maximum:  # so written that NaN fails
+    if not minimum <= value <= maximum:  # also true for NaN
         bounds = f"{minimum:g} or more, and finite" if maximum == sys.float_info.max else f"within {minimum} .. {maximum}"
         raise InputError(f"config: {name} is {quoted(value)}, and must be {bounds}")
 
@@ -182,7 +181,7 @@ OFFICIAL_SIZES: dict[str, GPT2Config] = {
 
 
 def official_size(name: str) -> GPT2Config:
-    """The config of an official size by its short name, or an :class:`InputError` that lists them."""
+    """Return the config of an official size, such as "gpt2-medium"; an unknown one raises an :class:`InputError`."""
     if name in OFFICIAL_SIZES:
         return OFFICIAL_SIZES[name]
     close = difflib.get_close_matches(name, OFFICIAL_SIZES, n=1)

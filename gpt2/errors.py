@@ -1,20 +1,20 @@
-"""Errors that the user can fix, and text of strangers in a form that is safe to print.
+"""Errors that the user can fix, and untrusted text made safe to print.
 
-Everything a person can get wrong (a name, a path, a file, a flag) raises :class:`InputError` with a single line that says
-what is wrong, where, and what to do. The command line prints that line and exits 2; a traceback always means a bug of ours.
+A wrong name, path, file or flag raises :class:`InputError` with one line that says what is wrong, where, and what to do. The
+command line prints that line and exits 2. A traceback always means a bug in this package.
 """
 
 import re
 
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # all but new line and tab; halves of characters too
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters but newline and tab; surrogates
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
-    """``text`` with each control character as a symbol, so that a terminal shows it and does not obey it.
+    """Return ``text`` with each control character replaced by a symbol, so that a terminal shows it and does not obey it.
 
-    U+0000 to U+001F and U+007F become Unicode's control pictures (ESC is ␛). U+0080 to U+009F, which have none, and the
-    surrogates that stand for undecodable bytes of a file's name are spelt out (``\\u009b``). New line and tab stay as they are,
-    unless ``one_line``: in a file's name or in one cell of a table they are control characters like the others.
+    U+0000 to U+001F and U+007F become Unicode's control pictures (ESC is ␛). U+0080 to U+009F and the surrogates that stand
+    for undecodable bytes of a file name have no picture and become an escape (``\\u009b``). Newline and tab are replaced only
+    with ``one_line``, as for a file name or a table cell.
     """
     shown = _CONTROL.sub(_symbol, text)
     return shown.replace("\n", "␊").replace("\t", "␉") if one_line else shown
@@ -26,11 +26,11 @@ def _symbol(control: re.Match[str]) -> str:
 
 
 class InputError(ValueError):
-    """Bad input. ``str(error)`` is one line: what, where, what to do; line breaks and control characters in names are escaped."""
+    """Input that the user can fix. ``str(error)`` is one line; line breaks and control characters in it are escaped."""
 
     def __init__(self, message: str) -> None:
         super().__init__("\\n".join(printable(message).splitlines()))
 
 
 class CheckpointError(InputError):
-    """A checkpoint that cannot be read, does not fit its config, or is not what the Hub declared."""
+    """A checkpoint that cannot be read, does not match its config, or differs from what the Hub declares."""

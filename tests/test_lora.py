@@ -129,7 +129,7 @@ def test_targets_are_named_as_in_peft(target: str) -> None:
         ({"targets": ["c_atn"]}, "no projection 'c_atn'; did you mean c_attn"),
         ({"targets": ["wte"]}, "give some of c_attn, c_proj, c_fc"),
         ({"targets": ["proj"]}, "no projection 'proj'"),
-        ({"targets": []}, "names nothing to adapt"),
+        ({"targets": []}, "the list is empty"),
         ({"r": 0}, "give 1 or more"),
     ],
 )
