@@ -33,7 +33,7 @@ class GPT2Config:
 
     ``n_inner=None`` means a feed-forward width of ``4 * n_embd``. ``scale_attn_weights`` divides attention scores by
     ``sqrt(head_dim)``; ``scale_attn_by_inverse_layer_idx`` also divides them by the layer's number, counted from 1 (Mistral
-    GPT-2, stanford-crfm). ``reorder_and_upcast_attn`` computes scores and softmax in at least float32, whatever the weights' dtype.
+    GPT-2, stanford-crfm). ``reorder_and_upcast_attn`` computes scores and softmax in float32 or wider, whatever the weights.
 
     Raises:
         InputError: values that make no model (a width not divisible by the heads, a size below 1, an unknown activation).

@@ -1,7 +1,7 @@
-"""The files of a byte-level BPE: read, checked, written.
+"""Read, check and write the files of a byte-level BPE.
 
-`vocab.json` (token -> id) with `merges.txt` (a pair a line, in rank order), the same two under OpenAI's names, or the BPE model
-inside the `tokenizer.json` of the `tokenizers` library. All of them spell a byte as one printable character.
+They are `vocab.json` (token -> id) with `merges.txt` (one pair per line, in rank order), the same two under OpenAI's names, or the
+BPE model in the `tokenizer.json` of the `tokenizers` library. All of them write a byte as one printable character.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpt2.config import quoted
 from gpt2.errors import InputError
@@ -20,29 +20,29 @@ from gpt2.errors import InputError
 END_OF_TEXT = "<|endoftext|>"
 N_BYTES = 256
 
-# The pairs of files that hold a byte-level BPE, in the order they are looked for.
+# The pairs of files that hold a byte-level BPE, in the order in which they are looked for.
 FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
-ADDED = "added_tokens.json"  # token -> id, beside the first pair, of special tokens
+ADDED = "added_tokens.json"  # special tokens (token -> id), beside the first pair
 
-# Bytes of one file. GPT-2's own have 1.4 MB at most, and the largest vocabularies published (256,000 tokens) some 20 to 35 MB.
+# Most bytes of one file. GPT-2's own have up to 1.4 MB, the largest published vocabularies (256,000 tokens) 20 to 35 MB.
 LIMIT = 40_000_000
 
 
 class Source(NamedTuple):
-    """What the files say, not yet checked: see :func:`check`."""
+    """The content of the files, before :func:`check`."""
 
     vocab: dict[str, int]
     merges: list[tuple[str, str]]
-    added: dict[str, int]  # tokens declared beside the model: special ones
+    added: dict[str, int]  # special tokens, declared outside the model
     where: str
 
 
 @cache
 def byte_alphabet() -> str:
-    """The 256 characters that stand for the bytes 0..255 in the files, at the index of their byte.
+    """Return the 256 characters that stand for the bytes 0..255 in the files, in the order of the bytes.
 
-    A byte that prints in Latin-1 stands for itself; the other 68, space and newline among them, follow as U+0100 upward, so
-    that the files hold neither whitespace nor control characters (`bytes_to_unicode` in OpenAI's `encoder.py`).
+    A byte that is printable in Latin-1 stands for itself. The other 68, such as space and newline, become U+0100 and up, so that
+    the files have no whitespace or control characters in tokens (`bytes_to_unicode` in OpenAI's `encoder.py`).
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x100 + N_BYTES - len(printable)))
@@ -50,7 +50,7 @@ def byte_alphabet() -> str:
 
 
 def read_directory(path: Path) -> Source:
-    """The first BPE found in a directory: of :data:`FILES`, else inside `tokenizer.json`."""
+    """Read the first BPE of a directory: a pair of :data:`FILES`, else the one in `tokenizer.json`."""
     for vocab, merges in FILES:
         if (path / vocab).is_file() and (path / merges).is_file():
             _refuse_prefix_space(path / "tokenizer_config.json")
@@ -60,15 +60,15 @@ def read_directory(path: Path) -> Source:
     if (path / "tokenizer.json").is_file():
         return _read_tokenizer_json(path / "tokenizer.json")
     there = [name for pair in FILES for name in pair if (path / name).is_file()]
-    found = f"only {', '.join(there)}" if there else "none of them"
+    present = f"only {', '.join(there)}" if there else "none of them"
     wanted = ", ".join([*(" + ".join(pair) for pair in FILES), "tokenizer.json"])
-    raise InputError(f"{path}: no byte-level BPE; looked for {wanted} and found {found}; copy the missing file there")
+    raise InputError(f"{path}: no byte-level BPE; looked for {wanted} and found {present}; copy the missing file there")
 
 
 def read_files(vocab: Path, merges: Path) -> Source:
-    """A vocabulary and its merges, under any names."""
+    """Read a vocabulary and its merges from files of any name."""
     table = _table(read_json(vocab), vocab)
-    # Lines end in "\n" only: what else Python takes for a line's end may be part of a token. The last may lack it.
+    # Only "\n" ends a line: other line ends that Python knows may be part of a token. The last line may lack it.
     lines = [line.removesuffix("\r") for line in _read(merges).split("\n")]
     if lines[0].startswith("#version"):
         del lines[0]
@@ -79,6 +79,8 @@ def read_files(vocab: Path, merges: Path) -> Source:
 def _read_tokenizer_json(path: Path) -> Source:
     content = read_json(path)
     try:
+        if not isinstance(content, dict):
+            raise TypeError
         model = content["model"]
         strange = _differences(content)
         added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
@@ -106,7 +108,7 @@ def _read(path: Path) -> str:
 
 
 def read_json(path: Path) -> object:
-    """The content of a JSON file; InputError with line and column where it is none."""
+    """Return the content of a JSON file; raise an :class:`InputError` with line and column where it is not JSON."""
     text = _read(path)
     try:
         return json.loads(text)
@@ -115,7 +117,7 @@ def read_json(path: Path) -> object:
         raise InputError(f"{path} is not JSON ({at}); it is damaged or cut off, fetch it again") from None
     except RecursionError:
         raise InputError(f"{path} is not a vocabulary: its JSON is nested too deep; fetch it again") from None
-    except ValueError:  # more digits than Python converts
+    except ValueError:  # a number with more digits than Python converts
         raise InputError(f"{path} is not a vocabulary: it holds a number of thousands of digits; fetch it again") from None
 
 
@@ -131,7 +133,7 @@ def _table(vocab: object, where: Path) -> dict[str, int]:
 
 
 def as_pairs(merges: object, where: Path | str) -> list[tuple[str, str]]:
-    """Merges as pairs, from lines "a b" or, as newer `tokenizer.json` have them, from pairs [a, b]."""
+    """Return merges as pairs, from lines "a b" or from pairs [a, b], which newer `tokenizer.json` have."""
     if not isinstance(merges, list):
         raise InputError(f"{where} holds no list of merges; fetch the file again")
     pairs = []
@@ -152,13 +154,13 @@ def _refuse_prefix_space(path: Path) -> None:
     config = read_json(path) if path.is_file() else {}
     if isinstance(config, dict) and config.get("add_prefix_space"):
         raise InputError(
-            f"{path} asks for a space before every text (add_prefix_space), which GPT-2 has not; "
-            "set it to false, and write the space into the text where it is meant"
+            f"{path} asks for a space before every text (add_prefix_space), which GPT-2 does not add; "
+            "set it to false, and write the space in the text where you want one"
         )
 
 
-def _differences(content: dict) -> str:
-    """What in a `tokenizer.json` would make other ids than GPT-2's way of cutting text; '' when nothing would."""
+def _differences(content: dict[str, Any]) -> str:
+    """Name what in a `tokenizer.json` makes other ids than GPT-2's own way of cutting text; '' if nothing does."""
     model, split = content["model"], content["pre_tokenizer"] or {}
     expected = [
         ("model", model.get("type"), "BPE"),
@@ -178,15 +180,18 @@ def _brief(value: object) -> str:
 
 
 def _looks_special(token: str) -> bool:
-    """Whether a token that no merge makes has the looks of a special one, as <|endoftext|>, [PAD] and </s> have."""
+    """Whether a token that no merge makes looks special, like <|endoftext|>, [PAD] and </s>."""
     return token[:1] + token[-1:] in ("<>", "[]") and re.search(r"\w", token) is not None
 
 
 def check(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], special: Collection[str], where: str) -> dict[str, int]:
-    """The special tokens with their ids, in that order, once vocabulary and merges fit; InputError where they do not.
+    """Check that vocabulary and merges belong together; return the special tokens in the order of their ids.
 
-    A token that is neither a byte nor made by a merge must be in `special` or look special, `<|so|>` or `[SO]`: else it has
-    lost its merge, and would never be made.
+    A token that is neither a byte nor made by a merge must be in `special` or look special, like `<|this|>` or `[THIS]`.
+    Otherwise its merge is missing, and no text would ever get its id.
+
+    Raises:
+        InputError: ids with a gap or used twice, byte tokens or merges that are missing, or a merge that cannot happen.
     """
     if sorted(vocab.values()) != list(range(len(vocab))):
         seen: dict[int, str] = {}
@@ -199,7 +204,7 @@ def check(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], special: 
     if missing := [char for char in byte_alphabet() if char not in vocab]:
         raise InputError(
             f"{where}: {len(missing)} of the 256 byte tokens are missing ({missing[0]!r} first), so some text has no ids; "
-            "this is not a byte-level BPE as GPT-2's is, or the file is cut off"
+            "this is not a byte-level BPE like GPT-2's, or the file is cut off"
         )
     made = _made(vocab, merges, where)
     others = sorted((token for token in vocab if token not in made), key=vocab.__getitem__)
@@ -212,10 +217,10 @@ def check(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], special: 
 
 
 def _made(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], where: str) -> set[str]:
-    """Every token that is a byte or made by a merge, once each merge is seen to be one that can happen. In linear time."""
-    numbers = {char: i for i, char in enumerate(byte_alphabet())}  # token -> its number; that of merge r is N_BYTES + r
-    halves = [(-1, -1)] * N_BYTES  # by number; a byte has none
-    joined: dict[tuple[int, int], int] = {}  # the numbers of two halves -> the number of what they make
+    """Return every token that is a byte or made by a merge, after checking that each merge can happen. Takes linear time."""
+    numbers = {char: i for i, char in enumerate(byte_alphabet())}  # token -> number; merge r makes number N_BYTES + r
+    halves = [(-1, -1)] * N_BYTES  # number -> the numbers of its two halves; a byte has none
+    joined: dict[tuple[int, int], int] = {}  # numbers of two halves -> number of the token that they make
     for rank, (a, b) in enumerate(merges):
         token, wrong = a + b, ""
         pair = numbers.get(a, -1), numbers.get(b, -1)
@@ -226,8 +231,8 @@ def _made(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], where: st
             wrong = f"makes {quoted(token)}, which is not in the vocabulary"
         elif token in numbers:
             wrong = f"makes {quoted(token)}, as merge {numbers[token] - N_BYTES} does"
-        elif (other := _forestalled_by(halves, joined, *pair)) is not None:
-            wrong = f"can never happen, for merge {other - N_BYTES} comes first"
+        elif (other := _earlier_merge_across(halves, joined, *pair)) is not None:
+            wrong = f"can never happen, because merge {other - N_BYTES} comes first"
         if wrong:
             raise InputError(f"{where}: merge {rank} ({_cut(a)} {_cut(b)}) {wrong}; fetch both files again")
         numbers[token] = joined[pair] = len(halves)
@@ -235,20 +240,22 @@ def _made(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], where: st
     return set(numbers)
 
 
-def _forestalled_by(halves: Sequence[tuple[int, int]], joined: Mapping[tuple[int, int], int], a: int, b: int) -> int | None:
-    """The earlier merge that, in the bytes of token ``a`` and token ``b``, joins across their boundary; None where none does.
+def _earlier_merge_across(
+    halves: Sequence[tuple[int, int]], joined: Mapping[tuple[int, int], int], a: int, b: int
+) -> int | None:
+    """Return the earlier merge that joins across the boundary of tokens ``a`` and ``b``, or None.
 
-    BPE arrives at ``a``, ``b`` only if no merge has joined across before. Look at the boundary backwards in time: `a` and `b`
-    stand there last; before that, in place of whichever of the two was made later, its half next to the boundary; and so on
-    down to two bytes. Each two that stand there at one time are joined if there is a merge for them that comes before the
-    merge that ends their time. At most as many steps as the two have characters.
+    BPE reaches the pair ``a``, ``b`` only if nothing was joined across their boundary before. This function goes back in time.
+    The last pair at the boundary is ``a``, ``b``. The pair before it has, in place of the one that was made later, its half next
+    to the boundary; and so on until both are bytes. A pair is joined if its merge comes before the merge that ends the pair.
+    The number of steps is at most the number of characters of both tokens.
 
-    Tokens are numbers: the later made, the greater.
+    Tokens are numbers; a larger number was made later.
     """
     left, right, left_until, right_until = a, b, len(halves), len(halves)
     while True:
         other = joined.get((left, right))
-        # Of two merges of one rank the left one happens first.
+        # Where one merge applies twice, the left place comes first.
         if other is not None and other < left_until and other <= right_until:
             return other
         if max(left, right) < N_BYTES:
@@ -266,38 +273,34 @@ def _cut(token: str) -> str:
 def file_texts(
     vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], special: Mapping[str, int], n_positions: int
 ) -> dict[str, str]:
-    """File name -> content, of a directory that transformers, CTranslate2 and llama.cpp's converter open.
+    """Return file name -> content for a directory that transformers, CTranslate2 and llama.cpp's converter can open.
 
-    For OpenAI's vocabulary the first two are OpenAI's own files, byte for byte. `tokenizer.json` keeps merges as lines "a b",
-    which every release of `tokenizers` reads.
+    For OpenAI's vocabulary, the first two equal OpenAI's files byte for byte. In `tokenizer.json` merges are lines "a b", which
+    every release of `tokenizers` reads.
     """
     lines = [f"{a} {b}" for a, b in merges]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": "",
-        "end_of_word_suffix": "",
-        "fuse_unk": False,
-        "vocab": vocab,
-        "merges": lines,
-    }
     steps = {"pre_tokenizer": byte_level, "post_processor": byte_level | {"trim_offsets": False}, "decoder": byte_level}
     texts = {
         "vocab.json": json.dumps(vocab),
         "merges.txt": "".join(f"{line}\n" for line in ["#version: 0.2", *lines]),
-        **tokenizer_texts(model, steps, special, n_positions),
+        **tokenizer_texts(bpe_model(vocab, lines), steps, special, n_positions),
     }
     if any(not _looks_special(token) for token in special):
-        texts[ADDED] = json.dumps(special) + "\n"  # else vocab.json alone would not tell
+        texts[ADDED] = json.dumps(special) + "\n"  # vocab.json does not say which tokens are special
     return texts
+
+
+def bpe_model(vocab: Mapping[str, int], merges: Sequence[str]) -> dict[str, object]:
+    """Return the `model` of a `tokenizer.json` for a byte-level BPE; merges are lines "a b"."""
+    affixes = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    return {"type": "BPE", "dropout": None, "unk_token": None, **affixes, "fuse_unk": False, "vocab": vocab, "merges": merges}
 
 
 def tokenizer_texts(
     model: Mapping[str, object], steps: Mapping[str, object], special: Mapping[str, int], n_positions: int
 ) -> dict[str, str]:
-    """`tokenizer.json` and `tokenizer_config.json` of any model of the `tokenizers` library."""
+    """Return `tokenizer.json` and `tokenizer_config.json` for a model of the `tokenizers` library."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": True}
     tokenizer = {
         "version": "1.0",
@@ -314,7 +317,7 @@ def tokenizer_texts(
         "model_max_length": n_positions,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    if END_OF_TEXT in special:  # without it GPT2Tokenizer would add one, as an id that the model has not
+    if END_OF_TEXT in special:  # without it GPT2Tokenizer would add one with an id that the model does not have
         config["tokenizer_class"] = "GPT2Tokenizer"
         config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     return {
@@ -324,9 +327,9 @@ def tokenizer_texts(
 
 
 def write(directory: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Write each file beside its place, flush it to disk, and rename: a reader sees the old one or the new, never a part.
+    """Write each file under a temporary name, flush it to disk and rename it, so that a reader never sees a part of it.
 
-    A symbolic link, as in the Hub's cache, is replaced, and what it points to is left alone.
+    A symbolic link, as in the Hub's cache, is replaced; the file that it points to is not changed.
     """
     directory.mkdir(parents=True, exist_ok=True)
     paths = []

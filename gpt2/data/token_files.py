@@ -1,6 +1,6 @@
-"""Token files: `train.bin` and `val.bin`, ids as little-endian uint16 and nothing else, as nanoGPT's `prepare.py` writes them.
+"""Read and write token files: `train.bin` and `val.bin` with ids as little-endian uint16, as nanoGPT's `prepare.py` writes them.
 
-They are mapped, not read, so that a corpus far larger than memory costs only the pages that a step looks at.
+Files are memory-mapped, so that a corpus may be larger than memory.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from gpt2.errors import InputError
 
 TRAIN, VAL = "train.bin", "val.bin"
 LARGEST = 2**16
-SAMPLES, BLOCK = 4096, 2048  # of a file that is too long to be read whole: so many blocks of so many ids
+SAMPLES, BLOCK = 4096, 2048  # of a longer file, only this number of blocks of this number of ids is checked
 
 
 def read(directory: str | os.PathLike[str], n_vocab: int) -> tuple[np.ndarray, np.ndarray]:
-    """The mapped ids of a folder's `train.bin` and `val.bin`, uint16, read-only.
+    """Map a folder's `train.bin` and `val.bin`; return both as read-only uint16 arrays.
 
-    Ids are held against ``n_vocab``; in a file of more than 8 million, those of 4,096 blocks spread over all of it.
+    Ids are checked against ``n_vocab``; in a file of more than 8 million ids, those of 4,096 blocks spread over the file.
 
     Raises:
-        InputError: a file is missing or empty, has half an id, or one beyond the vocabulary.
+        InputError: a file that is missing, is empty, has an odd size, or has an id outside the vocabulary.
     """
     train, val = (_map(Path(directory) / name) for name in (TRAIN, VAL))
     for name, ids in ((TRAIN, train), (VAL, val)):
@@ -38,10 +38,10 @@ def read(directory: str | os.PathLike[str], n_vocab: int) -> tuple[np.ndarray, n
 
 
 def write(path: str | os.PathLike[str], ids: np.ndarray) -> None:
-    """``ids`` as one such file.
+    """Write ``ids`` to one file.
 
     Raises:
-        InputError: an id that uint16 does not hold.
+        InputError: an id that does not fit uint16.
     """
     if len(ids) and not (ids.min() >= 0 and ids.max() < LARGEST):
         raise InputError(f"{path}: an id outside 0..{LARGEST - 1} does not fit a token file; use a smaller vocabulary")
@@ -49,7 +49,7 @@ def write(path: str | os.PathLike[str], ids: np.ndarray) -> None:
 
 
 def fingerprint(*files: np.ndarray) -> str:
-    """Sha256 (hex) of the files' lengths and ids; where one is long, of the blocks that :func:`read` looks at."""
+    """Return the sha256 (hex) of the files' lengths and ids; of a long file, of the blocks that :func:`read` checks."""
     digest = hashlib.sha256()
     for ids in files:
         digest.update(f"{len(ids)}|".encode())
@@ -66,7 +66,7 @@ def _map(path: Path) -> np.ndarray:
             f"{path}: cannot be read ({error.strerror}); give a folder with {TRAIN} and {VAL}, --set data.tokens=DIR"
         ) from None
     if size == 0 or size % 2:
-        raise InputError(f"{path}: {size} bytes are no whole number of uint16 ids, or none; write the file again")
+        raise InputError(f"{path}: {size} bytes are not a positive number of uint16 ids; write the file again")
     return np.memmap(path, dtype="<u2", mode="r")
 
 

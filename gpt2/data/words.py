@@ -1,12 +1,12 @@
-"""A tokenizer of words: the vocabulary is the most frequent words of a text, with their leading space.
+"""A tokenizer of words: its vocabulary is the most frequent words of a text, each with the space before it.
 
-What the tutorials on word-level models train on, with one difference. Theirs map every rare word to one unknown token, which
-cannot be read back and is cheap to predict, so that neither their samples nor their losses compare with anything. Here a word
-that is not in the vocabulary is spelt in bytes: any text round-trips, and bits per byte mean what they mean elsewhere.
+Tutorials on word-level models train on such a vocabulary, but map every rare word to one unknown token. That token cannot be
+decoded and is easy to predict, so neither samples nor losses compare with other models'. Here a word that is not in the
+vocabulary is encoded as bytes: any text can be decoded again, and bits per byte compare.
 
-Text is cut as GPT-2 cuts it (:data:`gpt2.data.bpe.PATTERN`): a word, a number, or a run of punctuation, each with the space
-before it, or white space. In the `tokenizers` library that is a byte-level BPE without a single merge, told to take a whole piece
-where it is in the vocabulary (`ignore_merges`).
+Text is cut as GPT-2 cuts it (:data:`gpt2.data.bpe.PATTERN`): a word, a number or a run of punctuation, each with the space before
+it, or white space. For the `tokenizers` library this is a byte-level BPE without merges that takes a whole piece where it is in
+the vocabulary (`ignore_merges`).
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
 from gpt2.config import quoted
 from gpt2.data import bpe_files
-from gpt2.data.bpe import PATTERN, openai_byte_order, refuse_surrogates
+from gpt2.data.bpe import PATTERN, openai_byte_order
 from gpt2.data.bpe_files import END_OF_TEXT, N_BYTES, byte_alphabet
+from gpt2.data.vocabulary import Vocabulary, refuse_surrogates
 from gpt2.errors import InputError
 
 FILE = "words.json"
 
 
-class Words:
+class Words(Vocabulary):
     """A vocabulary of the 256 bytes, then `words` in their order, then `<|endoftext|>`.
 
     Args:
@@ -36,13 +37,13 @@ class Words:
         where: what to call the source in an error.
 
     Raises:
-        InputError: a word that is no such piece, so no text would ever be given its id; or one listed twice.
+        InputError: a word that is no such piece, so that no text would ever get its id; or a word listed twice.
     """
 
     def __init__(self, words: Sequence[str], *, where: str = "the vocabulary") -> None:
         byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
-        self._bytes = [bytes([byte_of[char]]) for char in openai_byte_order()]
-        self._byte_ids = {token[0]: i for i, token in enumerate(self._bytes)}
+        singles = [bytes([byte_of[char]]) for char in openai_byte_order()]
+        self._byte_ids = {token[0]: i for i, token in enumerate(singles)}
         self._words = list(words)
         self._ids = {word: N_BYTES + i for i, word in enumerate(self._words)}
         for i, word in enumerate(self._words):
@@ -53,14 +54,14 @@ class Words:
             refuse_surrogates(word)
             if len(word.encode()) < 2 or _pieces(word) != [word]:
                 raise InputError(f"{where}: {quoted(word)} is not one word of two bytes or more; make the vocabulary from a text")
-        self._bytes += [word.encode() for word in self._words] + [END_OF_TEXT.encode()]
+        super().__init__([*singles, *(word.encode() for word in self._words), END_OF_TEXT.encode()])
 
     @classmethod
     def from_text(cls, text: str, vocab_size: int) -> Words:
-        """The most frequent words of `text`, so that all entries are `vocab_size`; of equally frequent ones the first met.
+        """Take the most frequent words of `text`, as many as give `vocab_size` entries; equally frequent ones in text order.
 
         Raises:
-            InputError: `vocab_size` below 257, or more than the text has words for.
+            InputError: `vocab_size` is below 257, or the text has too few words.
         """
         wanted = vocab_size - N_BYTES - 1
         if wanted < 0:
@@ -78,22 +79,19 @@ class Words:
         return f"Words(n_vocab={self.n_vocab})"
 
     @property
-    def n_vocab(self) -> int:
-        """Number of ids."""
-        return len(self._bytes)
-
-    @property
     def eot(self) -> int:
-        """Id of `<|endoftext|>`, the last."""
+        """Id of `<|endoftext|>`, the last one."""
         return self.n_vocab - 1
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sha256 (hex) of the words in id order: equal ones give the same ids for every text."""
+        """Sha256 (hex) of the words in id order; equal fingerprints mean equal ids for every text."""
         return hashlib.sha256(json.dumps(["words", self._words]).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, all of which is data: one for each word of the vocabulary, one for each byte of any other.
+        """Return the ids of `text`: one for each word of the vocabulary, one for each byte of other words.
+
+        Special tokens in `text` are ordinary characters.
 
         Raises:
             InputError: a lone surrogate, which has no UTF-8 form.
@@ -108,26 +106,6 @@ class Words:
                 ids.append(known)
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of `ids` (a list, or a 1-d array or tensor), exactly.
-
-        Raises:
-            InputError: an id outside 0..n_vocab-1.
-        """
-        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        if ids and not (min(ids) >= 0 and max(ids) < self.n_vocab):
-            bad = next(i for i in ids if not 0 <= i < self.n_vocab)
-            raise InputError(f"id {bad} is not in this vocabulary of {self.n_vocab} words; decode with the model's own")
-        return b"".join([self._bytes[i] for i in ids])
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one id."""
-        return self.decode_bytes([token_id])
-
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Words:
         """Read `words.json`."""
@@ -139,25 +117,15 @@ class Words:
         return cls(words, where=f"{file}")
 
     def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
-        """Write words.json, and the tokenizer.json and tokenizer_config.json that transformers opens; returns the paths."""
+        """Write words.json, and tokenizer.json and tokenizer_config.json for transformers; return the paths."""
         alphabet = byte_alphabet()
-        spelt = ["".join(alphabet[byte] for byte in token) for token in self._bytes[:-1]]
-        model = {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,
-            "vocab": {token: i for i, token in enumerate([*spelt, END_OF_TEXT])},
-            "merges": [],
-        }
+        tokens = ["".join(alphabet[byte] for byte in token) for token in self._bytes[:-1]] + [END_OF_TEXT]
+        model = bpe_files.bpe_model({token: i for i, token in enumerate(tokens)}, [])
+        model |= {"byte_fallback": False, "ignore_merges": True}
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
         steps = {"pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level}
         texts = bpe_files.tokenizer_texts(model, steps, {END_OF_TEXT: self.eot}, n_positions)
-        # GPT2Tokenizer builds a BPE of its own from vocabulary and merges, and would spell out every word.
+        # GPT2Tokenizer builds its own BPE from vocabulary and merges, and would encode every word as bytes.
         config = json.loads(texts["tokenizer_config.json"]) | {"tokenizer_class": "PreTrainedTokenizerFast"}
         texts["tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
         texts[FILE] = json.dumps({"words": self._words}, ensure_ascii=False) + "\n"
@@ -165,6 +133,7 @@ class Words:
 
 
 def _pieces(text: str) -> list[str]:
-    import regex  # tiktoken's own dependency; `re` knows no \p{L}
+    import regex  # also a dependency of tiktoken; `re` does not know \p{L}
 
-    return regex.findall(PATTERN, text)
+    pieces: list[str] = regex.findall(PATTERN, text)
+    return pieces

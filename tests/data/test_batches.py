@@ -55,7 +55,7 @@ def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(ValueError, match="a batch of 5 does not divide among 2 ranks"):
         batch(IDS, 8, 5, seed=0, step=0, ranks=2)
     for rank in (-1, 2):
-        with pytest.raises(ValueError, match=f"rank {rank} is none of 0 .. 1"):
+        with pytest.raises(ValueError, match=f"rank {rank} is not in 0 .. 1"):
             batch(IDS, 8, 4, seed=0, step=0, rank=rank, ranks=2)
 
 

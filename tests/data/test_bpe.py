@@ -574,7 +574,7 @@ def test_merges_that_tiktoken_and_transformers_would_read_differently(tmp_path):
     """ "abc" with the merges ab, bc, a+bc: by pairs BPE stops at ab, c; by bytes it goes on to abc. No training makes such."""
     merges = [("a", "b"), ("b", "c"), ("a", "bc")]
     vocab = {token: i for i, token in enumerate([*openai_byte_order(), *(a + b for a, b in merges)])}
-    with pytest.raises(InputError, match=r"merge 2 \(a bc\) can never happen, for merge 0 comes first"):
+    with pytest.raises(InputError, match=r"merge 2 \(a bc\) can never happen, because merge 0 comes first"):
         BPE(vocab, merges)
     merges[:2] = merges[1], merges[0]  # now bc comes first, and a + bc can happen
     assert BPE(vocab, merges).encode("abcab") == [258, 256]

@@ -47,7 +47,7 @@ def test_ids_of_arrays_and_ids_out_of_range(chars):
     assert chars.encode("") == []
     assert chars.decode([]) == ""
     for bad in (-1, chars.n_vocab):
-        with pytest.raises(InputError, match=f"id {bad} is not in this vocabulary of {chars.n_vocab} characters"):
+        with pytest.raises(InputError, match=f"id {bad} is not in this vocabulary of {chars.n_vocab} tokens"):
             chars.decode([bad])
 
 

@@ -33,7 +33,7 @@ def test_written_as_it_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [(None, "cannot be read"), (b"", "no whole number"), (b"abc", "3 bytes are no whole number")]
+    ("content", "says"), [(None, "cannot be read"), (b"", "0 bytes are not"), (b"abc", "3 bytes are not a positive number")]
 )
 def test_what_is_no_token_file_is_refused(folder, content, says):
     path = folder / "val.bin"

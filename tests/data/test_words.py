@@ -46,7 +46,7 @@ def test_round_trips(words):
     with pytest.raises(InputError, match="lone surrogate"):
         words.encode("\udc80")
     for bad in (-1, words.n_vocab):
-        with pytest.raises(InputError, match=f"id {bad} is not in this vocabulary of 269 words"):
+        with pytest.raises(InputError, match=f"id {bad} is not in this vocabulary of 269 tokens"):
             words.decode([bad])
 
 

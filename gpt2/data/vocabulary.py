@@ -1,0 +1,53 @@
+"""What every tokenizer of this package shares: a list of tokens as bytes, and the way from ids back to text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gpt2.errors import InputError
+
+
+class Vocabulary:
+    """Tokens by id, as bytes; a subclass adds the way from text to ids."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self._bytes = tokens
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of ids, special ones included. A model's vocabulary may be padded to more."""
+        return len(self._bytes)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`, special tokens included. Bytes that are not UTF-8 become U+FFFD.
+
+        A model may stop inside a character; :meth:`decode_bytes` is exact.
+        """
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Return the bytes of `ids` (a list, or a 1-d array or tensor).
+
+        Raises:
+            InputError: an id outside 0..n_vocab-1, as a model with a padded vocabulary may sample.
+        """
+        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        if ids and not (min(ids) >= 0 and max(ids) < self.n_vocab):
+            bad = next(i for i in ids if not 0 <= i < self.n_vocab)
+            raise InputError(f"id {bad} is not in this vocabulary of {self.n_vocab} tokens; decode with the model's own tokenizer")
+        return b"".join([self._bytes[i] for i in ids])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one id, which may be a part of a character."""
+        return self.decode_bytes([token_id])
+
+
+def refuse_surrogates(text: str) -> None:
+    """Raise an :class:`InputError` at the first lone surrogate of `text`, which tiktoken would silently replace by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the text has a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}: it has no UTF-8 form; "
+            "read the source as UTF-8, or repair it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+        ) from None
