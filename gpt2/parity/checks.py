@@ -18,14 +18,9 @@ from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.keys import from_file, layer, to_file
 from gpt2.checkpoint.loading import require_vocabulary
 from gpt2.config import GPT2Config
-<<<<<<< HEAD
-from gpt2.generation import decode, generate
-from gpt2.measure.metrics import FLOAT64_BOUND, differing_bits, relative_error, worst_relative_error
-=======
 from gpt2.decoder import Decoder
 from gpt2.generation import generate
-from gpt2.measure.metrics import differing_bits, relative_error, worst_relative_error
->>>>>>> d8d7847 (decoder: built once per text; weights stay fixed while it runs)
+from gpt2.measure.metrics import FLOAT64_BOUND, differing_bits, relative_error, worst_relative_error
 from gpt2.measure.tracing import points, trace
 from gpt2.model import GPT2
 from gpt2.parity import reference
