@@ -15,7 +15,7 @@ FILES = ("chars.json", "words.json", "vocab.json", "encoder.json", "tokenizer.js
 
 
 class Tokenizer(Protocol):
-    """The methods of every tokenizer: :class:`~gpt2.data.bpe.BPE`, :class:`~gpt2.data.chars.Chars`, :class:`~gpt2.data.words.Words`."""
+    """The methods of every tokenizer: those of :mod:`gpt2.data.bpe`, :mod:`gpt2.data.chars` and :mod:`gpt2.data.words`."""
 
     @property
     def n_vocab(self) -> int:

