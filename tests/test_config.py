@@ -58,10 +58,6 @@ def test_counts_follow_an_unusual_feed_forward() -> None:
     assert {name.replace("{}", "0") for name in TABLE} <= set(expected(config))
 
 
-def test_flops_count_matrices_and_attention() -> None:
-    """6 N T without the positions, which multiply nothing, plus attention's own 12 L D S."""
-
-
 def test_every_activation_a_config_may_name_has_a_function() -> None:
     """A name accepted by the config that the model then cannot look up."""
     assert set(ACTIVATIONS) == set(FUNCTIONS)

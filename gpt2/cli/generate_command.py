@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--draft",
         metavar="MODEL",
-        help="a smaller model of the same vocabulary that guesses ahead, where the model's size is what costs",
+        help="speculative decoding: a smaller model of the same vocabulary that proposes tokens for the large one to check",
     )
     add_json(parser)
     parser.set_defaults(run=run)
