@@ -1,4 +1,4 @@
-"""Read and write token files: `train.bin` and `val.bin` with ids as little-endian uint16, as nanoGPT's `prepare.py` writes them.
+"""Read and write token files: `train.bin` and `val.bin` with ids as little-endian uint16, as in nanoGPT.
 
 Files are memory-mapped, so that a corpus may be larger than memory.
 """
