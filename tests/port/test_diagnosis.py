@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 
 import gpt2
 from gpt2.port.diagnosis import diagnose
-from gpt2.port.diagnosis.causes import CAUSES, cause
+from gpt2.port.diagnosis.causes import CAUSES, PlacedCause
 from gpt2.port.diagnosis.entries import fingerprint, likeness, reading
-from gpt2.port.diagnosis.ranking import ranked
-from gpt2.port.diagnosis.report import Diagnosis, Divergence, merged
+from gpt2.port.diagnosis.places import EVERY, Place, joined
+from gpt2.port.diagnosis.ranking import merge_blocks, ranked
+from gpt2.port.diagnosis.report import Diagnosis, Divergence
 from gpt2.port.recording.deterministic import DeterministicMode, run_deterministically
 
 
@@ -207,14 +209,35 @@ def test_calm_takes_out_chance_and_narrow_casts() -> None:
     assert len(watching.dropouts) == 1
 
 
-def test_blocks_are_told_together_and_causes_in_order() -> None:
-    """Forty-eight equal causes are one; and the surest comes first."""
-    found = [cause("gelu-variant", f"h.{n}.mlp.act", "erf", "e", 1.0) for n in range(3)]
-    assert [one.where for one in merged(found, 3)] == ["h.*.mlp.act"]
-    assert [one.where for one in merged(found[:2], 3)] == ["h.0.mlp.act, h.1.mlp.act"]
-    weak, sure = cause("rmsnorm", "h.0.ln_1", "d", "e", 0.5), cause("position-offset", "wpe", "d", "e", 1.0)
-    follows = cause("missing-bias", "h.0.ln_1.bias", "d", "e", 1.0)
-    assert [one.id for one in ranked([weak, follows, *found, sure], 3)] == ["position-offset", "gelu-variant", "rmsnorm"]
+def placed(id: str, *places: Place, confidence: float = 1.0) -> PlacedCause:
+    return PlacedCause(id, places, "detail", "evidence", confidence)
+
+
+def test_the_same_fault_in_several_blocks_is_one_cause() -> None:
+    """Forty-eight equal causes would bury the others."""
+    causes = [placed("gelu-variant", Place(n, "mlp.act")) for n in range(3)]
+    assert [joined(one.places) for one in merge_blocks(causes, 3)] == ["h.*.mlp.act"]
+    assert [joined(one.places) for one in merge_blocks(causes[:2], 3)] == ["h.0.mlp.act, h.1.mlp.act"]
+
+
+def test_causes_are_sorted_and_consequences_dropped() -> None:
+    """The first cause is the one that people act on."""
+    causes = [placed("gelu-variant", Place(n, "mlp.act")) for n in range(3)]
+    unlikely, first = placed("rmsnorm", Place(0, "ln_1"), confidence=0.5), placed("position-offset", Place(None, "wpe"))
+    follows = placed("missing-bias", Place(0, "ln_1.bias"))
+    order = [one.id for one in ranked([unlikely, follows, *causes, first], 3)]
+    assert order == ["position-offset", "gelu-variant", "rmsnorm"]
+
+
+def test_places() -> None:
+    """What explains what, and where it is, is decided by places as values."""
+    block, norm, bias = Place(1, ""), Place(1, "ln_1"), Place.of("h.1.ln_1.bias")
+    assert [block.contains(norm), norm.contains(bias), bias.contains(norm), norm.contains(block)] == [True, True, True, False]
+    assert Place(EVERY, "ln_1").contains(bias)
+    assert not Place(2, "").contains(norm)
+    assert not Place(None, "ln_f").contains(norm)
+    assert str(replace(Place.of("h.0.attn.c_attn.weight"), share="q")) == "h.0.attn.c_attn.weight (q)"
+    assert [Place.of(name).name for name in ("h.3", "wte.weight", "h.2.mlp.act")] == ["h.3", "wte.weight", "h.2.mlp.act"]
 
 
 def test_every_cause_has_a_fix_of_one_line() -> None:
@@ -225,7 +248,7 @@ def test_every_cause_has_a_fix_of_one_line() -> None:
 FOUND = Diagnosis(
     "mismatch",
     Divergence("h.0.mlp.act", 0, 2.4e-4),
-    (cause("gelu-variant", "h.*.mlp", "your activation is the exact GELU", "with erf our logits are yours", 1.0),),
+    (replace(placed("gelu-variant", Place(EVERY, "mlp")), detail="your activation is the exact GELU").cause(),),
     ("a note",),
     "MyGPT",
     "gpt2",

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from gpt2 import GPT2
 from gpt2.config import GPT2Config
 from gpt2.measure.tracing import points
-from gpt2.port.diagnosis.walk import Walk, walk
+from gpt2.port.diagnosis.account import Walk
+from gpt2.port.diagnosis.places import joined
+from gpt2.port.diagnosis.walk import walk, walk_arrays
 from gpt2.port.recording.pool import Pool, collect
 
 # Sizes that no two symbols share, and no root of one is another.
@@ -130,7 +132,7 @@ def walked(layout: str = "batch", config: GPT2Config = CONFIG, **wrong: Callable
 
 
 def said(found: Walk) -> list[tuple[str, str]]:
-    return [(cause.id, cause.where) for cause in found.causes]
+    return [(cause.id, joined(cause.places)) for cause in found.causes]
 
 
 # Formulas for the tests to put in.
@@ -429,7 +431,7 @@ def test_the_right_port_has_no_causes_in_any_layout(layout: str) -> None:
     found = walked(layout)
     assert (found.causes, found.first_divergence, found.lost, found.blocks) == ((), None, (), (0, 1, 2))
     assert found.explained
-    assert {step.point for step in found.steps} == set(points(CONFIG.n_layer))
+    assert set(found.points) == set(points(CONFIG.n_layer))
 
 
 @pytest.mark.parametrize("layout", ["heads", "time"])
@@ -508,7 +510,7 @@ def test_evidence_and_fix_are_said() -> None:
     (cause,) = walked(**PARTS["no scale"][0]).causes
     assert "computed so from your own weights and inputs, h.0.attn is what your module has there to " in cause.evidence
     assert "the walk ends at your own logits" in cause.evidence
-    assert cause.fix.startswith("scores = q @ k")
+    assert cause.cause().fix.startswith("scores = q @ k")
     assert cause.confidence == 1.0
     (cause,) = walked(**PARTS["erf"][0]).causes
     assert "GPT-2's formula is off by " in cause.evidence
@@ -555,3 +557,18 @@ def test_not_a_number_is_a_value_too() -> None:
     holed[:, :, 0] = math.nan
     assert pool_of(x).find(holed) is None
     assert pool_of(holed.transpose(0, 1)).find(holed) is not None
+
+
+def test_arrays_of_another_program_are_walked_without_a_module() -> None:
+    """A dump from C or Rust has no module and no names: values in float32, heads apart or time first, in any order."""
+    model = checkpoint()
+    pool = collect(Port(model, "time", {**PARTS["erf"][0], **WIRING["post-norm"][0]}), IDS, CONFIG.n_embd, CONFIG.inner)
+    arrays = [entry.float() for entry in reversed(pool.entries)]
+    found = walk_arrays(arrays, pool.logits.float(), IDS, model)
+    assert set(said(found)) == {("gelu-variant", "h.*.mlp.act"), ("post-norm", "h.*")}
+    assert found.explained
+    right = collect(Port(model, "heads"), IDS, CONFIG.n_embd, CONFIG.inner)
+    found = walk_arrays([entry.float() for entry in right.entries], right.logits.float(), IDS, model)
+    assert (found.causes, found.first_divergence, found.explained) == ((), None, True)
+    found = walk_arrays([], pool.logits, IDS, model)
+    assert not found.explained

@@ -1,10 +1,9 @@
-"""``diagnose``: where somebody's GPT-2 departs from the checkpoint's, what is wrong, how we know, and what mends it.
+"""``diagnose``: where somebody's GPT-2 departs from the checkpoint's, what is wrong, how we know, and how to fix it.
 
-Two questions are put apart. What do its parameters hold? Its own weights are read in the checkpoint's layout and compared
-(:mod:`.own`, :mod:`.weights`). What does it compute with them? Every tensor of a forward pass in float64 is kept (:mod:`.pool`),
-and GPT-2's forward pass is walked through with the port's own weights, each stage by the right formula and by every wrong one
-that is known (:mod:`.walk`): the one whose result is found is what the port does. How it behaves from call to call is tried
-beside that (:mod:`.behaviour`).
+There are three questions. What do its parameters hold? Its own weights are read in the checkpoint's layout and compared
+(:mod:`.own`, :mod:`.weights`). What does it compute with them? Every tensor of a forward pass in float64 is recorded, and the
+walk compares them with GPT-2's forward pass, computed from the port's own weights, each stage by the right formula and by every
+known wrong one (:mod:`.walk`). How does it behave from call to call (:mod:`.behaviour`)?
 """
 
 from __future__ import annotations
@@ -27,20 +26,21 @@ __all__ = ["Cause", "Diagnosis", "Divergence", "diagnose"]
 def diagnose(
     module: nn.Module, model: str | GPT2 = DEFAULT, *, revision: str | None = None, offline: bool = False, fill: bool = False
 ) -> Diagnosis:
-    """Why ``module``, any torch implementation of GPT-2, does not compute what ``model`` does; or that it does.
+    """Say why ``module``, any torch implementation of GPT-2, does not compute what ``model`` does; or that it does.
 
     Args:
         module: maps ids (B, T) to logits, or to a tuple, dict or object that holds them, with the weights in it that its
-            author loaded. It is given back as it was.
+            author loaded. It is unchanged afterwards.
         model: a model's name, as for :func:`gpt2.load`, or a model.
         revision, offline: as for :func:`gpt2.load`.
-        fill: judge the module as it would be with the weights that :func:`gpt2.load_into` puts in, for one that has none yet.
+        fill: diagnose the module with the weights that :func:`gpt2.load_into` puts in, for one that has none yet.
 
-    It is equal if its logits agree with our model's to 1e-10 in float64, at several lengths, and it behaves.
+    The verdict is "equal" if its logits agree with our model's to 1e-10 in float64, at several lengths, and it behaves the same
+    in every call.
 
     Raises:
-        InputError: no module; one that does not run, returns no logits of the right shape, or NaN; one that is no GPT-2 at all,
-            or of another size; no such model.
+        InputError: not a module; one that does not run, or returns NaN or no logits of the right shape; a model that is not a
+            GPT-2, or of another size; no such model.
     """
     import torch
 
@@ -53,5 +53,5 @@ def diagnose(
     ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
     require_float(ours, "diagnose")
     with torch.no_grad():
-        found = Examination(module, ours, fill).diagnosis()
-    return replace(found, checkpoint=model if isinstance(model, str) else "a model")
+        diagnosis = Examination(module, ours, fill).diagnosis()
+    return replace(diagnosis, checkpoint=model if isinstance(model, str) else "a model")

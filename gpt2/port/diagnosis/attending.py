@@ -1,84 +1,90 @@
-"""One block's attention as a port computes it: from the projections of its input to the branch that is added to the stream.
+"""Follow one block's attention as a port computes it: from the projections of its input to the branch's result.
 
 Shapes: y (B, T, D); q, k, v split into heads (B, H, T, K); scores and weights (B, H, T, T).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.diagnosis.hypotheses import Finding, attention_weights, likely_scales, scale_finding
-from gpt2.port.diagnosis.search import Chooser, Option
+from gpt2.measure.tracing import point_at
+from gpt2.port.diagnosis.hypotheses import Fault, attention_weights, likely_scales, scale_faults
+from gpt2.port.diagnosis.norms import bare_norm
+from gpt2.port.diagnosis.search import Choice, Chooser, Kind, Option
+from gpt2.port.diagnosis.trail import Trail
+from gpt2.port.diagnosis.wiring import STREAM
 from gpt2.port.recording.pool import Pool
 
-STREAM = (0, 1)  # axes along which a port may have a (B, T, D) in pieces: rows, tokens
-HEADS = (1, 0, 2)  # of (B, H, T, K): heads, rows, tokens
+HEADS = (1, 0, 2)  # axes of (B, H, T, K) along which a port may have it in pieces: heads, rows, tokens
 GRID = (1, 0)  # of (B, H, T, T)
+MAX_HIDDEN = 60  # combinations of weights to try where neither weights nor heads are recorded
 Split = Callable[[Tensor], Tensor]
 
 
-@dataclass
-class Branch:
-    """What became of one branch: traced points and how far each was off where it was found, what is wrong, and the results that
-    it may have (several where only what follows can tell)."""
+class Layout(Enum):
+    """How heads are cut out of the width; the value says what is wrong with it."""
 
-    values: dict[str, Tensor] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-    results: list[Option] = field(default_factory=list)
-    factor: float | None = None  # of the scores
-    missed: float | None = None  # how far off the weights would be by GPT-2's formula
-
-    def keep(self, point: str, value: Tensor, error: float | None) -> None:
-        self.values[point] = value
-        if error is not None:
-            self.errors[point] = error
+    RIGHT = ""
+    VIEWED = "heads are cut out by view(B, H, T, K) without a transpose, which mixes positions and heads"
+    INTERLEAVED = "a head is made of every n_head-th column, not of neighbouring ones"
+    TIME_FIRST = "heads are cut out of (T, B, D) by a view, which mixes positions, rows and heads"
 
 
 @dataclass(frozen=True)
 class Projected:
-    """Queries, keys and values of an input, as (B, T, D); how far each was off where it was found; and what is wrong."""
+    """Queries, keys and values of an input, each (B, T, D); their errors where they are recorded; and the faults."""
 
     parts: dict[str, Tensor]
     errors: dict[str, float]
-    findings: tuple[Finding, ...]
+    faults: tuple[Fault, ...] = ()
 
 
-def affine(chooser: Chooser, x: Tensor, weight: Tensor, bias: Tensor, axes: tuple[int, ...], part: str) -> tuple | None:
-    """x times weight plus bias where it is found, or without the bias: value, error, findings. None if neither is."""
+class Recorded(NamedTuple):
+    """A recorded value, the error of the match, and the faults that the port has if it computes this."""
+
+    value: Tensor
+    error: float
+    faults: tuple[Fault, ...]
+
+
+def affine(chooser: Chooser, x: Tensor, weight: Tensor, bias: Tensor, part: str) -> Recorded | None:
+    """``x`` times weight plus bias if it is recorded, else without the bias if that is."""
     product = x @ weight
-    for value, findings in (
-        (product + bias, ()),
-        *([(product, (Finding("missing-bias", part, "no bias is added"),))] if bool(bias.any()) else ()),
-    ):
-        if (match := chooser.pool.find(value, *axes)) is not None:
-            return chooser.pool.adopt(value, match), match.error, findings
+    tries: list[tuple[Tensor, tuple[Fault, ...]]] = [(product + bias, ())]
+    if bool(bias.any()):
+        tries.append((product, (Fault("missing-bias", part, "no bias is added"),)))
+    for value, faults in tries:
+        if (match := chooser.pool.find(value, *STREAM)) is not None:
+            return Recorded(chooser.pool.adopt(value, match), match.error, faults)
     return None
 
 
-def added(bias: Tensor, found: tuple[Tensor, float, tuple[Finding, ...]], part: str) -> list[Option]:
-    """The results of a projection that was found. Where it was seen without its bias, that may be added later, to the sum."""
-    value, _, findings = found
-    if not findings:
-        return [Option("projected", lambda: value)]
-    whole = value + bias
+def added(bias: Tensor, projection: Recorded, part: str) -> list[Option]:
+    """The results of a recorded projection. Where it was recorded without its bias, the bias may be added later, to the sum."""
+    if not projection.faults:
+        return [Option.known("projected", projection.value)]
+    whole = projection.value + bias
     return [
-        Option("bias later", lambda: whole, values={part: whole}),
-        Option("no bias", lambda: value, findings, silent=True, values={part: value}),
+        Option.known("bias later", whole, values={part: whole}),
+        Option.known("no bias", projection.value, *projection.faults, silent=True, values={part: projection.value}),
     ]
 
 
 def project(chooser: Chooser, config: GPT2Config, x: Tensor, weights: dict[str, Tensor], enough: int = 1) -> Projected | None:
-    """Queries, keys and values of ``x``, if at least ``enough`` of them are found."""
-    parts, errors, lacking = {}, {}, []
-    fused = zip("qkv", weights["attn.c_attn.weight"].chunk(3, 1), weights["attn.c_attn.bias"].chunk(3, 0), strict=True)
-    for name, weight, bias in fused:
+    """Queries, keys and values of ``x``, if at least ``enough`` of them are recorded."""
+    parts: dict[str, Tensor] = {}
+    errors: dict[str, float] = {}
+    without_bias = []
+    words = {"q": "queries", "k": "keys", "v": "values"}
+    thirds = zip(words, weights["attn.c_attn.weight"].chunk(3, 1), weights["attn.c_attn.bias"].chunk(3, 0), strict=True)
+    for name, weight, bias in thirds:
         product = x @ weight
         parts[name] = product + bias
         for value in (parts[name], product) if bool(bias.any()) else (parts[name],):
@@ -86,90 +92,88 @@ def project(chooser: Chooser, config: GPT2Config, x: Tensor, weights: dict[str, 
             if (match := chooser.pool.find(heads, *HEADS)) is not None:
                 parts[name], errors[name] = chooser.pool.adopt(heads, match).transpose(1, 2).flatten(2), match.error
                 if value is product:
-                    lacking.append(name)
+                    without_bias.append(words[name])
                 break
         if not errors and name == "k" and enough > 1:
             return None
     if len(errors) < enough:
         return None
-    words = {"q": "queries", "k": "keys", "v": "values"}
-    findings = ()
-    if lacking:
-        detail = f"the {', '.join(words[name] for name in lacking)} have no bias"
-        findings = (Finding("missing-bias", "attn", detail),)
-    return Projected(parts, errors, findings)
+    fault = Fault("missing-bias", "attn", f"the {', '.join(without_bias)} have no bias")
+    return Projected(parts, errors, (fault,) if without_bias else ())
 
 
 class Attending:
-    """Attention of one block. ``projected`` are its queries, keys and values, ``taken`` what they are projections of, ``stream``
-    what that was made from."""
+    """Attention of the block that runs as number ``n``, with the weights of block ``layer``.
+
+    ``projected`` are its queries, keys and values, ``input`` what they are projections of, ``stream`` what that was made from.
+    """
 
     def __init__(
         self,
         chooser: Chooser,
-        config: GPT2Config,
+        trail: Trail,
+        n: int,
         layer: int,
         weights: dict[str, Tensor],
         projected: Projected,
-        taken: Tensor,
+        input: Tensor,
         stream: Tensor | None,
     ) -> None:
-        self.chooser, self.pool, self.config, self.layer, self.weights = chooser, chooser.pool, config, layer, weights
-        self.projected, self.taken, self.stream = projected, taken, stream
-        self.batch, self.tokens, self.width = taken.shape
-        self.branch = Branch(findings=list(projected.findings))
-        for name, part in projected.parts.items():
-            self.branch.keep(f"attn.{name}", part, projected.errors.get(name))
+        self.chooser, self.pool, self.trail, self.config = chooser, chooser.pool, trail, trail.config
+        self.n, self.layer, self.weights = n, layer, weights
+        self.projected, self.input, self.stream = projected, input, stream
+        self.batch, self.tokens, self.width = input.shape
+        self.faults = list(projected.faults)
 
-    def run(self) -> Branch:
-        """The branch; its ``results`` are empty if what attention computes could not be told."""
-        split, findings, factors = self._split()
+    def run(self) -> list[Option]:
+        """The results that the branch may have (several where only what follows can decide); none if attention is unknown."""
+        for name, part in self.projected.parts.items():
+            self._keep(f"attn.{name}", part, self.projected.errors.get(name))
+        split, faults, factors = self._split()
         chosen = self._weigh(split, factors)
-        heads: list[tuple[Tensor, tuple[Finding, ...]]] = []
-        if chosen is not None:
-            option, weights, error, (y, y_error, more), self.branch.missed = chosen
-            factor = option.base
-            self.branch.findings += [*findings, *option.findings, *more]
-            self.branch.factor = factor
-            self.branch.keep("attn.scores", self._scaled(split, factor).tril(), None)
-            self.branch.keep("attn.weights", weights, error)
-            heads = [(y, ())]
-            self.branch.keep("attn.heads", self._merges(y)["right"], y_error)
+        if chosen is None:
+            error = None
+            results = self._project(list(self._hidden(split, factors)), recorded=False)
         else:
-            heads = list(self._hidden(split, factors))
-        self._project(heads, already=chosen is not None)
-        return self.branch
+            mixed, factor = chosen.result, chosen.option.factor or 0.0
+            error = mixed.error if chosen.error is None else chosen.error
+            self.trail.factors[self.n] = factor
+            if chosen.missed is not None:
+                self.trail.missed[point_at(self.n, "attn")] = chosen.missed
+            self.faults += [*faults, *chosen.option.faults, *mixed.faults]
+            self._keep("attn.scores", self._scaled(split, factor).tril(), None)
+            self._keep("attn.weights", chosen.value, chosen.error)
+            self._keep("attn.heads", self._merges(mixed.value)[Layout.RIGHT], mixed.error)
+            results = self._project([(mixed.value, ())], recorded=True)
+        self.trail.blame(self.n, self.faults, error)
+        return results
+
+    def _keep(self, part: str, value: Tensor, error: float | None) -> None:
+        self.trail.keep(point_at(self.n, part), value, error)
 
     # Splitting into heads
 
-    def _splits(self) -> dict[str, Split]:
+    def _splits(self) -> dict[Layout, Split]:
         heads = self.config.n_head
         return {
-            "right": lambda y: y.unflatten(-1, (heads, -1)).transpose(1, 2),
-            "viewed": lambda y: y.reshape(self.batch, heads, self.tokens, -1),
-            "interleaved": lambda y: y.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2),
-            "viewed, time first": lambda y: y.transpose(0, 1).reshape(self.batch, heads, self.tokens, -1),
+            Layout.RIGHT: lambda y: y.unflatten(-1, (heads, -1)).transpose(1, 2),
+            Layout.VIEWED: lambda y: y.reshape(self.batch, heads, self.tokens, -1),
+            Layout.INTERLEAVED: lambda y: y.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2),
+            Layout.TIME_FIRST: lambda y: y.transpose(0, 1).reshape(self.batch, heads, self.tokens, -1),
         }
 
-    def _split(self) -> tuple[Split, tuple[Finding, ...], list[float]]:
-        """How heads are cut out, as the scores show; and the factors by which these are seen multiplied."""
-        details = {
-            "viewed": "heads are cut out by view(B, H, T, K) without a transpose, which mixes positions and heads",
-            "interleaved": "a head is made of every n_head-th column, not of neighbouring ones",
-            "viewed, time first": "heads are cut out of (T, B, D) by a view, which mixes positions, rows and heads",
-        }
-        for label, split in self._splits().items():
-            factors = self.pool.factors(self._scores(split), *GRID)
-            if factors:
-                findings = () if label == "right" else (Finding("head-layout", "attn", details[label]),)
-                return split, findings, factors
-        return self._splits()["right"], (), []
+    def _split(self) -> tuple[Split, tuple[Fault, ...], list[float]]:
+        """How heads are cut out, as the scores show; and the factors of the scores where they are recorded."""
+        for layout, split in self._splits().items():
+            if factors := self.pool.factors(self._scores(split), *GRID):
+                return split, () if layout is Layout.RIGHT else (Fault("head-layout", "attn", layout.value),), factors
+        return self._splits()[Layout.RIGHT], (), []
 
     def _scores(self, split: Split) -> Tensor:
         return split(self.projected.parts["q"]) @ split(self.projected.parts["k"]).mT
 
     def _scaled(self, split: Split, factor: float) -> Tensor:
-        """The scores, as the port has them if they can be seen."""
+        """The scores, with the port's own numbers if they are recorded."""
         scores = self._scores(split) * factor
         match = self.pool.find(scores, *GRID)
         return scores if match is None else self.pool.adopt(scores, match)
@@ -177,125 +181,125 @@ class Attending:
     # Weights
 
     def _options(self, split: Split, factors: list[float]) -> Iterator[Option]:
-        right = likely_scales(self.config, self.layer)
-        raw = self._scores(split)
-        for factor in dict.fromkeys([*factors, *right]):  # what is scaled after it is masked is not seen as scaled scores
-            wrong = len(scale_finding(self.config, self.layer, factor)) + 0.5 * bool(factors and factor not in factors)
-            for label, weights, findings in attention_weights(self._scaled(split, factor)):
-                cost = wrong + 0.1 * label.startswith("filled")
-                yield Option(label, lambda weights=weights: weights, findings, base=factor, cost=cost)
-        exchanged = Finding("qkv-order", "attn", "queries and keys have changed places")
-        for factor in (factors or right)[:3]:
-            for label, weights, findings in attention_weights(raw.mT * factor):
-                if label == "right":
-                    yield Option("exchanged", lambda weights=weights: weights, (exchanged, *findings), base=factor, cost=1.0)
+        likely = likely_scales(self.config, self.layer)
 
-    def _mixtures(self, split: Split) -> Iterator[tuple[Tensor, tuple[Finding, ...]]]:
-        """(B, H, T, K) that the weights may mix."""
+        def option(label: str, weights: Tensor, faults: tuple[Fault, ...], factor: float, cost: float, kind: Kind) -> Option:
+            return Option(label, lambda: weights, faults, kind, cost=cost, factor=factor)
 
-        def wrong(detail: str) -> tuple[Finding, ...]:
-            return (Finding("value-projection-wrong", "attn", detail),)
+        for factor in dict.fromkeys([*factors, *likely]):  # scores that are scaled after the mask are not recorded as such
+            wrong = len(scale_faults(self.config, self.layer, factor)) + 0.5 * bool(factors and factor not in factors)
+            for number, one in enumerate(attention_weights(self._scaled(split, factor))):
+                kind = Kind.OTHER if number else Kind.RIGHT
+                yield option(one.label, one.weights, one.faults, factor, wrong + one.cost, kind)
+        exchanged = Fault("qkv-order", "attn", "queries and keys have changed places")
+        for factor in (factors or likely)[:3]:
+            right = next(attention_weights(self._scores(split).mT * factor))
+            yield option("exchanged", right.weights, (exchanged,), factor, 1.0, Kind.OTHER)
 
-        splits = self._splits()
+    def _mixtures(self, split: Split) -> Iterator[tuple[Tensor, tuple[Fault, ...]]]:
+        """What the weights may mix (B, H, T, K), and what is wrong if they do."""
+
+        def wrong(detail: str) -> tuple[Fault, ...]:
+            return (Fault("value-projection-wrong", "attn", detail),)
+
         parts = self.projected.parts
-        choices = [(parts["v"], ())]
-        choices += [(parts["k"], wrong("the keys are mixed, not the values")), (parts["q"], wrong("the queries are mixed"))]
-        choices += [(self.taken, wrong("attention's input itself is mixed: there is no projection to values"))]
+        choices: list[tuple[Tensor, tuple[Fault, ...]]] = [
+            (parts["v"], ()),
+            (parts["k"], wrong("the keys are mixed, not the values")),
+            (parts["q"], wrong("the queries are mixed")),
+            (self.input, wrong("attention's input itself is mixed: there is no projection to values")),
+        ]
         if self.stream is not None:
-            choices += [(self.stream, wrong("the stream itself is mixed, not the values"))]
-        for way in dict.fromkeys([split, *splits.values()]):
-            for value, findings in choices:
-                yield way(value), findings
+            choices.append((self.stream, wrong("the stream itself is mixed, not the values")))
+        for way in dict.fromkeys([split, *self._splits().values()]):
+            for value, faults in choices:
+                yield way(value), faults
 
-    def _mixed(self, split: Split, weights: Tensor) -> tuple[Tensor, float, tuple[Finding, ...]] | None:
-        """Weights times values, where that is found."""
-        for values, findings in self._mixtures(split):
+    def _mixed(self, split: Split, weights: Tensor) -> Recorded | None:
+        """Weights times values, where that is recorded."""
+        for values, faults in self._mixtures(split):
             y = weights @ values
             if (match := self.pool.find(y, *HEADS)) is not None:
-                return self.pool.adopt(y, match), match.error, findings
+                return Recorded(self.pool.adopt(y, match), match.error, faults)
         return None
 
-    def _weigh(self, split: Split, factors: list[float]) -> tuple | None:
+    def _weigh(self, split: Split, factors: list[float]) -> Choice[Recorded] | None:
         options = list(self._options(split, factors))
-        found = self.chooser.choose("weights", options, lambda option, weights: self._mixed(split, weights), GRID)
-        if found is None:  # hidden in one operator with the values: judged by these
+        chosen = self.chooser.choose("weights", options, lambda weights: self._mixed(split, weights), GRID)
+        if chosen is None:  # the weights are inside one operator with the values: try all that these give
             for option in sorted(options, key=lambda option: option.price):
                 if (mixed := self._mixed(split, option.value)) is not None:
-                    return option, option.value, None, mixed, None
-        return found
+                    return Choice(option, option.value, None, mixed)
+        return chosen
 
-    def _hidden(self, split: Split, factors: list[float]) -> Iterator[tuple[Tensor, tuple[Finding, ...]]]:
-        """Heads as they may be where neither weights nor heads are seen, with what is wrong if they are."""
-        for option in sorted(self._options(split, factors), key=lambda option: option.price)[:60]:
-            scale = scale_finding(self.config, self.layer, option.base)
-            for values, findings in list(self._mixtures(split))[:5]:
-                yield option.value @ values, (*scale, *option.findings, *findings)
+    def _hidden(self, split: Split, factors: list[float]) -> Iterator[tuple[Tensor, tuple[Fault, ...]]]:
+        """Heads as they may be where neither weights nor heads are recorded, with what is wrong if they are."""
+        for option in sorted(self._options(split, factors), key=lambda option: option.price)[:MAX_HIDDEN]:
+            scale = () if option.factor is None else scale_faults(self.config, self.layer, option.factor)
+            for values, faults in list(self._mixtures(split))[:5]:
+                yield option.value @ values, (*scale, *option.faults, *faults)
 
     # The way back
 
-    def _merges(self, y: Tensor) -> dict[str, Tensor]:
+    def _merges(self, y: Tensor) -> dict[Layout, Tensor]:
         return {
-            "right": y.transpose(1, 2).flatten(2),
-            "viewed": y.reshape(self.batch, self.tokens, -1),
-            "interleaved": y.permute(0, 2, 3, 1).flatten(2),
-            "viewed, time first": y.permute(2, 0, 1, 3).reshape(self.batch, self.tokens, -1),
+            Layout.RIGHT: y.transpose(1, 2).flatten(2),
+            Layout.VIEWED: y.reshape(self.batch, self.tokens, -1),
+            Layout.INTERLEAVED: y.permute(0, 2, 3, 1).flatten(2),
+            Layout.TIME_FIRST: y.permute(2, 0, 1, 3).reshape(self.batch, self.tokens, -1),
         }
 
-    def _project(self, heads: list[tuple[Tensor, tuple[Finding, ...]]], already: bool) -> None:
-        """From the heads to the branch's result."""
-        weight, bias = self.weights["attn.c_proj.weight"], self.weights["attn.c_proj.bias"]
+    def _project(self, heads: list[tuple[Tensor, tuple[Fault, ...]]], recorded: bool) -> list[Option]:
+        """From the heads to the branch's results. ``recorded``: the heads are, else they are candidates."""
         mixed = "heads are put side by side without transposing back, which mixes positions and heads"
-        hidden: list[Option] = []
-        for y, findings in heads:
-            for label, merged in self._merges(y).items():
-                if label != "right" and torch.equal(merged, self._merges(y)["right"]):
+        missing = Fault("output-projection-missing", "attn", "the heads are added to the stream as they are")
+        unseen: list[Option] = []
+        for y, faults in heads:
+            right = self._merges(y)[Layout.RIGHT]
+            for layout, merged in self._merges(y).items():
+                if layout is not Layout.RIGHT and torch.equal(merged, right):
                     continue
-                wrong = (*findings, *(() if label == "right" else (Finding("head-layout", "attn", mixed),)))
-                found = affine(self.chooser, merged, weight, bias, STREAM, "attn.c_proj")
-                if found is None:
-                    hidden.append(self._unprojected(label, merged, wrong))
-                    if already and label == "right":
-                        hidden.append(Option("unseen projection", lambda m=merged: m @ weight + bias, wrong, cost=0.5))
-                    continue
-                self._done(merged, found, wrong)
-                return
-            for label, normed in self._normed(self._merges(y)["right"]) if already else ():
-                if (found := affine(self.chooser, normed, weight, bias, STREAM, "attn.c_proj")) is not None:
-                    self._done(normed, found, (*findings, Finding("extra-norm", "attn", label)))
-                    return
-        if already:
-            self.branch.results = hidden
-            return
-        for entry in streams(self.pool, self.batch, self.tokens, self.width):  # whatever it is that goes into the projection
-            if (found := affine(self.chooser, entry, weight, bias, STREAM, "attn.c_proj")) is not None:
-                self._done(entry, found, (Finding("undetermined", "attn", "the heads are computed in a way not known here"),))
-                return
+                wrong = faults if layout is Layout.RIGHT else (*faults, Fault("head-layout", "attn", mixed))
+                if (projection := self._projection(merged)) is not None:
+                    return self._done(merged, projection, *wrong)
+                values = {"attn.c_proj": merged}
+                unseen.append(Option.known(f"heads {layout.name}", merged, *wrong, missing, silent=True, values=values))
+                if recorded and layout is Layout.RIGHT:
+                    whole = merged @ self.weights["attn.c_proj.weight"] + self.weights["attn.c_proj.bias"]
+                    unseen.append(replace(Option.known("unseen projection", whole, *wrong), cost=0.5))
+            for words, normed in self._normed(right) if recorded else ():
+                if (projection := self._projection(normed)) is not None:
+                    return self._done(normed, projection, *faults, Fault("extra-norm", "attn", words))
+        if recorded:
+            return unseen
+        for entry in streams(self.pool, self.input[..., 0], self.width):  # any tensor may be what goes into the projection
+            if (projection := self._projection(entry)) is not None:
+                self.trail.lost.append(point_at(self.n, "attn"))
+                return self._done(entry, projection)
+        return []
 
-    def _unprojected(self, label: str, merged: Tensor, wrong: tuple[Finding, ...]) -> Option:
-        missing = Finding("output-projection-missing", "attn", "the heads are added to the stream as they are")
-        return Option(f"heads {label}", lambda: merged, (*wrong, missing), silent=True, values={"attn.c_proj": merged})
+    def _projection(self, merged: Tensor) -> Recorded | None:
+        weight, bias = self.weights["attn.c_proj.weight"], self.weights["attn.c_proj.bias"]
+        return affine(self.chooser, merged, weight, bias, "attn.c_proj")
 
-    def _done(self, merged: Tensor, found: tuple[Tensor, float, tuple[Finding, ...]], wrong: tuple[Finding, ...]) -> None:
-        value, error, _ = found
-        self.branch.findings += wrong
-        self.branch.keep("attn.heads", merged, self.branch.errors.get("attn.heads"))
-        self.branch.keep("attn.c_proj", value, error)
-        self.branch.results = added(self.weights["attn.c_proj.bias"], found, "attn.c_proj")
+    def _done(self, merged: Tensor, projection: Recorded, *wrong: Fault) -> list[Option]:
+        self.faults += wrong
+        self._keep("attn.heads", merged, None)
+        self._keep("attn.c_proj", projection.value, projection.error)
+        return added(self.weights["attn.c_proj.bias"], projection, "attn.c_proj")
 
     def _normed(self, merged: Tensor) -> Iterator[tuple[str, Tensor]]:
-        plain = (merged - merged.mean(-1, keepdim=True)) / (merged.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+        plain = bare_norm(1e-5)(merged)
         words = "the heads are normalised before the output projection"
         yield words, plain
-        yield (
-            words,
-            merged / math.sqrt(1e-5) if not merged.any() else merged * (merged.square().mean(-1, keepdim=True) + 1e-5).rsqrt(),
-        )
+        yield words, bare_norm(1e-5, rms=True)(merged)
         for name in ("ln_1", "ln_2"):
             yield f"{words}, by {name}", plain * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
 
-def streams(pool: Pool, batch: int, tokens: int, width: int) -> Iterator[Tensor]:
-    """Whatever in the pool may be a (B, T, D): as it lies, or with time first."""
+def streams(pool: Pool, ids: Tensor, width: int) -> Iterator[Tensor]:
+    """Every recorded tensor that may be a (B, T, D): as it lies, or with time first."""
+    batch, tokens = ids.shape
     for entry in pool.of_size(batch * tokens * width):
         if entry.shape[-1] != width:
             if entry.shape[:2] == (batch, tokens):  # heads side by side, about to be merged

@@ -1,10 +1,9 @@
-"""How a port behaves: the same every time, whatever lies beside a row, in one piece or token by token, padded or not."""
+"""Test how a port behaves: repeated, one row alone, in one piece or token by token through its cache, and padded."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,30 +12,28 @@ from torch import Tensor, nn
 from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of
-from gpt2.port.diagnosis.causes import cause
-from gpt2.port.diagnosis.report import SURE, Cause, Divergence, merged
+from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.places import EVERY, Place, collapsed
+from gpt2.port.diagnosis.report import SURE, Divergence
 from gpt2.port.recording.deterministic import DeterministicMode, Dropout, run_deterministically
 from gpt2.port.recording.forward import error_line, logits_of
 
-ALIKE = 1e-9  # relative, in float64: other shapes are summed in another order
+MIN_BOUND = 1e-9  # relative, in float64: other shapes are summed in another order
 PASTS = ("past_key_values", "past_key_value", "past", "layer_past", "kv_cache", "cache", "past_kv", "kv_caches", "caches")
 SWITCHES = ("use_cache", "use_kv_cache", "return_cache", "return_past")
 STARTS = ("start_pos", "start", "offset", "pos_offset", "past_len", "past_length", "position_offset")
-MASKS = {
-    "attention_mask": 1,
-    "padding_mask": 1,
-    "pad_mask": 1,
-    "key_padding_mask": 0,
-    "src_key_padding_mask": 0,
-}  # of a real token
+RESETS = ("reset_cache", "reset_kv_cache", "clear_cache")
+# Names of mask arguments, and the value that marks a real token.
+MASKS = {"attention_mask": 1, "padding_mask": 1, "pad_mask": 1, "key_padding_mask": 0, "src_key_padding_mask": 0}
+LOGITS = Place(None, "logits")
 
 
 class Behaviour:
-    """Tries a module that lies on the bench, in float64. ``causes`` and ``notes`` are what came of it.
+    """Tests a module in float64. ``causes``, ``notes`` and ``divergence`` (where it begins to be random) are the results.
 
-    ``expected(ids, offset)`` are the logits that our model gives with the port's own weights and positions from ``offset``; they
-    decide which convention of positions a padded row follows. ``points(ids)`` are the traced values on the way there. ``bound``
-    is what its logits may be off. ``divergence`` is where it begins to be random, if that is known.
+    ``expected(ids, offset)`` are the logits that our model gives with the port's own weights and positions from ``offset``: they
+    decide how a port counts positions in a padded row. ``trace(ids)`` are our model's traced values. ``bound`` is the error that
+    the port's logits may have.
     """
 
     def __init__(
@@ -44,93 +41,95 @@ class Behaviour:
         module: nn.Module,
         config: GPT2Config,
         expected: Callable[[Tensor, int], Tensor],
-        points: Callable[[Tensor], Mapping[str, Tensor]],
+        trace: Callable[[Tensor], Mapping[str, Tensor]],
         bound: float,
     ) -> None:
-        self.module, self.config, self.expected, self.points = module, config, expected, points
-        self.bound = max(bound, ALIKE)
-        self.causes: list[Cause] = []
+        self.module, self.config, self.expected, self.trace = module, config, expected, trace
+        self.bound = max(bound, MIN_BOUND)
+        self.causes: list[PlacedCause] = []
         self.notes: list[str] = []
         self.divergence: Divergence | None = None
         try:
-            self.takes: Mapping[str, inspect.Parameter] = inspect.signature(module.forward).parameters
+            self.arguments = set(inspect.signature(module.forward).parameters)
         except (TypeError, ValueError):
-            self.takes = {}
+            self.arguments = set()
 
     @torch.no_grad()
-    def judge(self, ids: Tensor) -> None:
-        """Everything that can be tried on (2, T) ``ids``."""
-        self._repeats(ids)
+    def test(self, ids: Tensor) -> None:
+        """Everything that can be tested with (2, T) ``ids``."""
+        self._repeat(ids)
         self._rows(ids)
         self._cached(ids)
         self._padded(ids)
 
-    def _logits(self, *args: Any, **kwargs: Any) -> Tensor:
-        return run_deterministically(lambda: logits_of(self.module(*args, **kwargs)))[0][..., : self.config.vocab_size].double()
+    def _add(self, id: str, words: str, evidence: str, *places: Place) -> None:
+        self.causes.append(PlacedCause(id, places or (LOGITS,), words, evidence, SURE))
 
-    # The same every time
+    def _logits(self, ids: Tensor, **arguments: Any) -> Tensor:
+        output, _ = run_deterministically(lambda: logits_of(self.module(ids, **arguments)))
+        return output[..., : self.config.vocab_size].double()
 
-    def _repeats(self, ids: Tensor) -> None:
-        watch = DeterministicMode(keep_casts=True, keep_random=True)
-        with watch:
-            once = logits_of(self.module(ids)).double()
-        again = logits_of(self.module(ids)).double()
-        if torch.equal(once, again) and not watch.dropouts:
-            self._remembers(ids)
+    def _argument(self, names: tuple[str, ...]) -> str | None:
+        return next((name for name in names if name in self.arguments), None)
+
+    # Repeated
+
+    def _repeat(self, ids: Tensor) -> None:
+        mode = DeterministicMode(keep_casts=True, keep_random=True)
+        with mode:
+            first = logits_of(self.module(ids)).double()
+        second = logits_of(self.module(ids)).double()
+        if torch.equal(first, second) and not mode.dropouts:
+            self._repeat_after_others(ids)
             return
-        evidence = f"two calls with the same ids differ by {worst_relative_error(again, once):.1e}"
-        if watch.dropouts:
-            self._dropouts(ids, worst_relative_error(again, once))
-        else:
-            drawn = (
-                f"your forward draws random numbers ({', '.join(dict.fromkeys(watch.draws))})"
-                if watch.draws
-                else "your forward depends on more than the ids: a state that changes from call to call"
-            )
-            self.causes.append(
-                cause("not-deterministic", "logits", f"the same ids give other logits every time; {drawn}", evidence, SURE)
-            )
+        error = worst_relative_error(second, first)
+        evidence = f"two calls with the same ids differ by {error:.1e}"
+        if mode.dropouts:
+            self._dropouts(ids, error, evidence)
+            return
+        why = "your forward depends on more than the ids: a state that changes from call to call"
+        if mode.draws:
+            why = f"your forward draws random numbers ({', '.join(dict.fromkeys(mode.draws))})"
+        self._add("not-deterministic", f"the same ids give other logits every time; {why}", evidence)
 
-    def _remembers(self, ids: Tensor) -> None:
+    def _repeat_after_others(self, ids: Tensor) -> None:
         """Whether one token's logits depend on what was run before."""
-        found = []
+        after = []
         for before in (ids, ids[:, :3]):
             try:
                 self._logits(before)
-                found.append(self._logits(ids[:, :1]))
+                after.append(self._logits(ids[:, :1]))
             except Exception:
                 return
-        if not (error := worst_relative_error(*found)) <= self.bound:
+        if not (error := worst_relative_error(*after)) <= self.bound:
             words = "the logits of one token depend on the text that was run before: your module remembers it"
-            evidence = f"after {ids.size(1)} tokens and after 3, they differ by {error:.1e}"
-            self.causes.append(cause("not-deterministic", "logits", words, evidence, SURE))
+            self._add("not-deterministic", words, f"after {ids.size(1)} tokens and after 3, they differ by {error:.1e}")
 
-    def _dropouts(self, ids: Tensor, error: float) -> None:
-        """Where they are: what they are applied to is known by its value, the dropouts before being made to let all through."""
-        evidence = f"two calls with the same ids differ by {error:.1e}"
+    def _dropouts(self, ids: Tensor, error: float, evidence: str) -> None:
+        """Where the dropouts are: their inputs are compared with the traced values, with all dropouts passing everything."""
         _, mode = run_deterministically(lambda: self.module(ids))
-        traced = self.points(ids)
-        found = [next((point for point, value in traced.items() if _is_of(dropout, value)), None) for dropout in mode.dropouts]
+        traced = self.trace(ids)
+        points = [next((point for point, value in traced.items() if _is_of(one, value)), None) for one in mode.dropouts]
         inside = all(
-            ".mlp." in point if point else self._is_inside(dropout) for point, dropout in zip(found, mode.dropouts, strict=True)
+            ".mlp." in point if point else self._is_inside_feed_forward(one)
+            for point, one in zip(points, mode.dropouts, strict=True)
         )
+        places = [Place.of(point) for point in points if point]
+        places = [Place(place.layer, "mlp") if place.part.startswith("mlp.") else place for place in places]
         id = "ffn-dropout" if inside else "dropout-active"
         words = f"your dropout{' inside the feed-forward' if inside else ''} does not stop in eval mode"
         count = f"{len(mode.dropouts)} ran in eval mode" if len(mode.dropouts) > 1 else "one ran in eval mode"
-        places = [point.rpartition(".mlp")[0] + ".mlp" if ".mlp." in point else point for point in found if point]
-        causes = [cause(id, place, words, f"{count}; {evidence}", SURE) for place in dict.fromkeys(places)]
-        if causes:
-            where = ", ".join(one.where for one in merged(causes, self.config.n_layer))
-            self.causes.append(replace(causes[0], where=where))
-            first = next(point for point in traced if point in found)
+        if places:
+            self._add(id, words, f"{count}; {evidence}", *collapsed(places, self.config.n_layer))
+            first = next(point for point in traced if point in points)
             self.divergence = Divergence(first, layer_of(first), error)
         else:
-            self.causes.append(cause(id, "h.*.mlp" if inside else "h.*", words, f"{count}; {evidence}", SURE))
+            self._add(id, words, f"{count}; {evidence}", Place(EVERY, "mlp" if inside else ""))
 
-    def _is_inside(self, dropout: Dropout) -> bool:
-        """In the feed-forward: of the hidden units, or of what the product that sums over them gave."""
+    def _is_inside_feed_forward(self, dropout: Dropout) -> bool:
+        """Whether it is applied to the hidden units, or to a product that sums over them."""
         inner = self.config.inner
-        return inner != self.config.n_embd and (dropout.width == inner or dropout.after == inner)
+        return inner != self.config.n_embd and inner in (dropout.width, dropout.after)
 
     # A row alone
 
@@ -139,96 +138,76 @@ class Behaviour:
         for row in range(len(ids)):
             try:
                 alone = self._logits(ids[row : row + 1])
-            except Exception as error:
-                self.causes.append(
-                    cause(
-                        "batch-dependent",
-                        "logits",
-                        f"your forward fails on a batch of one ({error_line(error)})",
-                        "the same ids in a batch of two pass",
-                        SURE,
-                    )
-                )
+            except Exception as failure:
+                words = f"your forward fails on a batch of one ({error_line(failure)})"
+                self._add("batch-dependent", words, "the same ids in a batch of two pass")
                 return
             error = worst_relative_error(both[row : row + 1], alone)
             if not error <= self.bound:
-                self.causes.append(
-                    cause(
-                        "batch-dependent",
-                        "logits",
-                        "a row's logits depend on the rows beside it",
-                        f"row {row} alone and row {row} in a batch of {len(ids)} differ by {error:.1e}",
-                        SURE,
-                    )
-                )
+                evidence = f"row {row} alone and row {row} in a batch of {len(ids)} differ by {error:.1e}"
+                self._add("batch-dependent", "a row's logits depend on the rows beside it", evidence)
                 return
 
     # Cached
 
     def _cached(self, ids: Tensor) -> None:
-        past = next((name for name in PASTS if name in self.takes), None)
-        switch = next((name for name in SWITCHES if name in self.takes), None)
-        start = next((name for name in STARTS if name in self.takes), None)
-        if not (past or switch or start):
+        past, switch, start = (self._argument(names) for names in (PASTS, SWITCHES, STARTS))
+        argument = past or switch or start
+        if argument is None:
             return
-        whole, cut = self._logits(ids), ids.size(1) // 2
+        whole, half = self._logits(ids), ids.size(1) // 2
         errors = {}
-        for words, pieces in (("token by token", [cut, *[1] * (ids.size(1) - cut)]), ("in one piece", [cut, ids.size(1) - cut])):
+        rest = ids.size(1) - half
+        for words, pieces in (("token by token", [half, *[1] * rest]), ("in one piece", [half, rest])):
             try:
-                found = self._in_pieces(ids, pieces, past, switch, start)
+                logits = self._in_pieces(ids, pieces, past, switch, start)
             except Exception as error:
                 self.notes.append(f"your cache was not tried: it is not clear how to call it ({error_line(error)})")
                 return
-            if found is None:
-                self.notes.append(f"your cache was not tried: forward takes {past or switch or start}, and returned no cache")
+            if logits is None:
+                self.notes.append(f"your cache was not tried: forward takes {argument}, and returned no cache")
                 return
-            n = min(found.size(1), ids.size(1) - cut)
-            errors[words] = worst_relative_error(found[:, -n:], whole[:, -n:])
+            n = min(logits.size(1), rest)
+            errors[words] = worst_relative_error(logits[:, -n:], whole[:, -n:])
         wrong = [words for words, error in errors.items() if not error <= self.bound]
         if wrong:
-            hint = {("in one piece",): "; single tokens are right, so the mask of several new tokens is wrong"}.get(
-                tuple(wrong), ""
-            )
-            told_ = " and ".join(f"{error:.1e} {words}" for words, error in errors.items())
-            self.causes.append(
-                cause(
-                    "cache-inconsistent",
-                    "logits",
-                    f"with your cache the logits are others than without{hint}",
-                    f"{cut} tokens, then the rest through the cache: they differ by {told_}",
-                    SURE,
-                )
-            )
+            only = "; single tokens are right, so the mask of several new tokens is wrong"
+            hint = only if wrong == ["in one piece"] else ""
+            differ = " and ".join(f"{error:.1e} {words}" for words, error in errors.items())
+            evidence = f"{half} tokens, then the rest through the cache: they differ by {differ}"
+            self._add("cache-inconsistent", f"with your cache the logits are others than without{hint}", evidence)
 
     def _in_pieces(
         self, ids: Tensor, pieces: list[int], past: str | None, switch: str | None, start: str | None
     ) -> Tensor | None:
         """The logits of all pieces but the first, one call each; None where no cache comes back."""
-        cache, at, found = None, 0, []
-        if past and not switch and not start and hasattr(self.module, "new_cache"):
-            cache = self.module.new_cache(len(ids))
-        given = cache
-        for name in ("reset_cache", "reset_kv_cache", "clear_cache"):
-            if callable(getattr(self.module, name, None)):
-                getattr(self.module, name)()
+        new_cache: Callable[[int], Any] | None = getattr(self.module, "new_cache", None)
+        cache = new_cache(len(ids)) if new_cache and past and not switch and not start else None
+        given, at, logits = cache, 0, []
+        for name in RESETS:
+            reset: Callable[[], Any] | None = getattr(self.module, name, None)
+            if callable(reset):
+                reset()
         for piece in pieces:
-            extra: dict[str, Any] = {switch: True} if switch else {}
-            extra |= {past: cache} if past and cache is not None else {}
-            extra |= {start: at} if start else {}
-            part = ids[:, at : at + piece]
-            output, _ = run_deterministically(lambda part=part, extra=extra: self.module(part, **extra))
+            arguments: dict[str, Any] = {switch: True} if switch else {}
+            arguments |= {past: cache} if past and cache is not None else {}
+            arguments |= {start: at} if start else {}
+            output = self._output(ids[:, at : at + piece], arguments)
             at += piece
-            found.append(logits_of(output)[..., : self.config.vocab_size].double())
-            if past:
-                cache = _cache_of(output) if given is None else given
+            logits.append(logits_of(output)[..., : self.config.vocab_size].double())
+            if past and given is None:
+                cache = _cache_of(output)
                 if cache is None:
                     return None
-        return torch.cat([part[:, -piece:] for part, piece in zip(found[1:], pieces[1:], strict=True)], 1)
+        return torch.cat([part[:, -piece:] for part, piece in zip(logits[1:], pieces[1:], strict=True)], 1)
+
+    def _output(self, ids: Tensor, arguments: dict[str, Any]) -> Any:
+        return run_deterministically(lambda: self.module(ids, **arguments))[0]
 
     # Padded
 
     def _padded(self, ids: Tensor) -> None:
-        name = next((name for name in MASKS if name in self.takes), None)
+        name = self._argument(tuple(MASKS))
         if name is None:
             return
         real, gap = MASKS[name], 2
@@ -237,67 +216,64 @@ class Behaviour:
         filled = ids.clone()
         filled[0, :gap] = ids[1, :gap]
         try:
-            one, other = (self._masked(x, name, mask) for x in (ids, filled))
+            padded, refilled = (self._masked(x, name, mask) for x in (ids, filled))
             full = self._masked(ids, name, torch.full(ids.shape, real))
         except Exception as error:
             self.notes.append(f"padding was not tried: your forward does not take {name} of shape (B, T) ({error_line(error)})")
             return
-        alone = self._logits(ids[:1, gap:])
-        first, second = one[:1, gap:], other[:1, gap:]
-        plain = worst_relative_error(full, self._logits(ids))
-        seen, moved = worst_relative_error(second, first), worst_relative_error(first, alone)
+        unmasked, alone, first = self._logits(ids), self._logits(ids[:1, gap:]), padded[:1, gap:]
+        plain, seen = worst_relative_error(full, unmasked), worst_relative_error(refilled[:1, gap:], first)
+        moved, beside = worst_relative_error(first, alone), worst_relative_error(padded[1:], unmasked[1:])
         if not plain <= self.bound:
             words, evidence = f"a {name} of ones changes the logits", f"by {plain:.1e}, against no mask at all"
         elif not seen <= self.bound:
-            words, evidence = (
-                "what stands at padded positions changes the logits of real ones",
-                f"other ids under the padding change them by {seen:.1e}",
-            )
-        elif moved <= self.bound or self._is_absolute(ids[:1], gap, first, alone):
-            words = ""
-        else:
+            words = "what stands at padded positions changes the logits of real ones"
+            evidence = f"other ids under the padding change them by {seen:.1e}"
+        elif not (moved <= self.bound or self._counts_padding(ids[:1, gap:], gap, first, alone)):
             words = "a row that is padded on the left gives other logits than the same row alone"
             evidence = f"they differ by {moved:.1e}, and are not those of positions counted with the padding either"
-        if not words and not (error := worst_relative_error(one[1:], self._logits(ids)[1:])) <= self.bound:
-            words, evidence = "a row without padding changes where another is padded", f"by {error:.1e}"
-        if words:
-            self.causes.append(cause("padding-wrong", "logits", words, evidence, SURE))
+        elif not beside <= self.bound:
+            words, evidence = "a row without padding changes where another is padded", f"by {beside:.1e}"
+        else:
+            return
+        self._add("padding-wrong", words, evidence)
 
     def _masked(self, ids: Tensor, name: str, mask: Tensor) -> Tensor:
-        failure = None
-        for dtype in (torch.int64, torch.bool):
+        """The logits with an integer mask, or a boolean one if that fails."""
+        try:
+            return self._logits(ids, **{name: mask})
+        except Exception as error:
             try:
-                return self._logits(ids, **{name: mask.to(dtype)})
-            except Exception as error:
-                failure = failure or error
-        raise failure
+                return self._logits(ids, **{name: mask.bool()})
+            except Exception:
+                raise error from None
 
-    def _is_absolute(self, ids: Tensor, gap: int, padded: Tensor, alone: Tensor) -> bool:
-        """Whether positions are counted with the padding: then the logits are those of a row that begins at ``gap``. Where the
-        port departs from GPT-2 already when nothing is padded, that cannot be told and is believed."""
-        ids = ids[:, gap:]
-        n = min(padded.size(-1), self.config.vocab_size)
-        if not worst_relative_error(alone[..., :n], self.expected(ids, 0)[..., :n]) <= self.bound:
+    def _counts_padding(self, ids: Tensor, gap: int, padded: Tensor, alone: Tensor) -> bool:
+        """Whether positions are counted with the padding: then the logits are those of a row that begins at ``gap``.
+
+        Where the port departs from GPT-2 even without padding, this cannot be decided, and is assumed.
+        """
+        if not worst_relative_error(alone, self.expected(ids, 0)) <= self.bound:
             return True
-        return worst_relative_error(padded[..., :n], self.expected(ids, gap)[..., :n]) <= self.bound
+        return worst_relative_error(padded, self.expected(ids, gap)) <= self.bound
 
 
 def _is_of(dropout: Dropout, value: Tensor) -> bool:
-    """Of a traced value, or of one head of it."""
+    """Whether a dropout was applied to a traced value, or to one head of it."""
     return dropout.is_of(value) or (value.ndim == 4 and any(dropout.is_of(head) for head in value.unbind(1)))
 
 
 def _cache_of(output: Any) -> Any:
-    """What came back beside the logits."""
+    """What a forward returns beside the logits."""
     for name in PASTS:
-        found = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
-        if found is not None:
-            return found
+        cache = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
+        if cache is not None:
+            return cache
     if isinstance(output, tuple):
-        rest = [
-            part
-            for part in output
-            if part is not None and not (isinstance(part, Tensor) and part.is_floating_point() and part.ndim < 2)
-        ]
+        rest = [part for part in output if part is not None and not _is_loss(part)]
         return rest[-1] if len(rest) > 1 else None
     return None
+
+
+def _is_loss(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.is_floating_point() and part.ndim < 2

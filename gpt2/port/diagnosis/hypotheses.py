@@ -1,7 +1,7 @@
-"""What ports are known to compute in place of GPT-2's activation, mask, scale and positions: each with its name.
+"""Formulas that ports are known to compute in place of GPT-2's activation, mask, scale and positions.
 
-A hypothesis is a label, a formula and the findings that hold if a port turns out to compute it. The right one comes first and has
-no findings. Shapes: x (B, T, D); scores (B, H, T, T).
+A hypothesis is a label, a formula, and the faults that a port has if it computes this. The right one comes first and has no
+faults. Shapes: x (B, T, D); scores (B, H, T, T).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,29 +20,51 @@ from gpt2.model import ACTIVATIONS
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What is wrong: a cause's id, the part of the block (or the point outside) where, and what the port does, in words."""
+class Fault:
+    """What is wrong: a cause's id, the part of the block (or the point outside the blocks), and what the port does, in words.
+
+    Faults of one id and one ``kind`` are the same fault in several places; ``kind`` is needed where ``detail`` names a block.
+    ``norm_after``: the norm ("ln_1", "ln_2") that may have been moved from before a branch to here, behind it. ``fitted``: a
+    factor was fitted, and is no known constant.
+    """
 
     id: str
     part: str
     detail: str
+    kind: str = ""
+    norm_after: str = ""
+    fitted: bool = False
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A formula that a port may follow."""
+    """A formula that a port may follow. ``silent``: its value is recorded whether or not the port follows it."""
 
     label: str
     formula: Callable[[Tensor], Tensor]
-    findings: tuple[Finding, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    silent: bool = False
 
 
-ROUNDED = float(torch.tensor(2 / math.pi, dtype=torch.float32).sqrt())  # as a port keeps it that makes a tensor of it
+class Weighting(NamedTuple):
+    """Attention weights (B, H, T, T) that a port may compute. ``cost`` puts a variant behind others that are as right."""
+
+    label: str
+    weights: Tensor
+    faults: tuple[Fault, ...]
+    cost: float = 0.0
+
+
+ROUNDED = float(torch.tensor(2 / math.pi, dtype=torch.float32).sqrt())  # what a port has that computes it in float32
 _TANH = math.sqrt(2 / math.pi)
 
 
 def _tanh_gelu(root: float = _TANH, cubic: float = 0.044715, power: int = 3) -> Callable[[Tensor], Tensor]:
     return lambda x: 0.5 * x * (1 + torch.tanh(root * (x + cubic * x**power)))
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
 
 
 FUNCTIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
@@ -50,7 +73,7 @@ FUNCTIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "relu": ("ReLU", torch.relu),
     "silu": ("SiLU, x sigmoid(x)", F.silu),
     "quick_gelu": ("the quick GELU, x sigmoid(1.702 x)", lambda x: x * torch.sigmoid(1.702 * x)),
-    "none": ("no activation at all", lambda x: x),
+    "none": ("no activation at all", _identity),
     "tanh": ("tanh", torch.tanh),
     "sigmoid": ("sigmoid", torch.sigmoid),
     "leaky": ("leaky ReLU, slope 0.01", F.leaky_relu),
@@ -88,22 +111,22 @@ SAME = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "swish": "silu
 
 
 def activations(config: GPT2Config) -> list[Hypothesis]:
-    """Of the feed-forward's function; the right one is the config's."""
+    """Hypotheses for the feed-forward's function; the right one is the config's."""
     right = SAME.get(config.activation_function, config.activation_function)
     wanted = FUNCTIONS[right][0] if right in FUNCTIONS else right
     out = [Hypothesis("right", ACTIVATIONS[config.activation_function])]
     for name, formula in CONSTANTS.items() if right == "gelu_new" else ():
-        rounded = Finding("gelu-variant", "mlp.act", f"the tanh GELU with sqrt(2/pi) rounded ({name.removeprefix('gelu_new ')})")
-        out.append(Hypothesis(name, formula, (rounded,)))
+        detail = f"the tanh GELU with sqrt(2/pi) rounded ({name.removeprefix('gelu_new ')})"
+        out.append(Hypothesis(name, formula, (Fault("gelu-variant", "mlp.act", detail),)))
     for name, (words, formula) in FUNCTIONS.items():
         if name != right:
             detail = f"{SHORT.get(name, name)}: your activation is {words}; the checkpoint's is {wanted}"
-            out.append(Hypothesis(name, formula, (Finding("gelu-variant", "mlp.act", detail),)))
+            out.append(Hypothesis(name, formula, (Fault("gelu-variant", "mlp.act", detail),), silent=formula is _identity))
     return out
 
 
-def attention_weights(scores: Tensor) -> Iterator[tuple[str, Tensor, tuple[Finding, ...]]]:
-    """(B, H, T, T) scores, scaled, to what softmax may make of them: label, weights, findings. The right one comes first."""
+def attention_weights(scores: Tensor) -> Iterator[Weighting]:
+    """What a port may make of scaled scores (B, H, T, T) by mask and softmax. The right weights come first."""
     tokens = scores.size(-1)
 
     def within(shift: int, transposed: bool = False) -> Tensor:
@@ -113,69 +136,71 @@ def attention_weights(scores: Tensor) -> Iterator[tuple[str, Tensor, tuple[Findi
     def masked(allowed: Tensor, fill: float, axis: int = -1) -> Tensor:
         return scores.masked_fill(~allowed, fill).softmax(axis)
 
-    def found(id: str, detail: str) -> tuple[Finding, ...]:
-        return (Finding(id, "attn", detail),)
+    def fault(id: str, detail: str) -> tuple[Fault, ...]:
+        return (Fault(id, "attn", detail),)
 
-    missing = found("mask-missing", "every token sees the whole sequence, the future too")
-    strict = found("mask-strict", "a token sees only what came before it, and not itself")
-    ahead = found("mask-off-by-one", "a token sees the one after it")
-    future = found("mask-missing", "the mask is the wrong way round: a token sees itself and the future, not the past")
-    kinds = [("right", within(0), ()), ("missing", within(tokens), missing), ("strict", within(-1), strict)]
-    kinds += [("ahead", within(1), ahead), ("future", within(0, True), future), ("strict future", within(-1, True), future)]
+    missing = fault("mask-missing", "every token sees the whole sequence, the future too")
+    strict = fault("mask-strict", "a token sees only what came before it, and not itself")
+    ahead = fault("mask-off-by-one", "a token sees the one after it")
+    future = fault("mask-missing", "the mask is the wrong way round: a token sees itself and the future, not the past")
+    right = ("right", within(0), tuple[Fault, ...]())
+    kinds = [right, ("missing", within(tokens), missing), ("strict", within(-1), strict), ("ahead", within(1), ahead)]
+    kinds += [("future", within(0, True), future), ("strict future", within(-1, True), future)]
     for label, allowed, why in kinds:
-        yield label, masked(allowed, -math.inf), why
-        if label in ("strict", "strict future"):
-            yield f"{label} filled", masked(allowed, -1e30), why
-            yield f"{label} cleared", masked(allowed, -math.inf).nan_to_num(0.0), why
-            empty = ~allowed.any(-1)
-            yield f"{label} added", torch.where(empty[:, None], scores.softmax(-1), masked(allowed, -1e30)), why
-    for fill in (-1e4, -1e9, torch.finfo(torch.float32).min):  # right in effect, unless scores are as large
-        yield f"filled {fill:g}", masked(within(0), fill), ()
+        yield Weighting(label, masked(allowed, -math.inf), why)
+        empty = ~allowed.any(-1)
+        if bool(empty.any()):  # a token that sees nothing
+            yield Weighting(f"{label} filled", masked(allowed, -1e30), why)
+            yield Weighting(f"{label} cleared", masked(allowed, -math.inf).nan_to_num(0.0), why)
+            added = torch.where(empty[:, None], scores.softmax(-1), masked(allowed, -1e30))
+            yield Weighting(f"{label} added", added, why)
+    for fill in (-1e4, -1e9, torch.finfo(torch.float32).min):  # the same weights, unless scores are as large
+        yield Weighting(f"filled {fill:g}", masked(within(0), fill), (), cost=0.1)
     multiplied = "masked scores become {}, which softmax gives a share, instead of minus infinity"
-    for label, allowed, why in kinds[:1] + kinds[2:4]:
+    for label, allowed, why in (right, kinds[2], kinds[3]):
         for fill in (0.0, 1e-9, -1e-9, -1.0, 1.0, -10.0, -100.0, -1000.0, 1e-20, 1e9):
-            detail = found("mask-multiplied", multiplied.format("zero" if fill == 0 else f"{fill:g}"))
-            yield f"{label} fill {fill:g}", masked(allowed, fill), (*detail, *why)
-        after = found("mask-multiplied", "the mask is multiplied in after softmax, so the weights no longer sum to one")
-        yield f"{label} after", scores.softmax(-1) * allowed, (*after, *why)
-    added = found("mask-missing", "the mask is added to the scores as zeros and ones, which hides nothing")
-    yield "ones added", (scores + within(0)).softmax(-1), added
-    yield "ones taken", (scores - (~within(0)).to(scores)).softmax(-1), added
-    none = found("softmax-missing", "scores weigh the values as they are, without a softmax")
-    yield "no softmax", scores * within(0), none
+            detail = fault("mask-multiplied", multiplied.format("zero" if fill == 0 else f"{fill:g}"))
+            yield Weighting(f"{label} fill {fill:g}", masked(allowed, fill), (*detail, *why))
+        after = fault("mask-multiplied", "the mask is multiplied in after softmax, so the weights no longer sum to one")
+        yield Weighting(f"{label} after", scores.softmax(-1) * allowed, (*after, *why))
+    ones = fault("mask-missing", "the mask is added to the scores as zeros and ones, which hides nothing")
+    yield Weighting("ones added", (scores + within(0)).softmax(-1), ones)
+    yield Weighting("ones taken", (scores - (~within(0)).to(scores)).softmax(-1), ones)
+    none = fault("softmax-missing", "scores weigh the values as they are, without a softmax")
+    yield Weighting("no softmax", scores * within(0), none)
     for axis, words in ((-2, "over the queries"), (1, "over the heads"), (0, "over the batch")):
         if axis in (0, 1) and scores.size(axis) == 1:
             continue
-        wrong = found("softmax-axis", f"the softmax runs {words} (dim={axis if axis != 0 else 0}), not over the keys")
+        wrong = fault("softmax-axis", f"the softmax runs {words} (dim={axis}), not over the keys")
         for label, allowed, why in kinds:
             for fill in (-math.inf, -1e30):
                 weights = masked(allowed, fill, axis)
-                yield f"{label} axis {axis} fill {fill:g}", weights, (*wrong, *why)
+                yield Weighting(f"{label} axis {axis} fill {fill:g}", weights, (*wrong, *why))
                 if fill == -math.inf and bool(weights.isnan().any()):
-                    yield f"{label} axis {axis} cleared", weights.nan_to_num(0.0), (*wrong, *why)
-        yield (
-            f"axis {axis} multiplied",
-            (scores * within(0)).softmax(axis),
-            (*wrong, *found("mask-multiplied", multiplied.format("zero"))),
-        )
-        yield f"axis {axis} after", scores.softmax(axis) * within(0), wrong
+                    yield Weighting(f"{label} axis {axis} cleared", weights.nan_to_num(0.0), (*wrong, *why))
+        zero = fault("mask-multiplied", multiplied.format("zero"))
+        yield Weighting(f"axis {axis} multiplied", (scores * within(0)).softmax(axis), (*wrong, *zero))
+        yield Weighting(f"axis {axis} after", scores.softmax(axis) * within(0), wrong)
 
 
-def scale_finding(config: GPT2Config, layer: int, factor: float, inverse_first: bool = False) -> tuple[Finding, ...]:
+def right_scale(config: GPT2Config, layer: int) -> float:
+    """What GPT-2 multiplies the scores of a block by."""
+    root = 1 / math.sqrt(config.head_dim) if config.scale_attn_weights else 1.0
+    return root / (layer + 1 if config.scale_attn_by_inverse_layer_idx else 1)
+
+
+def scale_faults(config: GPT2Config, layer: int, factor: float, inverse_first: bool = False) -> tuple[Fault, ...]:
     """What it means that the scores are multiplied by ``factor``; ``inverse_first``: try the layer's number first."""
     width, size, heads, number = config.n_embd, config.head_dim, config.n_head, layer + 1
-    root = 1 / math.sqrt(size)
-    right = (root if config.scale_attn_weights else 1.0) / (number if config.scale_attn_by_inverse_layer_idx else 1)
+    root, right = 1 / math.sqrt(size), right_scale(config, layer)
     if math.isclose(factor, right, rel_tol=1e-7):
         return ()
     wanted = f"the checkpoint's attention multiplies them by {right:.6g}"
     wanted += " (1/sqrt(head size))" if math.isclose(right, root) else ""
     inverse = f"divided by the number of the layer, {number}" if number > 1 else "divided by the number of the layer"
-    by_layer = (
-        ("scale-inverse-layer", root, "the scores are not divided by the layer's number, as the config asks")
-        if config.scale_attn_by_inverse_layer_idx
-        else ("scale-inverse-layer", root / number, f"the scores are also {inverse}")
-    )
+    by_layer = ("scale-inverse-layer", root / number, f"the scores are also {inverse}")
+    if config.scale_attn_by_inverse_layer_idx:
+        by_layer = ("scale-inverse-layer", root, "the scores are not divided by the layer's number, as the config asks")
     known = [
         ("scale-missing", 1.0, "the scores are not scaled"),
         ("scale-by-width", 1 / math.sqrt(width), "the scores are divided by the root of the width n_embd"),
@@ -186,22 +211,24 @@ def scale_finding(config: GPT2Config, layer: int, factor: float, inverse_first: 
         ("scale-wrong", 1 / math.sqrt(heads), "the scores are divided by the root of the number of heads"),
     ]
     known.insert(0 if inverse_first or config.scale_attn_by_inverse_layer_idx else len(known), by_layer)
+
+    def fault(id: str, detail: str) -> Fault:
+        return Fault(id, "attn", detail, "by the layer's number" if id == "scale-inverse-layer" else "")
+
     for id, value, words in known:
         if math.isclose(factor, value, rel_tol=1e-7):
-            return (Finding(id, "attn", f"{words}; {wanted}"),)
-    if number > 1:
-        for id, value, words in known[:6]:
-            if math.isclose(factor, value / number, rel_tol=1e-7):
-                return (Finding(id, "attn", words), Finding("scale-inverse-layer", "attn", f"the scores are also {inverse}"))
-    return (Finding("scale-wrong", "attn", f"the scores are multiplied by {factor:.6g}; {wanted}"),)
+            return (fault(id, f"{words}; {wanted}"),)
+    for id, value, words in known[:6] if number > 1 else ():
+        if math.isclose(factor, value / number, rel_tol=1e-7):
+            return fault(id, words), fault("scale-inverse-layer", f"the scores are also {inverse}")
+    return (fault("scale-wrong", f"the scores are multiplied by {factor:.6g}; {wanted}"),)
 
 
 def likely_scales(config: GPT2Config, layer: int) -> list[float]:
-    """Factors to try where the scores cannot be seen; the right one first."""
-    root, number = 1 / math.sqrt(config.head_dim), layer + 1
-    right = (root if config.scale_attn_weights else 1.0) / (number if config.scale_attn_by_inverse_layer_idx else 1)
-    width = 1 / math.sqrt(config.n_embd)
-    return list(dict.fromkeys([right, root, 1.0, width, root**2, root / number, root * width, width**2, 1 / root]))
+    """Factors to try where the scores are not recorded; the right one first."""
+    root, width = 1 / math.sqrt(config.head_dim), 1 / math.sqrt(config.n_embd)
+    others = [root, 1.0, width, root**2, root / (layer + 1), root * width, width**2, 1 / root]
+    return list(dict.fromkeys([right_scale(config, layer), *others]))
 
 
 def sinusoids(tokens: int, width: int) -> Iterator[tuple[str, Tensor]]:

@@ -1,34 +1,37 @@
-"""The weights that a port holds, in the checkpoint's own layout: what :func:`gpt2.load_into` does, read backwards.
+"""Read the weights that a port holds, in the checkpoint's own layout: :func:`gpt2.load_into` in reverse.
 
-The mapping says which entry of the checkpoint belongs in every place of a port. So what lies there is the port's own value of
-that entry, and all of them together are a checkpoint that our model could run with.
+The mapping says which entry of the checkpoint belongs in each place of a port. What is there is the port's own value of that
+entry, and all of them together are a checkpoint that our model can run with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Mapping as MappingType
 from dataclasses import dataclass, field
+from types import EllipsisType
 
 import torch
 from torch import Tensor
 
 from gpt2.port.anatomy.parts import Matrix
 from gpt2.port.mapping.mapping import KEEP, ZERO, Mapping
-from gpt2.port.recording.dataflow import Source, Use
-
-ONES = (".ln_1.weight", ".ln_2.weight", "ln_f.weight")  # what a norm without a scale multiplies with is one
+from gpt2.port.recording.dataflow import Region, Source, Use
 
 ROUNDING = 1e-15
+NORM_WEIGHTS = ("ln_1.weight", "ln_2.weight", "ln_f.weight")
 
 
 @dataclass(frozen=True)
 class Own:
-    """``weights`` by the checkpoint's names, float64, and ``placed``, of the same shapes, where the port has an entry at all.
+    """A port's own weights.
 
-    Elsewhere the weights hold what leaves GPT-2 as the port is (no bias, a scale of one), or, of a matrix, the checkpoint's own.
-    ``names`` are the port's parameters that hold each tensor; ``head`` (V, D) the head's, where it is another parameter than the
-    token embedding, and its name; ``extra`` what is added where GPT-2 adds nothing, and its norm; ``shared``, of a share of
-    c_attn without a parameter of its own, the parameter that serves, and as what it serves besides.
+    ``weights`` are by the checkpoint's names, float64. ``placed``, of the same shapes, is true where the port has an entry.
+    Elsewhere a vector holds what leaves GPT-2 as the port is (no bias, a scale of one), and a matrix the checkpoint's values.
+    ``names`` are the port's parameters that hold each tensor. ``head`` (V, D) is the head's weight where it is another parameter
+    than the token embedding, and ``head_name`` its name. ``extra`` are the norms of parameters that are added where GPT-2 adds
+    nothing. ``shared``: for a tensor's name and share ("q") without a parameter of its own, the parameter that serves, and what
+    else it serves as.
     """
 
     weights: dict[str, Tensor]
@@ -37,60 +40,72 @@ class Own:
     head: Tensor | None = None
     head_name: str = ""
     extra: dict[str, float] = field(default_factory=dict)
-    shared: dict[str, tuple[str, str]] = field(default_factory=dict)
+    shared: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
 
 
 @torch.no_grad()
 def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: MappingType[str, Tensor]) -> Own:
-    """Read them out of ``tensors``, the port's parameters and buffers by name; ``state`` is the checkpoint."""
-    weights: dict[str, Tensor] = {}
-    placed = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in state.items()}
+    """Read the weights out of ``tensors``, the port's parameters and buffers by name; ``state`` is the checkpoint."""
+    filled = _Filled(mapping, state)
     names: dict[str, list[str]] = {name: [] for name in state}
     extra: dict[str, float] = {}
-    shared: dict[str, tuple[str, str]] = {}
-    heads: list[tuple[str, Tensor, Tensor]] = []
-    recording, seen = mapping.anatomy.recording, set()
+    shared: dict[tuple[str, str], tuple[str, str]] = {}
+    head, head_name = _Filled(mapping, ["wte.weight"]), ""
+    recording = mapping.anatomy.recording
     words = {recording.source(int(table.first[0])).storage for table in mapping.anatomy.words}
-    for source in recording.sources:
-        if not (source.is_parameter or mapping.fills_buffers) or source.region in seen:
-            continue
-        seen.add(source.region)
+    for source in _sources(mapping):
         entries, value = mapping.entries(source), _value(mapping, source, tensors[source.name])
         parts = mapping.parts(source)
-        if parts and all(part.part == "head" and isinstance(part, Matrix) for part in parts) and source.storage not in words:
-            heads.append((source.name, entries, value))
-            continue
-        surplus = entries == ZERO
-        if parts and bool(surplus.any()) and source.storage not in words and bool((norm := value[surplus].norm()) > 0):
-            extra[source.name] = float(norm)
-        if name := _whole(mapping, entries, value, weights, placed):
+        if source.storage not in words and parts:
+            if all(isinstance(part, Matrix) and part.part == "head" for part in parts):
+                head.scatter(entries, value)
+                head_name = head_name or source.name
+                continue
+            surplus = entries == ZERO
+            if bool(surplus.any()) and (norm := float(value[surplus].norm())) > 0:
+                extra[source.name] = norm
+        whole = filled.take_whole(entries, value)
+        for name in [whole] if whole else filled.scatter(entries, value):
             names[name].append(source.name)
-            continue
-        for name in _scatter(mapping, entries, value, weights, placed):
-            names[name].append(source.name)
-    weights = {name: weights[name] if name in weights else _neutral(name, tensor.shape) for name, tensor in state.items()}
-    for conflict in mapping.conflicts:  # what serves as two parts
+    for name, tensor in state.items():
+        filled.weights.setdefault(name, _neutral(name, tensor.shape))
+    for conflict in mapping.conflicts:  # one parameter serves as two parts
         taken = torch.empty(conflict.taken.shape, dtype=torch.float64)
         for name, mine, places in _split(mapping, conflict.taken):
-            taken[mine] = weights[name].flatten()[places]
-        for name in _scatter(mapping, conflict.refused, taken, weights, placed):
+            taken[mine] = filled.weights[name].flatten()[places]
+        for name in filled.scatter(conflict.refused, taken):
             names[name].append(conflict.source)
             if ".c_attn." in name:
                 one, other = (_share(mapping, int(entries[0])) for entries in (conflict.refused, conflict.taken))
-                shared[f"{name} ({one})"] = conflict.source, other
-    for name, tensor in list(weights.items()):
-        if tensor.ndim > 1 and bool(placed[name].any() if name == "wpe.weight" else not placed[name].all()):
-            weights[name] = torch.where(placed[name], tensor, state[name].double())
-        if torch.equal(weights[name], state[name]):
-            weights[name] = state[name]  # the same object, so that nobody need compare again
-        else:  # (g - 1) + 1 is not g
-            same = (weights[name] - state[name]).abs() <= ROUNDING * (1 + state[name].abs())
-            weights[name] = torch.where(same, state[name], weights[name])
-    return Own(weights, placed, {name: tuple(found) for name, found in names.items()}, *_head(mapping, heads), extra, shared)
+                shared[name, one] = conflict.source, other
+    weights = {name: _completed(name, filled.weights[name], filled.placed[name], tensor) for name, tensor in state.items()}
+    own_head = head.weights.get("wte.weight")
+    return Own(weights, filled.placed, {name: tuple(of) for name, of in names.items()}, own_head, head_name, extra, shared)
+
+
+def _sources(mapping: Mapping) -> list[Source]:
+    """Each parameter once, under its first name."""
+    by_region: dict[Region, Source] = {}
+    for source in mapping.anatomy.recording.sources:
+        if source.is_parameter or mapping.fills_buffers:
+            by_region.setdefault(source.region, source)
+    return list(by_region.values())
+
+
+def _completed(name: str, weight: Tensor, placed: Tensor, ours: Tensor) -> Tensor:
+    """A weight with the checkpoint's values where the port has none (of a matrix) and where it differs by rounding only.
+
+    It is ``ours`` itself where all are equal, so that nobody has to compare them again.
+    """
+    if weight.ndim > 1 and bool(placed.any() if name == "wpe.weight" else not placed.all()):
+        weight = torch.where(placed, weight, ours.double())
+    if torch.equal(weight, ours):
+        return ours
+    return torch.where((weight - ours).abs() <= ROUNDING * (1 + ours.abs()), ours, weight)  # (g - 1) + 1 is not always g
 
 
 def _neutral(name: str, shape: tuple[int, ...]) -> Tensor:
-    return torch.full(shape, 1.0 if f".{name}".endswith(ONES) else 0.0, dtype=torch.float64)
+    return torch.full(shape, 1.0 if name.endswith(NORM_WEIGHTS) else 0.0, dtype=torch.float64)
 
 
 def _value(mapping: Mapping, source: Source, tensor: Tensor) -> Tensor:
@@ -100,65 +115,59 @@ def _value(mapping: Mapping, source: Source, tensor: Tensor) -> Tensor:
     return value if use == Use() else value * use.scale + use.shift
 
 
-def _split(mapping: Mapping, entries: Tensor) -> list[tuple[str, Tensor, Tensor]]:
-    """Entries by the tensor that they are of: its name, a mask of those entries, and their places in it."""
-    found = []
+def _split(mapping: Mapping, entries: Tensor) -> Iterator[tuple[str, Tensor | EllipsisType, Tensor]]:
+    """Entries by the tensor that they belong to: its name, a mask of those entries, and their places in it."""
     low, high = (int(end) for end in entries.aminmax()) if entries.numel() else (KEEP, KEEP)
-    if low >= 0 and (name := mapping.owner(low)) == mapping.owner(high):  # all of one tensor: no masks needed
-        return [(name, ..., entries - mapping.starts[name])]
+    if low >= 0 and (owner := mapping.owner(low)) == mapping.owner(high):  # all of one tensor: no masks needed
+        yield owner, ..., entries - mapping.starts[owner]
+        return
     for name, start in mapping.starts.items():
         stop = start + torch.Size(mapping.shapes[name]).numel()
-        if high < start or low >= stop:
-            continue
-        mine = (entries >= start) & (entries < stop)
-        if bool(mine.any()):
-            found.append((name, mine, entries[mine] - start))
-    return found
+        if start <= high and low < stop:
+            mine = (entries >= start) & (entries < stop)
+            if bool(mine.any()):
+                yield name, mine, entries[mine] - start
 
 
 def _share(mapping: Mapping, entry: int) -> str:
-    """Which of q, k and v an entry of c_attn is of; the tensor's name for another."""
+    """Which of q, k and v an entry of c_attn belongs to; the tensor's name for another tensor."""
     name = mapping.owner(entry)
     width = mapping.shapes[name][-1]
     return "qkv"[(entry - mapping.starts[name]) % width * 3 // width] if ".c_attn." in name else name
 
 
-def _whole(mapping: Mapping, entries: Tensor, value: Tensor, weights: dict[str, Tensor], placed: dict[str, Tensor]) -> str:
-    """Take a parameter that is one tensor of the checkpoint, as it is or on its side, without a copy: its name, "" for others."""
-    name = mapping.owner(int(entries.flatten()[0])) if entries.numel() else ""
-    if not name or name in weights or entries.numel() != placed[name].numel():
+class _Filled:
+    """Weights in the checkpoint's layout while they are filled, and where they are."""
+
+    def __init__(self, mapping: Mapping, names: Iterable[str]) -> None:
+        self.mapping = mapping
+        self.weights: dict[str, Tensor] = {}
+        self.placed = {name: torch.zeros(mapping.shapes[name], dtype=torch.bool) for name in names}
+
+    def take_whole(self, entries: Tensor, value: Tensor) -> str:
+        """Take a parameter that is one tensor of the checkpoint, or its transpose, without a copy: its name, "" for others."""
+        name = self.mapping.owner(int(entries.flatten()[0])) if entries.numel() else ""
+        if not name or name in self.weights or entries.numel() != self.placed[name].numel():
+            return ""
+        numbers = torch.arange(entries.numel(), dtype=entries.dtype).view(self.placed[name].shape) + self.mapping.starts[name]
+        for transposed in (False, True) if entries.ndim == 2 else (False,):
+            expected = numbers.t() if transposed else numbers
+            if entries.shape == expected.shape and torch.equal(entries, expected):
+                self.weights[name] = value.t() if transposed else value
+                self.placed[name].fill_(True)
+                return name
         return ""
-    numbers = torch.arange(entries.numel(), dtype=entries.dtype).view(placed[name].shape) + mapping.starts[name]
-    for turned in (False, True) if entries.ndim == 2 else (False,):
-        there = numbers.t() if turned else numbers
-        if entries.shape == there.shape and torch.equal(entries, there):
-            weights[name] = value.t() if turned else value
-            placed[name].fill_(True)
-            return name
-    return ""
 
-
-def _scatter(
-    mapping: Mapping, entries: Tensor, value: Tensor, weights: dict[str, Tensor], placed: dict[str, Tensor]
-) -> list[str]:
-    """Put values where their entries belong; which tensors those are of."""
-    found = _split(mapping, entries)
-    for name, mine, places in found:
-        if name not in weights:
-            weights[name] = _neutral(name, mapping.shapes[name])
-        elif not weights[name].is_contiguous() or not bool((~placed[name]).any()):
-            weights[name] = weights[name].clone(memory_format=torch.contiguous_format)  # the parameter's own memory
-        weights[name].view(-1)[places] = value[mine]
-        placed[name].view(-1)[places] = True
-    return [name for name, _, _ in found]
-
-
-def _head(mapping: Mapping, heads: list[tuple[str, Tensor, Tensor]]) -> tuple[Tensor | None, str]:
-    """The head's own matrix (V, D), zero where it has none; of a vocabulary that is cut in pieces, together."""
-    if not heads:
-        return None, ""
-    found = torch.zeros(mapping.shapes["wte.weight"], dtype=torch.float64)
-    seen = torch.zeros(mapping.shapes["wte.weight"], dtype=torch.bool)
-    for _, entries, value in heads:
-        _scatter(mapping, entries, value, {"wte.weight": found}, {"wte.weight": seen})
-    return found, heads[0][0]
+    def scatter(self, entries: Tensor, value: Tensor) -> list[str]:
+        """Put values where their entries belong: the names of those tensors."""
+        names = []
+        for name, mine, places in _split(self.mapping, entries):
+            if name not in self.weights:
+                self.weights[name] = _neutral(name, self.mapping.shapes[name])
+            elif not self.weights[name].is_contiguous() or bool(self.placed[name].all()):
+                copy = self.weights[name].clone(memory_format=torch.contiguous_format)  # it was the parameter's own memory
+                self.weights[name] = copy
+            self.weights[name].view(-1)[places] = value[mine]
+            self.placed[name].view(-1)[places] = True
+            names.append(name)
+        return names

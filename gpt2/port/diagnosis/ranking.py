@@ -1,15 +1,14 @@
-"""Causes from several judges as one list: the most likely first, none twice, and none that another one explains."""
+"""Merge the causes that several checks report into one list: the most likely first, no duplicates, no consequences."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gpt2.measure.tracing import points
-from gpt2.port.diagnosis.report import Cause, merged
+from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.places import ForwardOrder, Place, collapsed
 
-# What is named first explains what follows it: at the same place, the latter is dropped.
+# The cause on the left explains those on the right: at the same place, these are dropped.
 EXPLAINS = {
     "rmsnorm": {"missing-bias", "layernorm-without-affine"},
     "norm-missing": {"missing-bias", "layernorm-without-affine"},
@@ -24,7 +23,7 @@ EXPLAINS = {
 }
 FUTURE = ("head-layout", "mask-missing", "mask-multiplied", "mask-off-by-one", "mask-strict", "softmax-axis", "softmax-missing")
 RANDOM = ("not-deterministic", "dropout-active", "ffn-dropout")
-# Of how a port behaves, what follows from what it computes: who sees the future sees another one through a cache.
+# Causes of wrong behaviour that follow from what is computed, wherever: a token that sees the future sees another with a cache.
 IMPLIES = {
     **{id: {"cache-inconsistent", "padding-wrong"} for id in FUTURE},
     "layer-repeated": {"cache-inconsistent"},
@@ -35,68 +34,65 @@ IMPLIES = {
 }
 
 
-def ranked(causes: Iterable[Cause], layers: int) -> list[Cause]:
-    """Blocks' causes together, by confidence, then by what comes first in the forward pass."""
-    once: dict[tuple[str, str], Cause] = {}
+def ranked(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
+    """The same fault in several blocks as one cause; sorted by confidence, then by the order of the forward pass."""
+    once: dict[tuple[str, tuple[Place, ...]], PlacedCause] = {}
     for cause in causes:
-        once.setdefault((cause.id, cause.where), cause)
-    found = merged(once.values(), layers)
-    implied = {id for cause in found for id in IMPLIES.get(cause.id, ())}
-    if any(cause.id in ("not-deterministic", "batch-dependent") for cause in found):  # then a factor may be of this call alone
-        found = [cause for cause in found if cause.id != "embedding-scaled" or "sqrt" in cause.detail]
+        once.setdefault((cause.id, cause.places), cause)
+    merged = merge_blocks(once.values(), layers)
+    implied = {id for cause in merged for id in IMPLIES.get(cause.id, ())}
+    if any(cause.id in ("not-deterministic", "batch-dependent") for cause in merged):  # a fitted factor may be of this call alone
+        merged = [cause for cause in merged if not cause.fitted]
     kept = [
         cause
-        for cause in _joined(found)
-        if cause.id not in implied and not any(cause.id in EXPLAINS.get(other.id, ()) and _near(other, cause) for other in found)
+        for cause in _join_nested(merged)
+        if cause.id not in implied and not any(_explains(other, cause) for other in merged)
     ]
-    order = {point: number for number, point in enumerate(points(layers))}
-    return sorted(kept, key=lambda cause: (-round(cause.confidence, 2), _first(cause.where, order)))
+    order = ForwardOrder(layers)
+    return sorted(kept, key=lambda cause: (-round(cause.confidence, 2), order.rank(cause.places[0])))
 
 
-def _joined(causes: list[Cause]) -> list[Cause]:
-    """What is wrong in the same way at two places of the same blocks (both residuals) as one."""
-    out: list[Cause] = []
+def merge_blocks(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
+    """Causes that differ only in the block as one, with the words of the first and the lowest confidence."""
+    groups: dict[tuple[object, ...], list[PlacedCause]] = {}
     for cause in causes:
-        number = next((i for i, other in enumerate(out) if other.id == cause.id and _nested(other.where, cause.where)), None)
+        parts = frozenset((place.layer is None, place.part, place.share) for place in cause.places)
+        groups.setdefault((cause.id, parts, cause.kind or cause.detail), []).append(cause)
+    return [
+        replace(
+            same[0],
+            places=collapsed((place for cause in same for place in cause.places), layers),
+            confidence=min(cause.confidence for cause in same),
+        )
+        for same in groups.values()
+    ]
+
+
+def _join_nested(causes: list[PlacedCause]) -> list[PlacedCause]:
+    """The same fault at two places, one inside the other (both residuals of a block), as one cause."""
+    out: list[PlacedCause] = []
+    for cause in causes:
+        number = next((i for i, other in enumerate(out) if other.id == cause.id and _nested(other.places, cause.places)), None)
         if number is None:
             out.append(cause)
             continue
         other = out[number]
         detail = other.detail if cause.detail == other.detail else f"{other.detail}; {cause.detail}"
-        where, confidence = f"{other.where}, {cause.where}", min(other.confidence, cause.confidence)
-        out[number] = replace(other, where=where, detail=detail, confidence=confidence)
+        confidence = min(other.confidence, cause.confidence)
+        out[number] = replace(other, places=(*other.places, *cause.places), detail=detail, confidence=confidence)
     return out
 
 
-def _nested(one: str, other: str) -> bool:
-    return other.startswith(f"{one}.") or one.startswith(f"{other}.")
+def _nested(ours: tuple[Place, ...], theirs: tuple[Place, ...]) -> bool:
+    """Whether one place alone is a part of the other, in the same block."""
+    if len(ours) > 1 or len(theirs) > 1 or ours[0].layer != theirs[0].layer:
+        return False
+    outer, inner = sorted((ours[0].part, theirs[0].part), key=len)
+    return inner != outer and (not outer or inner.startswith(f"{outer}."))
 
 
-def _near(one: Cause, other: Cause) -> bool:
-    """Whether all of another cause is about a part that the one is about: a norm, an attention, a block; of the same block."""
-    return all(any(_overlap(x, y) for x in _parts(one.where)) for y in _parts(other.where))
-
-
-def _overlap(one: tuple[str, str], other: tuple[str, str]) -> bool:
-    (n, x), (m, y) = one, other
-    return (x.startswith(y) or y.startswith(x)) and (n == m or not n.isdigit() or not m.isdigit())
-
-
-def _parts(where: str) -> list[tuple[str, str]]:
-    """Places as the block's number and the rest without the leaf: ``h.0.ln_1.bias`` is ``0`` and ``h.ln_1``."""
-    found = []
-    for place in where.split(", "):
-        name = place.partition(" ")[0].removesuffix(".weight").removesuffix(".bias")
-        number = re.match(r"h\.(\d+|\*)", name)
-        found.append((number[1] if number else "", re.sub(r"^h\.(\d+|\*)", "h", name)))
-    return found
-
-
-def _first(where: str, order: dict[str, int]) -> int:
-    place = where.replace("*", "0").partition(",")[0].partition(" ")[0]
-    inside = [
-        number
-        for point, number in order.items()
-        if point == place or point.startswith(f"{place}.") or place.startswith(f"{point}.")
-    ]
-    return min(inside, default=len(order))
+def _explains(one: PlacedCause, other: PlacedCause) -> bool:
+    """Whether ``other`` follows from ``one``: all of its places are about a norm, an attention or a block that ``one`` is in."""
+    if other.id not in EXPLAINS.get(one.id, ()):
+        return False
+    return all(any(x.contains(y) or y.contains(x) for x in one.places) for y in other.places)

@@ -105,6 +105,7 @@ def _watch(folder: Path, found: Target, timeout: float) -> tuple[int, str]:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
     guard = _guard(process, folder)
+    assert process.stdout is not None
     printed: list[bytes] = [b""]
     reader = Thread(target=_read, args=(process.stdout, printed), daemon=True)
     reader.start()
@@ -152,7 +153,7 @@ def _stage(folder: Path) -> tuple[str, float]:
 
 
 def _read(stream: IO[bytes], printed: list[bytes]) -> None:
-    while chunk := stream.read1(65536):
+    while chunk := os.read(stream.fileno(), 65536):
         printed[0] = (printed[0] + chunk)[-TAIL:]
 
 

@@ -1,45 +1,79 @@
-"""Which of many hypotheses a port follows: the first whose value is found in the pool, and that what follows bears out.
+"""Choose which of many hypotheses a port follows: the cheapest whose value is recorded and which the next stage confirms.
 
-That a value is in the pool is not enough where it would be there anyway (a norm left out hands on what was there before), so
-every choice is borne out by an anchor: a value that only follows from it, such as what a projection makes of it.
+A recorded value is not enough where it would be recorded anyway: a norm that is left out passes on what was there before. So
+each choice is confirmed by a value that only follows from it, such as the result of the next projection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.port.diagnosis.hypotheses import Finding
+from gpt2.port.diagnosis.hypotheses import Fault
 from gpt2.port.recording.pool import Match, Pool
 
 EXACT = 1e-13  # a match as good as this needs no better one
-BLIND = 48  # of options that are not seen themselves, how many are tried for what follows from them
+MAX_UNSEEN = 48  # options whose own value is not recorded: how many are tried for what follows from them
+Result = TypeVar("Result")
+
+
+class Kind(Enum):
+    """What the walk has to know about an option, besides its value."""
+
+    RIGHT = auto()  # GPT-2's own formula
+    NO_NORM = auto()  # the stream enters a branch as it is
+    NORM_AFTER = auto()  # a norm behind a branch
+    PARALLEL = auto()  # the feed-forward takes the stream before attention
+    OTHER = auto()
 
 
 @dataclass
 class Option:
-    """Something a port may compute at a place: how, what is wrong if it does, and what it is computed from.
+    """Something that a port may compute at a place: the formula, the faults if it does, and the option that it is computed from.
 
-    ``label`` is the same in every block, so that what one block does is tried first in the next. ``silent`` if its value is in
-    the pool whether or not the port means it here. ``values`` are traced points that are known if this is so.
+    ``label`` is the same in every block: what one block does is tried first in the next. ``silent``: the value is recorded
+    whether or not the port uses it here. ``values`` are traced points that are known if this option holds. ``factor`` is what
+    attention's scores are multiplied by.
     """
 
     label: str
     make: Callable[[], Tensor]
-    findings: tuple[Finding, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    kind: Kind = Kind.OTHER
     silent: bool = False
-    base: Any = None
+    base: Option | None = None
     cost: float = 0.0
     values: dict[str, Tensor] = field(default_factory=dict)
+    factor: float | None = None
 
     @cached_property
     def value(self) -> Tensor:
         return self.make()
+
+    @classmethod
+    def known(
+        cls, label: str, value: Tensor, *faults: Fault, silent: bool = False, values: dict[str, Tensor] | None = None
+    ) -> Option:
+        """An option whose value is already computed, from no other option."""
+        return cls(label, lambda: value, faults, silent=silent, values=values or {})
+
+    def then(
+        self,
+        label: str,
+        formula: Callable[[Tensor], Tensor],
+        *faults: Fault,
+        kind: Kind = Kind.OTHER,
+        silent: bool = False,
+        cost: float = 0.0,
+    ) -> Option:
+        """An option that is computed from this one's value."""
+        return Option(label, lambda: formula(self.value), faults, kind, silent, self, cost)
 
     def seen_as(self, value: Tensor) -> Option:
         """The same, with the port's own numbers for its value."""
@@ -48,21 +82,27 @@ class Option:
     @property
     def price(self) -> float:
         """How much has to be wrong."""
-        return self.cost + len(self.findings) + (self.base.price if isinstance(self.base, Option) else 0.0)
+        return self.cost + len(self.faults) + (0.0 if self.base is None else self.base.price)
 
     @property
-    def path(self) -> str:
-        return f"{self.base.path} | {self.label}" if isinstance(self.base, Option) else self.label
+    def path(self) -> tuple[str, ...]:
+        """The labels of all options that this one is computed from, and its own."""
+        return (self.label,) if self.base is None else (*self.base.path, self.label)
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.kind is Kind.PARALLEL or (self.base is not None and self.base.is_parallel)
 
 
-class Choice(NamedTuple):
-    """The option that was taken; the port's own value of it; how far it was off; what bore it out; and how far off what would
-    have been right there is, if that is something else."""
+@dataclass(frozen=True)
+class Choice(Generic[Result]):
+    """The option that was chosen; the port's own value of it; the error of the match (None: not recorded); and the result that
+    confirmed it. ``missed``: the error of GPT-2's own formula at this place, if the port follows another."""
 
     option: Option
     value: Tensor
     error: float | None
-    result: Any
+    result: Result
     missed: float | None = None
 
 
@@ -71,60 +111,66 @@ class Chooser:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.known: dict[str, list[str]] = {}
+        self.known: dict[str, list[tuple[str, ...]]] = {}
         self.labels: set[str] = set()
 
     def choose(
-        self, place: str, options: Iterable[Option], anchor: Callable[[Option, Tensor], Any], axes: tuple[int, ...]
-    ) -> Choice | None:
-        """The cheapest option that ``anchor`` bears out: it is given the option and its value, and returns None if not so."""
+        self, place: str, options: Iterable[Option], confirm: Callable[[Tensor], Result | None], axes: tuple[int, ...]
+    ) -> Choice[Result] | None:
+        """The cheapest option that ``confirm`` accepts: it is given the option's value, and returns None if nothing follows."""
         known = self.known.setdefault(place, [])
-        rank = {label: number for number, label in enumerate(known)}
+        rank = {path: number for number, path in enumerate(known)}
         ordered = sorted(options, key=lambda o: (o.price > 0, rank.get(o.path, len(rank)), o.label not in self.labels, o.price))
-        nearly: list[tuple[float, int, Option, Match]] = []
+        chosen = self._first(ordered, confirm, axes)
+        if chosen is None:
+            return None
+        if chosen.option.path not in rank:
+            known.append(chosen.option.path)
+            self.labels.add(chosen.option.label)
+        if chosen.option.faults:
+            rights = [option for option in ordered if option.kind is Kind.RIGHT]
+            alike = (o for o in rights if o.base is chosen.option.base and o.factor == chosen.option.factor)
+            if (right := next(alike, next(iter(rights), None))) is not None:
+                return replace(chosen, missed=worst_relative_error(right.value, chosen.value))
+        return chosen
+
+    def _first(
+        self, ordered: list[Option], confirm: Callable[[Tensor], Result | None], axes: tuple[int, ...]
+    ) -> Choice[Result] | None:
+        def confirmed(option: Option, value: Tensor, error: float | None) -> Choice[Result] | None:
+            result = confirm(value)
+            return None if result is None else Choice(option, value, error, result)
+
+        near: list[tuple[int, Option, Match]] = []
         unseen: list[Option] = []
-        chosen = None
+        chosen: Choice[Result] | None = None
         for number, option in enumerate(ordered):
             match = self.pool.find(option.value, *axes)
             if option.silent or (match is None and option.price == 0):
-                if (result := anchor(option, option.value)) is not None:
-                    chosen = Choice(option, option.value, None if match is None else match.error, result)
-                    break
+                chosen = confirmed(option, option.value, None if match is None else match.error)
             elif match is None:
                 unseen.append(option)
             elif match.error > EXACT:
-                nearly.append((match.error, number, option, match))
+                near.append((number, option, match))
             else:
-                chosen = self._borne_out(option, match, anchor)
-                if chosen is not None:
-                    break
-        if nearly and (chosen is None or chosen.option.price > 0):
-            best = min(error for error, *_ in nearly)
-            near = sorted(nearly, key=lambda one: (one[0] > 10 * best, one[1]))
-            found = next((c for _, _, option, match in near if (c := self._borne_out(option, match, anchor)) is not None), None)
-            if chosen is None or (found is not None and found.option.price < chosen.option.price and found.error < 1e-12):
-                chosen = found
-        for option in unseen[:BLIND] if chosen is None else ():
-            if (result := anchor(option, option.value)) is not None:
-                chosen = Choice(option, option.value, None, result)
+                chosen = confirmed(option, self.pool.adopt(option.value, match), match.error)
+            if chosen is not None:
                 break
-        if chosen is not None and chosen.option.path not in rank:
-            known.append(chosen.option.path)
-            self.labels.add(chosen.option.label)
-        if chosen is not None and chosen.option.findings:
-            right = next((o for o in ordered if o.label == "right" and o.base is chosen.option.base), None)
-            right = right or next((o for o in ordered if o.label == "right"), None)
-            if right is not None:
-                chosen = chosen._replace(missed=worst_relative_error(right.value, chosen.value))
+        if near and (chosen is None or chosen.option.price > 0):
+            best = min(match.error for _, _, match in near)
+            for _, option, match in sorted(near, key=lambda one: (one[2].error > 10 * best, one[0])):
+                nearest = confirmed(option, self.pool.adopt(option.value, match), match.error)
+                if nearest is not None:
+                    if chosen is None or (option.price < chosen.option.price and match.error < 1e-12):
+                        chosen = nearest
+                    break
+        for option in unseen[:MAX_UNSEEN] if chosen is None else ():
+            if (chosen := confirmed(option, option.value, None)) is not None:
+                break
         return chosen
 
-    def _borne_out(self, option: Option, match: Match, anchor: Callable[[Option, Tensor], Any]) -> Choice | None:
-        value = self.pool.adopt(option.value, match)
-        result = anchor(option, value)
-        return None if result is None else Choice(option, value, match.error, result)
-
     def likely(self, place: str, options: Iterable[Option]) -> list[Option]:
-        """Those with which nothing is wrong, and those that were borne out at such a place before."""
+        """The options without a fault, and those that were chosen at such a place before."""
         return [option for option in options if option.price <= 0 or option.path in self.known.get(place, ())]
 
     def remember(self, place: str, option: Option | None) -> None:
@@ -133,7 +179,7 @@ class Chooser:
             known.append(option.path)
 
     def seen(self, options: Iterable[Option], axes: tuple[int, ...]) -> list[Option]:
-        """Those whose values are in the pool, with the port's own numbers; and the one that is right, seen or not."""
+        """The options whose values are recorded, with the port's own numbers; and the right one, recorded or not."""
         kept = []
         for option in options:
             match = self.pool.find(option.value, *axes)

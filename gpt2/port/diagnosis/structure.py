@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpt2.errors import InputError
-from gpt2.port.diagnosis.causes import cause
-from gpt2.port.diagnosis.report import LIKELY, Cause
+from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.places import EVERY, Place
+from gpt2.port.diagnosis.report import LIKELY
 from gpt2.port.mapping.departures import Departure, DepartureKind, find_departures
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.remarks import sentence
@@ -32,7 +33,7 @@ CAUSES = {
 }
 
 
-def must_fit(mapping: Mapping, who: str) -> None:
+def require_size(mapping: Mapping, who: str) -> None:
     """Refuse a port of another size.
 
     Raises:
@@ -44,7 +45,7 @@ def must_fit(mapping: Mapping, who: str) -> None:
             raise InputError(f"{who}: its {what} is {theirs:,}, the checkpoint's {ours:,}; build it with the checkpoint's sizes")
 
 
-def structural_causes(mapping: Mapping) -> Iterator[Cause]:
+def structural_causes(mapping: Mapping) -> Iterator[PlacedCause]:
     """Departures that show in how things are connected. Less certain than the walk's causes: nothing was recomputed."""
     for departure in find_departures(mapping):
         kind = departure.kind
@@ -53,16 +54,17 @@ def structural_causes(mapping: Mapping) -> Iterator[Cause]:
         fix = None
         if kind is DepartureKind.HEAD_COUNT:
             fix = f"n_head={departure.ours}  # each {mapping.config.head_dim} wide"
-        yield cause(CAUSES[kind], _where(departure), sentence(departure), SEEN, LIKELY, fix)
+        same = f"{kind.name} {departure.part}"
+        yield PlacedCause(CAUSES[kind], _places(departure), sentence(departure), SEEN, LIKELY, fix, same)
 
 
-def _where(departure: Departure) -> str:
-    if departure.kind in (DepartureKind.BLOCK_COUNT, DepartureKind.EXTRA_NORM):
-        return ", ".join(departure.names)
-    if departure.kind is DepartureKind.REPEATED:
-        return f"h.{departure.layer}"
-    if departure.kind is DepartureKind.POST_NORM:
-        return "h.*"
-    if departure.kind is DepartureKind.HEAD_COUNT:
-        return "h.*.attn"
-    return departure.part if departure.layer is None else f"h.{departure.layer}.{departure.part}"
+def _places(departure: Departure) -> tuple[Place, ...]:
+    kind = departure.kind
+    if kind is DepartureKind.BLOCK_COUNT:
+        return tuple(Place.of(name) for name in departure.names)
+    if kind is DepartureKind.EXTRA_NORM:
+        return tuple(Place(None, name) for name in departure.names)
+    if kind is DepartureKind.REPEATED:
+        return (Place(departure.layer, ""),)
+    every = {DepartureKind.POST_NORM: Place(EVERY, ""), DepartureKind.HEAD_COUNT: Place(EVERY, "attn")}
+    return (every.get(kind, Place.at(departure.layer, departure.part)),)

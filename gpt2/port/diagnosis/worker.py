@@ -27,7 +27,7 @@ from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.port.diagnosis import diagnose
-from gpt2.port.recording.forward import error_line
+from gpt2.port.recording.forward import ForwardError, error_line
 
 NO_GPU = re.compile(
     r"not compiled with CUDA|NVIDIA driver|CUDA-capable|No CUDA GPUs|CUDA error|support for mps|MPS backend|cuda.is_available"
@@ -91,7 +91,7 @@ def _answer(place: Path, order: dict[str, Any], stage: Stages) -> str:
         found = diagnose(module, model, fill=not takes_directory)
         return json.dumps({**json.loads(found.to_json()), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
     except InputError as error:
-        if failure is not None and "forward fails" in str(error):
+        if failure is not None and isinstance(error, ForwardError):  # the first call failed already, with the user's line
             return json.dumps({"error": _told(failure, file, name)})
         return json.dumps({"error": str(error) + _where(error, file)})
     except BaseException as error:  # whatever it is, it is the port's
@@ -100,8 +100,12 @@ def _answer(place: Path, order: dict[str, Any], stage: Stages) -> str:
 
 def _directory(checkpoint: Checkpoint, model: GPT2, place: Path) -> Path:
     """A folder with ``config.json`` and weights: the checkpoint's own, or one written as the official repositories have it."""
-    stored = isinstance(checkpoint, StoredCheckpoint) and not isinstance(checkpoint, AdaptedCheckpoint)
-    if stored and checkpoint.dtype == checkpoint.stored and (checkpoint.path / "config.json").is_file():
+    if (
+        isinstance(checkpoint, StoredCheckpoint)
+        and not isinstance(checkpoint, AdaptedCheckpoint)
+        and checkpoint.dtype == checkpoint.stored
+        and (checkpoint.path / "config.json").is_file()
+    ):
         return checkpoint.path
     from safetensors.torch import save_file
 
@@ -128,14 +132,14 @@ def _imported(file: Path) -> ModuleType:
 
 
 def _build_of(module: ModuleType, file: Path, name: str) -> Callable[..., Any]:
-    found = getattr(module, name, None)
-    if not callable(found):
+    build: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(build):
         own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         there = f"; it has {', '.join(own[:6])}" if own else ""
         raise InputError(
             f"{file.name}: has no function {name}{there}; write {name}(checkpoint_dir), or name another: {file.name}:NAME"
         )
-    return found
+    return build
 
 
 def _takes_directory(build: Callable[..., Any], file: Path, name: str) -> bool:

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
+from gpt2.errors import InputError
+
 
 def logits_of(output: Any) -> Tensor:
     """The logits in what a forward returns: a tensor; ``logits`` of an object or dict; the first tensor of three axes, or of two.
@@ -42,6 +44,10 @@ def plain_attention() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class ForwardError(InputError):
+    """A module's forward pass fails."""
 
 
 def error_line(error: Exception) -> str:

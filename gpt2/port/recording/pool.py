@@ -8,6 +8,7 @@ match: thousands of numbers do not agree to 1e-12 by chance.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -60,6 +61,16 @@ class Pool:
         self.operators: set[str] = set()
         self._shelves: dict[int, _Shelf] = {}
         self._sorted: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, arrays: Iterable[Tensor], logits: Tensor) -> Pool:
+        """A pool of tensors of any origin: ``arrays`` in any order and layout, and ``logits`` (B, T, V)."""
+        pool = cls()
+        for tensor in (*arrays, logits):
+            pool.narrow |= tensor.dtype != torch.float64
+            pool.add(tensor)
+        pool.logits = logits.detach().to("cpu", torch.float64)
+        return pool
 
     def add(self, tensor: Tensor) -> None:
         """Keep a copy, in float64."""

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpt2.config import GPT2Config
-from gpt2.errors import InputError
 from gpt2.port.recording.dataflow import Recording
-from gpt2.port.recording.forward import error_line
+from gpt2.port.recording.forward import ForwardError, error_line
 from gpt2.port.recording.recorder import record
 
 
@@ -17,7 +16,7 @@ def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
     """Make a module register its parameters (keras does so when asked), and give lazy ones a shape by calling the module.
 
     Raises:
-        InputError: that call fails; ``name`` is the module's in the message.
+        ForwardError: that call fails; ``name`` is the module's in the message.
     """
     for part in list(module.modules()):
         part.named_parameters()
@@ -26,7 +25,7 @@ def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
             module(_probe(config.vocab_size, 2, min(5, config.n_positions)))
         except Exception as error:
             reason = error_line(error)
-            raise InputError(f"{name}: its parameters have no shapes yet, and its forward fails ({reason})") from None
+            raise ForwardError(f"{name}: its parameters have no shapes yet, and its forward fails ({reason})") from None
 
 
 def record_probe(module: nn.Module, config: GPT2Config, name: str) -> Recording:
@@ -35,7 +34,7 @@ def record_probe(module: nn.Module, config: GPT2Config, name: str) -> Recording:
     If the module refuses them, it is given small token ids, which every vocabulary has, and then a window of full length.
 
     Raises:
-        InputError: its forward fails on all of them; ``name`` is the module's in the message.
+        ForwardError: its forward fails on all of them; ``name`` is the module's in the message.
     """
     device = next(module.parameters(), torch.empty(0)).device
     failures = []
@@ -47,7 +46,7 @@ def record_probe(module: nn.Module, config: GPT2Config, name: str) -> Recording:
             return record(module, _probe(vocabulary, batch, length).to(device))
         except Exception as error:
             failures.append(error_line(error))
-    raise InputError(f"{name}: its forward fails on ids of shape (2, {short}): {failures[0]}")
+    raise ForwardError(f"{name}: its forward fails on ids of shape (2, {short}): {failures[0]}")
 
 
 def _probe(vocabulary: int, batch: int, length: int) -> Tensor:

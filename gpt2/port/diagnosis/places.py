@@ -1,0 +1,108 @@
+"""Places in a GPT-2, as values: a block's number and a part of the block, or a part outside the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from gpt2.measure.tracing import layer_of, points
+
+OUTSIDE = ("wte", "wpe", "embed", "ln_f", "logits")  # the traced points that are in no block
+
+
+class Every(Enum):
+    """``EVERY`` stands for the number of a block where all blocks are meant."""
+
+    BLOCK = "*"
+
+
+EVERY = Every.BLOCK
+Layer = int | Every | None  # None: outside the blocks
+
+
+@dataclass(frozen=True)
+class Place:
+    """A traced point, a tensor of the checkpoint, or what both lie in.
+
+    ``part`` is the rest of the name: "ln_1", "attn.c_attn.weight", "wte", or "" for a block as a whole. ``share`` is "q", "k" or
+    "v" where only that third of c_attn is meant. ``others`` counts the places of a long list that are not named.
+    """
+
+    layer: Layer
+    part: str
+    share: str = ""
+    others: int = 0
+
+    @classmethod
+    def at(cls, layer: Layer, part: str) -> Place:
+        """A part of a block; the layer is dropped for the parts that are outside the blocks."""
+        return cls(None if part in OUTSIDE else layer, part)
+
+    @classmethod
+    def of(cls, name: str) -> Place:
+        """The place of a traced point or of a checkpoint's tensor, by its name."""
+        layer = layer_of(name)
+        return cls(None, name) if layer is None else cls(layer, name.removeprefix(f"h.{layer}").removeprefix("."))
+
+    @property
+    def name(self) -> str:
+        """As a traced point or a tensor is called: ``h.0.ln_1``, ``h.*.attn``, ``wte``."""
+        if self.layer is None:
+            return self.part
+        block = f"h.{self.layer.value if isinstance(self.layer, Every) else self.layer}"
+        return f"{block}.{self.part}" if self.part else block
+
+    def __str__(self) -> str:
+        share = f" ({self.share})" if self.share else ""
+        return f"{self.name}{share}" + (f" and {self.others} more" if self.others else "")
+
+    @property
+    def stem(self) -> str:
+        """The part without the leaf: a weight and a bias of the same part have one stem."""
+        return self.part.removesuffix(".weight").removesuffix(".bias")
+
+    def contains(self, other: Place) -> bool:
+        """Whether ``other`` is this place, or a part of it in the same block (in any block, if either is in every block)."""
+        if (self.layer is None) != (other.layer is None):
+            return False
+        same_block = self.layer == other.layer or EVERY in (self.layer, other.layer)
+        return same_block and (self.stem == other.stem or (not self.stem and self.layer is not None) or _within(self, other))
+
+
+def _within(outer: Place, inner: Place) -> bool:
+    return inner.stem.startswith(f"{outer.stem}.")
+
+
+ALL_WEIGHTS = Place(None, "all weights")
+
+
+def joined(places: Iterable[Place]) -> str:
+    """As a cause says where it is."""
+    return ", ".join(dict.fromkeys(map(str, places)))
+
+
+def collapsed(places: Iterable[Place], layers: int) -> tuple[Place, ...]:
+    """Grouped by part, in the order of first appearance; ``EVERY`` for a part that all ``layers`` blocks have."""
+    parts: dict[Place, list[Layer]] = {}
+    for place in dict.fromkeys(places):
+        parts.setdefault(replace(place, layer=None if place.layer is None else EVERY), []).append(place.layer)
+    out: list[Place] = []
+    for pattern, numbers in parts.items():
+        blocks = sorted({number for number in numbers if isinstance(number, int)})
+        every = EVERY in numbers or len(blocks) == layers > 1
+        out += [pattern] if every or not blocks else [replace(pattern, layer=block) for block in blocks]
+    return tuple(out)
+
+
+class ForwardOrder:
+    """Where places come in a forward pass of a model with ``n_layer`` blocks."""
+
+    def __init__(self, n_layer: int) -> None:
+        self.points = [Place.of(point) for point in points(n_layer)]
+
+    def rank(self, place: Place) -> int:
+        """The number of the first traced point that is at ``place``, in it or around it; beyond all points if there is none."""
+        place = replace(place, layer=0) if place.layer is EVERY else place
+        near = (number for number, point in enumerate(self.points) if place.contains(point) or point.contains(place))
+        return next(near, len(self.points))
