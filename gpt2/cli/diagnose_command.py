@@ -1,4 +1,4 @@
-"""``gpt2 diagnose``: somebody's port, where it departs from GPT-2, and why."""
+"""``gpt2 diagnose``: say where somebody's port departs from GPT-2, and why."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
     status = Status()
     status(f"running {args.port}")
     try:
-        found = diagnose(args.port, args.model, timeout=args.timeout, revision=args.revision, offline=args.offline)
+        diagnosis = diagnose(args.port, args.model, timeout=args.timeout, revision=args.revision, offline=args.offline)
     finally:
         status.clear()
     if args.json:
-        write_json(args.json, found.to_json())
+        write_json(args.json, diagnosis.to_json())
     if args.json != "-":
-        say(found.table(min(shutil.get_terminal_size((110, 24)).columns, 140)))
-    return 0 if found.ok else 1
+        say(diagnosis.table(min(shutil.get_terminal_size((110, 24)).columns, 140)))
+    return 0 if diagnosis.ok else 1

@@ -91,8 +91,8 @@ def _scales(trail: Trail) -> list[PlacedFault]:
     config = trail.config
 
     def count(id: str, inverse_first: bool) -> int:
-        found = (scale_faults(config, layer, factor, inverse_first) for layer, factor in trail.factors.items())
-        return sum(any(fault.id == id for fault in faults) for faults in found)
+        by_block = (scale_faults(config, layer, factor, inverse_first) for layer, factor in trail.factors.items())
+        return sum(any(fault.id == id for fault in faults) for faults in by_block)
 
     inverse_first = count("scale-inverse-layer", True) > count("scale-by-width", False)
     return [

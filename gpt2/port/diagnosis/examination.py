@@ -126,7 +126,7 @@ class Examination:
             self.not_gpt2 = str(reason)
         except Exception as error:
             why = error_line(error)
-            self.notes.append(f"the parts of your module could not be told apart ({why}); its weights were not compared")
+            self.notes.append(f"the parts of your module were not recognised ({why}); its weights were not compared")
         return None
 
     def _state(self, borrowed: Borrowed) -> dict[str, Tensor]:
@@ -251,7 +251,7 @@ class Examination:
         known = {cause.id for cause in causes}
         causes += [cause for cause in self._structural_causes() if cause.id not in known]
         if causes or self.weight_causes:
-            self.notes.append("these causes do not explain all of the difference; mend them, and ask again")
+            self.notes.append("these causes do not explain all of the difference; fix them and run the diagnosis again")
         return walked.first_divergence, [*causes, *self.weight_causes]
 
 

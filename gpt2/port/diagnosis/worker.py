@@ -1,6 +1,6 @@
-"""The process that a port runs in: import, build, one forward, diagnosis. What it finds goes to ``answer.json`` in its folder.
+"""The process that a port runs in: import, build, one forward, diagnosis. Its answer goes to ``answer.json`` in its folder.
 
-Nothing else leaves it: what the port prints is read by nobody here, and the process ends without waiting for its threads.
+What the port prints is not read, and the process ends without waiting for the port's threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_GPU = re.compile(
 
 
 def main(folder: str) -> None:
-    """Do what ``order.json`` in ``folder`` asks for, and leave."""
+    """Do what ``order.json`` in ``folder`` asks for, and end the process."""
     place = Path(folder)
     with open(place / "where", "w") as where:
         faulthandler.enable(where)
@@ -46,14 +46,14 @@ def main(folder: str) -> None:
         aside.write_text(answer)
         aside.replace(place / "answer.json")
         stage("done")
-        os._exit(0)  # without its threads, and its last words
+        os._exit(0)  # without waiting for its threads or exit handlers
 
 
 class Stages:
     """Tells the parent which stage begins, and where the process is when that takes too long.
 
-    Where: ``faulthandler`` writes it to ``where`` from a thread that needs no turn of the interpreter's, at the moment when the
-    parent gives up. So nobody has to ask, which works by signals alone, and Windows has none.
+    ``faulthandler`` writes the stack to ``where`` at the moment when the parent gives up. Its thread does not need the
+    interpreter, and no signal is needed, which Windows does not have.
     """
 
     def __init__(self, place: Path, where: TextIO, short: float, whole: float) -> None:
@@ -88,14 +88,14 @@ def _answer(place: Path, order: dict[str, Any], stage: Stages) -> str:
         stage("forward")
         failure = _once(module, model)
         stage("diagnosis")
-        found = diagnose(module, model, fill=not takes_directory)
-        return json.dumps({**json.loads(found.to_json()), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
+        diagnosis = diagnose(module, model, fill=not takes_directory)
+        return json.dumps({**json.loads(diagnosis.to_json()), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
     except InputError as error:
         if failure is not None and isinstance(error, ForwardError):  # the first call failed already, with the user's line
-            return json.dumps({"error": _told(failure, file, name)})
+            return json.dumps({"error": _one_line(failure, file, name)})
         return json.dumps({"error": str(error) + _where(error, file)})
-    except BaseException as error:  # whatever it is, it is the port's
-        return json.dumps({"error": _told(error, file, name)})
+    except BaseException as error:  # of any kind: the port raised it
+        return json.dumps({"error": _one_line(error, file, name)})
 
 
 def _directory(checkpoint: Checkpoint, model: GPT2, place: Path) -> Path:
@@ -158,7 +158,7 @@ def _takes_directory(build: Callable[..., Any], file: Path, name: str) -> bool:
 
 
 def _once(module: nn.Module, model: GPT2) -> Exception | None:
-    """One call, so that what hangs does so under the short limit; and how it failed, if it did."""
+    """Call the module once, so that a hang meets the short time limit; the error if it fails."""
     device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
     length = min(8, model.config.n_positions)
     try:
@@ -172,7 +172,7 @@ def _once(module: nn.Module, model: GPT2) -> Exception | None:
     return None
 
 
-def _told(error: BaseException, file: Path, name: str) -> str:
+def _one_line(error: BaseException, file: Path, name: str) -> str:
     """One line: what, where in the user's code, what to do."""
     at = _where(error, file)
     if isinstance(error, SyntaxError):
