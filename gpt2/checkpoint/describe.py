@@ -11,6 +11,7 @@ from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.containers.tensorflow_file import TensorBundle
 from gpt2.checkpoint.containers.torch_file import TorchFile
 from gpt2.checkpoint.names import DEFAULT, EXPORTS, ModelName
+from gpt2.checkpoint.official_files import Official, official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import GPT2Config
 
@@ -32,7 +33,7 @@ class Description:
     """One checkpoint.
 
     ``dtype`` is what it would be loaded as, ``container`` what the weights lie in; ``notes`` tell how they differ from
-    transformers' layout, and ``dropped`` are tensors without information of their own.
+    transformers' layout, and ``dropped`` are tensors without information of their own. ``official`` is None without files.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Description:
     notes: tuple[str, ...]
     dropped: tuple[str, ...]
     files: tuple[File, ...]
+    official: Official | None
 
     @property
     def weights_bytes(self) -> int:
@@ -70,9 +72,10 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
     checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
     dtype = str(checkpoint.dtype).removeprefix("torch.")
     if not isinstance(checkpoint, StoredCheckpoint):
-        return Description(checkpoint.name, None, None, checkpoint.config, dtype, "none", (), (), ())
+        return Description(checkpoint.name, None, None, checkpoint.config, dtype, "none", (), (), (), None)
     path, assignment = checkpoint.path, checkpoint.assignment
     paths = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else [path]
+    files = tuple(_file(path) for path in paths)
     return Description(
         name=checkpoint.name,
         path=str(path),
@@ -82,7 +85,8 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
         container=next(kind for of, kind in KINDS.items() if isinstance(next(iter(assignment.files.values())), of)),
         notes=_notes(checkpoint),
         dropped=assignment.dropped,
-        files=tuple(_file(path) for path in paths),
+        files=files,
+        official=official_files({file.name: file.sha256 for file in files}, checkpoint.name),
     )
 
 

@@ -14,6 +14,7 @@ files. The whole listing tells a repository without usable weights before anythi
 branch's name it is one: where does the branch point? A complete cache is used as it is, so it may be read-only.
 """
 
+import functools
 import logging
 import os
 import re
@@ -37,6 +38,7 @@ from gpt2.checkpoint.download import fetch, sweep
 from gpt2.checkpoint.hub_api import commit_of, list_files
 from gpt2.checkpoint.hub_errors import explained, firm, one_line, unreachable
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelName, did_you_mean
+from gpt2.checkpoint.official_files import other_than_official
 from gpt2.checkpoint.verified import digest, mismatch
 from gpt2.errors import CheckpointError, InputError
 
@@ -119,7 +121,17 @@ def _from_hub(repo: str, revision: str, offline: bool) -> Source:
         folder, declared, online = _snapshot(repo, revision, offline or constants.is_offline_mode())
         files = _choose(repo, declared)
         _verify(repo, folder, files, declared, online)
+        if others := other_than_official(repo, {name: declared[name].digest for name in files}):
+            _warn_once(
+                f"{repo} at {folder.name[:12]} has other files than the official ones: {', '.join(others)} (sha256 differs)"
+            )
     return Source(repo, folder, folder.name, {name: declared[name] for name in files})
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """A command resolves a name several times: for the model, its tokenizer, a report."""
+    log.warning("%s", message)
 
 
 def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, Declared], bool]:

@@ -62,7 +62,7 @@ def _text(found: Description) -> str:
     lines += [f"  {'        and a full cache':32} {size(found.cache_bytes):>13}"]
     lines += [f"  {'to train: AdamW in float32':32} {size(found.training_bytes):>13}  activations come on top"]
     if found.files:
-        lines += ["", "files"]
+        lines += ["", f"files: {found.official}"]
         for file in found.files:
             lines += [f"  {printable(file.name, one_line=True):32} {size(file.size):>13}", f"    sha256 {file.sha256}"]
     if found.dropped:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gpt2.checkpoint.keys import expected, layer
 from gpt2.checkpoint.names import DEFAULT
+from gpt2.checkpoint.official_files import official_files
 from gpt2.comparison.activations import THRESHOLD, compare_activations
 from gpt2.comparison.compatibility import compatibility
 from gpt2.comparison.distributions import summarise
@@ -240,4 +241,7 @@ def model_of(side: Side, versions: dict[str, str]) -> Model:
     """All it takes to run this side again."""
     implementation = f"transformers {versions['transformers']}" if side.theirs else "gpt2"
     parameters = side.config.num_parameters()
-    return Model(side.name, implementation, dtype_label(side.dtype), side.revision, parameters, asdict(side.config), side.files())
+    files = side.files()
+    official = official_files(files, side.checkpoint.name) if files else None
+    dtype = dtype_label(side.dtype)
+    return Model(side.name, implementation, dtype, side.revision, parameters, asdict(side.config), files, official)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpt2.checkpoint.official_files import Official
 from gpt2.comparison.activations import Activations
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions, Estimate
@@ -27,7 +28,7 @@ SEEN = 0.005  # nats of Jensen-Shannon that two digits show
 
 @dataclass(frozen=True)
 class Model:
-    """One side, as it was run. ``files`` are name -> sha256."""
+    """One side, as it was run. ``files`` are name -> sha256, ``official`` whether they are the official ones."""
 
     name: str
     implementation: str  # "gpt2" or "transformers 5.23.0"
@@ -36,6 +37,7 @@ class Model:
     parameters: int
     config: dict[str, Any]
     files: dict[str, str]
+    official: Official | None = None
 
 
 @dataclass(frozen=True)

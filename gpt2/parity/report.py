@@ -15,6 +15,9 @@ from gpt2.pages.reports import Environment, Printed, as_json, data_table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from gpt2.checkpoint.official_files import Official
+    from gpt2.parity.record import RecordReport
+
 EXACT, MAPPING, ROUNDING = "exact", "mapping", "rounding"
 
 
@@ -79,11 +82,13 @@ class Report(Printed):
     environment: Environment
     seed: int
     seconds: float
+    official: Official | None = None  # whether the files are the official ones; None for random weights
+    record: RecordReport | None = None  # what other people recorded of the official weights, computed again
 
     @property
     def ok(self) -> bool:
-        """Every check holds: the models are equal."""
-        return all(check.ok for check in self.checks)
+        """Every check holds, so the models are equal, and every recorded number that was computed is reproduced."""
+        return all(check.ok for check in self.checks) and (self.record is None or self.record.ok)
 
     @property
     def first_divergence(self) -> Point | None:
@@ -112,6 +117,8 @@ class Report(Printed):
             "environment": asdict(self.environment),
             "files": self.files,
             "checks": [{**asdict(check), "ok": check.ok} for check in self.checks],
+            "official": asdict(self.official) if self.official else None,
+            "record": self.record.to_dict() if self.record else None,
         }
         return as_json(body)
 
@@ -138,15 +145,30 @@ class Report(Printed):
         yield self._blocks()
         yield "[dim]Errors are relative to transformers in float64; ratios (×) are our error over its own.[/dim]\n"
         yield self._checks()
+        yield from self._official()
         skipped = [check.id for check in self.checks if check.skipped]
         not_run = f"; not run: {', '.join(skipped)}" if skipped else ""
         end = f"{not_run}  [dim]in {self.seconds:.1f} s[/dim]\n"
-        if self.ok:
+        if all(check.ok for check in self.checks):
             yield f"\n[bold green]EQUAL[/bold green]  at every point{' that was run' if skipped else ''}{end}"
+            if self.record is not None and not self.record.ok:
+                yield "[bold red]BUT NOT WHAT OTHERS RECORDED[/bold red]  of the official weights\n"
         else:
             first = self.first_divergence
             where = "a check without a point" if first is None else f"first at [bold]{first.name}[/bold]: {_amount(first)}"
             yield f"\n[bold red]DIFFERENT[/bold red]  {where}{end}"
+
+    def _official(self) -> Iterator[RenderableType]:
+        """Whether these are the official files, and the public record of them."""
+        from rich.markup import escape
+
+        if self.official is not None and self.official.model is not None:
+            yield f"\n[dim]files: {escape(str(self.official))}[/dim]"
+        if self.record is None:
+            return
+        if self.record.everything:
+            yield self.record.render()
+        yield f"{'[green]✓[/green]' if self.record.ok else '[bold red]✗[/bold red]'} {escape(self.record.line())}"
 
     def _blocks(self) -> RenderableType:
         """A row per block: the worst of its traced activations and gradients, by both rules."""

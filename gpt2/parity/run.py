@@ -14,15 +14,18 @@ from pathlib import Path
 
 import torch
 
-from gpt2.checkpoint.checkpoint import StoredCheckpoint, open_checkpoint, open_path
+from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint, open_path
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
+from gpt2.checkpoint.official_files import Official, official_files
 from gpt2.checkpoint.saving import sha256
+from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.pages.reports import environment
 from gpt2.parity import checks, reference, training
 from gpt2.parity.checks import Build, Probe, Subject
+from gpt2.parity.record import RecordReport, Setup, compute, public_record
 from gpt2.parity.report import Report
 
 
@@ -37,6 +40,7 @@ def verify(
     seed: int = 0,
     revision: str | None = None,
     offline: bool = False,
+    record: bool = False,
     build: Build = _load,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Report:
@@ -46,16 +50,23 @@ def verify(
         name: a model name as in :func:`gpt2.load`; ``random:SIZE`` is written to a temporary folder by transformers first.
         dtype: the precision whose rounding is judged; a ``:dtype`` suffix on the name says the same.
         seed: draws the token ids.
+        record: of official weights, compute every number of the public record (:mod:`gpt2.parity.record`), not the cheap ones
+            alone; some need a text that is downloaded, and minutes.
         build: makes the model under test from (directory, dtype); the controls of the test suite put broken ones here.
         progress: told in words what is going on.
 
     Raises:
-        InputError: no such model, or files that do not make one.
+        InputError: no such model, files that do not make one, or ``record`` where the weights are not the official ones.
     """
     started = time.perf_counter()
     parsed = ModelName.parse(name, VERIFIES, revision=revision)
     rounding = getattr(torch, parsed.dtype or dtype_name(dtype, VERIFIES))
     checkpoint = open_checkpoint(replace(parsed, dtype=None), offline=offline)
+    progress("sha256 of the files")
+    files = {file: sha256(path) for file, path in checkpoint.files().items()}
+    official, recorded = _official(checkpoint, files)
+    if record and recorded is None:
+        raise InputError(f"{name}: --record is of the official weights, and this is {official or 'random'}; leave it out")
     with reference.directory(checkpoint, progress) as theirs:
         ours = checkpoint if isinstance(checkpoint, StoredCheckpoint) else open_path(theirs)  # random: as transformers wrote it
         probe = Probe.draw(ours.config, seed)
@@ -67,7 +78,10 @@ def verify(
         subject = Subject(ours, theirs, build, rounding, probe, stage)
         tokens = checks.tokens(subject)  # first, because a damaged vocabulary should not take ten seconds to be found
         found = [checks.weights(subject), *checks.adapter(subject), *checks.forward(subject), *training.training(subject), tokens]
-        files = {name: sha256(path) for name, path in ours.files().items()}
+        public = None
+        if recorded is not None and all(check.ok for check in found):
+            public = _public_record(recorded, subject, offline, record)
+        files = files or {file: sha256(path) for file, path in ours.files().items()}
         told = "" if theirs == ours.path else " (given our tensors: it cannot open these files itself)"
     env = environment([rounding])
     return Report(
@@ -82,4 +96,23 @@ def verify(
         environment=env,
         seed=seed,
         seconds=time.perf_counter() - started,
+        official=official,
+        record=public,
     )
+
+
+def _official(checkpoint: Checkpoint, files: dict[str, str]) -> tuple[Official | None, str | None]:
+    """Whether the files are official, and the model whose official weights are loaded; None for random weights."""
+    if not isinstance(checkpoint, StoredCheckpoint):
+        return None, None
+    official = official_files(files, checkpoint.name)
+    loaded = {file.path.name for file in checkpoint.assignment.files.values()}
+    return official, official.model if loaded <= set(official.weights) else None
+
+
+def _public_record(model: str, subject: Subject, offline: bool, everything: bool) -> RecordReport:
+    def build() -> GPT2:
+        return subject.build(subject.path, torch.float32)
+
+    setup = Setup(build, build(), subject.checkpoint.own_tokenizer(), offline, subject.progress)
+    return compute(model, public_record(), setup, everything=everything)

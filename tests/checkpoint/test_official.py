@@ -15,34 +15,41 @@ from support.official_repositories import OFFICIAL, Weights, add, require_room, 
 
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.hub import SMALL
+from gpt2.checkpoint.official_files import GIT_BLOBS, OFFICIAL_FILES, WEIGHTS, official_files, other_than_official
 from gpt2.config import OFFICIAL_SIZES, official_size
 
 ROOT = Path(__file__).parents[2]
-# sha256 as published: in the Hub's listings, and by others who pinned these files. (No hash of gpt2-large's config was found.)
-PUBLISHED = {
-    "merges.txt": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "tokenizer.json": "8414cab924d8b9b33013f0d221c5862f365ee9be39c5c2bfae8a5a9e970478a6",
-    "tokenizer_config.json": "5e04eb606e3a1583530a42e36c2a6b6615c86f34fe77e44d9ddeb43ff940931f",
-    "vocab.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    "generation_config.json": "b90eadacf585a743a30ea51e8b5c88b8d282a2a34dc0c7e556d0987cdbd68805",
-}
-PUBLISHED_CONFIG = {
-    "gpt2": "0daed7749b4f02b8f76240d5444551d7b08712dab4d0adb8239c56ba823bb7b4",
-    "gpt2-medium": "ef1a44d889ad1a0acc7731c78134f1b87d2d222f110e97dd10fd4117331caf22",
-    "gpt2-xl": "be48115d52314bc27327e160bf10197760db02ea689d10adb24db4102edf7a8a",
-    "distilgpt2": "4ec5947c1d59fee6212cdf3b0ec1a53eac02092554c5ff0a733488cbd2c64f3a",
-}
-GPT2_GENERATION_CONFIG = "ed0b32ac72c0f5f44a719abb2d7786ea5146c871f83717b7f2018065954de02b"
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_the_small_files_are_the_official_ones(name: str) -> None:
     """A rehearsal with a config of our own making would prove that we can read what we write."""
     files = {file: hashlib.sha256(content).hexdigest() for file, content in small_files(name).items()}
-    published = PUBLISHED | ({"generation_config.json": GPT2_GENERATION_CONFIG} if name == "gpt2" else {})
-    published |= {"config.json": PUBLISHED_CONFIG[name]} if name in PUBLISHED_CONFIG else {"config.json": files["config.json"]}
-    assert files == published
+    assert files == {file: digest for file, digest in OFFICIAL_FILES[name].items() if file not in WEIGHTS}
     assert json.loads(small_files(name)["config.json"])["n_layer"] == official_size(name).n_layer
+    for file, content in small_files(name).items():
+        blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+        assert GIT_BLOBS[files[file]] == blob, "by which the Hub's listing knows it"
+
+
+def test_which_files_are_official() -> None:
+    """A changed file that is called official, or an official one that is called changed."""
+    own, medium = OFFICIAL_FILES["gpt2"], OFFICIAL_FILES["gpt2-medium"]
+    assert str(official_files(own)) == "the official file of gpt2"
+    assert str(official_files(medium, "./copy")) == "the official file of gpt2-medium"
+    other = {**own, "config.json": "0" * 64}
+    assert str(official_files(other)) == "the official file of gpt2; config.json differs from gpt2's"
+    changed = {**own, "model.safetensors": "0" * 64}  # the pickle beside it is official, and not what is loaded
+    assert str(official_files(changed)) == "not the official file: model.safetensors differs from gpt2's"
+    swapped = official_files({**medium, "README.md": "1" * 64}, "openai-community/gpt2@main")
+    assert str(swapped).startswith("not the official file: generation_config.json, model.safetensors, config.json differ from")
+    assert official_files({"weights.safetensors": own["model.safetensors"]}).weights == ("weights.safetensors",)
+    listing = {"model.safetensors": own["model.safetensors"], "config.json": GIT_BLOBS[own["config.json"]]}
+    assert other_than_official("openai-community/gpt2", listing) == ()
+    assert other_than_official("openai-community/gpt2-medium", listing) == ("model.safetensors", "config.json")
+    assert other_than_official("someone/gpt2", listing) == ()
+    assert other_than_official("openai-community/gpt2", {"model.safetensors": "3" * 40, "vocab.json": ""}) == ()
+    assert str(official_files({"vocab.json": own["vocab.json"], "config.json": "2" * 64})) == "not an official file"
 
 
 @pytest.mark.parametrize("name", OFFICIAL_SIZES)

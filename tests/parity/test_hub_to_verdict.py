@@ -63,6 +63,8 @@ def test_verify_by_the_official_name(hub: HubStandIn, files: dict[str, bytes], t
     report = json.loads(result.stdout)
     assert report["ok"] is True
     assert report["model"] == REPO
+    assert report["official"]["weights"] == [], "the stand-in's weights are of its own making"
+    assert set(report["official"]["different"]) >= {"model.safetensors", "config.json"}
     assert report["revision"] == commit
     assert [check["id"] for check in report["checks"] if check["skipped"]] == []
     fetched = {request.path for request in hub.requests}
@@ -73,6 +75,9 @@ def test_verify_by_the_official_name(hub: HubStandIn, files: dict[str, bytes], t
         hub, tmp_path / "home", "generate", "gpt2", "--offline", "--prompt", "Once", "--max-new-tokens", "4", "--json", "-"
     )
     assert again.returncode == 0, again.stderr
+    for stderr in (result.stderr, again.stderr):
+        assert stderr.count("other files than the official ones") == 1, "in one line, by every command"
+        assert "model.safetensors" in stderr
     assert len(json.loads(again.stdout)["ids"]) <= 4
     assert len(hub.requests) == before
 

@@ -1,0 +1,376 @@
+"""The public record: a stand-in that transformers computes must be reproduced, and every kind of wrong record refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.official_repositories import small_files
+
+import gpt2
+from gpt2.checkpoint import official_files
+from gpt2.checkpoint.checkpoint import open_path, random_model
+from gpt2.checkpoint.loading import load_path
+from gpt2.checkpoint.names import OFFICIAL, RandomWeights
+from gpt2.cli.main import main
+from gpt2.config import GPT2Config
+from gpt2.data import Tokenizer
+from gpt2.data.bpe import BPE, train_bpe
+from gpt2.errors import InputError
+from gpt2.measure.texts import GUIDE, LAST_WORD, RUNNING, Protocol, Text
+from gpt2.model import GPT2
+from gpt2.parity import record as records
+from gpt2.parity import reference, run
+from gpt2.parity.record import REQUIRED, AdamW, Kind, Record, RecordReport, Setup, Source, compute, parse, public_record
+
+TEXT = "First Witch:\nWhen shall we three meet again\nIn thunder, lightning, or in rain?\n\n" * 20
+PASSAGES = ("when shall we three meet again", "in thunder, lightning, or in rain", "fair is foul and foul is fair")
+SOURCES = [Source(f"someone/{name}", f"https://example.org/{name}") for name in "abc"]
+
+
+def texts(spec: str | None, *, offline: bool = False) -> Text:
+    """Stands for the texts that are downloaded: the same protocols, words of our own."""
+    forms: dict[str | None, Protocol] = {
+        "tinyshakespeare:split=all": RUNNING,
+        "wikitext2:stride=8": replace(GUIDE, stride=8),
+        "lambada": LAST_WORD,
+    }
+    return Text(str(spec), "here", TEXT, "", forms[spec], PASSAGES if spec == "lambada" else ())
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """A tiny checkpoint of random weights, biases and norms included, with a tokenizer of its own."""
+    tokenizer = train_bpe(TEXT, 300)
+    torch.manual_seed(0)
+    eot = tokenizer.eot
+    sizes = {"n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 4, "bos_token_id": eot, "eos_token_id": eot}
+    model = GPT2(GPT2Config(tokenizer.n_vocab, **sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return gpt2.save(model, tokenizer, folder)
+
+
+def stand_in(folder: Path, tokenizer: Tokenizer, *, length: int = 12, steps: int = 4) -> tuple[Record, ...]:
+    """A record of every kind, as transformers and loops over it give the numbers; none of our model's code is used."""
+    model = reference.load_reference(folder, torch.float32)
+    n_positions = model.config.n_positions
+    ids = tokenizer.encode(TEXT)[:6]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+        hidden = model.transformer(torch.tensor([ids])).last_hidden_state[0]
+    logp = logits.double().log_softmax(-1)
+    losses = -logp[:-1].gather(1, torch.tensor(ids[1:])[:, None])
+    greedy = reference.reference_generate(model, torch.tensor([ids]), 8, use_cache=True)[0, len(ids) :].tolist()
+    added = reference.reference_generate(model, torch.tensor([tokenizer.encode("When shall")]), 5, use_cache=True)[0].tolist()
+    guided = perplexity(model, tokenizer, n_positions)
+    accuracy, of_words = last_words(model, tokenizer, n_positions)
+    columns = (0, 5, model.config.vocab_size - 1)
+    optimizer = AdamW(1e-3, 0.9, 0.95, 1e-8, 0.1, clip=1.0)
+
+    def made(kind: Kind, **fields: object) -> Record:
+        return Record("gpt2", kind, SOURCES[len(kind.value) % 3], "stand-in", **fields)  # type: ignore[arg-type]
+
+    return (
+        made(Kind.LOGITS, ids=tuple(ids), position=3, columns=columns, values=taken(logits[3], columns), tolerance=1e-4),
+        made(Kind.MEAN_LOGIT, ids=tuple(ids), values=(logits.double().mean().item(),), tolerance=1e-4),
+        made(Kind.FINAL_HIDDEN, ids=tuple(ids), position=2, columns=(1, 4), values=taken(hidden[2], (1, 4)), tolerance=1e-4),
+        made(Kind.LOG_PROBABILITIES, ids=tuple(ids), positions=(1, 4), values=taken(-losses[:, 0], (1, 4)), tolerance=1e-4),
+        made(Kind.LOSS, ids=tuple(ids), values=(losses.mean().item(),), tolerance=1e-4),
+        made(Kind.GREEDY_IDS, ids=tuple(ids), values=tuple(greedy)),
+        made(Kind.GREEDY_TEXT, prompt="When shall", continuation=tokenizer.decode(added[len(tokenizer.encode("When shall")) :])),
+        made(
+            Kind.ADAMW_LOSSES,
+            text="tinyshakespeare:split=all",
+            batch=2,
+            length=length,
+            optimizer=optimizer,
+            values=adamw(folder, tokenizer.encode(TEXT)[: 2 * length + 1], length, steps, optimizer),
+            tolerance=1e-3,
+        ),
+        made(Kind.PERPLEXITY, text="wikitext2:stride=8", values=(guided,), tolerance=1e-5 * guided),
+        made(Kind.LAST_WORD_ACCURACY, text="lambada", values=(accuracy,), tolerance=1e-3),
+        made(Kind.LAST_WORD_PERPLEXITY, text="lambada", values=(of_words,), tolerance=1e-5 * of_words),
+    )
+
+
+def taken(values: torch.Tensor, which: tuple[int, ...]) -> tuple[float, ...]:
+    return tuple(values[i].item() for i in which)
+
+
+def adamw(folder: Path, ids: list[int], length: int, steps: int, settings: AdamW) -> tuple[float, ...]:
+    model = reference.load_reference(folder, torch.float32)
+    x, y = torch.tensor(ids[:-1]).view(-1, length), torch.tensor(ids[1:]).view(-1, length)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        settings.lr,
+        (settings.beta1, settings.beta2),
+        settings.eps,
+        settings.weight_decay,
+        foreach=False,
+    )
+    losses = []
+    for _ in range(steps):
+        loss = F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten())
+        losses.append(loss.item())
+        model.zero_grad()
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+        for parameter in model.parameters():
+            parameter.grad *= min(1.0, settings.clip / norm)
+        optimizer.step()
+    return tuple(losses)
+
+
+@torch.no_grad()
+def perplexity(model: torch.nn.Module, tokenizer: Tokenizer, n_positions: int) -> float:
+    """The perplexity guide's loop, stride 8."""
+    ids = torch.tensor([tokenizer.encode(TEXT)])
+    total, count, before = 0.0, 0, 0
+    for start in range(0, ids.size(1), 8):
+        end = min(start + n_positions, ids.size(1))
+        labels = ids[:, start:end].clone()
+        labels[:, : -(end - before)] = -100
+        kept = int((labels[:, 1:] != -100).sum())
+        if kept:
+            total, count = total + model(ids[:, start:end], labels=labels).loss.item() * kept, count + kept
+        before = end
+        if end == ids.size(1):
+            break
+    return torch.tensor(total / count).exp().item()
+
+
+@torch.no_grad()
+def last_words(model: torch.nn.Module, tokenizer: Tokenizer, n_positions: int) -> tuple[float, float]:
+    right, losses = [], []
+    for passage in PASSAGES:
+        ids, before = tokenizer.encode(passage), tokenizer.encode(passage.rpartition(" ")[0])
+        word = len(ids) - len(before)
+        logits = model(torch.tensor([ids[-n_positions - 1 : -1]])).logits[0, -word:]
+        targets = torch.tensor(ids[-word:])
+        right.append(float((logits.argmax(-1) == targets).all()))
+        losses.append(F.cross_entropy(logits.double(), targets, reduction="sum").item())
+    return sum(right) / len(right), torch.tensor(sum(losses) / len(losses)).exp().item()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def recorded(checkpoint: Path) -> tuple[Record, ...]:
+    tokenizer = open_path(checkpoint).own_tokenizer()
+    assert tokenizer is not None
+    return stand_in(checkpoint, tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "open_text", texts)
+
+
+def setup_of(folder: Path) -> Setup:
+    return Setup(
+        lambda: load_path(folder, dtype=torch.float32), load_path(folder, dtype=torch.float32), open_path(folder).own_tokenizer()
+    )
+
+
+def test_every_kind_is_reproduced(checkpoint: Path, recorded: tuple[Record, ...]) -> None:
+    """A function that computes something else than was recorded would refuse the official weights."""
+    assert [record.kind for record in recorded] == list(Kind), "a kind without a stand-in is not proved"
+    report = compute("gpt2", recorded, setup_of(checkpoint), everything=True)
+    assert [outcome.record.kind for outcome in report.outcomes if not outcome.ok or outcome.not_computed] == []
+    assert report.ok
+    assert report.line() == "18 of 18 numbers recorded by 3 other projects"
+
+
+def wrong(record: Record) -> Record:
+    """The same record with its last number, or its last letter, another one."""
+    if record.kind is Kind.GREEDY_TEXT:
+        return replace(record, continuation=record.continuation[:-1] + "#")
+    step = 3 * record.tolerance if record.tolerance else 1
+    return replace(record, values=(*record.values[:-1], record.values[-1] + step))
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_wrong_record_is_refused(checkpoint: Path, recorded: tuple[Record, ...], kind: Kind) -> None:
+    """A comparison that accepts any number confirms everything."""
+    record = wrong(next(record for record in recorded if record.kind is kind))
+    report = compute("gpt2", [record], setup_of(checkpoint), everything=True)
+    assert not report.ok
+    assert report.reproduced == record.numbers - 1
+    assert f"first that differs: {kind.value}" in report.line()
+
+
+def test_a_wrong_model_is_refused_by_every_kind(checkpoint: Path, recorded: tuple[Record, ...]) -> None:
+    """Records that a broken model reproduces would say nothing about it: here every position is read as the next one."""
+    model = load_path(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        model.wpe.weight.copy_(model.wpe.weight.roll(1, 0))
+    setup = replace(setup_of(checkpoint), model=model, build=lambda: model)
+    report = compute("gpt2", recorded, setup, everything=True)
+    # Greedy continuations and a guess of three words are coarse: they may survive. Every measured number does not.
+    coarse = {Kind.GREEDY_IDS, Kind.GREEDY_TEXT, Kind.LAST_WORD_ACCURACY}
+    assert {outcome.record.kind for outcome in report.outcomes if outcome.ok} <= coarse
+
+
+def test_what_is_nan_is_not_reproduced(checkpoint: Path, recorded: tuple[Record, ...]) -> None:
+    """NaN compares as False, which a careless comparison takes for within the tolerance."""
+    model = load_path(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        model.ln_f.weight.fill_(torch.nan)
+    report = compute("gpt2", recorded[:5], replace(setup_of(checkpoint), model=model))
+    assert report.reproduced == 0
+    assert "nan" in table(report)
+
+
+def test_what_cannot_be_computed_is_counted_as_such(
+    checkpoint: Path, recorded: tuple[Record, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven numbers out of reach must neither fail the model nor be said to hold."""
+
+    def out_of_reach(spec: str | None, *, offline: bool = False) -> Text:
+        raise InputError("offline, and the text is not here")
+
+    monkeypatch.setattr(records, "open_text", out_of_reach)
+    report = compute("gpt2", recorded, setup_of(checkpoint), everything=True)
+    assert report.ok
+    assert report.line() == ("11 of 11 numbers recorded by 3 other projects; 7 not computed: offline, and the text is not here")
+    without = compute("gpt2", recorded, replace(setup_of(checkpoint), tokenizer=None), everything=True)
+    assert "8 not computed: the checkpoint comes without a tokenizer" in without.line()
+    cheap = compute("gpt2", recorded, setup_of(checkpoint))
+    assert cheap.line() == "11 of 11 numbers recorded by 3 other projects; 7 more with --record"
+
+
+def table(report: RecordReport) -> str:
+    import io
+
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=80, color_system=None, force_jupyter=False)
+    console.print(report.render())
+    return console.file.getvalue()
+
+
+def known_here(checkpoint: Path, recorded: tuple[Record, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the tiny checkpoint be what the official gpt2 is."""
+    hashes = {path.name: run.sha256(path) for path in checkpoint.iterdir() if path.suffix != ".md"}
+    monkeypatch.setattr(official_files, "OFFICIAL_FILES", {**official_files.OFFICIAL_FILES, "gpt2": hashes})
+    monkeypatch.setattr(run, "public_record", lambda: recorded)
+    monkeypatch.setattr(run.checks, "forward", lambda subject: [])  # equality is proved in test_run.py, and takes its time
+    monkeypatch.setattr(run.training, "training", lambda subject: [])
+
+
+def test_verify_of_official_files(
+    checkpoint: Path,
+    recorded: tuple[Record, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The line, the table and the JSON of the command; exit 1 where a recorded number is not reproduced."""
+    known_here(checkpoint, recorded, monkeypatch)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["verify", str(checkpoint), "--json", str(tmp_path / "cheap.json")]) == 0
+    out = capsys.readouterr().out
+    assert "files: the official file of gpt2" in out
+    assert "✓ 11 of 11 numbers recorded by 3 other projects; 7 more with --record" in " ".join(out.split())
+    body = json.loads((tmp_path / "cheap.json").read_text())
+    assert body["official"]["weights"] == ["model.safetensors"]
+    assert (body["record"]["numbers"], body["record"]["reproduced"], body["record"]["left"]) == (11, 11, 7)
+    assert body["record"]["records"][0]["source"]["url"].startswith("https://")
+
+    assert main(["verify", str(checkpoint), "--record"]) == 0
+    out = capsys.readouterr().out
+    assert all(kind.value in out for kind in Kind)
+    assert max(map(len, out.splitlines())) <= 80
+
+    monkeypatch.setattr(run, "public_record", lambda: (wrong(recorded[0]), *recorded[1:]))
+    assert main(["verify", str(checkpoint), "--json", str(tmp_path / "wrong.json")]) == 1
+    assert "BUT NOT WHAT OTHERS RECORDED" in capsys.readouterr().out
+    assert json.loads((tmp_path / "wrong.json").read_text())["verdict"] == "mismatch"
+
+
+def test_the_record_is_of_official_weights_alone(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other weights give other numbers: to compare them would call every fine-tuned model wrong."""
+    for name in (str(checkpoint), "random:gpt2"):
+        assert main(["verify", name, "--record"]) == 2
+        assert "--record is of the official weights" in capsys.readouterr().err
+
+
+def test_the_data_file(tmp_path: Path) -> None:
+    """Ids that are not the text they stand for would make an honest record look wrong."""
+    for name, content in small_files("gpt2").items():
+        (tmp_path / name).write_bytes(content)
+    tokenizer = BPE.from_directory(tmp_path)
+    found = public_record()
+    assert {record.model for record in found} == set(OFFICIAL)
+    assert len({record.source.project for record in found}) >= 12
+    for record in found:
+        assert record.source.url.startswith(f"https://github.com/{record.source.project}")
+        assert all(0 <= i < 50257 for i in record.ids)
+        quoted = re.match(r'"([^"]+)"', record.protocol)
+        if quoted and "..." not in quoted[1]:
+            ids = [i for i in record.ids if i != tokenizer.eot]
+            assert tokenizer.decode(ids).startswith(quoted[1])
+            assert ids[: len(tokenizer.encode(quoted[1]))] == tokenizer.encode(quoted[1])
+        if record.kind is Kind.GREEDY_IDS:
+            said = re.search(r': "([^"]+)"$', record.protocol)
+            assert said is None or tokenizer.encode(said[1]) == list(record.values)
+
+
+LOGITS = """
+[sources.a]
+project = "a/b"
+url = "https://github.com/a/b"
+[[records]]
+model = "gpt2"
+kind = "logits"
+source = "a"
+protocol = ""
+ids = [1]
+position = 0
+columns = [0]
+values = [0.0]
+tolerance = 0.1
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda text: text.replace("position = 0\n", ""), "position missing or unknown"),
+        (lambda text: text + "lr = 1.0\n", "lr missing or unknown"),
+        (lambda text: text.replace("[0.0]", "[0.0, 1.0]"), "columns and values differ in number"),
+        (lambda text: text.replace('"logits"', '"logit"'), "logit"),
+    ],
+)
+def test_a_record_that_does_not_fit_its_kind(change: Callable[[str], str], told: str) -> None:
+    """A misspelt field would leave its default in place, and the number would be compared with something else."""
+    assert len(parse(LOGITS)) == 1
+    with pytest.raises(ValueError, match=told):
+        parse(change(LOGITS))
+    assert set(REQUIRED) == set(Kind)
+
+
+@pytest.mark.slow
+def test_random_gpt2_through_transformers(tmp_path: Path) -> None:
+    """The official shape and vocabulary, of which the record is: a stand-in with the sizes of the real thing."""
+    drawn = random_model(RandomWeights("gpt2", 0))
+    reference.save_with_transformers(drawn.config, drawn.state_dict(), tmp_path)
+    for name, content in small_files("gpt2").items():
+        if name not in ("config.json", "generation_config.json"):
+            (tmp_path / name).write_bytes(content)
+    tokenizer = open_path(tmp_path).own_tokenizer()
+    assert tokenizer is not None
+    found = stand_in(tmp_path, tokenizer, length=16, steps=2)
+    report = compute("gpt2", found, setup_of(tmp_path), everything=True)
+    assert [(outcome.record.kind, outcome.errors) for outcome in report.outcomes if not outcome.ok] == []
+    assert report.numbers == 16
