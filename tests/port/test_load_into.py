@@ -21,9 +21,12 @@ from torch import Tensor, nn
 import gpt2
 from gpt2 import GPT2, InputError
 from gpt2.config import GPT2Config
+from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.mapping import check, load_into
+from gpt2.port.mapping.departures import Departure, DepartureKind, find_departures
 from gpt2.port.mapping.mapping import ZERO, Mapping
 from gpt2.port.mapping.report import MappingReport
+from gpt2.port.recording.probe import record_probe
 
 CONFIG = GPT2Config(vocab_size=67, n_positions=23, n_embd=20, n_layer=3, n_head=4, n_inner=52, bos_token_id=0, eos_token_id=0)
 
@@ -260,6 +263,23 @@ def test_blocks_are_numbered_as_they_run() -> None:
     report = load_into(module, model)
     assert report.ok
     assert torch.equal(module.blocks[0].up.bias, model.h[2].mlp.c_fc.bias)
+
+
+@pytest.mark.parametrize(
+    ("fault", "departure", "run_order"),
+    [
+        ("", None, [0, 1, 2]),
+        ("a block twice", Departure(DepartureKind.REPEATED, 1, "attn", theirs=2, ours=1, module="blocks.1.sa"), [0, 1, 1, 2]),
+        ("a block left out", Departure(DepartureKind.BLOCK_COUNT, theirs=2, ours=3, names=("h.1",)), [0, 2]),
+        ("no norm before attention", Departure(DepartureKind.NORM_MISSING, 2, "ln_1", module="blocks.2.sa"), [0, 1, 2]),
+    ],
+)
+def test_departures_are_values(fault: str, departure: Departure | None, run_order: list[int]) -> None:
+    """`diagnose` makes causes of the same departures: it must not have to read a place out of a sentence."""
+    anatomy = Anatomy(record_probe(Faulty(fault).eval(), CONFIG, "Faulty"))
+    departures = find_departures(Mapping(anatomy, CONFIG))
+    assert departure in departures if departure else departures == []
+    assert anatomy.run_order == run_order
 
 
 # A wrong mapping must be refused.
