@@ -1,8 +1,8 @@
-"""Every floating-point tensor that a port's operators emit in one forward pass, to be found again by value.
+"""Keep every floating-point tensor of one forward pass, and search them by value, whatever their layout.
 
-What is looked for is a value, however it lies: (B, T, D) or (T, B, D), flattened, split into heads, on its side. So numbers are
-compared in sorted order: whole, or slice by slice where a port has a tensor for each head, row or token. In float64 a match is a
-match: thousands of numbers do not agree to 1e-12 by chance.
+A value may be stored as (B, T, D) or (T, B, D), flattened, split into heads or transposed. So numbers are compared in sorted
+order: whole, or slice by slice where a port has a tensor for each head, row or token. In float64 a match is no coincidence:
+thousands of numbers do not agree to 1e-12 by chance.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.recording.dispatch import Call, OperatorMode, tensors
 from gpt2.port.recording.forward import logits_of, plain_attention
 
-STRICT = 1e-9  # largest difference over the root mean square: rounding in float64 is 1e-15, times what a softmax makes of it
+STRICT = 1e-9  # largest difference over the root mean square: rounding in float64 is 1e-15, which a softmax amplifies
 LOOSE = 1e-5  # where the port computes something in float32
-VIEWS_PER_TOKEN = 4  # of a parameter, views no larger than this many widths a token are kept: rows of an embedding, say
+VIEWS_PER_TOKEN = 4  # views of a parameter are kept up to this many widths for each token: rows of an embedding, for example
 
 
 class Match(NamedTuple):
-    """Where a value was found: its error, and the entries that it is made of, with the axes it had to be sliced along."""
+    """Where a value is: the relative error, the entries that it consists of, and the axes along which it was sliced."""
 
     error: float
     entries: tuple[int, ...]
@@ -34,14 +34,14 @@ class Match(NamedTuple):
 
 @dataclass
 class _Shelf:
-    """All entries of one size: their numbers, sums, and sums of squares, of what is finite."""
+    """All entries of one size: their numbers, and the sums and sums of squares of their finite elements."""
 
     numbers: list[int] = field(default_factory=list)
     sums: list[tuple[float, float]] = field(default_factory=list)
     table: Tensor | None = None
 
     def near(self, first: float, second: float, bound: float, n: int) -> list[int]:
-        """Entries whose sums are so close that the entries may be."""
+        """Candidate entries: their sums agree within the tolerance."""
         if self.table is None:
             self.table = torch.tensor(self.sums, dtype=torch.float64)
         scale = max(math.sqrt(second / n), 1e-300)
@@ -51,8 +51,11 @@ class _Shelf:
 
 
 class Pool:
-    """The tensors, by size and sums. ``logits`` is what the forward returned, float64; ``narrow`` whether anything was computed
-    in less than float64; ``operators`` the names of all that ran."""
+    """The tensors, by size and sums.
+
+    ``logits`` is what the forward returned, float64; ``narrow``, whether anything was computed in less than float64;
+    ``operators``, the names of all operators that ran.
+    """
 
     def __init__(self) -> None:
         self.entries: list[Tensor] = []
@@ -83,7 +86,7 @@ class Pool:
 
     @property
     def bound(self) -> float:
-        """How far a match may be off."""
+        """The largest relative error of a match."""
         return LOOSE if self.narrow else STRICT
 
     def of_size(self, numel: int) -> list[Tensor]:
@@ -91,25 +94,25 @@ class Pool:
         return [self.entries[i] for i in self._shelves[numel].numbers] if numel in self._shelves else []
 
     def find(self, value: Tensor, *axes: int) -> Match | None:
-        """The best match of a value: whole, or else slice by slice along ``axes``, alone or together. None if there is none."""
+        """The best match of a value: whole, or else slice by slice, along one of the ``axes`` or all. None if there is none."""
         whole = self._find(value)
         if whole is not None:
             return Match(whole[0], (whole[1],), ())
-        for some in [*((axis,) for axis in axes), *([tuple(axes)] if len(axes) > 1 else [])]:
-            found = []
-            if value.numel() // max(math.prod(value.shape[axis] for axis in some), 1) not in self._shelves:
+        for cut in [*((axis,) for axis in axes), *([tuple(axes)] if len(axes) > 1 else [])]:
+            matches = []
+            if value.numel() // max(math.prod(value.shape[axis] for axis in cut), 1) not in self._shelves:
                 continue
-            for part in _slices(value, some):
-                one = self._find(part)
-                if one is None:
+            for part in _slices(value, cut):
+                match = self._find(part)
+                if match is None:
                     break
-                found.append(one)
+                matches.append(match)
             else:
-                return Match(max(error for error, _ in found), tuple(number for _, number in found), some)
+                return Match(max(error for error, _ in matches), tuple(number for _, number in matches), cut)
         return None
 
     def adopt(self, value: Tensor, match: Match) -> Tensor:
-        """The port's own numbers, in the places of ``value``: what it goes on from, rounding included."""
+        """The port's own numbers, rounding included, in the layout of ``value``."""
         out = torch.empty_like(value, memory_format=torch.contiguous_format)
         for part, own, number in zip(_slices(value, match.axes), _slices(out, match.axes), match.entries, strict=True):
             taken = torch.empty(part.numel(), dtype=torch.float64)
@@ -118,8 +121,8 @@ class Pool:
         return out
 
     def factors(self, value: Tensor, *axes: int) -> list[float]:
-        """The numbers by which ``value`` is multiplied in some entry; looked for in the first slice if not in the whole."""
-        found: list[float] = []
+        """The factors f for which f times ``value``, or else f times its first slice along one of ``axes``, is an entry."""
+        factors: list[float] = []
         for part in [value, *(next(iter(_slices(value, (axis,)))) for axis in axes)]:
             first, second = _sums(part)
             if part.numel() not in self._shelves or not second > 0:
@@ -129,13 +132,13 @@ class Pool:
                 size = math.sqrt(squares / second) if squares < math.inf else 0.0
                 for factor in (size, -size) if size > 0 else ():
                     scale = math.sqrt(squares / part.numel()) * part.numel()
-                    if abs(mine - factor * first) > self.bound * scale or any(_same(factor, f) for f in found):
+                    if abs(mine - factor * first) > self.bound * scale or any(_same(factor, f) for f in factors):
                         continue
                     if _error(self._in_order(number), (factor * part).flatten().sort().values) <= self.bound:
-                        found.append(factor)
-            if found:
+                        factors.append(factor)
+            if factors:
                 break
-        return found
+        return factors
 
     def _find(self, value: Tensor) -> tuple[float, int] | None:
         shelf = self._shelves.get(value.numel())
@@ -180,9 +183,9 @@ class _Collector(OperatorMode):
 
 @torch.no_grad()
 def collect(module: nn.Module, ids: Tensor, width: int, inner: int) -> Pool:
-    """Run ``module`` as it is on (B, T) ``ids``, and keep what its operators emit, up to the size of the widest activation.
+    """Run ``module`` as it is on (B, T) ``ids``, and keep its operators' results, up to the size of the widest activation.
 
-    ``width`` and ``inner`` are those of the stream and of the feed-forward. Fused attention is spelt out in plain operators.
+    ``width`` and ``inner`` are those of the stream and of the feed-forward. Fused attention runs as single operators.
 
     Raises:
         whatever the module raises, and ValueError where its output holds no logits.
@@ -219,7 +222,7 @@ def _same(a: float, b: float) -> bool:
 
 
 def _slices(value: Tensor, axes: tuple[int, ...]) -> list[Tensor]:
-    """Views of a value, one for each place along the axes."""
+    """Views of a value, one for each index along the axes."""
     parts = [value]
     for axis in sorted(axes, reverse=True):
         parts = [piece for part in parts for piece in part.unbind(axis)]
