@@ -6,17 +6,16 @@ entry, and all of them together are a checkpoint that our model can run with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Mapping as MappingType
 from dataclasses import dataclass, field
-from types import EllipsisType
 
 import torch
 from torch import Tensor
 
 from gpt2.port.anatomy.parts import Matrix
-from gpt2.port.mapping.mapping import KEEP, ZERO, Mapping
-from gpt2.port.recording.dataflow import Region, Source, Use
+from gpt2.port.mapping.mapping import ZERO, Mapping
+from gpt2.port.recording.dataflow import Source, Use
 
 ROUNDING = 1e-15
 NORM_WEIGHTS = ("ln_1.weight", "ln_2.weight", "ln_f.weight")
@@ -53,7 +52,7 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
     head, head_name = _Filled(mapping, ["wte.weight"]), ""
     recording = mapping.anatomy.recording
     words = {recording.source(int(table.first[0])).storage for table in mapping.anatomy.words}
-    for source in _sources(mapping):
+    for source in mapping.sources:
         entries, value = mapping.entries(source), _value(mapping, source, tensors[source.name])
         parts = mapping.parts(source)
         if source.storage not in words and parts:
@@ -71,7 +70,7 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
         filled.weights.setdefault(name, _neutral(name, tensor.shape))
     for conflict in mapping.conflicts:  # one parameter serves as two parts
         taken = torch.empty(conflict.taken.shape, dtype=torch.float64)
-        for name, mine, places in _split(mapping, conflict.taken):
+        for name, mine, places in mapping.by_tensor(conflict.taken):
             taken[mine] = filled.weights[name].flatten()[places]
         for name in filled.scatter(conflict.refused, taken):
             names[name].append(conflict.source)
@@ -81,15 +80,6 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
     weights = {name: _completed(name, filled.weights[name], filled.placed[name], tensor) for name, tensor in state.items()}
     own_head = head.weights.get("wte.weight")
     return Own(weights, filled.placed, {name: tuple(of) for name, of in names.items()}, own_head, head_name, extra, shared)
-
-
-def _sources(mapping: Mapping) -> list[Source]:
-    """Each parameter once, under its first name."""
-    by_region: dict[Region, Source] = {}
-    for source in mapping.anatomy.recording.sources:
-        if source.is_parameter or mapping.fills_buffers:
-            by_region.setdefault(source.region, source)
-    return list(by_region.values())
 
 
 def _completed(name: str, weight: Tensor, placed: Tensor, ours: Tensor) -> Tensor:
@@ -110,23 +100,9 @@ def _neutral(name: str, shape: tuple[int, ...]) -> Tensor:
 
 def _value(mapping: Mapping, source: Source, tensor: Tensor) -> Tensor:
     """What the computation sees of a parameter."""
-    use = min(mapping.anatomy.recording.uses.get(source.storage, {Use()}), key=lambda use: use != Use())
+    use = mapping.uses(source)[0]
     value = tensor.detach().to("cpu", torch.float64)
     return value if use == Use() else value * use.scale + use.shift
-
-
-def _split(mapping: Mapping, entries: Tensor) -> Iterator[tuple[str, Tensor | EllipsisType, Tensor]]:
-    """Entries by the tensor that they belong to: its name, a mask of those entries, and their places in it."""
-    low, high = (int(end) for end in entries.aminmax()) if entries.numel() else (KEEP, KEEP)
-    if low >= 0 and (owner := mapping.owner(low)) == mapping.owner(high):  # all of one tensor: no masks needed
-        yield owner, ..., entries - mapping.starts[owner]
-        return
-    for name, start in mapping.starts.items():
-        stop = start + torch.Size(mapping.shapes[name]).numel()
-        if start <= high and low < stop:
-            mine = (entries >= start) & (entries < stop)
-            if bool(mine.any()):
-                yield name, mine, entries[mine] - start
 
 
 def _share(mapping: Mapping, entry: int) -> str:
@@ -161,7 +137,7 @@ class _Filled:
     def scatter(self, entries: Tensor, value: Tensor) -> list[str]:
         """Put values where their entries belong: the names of those tensors."""
         names = []
-        for name, mine, places in _split(self.mapping, entries):
+        for name, mine, places in self.mapping.by_tensor(entries):
             if name not in self.weights:
                 self.weights[name] = _neutral(name, self.mapping.shapes[name])
             elif not self.weights[name].is_contiguous() or bool(self.placed[name].all()):

@@ -51,11 +51,11 @@ def put(target: Tensor, entries: Tensor, mapping: Mapping, state: MappingType[st
             put(half, numbers, mapping, state, use)
         return
     pieces = mapping.by_tensor(entries)
-    if all(mine is not None for _, mine, _ in pieces):
+    if all(mine is not ... for _, mine, _ in pieces):
         target.masked_fill_(entries == ZERO, -use.shift / use.scale)
     for name, mine, numbers in pieces:
         values = state[name].flatten().index_select(0, numbers.flatten()).to(target)
-        if mine is None:
+        if mine is ...:
             target.copy_(values.view(target.shape)).sub_(use.shift).div_(use.scale)
         else:
             target[mine] = (values - use.shift) / use.scale

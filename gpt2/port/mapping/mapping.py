@@ -6,6 +6,7 @@ import bisect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -119,17 +120,17 @@ class Mapping:
         """How the forward pass uses a parameter's value; the unchanged value first."""
         return sorted(self.anatomy.recording.uses.get(source.storage, {Use()}), key=lambda use: use != Use())
 
-    def by_tensor(self, entries: Tensor) -> list[tuple[str, Tensor | None, Tensor]]:
+    def by_tensor(self, entries: Tensor) -> list[tuple[str, Tensor | EllipsisType, Tensor]]:
         """Group entries by the checkpoint's tensor: its name, a mask of its entries, and their flat indices in it.
 
-        The mask is None if all entries are of one tensor. Entries below zero are in no group.
+        The mask is ``...`` if all entries are of one tensor. Entries below zero are in no group.
         """
         if not entries.numel():
             return []
         low, high = (int(end) for end in entries.aminmax())
         if low >= 0 and (name := self.owner(low)) == self.owner(high):
-            return [(name, None, entries - self.starts[name])]
-        groups: list[tuple[str, Tensor | None, Tensor]] = []
+            return [(name, ..., entries - self.starts[name])]
+        groups: list[tuple[str, Tensor | EllipsisType, Tensor]] = []
         for name, start in self.starts.items():
             stop = start + torch.Size(self.shapes[name]).numel()
             if low < stop and high >= start and bool((mine := (entries >= start) & (entries < stop)).any()):

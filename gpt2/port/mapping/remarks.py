@@ -196,7 +196,7 @@ class Remarks:
     def _values(self, entries: Tensor) -> Tensor:
         values = torch.empty(entries.shape, dtype=torch.float64)
         for name, mine, numbers in self.mapping.by_tensor(entries):
-            values[... if mine is None else mine] = self.state[name].flatten()[numbers].double()
+            values[mine] = self.state[name].flatten()[numbers].double()
         return values
 
     def _label(self, entry: int) -> str:
