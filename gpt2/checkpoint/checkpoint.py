@@ -100,6 +100,11 @@ class StoredCheckpoint(Checkpoint):
     path: Path
     assignment: Assignment
 
+    @property
+    def container(self) -> str:
+        """The format of the files that hold the weights: "safetensors", "GGUF" ..."""
+        return next(iter(self.assignment.files.values())).kind
+
     def reader(self, *, mapped: bool = True) -> Reader:
         return lambda name, dtype: self.assignment.read(name, dtype, mapped=mapped)
 

@@ -75,11 +75,8 @@ def _from_nanogpt(raw: Mapping[str, Any], where: Path, files: Mapping[str, Conta
     taken = _told(files) | {ours: raw[theirs] for ours, theirs in names.items() if raw.get(theirs) is not None}
     dropout = raw.get("dropout", 0.0)
     config = _checked({name: taken[name] for name in SIZES if name in taken}, where)
-    return replace(
-        config,
-        activation_function="gelu",
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout if isinstance(dropout, float | int) else 0.0),
-    )
+    dropout = dropout if isinstance(dropout, float | int) else 0.0
+    return replace(config, activation_function="gelu", resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
 
 
 def _read_off(path: Path, files: Mapping[str, Container]) -> GPT2Config:
@@ -104,7 +101,7 @@ def _checked(taken: Mapping[str, Any], where: Path) -> GPT2Config:
     missing = [name for name in SIZES if name not in taken]
     if missing:
         raise CheckpointError(f"{where}: does not say {listed(missing)}; put a config.json beside it")
-    end = OFFICIAL_SIZES["gpt2"].eos_token_id
+    end = 50256  # <|endoftext|> of OpenAI's vocabulary
     known = isinstance(taken["vocab_size"], int) and taken["vocab_size"] > end
     try:
         return GPT2Config(**taken, **dict.fromkeys(("bos_token_id", "eos_token_id"), end if known else None))

@@ -6,17 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint, open_checkpoint
-from gpt2.checkpoint.containers.gguf_file import GGUFFile
-from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
-from gpt2.checkpoint.containers.tensorflow_file import TensorBundle
-from gpt2.checkpoint.containers.torch_file import TorchFile
 from gpt2.checkpoint.names import DEFAULT, EXPORTS, ModelName
 from gpt2.checkpoint.official_files import Official, official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import GPT2Config
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-KINDS = {SafetensorsFile: "safetensors", TorchFile: "torch.save", TensorBundle: "TensorFlow", GGUFFile: "GGUF"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
         revision=checkpoint.revision,
         config=checkpoint.config,
         dtype=dtype,
-        container=next(kind for of, kind in KINDS.items() if isinstance(next(iter(assignment.files.values())), of)),
+        container=checkpoint.container,
         notes=_notes(checkpoint),
         dropped=assignment.dropped,
         files=files,

@@ -24,7 +24,6 @@ from gpt2.checkpoint.containers.gguf_file import (
     KINDS,
     NORMAL,
     STRING,
-    GGUFFile,
     Kind,
     NoTokenizer,
 )
@@ -138,7 +137,7 @@ def _load(name: str, revision: str | None, offline: bool) -> tuple[GPT2, Tokeniz
     for field in ("bos_token_id", "eos_token_id"):
         token = getattr(config, field)
         if token is not None and token >= n_vocab:
-            config = replace(config, **{field: tokenizer.eot})
+            config = GPT2Config(**{**vars(config), field: tokenizer.eot})
             notes.append(f"{field} {token:,} is beyond the vocabulary, written as {tokenizer.eot}")
     model.config = config
     return model, tokenizer, notes
@@ -161,15 +160,16 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     except NoTokenizer:
         raise
     except InputError as error:
-        if ours or any(isinstance(file, GGUFFile) for file in checkpoint.assignment.files.values()):
+        if ours or checkpoint.container == "GGUF":
             raise
         raise NoTokenizer(str(error)) from None
 
 
 def _refuse_other_tokenizer(directory: Path, tokenizer: Tokenizer | None) -> None:
     """Refuse a directory with files of a tokenizer that would be left there, and be read as this model's."""
-    own = {None: (), BPE: (*FILES[0], ADDED)}.get(tokenizer and type(tokenizer), (CHARS,))
-    own = {*own, "tokenizer.json", "tokenizer_config.json"} if tokenizer else set()
+    own: set[str] = set()
+    if tokenizer is not None:
+        own = {"tokenizer.json", "tokenizer_config.json", *((*FILES[0], ADDED) if isinstance(tokenizer, BPE) else (CHARS,))}
     left = [name for name in TOKENIZER_FILES if name not in own and (directory / name).exists()]
     if left:
         raise InputError(f"{directory}: holds {left[0]} of another tokenizer; choose another folder, or remove it")
@@ -295,14 +295,14 @@ def _pieces(
             header += struct.pack("<I", kind)
             header += _text(value) if kind == STRING else struct.pack({U32: "<I", F32: "<f", BOOL: "<?"}[kind], value)
     offset = 0
-    for name, tensor, number, kind in tensors:
+    for name, tensor, number, stored in tensors:
         header += _text(name) + struct.pack(f"<I{tensor.ndim}QIQ", tensor.ndim, *reversed(tensor.shape), number, offset)
-        offset += _padded(tensor.numel() // kind.block * kind.size)
+        offset += _padded(tensor.numel() // stored.block * stored.size)
     yield bytes(header) + bytes(_padded(len(header)) - len(header))
-    for name, tensor, _, kind in tensors:
+    for name, tensor, _, stored in tensors:
         size = 0
         for rows in tensor.detach().view(-1, tensor.size(-1)).split(max(1, PIECE // tensor.size(-1))):
-            piece = memoryview(_encoded(rows.cpu(), kind, name).view(-1).view(torch.uint8).numpy())
+            piece = _encoded(rows.cpu(), stored, name).view(-1).view(torch.uint8).numpy().data
             size += len(piece)
             yield piece
         yield bytes(_padded(size) - size)

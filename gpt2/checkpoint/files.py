@@ -70,8 +70,9 @@ def open_file(path: Path) -> Container:
 
 
 def _shards(index: Path, suffix: str) -> dict[str, Container]:
-    weight_map = read_json(index).get("weight_map")
-    shards = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    stated = read_json(index).get("weight_map")
+    weight_map = stated if isinstance(stated, dict) else {}
+    shards = list(weight_map.values())
     name = rf"[\w.-]+{re.escape(suffix)}"
     if not shards or not all(isinstance(shard, str) and re.fullmatch(name, shard, re.ASCII) for shard in shards):
         raise CheckpointError(f"{index}: has no weight_map from tensors to {suffix} files beside it; fetch it again")

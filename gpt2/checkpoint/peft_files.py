@@ -77,9 +77,9 @@ class Adapter:
         """One parameter with the adapter added, in ``dtype``; ``read`` gives the base's. Summed in float64 and rounded once."""
         if name not in self.factors:
             return read(dtype)
-        a, b, scale = self.factors[name]
-        weight, a, b = read(torch.float64), self.file.read(a, torch.float64), self.file.read(b, torch.float64)
-        return merge_into(weight, a, b, scale).to(dtype)
+        key_a, key_b, scale = self.factors[name]
+        a, b = (self.file.read(key, torch.float64) for key in (key_a, key_b))
+        return merge_into(read(torch.float64), a, b, scale).to(dtype)
 
 
 def is_adapter(path: Path) -> bool:

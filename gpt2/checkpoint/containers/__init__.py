@@ -36,6 +36,10 @@ class Container(Protocol):
     """An open file (or set of files) of tensors, its directory checked."""
 
     @property
+    def kind(self) -> str:
+        """The format's name, for `gpt2 info`."""
+
+    @property
     def path(self) -> Path:
         """The file, for messages."""
 

@@ -94,6 +94,8 @@ class GGUFFile:
             with a tensor of a type that is not read here.
     """
 
+    kind = "GGUF"
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._data = MappedFile(path)
@@ -208,7 +210,8 @@ def config_of(file: GGUFFile) -> GPT2Config:
         raise CheckpointError(f"{file.path}: is of architecture {quoted(architecture)}, not 'gpt2'; this loader reads GPT-2 only")
     embedding = file.entries.get("token_embd.weight")
     missing = [key for field, key in CONFIG_KEYS.items() if key not in said and field != "n_inner"]
-    missing += ["token_embd.weight"] if embedding is None or len(embedding.shape) != 2 else []
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{file.path}: lacks {', '.join([*missing, 'token_embd.weight'])}; convert the checkpoint again")
     if missing:
         raise CheckpointError(f"{file.path}: lacks {', '.join(missing)}; convert the checkpoint again")
     shared = said.get("gpt2.attention.head_count_kv", said[CONFIG_KEYS["n_head"]])
@@ -244,10 +247,13 @@ def tokenizer_of(file: GGUFFile) -> BPE:
     if model != "gpt2" or pre not in ("gpt-2", "default"):
         kind = f"{quoted(model)}, {quoted(pre)}"
         raise NoTokenizer(f"{where}: its tokenizer is {kind}, not GPT-2's byte-level BPE; pass ids instead")
-    tokens, types, merges = (said.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges"))
-    for what, texts in (("tokens", tokens), ("merges", merges)):
+    lists: dict[str, list[str]] = {}
+    for what in ("tokens", "merges"):
+        texts = said.get(f"tokenizer.ggml.{what}")
         if not isinstance(texts, list) or not all(isinstance(text, str) and len(text) <= TEXT_LIMIT for text in texts):
             raise InputError(f"{where}: holds no list of {what}, texts of up to {TEXT_LIMIT}; convert the checkpoint again")
+        lists[what] = texts
+    tokens, types = lists["tokens"], said.get("tokenizer.ggml.token_type")
     types = [NORMAL] * len(tokens) if types is None else types
     if not isinstance(types, list) or len(types) != len(tokens):
         raise InputError(f"{where}: has {len(tokens):,} tokens, and not as many types of tokens; convert the checkpoint again")
@@ -259,7 +265,7 @@ def tokenizer_of(file: GGUFFile) -> BPE:
         if vocab.setdefault(token, i) != i:
             raise InputError(f"{where}: {quoted(token)} is token {vocab[token]} and token {i}; convert the checkpoint again")
     special = {token for token, i in vocab.items() if types[i] in (CONTROL, USER_DEFINED, UNUSED)}
-    return BPE(vocab, bpe_files.as_pairs(merges, where), special=special, where=where)
+    return BPE(vocab, bpe_files.as_pairs(lists["merges"], where), special=special, where=where)
 
 
 class NoTokenizer(InputError):

@@ -117,7 +117,7 @@ class MappedFile:
 
     def _fill(self, flat: Tensor) -> None:
         """Read from where the file stands until ``flat`` is full."""
-        room = memoryview(flat.view(torch.uint8).numpy())
+        room = flat.view(torch.uint8).numpy().data
         while room:
             try:
                 count = self.file.readinto(room)

@@ -59,6 +59,8 @@ class SafetensorsFile:
         CheckpointError: the header is damaged, lies about the data, or the file is cut short.
     """
 
+    kind = "safetensors"
+
     def __init__(self, path: Path) -> None:
         self.path, self._data = path, MappedFile(path)
         self.size = self._data.size

@@ -76,6 +76,8 @@ class TensorBundle:
             variable is stored in slices, or all of it in big-endian order.
     """
 
+    kind = "TensorFlow"
+
     def __init__(self, prefix: Path) -> None:
         self.path = prefix.with_name(f"{prefix.name}.index")
         self._checked: set[str] = set()
@@ -115,7 +117,7 @@ class TensorBundle:
             raise CheckpointError(
                 f"{self.path}: asks for readers of version {version[2]}, and this is one of version 1; save it with TensorFlow 2"
             )
-        shards = header.get(1, 0)
+        shards: int = header.get(1, 0)
         if not 1 <= shards <= MAX_SHARDS:
             raise TableError(f"claims {shards:,} data files")
         return shards
@@ -220,8 +222,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, int, Any]]:
             raise TableError("has an entry that is no protobuf")
         if at + length > len(message):
             raise TableError("has an entry that is cut short")
-        value = message[at : at + length]
-        yield field, wire, value if wire == BYTES else int.from_bytes(value, "little")
+        data = message[at : at + length]
+        yield field, wire, data if wire == BYTES else int.from_bytes(data, "little")
         at += length
 
 

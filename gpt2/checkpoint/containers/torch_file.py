@@ -56,6 +56,8 @@ class TorchFile:
         CheckpointError: damaged, not torch's, asks for code to be run, or holds anything but plain dense tensors.
     """
 
+    kind = "torch.save"
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = MappedFile(path)

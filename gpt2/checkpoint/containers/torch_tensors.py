@@ -149,11 +149,11 @@ def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
     if not whole or len(shape) != len(stride) or len(shape) > 8 or math.prod(n or 1 for n in shape) >= 1 << 48:
         raise PickleError("is described in a way that makes no sense")
     held = storage(source.id)
-    dtype = held.dtype
+    dtype: torch.dtype | None = held.dtype
     if call.name == REBUILD[2]:
         told = rest[2] if len(rest) > 2 else None
         dtype = TYPES.get(told.name) if type(told) is Name else None
-    if dtype not in DTYPES.values():
+    if dtype is None or dtype not in DTYPES.values():
         known = ", ".join(str(known).removeprefix("torch.") for known in DTYPES.values())
         raise NotDense(f"{str(dtype).removeprefix('torch.')}, none of {known}")
     if any(type(extra) is dict and any(extra.values()) for extra in rest[2:]):
