@@ -18,6 +18,7 @@ from support.hf_layouts import TINY, masks, official, prefixed, sharded, transfo
 from support.oracle import assert_same, oracle
 from torch import Tensor, nn
 
+from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.configs import config_of
 from gpt2.checkpoint.files import open_weights
 from gpt2.checkpoint.loading import load
@@ -336,7 +337,7 @@ def judged(path: Path, truth: Truth, config: GPT2Config, judge: str, ids: Tensor
         return torch.stack([oracle(wide, config, row.tolist()) for row in ids])
     from gpt2.parity.reference import load_reference, opens
 
-    assert opens(path), "transformers is only a judge where it reads the files itself"
+    assert opens(open_path(path)), "transformers is only a judge where it reads the files itself"
     with torch.no_grad():
         return load_reference(path, torch.float64)(ids).logits
 
