@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from support.random_models import random_model
 from torch import Tensor, nn
 
 from gpt2 import lora
@@ -27,12 +28,7 @@ VARIANTS = [
 
 
 def drawn(config: GPT2Config = CONFIG, dtype: torch.dtype = torch.float64, seed: int = 0) -> GPT2:
-    generator = torch.Generator().manual_seed(seed)
-    model = GPT2(config, initialise=False).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.0, 0.3, generator=generator)
-    return model.to(dtype)
+    return random_model(config, 0.3, dtype=torch.float32, seed=seed).to(dtype)
 
 
 def left_padding(rows: int, length: int) -> Tensor:

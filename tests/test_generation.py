@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from support.random_models import random_model
 from torch import Tensor
 
 from gpt2.config import GPT2Config
@@ -20,14 +21,8 @@ CONFIG = GPT2Config(vocab_size=61, n_positions=8, n_embd=24, n_layer=2, n_head=3
 
 
 def lively(config: GPT2Config = CONFIG, seed: int = 0) -> GPT2:
-    """A float64 model whose greedy text wanders instead of repeating one id, and where no two logits nearly tie."""
-    generator = torch.Generator().manual_seed(seed)
-    model = GPT2(config, initialise=False).double().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            mean = 1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.0
-            parameter.normal_(mean, 0.05 if name.endswith("bias") else 0.5, generator=generator)
-    return model
+    """A model whose greedy text does not repeat one id, and where no two logits nearly tie."""
+    return random_model(config, 0.5, 0.05, seed=seed)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.random_models import random_model
 from torch import Tensor
 
 from gpt2.config import GPT2Config
@@ -9,15 +10,6 @@ from gpt2.kv_cache import KVCache
 from gpt2.model import GPT2, AttentionFunction, eager_attention, eager_attention_upcast, sdpa_attention
 
 CONFIG = GPT2Config(vocab_size=29, n_positions=11, n_embd=12, n_layer=3, n_head=3, bos_token_id=None, eos_token_id=None)
-
-
-def noisy(seed: int = 0) -> GPT2:
-    generator = torch.Generator().manual_seed(seed)
-    model = GPT2(CONFIG, initialise=False).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.3, 0.4, generator=generator)
-    return model
 
 
 def splits(length: int, generator: torch.Generator) -> list[int]:
@@ -53,7 +45,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_any_split_computes_what_one_pass_does(attend: AttentionFunction, padded: bool) -> None:
     """Positions that restart at 0, a chunk masked as if nothing preceded it, layers written at different offsets."""
-    model, generator = noisy().use_attention(attend), torch.Generator().manual_seed(1)
+    model, generator = random_model(CONFIG).use_attention(attend), torch.Generator().manual_seed(1)
     ids = torch.randint(CONFIG.vocab_size, (3, 11), generator=generator)
     mask = torch.tensor([[0] * n + [1] * (11 - n) for n in (0, 4, 9)]) if padded else None
     with torch.no_grad():
@@ -68,7 +60,7 @@ def test_any_split_computes_what_one_pass_does(attend: AttentionFunction, padded
 
 def test_chunk_without_offset_would_show() -> None:
     """The control of the test above: the same parts with the cache's length one too small are refused."""
-    model, ids = noisy(), torch.arange(6)[None]
+    model, ids = random_model(CONFIG), torch.arange(6)[None]
     with torch.no_grad():
         cache = model.new_cache()
         model(ids[:, :3], cache=cache)
@@ -79,7 +71,7 @@ def test_chunk_without_offset_would_show() -> None:
 
 def test_reset_forgets_and_keeps_the_memory() -> None:
     """A second text that sees the first, or a cache allocated anew for every text."""
-    model = noisy()
+    model = random_model(CONFIG)
     first, second = torch.arange(7)[None], torch.arange(9, 14)[None]
     with torch.no_grad():
         cache = model.new_cache()
@@ -109,7 +101,7 @@ def test_append_returns_all_that_was_stored() -> None:
 
 def test_overflow_is_refused_and_harmless() -> None:
     """A slice assignment past the end says something about shapes; after the refusal the cache is as it was."""
-    model, ids = noisy(), torch.arange(5)[None]
+    model, ids = random_model(CONFIG), torch.arange(5)[None]
     with torch.no_grad():
         cache = model.new_cache(capacity=4)
         model(ids[:, :3], cache=cache)
@@ -125,7 +117,7 @@ def test_overflow_is_refused_and_harmless() -> None:
 
 def test_another_batch_is_refused() -> None:
     """One row given to a cache of three would be broadcast into all of them, and three rows of logits come out."""
-    model = noisy()
+    model = random_model(CONFIG)
     with torch.no_grad(), pytest.raises(ValueError, match="batch of 3; 1 rows"):
         model(torch.zeros(1, 2, dtype=torch.long), cache=model.new_cache(3))
 
@@ -141,7 +133,7 @@ def test_capacity_dtype_and_shape() -> None:
 
 def test_no_silent_gradient_through_the_cache() -> None:
     """Training through a cache would miss what earlier passes contributed; autograd must refuse, not return a part."""
-    model = noisy()
+    model = random_model(CONFIG)
     cache = model.new_cache()
     model(torch.arange(3)[None], cache=cache)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

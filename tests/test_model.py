@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.oracle import assert_same, oracle
+from support.random_models import random_model
 from torch import Tensor
 
 from gpt2 import model as module
@@ -16,16 +17,6 @@ from gpt2.config import ACTIVATIONS, GPT2Config
 from gpt2.model import GPT2, Conv1D, causal_mask, eager_attention, eager_attention_upcast, sdpa_attention
 
 TINY = GPT2Config(vocab_size=23, n_positions=7, n_embd=15, n_layer=2, n_head=3, n_inner=19, bos_token_id=None, eos_token_id=None)
-
-
-def noisy(config: GPT2Config, seed: int = 0) -> GPT2:
-    """A float64 model in which every parameter matters: no bias is 0, no gain is 1, scores are far from uniform."""
-    generator = torch.Generator().manual_seed(seed)
-    model = GPT2(config, initialise=False).double().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.0, 0.4, generator=generator)
-    return model
 
 
 @pytest.mark.parametrize("attend", [sdpa_attention, eager_attention, eager_attention_upcast])
@@ -52,7 +43,7 @@ def noisy(config: GPT2Config, seed: int = 0) -> GPT2:
 def test_logits_are_the_papers(changes: dict, attend: module.AttentionFunction) -> None:
     """A switch read but not obeyed, or obeyed on one attention path only: every number is computed a second time by hand."""
     config = replace(TINY, **changes)
-    model = noisy(config).use_attention(attend)
+    model = random_model(config).use_attention(attend)
     ids = torch.randint(config.vocab_size, (2, config.n_positions), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         found = model(ids)
@@ -70,7 +61,7 @@ def test_config_picks_the_attention(flag: bool) -> None:
 @pytest.mark.parametrize("length", range(1, TINY.n_positions + 1))
 def test_every_length_sees_only_its_past(length: int) -> None:
     """A mask or a position off by one at the edges: any prefix computes what it computes inside the whole text."""
-    model = noisy(TINY)
+    model = random_model(TINY)
     ids = torch.arange(TINY.n_positions)[None] % TINY.vocab_size
     with torch.no_grad():
         assert_same(model(ids[:, :length]), model(ids)[:, :length])
@@ -79,13 +70,13 @@ def test_every_length_sees_only_its_past(length: int) -> None:
 def test_too_long_a_text_is_refused() -> None:
     """Indexing past the last learned position."""
     with pytest.raises(ValueError, match="8 tokens do not fit the model's 7 positions"):
-        noisy(TINY)(torch.zeros(1, 8, dtype=torch.long))
+        random_model(TINY)(torch.zeros(1, 8, dtype=torch.long))
 
 
 @pytest.mark.parametrize("attend", [sdpa_attention, eager_attention, eager_attention_upcast])
 def test_a_padded_row_computes_what_it_computes_alone(attend: module.AttentionFunction) -> None:
     """Padding that is looked at, or that shifts the positions; and rows of nothing but padding that end in nan."""
-    model = noisy(TINY).use_attention(attend)
+    model = random_model(TINY).use_attention(attend)
     rows = [[5], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3], []]
     ids = torch.tensor([[22] * (7 - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (7 - len(row)) + [1] * len(row) for row in rows])
@@ -99,7 +90,7 @@ def test_a_padded_row_computes_what_it_computes_alone(attend: module.AttentionFu
 
 def test_padding_on_the_right_changes_nothing_before_it() -> None:
     """Batches for evaluation are padded on the right: those positions may hold anything."""
-    model = noisy(TINY)
+    model = random_model(TINY)
     ids, mask = torch.tensor([[4, 5, 6, 0, 0]]), torch.tensor([[1, 1, 1, 0, 0]])
     with torch.no_grad():
         assert_same(model(ids, attention_mask=mask)[:, :3], model(ids[:, :3]))
@@ -107,7 +98,7 @@ def test_padding_on_the_right_changes_nothing_before_it() -> None:
 
 def test_a_mask_of_the_wrong_shape_is_refused() -> None:
     """A (B, 1) mask while decoding would broadcast to an empty result instead of failing."""
-    model = noisy(TINY)
+    model = random_model(TINY)
     cache = model.new_cache(2)
     with torch.no_grad():
         model(torch.zeros(2, 3, dtype=torch.long), cache=cache)
@@ -130,7 +121,7 @@ def test_gradients_agree_between_attention_paths(padded: bool) -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]) if padded else None
     gradients = []
     for attend in (sdpa_attention, eager_attention, eager_attention_upcast):
-        model = noisy(TINY).use_attention(attend)
+        model = random_model(TINY).use_attention(attend)
         logits = model(ids, attention_mask=mask)[:, 2:-1]
         F.cross_entropy(logits.flatten(0, 1), ids[:, 3:].flatten()).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
@@ -143,7 +134,7 @@ def test_gradients_agree_between_attention_paths(padded: bool) -> None:
 
 def test_gradient_is_the_slope_of_the_oracle() -> None:
     """Autograd through a detached or doubly counted tensor, the tied embedding above all: compared with finite differences."""
-    model, ids = noisy(TINY), [3, 1, 4, 1, 5]
+    model, ids = random_model(TINY), [3, 1, 4, 1, 5]
     target = torch.tensor([1, 4, 1, 5, 9])
     F.cross_entropy(model(torch.tensor([ids]))[0], target).backward()
     generator = torch.Generator().manual_seed(2)
@@ -368,7 +359,7 @@ def test_dropout_acts_on_the_right_tensor(attend: module.AttentionFunction) -> N
 
     def trained(config: GPT2Config) -> GPT2:
         model = GPT2(config, initialise=False).double().use_attention(attend).train()
-        model.load_state_dict(noisy(TINY).state_dict())
+        model.load_state_dict(random_model(TINY).state_dict())
         return model
 
     with torch.no_grad():
@@ -404,7 +395,7 @@ def test_dropout_keeps_the_mean_of_the_weights() -> None:
 @pytest.mark.parametrize("attend", [sdpa_attention, eager_attention])
 def test_eval_mode_is_deterministic(attend: module.AttentionFunction) -> None:
     """`F.dropout` drops unless told otherwise; in eval mode nothing is drawn. In train mode something is."""
-    model, ids = noisy(DROPPING).use_attention(attend), torch.arange(6)[None]
+    model, ids = random_model(DROPPING).use_attention(attend), torch.arange(6)[None]
     with torch.no_grad():
         state = torch.get_rng_state()
         first = model(ids)
