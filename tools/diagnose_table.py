@@ -1,12 +1,12 @@
-"""How often `gpt2 diagnose` is right: every faulty port of tests/faulty and every right one, in a confusion table.
+"""Measure how often `gpt2 diagnose` is right, on all faulty ports of tests/support/faulty and all right ones.
 
     python tools/diagnose_table.py                          # all, at a tiny size
     python tools/diagnose_table.py --shape gpt2 --sample 30 # thirty of them, at the official shape
-    python tools/diagnose_table.py --drawn 100              # combinations of faults that nobody has chosen
-    python tools/diagnose_table.py --only 'fused: gelu-erf' # one, with all that was said of it
+    python tools/diagnose_table.py --drawn 100              # random combinations of faults
+    python tools/diagnose_table.py --only 'fused: gelu-erf' # one, with its whole diagnosis
 
-Random weights of the size of trained ones; nothing is fetched. A table on stderr, by architecture, then each port that was not
-diagnosed without flaw; the last line of stdout is JSON.
+Random weights of the size of trained ones; nothing is fetched. A table on stderr, by architecture, then each port whose
+diagnosis has a flaw; the last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> int:
         faulty = draw(options.drawn, options.seed, config, directory) if options.drawn else faulty
         outcomes = [diagnose_faulty(port, config, directory, model, bool(options.only)) for port in faulty]
         equal = [] if options.only or options.drawn or options.no_equal else [*diagnose_equal(config, directory, model)]
-    tell(outcomes, equal)
+    show(outcomes, equal)
     return 0
 
 
@@ -90,7 +90,7 @@ def diagnose_faulty(port: Faulty, config: GPT2Config, directory: Path, model: nn
 
 
 def flaws(row: Row) -> str:
-    """What is to be said against a diagnosis, in a line."""
+    """The flaws of a diagnosis, in a line."""
     found = [*(["verdict undetermined"] if row.verdict == "undetermined" else []), *(["not located"] if not row.located else [])]
     found += [*(f"missed {word}" for word in row.missed), *([f"beside: {', '.join(row.beside)}"] if row.beside else [])]
     return "; ".join((*found, f"first at {row.point}", f"said {' | '.join(row.causes) or '-'}"))
@@ -105,8 +105,8 @@ def diagnose_equal(config: GPT2Config, directory: Path, model: nn.Module) -> Ite
                 if not runs(module, config):  # some mix float32 into what they compute, and cannot run in bfloat16 at all
                     continue
                 start = time.perf_counter()
-                found = diagnose(module, model)
-                words = found.verdict + "".join(f" {cause.id}" for cause in found.causes)
+                diagnosis = diagnose(module, model)
+                words = diagnosis.verdict + "".join(f" {cause.id}" for cause in diagnosis.causes)
                 seconds = time.perf_counter() - start
                 print(f"{seconds:5.1f} s  {name} {dtype}: {words}", file=sys.stderr, flush=True)
                 yield f"{name} {str(dtype).removeprefix('torch.')}", words, seconds
@@ -146,7 +146,7 @@ def right_ports(config: GPT2Config, directory: Path, model: nn.Module) -> dict:
     }
 
 
-def tell(outcomes: list[Row | tuple[str, str]], equal: list[tuple[str, str, float]]) -> None:
+def show(outcomes: list[Row | tuple[str, str]], equal: list[tuple[str, str, float]]) -> None:
     rows = [row for row in outcomes if isinstance(row, Row)]
     failed = [row for row in outcomes if not isinstance(row, Row)]
     table: dict[str, Counter] = {name: Counter() for name in ARCHITECTURES}
@@ -161,19 +161,23 @@ def tell(outcomes: list[Row | tuple[str, str]], equal: list[tuple[str, str, floa
         if total := sum(counted[outcome] for outcome in OUTCOMES):
             cells = (total, *(counted[outcome] for outcome in OUTCOMES), counted["all"], counted["located"])
             print(f"{name:11}" + "".join(f"{cell:14}" for cell in cells) + f"{counted['cpu'] / total:14.2f}", file=sys.stderr)
-    print("\nNot without flaw:", file=sys.stderr)
+    print("\nWith a flaw:", file=sys.stderr)
     for row in rows:
         if not row.perfect:
             print(f"  {row.name}: {row.outcome}; {flaws(row)}", file=sys.stderr)
     for name, why in failed:
         print(f"  {name}: {why}", file=sys.stderr)
-    calumny = [one for one in equal if one[1] != "equal"]
-    for name, words, _ in calumny:
+    called_faulty = [one for one in equal if one[1] != "equal"]
+    for name, words, _ in called_faulty:
         print(f"  {name}, which is right: {words}", file=sys.stderr)
     count = Counter(row.outcome for row in rows)
     summary = {"ports": len(outcomes), **{outcome: count[outcome] for outcome in OUTCOMES}, "failed": len(failed)}
     summary |= {"all_found": sum(not row.missed for row in rows), "located": sum(row.located for row in rows)}
-    summary |= {"without_flaw": sum(row.perfect for row in rows), "equal": len(equal), "equal_not_called_equal": len(calumny)}
+    summary |= {
+        "without_flaw": sum(row.perfect for row in rows),
+        "equal": len(equal),
+        "equal_not_called_equal": len(called_faulty),
+    }
     summary["seconds_worst"] = round(max((row.seconds for row in rows), default=0.0), 2)
     summary["seconds_mean"] = round(sum(row.seconds for row in rows) / max(len(rows), 1), 2)
     summary["cpu_seconds_worst"] = round(max((row.cpu for row in rows), default=0.0), 2)

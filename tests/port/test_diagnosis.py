@@ -101,7 +101,7 @@ def test_a_single_entry_is_enough(model: gpt2.GPT2) -> None:
     assert diagnose(module, model).causes[0].where.startswith("wpe")
 
 
-def test_a_module_that_holds_nothing_is_told_so_and_diagnosed_all_the_same(model: gpt2.GPT2) -> None:
+def test_a_module_that_was_never_loaded_gets_that_cause_and_is_diagnosed_as_filled(model: gpt2.GPT2) -> None:
     """Whoever forgot to load wants to know that first, and whether the rest is right."""
     module = PORTS["nano"].build(CONFIG)
     found = diagnose(module, model)
@@ -267,8 +267,8 @@ def test_the_table() -> None:
 
 def test_the_json() -> None:
     """The keys that others call; what is no number in JSON is null."""
-    told = json.loads(FOUND.to_json())
-    assert told["first_divergence"] == {"point": "h.0.mlp.act", "layer": 0, "error": 2.4e-4}
-    assert set(told["causes"][0]) == {"id", "where", "detail", "evidence", "confidence", "fix"}
-    assert told["logits_error"] is None
+    shown = json.loads(FOUND.to_json())
+    assert shown["first_divergence"] == {"point": "h.0.mlp.act", "layer": 0, "error": 2.4e-4}
+    assert set(shown["causes"][0]) == {"id", "where", "detail", "evidence", "confidence", "fix"}
+    assert shown["logits_error"] is None
     assert json.loads(Diagnosis("equal", None, ()).to_json())["first_divergence"] is None

@@ -1,4 +1,4 @@
-"""`diagnose` on the faulty ports of tests/faulty, and on right ones: the right cause, at the right place, and no calumny.
+"""Diagnose the faulty ports of tests/support/faulty, and right ones: the right cause at the right place, and no false alarm.
 
 The whole confusion table, also at official shapes: tools/diagnose_table.py.
 """
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_named_and_located(name, directory, model):
     ("name", "dtype"), in_each_dtype(SOUND, [name for name in SOUND if "load_into" not in name and "compiled" not in name])
 )
 def test_a_right_architecture_is_called_right(name, dtype, directory, model):
-    """The control of every test above: what is said of the faulty must not be said of all."""
+    """Negative control of every test above: a right port has no cause."""
     port = SOUND[name]
     module = port.build(CONFIG, directory)
     if port.filled:
@@ -97,12 +97,12 @@ def test_a_right_architecture_is_called_right(name, dtype, directory, model):
 
 RIGHT = [name for name, port in PORTS.items() if port.complete and name not in FAULTY_AFTER_ALL]
 ONLY_IN_FLOAT32 = ("pinyin", "letters")  # they mix float32 into what they compute, and torch refuses
-FEW = ["nano", "hub_like", "heads_list", "flat_list", "stepwise"]
+QUICK = ["nano", "hub_like", "heads_list", "flat_list", "stepwise"]
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_each_dtype(RIGHT, FEW))
+@pytest.mark.parametrize(("name", "dtype"), in_each_dtype(RIGHT, QUICK))
 def test_a_right_port_is_called_right(name, dtype, model):
-    """Somebody told that their right port is faulty will break it."""
+    """A false alarm makes its reader break what is right."""
     if dtype == "bf16" and name in ONLY_IN_FLOAT32:
         return
     port = PORTS[name]
@@ -115,7 +115,7 @@ def test_a_right_port_is_called_right(name, dtype, model):
 
 
 @pytest.mark.parametrize("name", ["lecture", "no_out_bias", "bare"])
-def test_a_port_without_a_bias_is_told_so(name, model):
+def test_a_port_without_a_bias_gets_that_cause(name, model):
     """Ports that are right but for what they have no place for."""
     module = PORTS[name].build(CONFIG).float()
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_a_port_without_a_bias_is_told_so(name, model):
 
 @pytest.mark.parametrize("name", FAULTY_AFTER_ALL)
 def test_what_logits_alone_do_not_show_is_found(name, model):
-    """Two ports that passed for right: diagnose found what no test of their logits had."""
+    """Two ports whose logits pass every test, and which are faulty in use."""
     module = PORTS[name].build(CONFIG).float()
     with torch.no_grad():
         PORTS[name].fill(module, model.state_dict())

@@ -1,4 +1,4 @@
-"""The walk of `diagnose`: every wrong formula is told from the right one by value, whatever the layout, several at once.
+"""The walk of `diagnose`: it recognises every wrong formula by value, in any layout, several at once.
 
 The port here is bare functions, each of which a test may replace by a wrong one; its own weights are the checkpoint's. Ports as
 people write them, and their loading, are in tests/support/faulty.

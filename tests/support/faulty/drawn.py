@@ -27,7 +27,7 @@ def draw(n: int, seed: int, config: GPT2Config, directory) -> list[Faulty]:
     chance, found = random.Random(seed), {}
     while len(found) < n:
         architecture = chance.choice([name for name in LINES if name != "compiled"])
-        known = sorted({word.partition("@")[0] for line in LINES[architecture].splitlines() for word in line.split()})
+        known = sorted({word.partition("@")[0] for line in LINES[architecture] for word in line.split()})
         words = chance.sample([word for word in known if not any(part in word for part in APART)], chance.choice((2, 2, 3)))
         blocks = chance.sample(range(config.n_layer), len(words))
         line = " ".join(

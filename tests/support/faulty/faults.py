@@ -1,7 +1,7 @@
 """The words for what can be wrong in a port of tests/faulty, what `diagnose` must call each, and where it first shows.
 
-A port's faults are told in one line: `gelu-erf rmsnorm@1.ln_2 scale-missing@0,2 eps-1e-6@f`. A word alone holds everywhere; `@1`
-in block 1 only, `@1.ln_2` in one norm of it, `@f` in the final norm.
+A port's faults are one line: `gelu-erf rmsnorm@1.ln_2 scale-missing@0,2 eps-1e-6@f`. A word alone holds everywhere; `@1` in
+block 1 only, `@1.ln_2` in one norm of it, `@f` in the final norm.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ FAULTY_AFTER_ALL = {"interleaved": "padded-vocab", "shifted": "padding-wrong"}
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one port. ``missed`` are its faults that no cause told; ``beside`` the causes that it does not have."""
+    """What came of one port. ``missed`` are its faults that no cause names; ``beside`` the causes that it does not have."""
 
     name: str
     architecture: str
@@ -80,14 +80,14 @@ def score(port: Faulty, diagnosis, config: GPT2Config, seconds: float, cpu: floa
 
 
 def _placed(port: Faulty, word: str, causes, n_layer: int) -> bool:
-    """Whether the causes that tell this fault name its blocks, all and no others."""
-    told = [cause.where for cause in causes if cause.id in port.causes[word]]
-    if not told:
+    """Whether the causes of this fault name its blocks, all and no others."""
+    places = [cause.where for cause in causes if cause.id in port.causes[word]]
+    if not places:
         return False
     if WHOLE.match(port.causes[word][0]):
         return True
     others = {one for other, ids in port.causes.items() if other != word for one in ids}
-    blocks = _blocks(told, n_layer)
+    blocks = _blocks(places, n_layer)
     right = _blocks(_places(port, word, n_layer), n_layer)
     return right <= blocks and (blocks <= right or bool(others & set(port.causes[word])))
 
