@@ -1,4 +1,4 @@
-"""What each head looks at: attention weights of one model on a short text, or of two and their difference."""
+"""Compute what each attention head looks at on a short text, for one model or for two and their difference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gpt2.pages.reports import Environment, Printed, as_json, data_table, enviro
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-WEIGHTS = 750_000  # of all heads, in a page of less than 3 MB: 72 tokens of gpt2, 25 of gpt2-xl
+MAX_WEIGHTS = 750_000  # of all heads, in a page of less than 3 MB: 72 tokens of gpt2, 25 of gpt2-xl
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class AttentionReport(Printed):
             best = max(self.heads, key=key)
             reasons.setdefault((best.layer, best.head), []).append(why)
         if self.b:
-            for head in sorted(self.heads, key=lambda head: -head.moved)[:5]:
+            for head in sorted(self.heads, key=lambda head: -(head.moved or 0.0))[:5]:
                 reasons.setdefault((head.layer, head.head), []).append("moved most")
         return [(head, ", ".join(reasons[head.layer, head.head])) for head in self.heads if (head.layer, head.head) in reasons]
 
@@ -130,8 +130,8 @@ class AttentionReport(Printed):
             raise InputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 
     def _require_room(self, what: str) -> None:
-        """Raises InputError where nobody could tell one weight from the next."""
-        most = math.isqrt(WEIGHTS // len(self.heads))
+        """Raise InputError where the text has too many tokens to see single weights."""
+        most = math.isqrt(MAX_WEIGHTS // len(self.heads))
         if len(self.tokens) > most:
             raise InputError(
                 f"the text makes {len(self.tokens)} tokens, and {what} of {len(self.heads)} heads has room for {most}: "
@@ -140,8 +140,8 @@ class AttentionReport(Printed):
 
     @property
     def difference(self) -> Tensor:
-        """b's weights less a's."""
-        return self.maps_b - self.maps
+        """b's weights less a's; zero where there is one model."""
+        return torch.zeros_like(self.maps) if self.maps_b is None else self.maps_b - self.maps
 
 
 def attention_maps(model: nn.Module, ids: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""One forward pass, opened up: what the model would say next at every position, were it to stop after each block, and what
-every head looks at. Of one model, or of two beside each other.
+"""Record one forward pass of one model or two: the logit lens after every block, and the attention weights of every head.
 
-A block's stream is read as the last one is: through the final norm and the head. That is the logit lens, described by
-nostalgebraist, "interpreting GPT: the logit lens", 2020. Read after the last block it is the model's own prediction; read
-earlier it shows how a prediction comes about, in so far as the blocks share one language.
+The logit lens reads the stream after each block as the model reads it after the last: through the final norm and the head
+(nostalgebraist, "interpreting GPT: the logit lens", 2020). After the last block this is the model's own prediction. Earlier it
+shows how the prediction forms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An opened forward pass as one page: whole by itself, or with a field for another prompt where a server stands behind it."""
+"""The HTML page of a logit lens: a file that needs nothing else, or, when served, one with a field for another prompt."""
 
 from __future__ import annotations
 

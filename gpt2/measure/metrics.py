@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -138,12 +138,14 @@ def language_score(
     Raises:
         InputError: nothing to predict, a context the model does not have, or a stride that would skip tokens.
     """
-    ours = isinstance(model, GPT2)
-    if ours and not 1 <= windows.context <= model.config.n_positions:
-        raise InputError(f"context {windows.context} is not within the model's 1 .. {model.config.n_positions} positions")
-    device = model.wte.weight.device if ours else ids.device
+    device: torch.device = ids.device
+    evaluation: AbstractContextManager[None] = nullcontext()
+    if isinstance(model, GPT2):
+        device, evaluation = model.wte.weight.device, evaluating(model)
+        if not 1 <= windows.context <= model.config.n_positions:
+            raise InputError(f"context {windows.context} is not within the model's 1 .. {model.config.n_positions} positions")
     total, tokens, n_bytes = 0.0, 0, 0
-    with evaluating(model) if ours else nullcontext():
+    with evaluation:
         for inputs, group in windows.batches(ids, batch_size):
             logits = model(inputs.to(device))  # (B, T, V)
             if vocab is not None and logits.size(-1) < vocab:

@@ -1,7 +1,7 @@
-"""What two models say of each token of a text: both read once, in batches, and every figure of a token taken in one go.
+"""Compare two models' predictions token by token: log-probabilities, divergences and top tokens from one pass over a text.
 
-Where the time goes is the vocabulary: a row of 50,257 logits of either model, in float64, from which come both divergences, the
-likeliest tokens and the right one's probability. :mod:`gpt2.comparison.distributions` sums them up.
+The vocabulary takes the time: 50,257 logits of each model, in float64, for each token. Every figure of a token comes from one
+pass over them. :mod:`gpt2.comparison.distributions` makes statistics of the figures.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,9 @@ from gpt2.measure.metrics import Logits
 from gpt2.measure.windows import Windows
 
 TOP = 5
-BLOCK = 64  # logits whose maximum is taken at once: the likeliest tokens then need a look at a few blocks only
+BLOCK = 64  # logits with one maximum: only the blocks with the largest maxima are searched for the top tokens
 CACHED = 1 << 16  # logits worked on at once by one core: four float64 buffers of that size stay in its cache
-SHARE = 1 << 18  # logits that are worth a thread
+SHARE = 1 << 18  # logits that make a further thread worthwhile
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +77,9 @@ def measure_pair(
 ) -> Tokens:
     """Run both models over a text (N,) and compare what they expect of each token but the first.
 
-    ``vocab`` is the tokenizer's size:
-    logits beyond it (a vocabulary padded to a multiple of something) are cut off, and what is left is normalised. One batch of
-    logits of each model is alive at a time; ``batch_size`` is in windows (default: 1024 tokens). ``progress`` is told in words.
+    ``vocab`` is the tokenizer's size: logits beyond it, of a padded vocabulary, are cut off before the others are normalised.
+    One batch of logits of each model is alive at a time; ``batch_size`` is in windows (default: 1024 tokens). ``progress`` gets
+    a line per batch.
 
     Everything is computed in float64 from the logits as they are. Each divergence is exactly 0 where both rows of logits are
     the same bits, never negative, and off by at most about 1e-15 otherwise. A logit of -inf is a probability of 0, and a
@@ -104,8 +105,9 @@ def measure_pair(
             done += len(targets)
         del logits_a, logits_b  # or two batches of each would be alive while the next are computed
         progress(f"distributions: {done:,} of {len(ids) - 1:,} tokens")
-    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    return Tokens(*columns, vocab=vocab, windows=windows)
+    names = [field.name for field in fields(Tokens) if field.type == "Tensor"]
+    columns: dict[str, Any] = {name: torch.cat(column) for name, column in zip(names, zip(*parts, strict=True), strict=True)}
+    return Tokens(**columns, vocab=vocab, windows=windows)
 
 
 def _logits(model: Logits, name: str, inputs: Tensor, vocab: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The text that models are compared on, by name, and with it the protocol without which a perplexity is not a number.
+"""Open the text that models are compared on, by name, with its protocol: without one, a perplexity cannot be compared.
 
 `SPEC[:option=value,...]`, where SPEC is a file, ``-`` for stdin, or one of
 
@@ -65,7 +65,7 @@ OWN_FILE = "--on FILE"
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is scored, from how much context, of which form of the text.
+    """Which tokens are scored, from how much context, and in which form the text is.
 
     ``context`` and ``stride`` are in tokens; None is all the context both models have, and windows that do not overlap.
     ``guide`` cuts the text as Hugging Face's guide does [2]: ``context`` counts the scored token too, and the first token of a
@@ -143,8 +143,9 @@ def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
         source, text, passages = named.open(own, offline)
     except InputError as error:  # the same texts are trained on, where the way out has another name
         raise type(error)(str(error).replace(shakespeare.OWN_FILE, OWN_FILE)) from error
+    protocol = replace(named.protocol, context=sizes.get("context"), stride=sizes.get("stride"))
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Text(spec, source, text, digest, replace(named.protocol, **sizes), passages)
+    return Text(spec, source, text, digest, protocol, passages)
 
 
 def _parse(spec: str) -> tuple[Named, dict[str, str]]:

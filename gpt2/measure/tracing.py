@@ -1,7 +1,7 @@
 """Every intermediate of a forward pass, under shared names.
 
-Our modules and transformers' bear the checkpoint's names, so one set of hooks serves both; the attention scores and weights,
-which no module emits, are seen where the eager paths call softmax. In the order of computation:
+Our modules and transformers' bear the checkpoint's names, so one set of hooks serves both. No module emits the attention scores
+and weights; they are recorded where the eager paths call softmax. In the order of computation:
 
     wte, wpe, embed                                   token and position vectors, their sum (after dropout)
     h.N.ln_1
@@ -17,11 +17,11 @@ which no module emits, are seen where the eager paths call softmax. In the order
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from queue import Queue
 from threading import Event, Semaphore, Thread
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,39 @@ from torch.overrides import TorchFunctionMode
 
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.model import GPT2, eager_attention, sdpa_attention
+
+
+class Attention(Protocol):
+    """The parts of an attention module that are traced."""
+
+    c_attn: nn.Module
+    c_proj: nn.Module
+
+
+class MLP(Protocol):
+    """The parts of an MLP that are traced."""
+
+    c_fc: nn.Module
+    c_proj: nn.Module
+
+
+class Block(nn.Module):
+    """The names in a block, for the type checker; never instantiated."""
+
+    ln_1: nn.Module
+    attn: Attention
+    ln_2: nn.Module
+    mlp: MLP
+
+
+class Root(Protocol):
+    """The module that holds the blocks: our model itself, ``transformer`` in transformers'."""
+
+    wte: nn.Embedding
+    wpe: nn.Embedding
+    h: Sequence[Block]
+    ln_f: nn.Module
+
 
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 
@@ -63,9 +96,9 @@ def trace(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
 
 
 def trace_blocks(model: nn.Module, ids: Tensor) -> Iterator[dict[str, Tensor]]:
-    """:func:`trace`, a block at a time: embeddings, each block, final norm and logits. What was yielded is not kept.
+    """:func:`trace`, a block at a time: embeddings, each block, final norm and logits. Yielded tensors are not kept.
 
-    The forward pass runs in a thread that rests while the caller looks at a block, so two models can be walked side by side.
+    The forward pass runs in a thread that waits while the caller uses a block, so two models can be traced side by side.
     """
     blocks: Queue[dict[str, Tensor] | BaseException | None] = Queue()
     onwards = Semaphore(0)
@@ -88,7 +121,7 @@ def trace_blocks(model: nn.Module, ids: Tensor) -> Iterator[dict[str, Tensor]]:
                 blocks.put(None)
         except _Stopped:
             pass
-        except BaseException as error:  # whatever it is belongs to the caller
+        except BaseException as error:  # raised again in the caller's thread
             blocks.put(error)
 
     found: dict[str, Tensor] = {}
@@ -111,7 +144,7 @@ def trace_blocks(model: nn.Module, ids: Tensor) -> Iterator[dict[str, Tensor]]:
 
 
 class _Stopped(Exception):
-    """The caller has seen enough."""
+    """The caller does not want further blocks."""
 
 
 def run(model: nn.Module, ids: Tensor, found: dict[str, Tensor], emit: Callable[[], None]) -> None:
@@ -134,9 +167,9 @@ def run(model: nn.Module, ids: Tensor, found: dict[str, Tensor], emit: Callable[
     found["logits"] = (out if isinstance(out, Tensor) else out.logits).detach()
 
 
-def root_of(model: nn.Module) -> nn.Module:
-    """Where the blocks are: our model itself, ``transformer`` in transformers'."""
-    return model if isinstance(model, GPT2) else model.transformer
+def root_of(model: nn.Module) -> Root:
+    """The module of our model or of transformers' that holds the blocks."""
+    return cast(Root, model if isinstance(model, GPT2) else model.transformer)
 
 
 def _in_order(found: dict[str, Tensor], n_layer: int) -> dict[str, Tensor]:
@@ -146,7 +179,7 @@ def _in_order(found: dict[str, Tensor], n_layer: int) -> dict[str, Tensor]:
     return {name: found[name] for name in points(n_layer) if name in found}
 
 
-def _taps(root: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+def _taps(root: Root) -> Iterator[tuple[nn.Module, str, str]]:
     yield from ((root.wte, "wte", "output"), (root.wpe, "wpe", "output"), (root.h[0], "embed", "input"))
     for n, block in enumerate(root.h):
         at = f"h.{n}"
@@ -184,7 +217,7 @@ def _keep(tensor: Tensor) -> Tensor:
 
 
 class _SoftmaxTap(TorchFunctionMode):
-    """Takes down what goes into and comes out of the softmax of each block."""
+    """Records the input and the output of the softmax of each block."""
 
     def __init__(self, found: dict[str, Tensor]) -> None:
         super().__init__()
@@ -196,26 +229,45 @@ class _SoftmaxTap(TorchFunctionMode):
 
         return hook
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in SOFTMAX and self.layer >= 0:
             scores = args[0].detach()
-            # What the mask forbids is -inf in one implementation and the lowest float in another; neither is a score.
+            # Masked scores are -inf in one implementation and the lowest float in another; they are recorded as 0.
             self.found[f"h.{self.layer}.attn.scores"] = scores.tril(scores.size(-1) - scores.size(-2))
             self.found[f"h.{self.layer}.attn.weights"] = result.detach().clone()
         return result
 
 
+class _TheirConfig(Protocol):
+    _attn_implementation: str
+
+
+class _Theirs(Protocol):
+    """The part of transformers' models that switches the attention function."""
+
+    config: _TheirConfig
+
+    def set_attn_implementation(self, name: str) -> None: ...
+
+
 @contextmanager
 def _eager(model: nn.Module) -> Iterator[None]:
-    """The model's readable attention path for a while; an attention function that is not one of ours stays in place."""
+    """Use the model's eager attention, which calls softmax; an attention function that is not ours stays in place."""
     if not isinstance(model, GPT2):
-        before = model.config._attn_implementation
-        model.set_attn_implementation("eager")
+        theirs = cast(_Theirs, model)
+        before = theirs.config._attn_implementation
+        theirs.set_attn_implementation("eager")
         try:
             yield
         finally:
-            model.set_attn_implementation(before)
+            theirs.set_attn_implementation(before)
         return
     swapped = [block.attn for block in model.h if block.attn.attend is sdpa_attention]
     for attention in swapped:

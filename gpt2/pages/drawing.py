@@ -1,10 +1,10 @@
-"""How pictures are made: SVG by matplotlib, drawn once and coloured by the page.
+"""Draw pictures for a page: SVG by matplotlib, whose colours the page chooses.
 
-Colours are drawn as placeholders and become CSS variables, so that one picture suits a light and a dark page, and text stays
-text, in the page's own font. The same data make the same bytes.
+matplotlib draws placeholder colours, which become CSS variables, so one picture fits a light and a dark page. Text stays text in
+the page's own font. The same data make the same bytes.
 
-matplotlib is imported at the first picture, with a configuration of our own: no ``matplotlibrc`` of the user's has a say, and
-nothing is written to the home folder.
+matplotlib is imported at the first picture, with our own settings: a user's ``matplotlibrc`` is not read, and nothing is written
+to the home folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper", A
     shade: f"--s{level}" for level, shade in enumerate(SHADES)
 }
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "axes.edgecolor": RULE,
     "axes.facecolor": "none",
     "axes.grid": True,
@@ -76,7 +76,7 @@ def shade(share: float) -> int:
 
 
 @contextmanager
-def matplotlib_of_our_own(**settings: object) -> Iterator[None]:
+def matplotlib_of_our_own(**settings: Any) -> Iterator[None]:
     """matplotlib with our settings only, for as long as something is drawn."""
     with tempfile.TemporaryDirectory() as folder:
         before = {name: os.environ.get(name) for name in ("MPLCONFIGDIR", "MATPLOTLIBRC")}
@@ -92,7 +92,8 @@ def matplotlib_of_our_own(**settings: object) -> Iterator[None]:
         with matplotlib.rc_context(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # the page's font has it, or the reader's
             matplotlib.rcdefaults()
-            matplotlib.rcParams.update(SETTINGS | settings)
+            parameters: dict[Any, Any] = SETTINGS | settings
+            matplotlib.rcParams.update(parameters)
             yield
 
 
@@ -113,7 +114,7 @@ def _inline(text: str, title: str) -> str:
 
     text = text[text.index("<svg") :]
     text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    box = re.search(r'viewBox="([^"]+)"', text).group(1)
+    box = text.partition('viewBox="')[2].partition('"')[0]
     width = float(box.split()[2]) * 100 / 72
     opening = f'<svg viewBox="{box}" style="--w:{width:.0f}px" role="img" aria-label="{escape(title)}"'
     text = opening + ' xmlns:xlink="http://www.w3.org/1999/xlink">' + text[text.index(">") + 1 :]

@@ -1,4 +1,4 @@
-"""The checks of verify: each puts one question to our model and to transformers', at many points."""
+"""The checks of verify: each compares one thing in our model and in transformers', at many points."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpt2.config import GPT2Config
 from gpt2.decoder import Decoder
 from gpt2.generation import generate
 from gpt2.measure.metrics import FLOAT64_BOUND, differing_bits, relative_error, worst_relative_error
-from gpt2.measure.tracing import points, trace
+from gpt2.measure.tracing import points, root_of, trace
 from gpt2.model import GPT2
 from gpt2.parity import reference
 from gpt2.parity.report import EXACT, MAPPING, ROUNDING, Check, Point, points_of
@@ -201,7 +201,7 @@ def _every_embedding(ours: GPT2, theirs: nn.Module) -> tuple[Point, ...]:
     """Each id of the vocabulary through both lookups: 0 entries may differ."""
     wrong = 0
     for ids in torch.arange(ours.config.vocab_size).split(8192):
-        wrong += differing_bits(ours.wte(ids), theirs.transformer.wte(ids))
+        wrong += differing_bits(ours.wte(ids), root_of(theirs).wte(ids))
     return (Point("wte (every id)", float(wrong), 0.0),)
 
 

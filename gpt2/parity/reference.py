@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -133,7 +133,8 @@ def reference_generate(model: nn.Module, ids: Tensor, new_tokens: int, *, use_ca
         do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0, use_cache=use_cache
     )
     with _quiet():
-        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        generate = cast("Callable[..., Tensor]", model.generate)
+        return generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
 
 
 def save_with_transformers(config: GPT2Config, weights: dict[str, Tensor], directory: Path) -> None:

@@ -1,8 +1,8 @@
-"""verify: our model against transformers' over the same files, by the rules of what "equal" means.
+"""Verify that our model equals transformers' on the same files.
 
-Mapping and rounding are told apart. In float64 both implementations must agree to 1e-10 at every point, which no bug survives
-and no honest implementation fails. In the dtype asked for, ours may stray from that float64 run at most 1.5 times as far as
-transformers itself does, so the bound scales with the model, the depth and the dtype, and nobody has to choose a tolerance.
+There are two rules. In float64 both implementations must agree to 1e-10 at every point: rounding is smaller, and any bug is
+larger. In the dtype asked for, our error against that float64 run is at most 1.5 times the error of transformers. So the bound
+follows from the model, its depth and the dtype, and nobody has to choose a tolerance. The README here has the definition.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def verify(
     build: Build = _load,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Report:
-    """Hold our model against transformers' on the same weights.
+    """Compare our model with transformers' on the same weights.
 
     Args:
         name: a model name as in :func:`gpt2.load`; ``random:SIZE`` is written to a temporary folder by transformers first.
@@ -53,7 +53,7 @@ def verify(
         record: of official weights, compute every number of the public record (:mod:`gpt2.parity.record`), not the cheap ones
             alone; some need a text that is downloaded, and minutes.
         build: makes the model under test from (directory, dtype); the controls of the test suite put broken ones here.
-        progress: told in words what is going on.
+        progress: called with a few words at each stage.
 
     Raises:
         InputError: no such model, files that do not make one, or ``record`` where the weights are not the official ones.

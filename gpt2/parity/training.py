@@ -1,11 +1,11 @@
-"""What a short training shows: the loss, every gradient, and five AdamW steps, ours beside transformers'."""
+"""The checks of a short training: the loss, every gradient and five AdamW steps, ours against transformers'."""
 
 from __future__ import annotations
 
 import gc
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,7 +20,6 @@ from gpt2.parity.report import MAPPING, ROUNDING, Check, Point, points_of
 
 STEPS = 5
 
-# What a short training shows.
 TRAINING = {
     "loss": "every token",
     "gradients": "every parameter",
@@ -91,9 +90,12 @@ def _gradients(subject: Subject) -> tuple[Errors, Errors, Errors]:
     expected = _named_gradients(ruler)
     for name, gradient in _named_gradients(exact).items():
         errors[0][name].append(worst_relative_error(gradient, expected[name]))
-    summaries = (max, _root_mean_square, _root_mean_square)
-    gradients = [{name: summary(found) for name, found in side.items()} for summary, side in zip(summaries, errors, strict=True)]
-    return tuple({"loss": {"loss": one}, "gradients": many} for one, many in zip(loss, gradients, strict=True))
+    summaries: tuple[Callable[[list[float]], float], ...] = (max, _root_mean_square, _root_mean_square)
+    sides = [
+        {"loss": {"loss": one}, "gradients": {name: summary(each) for name, each in side.items()}}
+        for one, summary, side in zip(loss, summaries, errors, strict=True)
+    ]
+    return sides[0], sides[1], sides[2]
 
 
 def _root_mean_square(values: list[float]) -> float:
