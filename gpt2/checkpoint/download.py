@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from gpt2.checkpoint.cache import HASH, Declared, make_folder, place, written_aside
 from gpt2.checkpoint.hub_api import raise_for_status, request_headers, session, wait_for_rate_limit
-from gpt2.checkpoint.hub_errors import firm, one_line
+from gpt2.checkpoint.hub_errors import firm, no_hub, one_line
 from gpt2.checkpoint.verified import digest_of, mismatch, remember
 from gpt2.checkpoint.xet import fetch_by_xet
 from gpt2.errors import InputError
@@ -190,6 +190,10 @@ def _download(url: str, out: BinaryIO, size: int) -> None:
                     if firm(error) and "Range" not in headers:
                         raise
                     ranges = ranges and not firm(error)  # it may be about the range: once more, for all of it
+            except (InputError, OSError):
+                raise
+            except Exception as error:  # whatever the client makes of such an answer
+                raise no_hub(one_line(error)) from error
             if end < size and (ranges or "Range" not in headers):
                 broken = broken or HTTPError(f"the connection ended at byte {end:,} of {size:,}")
                 if fruitless == len(PAUSES) or time.monotonic() > since + STALLED:

@@ -222,5 +222,5 @@ def raise_for_status(answer: "Response") -> None:
 
     if answer.status_code >= 400:
         known = ("X-Error-Code", "X-Error-Message", "RateLimit", "RateLimit-Policy", "Retry-After")
-        headers = {name: answer.headers[name] for name in known if name in answer.headers}
+        headers = {name: answer.headers[name][:200] for name in known if name in answer.headers}  # a number has a limit too
         hf_raise_for_status(type(answer)(answer.status_code, headers=headers, request=answer.request))

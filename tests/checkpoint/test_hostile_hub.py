@@ -347,6 +347,17 @@ def test_a_download_that_is_asked_to_wait(hub: HubStandIn, home: Path) -> None:
     assert "waiting 1 s" in result["stderr"]
 
 
+@pytest.mark.parametrize("part", ["/revision/", "/lfs/"])
+def test_a_wait_of_five_thousand_digits(hub: HubStandIn, home: Path, part: str) -> None:
+    """The client's own parser takes as many digits as there are, and Python refuses to: a traceback, found by the fuzz."""
+
+    def limited(request: Request, answer: Answer) -> Answer:
+        return Answer(429, {"RateLimit": '"api";r=0;t=' + "9" * 5000}, b"") if part in request.path else answer
+
+    hub.rewrite = limited
+    assert "rate limited" in resolve(hub, home)["error"]
+
+
 def test_the_whole_listing_tells_what_can_be_loaded(hub: HubStandIn, home: Path) -> None:
     """`siblings` may be cut short, or missing at a mirror; the listing comes in pages."""
     (commit,) = hub.repos["org/name"].commits
