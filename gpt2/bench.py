@@ -219,7 +219,7 @@ def bench(
         if value < 1:
             raise InputError(f"{flag} is {value}; give 1 or more")
     side = Side.open(name, revision=revision, offline=offline)
-    if side.theirs:
+    if side.by_transformers:
         raise InputError(f"{name}: transformers' model is measured in any case; leave hf/ out")
     quantised, positions = side.dtype == torch.int8, side.config.n_positions
     tokens = min(tokens, max(1, positions // 2))

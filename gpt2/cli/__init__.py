@@ -1,1 +1,1 @@
-"""The `gpt2` command: one file for each subcommand, which parses, calls and renders."""
+"""The `gpt2` command: one file per subcommand, which parses arguments, calls the library and prints the result."""

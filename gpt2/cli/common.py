@@ -1,18 +1,21 @@
-"""What several commands share: the MODEL argument, ``--json``, and how progress and results are written."""
+"""Parts shared by the commands: the MODEL argument, ``--json``, ``--html``, progress, and writing results."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from gpt2.errors import InputError, printable
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-def add_command(commands: Any, name: str, help: str, examples: str) -> argparse.ArgumentParser:
-    """A subcommand whose ``--help`` ends in worked examples."""
+
+def add_command(commands: Commands, name: str, help: str, examples: str) -> argparse.ArgumentParser:
+    """Add a subcommand whose ``--help`` ends with worked examples."""
     return commands.add_parser(
         name,
         help=help,
@@ -23,7 +26,7 @@ def add_command(commands: Any, name: str, help: str, examples: str) -> argparse.
 
 
 def seed(text: str) -> int:
-    """The type of ``--seed``: what every random generator here takes."""
+    """The type of ``--seed``: a number that every random generator here accepts."""
     number = int(text)
     if not 0 <= number < 2**63:
         raise argparse.ArgumentTypeError("a seed is a whole number from 0 to 2**63 - 1")
@@ -48,23 +51,31 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool = False) -> Non
 
 
 def require_writable(flag: str, target: str | None) -> None:
-    """Find out that a result cannot be written before it is computed rather than after."""
+    """Raise InputError if a result could not be written, before it is computed."""
     if target is None or (target == "-" and flag == "--json"):
         return
     if target == "-":
         raise InputError(f"{flag} -: only --json goes to stdout; give a file")
     path = Path(target)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"{flag} {target}: cannot be written; give a file in a folder that exists and is yours")
+        raise InputError(f"{flag} {target}: cannot be written; give a file in an existing folder that you may write to")
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print to stdout; on a terminal with control characters as symbols, since the text may be a model's."""
+    """Print to stdout. On a terminal, control characters are shown as symbols, since a model may generate them."""
     print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
+def write_result(target: str | None, to_json: Callable[[], str], show: Callable[[], None]) -> None:
+    """Write a result as JSON if ``--json`` asks for it, and show it unless the JSON goes to stdout."""
+    if target:
+        write_json(target, to_json())
+    if target != "-":
+        show()
+
+
 def write_json(target: str, text: str) -> None:
-    """``text`` to the file ``target``, or to stdout for "-"."""
+    """Write ``text`` to the file ``target``, or to stdout for "-"."""
     if target == "-":
         say(text)
         return
@@ -76,10 +87,18 @@ def write_json(target: str, text: str) -> None:
 
 
 class Status:
-    """Progress on stderr: on a terminal one line that is overwritten, elsewhere nothing until something lasting is said."""
+    """Progress on stderr: one line that is overwritten on a terminal, nothing elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: str | None = None) -> None:
         self.live = sys.stderr.isatty()
+        if first is not None:
+            self(first)
+
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.clear()
 
     def __call__(self, what: str) -> None:
         if self.live:
@@ -91,7 +110,7 @@ class Status:
 
 
 def size(n_bytes: float) -> str:
-    """Bytes as people read them: ``"7.7 MB"``."""
+    """Format a number of bytes: ``"7.7 MB"``."""
     for unit in ("B", "kB", "MB"):
         if n_bytes < 1000:
             return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""``gpt2 explore``: a forward pass opened up, as a page; served on loopback, or written to a file."""
+"""``gpt2 explore``: show a forward pass as a page, served on loopback or written to a file."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 import secrets
 import socket
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Status, add_command, add_json, require_writable, write_json
+from gpt2.cli.common import Commands, Status, add_command, add_json, require_writable, write_json
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ EXAMPLES = """\
   gpt2 explore shakespeare-mini --html page.html      one self-contained file instead of a server
   gpt2 explore shakespeare-mini --prompt "To be, or" --json -
 
-The page: the prompt's tokens, what the model would say next at every position and after every layer, and what each attention
-head looks at. It is served to this machine only, at an address that nobody can guess, until Ctrl-C."""
+The page shows the prompt's tokens, the predictions at every position and after every layer, and the attention of each head. It
+is served to this machine only, at a secret address, until Ctrl-C."""
 
 HOST = "127.0.0.1"
 PORT = 8642
@@ -39,14 +39,14 @@ HEADERS = {
 }
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     parser = add_command(commands, "explore", "look inside a forward pass: predictions by layer, attention by head", EXAMPLES)
     parser.add_argument(
         "model", nargs="?", default="shakespeare-mini", metavar="MODEL", help="which model (default: %(default)s)"
     )
-    parser.add_argument("other", nargs="?", metavar="OTHER", help="a second one, beside it")
-    parser.add_argument("--prompt", metavar="TEXT", help="the text to begin with")
-    parser.add_argument("--port", type=int, metavar="N", help=f"where to serve; 0 takes any that is free (default: {PORT})")
+    parser.add_argument("other", nargs="?", metavar="OTHER", help="a second model, shown beside it")
+    parser.add_argument("--prompt", metavar="TEXT", help="the first text to show")
+    parser.add_argument("--port", type=int, metavar="N", help=f"port to serve at; 0 takes a free one (default: {PORT})")
     parser.add_argument("--html", metavar="FILE", help="write the page to FILE instead of serving it")
     parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
     add_json(parser)
@@ -57,9 +57,7 @@ def run(args: argparse.Namespace) -> int:
     require_writable("--html", args.html)
     writes = bool(args.html or args.json)
     if writes and args.port is not None:
-        raise InputError(
-            "--port says nothing beside --html or --json, which write the page's content and serve nothing; leave it out"
-        )
+        raise InputError("--port has no effect with --html or --json, which write files and serve nothing; leave it out")
     with _listen(PORT if args.port is None else args.port) if not writes else socket.socket() as listening:
         from gpt2.explore.lens import PROMPT, explorer
 
@@ -70,28 +68,28 @@ def run(args: argparse.Namespace) -> int:
             status.clear()
             prompt = PROMPT if args.prompt is None else args.prompt
             if not writes:
-                opened.look(prompt)  # what is wrong with it is said here, before a browser asks
+                opened.look(prompt)  # reports a bad prompt before a browser asks
                 _serve(opened, prompt, listening)
                 return 0
-            found = opened.look(prompt)
+            lens = opened.look(prompt)
     if args.html:
-        found.save_html(args.html)
+        lens.save_html(args.html)
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
-        write_json(args.json, found.to_json())
+        write_json(args.json, lens.to_json())
     return 0
 
 
-FROM_ELSEWHERE = '<!doctype html><title>gpt2 explore</title><p>Another site led here. <a href="./">Open the page</a>'
+CROSS_SITE = '<!doctype html><title>gpt2 explore</title><p>Another site led here. <a href="./">Open the page</a>'
 
 
 def application(opened: Explorer, prompt: str, token: str) -> Starlette:
-    """The page at ``/TOKEN/``, of ``?prompt=``; nothing else.
+    """An application that serves one page, ``/TOKEN/?prompt=TEXT``.
 
-    Every user of this machine can connect to the port, so the address holds a secret that only this user's terminal shows.
-    Requests that name another host are refused: a name that its owner points at this machine ("DNS rebinding") could read the
-    answers. A request that another site caused, by a link, a picture or a script, is answered without a forward pass. Forward
-    passes run one at a time, since each takes all cores, and one whose browser has left by then is not run.
+    Every user of this machine can connect to the port, so the address contains a secret that only this user's terminal shows.
+    Requests for another host name are refused, against DNS rebinding. A request that another site caused, by a link, a picture
+    or a script, gets an answer without a forward pass. Forward passes run one at a time, since each uses all cores. A request
+    whose browser has disconnected while it waited is not run.
     """
     import asyncio
 
@@ -110,17 +108,17 @@ def application(opened: Explorer, prompt: str, token: str) -> Starlette:
     async def answer(request: Request) -> HTMLResponse:
         if not secrets.compare_digest(request.path_params["token"].encode(), token.encode()):
             return HTMLResponse("no such page", 404, HEADERS)
-        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):  # "none": typed, or from a terminal
-            return HTMLResponse(FROM_ELSEWHERE, 403, HEADERS)
-        typed = request.query_params.get("prompt", prompt).replace("\r\n", "\n")  # which is how a form sends a line break
+        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):  # "none": a typed address
+            return HTMLResponse(CROSS_SITE, 403, HEADERS)
+        typed = request.query_params.get("prompt", prompt).replace("\r\n", "\n")  # forms send line breaks as CRLF
         try:
             async with one_at_a_time:
                 if await request.is_disconnected():
-                    return HTMLResponse("nobody is there any more", 499)
-                found = await run_in_threadpool(opened.look, typed)
+                    return HTMLResponse("the browser has disconnected", 499)
+                lens = await run_in_threadpool(opened.look, typed)
         except InputError as error:
             return HTMLResponse(error_page(names, typed, error).encode(errors="backslashreplace"), 400, HEADERS)
-        return HTMLResponse(page(found, served=True).encode(errors="backslashreplace"), 200, HEADERS)
+        return HTMLResponse(page(lens, served=True).encode(errors="backslashreplace"), 200, HEADERS)
 
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False)
     served = Starlette(routes=[Route("/{token}/", answer, methods=["GET"])], middleware=[hosts])
@@ -129,24 +127,24 @@ def application(opened: Explorer, prompt: str, token: str) -> Starlette:
 
 
 def _listen(port: int) -> socket.socket:
-    """A socket on loopback, found before a model is loaded."""
+    """A listening socket on loopback, opened before a model is loaded."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError:
         raise InputError(
-            "serving the page takes the extra explore: pip install 'gpt2-toolkit[explore]'; or --html FILE writes it"
+            "serving the page needs the extra explore: pip install 'gpt2-toolkit[explore]'; or write it with --html FILE"
         ) from None
     listening = socket.socket()
     try:
-        if os.name == "posix":  # on Windows it would let another process take over the port
+        if os.name == "posix":  # on Windows this lets another process take the port
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((HOST, port))
-        listening.listen()  # so that who opens the address at once is kept waiting, not refused
+        listening.listen()  # early connections then wait instead of being refused
     except (OSError, OverflowError) as error:
         listening.close()
-        why = getattr(error, "strerror", None) or "a port is 0 .. 65535"
-        raise InputError(f"--port {port}: {why.lower()}; choose another, or 0 for any that is free") from None
+        reason = getattr(error, "strerror", None) or "a port is 0 .. 65535"
+        raise InputError(f"--port {port}: {reason.lower()}; choose another, or 0 for a free one") from None
     return listening
 
 
@@ -166,4 +164,4 @@ def _serve(opened: Explorer, prompt: str, listening: socket.socket) -> None:
     address = f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
     print(f"open {address} in a browser; Ctrl-C ends it", file=sys.stderr, flush=True)
     uvicorn.Server(config).run(sockets=[listening])
-    raise KeyboardInterrupt  # which alone ends it, and which uvicorn raises again or not, as it catches the moment
+    raise KeyboardInterrupt  # only Ctrl-C ends the server, and uvicorn raises it again only sometimes

@@ -1,13 +1,13 @@
-"""``gpt2 export``: a directory that other programs open."""
+"""``gpt2 export``: write a model as a directory that other programs open."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Status, add_command, add_json, add_model, size, write_json
+from gpt2.cli.common import Commands, Status, add_command, add_json, add_model, size, write_result
 from gpt2.errors import printable
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ EXAMPLES = """\
   gpt2 export gpt2 out/small --format gguf --type q8_0       a quarter of the size"""
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "export", "write a directory that other programs open", EXAMPLES)
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "export", "write a model as a directory that other programs open", EXAMPLES)
     add_model(parser, required=True)
     parser.add_argument("directory", metavar="DIR", help="folder to write; files of the same names are replaced")
     parser.add_argument("--format", default="hf", choices=("hf", "gguf"), help="(default: %(default)s)")
@@ -39,23 +39,11 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from gpt2.checkpoint.export import export
 
-    status = Status()
-    status(f"exporting {args.model}")
-    try:
-        done = export(
-            args.model,
-            args.directory,
-            format=args.format,
-            type=args.type,
-            revision=args.revision,
-            offline=args.offline,
-        )
-    finally:
-        status.clear()
-    if args.json:
-        write_json(args.json, json.dumps({**asdict(done), "parameters": done.config.num_parameters()}, indent=2))
-    if args.json != "-":
-        print(printable(_text(done)))
+    with Status(f"exporting {args.model}"):
+        options = {name: getattr(args, name) for name in ("format", "type", "revision", "offline")}
+        done = export(args.model, args.directory, **options)
+    body = {**asdict(done), "parameters": done.config.num_parameters()}
+    write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(printable(_text(done))))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``gpt2 generate``: text, streamed."""
+"""``gpt2 generate``: continue a prompt, printed token by token."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import codecs
 import json
 import sys
 import time
-from typing import Any
 
-from gpt2.cli.common import Status, add_command, add_json, add_model, say, seed, write_json
+from gpt2.cli.common import Commands, Status, add_command, add_json, add_model, say, seed, write_json
 from gpt2.errors import InputError
 
 EXAMPLES = """\
   gpt2 generate --prompt 'ROMEO:'                       the embedded model
   gpt2 generate --prompt 'ROMEO:' --temperature 0       greedy: always the likeliest token
   gpt2 generate gpt2 --prompt 'Once upon a time' --top-p 0.9 --seed 7
-  gpt2 generate gpt2-xl --draft gpt2:int8 --prompt 'Once' --temperature 0    the same text, sooner
+  gpt2 generate gpt2-xl --draft gpt2:int8 --prompt 'Once' --temperature 0    speculative decoding: the same text, faster
   echo 'JULIET:' | gpt2 generate --prompt - --max-new-tokens 200"""
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     parser = add_command(commands, "generate", "continue a prompt, streamed to stdout", EXAMPLES)
     add_model(parser)
     parser.add_argument("--prompt", default="\n", metavar="TEXT", help="text to continue; - reads stdin (default: a new line)")
@@ -28,7 +27,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy (default: %(default)s)")
     parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
     parser.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens that reach probability P")
-    parser.add_argument("--seed", type=seed, help="repeatable sampling")
+    parser.add_argument("--seed", type=seed, help="seeds the sampling, so that it can be repeated")
     parser.add_argument(
         "--draft",
         metavar="MODEL",
@@ -41,9 +40,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 0:
         raise InputError(f"--max-new-tokens {args.max_new_tokens}: give 0 or more")
-    status = Status()
-    status(f"loading {args.model}")
-    try:
+    with Status(f"loading {args.model}"):
         import torch
 
         from gpt2.checkpoint.containers.mapped_file import require_whole_files
@@ -57,12 +54,10 @@ def run(args: argparse.Namespace) -> int:
         model = load(args.model, revision=args.revision, offline=args.offline)
         require_vocabulary(tokenizer, model.config, args.model)
         draft = None if args.draft is None else load(args.draft, offline=args.offline)
-    finally:
-        status.clear()
     text = _read_stdin() if args.prompt == "-" else args.prompt
     ids = tokenizer.encode(text)
     if not ids:
-        raise InputError("--prompt is empty; give at least one character, if only a new line")
+        raise InputError("--prompt is empty; give at least one character, such as a new line")
     prompt = torch.tensor([ids], dtype=torch.long)
     if draft is not None:
         check_draft(draft, model, prompt)

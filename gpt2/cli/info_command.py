@@ -1,13 +1,13 @@
-"""``gpt2 info``: what a checkpoint is."""
+"""``gpt2 info``: show a checkpoint's config, parameters, files and memory needs."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gpt2.cli.common import add_command, add_json, add_model, size, write_json
+from gpt2.cli.common import Commands, add_command, add_json, add_model, size, write_result
 from gpt2.errors import printable
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ EXAMPLES = """\
   gpt2 info                          the embedded checkpoint
   gpt2 info gpt2-medium              an official one, from the Hub or its cache
   gpt2 info ./my-model --json -      a local directory, as JSON
-  gpt2 info random:gpt2-xl:bf16      what a size would need, without a file"""
+  gpt2 info random:gpt2-xl:bf16      the memory that a size needs; no file is read"""
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     parser = add_command(commands, "info", "show config, parameters by part, files with sha256, and memory needed", EXAMPLES)
     add_model(parser)
     add_json(parser)
@@ -30,45 +30,42 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from gpt2.checkpoint.describe import describe
 
-    found = describe(args.model, revision=args.revision, offline=args.offline)
-    if args.json:
-        write_json(args.json, _json(found))
-    if args.json != "-":
-        print(printable(_text(found)))
+    description = describe(args.model, revision=args.revision, offline=args.offline)
+    write_result(args.json, lambda: _json(description), lambda: print(printable(_text(description))))
     return 0
 
 
-def _json(found: Description) -> str:
+def _json(description: Description) -> str:
     body = {
-        **asdict(found),
-        "parameters": found.config.num_parameters(),
-        "parameters_by_part": found.config.parameters_by_part(),
-        "memory_bytes": {"weights": found.weights_bytes, "cache": found.cache_bytes, "training": found.training_bytes},
+        **asdict(description),
+        "parameters": description.config.num_parameters(),
+        "parameters_by_part": description.config.parameters_by_part(),
+        "memory_bytes": {
+            "weights": description.weights_bytes,
+            "cache": description.cache_bytes,
+            "training": description.training_bytes,
+        },
     }
     return json.dumps(body, indent=2)
 
 
-def _text(found: Description) -> str:
-    config, total = found.config, found.config.num_parameters()
-    lines = [printable(found.name, one_line=True) + (f" @ {found.revision}" if found.revision else "")]
-    lines += [f"  {printable(found.path, one_line=True)}"] if found.path else []
-    lines += [f"  {line}" for line in (found.container, *found.notes)] if found.path else []
+def _text(description: Description) -> str:
+    config, total = description.config, description.config.num_parameters()
+    lines = [printable(description.name, one_line=True) + (f" @ {description.revision}" if description.revision else "")]
+    lines += [f"  {printable(description.path, one_line=True)}"] if description.path else []
+    lines += [f"  {line}" for line in (description.container, *description.notes)] if description.path else []
     lines += ["", "config"]
     lines += [f"  {key:32} {value}" for key, value in asdict(config).items()]
     lines += ["", f"parameters  {total:,}"]
     lines += [f"  {part:32} {count:>13,}  {count / total:6.1%}" for part, count in config.parameters_by_part().items()]
-    lines += ["", f"memory in {found.dtype}"]
-    lines += [f"  {'to run: weights':32} {size(found.weights_bytes):>13}"]
-    lines += [f"  {'        and a full cache':32} {size(found.cache_bytes):>13}"]
-    lines += [f"  {'to train: AdamW in float32':32} {size(found.training_bytes):>13}  activations come on top"]
-    if found.files:
-        lines += ["", f"files: {found.official}"]
-        for file in found.files:
+    lines += ["", f"memory in {description.dtype}"]
+    lines += [f"  {'to run: weights':32} {size(description.weights_bytes):>13}"]
+    lines += [f"  {'        and a full cache':32} {size(description.cache_bytes):>13}"]
+    lines += [f"  {'to train: AdamW in float32':32} {size(description.training_bytes):>13}  activations come on top"]
+    if description.files:
+        lines += ["", f"files: {description.official}"]
+        for file in description.files:
             lines += [f"  {printable(file.name, one_line=True):32} {size(file.size):>13}", f"    sha256 {file.sha256}"]
-    if found.dropped:
-        lines += [
-            "",
-            f"seen and dropped: {len(found.dropped)} tensors without information",
-            f"  {', '.join(found.dropped[:2])}, ...",
-        ]
+    if dropped := description.dropped:
+        lines += ["", f"dropped: {len(dropped)} tensors without information", f"  {', '.join(dropped[:2])}, ..."]
     return "\n".join(lines)

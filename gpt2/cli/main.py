@@ -1,6 +1,6 @@
-"""The ``gpt2`` command: one file per subcommand, each of which parses, calls, and renders.
+"""Run the ``gpt2`` command: parse the arguments, run one subcommand, and turn errors into exit codes.
 
-Exit codes: 0 it holds, 1 it was measured and does not hold, 2 the input was bad, 130 interrupted.
+Exit codes: 0 success, 1 a check was measured and failed, 2 bad input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gpt2 import __version__
 from gpt2.cli import bench_command as bench
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="A MODEL is shakespeare-mini (embedded, the default), gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, "
         "org/name[@revision], a local directory or file (safetensors, .bin, nanoGPT's ckpt.pt, OpenAI's TensorFlow files, GGUF), "
         "or random:SIZE[:SEED]; each may end in :bf16 and the like. "
-        "Exit codes: 0 it holds, 1 it does not, 2 bad input, 130 interrupted.",
+        "Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted.",
     )
     top.add_argument("--version", action="version", version=f"gpt2-toolkit {__version__}")
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND")
@@ -44,12 +44,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, or print the help where none is given; returns the exit code.
+    """Run one command, or print the help if none is given; return the exit code.
 
-    A user's mistake is one line on stderr, never a traceback.
+    Bad input is one line on stderr, without a traceback.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # of a Windows pipe, say, whose code page has few of a model's characters
+        if isinstance(stream, io.TextIOWrapper):  # a Windows pipe's code page lacks many characters
             stream.reconfigure(errors="backslashreplace")
     top = parser()
     args = top.parse_args(argv)
@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         require_writable("--json", args.json)
-        return args.run(args)
+        run: Callable[[argparse.Namespace], int] = args.run
+        return run(args)
     except InputError as error:
         print(f"gpt2 {args.command}: {error}", file=sys.stderr)
         return 2
@@ -68,6 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"gpt2 {args.command}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

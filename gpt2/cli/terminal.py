@@ -1,4 +1,4 @@
-"""A rich console that nobody's text can command."""
+"""A rich console on which text cannot send control sequences to the terminal."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gpt2.errors import printable
 
 
 class Terminal(Console):
-    """Stdout; where that is a terminal, control characters in a report are shown as symbols.
+    """Stdout; on a terminal, control characters in a report are shown as symbols.
 
-    Colours are not touched: rich keeps them beside the text and writes them last.
+    Colours stay: rich stores them beside the text and writes them last.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

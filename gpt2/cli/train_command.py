@@ -1,4 +1,4 @@
-"""``gpt2 train``: from scratch, or fine-tuning with --init; the same loop."""
+"""``gpt2 train``: train a model from scratch, or fine-tune one with --init."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gpt2.cli.common import add_command, add_json, size, write_json
+from gpt2.cli.common import Commands, add_command, add_json, size, write_result
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -19,32 +19,34 @@ if TYPE_CHECKING:
     from gpt2.train.recipe import Recipe
 
 EXAMPLES = """\
-  gpt2 train --list                                                     what there is
+  gpt2 train --list                                                     list the recipes
   gpt2 train shakespeare-mini --out out/mini                            the embedded model, from scratch
-  gpt2 train finetune-shakespeare --init shakespeare-mini               fine-tune it on a play it has never seen
+  gpt2 train finetune-shakespeare --init shakespeare-mini               fine-tune it on a play that it has not seen
   gpt2 train finetune-shakespeare --init gpt2 --set data.path=my.txt    fine-tune GPT-2 on your text
   gpt2 train shakespeare-mini --set data.tokenizer=chars --set optim.lr=1e-3 --out out/chars
-  gpt2 train shakespeare-mini --nproc 2                                 each batch shared by two processes
-  torchrun --nnodes 2 --nproc-per-node 8 ... -m gpt2 train RECIPE       the same on several machines (see the README)
+  gpt2 train shakespeare-mini --nproc 2                                 two processes share each batch
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m gpt2 train RECIPE       several machines (see the README)
   gpt2 train plot out/mini out/chars --out curves.svg                   loss curves of runs, to PNG or SVG
 
-The same command again goes on from the newest intact checkpoint. Ctrl-C finishes the step and saves."""
+The same command again resumes from the newest intact checkpoint. Ctrl-C finishes the step and saves."""
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "train", "train from scratch or fine-tune, by a recipe", EXAMPLES)
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "train", "train from scratch or fine-tune, with a recipe", EXAMPLES)
     parser.add_argument(
-        "recipe", nargs="?", metavar="RECIPE", help="a recipe's name, or the path of a TOML file; or the word plot, then runs"
+        "recipe", nargs="?", metavar="RECIPE", help="a recipe's name or the path of a TOML file; or plot, followed by runs"
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help="after plot: folders of runs")
-    parser.add_argument("--list", action="store_true", help="describe the recipes and exit")
+    parser.add_argument("--list", action="store_true", help="list the recipes with their descriptions")
     parser.add_argument("--init", metavar="MODEL", help="fine-tune this model instead of training from scratch")
-    parser.add_argument("--out", metavar="DIR", help="folder of the run (default: out/RECIPE); of plot, the picture (loss.png)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder of the run (default: out/RECIPE); for plot, the picture (default: loss.png)"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe; may be repeated"
     )
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="share each batch among N processes on this machine")
-    parser.add_argument("--fresh", action="store_true", help="start anew in a folder that holds a run")
+    parser.add_argument("--fresh", action="store_true", help="start again in a folder that holds a run")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -54,16 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.list:
         recipes = {name: read(name) for name in names()}
-        if args.json:
-            described = {
-                n: {"description": r.description, "expect": r.expect or None, "takes": r.takes} for n, r in recipes.items()
-            }
-            write_json(args.json, json.dumps(described, indent=2))
-        if args.json != "-":
-            width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60)
-            for name, recipe in recipes.items():
-                lines = [*textwrap.wrap(recipe.description, width - 25), *textwrap.wrap(_promise(recipe), width - 25)]
-                print("\n".join(f"{head:24} {line}" for head, line in zip([name, *[""] * len(lines)], lines, strict=False)))
+        body = {n: {"description": r.description, "expect": r.expect or None, "takes": r.takes} for n, r in recipes.items()}
+        write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(_list(recipes)))
         return 0
     if args.recipe == "plot":
         from gpt2.train.plot import plot
@@ -71,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         print(plot(args.runs, args.out or "loss.png"), file=sys.stderr)
         return 0
     if args.runs:
-        raise InputError(f"{args.runs[0]}: one recipe at a time (gpt2 train plot RUN... takes several)")
+        raise InputError(f"{args.runs[0]}: give one recipe only; gpt2 train plot RUN... takes several runs")
     if args.recipe is None:
         raise InputError(f"which recipe? one of {', '.join(names())}, or the path of a TOML file")
     if args.nproc < 1:
@@ -92,33 +86,41 @@ def run(args: argparse.Namespace) -> int:
         return leave(2)
     except PeerLost as error:
         print(f"gpt2 train: {error}", file=sys.stderr)
-        return 1  # so that the launcher begins all ranks again
+        return 1  # the launcher then starts all ranks again
+
+
+def _list(recipes: dict[str, Recipe]) -> str:
+    """Each recipe's name, description and promise, wrapped to the terminal."""
+    width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60) - 25
+    rows = []
+    for name, recipe in recipes.items():
+        lines = [*textwrap.wrap(recipe.description, width), *textwrap.wrap(_promise(recipe), width)]
+        rows += [f"{head:24} {line}" for head, line in zip([name, *[""] * len(lines)], lines, strict=False)]
+    return "\n".join(rows)
 
 
 def _words(args: argparse.Namespace) -> list[str]:
-    """The command line of one of several processes."""
+    """The arguments that each of several processes is started with."""
     options = {"--init": args.init, "--out": args.out, "--json": args.json}
     words = [f"{name}={value}" for name, value in options.items() if value is not None]
     return ["train", args.recipe, *words, *(f"--set={each}" for each in args.set), *(["--fresh"] if args.fresh else [])]
 
 
 def _train(args: argparse.Namespace) -> int:
-    """What one process does, alone or as a rank of a job, of which the first speaks for all."""
+    """Train in this process, alone or as one rank of a job; rank 0 prints the result."""
     from gpt2.train.loop import train
     from gpt2.train.parallel import attempt, own_rank
     from gpt2.train.recipe import read
 
     recipe = read(args.recipe, args.set)
-    fresh = args.fresh and not attempt()  # else a job begun again would lose what it had
+    fresh = args.fresh and not attempt()  # a restarted job keeps its checkpoints
     result = train(recipe, args.out or f"out/{recipe.name}", init=args.init, fresh=fresh, report=show)
     if own_rank() == 0:
         best = Path(result.folder) / "best"
-        if args.json:
-            write_json(args.json, json.dumps({**asdict(result), "folder": str(result.folder), "best": str(best)}, indent=2))
-        if args.json != "-":
-            print(f"{_ENDS[result.stopped]} at step {result.step}")
-            folder = printable(str(best), one_line=True)
-            print(f"best validation loss {result.best_loss:.4f} at step {result.best_step}: {folder}")
+        body = {**asdict(result), "folder": str(result.folder), "best": str(best)}
+        text = f"{_ENDS[result.stopped]} at step {result.step}\nbest validation loss {result.best_loss:.4f} at step "
+        text += f"{result.best_step}: {printable(str(best), one_line=True)}"
+        write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(text))
     return 130 if result.stopped == "interrupted" else 0
 
 
@@ -126,8 +128,21 @@ _ENDS = {"finished": "finished", "early": "stopped early, no longer improving", 
 
 
 def show(event: Started | Logged | Evaluated | Estimated | Diverged) -> None:
-    """One event of the loop as lines on stderr, control characters in the text's names and samples as symbols."""
-    print(printable(_LINES[type(event).__name__](event)), file=sys.stderr, flush=True)
+    """Print one event of the training loop to stderr, with control characters in names and samples as symbols."""
+    from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged
+
+    match event:
+        case Logged():
+            text = _logged(event)
+        case Evaluated():
+            text = _evaluated(event)
+        case Estimated():
+            text = _estimated(event)
+        case Diverged():
+            text = _diverged(event)
+        case _:
+            text = _started(event)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _started(event: Started) -> str:
@@ -144,8 +159,8 @@ def _started(event: Started) -> str:
 
 
 def _promise(recipe: Recipe) -> str:
-    """What a recipe says it will reach, and how fast."""
-    loss = f"expected validation loss {recipe.expect:g}" if recipe.expect else "no loss stated"
+    """The expected loss and duration that a recipe states."""
+    loss = f"expected validation loss {recipe.expect:g}" if recipe.expect else "no expected loss"
     return f"{loss} · {recipe.takes}" if recipe.takes else loss
 
 
@@ -154,7 +169,7 @@ def _estimated(event: Estimated) -> str:
 
 
 def _diverged(event: Diverged) -> str:
-    then = {"stop": "stopping", "skip": "skipped", "rewind": "going back to the newest checkpoint, and on with other windows"}
+    then = {"stop": "stopping", "skip": "skipped", "rewind": "going back to the newest checkpoint, and on with different windows"}
     return f"step {event.step:6}  {event.why}: {then[event.action]}"
 
 
@@ -172,9 +187,6 @@ def _evaluated(event: Evaluated) -> str:
     sample = "".join(f"\n  | {line}" for line in event.sample.strip().splitlines())
     warning = f"\nwarning: {event.warning}" if event.warning else ""
     return f"step {event.step:6}  {scores}{sample}{warning}"
-
-
-_LINES = {"Started": _started, "Logged": _logged, "Evaluated": _evaluated, "Estimated": _estimated, "Diverged": _diverged}
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""How far two models' activations are apart on one text: every traced point, a block of each in memory at a time."""
+"""Compare two models' activations on one text, at every recorded point, one block of each in memory at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from gpt2.measure.metrics import max_abs, relative_error
 from gpt2.measure.tracing import layer_of, trace_blocks
 
-THRESHOLD = 1e-3  # relative; float32's rounding is a thousand times smaller, a fine-tune's first step larger
+THRESHOLD = 1e-3  # relative error: 1000 times float32's rounding, and less than the first step of a fine-tune
 
 
 @dataclass(frozen=True)
 class ActivationChange:
-    """One traced point of both models; what changes is b against a.
+    """One recorded point: the difference of b from a.
 
     ``error`` is the Frobenius norm of the difference over that of a, and ``sqnr`` the same in decibels (-20 log10), as quantisers
     are rated; infinite where nothing differs. ``cosine`` is of the two flattened.
@@ -90,8 +90,8 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 
 
 def _streams(model: nn.Module, ids: Tensor, progress: Callable[[str], None]) -> list[Tensor]:
-    """The centred Gram matrix (T, T) of the stream after the embeddings and after each block."""
-    found = []
+    """The centred Gram matrices (T, T) of the stream after the embeddings and after each block."""
+    grams = []
     for block in trace_blocks(model, ids):
         name = next(reversed(block))
         if name == "logits":
@@ -99,8 +99,8 @@ def _streams(model: nn.Module, ids: Tensor, progress: Callable[[str], None]) -> 
         progress(f"activations: {name}")
         x = block[name].double().flatten(0, -2)
         x = x - x.mean(0)
-        found.append(x @ x.t())
-    return found
+        grams.append(x @ x.t())
+    return grams
 
 
 def _cka(x: Tensor, y: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""What of two models can be compared at all, found out before anything runs."""
+"""Decide which parts of two models can be compared, before anything runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 
-PADDING = 128  # vocabularies are padded to a multiple of at most so much, for speed
+PADDING = 128  # the largest multiple that a vocabulary is padded to, for speed
 
-# What decides which numbers a model computes; the rest of a config is about training it, or about ids that end a text.
+# The fields of a config that decide what a model computes.
 SHAPE = ("n_layer", "n_embd", "n_head", "n_inner", "n_positions", "vocab_size")
 FUNCTION = (
     "activation_function",
@@ -23,11 +23,11 @@ FUNCTION = (
 
 @dataclass(frozen=True)
 class Vocabularies:
-    """Two tokenizers, entry by entry.
+    """The differences of two tokenizers, entry by entry.
 
     ``verdict`` is "equal" (every text gets the same ids), "merges" (the same entries, other merges), "different", or "none"
-    where a model comes without one. ``differing`` counts ids that stand for other bytes or are in one only, ``examples`` shows
-    the first of them as (id, a, b).
+    where a model has no tokenizer. ``differing`` counts ids that stand for different bytes or exist in one tokenizer only;
+    ``examples`` are the first five, as (id, a, b).
     """
 
     verdict: str
@@ -38,13 +38,13 @@ class Vocabularies:
 
     @property
     def comparable(self) -> bool:
-        """Whether the two models' distributions are over the same things."""
+        """Whether the two models' distributions are over the same vocabulary."""
         return self.verdict in ("equal", "merges", "none")
 
 
 @dataclass(frozen=True)
 class Compatibility:
-    """``architecture`` has a row (field, a, b) for each difference; ``impossible`` says of a part why it is left out."""
+    """What differs in two configs, as rows (field, a, b), and which parts of a comparison are impossible: part -> reason."""
 
     architecture: tuple[tuple[str, object, object], ...]
     vocabularies: Vocabularies
@@ -56,24 +56,20 @@ class Compatibility:
 
 
 def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None) -> Vocabularies:
-    """Every entry of both; a model without a tokenizer is taken to share the other's ids."""
-    sizes = [None if tokenizer is None else tokenizer.n_vocab for tokenizer in (a, b)]
+    """Compare two tokenizers entry by entry; a model without one is assumed to share the other's ids."""
     if a is None or b is None:
-        return Vocabularies("none", *sizes, 0, ())
-    differing = []
-    for index in range(max(sizes)):
-        entries = [_entry(tokenizer, index) for tokenizer in (a, b)]
-        if entries[0] != entries[1]:
-            differing.append((index, *(None if entry is None else _shown(entry) for entry in entries)))
+        return Vocabularies("none", a.n_vocab if a else None, b.n_vocab if b else None, 0, ())
+    differing = [index for index in range(max(a.n_vocab, b.n_vocab)) if _entry(a, index) != _entry(b, index)]
+    examples = tuple((index, _text(_entry(a, index)), _text(_entry(b, index))) for index in differing[:5])
     verdict = "different" if differing else "equal" if a.fingerprint == b.fingerprint else "merges"
-    return Vocabularies(verdict, *sizes, len(differing), tuple(differing[:5]))
+    return Vocabularies(verdict, a.n_vocab, b.n_vocab, len(differing), examples)
 
 
 def compatibility(a: GPT2Config, b: GPT2Config, tokenizer_a: Tokenizer | None, tokenizer_b: Tokenizer | None) -> Compatibility:
-    """What differs, and what follows for the parts of a comparison.
+    """List the differences of two models, and which parts of a comparison they rule out.
 
     Raises:
-        InputError: vocabularies of different sizes, beyond padding, of which one has no tokenizer to be compared.
+        InputError: one model has no tokenizer, and the vocabularies' sizes differ by more than padding.
     """
     fields = {field: (getattr(a, field), getattr(b, field)) for field in (*SHAPE, *FUNCTION)}
     fields["n_inner"] = a.inner, b.inner
@@ -82,16 +78,15 @@ def compatibility(a: GPT2Config, b: GPT2Config, tokenizer_a: Tokenizer | None, t
     small, large = sorted((a.vocab_size, b.vocab_size))
     if vocabularies.verdict == "none" and large > -(-small // PADDING) * PADDING:
         raise InputError(
-            f"one of the models has no tokenizer, and {a.vocab_size:,} ids cannot be the other's {b.vocab_size:,}: there is "
-            "nothing to compare; give models of one vocabulary, or with their tokenizers"
+            f"the models have vocabularies of {a.vocab_size:,} and {b.vocab_size:,} ids, and one has no tokenizer, so their ids "
+            "cannot be matched; give models with the same vocabulary, or with their tokenizers"
         )
-    of_shape = [field for field, *_ in differing if field in SHAPE]
     impossible = {}
-    if of_shape:
-        impossible["weights"] = f"the models differ in {', '.join(of_shape)}"
+    if shapes := [field for field, *_ in differing if field in SHAPE]:
+        impossible["weights"] = f"the models differ in {', '.join(shapes)}"
     if not vocabularies.comparable:
-        why = f"the tokenizers differ in {vocabularies.differing:,} entries"
-        impossible |= {"activations": why, "distributions": f"{why}; each model's loss on the text is told in bits per byte"}
+        reason = f"the tokenizers differ in {vocabularies.differing:,} entries"
+        impossible |= {"activations": reason, "distributions": f"{reason}; the report has each model's bits per byte instead"}
     return Compatibility(differing, vocabularies, impossible)
 
 
@@ -99,5 +94,5 @@ def _entry(tokenizer: Tokenizer, index: int) -> bytes | None:
     return tokenizer.token_bytes(index) if index < tokenizer.n_vocab else None
 
 
-def _shown(entry: bytes) -> str:
-    return repr(entry.decode("utf-8", "replace"))
+def _text(entry: bytes | None) -> str | None:
+    return None if entry is None else repr(entry.decode("utf-8", "replace"))

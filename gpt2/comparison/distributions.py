@@ -1,7 +1,7 @@
-"""How far apart are the next-token distributions of two models on one text, token by token and in sum.
+"""Statistics of two models' next-token distributions on one text: divergences, perplexities, calibration, with intervals.
 
-``a`` is the reference: KL(a||b) is what is lost by using ``b`` where ``a`` is right, as in llama.cpp's ``--kl-divergence``,
-where ``a`` is called base and ``b`` Q.
+``a`` is the reference: KL(a||b) is what is lost by using ``b`` instead of ``a``. In llama.cpp's ``--kl-divergence`` ``a`` is
+called base and ``b`` Q.
 
 Sources:
     [1] llama.cpp, tools/perplexity: KL against a base model with its percentiles, the change in probability of the right
@@ -32,14 +32,14 @@ CONFIDENCE = 0.95
 POSITION_BINS = 16
 CONFIDENCE_BINS = 10
 CALIBRATION_BINS = 15  # Guo et al. [3]
-HISTOGRAM_STEPS = 4  # to a power of ten
+HISTOGRAM_STEPS = 4  # bins per power of ten
 DIVERGENCE_PERCENTILES = (50, 90, 95, 99, 99.9)
 CHANGE_PERCENTILES = (0, 0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its 95 % interval; see :class:`Bootstrap`."""
+    """A figure and its 95 % interval, by :class:`Bootstrap`."""
 
     value: float
     low: float
@@ -48,7 +48,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Language:
-    """How well one model predicts the text. The protocol is in ``score``."""
+    """How well one model predicts the text; ``score`` also holds context and stride."""
 
     score: LanguageScore
     perplexity: Estimate
@@ -71,7 +71,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Change:
-    """Of the right token's probability, from a to b: mean, root mean square, percentiles from the minimum to the maximum [1]."""
+    """The change of the right token's probability from a to b: mean, root mean square, percentiles from 0 to 100 [1]."""
 
     mean: Estimate
     rms: Estimate
@@ -80,7 +80,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Bin:
-    """Tokens of which something lies in ``low`` .. ``high``: their mean KL(a||b) and loss, nats, and share of same top tokens."""
+    """Tokens whose position or confidence is in ``low`` .. ``high``: mean KL(a||b) and losses in nats, share of equal tops."""
 
     low: float
     high: float
@@ -112,7 +112,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Distributions:
-    """Two models' distributions over one text, compared. ``dataclasses.asdict`` makes JSON of it, but for inf and NaN.
+    """Two models' distributions on one text, compared.
 
     ``ratio`` is b's perplexity over a's, ``difference`` the mean of log-probability under b less that under a (so that
     ratio = exp(-difference)), both paired token by token. ``correlation`` is Pearson's, of both log-probabilities; NaN where one
@@ -146,14 +146,14 @@ class Distributions:
 class Bootstrap:
     """Percentile intervals of means over ``n`` tokens in a row, by resampling blocks of them [4].
 
-    Neighbouring tokens are alike in how hard they are, so to resample tokens one by one would make intervals too narrow. A text
-    is cut into blocks of consecutive tokens, all of one length to within one: 64 blocks, or as many as there are 1024 tokens if
-    that is more (up to 1024), or fewer in a text too short for blocks of 16. Blocks are drawn with replacement, the same ones
-    for every figure of a pair, so that figures stay paired.
+    Neighbouring tokens are similarly hard, so resampling single tokens would make intervals too narrow. The text is cut into
+    blocks of consecutive tokens of equal length (to within one): 64 blocks, or one for every 1024 tokens if that is more (up to
+    1024), or fewer in a text too short for blocks of 16. Blocks are drawn with replacement, the same ones for every figure of a
+    pair.
 
-    How often a 95 % interval held the truth of a mean, measured on series whose neighbours correlate by 0.5: 93 to 94 times in
-    100 with 2048 tokens or 16,384; 88 to 89 where the values are so skewed that 2 % of them make half the sum (log-normal,
-    sigma 2); 91 with 512 tokens, which is 32 blocks. With fewer than about 20 intervals are too narrow to be believed.
+    Measured coverage of a 95 % interval of a mean, on series whose neighbours correlate by 0.5: 93 to 94 % with 2048 or 16,384
+    tokens; 88 to 89 % for values so skewed that 2 % of them make half the sum (log-normal, sigma 2); 91 % with 512 tokens (32
+    blocks). With fewer than about 20 blocks the intervals are too narrow.
     """
 
     def __init__(self, n: int, seed: int = 0, resamples: int = RESAMPLES) -> None:
@@ -176,7 +176,7 @@ class Bootstrap:
         return self.weights[:, finite] @ sums[finite] + infinite
 
     def interval(self, value: float, resampled: Tensor) -> Estimate:
-        """``value`` between the percentiles 2.5 and 97.5 of its resampled fellows."""
+        """``value`` with the percentiles 2.5 and 97.5 of its resampled values."""
         tail = 50 * (1 - CONFIDENCE)
         low, high = percentiles(resampled, (tail, 100 - tail))
         return Estimate(value, low, high)
@@ -185,12 +185,12 @@ class Bootstrap:
         return self.interval(values.double().mean().item(), self.means(values))
 
     def fraction(self, hits: Tensor) -> Estimate:
-        """A share of tokens, with Wilson's interval [5]: it is also right near 0 and 1, where a bootstrap finds no spread.
+        """A share of tokens with Wilson's interval [5], which also holds near 0 and 1, where a bootstrap has no spread.
 
-        Wilson's tokens are independent; ours count for fewer, by the design effect [6]: the resampled variance over
-        p (1 - p) / n, where that is above 1.
+        Wilson assumes independent tokens. Correlated tokens count for fewer, by the design effect [6]: the resampled variance
+        over p (1 - p) / n, where that is above 1.
         """
-        p, n = hits.double().mean().item(), self.n
+        p, n = hits.double().mean().item(), float(self.n)
         if 0 < p < 1:
             n /= max(1.0, self.means(hits).var().item() / (p * (1 - p) / n))
         z = torch.special.ndtri(torch.tensor((1 + CONFIDENCE) / 2, dtype=torch.float64)).item()
@@ -200,20 +200,20 @@ class Bootstrap:
 
 
 def percentiles(values: Tensor, which: tuple[float, ...]) -> list[float]:
-    """Percentiles of (N,), linearly between neighbours, as NumPy's and llama.cpp's are; all NaN if one value is."""
+    """Percentiles of (N,), interpolated linearly as in NumPy and llama.cpp; all NaN if one value is NaN."""
     ordered = values.double().sort().values
     if ordered[-1].isnan():
         return [math.nan] * len(which)
-    found = []
+    interpolated = []
     for percent in which:
         place = percent / 100 * (len(ordered) - 1)
         low, high = ordered[math.floor(place)].item(), ordered[math.ceil(place)].item()
-        found.append(low if low == high else low + (high - low) * (place - math.floor(place)))
-    return found
+        interpolated.append(low if low == high else low + (high - low) * (place - math.floor(place)))
+    return interpolated
 
 
 def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distributions:
-    """Every statistic of a measured pair; ``token_bytes`` (V,) is each token's length in bytes, ``seed`` the bootstrap's."""
+    """Compute every statistic of a measured pair; ``token_bytes`` (V,) are byte lengths of tokens, ``seed`` the bootstrap's."""
     bootstrap = Bootstrap(len(tokens), seed)
     lengths = token_bytes[tokens.targets]
     gained = torch.where(tokens.logp_a == tokens.logp_b, 0.0, tokens.logp_b - tokens.logp_a)  # -inf less -inf is no change
@@ -235,7 +235,7 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
     return Distributions(
         a=_language(tokens.logp_a, lengths, tokens.windows, bootstrap),
         b=_language(tokens.logp_b, lengths, tokens.windows, bootstrap),
-        ratio=bootstrap.interval(_exp(-difference), ratios),
+        ratio=bootstrap.interval(exp_or_inf(-difference), ratios),
         difference=bootstrap.mean(gained),
         correlation=correlation(*logs),
         kl_ab=_divergence(tokens.kl_ab, tokens.index, bootstrap),
@@ -249,8 +249,8 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
             bootstrap.interval(squares.mean().sqrt().item(), bootstrap.means(squares).sqrt()),
             _named_percentiles(change, CHANGE_PERCENTILES),
         ),
-        by_position=tuple(found for found in by_position if found is not None),
-        by_confidence=tuple(found for found in by_confidence if found is not None),
+        by_position=tuple(bin for bin in by_position if bin is not None),
+        by_confidence=tuple(bin for bin in by_confidence if bin is not None),
         calibration_a=calibration(tokens.top_p_a[:, 0], tokens.top_a[:, 0] == tokens.targets),
         calibration_b=calibration(tokens.top_p_b[:, 0], tokens.top_b[:, 0] == tokens.targets),
         undefined=int(undefined.sum()),
@@ -271,12 +271,13 @@ def _language(logp: Tensor, lengths: Tensor, windows: Windows, bootstrap: Bootst
     )
 
 
-def _exp(x: float) -> float:
+def exp_or_inf(x: float) -> float:
+    """exp(x); infinite where a float cannot hold it."""
     return math.inf if x >= 700 else math.exp(x)  # NaN stays NaN
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's correlation of two (N,): exactly 1 of a tensor with itself, NaN if one never varies."""
+    """Pearson's correlation of two (N,): exactly 1 for a tensor with itself, NaN if one is constant."""
     if x.min() == x.max() or y.min() == y.max():
         return math.nan
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
@@ -288,7 +289,7 @@ def _named_percentiles(values: Tensor, which: tuple[float, ...]) -> dict[str, fl
 
 
 def _divergence(values: Tensor, index: Tensor, bootstrap: Bootstrap) -> Divergence:
-    worst = int(values.argmax())  # NaN, if there is one
+    worst = int(values.argmax())  # argmax counts NaN as the largest
     return Divergence(
         bootstrap.mean(values),
         _named_percentiles(values, DIVERGENCE_PERCENTILES),
@@ -299,7 +300,7 @@ def _divergence(values: Tensor, index: Tensor, bootstrap: Bootstrap) -> Divergen
 
 
 def _histogram(values: Tensor) -> tuple[tuple[float, float, int], ...]:
-    """Four bins to a power of ten, from the smallest to the largest value that a logarithm has."""
+    """Four bins per power of ten, from the smallest to the largest positive finite value."""
     exponents = values[values.isfinite() & (values > 0)].log10()
     if not len(exponents):
         return ()
@@ -318,17 +319,17 @@ def _bin(tokens: Tokens, inside: Tensor, low: float, high: float) -> Bin | None:
 
 
 def _equal_bins(count: int) -> list[tuple[float, float]]:
-    """(0, 1] in ``count`` parts (low, high]."""
+    """Cut (0, 1] into ``count`` intervals (low, high]."""
     return [(i / count, (i + 1) / count) for i in range(count)]
 
 
 def calibration(confidence: Tensor, right: Tensor, bins: int = CALIBRATION_BINS) -> Calibration:
-    """Of the likeliest candidates' probabilities (N,) and whether they were right (N,): bins of equal width, and the ECE [3]."""
-    found, error = [], 0.0
+    """Calibration from the top candidates' probabilities (N,) and whether they were right (N,), in bins of equal width [3]."""
+    filled, error = [], 0.0
     for low, high in _equal_bins(bins):
         inside = (low < confidence) & (confidence <= high)
         if inside.any():
             mean, accuracy = confidence[inside].mean().item(), right[inside].double().mean().item()
-            found.append(CalibrationBin(low, high, int(inside.sum()), mean, accuracy))
-            error += abs(accuracy - mean) * found[-1].tokens / len(confidence)
-    return Calibration(math.nan if confidence.isnan().any() else error, tuple(found))
+            filled.append(CalibrationBin(low, high, int(inside.sum()), mean, accuracy))
+            error += abs(accuracy - mean) * filled[-1].tokens / len(confidence)
+    return Calibration(math.nan if confidence.isnan().any() else error, tuple(filled))

@@ -1,16 +1,16 @@
-"""LAMBADA: guess the last word of a passage, which nobody guesses from its last sentence alone; scored as
-:mod:`gpt2.measure.last_words` says, with intervals over passages.
+"""Score LAMBADA: accuracy and perplexity of the last words of passages, with intervals over passages.
+
+:mod:`gpt2.measure.last_words` has the protocol.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from gpt2.comparison.distributions import Bootstrap, Estimate
+from gpt2.comparison.distributions import Bootstrap, Estimate, exp_or_inf
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.last_words import last_word_losses
@@ -49,7 +49,6 @@ class LastWords:
     change: LastWordChange
 
 
-@torch.inference_mode()
 def score_last_words(
     model: Logits,
     tokenizer: Tokenizer,
@@ -59,12 +58,12 @@ def score_last_words(
     seed: int = 0,
     progress: Callable[[str], None] = lambda what: None,
 ) -> LastWord:
-    """Accuracy and perplexity over the last words of ``passages``; arguments and errors as of ``last_word_losses``."""
+    """Accuracy and perplexity of the last words of ``passages``; arguments and errors as of ``last_word_losses``."""
     losses, right = last_word_losses(model, tokenizer, passages, context=context, progress=progress)
     bootstrap = Bootstrap(len(passages), seed)
     return LastWord(
         bootstrap.fraction(right),
-        bootstrap.interval(_exp(losses.mean().item()), bootstrap.means(losses).exp()),
+        bootstrap.interval(exp_or_inf(losses.mean().item()), bootstrap.means(losses).exp()),
         len(passages),
         context,
         tuple(losses.tolist()),
@@ -73,14 +72,10 @@ def score_last_words(
 
 
 def last_words_change(a: LastWord, b: LastWord, *, seed: int = 0) -> LastWordChange:
-    """Two models on the same passages."""
+    """Compare two models' scores on the same passages."""
     if a.n != b.n:
-        raise InputError(f"{a.n} passages and {b.n} cannot be compared one by one; score both models on the same")
+        raise InputError(f"one model was scored on {a.n} passages, the other on {b.n}; score both on the same passages")
     bootstrap = Bootstrap(a.n, seed)
     gained = torch.tensor(b.right).double() - torch.tensor(a.right).double()
     lost = torch.tensor(b.losses, dtype=torch.float64) - torch.tensor(a.losses, dtype=torch.float64)
-    return LastWordChange(bootstrap.mean(gained), bootstrap.interval(_exp(lost.mean().item()), bootstrap.means(lost).exp()))
-
-
-def _exp(x: float) -> float:
-    return math.inf if x >= 700 else math.exp(x)  # NaN stays NaN
+    return LastWordChange(bootstrap.mean(gained), bootstrap.interval(exp_or_inf(lost.mean().item()), bootstrap.means(lost).exp()))

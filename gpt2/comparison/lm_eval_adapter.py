@@ -1,18 +1,18 @@
-"""Our models in EleutherAI's lm-evaluation-harness: ``--model gpt2-toolkit --model_args pretrained=MODEL[,dtype=...]``.
+"""Run our models in EleutherAI's lm-evaluation-harness: ``--model gpt2-toolkit --model_args pretrained=MODEL[,dtype=...]``.
 
-Releases of lm_eval up to 0.4.13 know only their own models from the command line, so there
+Releases of lm_eval up to 0.4.13 know only their own models on the command line. With these, use
 
     python -m gpt2.comparison.lm_eval_adapter --model gpt2-toolkit --model_args pretrained=shakespeare-mini --tasks ...
 
-is its command with ours added; everything behind the module's name is lm_eval's own. Later ones find the entry point
-``lm_eval.models`` that this package declares, and ``lm_eval --model gpt2-toolkit`` works as it is.
+which is lm_eval's command with our model added; all arguments are lm_eval's own. Later releases read the entry point
+``lm_eval.models`` that this package declares, so ``lm_eval --model gpt2-toolkit`` works.
 
-What is scored is what its ``hf`` model scores (lm_eval/models/huggingface.py): contexts and continuations are encoded as one
-text and cut at the context's length, special tokens in a text are read as such, what is too long loses its beginning, rolling
-windows begin with the end-of-text token and overlap by one, and text is generated until a stop sequence, end of text, or
-``max_gen_toks``. Only rounding differs, and that log-probabilities are computed in at least float32 whatever the dtype.
+The protocol is that of its ``hf`` model (lm_eval/models/huggingface.py). Context and continuation are encoded as one text, and a
+text that is too long loses its beginning. Special tokens in a text are read as such. Rolling windows begin with the end-of-text
+token and overlap by one. Text is generated until a stop sequence, end of text, or ``max_gen_toks``. Results differ only by
+rounding: here log-probabilities are computed in at least float32, whatever the dtype.
 
-This module is the one that imports lm_eval at once: it defines a subclass, and is itself imported by nothing but lm_eval.
+Only lm_eval imports this module, so it imports lm_eval at its top.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
 from gpt2.generation import stream
-from gpt2.measure.metrics import token_losses
+from gpt2.measure.last_words import score_targets
 
 NAME = "gpt2-toolkit"
-AUTO_BATCH = 16  # for lm_eval's ``--batch_size auto``
-TOP_K = 50  # what transformers samples from where a task does not say
-IGNORED = ("attention_mask", "pad_token_id", "use_cache")  # of generation: they choose how, not what
+AUTO_BATCH = 16  # rows, for lm_eval's ``--batch_size auto``
+TOP_K = 50  # transformers' default
+IGNORED = ("attention_mask", "pad_token_id", "use_cache")  # generation options that do not change the text
 
 
 class ToolkitLM(TemplateLM):
-    """A :class:`gpt2.GPT2` as lm_eval calls models.
+    """A :class:`gpt2.GPT2` with the methods that lm_eval calls.
 
     Args:
         pretrained: a model name as :func:`gpt2.load` takes it; so are ``dtype``, ``revision`` and ``offline``.
-        device: the CPU where there is no GPU, whatever is asked for, as lm_eval's ``hf`` has it.
-        max_length: tokens of context, at most and by default the model's positions.
-        prefix_token_id: stands before a text of which the first token is scored; default the tokenizer's end-of-text.
+        device: where the model runs; the CPU where there is no GPU, as for lm_eval's ``hf``.
+        max_length: tokens of context; default and maximum: the model's positions.
+        prefix_token_id: the token before a text whose first token is scored; default: the tokenizer's end-of-text.
 
     Raises:
-        InputError: no such model, no tokenizer for it, or sizes that make no sense.
+        InputError: no such model, no tokenizer for it, or a ``max_length`` or ``batch_size`` out of range.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class ToolkitLM(TemplateLM):
         prefix_token_id: int | None = None,
     ) -> None:
         super().__init__()
-        if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):  # its command asks for cuda:0
+        if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):  # lm_eval's default is cuda:0
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device)
-        dtype = None if dtype == "auto" else dtype  # lm_eval's word for: as stored
+        dtype = None if dtype == "auto" else dtype  # lm_eval's "auto" is the stored dtype
         checkpoint = open_checkpoint(ModelName.parse(pretrained, RUNS, dtype=dtype, revision=revision), offline=offline)
         self.model, self.tokenizer = checkpoint.load(device=self._device), checkpoint.tokenizer()
         self.decoder = Decoder(self.model)
@@ -83,10 +83,12 @@ class ToolkitLM(TemplateLM):
         if max_length is not None and not 1 <= max_length <= positions:
             raise InputError(f"max_length {max_length} is not within the model's 1 .. {positions} positions")
         self.max_length = max_length or positions
-        auto = batch_size is None or str(batch_size).startswith("auto")
-        self.batch_size = max_batch_size or AUTO_BATCH if auto else int(batch_size)
+        if batch_size is None or str(batch_size).startswith("auto"):
+            self.batch_size = max_batch_size or AUTO_BATCH
+        else:
+            self.batch_size = int(batch_size)
         if self.batch_size < 1:
-            raise InputError(f"batch_size {self.batch_size} runs nothing; give 1 or more, or auto")
+            raise InputError(f"batch_size {self.batch_size}: give 1 or more, or auto")
         self._prefix = self.tokenizer.eot if prefix_token_id is None else prefix_token_id
         self._special = set(getattr(self.tokenizer, "special_tokens", {}).values())
 
@@ -97,12 +99,12 @@ class ToolkitLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         if self._prefix is None:
-            raise InputError("this vocabulary has no end-of-text token to begin a text with; give prefix_token_id=N")
+            raise InputError("this vocabulary has no end-of-text token to put before a text; give prefix_token_id=N")
         return self._prefix
 
     @property
     def max_gen_toks(self) -> int:
-        """New tokens where a task does not say how many; lm_eval's default."""
+        """The default number of new tokens; the same as lm_eval's."""
         return 256
 
     @property
@@ -110,7 +112,7 @@ class ToolkitLM(TemplateLM):
         return self.tokenizer.fingerprint
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval's results say of the model, under the names that its ``hf`` uses."""
+        """The model's entries in lm_eval's results, under the names that its ``hf`` uses."""
         return {
             "model_num_parameters": self.model.config.num_parameters(),
             "model_dtype": str(self.model.wte.weight.dtype),
@@ -119,7 +121,7 @@ class ToolkitLM(TemplateLM):
         }
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids; GPT-2's tokenizer adds none by itself, but reads ``<|endoftext|>`` in a text as the token."""
+        """Encode a text. No token is added, and ``<|endoftext|>`` in the text is read as the special token."""
         special = {"allowed_special": "all"} if self._special else {}
         return self.tokenizer.encode(string, **special)
 
@@ -129,27 +131,22 @@ class ToolkitLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """For each (key, context, continuation): the continuation's log-probability, and whether it is the greedy one."""
+        """For each (key, context, continuation): the continuation's log-probability, and whether greedy decoding gives it."""
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         spans = []
         for _, context, continuation in requests:
             ids = [*(context or [self.prefix_token_id]), *continuation][-(self.max_length + 1) :]
             if len(continuation) >= len(ids):
-                raise InputError(f"a continuation of {len(continuation)} tokens leaves no room for its context; shorten it")
+                raise InputError(
+                    f"a continuation of {len(continuation)} tokens leaves no room for its context; shorten the continuation"
+                )
             spans.append((ids, len(continuation)))
         progress = tqdm(total=len(requests), desc="Running loglikelihood requests", disable=disable_tqdm)
         for batch in self._batches([len(ids) - 1 for ids, _ in spans]):
-            inputs = torch.zeros(len(batch), len(spans[batch[0]][0]) - 1, dtype=torch.long)
-            for row, i in enumerate(batch):
-                inputs[row, : len(spans[i][0]) - 1] = torch.tensor(spans[i][0][:-1])
             with torch.inference_mode():
-                logits = self.model(inputs.to(self._device))  # (B, T, V)
-            for row, i in enumerate(batch):
-                ids, length = spans[i]
-                told = logits[row, len(ids) - 1 - length : len(ids) - 1]  # (length, V)
-                targets = torch.tensor(ids[len(ids) - length :], dtype=torch.long, device=told.device)
-                total = -token_losses(told[None], targets[None]).sum(dtype=torch.float64).item()
-                answers[i] = total, bool((told.argmax(-1) == targets).all())
+                scores = score_targets(lambda ids: self.model(ids.to(self._device)), [spans[i] for i in batch])
+            for i, (loss, greedy) in zip(batch, scores, strict=True):
+                answers[i] = -loss, greedy
                 if requests[i][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
             progress.update(len(batch))
@@ -162,9 +159,9 @@ class ToolkitLM(TemplateLM):
         for request in requests:
             ids = self.tok_encode(request.args[0])
             pairs = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
-            found = [(None, *make_disjoint_window(pair)) for pair in pairs]
-            windows += found
-            counts.append(len(found))
+            disjoint = [(None, *make_disjoint_window(pair)) for pair in pairs]
+            windows += disjoint
+            counts.append(len(disjoint))
         scored = iter(self._loglikelihood_tokens(windows, disable_tqdm))
         totals = []
         for request, count in zip(requests, counts, strict=True):
@@ -173,23 +170,23 @@ class ToolkitLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model says after each context, up to the first of the stop sequences, which is left out."""
-        said = [""] * len(requests)
+        """The text generated after each context, up to the first stop sequence, which is left out."""
+        generated = [""] * len(requests)
         progress = tqdm(total=len(requests), desc="Running generate_until requests", disable=disable_tqdm)
-        alike: dict[str, list[int]] = {}  # a batch shares its settings
+        by_settings: dict[str, list[int]] = {}  # a batch shares its settings
         for i, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
-        for group in alike.values():
+            by_settings.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+        for group in by_settings.values():
             settings = requests[group[0]].args[1]
             contexts = [self.tok_encode(requests[i].args[0]) for i in group]
             for batch in self._batches([len(ids) for ids in contexts]):
                 texts = self._generate([contexts[j] for j in batch], settings)
                 for j, text in zip(batch, texts, strict=True):
-                    said[group[j]] = text
+                    generated[group[j]] = text
                     self.cache_hook.add_partial("generate_until", requests[group[j]].args, text)
                 progress.update(len(batch))
         progress.close()
-        return said
+        return generated
 
     def _generate(self, contexts: list[list[int]], settings: dict[str, Any]) -> list[str]:
         options = normalize_gen_kwargs(settings, self.max_gen_toks)
@@ -205,8 +202,8 @@ class ToolkitLM(TemplateLM):
         sampled = options.pop("do_sample")
         temperature = options.pop("temperature", 1.0) if sampled else 0.0
         top_k, top_p = options.pop("top_k", TOP_K), options.pop("top_p", None)
-        if odd := [key for key in options if key not in IGNORED]:
-            raise InputError(f"generation option {odd[0]!r} is not one of this model's; it knows temperature, top_k and top_p")
+        if unknown := [key for key in options if key not in IGNORED]:
+            raise InputError(f"generation option {unknown[0]!r} is not supported; use temperature, top_k or top_p")
         contexts = [ids[-room:] or [self.prefix_token_id] for ids in contexts]
         width = max(map(len, contexts))
         prompt = torch.zeros(len(contexts), width, dtype=torch.long)
@@ -226,7 +223,7 @@ class ToolkitLM(TemplateLM):
         return [postprocess_generated_text(text, until, None) for text in self._until(tokens, until, len(contexts))]
 
     def _until(self, tokens: Iterator[Tensor], until: list[str], rows: int) -> Iterable[str]:
-        """Texts of what was generated, read for as long as one of them goes on."""
+        """The generated text of each row. Reading ``tokens`` stops when every row has ended."""
         ids: list[list[int]] = [[] for _ in range(rows)]
         texts, done = [""] * rows, [False] * rows
         for chosen in tokens:
@@ -242,15 +239,15 @@ class ToolkitLM(TemplateLM):
         return texts
 
     def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Indices, ``batch_size`` at a time, the longest first: what does not fit into memory fails at once."""
+        """Batches of ``batch_size`` indices, the longest first, so that a lack of memory shows at once."""
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         for start in range(0, len(order), self.batch_size):
             yield order[start : start + self.batch_size]
 
 
 def register() -> None:
-    """Make ``gpt2-toolkit`` known to lm_eval in this process, whichever release it is."""
-    import lm_eval.models  # noqa: F401  its own models first
+    """Register ``gpt2-toolkit`` with lm_eval in this process, for every release."""
+    import lm_eval.models  # noqa: F401  registers lm_eval's own models first
     from lm_eval.api.registry import model_registry
 
     if NAME not in model_registry:
@@ -258,7 +255,7 @@ def register() -> None:
 
 
 def main() -> None:
-    """lm_eval's own command, with our models."""
+    """Run lm_eval's command with our model added."""
     from lm_eval.__main__ import cli_evaluate
 
     register()

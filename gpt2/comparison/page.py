@@ -1,4 +1,4 @@
-"""The HTML page of a comparison."""
+"""Build the HTML page of a comparison: the verdict in words, headline figures, charts, and coloured text."""
 
 from __future__ import annotations
 
@@ -12,41 +12,19 @@ from gpt2.pages import drawing
 from gpt2.pages.rendering import between, number, percent, percent_between, readable, render, short_names, visible
 
 if TYPE_CHECKING:
+    from gpt2.comparison.distributions import Distributions
     from gpt2.comparison.results import Comparison
     from gpt2.comparison.words import Choice, Continuation, Passage, Word
 
+CHARTS = ("layers", "cka", "heat", "numerics", "histogram", "position", "confidence", "calibration")
+
 
 def page(comparison: Comparison) -> str:
-    """The page as text."""
+    """The page as HTML text."""
     names = short_names(comparison.a.name, comparison.b.name)
-    found, weights, activations, words = (
-        comparison.distributions,
-        comparison.weights,
-        comparison.activations,
-        comparison.words,
-    )
-    pictures: dict[str, Any] = dict.fromkeys(
-        ("layers", "cka", "heat", "numerics", "histogram", "position", "confidence", "calibration")
-    )
-    if activations is not None:
-        pictures["layers"] = [
-            plots.divergence_by_layer(activations.points, activations.threshold, wide=wide) for wide in (True, False)
-        ]
-        pictures["cka"] = plots.similarity(activations.cka, names) if activations.cka else None
-    if weights is not None and weights.total.unchanged < 1:
-        pictures["heat"] = [plots.weight_heat(weights.tensors, wide=wide) for wide in (True, False)]
-    if comparison.numerics is not None:
-        pictures["numerics"] = [plots.numerics_by_layer(comparison.numerics.points, names, wide=wide) for wide in (True, False)]
-    if found is not None:
-        marks = {"median": found.kl_ab.percentiles["50"], "99 %": found.kl_ab.percentiles["99"]}
-        bins = found.kl_ab.histogram, found.kl_ba.histogram
-        pictures["histogram"] = plots.histogram(*bins, marks) if any(bins) else None
-        pictures["position"] = plots.by_position(found.by_position)
-        pictures["confidence"] = plots.by_confidence(found.by_confidence)
-        sides = found.calibration_a, found.calibration_b
-        labels = [f"{name}: off by {percent(side.ece)}" for name, side in zip(names, sides, strict=True)]
-        pictures["calibration"] = plots.calibration(*sides, (labels[0], labels[1]))
-    scale = js_scale([word.js for word in words.text]) if words is not None else MAX_JS
+    weights, words = comparison.weights, comparison.words
+    text, worst, rows = (words.text, words.passages, words.continuations) if words is not None else ((), (), ())
+    scale = js_scale([word.js for word in text]) if words is not None else MAX_JS
     return render(
         "report",
         c=comparison,
@@ -54,20 +32,49 @@ def page(comparison: Comparison) -> str:
         verdict=verdict(comparison),
         headline=headline(comparison),
         command=command(comparison),
-        pictures=pictures,
+        pictures=charts(comparison, names),
         scale=scale,
         heat_shade=plots.heat_shade,
         heat_scale=plots.heat_scale([tensor.distance for tensor in weights.tensors]) if weights is not None else None,
-        tokens=[token(word, scale) for word in words.text] if words is not None else [],
-        passages=[passage(part, scale) for part in words.passages] if words is not None else [],
-        continuations=[said(row) for row in words.continuations] if words is not None else [],
-        choices=choices([*words.text, *(word for part in words.passages for word in part.words)]) if words is not None else [],
+        tokens=[token(word, scale) for word in text],
+        passages=[passage(part, scale) for part in worst],
+        continuations=[continuation(row) for row in rows],
+        choices=choices([*text, *(word for part in worst for word in part.words)]),
     )
 
 
+def charts(comparison: Comparison, names: tuple[str, str]) -> dict[str, str | list[str | None] | None]:
+    """The page's charts by name; a list holds a wide and a narrow version, None is a chart with nothing to show."""
+    both, weights, activations, numerics = (
+        comparison.distributions,
+        comparison.weights,
+        comparison.activations,
+        comparison.numerics,
+    )
+    drawn: dict[str, str | list[str | None] | None] = dict.fromkeys(CHARTS)
+    if activations is not None:
+        points, threshold = activations.points, activations.threshold
+        drawn["layers"] = [plots.divergence_by_layer(points, threshold, wide=wide) for wide in (True, False)]
+        drawn["cka"] = plots.similarity(activations.cka, names) if activations.cka else None
+    if weights is not None and weights.total.unchanged < 1:
+        drawn["heat"] = [plots.weight_heat(weights.tensors, wide=wide) for wide in (True, False)]
+    if numerics is not None:
+        drawn["numerics"] = [plots.numerics_by_layer(numerics.points, names, wide=wide) for wide in (True, False)]
+    if both is not None:
+        marks = {"median": both.kl_ab.percentiles["50"], "99 %": both.kl_ab.percentiles["99"]}
+        bins = both.kl_ab.histogram, both.kl_ba.histogram
+        drawn["histogram"] = plots.histogram(*bins, marks) if any(bins) else None
+        drawn["position"] = plots.by_position(both.by_position)
+        drawn["confidence"] = plots.by_confidence(both.by_confidence)
+        sides = both.calibration_a, both.calibration_b
+        label_a, label_b = (f"{name}: off by {percent(side.ece)}" for name, side in zip(names, sides, strict=True))
+        drawn["calibration"] = plots.calibration(*sides, (label_a, label_b))
+    return drawn
+
+
 def verdict(comparison: Comparison) -> tuple[str, str]:
-    """What is the matter, in one sentence that a person understands: its beginning, to be stressed, and its end."""
-    weights, found = comparison.weights, comparison.distributions
+    """The result in one sentence: its beginning, printed bold, and its end."""
+    weights, both = comparison.weights, comparison.distributions
     a, b = comparison.a, comparison.b
     if comparison.ok:
         return "Identical", ": nothing that was measured differs, not a weight, not an activation, not a probability."
@@ -82,71 +89,68 @@ def verdict(comparison: Comparison) -> tuple[str, str]:
     else:
         differing = [field for field, *_ in comparison.compatibility.architecture]
         subject = f"Two models that differ in {', '.join(differing)}" if differing else "Two models"
-    if found is not None:
-        return subject, f": {_prediction(comparison)}."
+    if both is not None:
+        return subject, f": {_prediction(both)}."
     if comparison.alone:
-        one, other = (score.bits_per_byte for score in comparison.alone)
-        return subject, f": with tokenizers of their own, A needs {number(one)} and B {number(other)} bits per byte of this text."
+        bits_a, bits_b = (number(score.bits_per_byte) for score in comparison.alone)
+        return subject, f": with tokenizers of their own, A needs {bits_a} and B {bits_b} bits per byte of this text."
     return subject, "."
 
 
-def _prediction(comparison: Comparison) -> str:
-    found = comparison.distributions
-    same = f"both would choose the same next token {percent(found.same_top.value)} of the time"
-    if found.undefined:
-        return f"for {found.undefined:,} of {found.tokens:,} tokens a model gave no number at all"
-    low, high = found.ratio.low, found.ratio.high
-    if not low <= 1 <= high:
-        better = "better" if found.ratio.value < 1 else "worse"
-        perplexity = f"{number(found.a.perplexity.value, '#.4g')} → {number(found.b.perplexity.value, '#.4g')}"
+def _prediction(both: Distributions) -> str:
+    if both.undefined:
+        return f"for {both.undefined:,} of {both.tokens:,} tokens a model gave no number at all"
+    same = f"both would choose the same next token {percent(both.same_top.value)} of the time"
+    if not both.ratio.low <= 1 <= both.ratio.high:
+        better = "better" if both.ratio.value < 1 else "worse"
+        perplexity = f"{number(both.a.perplexity.value, '#.4g')} → {number(both.b.perplexity.value, '#.4g')}"
         return f"B predicts this text {better} (perplexity {perplexity}), and {same}"
-    return f"they predict this text equally well, as far as {found.tokens:,} tokens can tell, and {same}"
+    return f"they predict this text equally well, as far as {both.tokens:,} tokens can tell, and {same}"
 
 
 def ratio_form(ratio: float) -> str:
-    """As many digits as tell a ratio from 1."""
+    """A format with enough digits to distinguish a ratio from 1."""
     off = abs(ratio - 1)
     return f".{min(12, 1 - math.floor(math.log10(off)))}f" if 0 < off < 0.1 else "#.3g"
 
 
 def headline(comparison: Comparison) -> list[dict[str, str]]:
-    """The numbers under the verdict: label, value from and to, and an interval or a remark."""
+    """The figures under the verdict: label, value before and after, and an interval or a remark (``told``)."""
     tiles = []
-    found, weights = comparison.distributions, comparison.weights
+    both, weights, last_words = comparison.distributions, comparison.weights, comparison.last_words
 
-    def tile(label: str, value: str, told: str, before: str = "") -> None:
-        tiles.append({"label": label, "before": before, "value": value, "told": told})
+    def tile(label: str, value: str, remark: str, before: str = "") -> None:
+        tiles.append({"label": label, "before": before, "value": value, "told": remark})
 
-    if found is not None:
-        a, b = found.a, found.b
-        form = ratio_form(found.ratio.value)
-        interval = between(found.ratio, form)
-        told = f"× {number(found.ratio.value, form)}" + (f" ({interval})" if interval else "")
-        tile("perplexity", number(b.perplexity.value, "#.4g"), told, number(a.perplexity.value, "#.4g"))
-        told = between(b.bits_per_byte, ".3f")
-        tile(comparison.bits_per, number(b.bits_per_byte.value, ".3f"), told, number(a.bits_per_byte.value, ".3f"))
-        tile("KL(A‖B), nats", number(found.kl_ab.mean.value), between(found.kl_ab.mean))
-        tile("same first choice", percent(found.same_top.value), percent_between(found.same_top))
-    elif comparison.alone:
-        one, other = comparison.alone
-        tile("bits per byte", number(other.bits_per_byte, ".3f"), "each over its own tokens", number(one.bits_per_byte, ".3f"))
-        tile("perplexity", number(other.perplexity, "#.4g"), "not comparable", number(one.perplexity, "#.4g"))
-    if comparison.last_words is not None:
-        a, b, change = comparison.last_words.a, comparison.last_words.b, comparison.last_words.change
-        told = f"of {a.n:,} passages; × {number(change.ratio.value)} perplexity"
-        tile("last words right", percent(b.accuracy.value), told, percent(a.accuracy.value))
+    scores = (both.a.score, both.b.score) if both is not None else comparison.alone
+    perplexities = [number(score.perplexity, "#.4g") for score in scores]
+    bits = [number(score.bits_per_byte, ".3f") for score in scores]
+    if both is not None:
+        form = ratio_form(both.ratio.value)
+        interval = between(both.ratio, form)
+        ratio = f"× {number(both.ratio.value, form)}" + (f" ({interval})" if interval else "")
+        tile("perplexity", perplexities[1], ratio, perplexities[0])
+        tile(comparison.bits_per, bits[1], between(both.b.bits_per_byte, ".3f"), bits[0])
+        tile("KL(A‖B), nats", number(both.kl_ab.mean.value), between(both.kl_ab.mean))
+        tile("same first choice", percent(both.same_top.value), percent_between(both.same_top))
+    elif scores:
+        tile("bits per byte", bits[1], "each over its own tokens", bits[0])
+        tile("perplexity", perplexities[1], "not comparable", perplexities[0])
+    if last_words is not None:
+        passages = f"of {last_words.a.n:,} passages; × {number(last_words.change.ratio.value)} perplexity"
+        tile("last words right", percent(last_words.b.accuracy.value), passages, percent(last_words.a.accuracy.value))
     if weights is not None:
-        still, count = len(weights.unchanged), len(weights.tensors)
-        if still == count:
+        unchanged, count = len(weights.unchanged), len(weights.tensors)
+        if unchanged == count:
             tile("weights", "equal", f"every entry of {count} tensors")
         else:
-            told = f"{still} of {count} tensors unchanged" if still else f"all {count} tensors"
-            tile("weights rounded" if weights.same_numbers else "weights moved", percent(weights.total.distance, 2), told)
+            remark = f"{unchanged} of {count} tensors unchanged" if unchanged else f"all {count} tensors"
+            tile("weights rounded" if weights.same_numbers else "weights moved", percent(weights.total.distance, 2), remark)
     return tiles
 
 
 def command(comparison: Comparison) -> str:
-    """What makes this page again."""
+    """The command that makes this page again."""
     parts = ["gpt2", "compare", comparison.a.name, comparison.b.name]
     if comparison.text.sha256:
         parts += ["--on", comparison.text.name]
@@ -157,19 +161,19 @@ def command(comparison: Comparison) -> str:
 
 
 def js_scale(values: list[float]) -> float:
-    """What the darkest colour means: log 2, the most there is, unless all values are so small that nothing would be seen."""
+    """The divergence of the darkest colour: log 2, its maximum, or the largest value if all are below 0.02."""
     largest = max((value for value in values if math.isfinite(value)), default=0.0)
     return MAX_JS if largest > 0.02 or largest == 0 else largest
 
 
 def token(word: Word, scale: float) -> dict[str, Any]:
-    """How a token is coloured: by the root of the divergence, which is a distance, and by who found it likelier."""
+    """A token's colours: the square root of the divergence, and which model gives it the higher probability."""
     share = math.sqrt(word.js / scale) if word.js > 0 else word.js
-    return {"text": readable(word.text), "shade": drawing.shade(share), "lean": lean(word)}
+    return {"text": readable(word.text), "shade": drawing.shade(share), "lean": preference(word)}
 
 
-def lean(word: Word) -> int:
-    """-4 .. 4: which model gave the token more, in doublings of its probability; negative is A."""
+def preference(word: Word) -> int:
+    """Which model gives the token the higher probability, in factors of two: -4 (A) .. 4 (B)."""
     a, b = word.probability_a, word.probability_b
     if a == b or math.isnan(a + b):
         return 0
@@ -179,7 +183,7 @@ def lean(word: Word) -> int:
 
 
 def choices(words: list[Word]) -> list[list[Any]]:
-    """What hovering shows of each coloured token: the token, divergence, both probabilities, and both models' first choices."""
+    """The tooltip of each token: its text, divergence, both probabilities, and both models' likeliest candidates."""
 
     def listed(top: tuple[Choice, ...]) -> list[list[Any]]:
         return [[visible(choice.text), _rounded(choice.probability)] for choice in top]
@@ -195,16 +199,16 @@ def _rounded(value: float) -> float | None:
 
 
 def passage(part: Passage, scale: float) -> dict[str, Any]:
-    """A passage with the few of its tokens that the models disagree about most, in the order of the text."""
+    """A passage, and a table of its four tokens with the largest divergence, in the order of the text."""
     worst = sorted(range(len(part.words)), key=lambda at: -part.words[at].js)[:4]
     rows = [part.words[at] for at in sorted(worst)]
     return {"start": part.start, "js": part.js, "tokens": [token(word, scale) for word in part.words], "rows": rows}
 
 
-def said(row: Continuation) -> dict[str, Any]:
-    """A prompt and both continuations, each split where they part."""
+def continuation(row: Continuation) -> dict[str, Any]:
+    """A prompt and both continuations, each split at the first different character."""
     pairs = enumerate(zip(row.a, row.b, strict=False))
-    same = next((place for place, (one, other) in pairs if one != other), min(len(row.a), len(row.b)))
+    same = next((index for index, (a, b) in pairs if a != b), min(len(row.a), len(row.b)))
     how = "greedy" if row.temperature == 0 else f"sampled at T = {number(row.temperature, 'g')}, the same random numbers"
     return {
         "prompt": row.prompt,

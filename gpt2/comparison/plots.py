@@ -1,9 +1,9 @@
-"""The pictures of a report: errors by layer, heat by weight, histograms, calibration."""
+"""Draw the charts of a comparison's page: errors by layer, changes by weight, histograms, calibration."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from gpt2.comparison.activations import ActivationChange
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 from gpt2.pages.drawing import INK, LEVELS, MUTED, NARROW, PAPER, RULE, SHADES, SMALL, WIDE, A, B, shade, svg
 
+LineStyle = str | tuple[int, tuple[int, int]]
+DASHED: LineStyle = (0, (4, 3))
+
 
 def divergence_by_layer(points: Sequence[ActivationChange], threshold: float, *, wide: bool) -> str | None:
-    """Relative error at each traced point in the order of computation; None where none differs by a finite amount."""
+    """Relative error at each traced point in the order of computation; None if no difference is finite and above 0."""
     errors = [(point.point, point.error) for point in points]
     if not _drawable(error for _, error in errors):
         return None
@@ -29,7 +32,7 @@ def divergence_by_layer(points: Sequence[ActivationChange], threshold: float, *,
         _by_point(axes, errors, B, wide)
         low, high = axes.get_ylim()
         if low / 30 < threshold < high * 30:
-            axes.axhline(threshold, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label=f"threshold {threshold:g}")
+            axes.axhline(threshold, color=MUTED, linewidth=1, linestyle=DASHED, label=f"threshold {threshold:g}")
         axes.set_ylabel("relative error")
         _legend(axes, 5 if wide else 2)
 
@@ -37,14 +40,14 @@ def divergence_by_layer(points: Sequence[ActivationChange], threshold: float, *,
 
 
 def numerics_by_layer(points: Sequence[tuple[str, float, float]], names: tuple[str, str], *, wide: bool) -> str | None:
-    """Distance of both sides from a float64 run, at each traced point."""
-    if not _drawable(error for _, *both in points for error in both):
+    """Relative error of both models against a float64 run, at each traced point."""
+    if not _drawable(error for _, a, b in points for error in (a, b)):
         return None
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        for side, (colour, name) in enumerate(zip((A, B), names, strict=True)):
-            errors = [(point[0], point[1 + side]) for point in points]
+        errors_a, errors_b = [(point, a) for point, a, _ in points], [(point, b) for point, _, b in points]
+        for colour, name, errors in ((A, names[0], errors_a), (B, names[1], errors_b)):
             if _drawable(error for _, error in errors):
                 _by_point(axes, errors, colour, wide, name)
         axes.set_ylabel("distance from float64")
@@ -58,28 +61,26 @@ def _drawable(values: Iterator[float]) -> bool:
 
 
 def _by_point(axes: Axes, errors: Sequence[tuple[str, float]], colour: str, wide: bool, name: str | None = None) -> None:
-    """A dot per point and a line through the stream; also, unless ``name`` says whose they are, through both branches."""
+    """Plot a dot per point and a line along the stream; without a ``name``, also a line along each of the two branches."""
     places = {point: place for place, (point, _) in enumerate(errors)}
     value = {point: error if math.isfinite(error) and error > 0 else math.nan for point, error in errors}
     axes.plot(list(places.values()), list(value.values()), ".", color=colour if name else MUTED, markersize=3, alpha=0.5)
-    lines = [("stream", lambda p: p == "embed" or (p.startswith("h.") and p.count(".") == 1), colour, "-", 2.2, "o")]
+    stream = [point for point in places if point == "embed" or (point.startswith("h.") and point.count(".") == 1)]
+    lines: list[tuple[str, list[str], str, LineStyle, float, str]] = [(name or "stream", stream, colour, "-", 2.2, "o")]
     if name is None:
-        lines += [
-            ("attention output", lambda p: p.endswith("attn.c_proj"), INK, "-", 1.1, "s"),
-            ("mlp output", lambda p: p.endswith("mlp.c_proj"), INK, (0, (3, 2)), 1.1, "D"),
-        ]
-    many = len(errors) > 300
-    for label, chosen, ink, style, width, marker in lines:
-        at = [point for point in places if chosen(point)]
+        attention, mlp = ([point for point in places if point.endswith(f"{part}.c_proj")] for part in ("attn", "mlp"))
+        lines.append(("attention output", attention, INK, "-", 1.1, "s"))
+        lines.append(("mlp output", mlp, INK, (0, (3, 2)), 1.1, "D"))
+    for label, line, ink, style, width, marker in lines:
         axes.plot(
-            [places[point] for point in at],
-            [value[point] for point in at],
-            marker="" if many else marker,
+            [places[point] for point in line],
+            [value[point] for point in line],
+            marker="" if len(errors) > 300 else marker,
             markersize=4.5 if width > 2 else 3.2,
             color=ink,
             linewidth=width,
             linestyle=style,
-            label=name or label,
+            label=label,
         )
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(_power)
@@ -87,16 +88,21 @@ def _by_point(axes: Axes, errors: Sequence[tuple[str, float]], colour: str, wide
     for point, place in places.items():
         if (layer := layer_of(point)) is not None:
             layers.setdefault(layer, []).append(place)
-    step = math.ceil(len(layers) / (26 if wide else 9))
-    axes.set_xticks([sum(at) / len(at) for at in layers.values()], [f"h.{n}" if n % step == 0 else "" for n in layers])
+    axes.set_xticks([sum(inside) / len(inside) for inside in layers.values()], _layer_labels(layers, wide))
     axes.tick_params(axis="x", length=0)
-    for at in layers.values():
-        axes.axvline(at[0] - 0.5, color=RULE, linewidth=0.8)
+    for inside in layers.values():
+        axes.axvline(inside[0] - 0.5, color=RULE, linewidth=0.8)
     axes.set_xlim(-1, len(errors))
 
 
+def _layer_labels(layers: Collection[int], wide: bool) -> list[str]:
+    """Labels of layers on an axis; as many are empty as needed to leave room for the others."""
+    step = math.ceil(len(layers) / (26 if wide else 9))
+    return [f"h.{layer}" if layer % step == 0 else "" for layer in layers]
+
+
 def _power(value: float, _: object = None) -> str:
-    """A power of ten as it is written by hand."""
+    """Format a power of ten as 10⁻⁴, for an axis."""
     exponent = round(math.log10(value)) if value > 0 else 0
     if value <= 0 or abs(math.log10(value) - exponent) > 1e-6:
         return f"{value:g}"
@@ -106,7 +112,7 @@ def _power(value: float, _: object = None) -> str:
 
 
 def heat_scale(distances: Sequence[float]) -> tuple[float, float] | None:
-    """Both ends of the logarithmic scale of a heat map: one to three decades, the upper end the largest finite distance."""
+    """Both ends of a heat map's logarithmic scale: one to three decades up to the largest finite distance."""
     positive = sorted(distance for distance in distances if math.isfinite(distance) and distance > 0)
     if not positive:
         return None
@@ -114,7 +120,7 @@ def heat_scale(distances: Sequence[float]) -> tuple[float, float] | None:
 
 
 def heat_shade(distance: float, scale: tuple[float, float] | None) -> int:
-    """The shade of a relative distance; an infinite one is as dark as the largest."""
+    """The shade of a relative distance; infinity has the darkest shade."""
     if distance == 0 or scale is None:
         return 0 if distance == 0 else LEVELS - 1
     if not math.isfinite(distance) or scale[0] == scale[1]:
@@ -124,25 +130,23 @@ def heat_shade(distance: float, scale: tuple[float, float] | None) -> int:
 
 def weight_heat(tensors: Sequence[TensorChange], *, wide: bool) -> str | None:
     """Relative distance of each tensor of each layer: a row per family, a column per layer."""
-    inside = [tensor for tensor in tensors if tensor.layer is not None]
-    if not inside:
+    distances = {(tensor.family, tensor.layer): tensor.distance for tensor in tensors if tensor.layer is not None}
+    if not distances:
         return None
     scale = heat_scale([tensor.distance for tensor in tensors])
-    families = list(dict.fromkeys(tensor.family for tensor in inside))
-    layers = sorted({tensor.layer for tensor in inside})
-    found = {(tensor.family, tensor.layer): tensor.distance for tensor in inside}
-    cells = [[found.get((family, layer), 0.0) for layer in layers] for family in families]
+    families = list(dict.fromkeys(family for family, _ in distances))
+    layers = sorted({layer for _, layer in distances})
+    cells = [[distances.get((family, layer), 0.0) for layer in layers] for family in families]
     labels = [family.removeprefix("h.{}.") for family in families]
     if not wide:
         labels = [label.replace(".weight", ".w").replace(".bias", ".b") for label in labels]
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        told = (lambda distance: _percent(distance)) if len(layers) <= (16 if wide else 6) else None
-        _heat(axes, [[heat_shade(cell, scale) for cell in row] for row in cells], cells, told, 8 if wide else 7)
+        text = _percent if len(layers) <= (16 if wide else 6) else None
+        _heat(axes, [[heat_shade(cell, scale) for cell in row] for row in cells], cells, text, 8 if wide else 7)
         axes.set_yticks(range(len(labels)), labels)
-        step = math.ceil(len(layers) / (26 if wide else 9))
-        axes.set_xticks(range(len(layers)), [f"h.{layer}" if layer % step == 0 else "" for layer in layers])
+        axes.set_xticks(range(len(layers)), _layer_labels(layers, wide))
 
     height = 0.28 * len(families) + 0.4
     return svg("heat", ((WIDE if wide else NARROW)[0], height), "Relative weight change by layer and tensor", draw)
@@ -153,8 +157,8 @@ def similarity(cka: Sequence[Sequence[float]], names: tuple[str, str]) -> str:
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        told = (lambda value: f"{value:.2f}" if math.isfinite(value) else "–") if len(cka[0]) <= 13 else None
-        _heat(axes, [[shade(value) for value in row] for row in cka], cka, told, 7.5)
+        text = (lambda value: f"{value:.2f}" if math.isfinite(value) else "–") if len(cka[0]) <= 13 else None
+        _heat(axes, [[shade(value) for value in row] for row in cka], cka, text, 7.5)
         for axis, count, name in ((axes.yaxis, len(cka), names[0]), (axes.xaxis, len(cka[0]), names[1])):
             step = math.ceil(count / 16)
             ticks = ["embed", *(f"h.{layer}" for layer in range(count - 1))]
@@ -169,7 +173,7 @@ def _heat(
     axes: Axes,
     shades: Sequence[Sequence[int]],
     values: Sequence[Sequence[float]],
-    told: Callable[[float], str] | None,
+    text: Callable[[float], str] | None,
     size: float,
 ) -> None:
     from matplotlib.colors import ListedColormap
@@ -180,10 +184,10 @@ def _heat(
     axes.grid(False)
     axes.tick_params(length=0)
     axes.spines["bottom"].set_visible(False)
-    if told:
+    if text:
         for row, line in enumerate(values):
             for column, value in enumerate(line):
-                axes.text(column, row, told(value), ha="center", va="center_baseline", fontsize=size, color=INK)
+                axes.text(column, row, text(value), ha="center", va="center_baseline", fontsize=size, color=INK)
 
 
 def _percent(distance: float) -> str:
@@ -198,7 +202,7 @@ def _percent(distance: float) -> str:
 def histogram(
     kl_ab: Sequence[tuple[float, float, int]], kl_ba: Sequence[tuple[float, float, int]], marks: dict[str, float]
 ) -> str:
-    """How many tokens have which divergence, the last eight decades; ``marks`` are named lines across, percentiles."""
+    """Draw how many tokens have which divergence, for the upper eight decades; ``marks`` are vertical lines with names."""
     least = max(high for bins in (kl_ab, kl_ba) for _, high, _ in bins) / 1e8
     kl_ab, kl_ba = ([bar for bar in bins if bar[0] >= least] for bins in (kl_ab, kl_ba))
 
@@ -209,15 +213,15 @@ def histogram(
                 continue
             edges = [bins[0][0], *(high for _, high, _ in bins)]
             counts = [count for *_, count in bins]
-            style = {"facecolor": colour, "alpha": 0.75} if filled else {"edgecolor": colour, "linewidth": 1.1}
-            axes.stairs(counts, edges, fill=filled, label=name, **style)
+            alpha, width = (0.75, 0) if filled else (None, 1.1)
+            axes.stairs(counts, edges, fill=filled, label=name, color=colour, alpha=alpha, linewidth=width)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(_power)
         top = axes.get_ylim()[1] * 1.12
         axes.set_ylim(0, top)
         for place, (name, value) in enumerate(marks.items()):
             if least <= value <= 1e8 * least:
-                axes.axvline(value, color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
+                axes.axvline(value, color=MUTED, linewidth=0.9, linestyle=DASHED)
                 side = {"xytext": (3, -3)} if place else {"xytext": (-3, -3), "ha": "right"}  # the smaller to the left
                 axes.annotate(name, (value, top), textcoords="offset points", va="top", fontsize=7.5, color=MUTED, **side)
         axes.set(xlabel="nats", ylabel="tokens")
@@ -227,14 +231,14 @@ def histogram(
 
 
 def by_position(bins: Sequence[Bin]) -> str | None:
-    """Mean KL by how many tokens were seen before."""
-    if not _drawable(found.kl for found in bins):
+    """Mean KL by the number of tokens before."""
+    if not _drawable(bin.kl for bin in bins):
         return None
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        places = [math.sqrt(found.low * found.high) for found in bins]
-        axes.plot(places, [_finite(found.kl) for found in bins], color=B, linewidth=2, marker="o", markersize=4.5)
+        places = [math.sqrt(bin.low * bin.high) for bin in bins]
+        axes.plot(places, [_finite(bin.kl) for bin in bins], color=B, linewidth=2, marker="o", markersize=4.5)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_ylim(bottom=0)
@@ -244,15 +248,15 @@ def by_position(bins: Sequence[Bin]) -> str | None:
 
 
 def by_confidence(bins: Sequence[Bin]) -> str | None:
-    """Mean KL by how sure the reference was of its likeliest token."""
-    if not _drawable(found.kl for found in bins):
+    """Mean KL by the probability that the reference gives its likeliest token."""
+    if not _drawable(bin.kl for bin in bins):
         return None
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        places = [(found.low + found.high) / 2 for found in bins]
+        places = [(bin.low + bin.high) / 2 for bin in bins]
         width = 0.86 * (bins[0].high - bins[0].low)
-        axes.bar(places, [_finite(found.kl) for found in bins], width=width, color=B, alpha=0.75)
+        axes.bar(places, [_finite(bin.kl) for bin in bins], width=width, color=B, alpha=0.75)
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         axes.set(xlabel="probability A gave its first choice", ylabel="mean KL(A‖B), nats")
@@ -261,16 +265,16 @@ def by_confidence(bins: Sequence[Bin]) -> str | None:
 
 
 def calibration(a: Calibration, b: Calibration, labels: tuple[str, str]) -> str:
-    """How often the first choice was right against how sure the model was; a dot's area is its share of the tokens."""
+    """How often each model's first choice was right, by its probability; a dot's area is its share of the tokens."""
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
+        axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=DASHED)
         for side, colour, label in ((a, A, labels[0]), (b, B, labels[1])):
-            total = sum(found.tokens for found in side.bins) or 1
-            where = [found.confidence for found in side.bins], [found.accuracy for found in side.bins]
+            total = sum(bin.tokens for bin in side.bins) or 1
+            where = [bin.confidence for bin in side.bins], [bin.accuracy for bin in side.bins]
             axes.plot(*where, color=colour, linewidth=1.6, label=label)
-            axes.scatter(*where, s=[8 + 240 * found.tokens / total for found in side.bins], color=colour, alpha=0.85, linewidth=0)
+            axes.scatter(*where, s=[8 + 240 * bin.tokens / total for bin in side.bins], color=colour, alpha=0.85, linewidth=0)
         axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="probability of the first choice", ylabel="how often it was right")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda value, _: f"{value:.0%}")

@@ -1,7 +1,8 @@
-"""The results of a comparison as frozen dataclasses, from which terminal text, JSON and HTML are made."""
+"""The results of a comparison as frozen dataclasses, with their terminal tables and JSON."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,14 +22,17 @@ from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_ta
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
-
-SEEN = 0.005  # nats of Jensen-Shannon that two digits show
+VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00
 
 
 @dataclass(frozen=True)
 class Model:
-    """One side, as it was run. ``files`` are name -> sha256, ``official`` whether they are the official ones."""
+    """One of the two models, with everything needed to run it again.
+
+    ``files`` are name -> sha256; ``official`` says whether they are the official ones.
+    """
 
     name: str
     implementation: str  # "gpt2" or "transformers 5.23.0"
@@ -42,7 +46,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Scored:
-    """The text that was used; ``sha256`` is of the whole of it, ``tokens`` were taken from its beginning."""
+    """The text that was scored: ``sha256`` of the whole text, and how many ``tokens`` of its beginning were used."""
 
     name: str
     sha256: str
@@ -54,10 +58,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class Numerics:
-    """The same weights run twice: each side's distance from a float64 run of our model, by traced point.
+    """The rounding errors of two runs of the same weights, measured against a float64 run of our model.
 
-    ``points`` are (point, error of a, error of b), relative; ``logits`` are (what was run, error) for the fused and the
-    spelt-out attention of our model, in each side's dtype.
+    ``points`` are (traced point, relative error of a, relative error of b). ``logits`` are (description, relative error) for
+    the fused and the spelt-out attention of our model, in each side's dtype.
     """
 
     points: tuple[tuple[str, float, float], ...]
@@ -66,7 +70,7 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Comparison(Printed):
-    """Two models, from weights to words; a part is None where it could not be measured, and ``compatibility`` says why."""
+    """Everything measured about two models; a part that could not be measured is None, and ``compatibility`` has the reason."""
 
     a: Model
     b: Model
@@ -75,7 +79,7 @@ class Comparison(Printed):
     weights: WeightChanges | None
     activations: Activations | None
     distributions: Distributions | None
-    alone: tuple[LanguageScore, ...]  # of each, where the distributions cannot be compared
+    alone: tuple[LanguageScore, ...]  # one per model, where the distributions cannot be compared
     words: Words | None
     last_words: LastWords | None
     numerics: Numerics | None
@@ -85,7 +89,7 @@ class Comparison(Printed):
 
     @property
     def ok(self) -> bool:
-        """Nothing that was measured differs."""
+        """Whether nothing that was measured differs."""
         weights = self.weights is None or self.weights.total.unchanged == 1.0
         activations = self.activations is None or all(point.max_abs == 0 for point in self.activations.points)
         distributions = self.distributions is not None and self.distributions.js.max == 0
@@ -93,18 +97,18 @@ class Comparison(Printed):
 
     @property
     def protocol(self) -> str:
-        """How much was scored, from how much context; of each model where they read other tokens."""
+        """Scored tokens, context and stride; for each model where the tokenizers differ."""
         if self.alone:
             return " → ".join(f"{s.tokens:,} tokens scored, context {s.context}, stride {s.stride}" for s in self.alone)
         return f"{self.text.tokens:,} tokens, context {self.text.context}, stride {self.text.stride}"
 
     @property
     def bits_per(self) -> str:
-        """What bits are counted by: random ids stand for no bytes, and count as one each."""
+        """The unit of bits per byte; random ids stand for no bytes, so bits are counted per token."""
         return "bits per byte" if self.text.sha256 else "bits per token"
 
     def to_json(self) -> str:
-        """Everything that was measured, with both models, the text, versions and hashes."""
+        """The whole comparison as JSON, with both models, the text, versions and hashes."""
         body = {"verdict": "identical" if self.ok else "different", "ok": self.ok, **asdict(self)}
         first = self.activations.first_past if self.activations else None
         body["first_past"] = None if first is None else {"point": first.point, "layer": first.layer, "error": first.error}
@@ -126,32 +130,32 @@ class Comparison(Printed):
         from rich.markup import escape
 
         yield f"\n[bold]{escape(self.a.name)}[/bold]  →  [bold]{escape(self.b.name)}[/bold]"
-        yield f"[dim]{self._circumstances()}[/dim]\n"
+        yield f"[dim]{self._subjects()}[/dim]\n"
         yield self._summary()
         for field, a, b in self.compatibility.architecture:
             yield f"[yellow]differs[/yellow]  {field}: {a} → {b}"
         for part, why in self.compatibility.impossible.items():
             yield f"[yellow]left out[/yellow]  {part}: {escape(why)}"
         if self.weights is not None and not self.weights.same_numbers:
-            yield "\n[bold]Weights[/bold]  [dim]the ten that moved farthest for their size[/dim]"
-            yield self._weights()
+            yield "\n[bold]Weights[/bold]  [dim]the ten with the largest relative change[/dim]"
+            yield _weights_table(self.weights)
         if self.activations is not None and self.activations.points:
             yield "\n[bold]Activations[/bold]  [dim]relative error by block, at its worst point[/dim]"
-            yield self._activations()
+            yield _activations_table(self.activations)
         if self.numerics is not None:
             yield "\n[bold]Numerics[/bold]  [dim]distance from float64, by block, at its worst point[/dim]"
-            yield self._numerics()
+            yield _numerics_table(self.numerics, self.a.name, self.b.name)
         if self.distributions is not None:
             yield "\n[bold]Distributions[/bold]  [dim]per token, in nats; intervals are 95 %[/dim]"
-            yield self._distributions()
-        if self.words is not None and any(word.js >= SEEN for passage in self.words.passages for word in passage.words):
-            yield "\n[bold]Words[/bold]  [dim]where they disagree most: the text, and what each expected instead[/dim]"
-            yield self._passage()
+            yield _distributions_table(self.distributions)
+        if self.words is not None and any(word.js >= VISIBLE_JS for passage in self.words.passages for word in passage.words):
+            yield "\n[bold]Words[/bold]  [dim]where they disagree most, and what each expected instead[/dim]"
+            yield _words_table(self.words)
         if self.words is not None and self.words.continuations:
-            yield self._continuations()
+            yield _continuations_table(self.words)
         yield f"[dim]in {self.seconds:.1f} s[/dim]\n"
 
-    def _circumstances(self) -> str:
+    def _subjects(self) -> str:
         kind = {"equal": "one tokenizer", "merges": "one vocabulary, other merges", "none": "no tokenizer to compare"}
         vocabularies = self.compatibility.vocabularies
         tokenizer = kind.get(vocabularies.verdict, f"tokenizers differ in {vocabularies.differing:,} entries")
@@ -160,125 +164,122 @@ class Comparison(Printed):
         dtypes = self.a.dtype + (f" → {self.b.dtype}" if self.a.dtype != self.b.dtype else "")
         return f"{sizes} parameters · {dtypes} · {tokenizer}\n{self.text.name}: {self.protocol}"
 
-    def _summary(self) -> RenderableType:
+    def _summary(self) -> Table:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 3, 0, 0))
         for _ in range(3):
             table.add_column(overflow="fold")
-        found = self.distributions
-        if found is not None:
-            a, b = found.a.score, found.b.score
-            table.add_row("perplexity", f"{a.perplexity:.2f} → {b.perplexity:.2f}", f"× {_interval(found.ratio, '.3f')}")
-            table.add_row(self.bits_per, f"{a.bits_per_byte:.4f} → {b.bits_per_byte:.4f}")
-            spread = f"median {found.kl_ab.percentiles['50']:.3g}, 99 % below {found.kl_ab.percentiles['99']:.3g}"
-            table.add_row("KL(a‖b)", f"{found.kl_ab.mean.value:.3g} nats", spread)
-            table.add_row(
-                "same top token", f"{found.same_top.value:.1%}", f"{found.same_top.low:.1%} .. {found.same_top.high:.1%}"
-            )
-        elif self.alone:
-            a, b = self.alone
-            table.add_row("bits per byte", f"{a.bits_per_byte:.4f} → {b.bits_per_byte:.4f}", "each over its own tokens")
-            table.add_row("perplexity", f"{a.perplexity:.2f} → {b.perplexity:.2f}", "not comparable: other tokens")
+        both = self.distributions
+        scores = (both.a.score, both.b.score) if both is not None else self.alone
+        perplexities = " → ".join(f"{score.perplexity:.2f}" for score in scores)
+        bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in scores)
+        if both is not None:
+            table.add_row("perplexity", perplexities, f"× {_interval(both.ratio, '.3f')}")
+            table.add_row(self.bits_per, bits)
+            spread = f"median {both.kl_ab.percentiles['50']:.3g}, 99 % below {both.kl_ab.percentiles['99']:.3g}"
+            table.add_row("KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread)
+            same = both.same_top
+            table.add_row("same top token", f"{same.value:.1%}", f"{same.low:.1%} .. {same.high:.1%}")
+        elif scores:
+            table.add_row("bits per byte", bits, "each over its own tokens")
+            table.add_row("perplexity", perplexities, "not comparable: different tokens")
         if self.last_words is not None:
-            a, b, change = self.last_words.a, self.last_words.b, self.last_words.change
-            told = f"{_interval(change.accuracy, '+.1%')} of {a.n:,} passages"
-            table.add_row("last words right", f"{a.accuracy.value:.1%} → {b.accuracy.value:.1%}", told)
-            of = f"× {_interval(change.ratio, '.3f')} per word"
-            table.add_row("their perplexity", f"{a.perplexity.value:.2f} → {b.perplexity.value:.2f}", of)
+            first, second, change = self.last_words.a, self.last_words.b, self.last_words.change
+            gain = f"{_interval(change.accuracy, '+.1%')} of {first.n:,} passages"
+            table.add_row("last words right", f"{first.accuracy.value:.1%} → {second.accuracy.value:.1%}", gain)
+            ratio = f"× {_interval(change.ratio, '.3f')} per word"
+            table.add_row("their perplexity", f"{first.perplexity.value:.2f} → {second.perplexity.value:.2f}", ratio)
         if self.weights is not None:
             total, most = self.weights.total, self.weights.most_changed(1)
             if most and self.weights.same_numbers:
                 table.add_row("weights", "the same", f"rounded to {_coarser(self.a.dtype, self.b.dtype)}, and nothing else")
             elif most:
-                told = f"most: {most[0].name}, {_moved(most[0].distance)}"
-                table.add_row(
-                    "weights moved", f"{total.distance:.2%}", f"{told}; {len(self.weights.unchanged)} tensors unchanged"
-                )
+                largest = f"most: {most[0].name}, {_moved(most[0].distance)}"
+                rest = f"{len(self.weights.unchanged)} tensors unchanged"
+                table.add_row("weights moved", f"{total.distance:.2%}", f"{largest}; {rest}")
             else:
                 table.add_row("weights", "equal", f"all {len(self.weights.tensors)} tensors, every entry")
         if self.activations is not None and self.activations.points:
-            first = self.activations.first_past
-            past = f"first past {self.activations.threshold:g}"
-            table.add_row(past, first.point if first else "nowhere", f"{first.error:.2g}" if first else "")
+            past = self.activations.first_past
+            title = f"first past {self.activations.threshold:g}"
+            table.add_row(title, past.point if past else "nowhere", f"{past.error:.2g}" if past else "")
         if self.ok:
             table.add_row("[bold green]IDENTICAL[/bold green]", "in all that was measured")
         return table
 
-    def _weights(self) -> RenderableType:
-        table = data_table("tensor", "moved", "max", "cosine", "unchanged", "rank (effective)")
-        for tensor in self.weights.most_changed():
-            rank = "" if tensor.rank is None else f"{tensor.rank}/{tensor.full_rank} ({tensor.effective_rank:.0f})"
-            add_texts(
-                table,
-                tensor.name,
-                _moved(tensor.distance),
-                f"{tensor.max_abs:.2g}",
-                f"{tensor.cosine:.5f}",
-                f"{tensor.unchanged:.1%}",
-                rank,
-            )
-        return table
 
-    def _activations(self) -> RenderableType:
-        table = data_table("where", "error", "at", "SQNR", "cosine")
-        for where, points in _by_block(self.activations.points, lambda point: point.point):
-            worst = max(points, key=lambda point: point.error)
-            add_texts(table, where, f"{worst.error:.2g}", _inside(worst.point), f"{worst.sqnr:.0f} dB", f"{worst.cosine:.6f}")
-        return table
+def _weights_table(weights: WeightChanges) -> Table:
+    table = data_table("tensor", "moved", "max", "cosine", "unchanged", "rank (effective)")
+    for tensor in weights.most_changed():
+        rank = "" if tensor.rank is None else f"{tensor.rank}/{tensor.full_rank} ({tensor.effective_rank:.0f})"
+        sizes = f"{tensor.max_abs:.2g}", f"{tensor.cosine:.5f}", f"{tensor.unchanged:.1%}"
+        add_texts(table, tensor.name, _moved(tensor.distance), *sizes, rank)
+    return table
 
-    def _numerics(self) -> RenderableType:
-        table = data_table("where", self.a.name, self.b.name, "at")
-        for where, points in _by_block(self.numerics.points, lambda point: point[0]):
-            worst = max(points, key=lambda point: max(point[1:]))
-            add_texts(table, where, f"{worst[1]:.1e}", f"{worst[2]:.1e}", _inside(worst[0]))
-        for what, error in self.numerics.logits:
-            add_texts(table, "logits", f"{error:.1e}", "", what)
-        return table
 
-    def _distributions(self) -> RenderableType:
-        from rich.console import Group
+def _activations_table(activations: Activations) -> Table:
+    table = data_table("where", "error", "at", "SQNR", "cosine")
+    for block, points in itertools.groupby(activations.points, lambda point: _block(point.point)):
+        worst = max(points, key=lambda point: point.error)
+        add_texts(table, block, f"{worst.error:.2g}", _inside(worst.point), f"{worst.sqnr:.0f} dB", f"{worst.cosine:.6f}")
+    return table
 
-        found = self.distributions
-        table = data_table("", "KL(a‖b)", "KL(b‖a)", "Jensen-Shannon")
-        divergences = (found.kl_ab, found.kl_ba, found.js)
-        add_texts(table, "mean", *(f"{one.mean.value:.3g}" for one in divergences))
-        add_texts(table, "95 % interval", *(f"{one.mean.low:.3g} .. {one.mean.high:.3g}" for one in divergences))
-        for key, name in (("50", "median"), *((key, f"{key} %") for key in ("90", "95", "99", "99.9"))):
-            add_texts(table, name, *(f"{one.percentiles[key]:.3g}" for one in divergences))
-        add_texts(table, "max", *(f"{one.max:.3g}" for one in divergences))
-        return Group(
-            table,
-            f"top {found.top} overlap {found.overlap.value:.1%} · correlation of log-probabilities {found.correlation:.4f} · "
-            f"right token's probability {100 * found.change.mean.value:+.2f} percentage points on average, "
-            f"{100 * found.change.rms.value:.2f} RMS",
-            f"calibration error {found.calibration_a.ece:.2%} → {found.calibration_b.ece:.2%}",
-        )
 
-    def _passage(self) -> RenderableType:
-        table = data_table("", "the text", "a", "b", "a expected", "b expected", "JS")
-        for passage in self.words.passages[:2]:
-            if all(word.js < SEEN for word in passage.words):
-                continue
-            for word in passage.words:
-                tops = [f"{visible(top[0].text)} {top[0].probability:.0%}" if top else "" for top in (word.top_a, word.top_b)]
-                chances = [f"{chance:.1%}" for chance in (word.probability_a, word.probability_b)]
-                add_texts(table, "", visible(word.text), *chances, *tops, f"{word.js:.2f}")
-            table.add_section()
-        return table
+def _numerics_table(numerics: Numerics, a: str, b: str) -> Table:
+    table = data_table("where", a, b, "at")
+    for block, points in itertools.groupby(numerics.points, lambda point: _block(point[0])):
+        name, error_a, error_b = max(points, key=lambda point: max(point[1:]))
+        add_texts(table, block, f"{error_a:.1e}", f"{error_b:.1e}", _inside(name))
+    for description, error in numerics.logits:
+        add_texts(table, "logits", f"{error:.1e}", "", description)
+    return table
 
-    def _continuations(self) -> RenderableType:
-        table = data_table("prompt", "a goes on", "b goes on", "parts", wrap=True)
-        for row in self.words.continuations:
-            how = "greedy" if row.temperature == 0 else f"T = {row.temperature:g}"
-            parts = "nowhere" if row.parts_at is None else f"token {row.parts_at + 1}"
-            add_texts(table, f"{row.prompt}\n({how})", row.a, row.b, parts)
-            table.add_section()
-        return table
+
+def _distributions_table(both: Distributions) -> RenderableType:
+    from rich.console import Group
+
+    table = data_table("", "KL(a‖b)", "KL(b‖a)", "Jensen-Shannon")
+    divergences = (both.kl_ab, both.kl_ba, both.js)
+    add_texts(table, "mean", *(f"{each.mean.value:.3g}" for each in divergences))
+    add_texts(table, "95 % interval", *(f"{each.mean.low:.3g} .. {each.mean.high:.3g}" for each in divergences))
+    for key, name in (("50", "median"), *((key, f"{key} %") for key in ("90", "95", "99", "99.9"))):
+        add_texts(table, name, *(f"{each.percentiles[key]:.3g}" for each in divergences))
+    add_texts(table, "max", *(f"{each.max:.3g}" for each in divergences))
+    return Group(
+        table,
+        f"top {both.top} overlap {both.overlap.value:.1%} · correlation of log-probabilities {both.correlation:.4f} · "
+        f"right token's probability {100 * both.change.mean.value:+.2f} percentage points on average, "
+        f"{100 * both.change.rms.value:.2f} RMS",
+        f"calibration error {both.calibration_a.ece:.2%} → {both.calibration_b.ece:.2%}",
+    )
+
+
+def _words_table(words: Words) -> Table:
+    table = data_table("", "the text", "a", "b", "a expected", "b expected", "JS")
+    for passage in words.passages[:2]:
+        if all(word.js < VISIBLE_JS for word in passage.words):
+            continue
+        for word in passage.words:
+            tops = [f"{visible(top[0].text)} {top[0].probability:.0%}" if top else "" for top in (word.top_a, word.top_b)]
+            probabilities = f"{word.probability_a:.1%}", f"{word.probability_b:.1%}"
+            add_texts(table, "", visible(word.text), *probabilities, *tops, f"{word.js:.2f}")
+        table.add_section()
+    return table
+
+
+def _continuations_table(words: Words) -> Table:
+    table = data_table("prompt", "a goes on", "b goes on", "parts", wrap=True)
+    for row in words.continuations:
+        sampling = "greedy" if row.temperature == 0 else f"T = {row.temperature:g}"
+        parts = "nowhere" if row.parts_at is None else f"token {row.parts_at + 1}"
+        add_texts(table, f"{row.prompt}\n({sampling})", row.a, row.b, parts)
+        table.add_section()
+    return table
 
 
 def _moved(distance: float) -> str:
-    return "from zero" if distance == math.inf else f"{distance:.2%}"  # a bias as it was initialised
+    return "from zero" if distance == math.inf else f"{distance:.2%}"  # biases are initialised to zero
 
 
 def _coarser(*dtypes: str) -> str:
@@ -291,14 +292,10 @@ def _interval(estimate: Estimate, form: str) -> str:
     return f"{estimate.value:{form}} ({estimate.low:{form}} .. {estimate.high:{form}})"
 
 
-def _by_block(points: tuple[Any, ...], name: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Traced points together with the others of their block, in order."""
-    blocks: dict[str, list[Any]] = {}
-    for point in points:
-        parts = name(point).split(".")
-        where = ".".join(parts[:2]) if parts[0] == "h" else "embed" if parts[0] in ("wte", "wpe", "embed") else "head"
-        blocks.setdefault(where, []).append(point)
-    yield from blocks.items()
+def _block(point: str) -> str:
+    """The block of a traced point: "embed", "h.0" and so on, or "head"."""
+    parts = point.split(".")
+    return ".".join(parts[:2]) if parts[0] == "h" else "embed" if parts[0] in ("wte", "wpe", "embed") else "head"
 
 
 def _inside(point: str) -> str:

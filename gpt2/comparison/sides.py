@@ -1,4 +1,4 @@
-"""One of the two models of a comparison: how it was asked for, and how to get at its parts without holding more than one."""
+"""Open one of the two models of a comparison: its config, tokenizer, tensors one at a time, or the whole model."""
 
 from __future__ import annotations
 
@@ -15,34 +15,32 @@ from gpt2.checkpoint.saving import sha256
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.int8 import rounded_parameter
+from gpt2.measure.metrics import Logits
 from gpt2.parity import reference
 
-OTHER = "hf/"  # in front of a model's name: transformers' implementation of the same checkpoint
+HF_PREFIX = "hf/"  # of a model's name: transformers' implementation of the same checkpoint
 
 
 @dataclass(frozen=True)
 class Side:
-    """A model by name, opened as far as its config: nothing of its weights is in memory yet.
-
-    ``theirs`` says that transformers runs it.
-    """
+    """A model by name. Its config is read; no weights are in memory yet."""
 
     name: str  # as asked for: "hf/gpt2:bf16"
-    theirs: bool
+    by_transformers: bool  # whether transformers runs it, or our implementation
     checkpoint: Checkpoint
 
     @classmethod
     def open(cls, name: str, *, revision: str | None = None, offline: bool = False, dtype: str | None = None) -> Side:
-        """Open a name as :func:`gpt2.load` does, with an optional ``hf/`` in front; ``dtype`` where the name gives none.
+        """Open a name as :func:`gpt2.load` does, with an optional prefix ``hf/``; ``dtype`` is for a name that gives none.
 
         Raises:
             InputError: no such model or dtype. CheckpointError: its tensors do not fit its config.
         """
-        theirs = name.startswith(OTHER) and name != OTHER
+        hf = name.startswith(HF_PREFIX) and name != HF_PREFIX
         default = None if dtype is None else dtype_name(dtype, VERIFIES)
-        parsed = ModelName.parse(name.removeprefix(OTHER) if theirs else name, VERIFIES if theirs else RUNS, revision=revision)
+        parsed = ModelName.parse(name.removeprefix(HF_PREFIX) if hf else name, VERIFIES if hf else RUNS, revision=revision)
         parsed = replace(parsed, dtype=parsed.dtype or default)
-        return cls(name, theirs, open_checkpoint(parsed, offline=offline))
+        return cls(name, hf, open_checkpoint(parsed, offline=offline))
 
     @property
     def config(self) -> GPT2Config:
@@ -50,7 +48,7 @@ class Side:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it runs in."""
+        """The dtype that the model runs in."""
         return self.checkpoint.dtype
 
     @property
@@ -58,7 +56,7 @@ class Side:
         return self.checkpoint.revision
 
     def reader(self) -> Callable[[str], Tensor]:
-        """Reads one parameter, in the dtype it runs in, into memory of its own."""
+        """A function that reads one parameter, in the dtype it runs in, into new memory."""
         read = self.checkpoint.reader(mapped=False)
         if self.dtype == torch.int8:
             return lambda name: rounded_parameter(name, read(name, torch.float32))
@@ -66,27 +64,27 @@ class Side:
 
     @contextmanager
     def model(self, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
-        """The model in memory, in eval mode, for as long as it is needed; ``dtype`` instead of its own."""
-        if self.theirs:
+        """Load the model, in eval mode, for the time of the ``with`` block; ``dtype`` replaces its own."""
+        if self.by_transformers:
             with reference.directory(self.checkpoint) as folder:
                 yield reference.load_reference(folder, dtype or self.dtype)
         else:
             yield self.checkpoint.load(dtype)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's own tokenizer; None where it comes without one."""
+        """The checkpoint's own tokenizer; None if it has none."""
         return self.checkpoint.own_tokenizer()
 
     def files(self) -> dict[str, str]:
-        """Name -> sha256 of what the weights and the config were read from."""
+        """File name -> sha256, of the files that hold the weights and the config."""
         return {name: sha256(path) for name, path in self.checkpoint.files().items()}
 
 
-def logits_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Ids (B, T) to logits (B, T, V), whichever of the two implementations it is."""
+def logits_of(model: nn.Module) -> Logits:
+    """A function from ids (B, T) to logits (B, T, V), for our models and transformers'."""
 
     def logits(ids: Tensor) -> Tensor:
-        out = model(ids)
-        return out if isinstance(out, Tensor) else out.logits
+        output = model(ids)
+        return output if isinstance(output, Tensor) else output.logits
 
     return logits

@@ -1,7 +1,7 @@
-"""How far two models' weights are apart: tensor by tensor, straight from disk, never more than one pair in memory.
+"""Compare two models' weights tensor by tensor, read from disk, with one pair in memory at a time.
 
-All sums run in float64 over a few million entries at a time. A difference of low rank is a LoRA: its singular values come from
-the smaller Gram matrix, and those that rounding alone could have made are not counted.
+All sums are in float64, over two million entries at a time. The rank of a difference shows a LoRA: singular values are those of
+the smaller Gram matrix, and values that rounding alone could produce are not counted.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PIECE = 1 << 21  # entries compared at a time
+CHUNK = 1 << 21  # entries compared at a time
 
 Read = Callable[[str], Tensor]  # parameter's name -> its tensor, of any floating dtype
 
 
 @dataclass(frozen=True)
 class TensorChange:
-    """One parameter in both models; "change" is from a to b.
+    """The change of one parameter from a to b.
 
     ``distance`` is the Frobenius norm of the change over that of a. ``unchanged`` is the fraction of entries that are equal.
     ``ulp_max`` and ``ulp_mean`` count representable numbers between the two values, in the coarser of the two dtypes.
     ``effective_rank`` of a matrix's change is the exponential of the entropy of its normalised singular values (Roy and
-    Vetterli, 2007), and ``rank`` the number of those that rounding b could not have made; both None for vectors and
-    where the change is not finite.
+    Vetterli, 2007). ``rank`` counts the singular values that are too large for rounding of b. Both are None for vectors and where
+    the change is not finite.
     """
 
     name: str
@@ -55,7 +55,7 @@ class TensorChange:
 
 @dataclass(frozen=True)
 class FamilyChange:
-    """The same tensor of all layers taken together."""
+    """The change of the same tensor in all layers together."""
 
     family: str
     tensors: int
@@ -75,7 +75,7 @@ class WeightChanges:
     total: FamilyChange
 
     def most_changed(self, count: int = 10) -> tuple[TensorChange, ...]:
-        """The tensors that moved farthest for their size, without those that did not move."""
+        """The tensors with the largest relative change; unchanged tensors are left out."""
         moved = [tensor for tensor in self.tensors if not tensor.equal]
         return tuple(sorted(moved, key=lambda tensor: -tensor.distance)[:count])
 
@@ -86,7 +86,7 @@ class WeightChanges:
 
     @property
     def unchanged(self) -> tuple[str, ...]:
-        """Tensors seen to be equal in every entry."""
+        """Names of the tensors that are equal in every entry."""
         return tuple(tensor.name for tensor in self.tensors if tensor.equal)
 
 
@@ -98,7 +98,8 @@ def compare_weights(
     progress: Callable[[str], None] = lambda what: None,
 ) -> WeightChanges:
     """Read each parameter of both models once; ``names`` are (parameter, family, layer)."""
-    tensors, sums = [], {}
+    tensors: list[TensorChange] = []
+    sums: dict[str, list[_Sums]] = {}
     for name, family, layer in names:
         progress(f"weights: {name}")
         change, total = _compare(name, family, layer, a(name), b(name))
@@ -110,7 +111,7 @@ def compare_weights(
 
 @dataclass
 class _Sums:
-    """What a tensor's figures are made of, summed over its entries."""
+    """Sums over the entries of one tensor or several, from which the figures follow."""
 
     entries: int = 0
     a: float = 0.0  # squares
@@ -137,30 +138,30 @@ class _Sums:
 
 def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) -> tuple[TensorChange, _Sums]:
     if a.shape != b.shape:
-        raise ValueError(f"{name} is {tuple(a.shape)} in one and {tuple(b.shape)} in the other")
+        raise ValueError(f"{name} is {tuple(a.shape)} in one model and {tuple(b.shape)} in the other")
     coarser = a.dtype if torch.finfo(a.dtype).eps >= torch.finfo(b.dtype).eps else b.dtype
     total = _Sums(a.numel())
-    for one, other in _pieces(a, b):
-        wide, wide_other = one.double(), other.double()
-        difference = wide_other - wide
-        total.a += float(wide.square().sum())
-        total.b += float(wide_other.square().sum())
-        total.product += float((wide * wide_other).sum())
+    for chunk_a, chunk_b in _chunks(a, b):
+        exact_a, exact_b = chunk_a.double(), chunk_b.double()
+        difference = exact_b - exact_a
+        total.a += float(exact_a.square().sum())
+        total.b += float(exact_b.square().sum())
+        total.product += float((exact_a * exact_b).sum())
         total.difference += float(difference.square().sum())
         total.max_abs = max(total.max_abs, float(difference.abs().nan_to_num(nan=math.inf).max()))
-        total.equal += int((wide == wide_other).sum())
-        apart = ulps(one.to(coarser), other.to(coarser))
-        total.ulp_max = max(total.ulp_max, int(apart.max()))
-        total.ulp_sum += int(apart.sum())
+        total.equal += int((exact_a == exact_b).sum())
+        steps = ulps(chunk_a.to(coarser), chunk_b.to(coarser))
+        total.ulp_max = max(total.ulp_max, int(steps.max()))
+        total.ulp_sum += int(steps.sum())
     rank = effective = None
     if a.ndim == 2 and math.isfinite(total.difference):
         spread = math.sqrt(total.b / a.numel()) * torch.finfo(coarser).eps / 2
         # The largest singular value of a matrix of independent errors of that size (Bai and Yin, 1993).
         noise = spread * (math.sqrt(a.shape[0]) + math.sqrt(a.shape[1]))
         values = singular_values(a, b) if total.difference > 0 else torch.zeros(min(a.shape), dtype=torch.float64)
-        # What the eigenvalues of a Gram matrix cannot tell from zero.
-        lost = float(values[0]) * math.sqrt(torch.finfo(torch.float64).eps * len(values))
-        rank, effective = int((values > max(noise, lost)).sum()), effective_rank(values)
+        # Below this, eigenvalues of a Gram matrix in float64 are rounding errors.
+        resolution = float(values[0]) * math.sqrt(torch.finfo(torch.float64).eps * len(values))
+        rank, effective = int((values > max(noise, resolution)).sum()), effective_rank(values)
     change = TensorChange(
         name=name,
         family=family,
@@ -180,27 +181,27 @@ def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) ->
     return change, total
 
 
-def _pieces(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Both tensors, some rows at a time, however they lie in memory."""
-    rows = max(1, PIECE // max(1, a[0].numel())) if a.ndim > 1 else PIECE
+def _chunks(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Pairs of parts of both tensors, some rows at a time, for any memory layout."""
+    rows = max(1, CHUNK // max(1, a[0].numel())) if a.ndim > 1 else CHUNK
     return zip(a.split(rows), b.split(rows), strict=True)
 
 
 def _together(family: str, sums: list[_Sums]) -> FamilyChange:
     total = _Sums()
-    for one in sums:
+    for part in sums:
         for field in ("entries", "a", "b", "product", "difference", "equal"):
-            setattr(total, field, getattr(total, field) + getattr(one, field))
-        total.max_abs = max(total.max_abs, one.max_abs)
+            setattr(total, field, getattr(total, field) + getattr(part, field))
+        total.max_abs = max(total.max_abs, part.max_abs)
     return FamilyChange(
         family, len(sums), total.entries, total.distance, total.max_abs, total.cosine, total.equal / max(1, total.entries)
     )
 
 
 def ulps(a: Tensor, b: Tensor) -> Tensor:
-    """How many steps of representable numbers lie between the entries of two tensors of one dtype; int64, 0 for 0.0 and -0.0.
+    """Count the steps of representable numbers between the entries of two tensors of one dtype; int64, 0 for 0.0 and -0.0.
 
-    NaNs are at no distance from each other and at the largest from everything else.
+    The distance of two NaNs is 0, that of a NaN and a number the largest int.
     """
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     lowest = torch.iinfo(integer).min
@@ -209,28 +210,29 @@ def ulps(a: Tensor, b: Tensor) -> Tensor:
         bits = x.contiguous().view(integer).long()
         return torch.where(bits < 0, lowest - bits, bits)
 
-    apart = (ordered(a) - ordered(b)).abs()
+    steps = (ordered(a) - ordered(b)).abs()
     nan_a, nan_b = a.isnan(), b.isnan()
-    return apart.masked_fill(nan_a & nan_b, 0).masked_fill(nan_a ^ nan_b, torch.iinfo(integer).max)
+    return steps.masked_fill(nan_a & nan_b, 0).masked_fill(nan_a ^ nan_b, torch.iinfo(integer).max)
 
 
 def singular_values(a: Tensor, b: Tensor) -> Tensor:
-    """Of ``b - a``, both (m, n): min(m, n) values, float64, largest first.
+    """The singular values of ``b - a``, both (m, n): min(m, n) values, float64, largest first.
 
-    From the eigenvalues of the smaller Gram matrix, summed piece by piece: values below 1e-7 of the largest are lost, and weights
-    in float32 hardly hold them either.
+    They are the roots of the eigenvalues of the smaller Gram matrix. Values below 1e-7 of the largest are lost, which is about
+    float32's own resolution.
     """
     if a.shape[0] < a.shape[1]:
         a, b = a.t(), b.t()
     gram = torch.zeros(a.shape[1], a.shape[1], dtype=torch.float64)
-    for one, other in _pieces(a, b):
-        difference = other.double() - one.double()
+    for chunk_a, chunk_b in _chunks(a, b):
+        difference = chunk_b.double() - chunk_a.double()
         gram.addmm_(difference.t(), difference)
-    return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(0)
+    eigenvalues: Tensor = torch.linalg.eigvalsh(gram)
+    return eigenvalues.clamp(min=0).sqrt().flip(0)
 
 
 def effective_rank(values: Tensor) -> float:
-    """exp of the entropy of singular values normalised to sum 1: 1 for rank one, n for n equal ones, 0 for no change."""
+    """The exponential of the entropy of singular values scaled to sum 1: n for n equal values, 0 for no change."""
     total = values.sum()
     if total == 0:
         return 0.0

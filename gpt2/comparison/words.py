@@ -1,4 +1,4 @@
-"""Where two models part in words: the passages they disagree about most, and what each goes on to say."""
+"""Show two models' differences as text: tokens with both predictions, the worst passages, and continuations of a prompt."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 
 from gpt2.data import Tokenizer
+from gpt2.measure.metrics import Logits
+from gpt2.measure.per_token import Tokens
 from gpt2.sampling import Sampling
 
-Logits = Callable[[Tensor], Tensor]
+SHOWN = 1500  # tokens of the text that a report shows one by one
 PASSAGE = 16  # tokens
+PROMPT = 16  # tokens
+NEW_TOKENS = 24  # tokens that both models generate from each prompt
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One token a model might have chosen, and how likely it thought it."""
+    """A candidate for the next token, and the probability that a model gives it."""
 
     text: str
     probability: float
@@ -25,7 +29,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Word:
-    """A token of the text, and what both models expected in its place, likeliest first."""
+    """A token of the text, with both models' likeliest candidates in its place, likeliest first."""
 
     text: str
     probability_a: float
@@ -46,7 +50,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What both models say after ``prompt``. ``parts_at`` is the first token in which they differ; None if in none."""
+    """What both models generate after ``prompt``. ``parts_at`` is the first token in which they differ; None if in none."""
 
     prompt: str
     a: str
@@ -57,7 +61,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Words:
-    """``text`` is the scored text, as much of it as is shown; ``passages`` the worst of it; then what each says by itself."""
+    """``text`` is the beginning of the scored text, ``passages`` are those with the largest divergence."""
 
     text: tuple[Word, ...]
     passages: tuple[Passage, ...]
@@ -65,41 +69,84 @@ class Words:
 
 
 def passages(js: Tensor, count: int = 5, length: int = PASSAGE) -> list[tuple[int, float]]:
-    """Starts and mean Jensen-Shannon divergence of the windows of ``length`` tokens with the most of it, none overlapping."""
+    """Find the ``count`` windows of ``length`` tokens with the largest mean of ``js`` (N,), none overlapping: (start, mean)."""
     length = min(length, len(js))
     if length == 0:
         return []
     means = js.double().unfold(0, length, 1).mean(-1)
-    found: list[tuple[int, float]] = []
+    worst: list[tuple[int, float]] = []
     free = torch.ones_like(means, dtype=torch.bool)
-    while len(found) < count and bool(free.any()):
+    while len(worst) < count and bool(free.any()):
         start = int(means.masked_fill(~free, -1.0).argmax())
         if means[start] <= 0:
             break
-        found.append((start, float(means[start])))
+        worst.append((start, float(means[start])))
         free[max(0, start - length + 1) : start + length] = False
-    return found
+    return worst
+
+
+def compare_words(
+    a: Logits,
+    b: Logits,
+    tokenizer: Tokenizer,
+    measured: Tokens,
+    ids: Tensor,
+    *,
+    context: int,
+    seed: int,
+    progress: Callable[[str], None],
+) -> Words:
+    """Show a measured pair's differences on the text ``ids`` (N,), and continue the beginning and the two worst passages."""
+
+    def choices(top: Tensor, probabilities: Tensor) -> tuple[Choice, ...]:
+        pairs = zip(top.tolist(), probabilities.tolist(), strict=True)
+        return tuple(Choice(tokenizer.decode([index]), probability) for index, probability in pairs)
+
+    def word(at: int) -> Word:
+        return Word(
+            tokenizer.decode([int(measured.targets[at])]),
+            float(measured.logp_a[at].exp()),
+            float(measured.logp_b[at].exp()),
+            float(measured.js[at]),
+            choices(measured.top_a[at], measured.top_p_a[at]),
+            choices(measured.top_b[at], measured.top_p_b[at]),
+        )
+
+    worst = [
+        Passage(start, js, tuple(word(at) for at in range(start, min(start + PASSAGE, len(measured)))))
+        for start, js in passages(measured.js)
+    ]
+    length = min(PROMPT, context // 2)
+    starts = dict.fromkeys([0, *(passage.start for passage in worst[:2])])
+    prompts = [ids[start : start + length].tolist() for start in starts if start + length <= len(ids)]
+    rows: tuple[Continuation, ...] = ()
+    if prompts and length and not measured.js.isnan().any():  # NaN probabilities cannot be sampled from
+        progress("words: continuing prompts")
+        room = min(NEW_TOKENS, context - length)
+        rows = continuations(a, b, tokenizer, prompts, room, temperature=0.0, seed=seed)
+        rows += continuations(a, b, tokenizer, prompts[:1], room, temperature=0.8, seed=seed)
+    return Words(tuple(word(at) for at in range(min(SHOWN, len(measured)))), tuple(worst), rows)
 
 
 @torch.inference_mode()
 def continuations(
     a: Logits, b: Logits, tokenizer: Tokenizer, prompts: list[list[int]], new_tokens: int, *, temperature: float, seed: int
 ) -> tuple[Continuation, ...]:
-    """Let both go on from each prompt, all of one length, by the same rule and the same random numbers."""
+    """Continue each prompt with both models, with the same sampling settings and random numbers; prompts are of one length."""
     ids = torch.tensor(prompts)
-    said = [_continue(model, ids, tokenizer.n_vocab, new_tokens, temperature, seed) for model in (a, b)]
+    ids_a, ids_b = (_continue(model, ids, tokenizer.n_vocab, new_tokens, temperature, seed).tolist() for model in (a, b))
     rows = []
-    for prompt, one, other in zip(prompts, *(part.tolist() for part in said), strict=True):
-        apart = [index for index, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]]
-        text = [tokenizer.decode(part) for part in (prompt, one, other)]
-        rows.append(Continuation(*text, apart[0] if apart else None, temperature))
+    for prompt, new_a, new_b in zip(prompts, ids_a, ids_b, strict=True):
+        parts_at = next((index for index in range(new_tokens) if new_a[index] != new_b[index]), None)
+        text, text_a, text_b = (tokenizer.decode(part) for part in (prompt, new_a, new_b))
+        rows.append(Continuation(text, text_a, text_b, parts_at, temperature))
     return tuple(rows)
 
 
 def _continue(model: Logits, ids: Tensor, vocab: int, new_tokens: int, temperature: float, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    seen = ids
+    text = ids
     for _ in range(new_tokens):
-        chosen = Sampling(temperature).next_ids(model(seen)[:, -1, :vocab].float(), generator)
-        seen = torch.cat((seen, chosen[:, None]), dim=1)
-    return seen[:, ids.size(1) :]
+        chosen = Sampling(temperature).next_ids(model(text)[:, -1, :vocab].float(), generator)
+        text = torch.cat((text, chosen[:, None]), dim=1)
+    return text[:, ids.size(1) :]

@@ -42,21 +42,29 @@ def last_word_losses(
     pairs = [_encode(tokenizer, passage, i, context) for i, passage in enumerate(passages)]
     losses, right, done = torch.zeros(len(pairs), dtype=torch.float64), torch.zeros(len(pairs), dtype=torch.bool), 0
     for batch in _batches([len(ids) - 1 for ids, _ in pairs]):
-        width = len(pairs[batch[0]][0]) - 1  # the longest comes first
-        inputs = torch.zeros(len(batch), width, dtype=torch.long)  # what stands behind a passage cannot be seen from it
-        for row, i in enumerate(batch):
-            inputs[row, : len(pairs[i][0]) - 1] = torch.tensor(pairs[i][0][:-1])
-        logits = model(inputs)  # (B, T, V)
-        for row, i in enumerate(batch):
-            ids, word = pairs[i]
-            targets = torch.tensor(ids[-word:], device=logits.device)
-            told = logits[row, len(ids) - 1 - word : len(ids) - 1]  # (word, V)
-            losses[i] = token_losses(told[None], targets[None]).sum(dtype=torch.float64)
-            right[i] = bool((told.argmax(-1) == targets).all())
-        del logits
+        for i, (loss, likeliest) in zip(batch, score_targets(model, [pairs[i] for i in batch]), strict=True):
+            losses[i], right[i] = loss, likeliest
         done += len(batch)
         progress(f"last words: {done:,} of {len(pairs):,} passages")
     return losses, right
+
+
+def score_targets(model: Logits, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+    """Score the last tokens of each row of (ids, how many are scored), in one batch.
+
+    Returns for each row the sum of the losses in nats, and whether every scored token is the model's likeliest.
+    """
+    inputs = torch.zeros(len(rows), max(len(ids) for ids, _ in rows) - 1, dtype=torch.long)  # padded at the end
+    for row, (ids, _) in enumerate(rows):
+        inputs[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+    output = model(inputs)  # (B, T, V)
+    scores = []
+    for row, (ids, length) in enumerate(rows):
+        targets = torch.tensor(ids[len(ids) - length :], dtype=torch.long, device=output.device)
+        logits = output[row, len(ids) - 1 - length : len(ids) - 1]  # (length, V)
+        loss = token_losses(logits[None], targets[None]).sum(dtype=torch.float64).item()
+        scores.append((loss, bool((logits.argmax(-1) == targets).all())))
+    return scores
 
 
 def _encode(tokenizer: Tokenizer, passage: str, number: int, context: int) -> tuple[list[int], int]:
@@ -70,9 +78,11 @@ def _encode(tokenizer: Tokenizer, passage: str, number: int, context: int) -> tu
     elif tokenizer.eot is not None:
         ids.insert(0, tokenizer.eot)
     else:
-        raise InputError(f"passage {number} is the word {word[:40]!r} alone; give passages of two words or more")
+        raise InputError(f"passage {number} is the single word {word[:40]!r}; give passages of two words or more")
     if not 0 < length <= context:
-        raise InputError(f"passage {number}: its last word {word[:40]!r} is {length} tokens, not 1 .. {context}; leave it out")
+        raise InputError(
+            f"passage {number}: its last word {word[:40]!r} is {length} tokens, not 1 .. {context}; leave this passage out"
+        )
     return ids[-(context + 1) :], length
 
 

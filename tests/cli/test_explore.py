@@ -190,7 +190,7 @@ def test_a_file_and_json_instead_of_a_server(tmp_path: Path, capsys: pytest.Capt
     ("args", "said"),
     [
         (["--port", "99999"], "--port 99999: a port is 0 .. 65535; choose another"),
-        (["--port", "1", "--html", "x.html"], "--port says nothing beside --html"),
+        (["--port", "1", "--html", "x.html"], "--port has no effect with --html"),
         (["no/such/folder"], "no/such/folder"),
         (["--prompt", "", "--port", "0"], "the prompt is empty"),
         (["--html", "no/such/folder/x.html"], "cannot be written"),
@@ -216,8 +216,7 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(capsys: pytest.
         port = taken.getsockname()[1]
         assert main(["explore", "--port", str(port)]) == 2
     assert (
-        capsys.readouterr().err
-        == f"gpt2 explore: --port {port}: address already in use; choose another, or 0 for any that is free\n"
+        capsys.readouterr().err == f"gpt2 explore: --port {port}: address already in use; choose another, or 0 for a free one\n"
     )
 
 

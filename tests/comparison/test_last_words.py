@@ -147,14 +147,16 @@ def test_a_single_word_is_predicted_from_end_of_text():
     with torch.inference_mode():
         logits = model(torch.tensor([ids[:-1]]))[0]
     assert found.losses[0] == pytest.approx(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item(), rel=1e-10)
-    with pytest.raises(InputError, match=r"^passage 1 is the word 'mat' alone; give passages of two words or more$"):
+    with pytest.raises(InputError, match=r"^passage 1 is the single word 'mat'; give passages of two words or more$"):
         score_last_words(tiny(CHARS.n_vocab), CHARS, ["the mat", "mat"], context=64)
 
 
 def test_what_cannot_be_scored():
     with pytest.raises(InputError, match="no passages"):
         score_last_words(tiny(CHARS.n_vocab), CHARS, [], context=64)
-    with pytest.raises(InputError, match=r"^passage 0: its last word 'question' is 9 tokens, not 1 .. 8; leave it out$"):
+    with pytest.raises(
+        InputError, match=r"^passage 0: its last word 'question' is 9 tokens, not 1 .. 8; leave this passage out$"
+    ):
         score_last_words(tiny(CHARS.n_vocab), CHARS, ["the question"], context=8)
 
 
@@ -173,5 +175,5 @@ def test_two_models_are_compared_passage_by_passage():
         "accuracy": {"value": 0, "low": 0, "high": 0},
         "ratio": {"value": 1, "low": 1, "high": 1},
     }
-    with pytest.raises(InputError, match="6 passages and 300 cannot be compared"):
+    with pytest.raises(InputError, match="one model was scored on 6 passages, the other on 300"):
         last_words_change(score_last_words(knows(BPE, PASSAGES), BPE, PASSAGES, context=64), good)

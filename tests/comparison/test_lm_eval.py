@@ -283,12 +283,12 @@ def test_mistakes_are_one_line(tmp_path):
         done.stdout.splitlines(),
         [
             "max_length 257 is not within the model's 1 .. 256 positions",
-            "batch_size 0 runs nothing; give 1 or more, or auto",
+            "batch_size 0: give 1 or more, or auto",
             "random:gpt2: random weights come without a tokenizer",
-            "generation option 'num_beams' is not one of this model's",
+            "generation option 'num_beams' is not supported",
             "256 new tokens leave no room for a prompt in 256; give --gen_kwargs max_gen_toks=128",
-            "tokens leaves no room for its context; shorten it",
-            "this vocabulary has no end-of-text token to begin a text with; give prefix_token_id=N",
+            "tokens leaves no room for its context; shorten the continuation",
+            "this vocabulary has no end-of-text token to put before a text; give prefix_token_id=N",
         ],
         strict=True,
     ):

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from support.browser import CHROMIUM, Browser
 
-from gpt2.comparison.page import lean, page
+from gpt2.comparison.page import page, preference
 from gpt2.comparison.pair import compare
 from gpt2.comparison.plots import heat_scale, heat_shade
 from gpt2.comparison.results import Comparison, Numerics
@@ -211,9 +211,9 @@ def test_colours_grow_with_what_they_stand_for() -> None:
     assert heat_scale([0.2])[0] < 0.2
     assert len(set(RAMPS["light"])) == len(set(RAMPS["dark"])) == 17
     word = Word("x", 0.1, 0.8, 0.1, (), ())
-    assert lean(word) == 3
-    assert lean(replace(word, probability_a=0.8, probability_b=0.1)) == -3
-    assert [lean(replace(word, probability_a=p)) for p in (0.8, 0.0, math.nan)] == [0, 4, 0]
+    assert preference(word) == 3
+    assert preference(replace(word, probability_a=0.8, probability_b=0.1)) == -3
+    assert [preference(replace(word, probability_a=p)) for p in (0.8, 0.0, math.nan)] == [0, 4, 0]
 
 
 def test_pictures_touch_no_configuration(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_mistakes_are_one_line(base: Path, extra: list[str], says: str, capsys: 
     assert says in told
 
 
-def test_no_such_model_is_told_first(base: Path) -> None:
+def test_no_such_model_is_reported_first(base: Path) -> None:
     with pytest.raises(InputError, match="no such file or directory"):
         compare(str(base), "./nowhere")
     with pytest.raises(InputError, match="unknown model 'hf/'"):
@@ -263,6 +263,6 @@ def test_the_package_is_its_function(base: Path, text: str) -> None:
 
 
 def test_vocabularies_that_cannot_be_one_are_refused(tmp_path: Path) -> None:
-    """Without a tokenizer nothing says what an id is: 50,257 logits cut to 2,048 made a perplexity of nothing."""
-    with pytest.raises(InputError, match="2,048 ids cannot be the other's 50,257: there is nothing to compare"):
+    """Without a tokenizer nobody knows what an id means: cutting 50,257 logits to 2,048 gave a perplexity without meaning."""
+    with pytest.raises(InputError, match="vocabularies of 2,048 and 50,257 ids, and one has no tokenizer"):
         compare("shakespeare-mini", "random:distilgpt2", tokens=64)

@@ -26,7 +26,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("turned", [False, True])
 def test_figures_are_numpys(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], piece: int, turned: bool) -> None:
     """Sums over pieces that overlap, or leave a rest out, or mix up a transposed view."""
-    monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(module, "CHUNK", piece)
     a, b = draw(*shape, seed=1), draw(*shape, seed=2)
     b.flatten()[:2] = a.flatten()[:2]
     if turned and len(shape) == 2:
@@ -140,5 +140,5 @@ def test_nan_is_no_equality() -> None:
 
 
 def test_shapes_must_agree() -> None:
-    with pytest.raises(ValueError, match=r"\(2, 3\) in one and \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"\(2, 3\) in one model and \(3, 2\)"):
         one(draw(2, 3), draw(3, 2))

@@ -64,4 +64,4 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path, capsys):
     assert (tmp_path / "x.png").is_file()
     assert main(["train", "plot", str(tmp_path / "none")]) == 2
     assert main(["train", "bigram", str(a)]) == 2
-    assert "one recipe at a time" in capsys.readouterr().err
+    assert "give one recipe only" in capsys.readouterr().err
