@@ -224,7 +224,7 @@ def test_without_the_extra_it_says_how_to_get_it(capsys: pytest.CaptureFixture, 
     """A plain install has no server, and still writes files."""
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["explore"]) == 2
-    assert "pip install 'gpt2-toolkit[explore]'; or --html FILE" in capsys.readouterr().err
+    assert "pip install 'gpt2-toolkit[explore]'; or write it with --html FILE" in capsys.readouterr().err
 
 
 # --- in a browser
