@@ -109,11 +109,11 @@ def _words(args: argparse.Namespace) -> list[str]:
 def _train(args: argparse.Namespace) -> int:
     """Train in this process, alone or as one rank of a job; rank 0 prints the result."""
     from gpt2.train.loop import train
-    from gpt2.train.parallel import attempt, own_rank
+    from gpt2.train.parallel import own_rank, restarts
     from gpt2.train.recipe import read
 
     recipe = read(args.recipe, args.set)
-    fresh = args.fresh and not attempt()  # a restarted job keeps its checkpoints
+    fresh = args.fresh and not restarts()  # a restarted job keeps its checkpoints
     result = train(recipe, args.out or f"out/{recipe.name}", init=args.init, fresh=fresh, report=show)
     if own_rank() == 0:
         best = Path(result.folder) / "best"

@@ -1,7 +1,7 @@
-"""A run that trains adapters: what of its model is stored, and how that is opened again.
+"""Store and reopen a run that trains LoRA adapters.
 
-The frozen weights are written once, to ``base/``, so the run does not need the model it began with to stay where it is. A
-checkpoint then holds the adapters alone, as PEFT writes them, and ``best/`` the merged model with its adapters in ``adapter/``.
+The frozen weights are written once, to ``base/``, so the run no longer needs the model it started from. A checkpoint holds only
+the adapters, in PEFT's layout; ``best/`` holds the merged model, and its adapters in ``adapter/``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from gpt2.checkpoint.files import ADAPTER as CONFIG
 from gpt2.checkpoint.keys import to_file
-from gpt2.checkpoint.peft_files import CONFIG, PREFIX, WEIGHTS, save_adapter
+from gpt2.checkpoint.peft_files import PREFIX, WEIGHTS, save_adapter
 from gpt2.checkpoint.saving import save
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -24,20 +25,20 @@ FILES = (CONFIG, WEIGHTS)
 
 
 def check(recipe: Recipe, init: str | None) -> None:
-    """Refuse, before anything is read or written, adapters on nothing or on what GPT-2 does not have."""
+    """Refuse adapters without a pretrained model, or on projections that GPT-2 does not have, before anything is read."""
     if not recipe.lora.r:
         return
     chosen_projections(recipe.lora.targets)
     if init is None:
-        raise InputError(f"{recipe.name}: adapters go beside a pretrained model's weights; name that with --init")
+        raise InputError(f"{recipe.name}: adapters need a pretrained model; name one with --init")
 
 
-def adapt(model: GPT2, recipe: Recipe, found: Path | None) -> str:
-    """Put the recipe's adapters into ``model``, as they were stored in ``found`` or new; returns a line that says how many."""
+def adapt(model: GPT2, recipe: Recipe, checkpoint: Path | None) -> str:
+    """Put the recipe's adapters into ``model``, read from ``checkpoint`` or new; return a line for the log."""
     lora = recipe.lora
     inject(model, lora.r, lora.alpha, lora.dropout, lora.targets, seed=recipe.seed)
-    if found is not None:
-        stored = load_file(found / WEIGHTS)
+    if checkpoint is not None:
+        stored = load_file(checkpoint / WEIGHTS)
         for name, module in adapters(model).items():
             for which in "AB":
                 getattr(module, f"lora_{which}").data = stored[f"{PREFIX}{to_file(name)}.lora_{which}.weight"].clone()
@@ -49,7 +50,7 @@ def adapt(model: GPT2, recipe: Recipe, found: Path | None) -> str:
 
 
 def save_model(model: GPT2, tokenizer: Tokenizer, directory: Path, init: str | None, *, whole: bool) -> None:
-    """Write a model into a new directory: of one with adapters those alone or, if ``whole``, it merged and they beside it."""
+    """Write ``model`` into a new directory; of one with adapters only those, or, if ``whole``, also the merged model."""
     if not adapters(model):
         save(model, tokenizer, directory)
     elif whole:

@@ -1,8 +1,8 @@
-"""The baseline of the tutorials: a table that says, for every token, how likely each token is to follow it.
+"""The bigram baseline of the tutorials: a table with the logits of the next token for every token.
 
-It is no GPT-2 and does not pretend to be one: its config says `model_type: bigram`, so ``gpt2.load`` refuses it by name, and
-only this module reads it. But it is trained, judged, saved and gone on with by the same loop, on the same windows, so its loss
-is what any model must beat to have learnt more than which token follows which.
+The same loop trains, evaluates, saves and resumes it on the same windows, so its loss is what a model must beat to have learnt
+more than which token follows which. Its config says `model_type: bigram`: ``gpt2.load`` refuses it, and only this module reads
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TYPE = "bigram"
 
 @dataclass(frozen=True)
 class BigramConfig:
-    """Size of the table. It looks at one token only, so a window may be as long as one likes."""
+    """Size of the table. It reads one token only, so a window may have any length."""
 
     vocab_size: int
     n_positions: int = 2**31 - 1
@@ -35,7 +35,7 @@ class BigramConfig:
 
 
 class Bigram(nn.Module):
-    """Row ``a`` of the table ``wte`` (V, V) is the logits of what follows token ``a``; zeros, knowing nothing, to begin with."""
+    """Row ``a`` of the table ``wte`` (V, V) holds the logits of the token after ``a``; zeros at first."""
 
     def __init__(self, config: BigramConfig) -> None:
         super().__init__()
@@ -44,11 +44,12 @@ class Bigram(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids (B, T) to logits (B, T, V)."""
-        return self.wte(ids.to(self.wte.weight.device))
+        logits: Tensor = self.wte(ids.to(self.wte.weight.device))
+        return logits
 
     @torch.inference_mode()
     def sample(self, ids: list[int], max_new_tokens: int, seed: int) -> list[int]:
-        """``ids`` and a continuation."""
+        """``ids`` with a sampled continuation."""
         generator, ids = torch.Generator().manual_seed(seed), list(ids)
         for _ in range(max_new_tokens):
             ids.append(int(torch.multinomial(self.wte.weight[ids[-1]].softmax(0).cpu(), 1, generator=generator)))
@@ -64,7 +65,7 @@ def save_bigram(model: Bigram, tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def load_model(directory: Path) -> GPT2 | Bigram:
-    """What a run saved in ``directory``, whose files were found intact: a GPT-2 in float32, or what :func:`save_bigram` wrote."""
+    """Load the model of a checkpoint whose hashes were checked: a GPT-2 in float32, or a bigram table."""
     config = json.loads((directory / "config.json").read_text())
     if config.get("model_type") != TYPE:
         return load_path(directory, dtype=torch.float32)

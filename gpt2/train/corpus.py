@@ -1,4 +1,4 @@
-"""What a recipe trains on and is judged on: its text as token ids, and the tokenizer that made them."""
+"""Read a recipe's text: training and validation token ids, and their tokenizer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gpt2.train.recipe import Recipe
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation ids, one integer per token, and the tokenizer that gives them their meaning.
+    """Training and validation ids (one-dimensional integers) and their tokenizer.
 
-    ``sha256`` (hex) tells one corpus from another, so that a run only goes on with what it began with.
+    ``sha256`` (hex) identifies the corpus: a run resumes only with the same one.
     """
 
     tokenizer: Tokenizer
@@ -28,10 +28,10 @@ class Corpus:
 
 
 def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
-    """The recipe's corpus in the ids of ``tokenizer``; of a new one, made from the text as the recipe says, where there is none.
+    """Read the recipe's corpus as ids of ``tokenizer``, or of a new tokenizer that is made from the text as the recipe says.
 
     Raises:
-        InputError: no such text, one too short for a window, or one that the tokenizer cannot spell.
+        InputError: no such text, a text too short for a window, or characters that the tokenizer does not have.
     """
     if recipe.data.tokens:
         return _from_token_files(recipe, tokenizer)
@@ -44,14 +44,14 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
 
 
 def _from_token_files(recipe: Recipe, tokenizer: Tokenizer | None) -> Corpus:
-    """Tokens that were made elsewhere: with ``tokenizer``, the one whose files lie beside them, or the recipe's."""
+    """Read existing token files, made with ``tokenizer``, the one in their folder, or GPT-2's if the recipe says so."""
     folder = Path(recipe.data.tokens)
     if tokenizer is None and holds_tokenizer(folder):
         tokenizer = from_directory(folder)
     if tokenizer is None and recipe.data.tokenizer != "gpt2":
         raise InputError(
-            f"{folder}: no tokenizer lies there, and {recipe.data.tokenizer!r} is made from a text; "
-            "put the tokenizer's own files there, or --set data.tokenizer=gpt2 where it is GPT-2's"
+            f"{folder}: no tokenizer in it, and {recipe.data.tokenizer!r} is made from a text; "
+            "put the tokenizer's files there, or --set data.tokenizer=gpt2 if it is GPT-2's"
         )
     tokenizer = tokenizer or load_tokenizer("gpt2")
     train_ids, val_ids = token_files.read(folder, tokenizer.n_vocab)
@@ -83,7 +83,7 @@ def texts(recipe: Recipe) -> tuple[str, str]:
 
 
 def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:
-    """A vocabulary from the training text; characters also from the validation text, which must be spellable."""
+    """Make a tokenizer from the training text. Characters also come from the validation text, which must be encodable."""
     if recipe.data.tokenizer == "chars":
         from gpt2.data.chars import Chars
 
@@ -100,7 +100,7 @@ def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:
 
 
 def _long_enough(train_ids: np.ndarray, val_ids: np.ndarray, recipe: Recipe) -> None:
-    """Validation makes do with a shorter window, training does not."""
+    """Refuse a training text shorter than one window, and a validation text that cannot be scored."""
     if len(train_ids) < recipe.context + 1:
         remedy = f" or --set context={len(train_ids) - 1}" if len(train_ids) > 1 else ""
         raise InputError(

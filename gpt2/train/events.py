@@ -1,4 +1,4 @@
-"""What a run tells whoever listens, as it happens: plain facts, rendered elsewhere."""
+"""Events that a run reports to its listener; the command line renders them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpt2.train.recipe import Recipe
 
 @dataclass(frozen=True)
 class Started:
-    """Told once, before the first step."""
+    """Reported once, before the first step."""
 
     recipe: Recipe
     config: GPT2Config | BigramConfig
@@ -27,7 +27,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Estimated:
-    """Told once, after the first :data:`ESTIMATE_AFTER` steps: how long the rest will take, evaluations and all."""
+    """Reported once, after a few steps: the seconds left, evaluations included."""
 
     step: int
     seconds_left: float
@@ -35,7 +35,7 @@ class Estimated:
 
 @dataclass(frozen=True)
 class Diverged:
-    """A step that never reached the weights, and what the recipe's ``on_divergence`` made of it."""
+    """A diverged step, which changed no weights; ``action`` is "stop", "skip" or "rewind"."""
 
     step: int
     why: str
@@ -44,8 +44,9 @@ class Diverged:
 
 @dataclass(frozen=True)
 class Logged:
-    """A logged step; ``seconds_left`` is an estimate. ``loss`` is the training loss of this step's batch, nats per token; ``mfu``
-    the share of the measured speed of matrix products that the step makes of it (:mod:`gpt2.train.speed`), 0 where none was.
+    """A logged step; ``loss`` is of this step's batch, in nats per token; ``seconds_left`` is an estimate.
+
+    ``mfu`` is the share of the measured GEMM rate that the step reaches (:mod:`gpt2.train.speed`), 0 where it was not measured.
     """
 
     step: int
@@ -59,7 +60,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The whole validation text scored, and a sample of what the model now writes."""
+    """An evaluation: the score of the validation text, and a sample that the model generated."""
 
     step: int
     val: LanguageScore
@@ -79,4 +80,5 @@ class Result:
     stopped: str  # "finished", "early" or "interrupted"
 
 
-Listener = Callable[[Started | Logged | Evaluated | Estimated | Diverged], None]
+Event = Started | Logged | Evaluated | Estimated | Diverged
+Listener = Callable[[Event], None]

@@ -1,4 +1,4 @@
-"""A step's windows on their way to the device that computes with them."""
+"""Draw each step's windows and move them to the device that trains."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gpt2.train.recipe import Recipe
 
 
 class Feed:
-    """Each step's inputs and targets, both (rows of this rank, context), int64, drawn from ``ids`` by seed and step.
+    """Inputs and targets of each step, both (rows of this rank, context), int64, drawn from ``ids`` by seed and step.
 
-    On an accelerator the next step's are drawn, put into pinned memory and sent while this one's are still computed with: ask
-    for them with :meth:`ahead` when this step's work has been handed over. On a CPU there is nothing to overlap.
+    On an accelerator, :meth:`ahead` draws the next step's windows and sends them from pinned memory while this step is computed.
+    On a CPU it does nothing.
     """
 
     def __init__(self, ids: np.ndarray, ranks: Ranks = ALONE) -> None:

@@ -1,22 +1,23 @@
-"""Ctrl-C and SIGTERM: finish the step, save, leave."""
+"""Handle Ctrl-C and SIGTERM: the run finishes its step, saves and ends."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
-def interruptions(met: list[int]) -> Iterator[Callable[[], bool]]:
-    """The first signal raises a flag that the loop reads between steps; a second one acts at once, as it would have.
+def interruptions(signals: list[int]) -> Iterator[Callable[[], bool]]:
+    """Record the first signal, which the loop reads between steps; a second signal acts at once, as without this.
 
-    ``met`` is the flag, empty to begin with: the caller's own, so that a run that goes back to a checkpoint still knows of it.
+    ``signals`` is empty at first. The caller keeps it, so that a signal is not forgotten when the run rewinds.
     """
-    before: dict[int, object] = {}
+    before: dict[int, Any] = {}
 
     def note(number: int, frame: object) -> None:
-        met.append(number)
+        signals.append(number)
         restore()
 
     def restore() -> None:
@@ -26,9 +27,9 @@ def interruptions(met: list[int]) -> Iterator[Callable[[], bool]]:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, note) or signal.SIG_DFL  # None: set from outside Python
-    except ValueError:  # not the main thread, which alone may handle signals
+    except ValueError:  # only the main thread may handle signals
         before.clear()
     try:
-        yield lambda: bool(met)
+        yield lambda: bool(signals)
     finally:
         restore()

@@ -1,4 +1,4 @@
-"""Several processes on this machine, as `torchrun --standalone` starts them, and begun again when one is lost."""
+"""Start several training processes on this machine, as `torchrun --standalone` does, and restart them when one is lost."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from gpt2.errors import InputError
 
 OUTCOME = "GPT2_TRAIN_OUTCOME"  # environment variable: the file that takes rank 0's exit code
-RESTARTS = 3  # of a job whose process was lost; a fault that comes back every time must come to an end
-GRACE = 600  # seconds that a step and its checkpoint may take after Ctrl-C, before what is left is killed
+RESTARTS = 3  # at most, so that a fault that comes back every time ends the job
+GRACE = 600  # seconds for the last step and its checkpoint after Ctrl-C, before the processes are killed
 
 
 def launch(arguments: list[str], nproc: int) -> int:
-    """`gpt2 ARGUMENTS` in ``nproc`` processes on this machine, all begun again when one dies; the exit code of rank 0's.
+    """Run `gpt2 ARGUMENTS` in ``nproc`` processes, restart all when one dies, and return rank 0's exit code.
 
-    On Ctrl-C or SIGTERM the processes get :data:`GRACE` seconds to come to an end.
+    On Ctrl-C or SIGTERM the processes have :data:`GRACE` seconds to end.
 
     Raises:
-        InputError: they died :data:`RESTARTS` times and once more.
+        InputError: processes were lost more than :data:`RESTARTS` times.
     """
-    for chatter in map(logging.getLogger, ("torch.distributed.elastic", "torch.multiprocessing")):
-        chatter.addHandler(logging.NullHandler())
-        chatter.propagate = False  # what they would tell is told here and by rank 0, in one line
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a shared store holds the dead round's keys: restarts fail
+    for library in map(logging.getLogger, ("torch.distributed.elastic", "torch.multiprocessing")):
+        library.addHandler(logging.NullHandler())
+        library.propagate = False  # rank 0 and this function report instead, in one line
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a shared store keeps old keys, and restarts fail
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // nproc)))
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever this machine's name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not the address that this machine's name resolves to
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder) / "outcome"
         os.environ[OUTCOME] = str(outcome)
@@ -64,8 +64,9 @@ def launch(arguments: list[str], nproc: int) -> int:
 
 
 def leave(code: int) -> int:
-    """What a process that has come to its end, good or bad, exits with. To torch's agent any code but 0 is a process lost, and
-    all begin again: so under :func:`launch` it is 0, and the launcher finds the code itself in a file.
+    """The code with which a training process exits. Under :func:`launch` it is 0, and the real ``code`` goes into a file.
+
+    torch's agent takes any other code for a lost process, and restarts the job.
     """
     outcome = os.environ.get(OUTCOME)
     if outcome is None:

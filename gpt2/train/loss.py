@@ -1,55 +1,56 @@
-"""The training loss without the logits.
+"""Fused linear cross-entropy: compute the training loss and its gradients without holding all logits.
 
-The plain way holds logits, their log-softmax and the gradient of it all at once: at 50,257 tokens of vocabulary three times
-200 KB for every token of the batch, more than all twelve blocks of gpt2 keep. But a loss is a single number, and its gradient
-follows from the logits alone: so both are computed here together, for a few rows at a time, in the forward pass already. Not a
-product is computed twice; what remains is one gradient for the stream and one for the embedding. (Liger Kernel does the same on
-GPUs: Hsu et al., arXiv:2410.10989.)
+The plain way holds logits, their log-softmax and its gradient at once: with a vocabulary of 50,257, three times 200 KB for every
+token, more than all twelve blocks of gpt2 keep. The gradient of the loss depends on the logits alone. So both are computed
+together in the forward pass, a few rows at a time. No product is computed twice; what is kept is one gradient of the residual
+stream and one of the embedding. (Liger Kernel does the same on GPUs: Hsu et al., arXiv:2410.10989.)
 
 Shapes: N tokens (of all windows in a row), D width, V vocabulary, n rows of one chunk.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-CHUNK = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}  # bytes of logits alive at a time: few, and still enough rows for a good product
+from gpt2.model import GPT2
+
+CHUNK = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}  # bytes of logits alive at a time
 
 
 class Scored(nn.Module):
-    """``model`` with its training loss: what a step calls, and what DDP, FSDP2 and others wrap, whose hooks need a forward.
-
-    It has no parameters of its own; optimizer and checkpoints speak of ``model``, under its own names.
-    """
+    """``model`` and its training loss as one module, which DDP and FSDP2 can wrap. It has no parameters of its own."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """The mean negative log-likelihood, in nats per token, of ``targets`` (B, T) after ``ids`` (B, T); a scalar."""
-        if not hasattr(self.model, "hidden"):
+        """Mean cross-entropy, in nats per token, of ``targets`` (B, T) after ``ids`` (B, T); a scalar."""
+        if not isinstance(self.model, GPT2):
             return F.cross_entropy(self.model(ids).flatten(0, 1), targets.flatten())
         wte = self.model.wte.weight
         tie = _Tie()
-        rows = _Rows.apply(wte, ids, tie)
-        return _Loss.apply(self.model.hidden(ids, rows=rows).flatten(0, 1), wte, targets.flatten(), tie)
+        rows = _Rows.apply(wte, ids, tie)  # type: ignore[no-untyped-call]
+        hidden = self.model.hidden(ids, rows=rows).flatten(0, 1)
+        loss: Tensor = _Loss.apply(hidden, wte, targets.flatten(), tie)  # type: ignore[no-untyped-call]
+        return loss
 
 
 def even(rows: Tensor, n_vocab: int) -> tuple[Tensor, ...]:
-    """``rows`` (N, ...) in equal parts, of which each has no more than :data:`CHUNK` bytes of float32 logits."""
+    """Split ``rows`` (N, ...) into equal parts, each with at most :data:`CHUNK` bytes of float32 logits."""
     most = max(1, CHUNK.get(rows.device.type, CHUNK["cuda"]) // (4 * n_vocab))
     return rows.chunk(-(-len(rows) // most))
 
 
 class _Tie:
-    """Hands the embedding's gradient as head over to the embedding as table, which adds its few rows to it in place.
+    """Passes the head's gradient of the tied embedding to the table's backward, which adds its few rows to it in place.
 
-    Left to itself, autograd would add two matrices as large as the embedding, one of them almost all zeros: at gpt2's shape and
-    256 tokens, 8 % of the step.
+    Autograd would add two matrices as large as the embedding, one of them almost all zeros: 8 % of a step of gpt2 at 256 tokens.
     """
 
     grad: Tensor | None = None
@@ -60,22 +61,22 @@ class _Tie:
 
 
 class _Rows(torch.autograd.Function):
-    """``wte[ids]``, whose way back also delivers what :class:`_Loss` found for the same matrix."""
+    """``wte[ids]``, whose backward also returns the gradient that :class:`_Loss` computed for the same matrix."""
 
     @staticmethod
-    def forward(ctx, wte: Tensor, ids: Tensor, tie: _Tie) -> Tensor:
+    def forward(ctx: Any, wte: Tensor, ids: Tensor, tie: _Tie) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.shape, ctx.tie = wte.shape, tie
         return F.embedding(ids, wte)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.needs_input_grad[0]:
             return None, None, None
         (ids,) = ctx.saved_tensors
         grad = ctx.tie.take()
-        if grad_rows.is_cuda:  # where adding by index comes in any order, and with it other last digits each time
+        if grad_rows.is_cuda:  # index_add_ is not deterministic there
             return grad.add_(torch.ops.aten.embedding_dense_backward(grad_rows, ids, ctx.shape[0], -1, False)), None, None
         return grad.index_add_(0, ids.flatten(), grad_rows.flatten(0, -2).to(grad.dtype)), None, None
 
@@ -83,12 +84,12 @@ class _Rows(torch.autograd.Function):
 class _Loss(torch.autograd.Function):
     """Mean cross-entropy of ``hidden`` (N, D) against ``targets`` (N,), through the head ``wte`` (V, D).
 
-    For a row of logits l with the target t, of which e = exp(l - max l) sums to s, the loss is log s - (l_t - max l), and its
-    gradient with respect to l is (e - s 1_t) / s. The division is left to the thin side of both products.
+    For a row of logits l with target t, e = exp(l - max l) and s = sum(e): the loss is log s - (l_t - max l), and its gradient
+    with respect to l is (e - s 1_t) / s. The division by s is applied to the (n, D) side of both products.
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, wte: Tensor, targets: Tensor, tie: _Tie) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, wte: Tensor, targets: Tensor, tie: _Tie) -> Tensor:
         device = hidden.device.type
         low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -100,7 +101,7 @@ class _Loss(torch.autograd.Function):
                 *(even(each, len(wte)) for each in (hidden, targets, grad_hidden)), strict=True
             ):
                 part_targets = part_targets[:, None]
-                e = (part.to(low) @ head.t()).to(wide)  # (n, V): the logits, for now
+                e = (part.to(low) @ head.t()).to(wide)  # (n, V): the logits, before the next lines change them in place
                 e.sub_(e.amax(-1, keepdim=True))
                 target_logits = e.gather(1, part_targets)
                 total = e.exp_().sum(-1, keepdim=True)  # (n, 1)
@@ -110,25 +111,26 @@ class _Loss(torch.autograd.Function):
                 part_grad.copy_((e @ head) * share)
                 if grad_wte is None:
                     continue
-                product = e.t(), (part * share).to(low)
-                if low != wte.dtype:  # summed over the parts in the weights' own dtype
-                    product = torch.mm(*product)
+                left, right = e.t(), (part * share).to(low)
+                if low != wte.dtype:  # summed over the parts in the dtype of the weights
+                    product = torch.mm(left, right)
                     grad_wte.copy_(product) if len(losses) == 1 else grad_wte.add_(product)
                 elif len(losses) == 1:
-                    torch.mm(*product, out=grad_wte)
+                    torch.mm(left, right, out=grad_wte)
                 else:
-                    grad_wte.addmm_(*product)
-        ctx.found, ctx.tie = (grad_hidden, grad_wte), tie
+                    grad_wte.addmm_(left, right)
+        ctx.grads, ctx.tie = (grad_hidden, grad_wte), tie
         return torch.cat(losses).mean()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found, ctx.found = ctx.found, None
-        if found is None:
-            raise RuntimeError("this loss has been through backward once; its gradients are gone")
-        grad_hidden, grad_wte = found
-        if grad.is_cuda or grad != 1:  # asking a GPU would mean waiting for it
-            found = [None if each is None else each.mul_(grad) for each in found]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            raise RuntimeError("backward was called twice on this loss; its gradients were freed by the first call")
+        grad_hidden, grad_wte = grads
+        if grad.is_cuda or grad != 1:  # reading the value on a GPU would wait for it
+            for each in filter(lambda each: each is not None, grads):
+                each.mul_(grad)
         ctx.tie.grad = grad_wte
         return grad_hidden, None, None, None

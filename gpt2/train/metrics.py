@@ -1,4 +1,4 @@
-"""``metrics.jsonl``, and how fast a run goes."""
+"""Write ``metrics.jsonl``, warn of overfitting, and measure a run's speed."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from gpt2.errors import InputError
 from gpt2.train.recipe import Recipe
 from gpt2.train.state import METRICS, Progress, writing
 
-PARTED = 0.02  # nats per token
+OVERFIT_MARGIN = 0.02  # nats per token
 
 
 class Metrics:
-    """One line per logged step or evaluation. What was written after the checkpoint that a run goes on from is cut off.
+    """One line per logged step or evaluation; ``rows`` holds what the file says.
 
-    So no step is told twice; a line that a killed process wrote in part is cut off too. ``rows`` is what the file now says.
-    ``tensorboard`` tells the same to TensorBoard, in the folder of that name. Without a ``folder`` nothing is written.
+    Lines after the checkpoint that a run resumes from are removed, and so is a line that a killed process wrote in part, so no
+    step appears twice. ``tensorboard`` writes the same to the folder of that name. Without a ``folder`` nothing is written.
     """
 
-    def __init__(self, folder: Path | None, found: Progress | None, *, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path | None, resumed: Progress | None, *, tensorboard: bool = False) -> None:
         self.rows: list[dict[str, Any]] = []
         self.file, self.board, self.folder = None, None, folder
         if folder is None:
             return
         path, kept = folder / METRICS, []
         with writing(folder):
-            if found is not None and path.is_file():
-                kept = [line for line in path.read_text(errors="replace").splitlines() if _step(line) <= found.step]
+            if resumed is not None and path.is_file():
+                kept = [line for line in path.read_text(errors="replace").splitlines() if _step(line) <= resumed.step]
             write_file(path, "".join(f"{line}\n" for line in kept).encode())
             self.file = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
         self.rows = [json.loads(line) for line in kept]
-        self.board = _board(folder, found) if tensorboard else None
+        self.board = _board(folder, resumed) if tensorboard else None
 
     def __enter__(self) -> Metrics:
         return self
@@ -51,7 +51,7 @@ class Metrics:
 
     def write(self, **row: Any) -> None:
         self.rows.append(row)
-        if self.file is None:
+        if self.file is None or self.folder is None:
             return
         with writing(self.folder):
             self.file.write(json.dumps(row) + "\n")
@@ -60,14 +60,14 @@ class Metrics:
                     self.board.add_scalar(name, value, row["step"])
 
     def sync(self) -> None:
-        """To the disk, before a checkpoint that counts on these lines gets there."""
-        if self.file is None:
+        """Flush to the disk, before a checkpoint that relies on these lines is written."""
+        if self.file is None or self.folder is None:
             return
         with writing(self.folder):
             os.fsync(self.file.fileno())
 
 
-def _board(folder: Path, found: Progress | None) -> Any:
+def _board(folder: Path, resumed: Progress | None) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -75,33 +75,33 @@ def _board(folder: Path, found: Progress | None) -> Any:
             "tensorboard is not installed: pip install 'gpt2-toolkit[tensorboard]', or --set tensorboard=false"
         ) from None
     with writing(folder):
-        return SummaryWriter(folder / "tensorboard", purge_step=None if found is None else found.step + 1)
+        return SummaryWriter(folder / "tensorboard", purge_step=None if resumed is None else resumed.step + 1)
 
 
 def _step(line: str) -> float:
     try:
-        return json.loads(line)["step"]
+        return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, RecursionError):
         return float("inf")
 
 
-def parted(rows: Sequence[Mapping[str, Any]], best_step: int) -> str:
-    """A warning where training and held-out loss go different ways, from the rows of a run's metrics; empty where they do not.
+def overfitting(rows: Sequence[Mapping[str, Any]], best_step: int) -> str:
+    """A warning if a run overfits, from the rows of its metrics; "" if not.
 
-    They do if the held-out loss is now more than :data:`PARTED` nats above its best, of ``best_step``, while the mean training
-    loss since the last evaluation is below what it was before that best one.
+    It overfits if the held-out loss is more than :data:`OVERFIT_MARGIN` above its best (at ``best_step``), while the mean
+    training loss since the last evaluation is below that before the best one.
     """
     evaluated = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
-    at = [step for step, _ in evaluated]
-    if len(at) < 2 or best_step not in at[1:-1]:
+    steps = [step for step, _ in evaluated]
+    if len(steps) < 2 or best_step not in steps[1:-1]:
         return ""
-    best = at.index(best_step)
+    best = steps.index(best_step)
     val, best_val = evaluated[-1][1], evaluated[best][1]
     now, then = (
         [row["loss"] for row in rows if "loss" in row and first < row["step"] <= last]
-        for first, last in ((at[-2], at[-1]), (at[best - 1], at[best]))
+        for first, last in ((steps[-2], steps[-1]), (steps[best - 1], steps[best]))
     )
-    if val <= best_val + PARTED or not now or not then or fmean(now) >= fmean(then):
+    if val <= best_val + OVERFIT_MARGIN or not now or not then or fmean(now) >= fmean(then):
         return ""
     return (
         f"overfitting: since step {best_step} the training loss fell from {fmean(then):.4f} to {fmean(now):.4f} "
@@ -110,8 +110,9 @@ def parted(rows: Sequence[Mapping[str, Any]], best_step: int) -> str:
 
 
 class Pace:
-    """Tokens per second since the last log; the time left: steps at the pace of the whole run, and evaluations; and that speed
-    as a share of ``peak`` tokens per second, where there is such a figure.
+    """Measures tokens per second since the last log, the seconds left, and the share of ``peak`` tokens per second (0 without).
+
+    The seconds left assume the mean speed of the run so far, and evaluations as long as the last one.
     """
 
     def __init__(self, step: int, recipe: Recipe, peak: float = 0.0) -> None:
@@ -129,7 +130,7 @@ class Pace:
         return speed, left, speed / self.peak if self.peak else 0.0
 
     def seconds_left(self, step: int) -> float:
-        """For the steps after ``step``, and as many evaluations as lie among them, each as long as the last one."""
+        """Seconds for the steps after ``step`` and the evaluations among them."""
         steps, every = self.recipe.steps, self.recipe.eval_every
         evaluations = -(-steps // every) - step // every
         spent = self.spent + time.perf_counter() - self.since
@@ -137,7 +138,7 @@ class Pace:
 
     @contextmanager
     def paused(self, step: int) -> Iterator[None]:
-        """Around an evaluation, which is no training; unlogged steps up to here go uncounted."""
+        """Around an evaluation, which does not count as training; neither do the unlogged steps before it."""
         began = time.perf_counter()
         yield
         self.first += step - self.last

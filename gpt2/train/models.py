@@ -1,4 +1,4 @@
-"""The models a run trains, GPT-2 and the bigram baseline, made, made ready, sampled and stored; the loop need not ask which."""
+"""Make, prepare, sample and save the models that a run trains: GPT-2 and the bigram baseline."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.generation import generate
-from gpt2.model import GPT2
+from gpt2.model import GPT2, Attention
 from gpt2.train import adapted
 from gpt2.train.bigram import Bigram, BigramConfig, save_bigram
 from gpt2.train.recipe import Recipe
 
 
-def hollow(config: GPT2Config | BigramConfig, recipe: Recipe) -> GPT2 | Bigram:
-    """A model of that shape, with the recipe's adapters, whose parameters are to be filled."""
+def empty(config: GPT2Config | BigramConfig, recipe: Recipe) -> GPT2 | Bigram:
+    """A model of that shape with the recipe's adapters; its parameters are not initialised."""
     if isinstance(config, BigramConfig):
         return Bigram(config)
     model = GPT2(config, initialise=False)
@@ -32,15 +32,17 @@ def hollow(config: GPT2Config | BigramConfig, recipe: Recipe) -> GPT2 | Bigram:
 
 
 def copied(model: GPT2 | Bigram, recipe: Recipe) -> GPT2 | Bigram:
-    """The same model in memory of its own, on the CPU."""
-    copy = hollow(model.config, recipe)
-    for mine, parameter in zip(copy.parameters(), model.parameters(), strict=True):
-        mine.data = parameter.detach().to("cpu", copy=True)
+    """A copy of the model on the CPU."""
+    copy = empty(model.config, recipe)
+    for target, parameter in zip(copy.parameters(), model.parameters(), strict=True):
+        target.data = parameter.detach().to("cpu", copy=True)
     return copy.train(model.training)
 
 
 def check(model: GPT2 | Bigram, tokenizer: Tokenizer, recipe: Recipe, name: str) -> None:
-    """See that the recipe fits the model."""
+    """Refuse a recipe or tokenizer that does not fit the model."""
+    if isinstance(model, Bigram):
+        return
     if recipe.context > model.config.n_positions:
         raise InputError(
             f"recipe: context {recipe.context} exceeds the {model.config.n_positions} positions of {name}; "
@@ -50,11 +52,11 @@ def check(model: GPT2 | Bigram, tokenizer: Tokenizer, recipe: Recipe, name: str)
 
 
 def prepare(model: GPT2 | Bigram, recipe: Recipe) -> None:
-    """Dropout as the recipe has it, and blocks compiled, and computed again on the way back, if it says so."""
+    """Set the recipe's dropout, and compile or checkpoint the blocks if it says so."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = recipe.dropout
-        elif hasattr(module, "attn_pdrop"):
+        elif isinstance(module, Attention):
             module.attn_pdrop = recipe.attn_dropout
     for block in getattr(model, "h", ()):
         if recipe.compile:
@@ -64,13 +66,13 @@ def prepare(model: GPT2 | Bigram, recipe: Recipe) -> None:
 
 
 def _compiled(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``forward``, compiled for training's one shape; evaluations and samples, which come in many, are computed as ever."""
+    """``forward``, compiled for training, which has one shape. Evaluations and samples have many, and are not compiled."""
     compiled = torch.compile(forward, dynamic=False)
     return lambda *inputs: compiled(*inputs) if torch.is_grad_enabled() else forward(*inputs)
 
 
 def _checkpointed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``forward``, whose intermediate results are not kept for the backward pass but computed again there."""
+    """``forward`` with activation checkpointing: its intermediates are recomputed in the backward pass."""
     return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False) if torch.is_grad_enabled() else forward(*inputs)
 
 
@@ -93,7 +95,7 @@ def new(recipe: Recipe, tokenizer: Tokenizer) -> GPT2 | Bigram:
 
 
 def sample(model: GPT2 | Bigram, tokenizer: Tokenizer, val_ids: np.ndarray, recipe: Recipe) -> str:
-    """What the model writes after the first words of the validation text."""
+    """Text that the model generates after the first tokens of the validation text."""
     if not recipe.sample_tokens:
         return ""
     prompt = [int(i) for i in val_ids[:8]]
@@ -103,7 +105,7 @@ def sample(model: GPT2 | Bigram, tokenizer: Tokenizer, val_ids: np.ndarray, reci
 
 
 def save(model: GPT2 | Bigram, tokenizer: Tokenizer, directory: Path, init: str | None, *, whole: bool) -> None:
-    """Write a model into a new directory; of one with adapters those alone or, if ``whole``, it merged and they beside it."""
+    """Write ``model`` into a new directory; ``whole`` as in :func:`gpt2.train.adapted.save_model`."""
     if isinstance(model, Bigram):
         save_bigram(model, tokenizer, directory)
     else:

@@ -1,9 +1,9 @@
-"""One process or many: who we are, what we agree on, and whose gradients are averaged. The engine is torch's own.
+"""Data-parallel training with torch.distributed: ranks, broadcasts, DDP and FSDP2.
 
-Rank 0 alone touches the run's folder and speaks. Everything else every rank does alike: each takes its slice of the one batch
-that all of them draw, and what decides how the run goes on (a loss, a signal, a mistake) is agreed on before anyone acts on it.
-So N processes compute what one does with the same batch, apart from the order in which sums are rounded, and from dropout, whose
-masks are drawn for each rank's rows. With the same N a run repeats itself bit for bit.
+Rank 0 alone reads and writes the run's folder, and logs. All ranks draw the same batch, and each computes its slice of it. What
+decides how the run goes on (a loss, a signal, an error) is shared before any rank acts on it. So N processes compute what one
+computes with the same batch, except for the order in which sums are rounded and for dropout, whose masks are drawn for each
+rank's rows. With the same N a run is reproducible bit for bit.
 
 Sources: Li et al., "PyTorch Distributed" (DDP), 2020; Zhao et al., "PyTorch FSDP", 2023; `torch.distributed.fsdp.fully_shard`.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,67 +24,72 @@ from torch import Tensor, nn
 from gpt2.errors import InputError
 from gpt2.train.recipe import Recipe
 
+if TYPE_CHECKING:  # these take seconds to import; only a run under FSDP needs them
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
 T = TypeVar("T")
-PATIENCE = timedelta(minutes=10)  # for a machine that fell silent; gloo's own 30 minutes are long, and a save may take a few
+SILENCE_TIMEOUT = timedelta(minutes=10)  # gloo's default is 30; a save may take a few minutes
 
 
 class PeerLost(Exception):
-    """Another process of the job is gone, so this one cannot go on: the launcher begins all of them again."""
+    """Another process of the job is gone, so this one cannot go on; the launcher restarts all of them."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among ``size``; alone, everything below costs nothing."""
+    """This process's rank among ``size``. With size 1 no method below communicates."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def together(self, act: Callable[[], T]) -> T:
-        """``act()`` on every rank; an :class:`InputError` of any is raised by all, so that none waits for one that gave up."""
+        """Run ``act()`` on every rank. If one raises InputError, all raise it, so no rank waits for one that stopped."""
         if self.size == 1:
             return act()
-        result, fault = None, None
+        result: list[T] = []
+        message = None
         try:
-            result = act()
+            result.append(act())
         except InputError as error:
-            fault = str(error)
-        faults: list[str | None] = [None] * self.size
-        dist.all_gather_object(faults, fault)
-        for met in faults:
-            if met is not None:
-                raise InputError(met)
-        return result
+            message = str(error)
+        messages: list[str | None] = [None] * self.size
+        dist.all_gather_object(messages, message)
+        for message in filter(None, messages):
+            raise InputError(message)
+        return result[0]
 
     def first(self, act: Callable[[], T]) -> T:
-        """``act()`` on rank 0 alone; every rank gets what it returned, or its :class:`InputError`."""
-        result = self.together(act if self.rank == 0 else lambda: None)
+        """Run ``act()`` on rank 0 alone; every rank gets its result, or its InputError."""
         if self.size == 1:
-            return result
-        shared = [result]
+            return act()
+        shared: list[Any] = [self.together(act if self.rank == 0 else lambda: None)]
         dist.broadcast_object_list(shared, 0)
-        return shared[0]
+        result: T = shared[0]
+        return result
 
     def sum(self, *values: float) -> list[float]:
-        """Over all ranks, in float64."""
+        """Sum each value over all ranks, in float64."""
         if self.size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
-        return total.tolist()
+        sums: list[float] = total.tolist()
+        return sums
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader should know of how the work is shared, a line each."""
-        lines = () if self.device.type == "cpu" else (f"on {self.device.type}",)
+        """Lines for the log about device, processes and restarts."""
+        lines: tuple[str, ...] = () if self.device.type == "cpu" else (f"on {self.device.type}",)
         if self.size > 1:
             lines += (f"{self.size} processes share each batch",)
-        return (*lines, f"begun again after a process was lost (restart {attempt()})") if attempt() else lines
+        return (*lines, f"restarted after a process was lost (restart {restarts()})") if restarts() else lines
 
     def any(self, flag: bool) -> bool:
         return self.sum(float(flag))[0] > 0
 
     def part(self, recipe: Recipe) -> Recipe:
-        """The recipe as this rank works through it: its rows of a batch, in as many parts as keep to the recipe's memory.
+        """The recipe of this rank: its rows of a batch, in parts no larger than the recipe's parts.
 
         Raises:
             InputError: the batch does not divide.
@@ -103,18 +108,18 @@ ALONE = Ranks()
 
 
 def own_rank() -> int:
-    """This process's, before it has joined."""
+    """The rank of this process, also before it has joined the group."""
     return int(os.environ.get("RANK", 0))
 
 
-def attempt() -> int:
-    """How often the launcher has begun this job again."""
+def restarts() -> int:
+    """How often the launcher has restarted this job."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
-    """The ranks of the job that `torchrun` or :mod:`gpt2.train.launch` started this process for; alone where nobody did.
+    """Join the job that `torchrun` or :mod:`gpt2.train.launch` started this process for; without one, size is 1.
 
     Raises:
         InputError: no such device here.
@@ -123,15 +128,15 @@ def joined(device: str) -> Iterator[Ranks]:
     rank, size, local = (
         int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
-    mine = _device(device, local)
+    own = _device(device, local)
     if size == 1:
-        yield Ranks(device=mine)
+        yield Ranks(device=own)
         return
-    backend = "cpu:gloo,cuda:nccl" if mine.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=PATIENCE)
-        yield Ranks(rank, size, mine)
-    except RuntimeError as error:  # what gloo and NCCL raise when a connection closes has no type of its own
+        dist.init_process_group(backend, timeout=SILENCE_TIMEOUT)
+        yield Ranks(rank, size, own)
+    except RuntimeError as error:  # gloo and NCCL raise no type of their own when a connection closes
         if not isinstance(error, dist.DistError) and not any(word in str(error) for word in ("gloo", "NCCL", "onnection")):
             raise
         raise PeerLost(f"rank {rank}: another process of this job is gone") from error
@@ -141,42 +146,40 @@ def joined(device: str) -> Iterator[Ranks]:
 
 
 def _device(name: str, local: int) -> torch.device:
-    found = torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
-    if name == "cpu" or (name == "auto" and found is None):
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if torch.accelerator.is_available() else None
+    if name == "cpu" or (name == "auto" and accelerator is None):
         return torch.device("cpu")
-    if found is None or name not in ("auto", found.type):
-        raise InputError(
-            f"recipe: device is {name!r}, and this machine has {found.type if found else 'a CPU alone'}; set device=auto"
-        )
+    if accelerator is None or name not in ("auto", accelerator.type):
+        here = accelerator.type if accelerator else "only a CPU"
+        raise InputError(f"recipe: device is {name!r}, and this machine has {here}; set device=auto")
     if local >= torch.accelerator.device_count():
         raise InputError(f"{local + 1} processes on a machine with {torch.accelerator.device_count()} devices; start as many")
     torch.accelerator.set_device_index(local)
-    return torch.device(found.type, local)
+    return torch.device(accelerator.type, local)
 
 
-def spread(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """``model`` with rank 0's parameters, on this rank's own device; the others need not be able to read them from anywhere."""
+def broadcast(model: nn.Module, ranks: Ranks) -> None:
+    """Give ``model`` rank 0's parameters, on this rank's device."""
     for parameter in model.parameters():
         if ranks.size > 1:
             dist.broadcast(parameter.data, 0)
-        # Out of the mapped file, whose pages would otherwise be copied one by one in the first step; and to an address as even as
-        # any other, because some kernels sum in another order where it is not, and a resumed run would drift from the first.
+        # A copy, for two reasons: pages of a mapped file would be copied one by one in the first step; and kernels sum in another
+        # order at an unaligned address, so a resumed run would drift from the first.
         parameter.data = parameter.data.to(ranks.device, copy=True)
-    return model
 
 
 def wrap(scored: nn.Module, recipe: Recipe, ranks: Ranks) -> nn.Module:
-    """``scored``, a module around ``scored.model`` that returns a loss, so that its gradients are those of the whole batch.
+    """Wrap ``scored``, which returns the loss of ``scored.model``, so that its gradients are those of the whole batch.
 
-    ``recipe.parallel`` "ddp" keeps all of the model on every rank, "fsdp" a slice of each parameter, its gradient and its
-    moments. The tied embedding is one parameter of the outermost group, gathered once for both of its uses.
+    ``recipe.parallel`` "ddp" keeps the whole model on every rank; "fsdp" keeps a shard of each parameter, gradient and moment.
+    The tied embedding is one parameter of the outermost group, gathered once for both of its uses.
     """
     if ranks.size == 1:
         return scored
-    wrapped = _replicated(scored, ranks) if recipe.parallel == "ddp" else _sliced(scored, ranks)
-    # DDP sorts gradients into other buckets after its first backward pass, and sums within them in another order; FSDP takes the
-    # first module that is called for the outermost. That pass is made here, so that no step of a run that goes on is summed
-    # otherwise than in a run never stopped; in the shape of all others, for which alone blocks may have to be compiled.
+    wrapped = _replicate(scored, ranks) if recipe.parallel == "ddp" else _shard(scored, ranks)
+    # DDP rebuilds its buckets after its first backward pass, and then sums in another order; FSDP takes the first module called
+    # for the outermost. This pass settles both, so that a resumed run sums as an undisturbed one does. It has the shape of all
+    # other steps, so nothing is compiled twice.
     part = ranks.part(recipe)
     ids = torch.zeros(part.batch_size // part.grad_accum, recipe.context, dtype=torch.long, device=ranks.device)
     wrapped(ids, ids).backward()
@@ -184,25 +187,26 @@ def wrap(scored: nn.Module, recipe: Recipe, ranks: Ranks) -> nn.Module:
     return wrapped
 
 
-def _replicated(scored: nn.Module, ranks: Ranks) -> nn.Module:
+def _replicate(scored: nn.Module, ranks: Ranks) -> nn.Module:
     on_gpu = None if ranks.device.type == "cpu" else [ranks.device.index]
     return nn.parallel.DistributedDataParallel(scored, device_ids=on_gpu, gradient_as_bucket_view=True)
 
 
-def _sliced(scored: nn.Module, ranks: Ranks) -> nn.Module:
+def _shard(scored: nn.Module, ranks: Ranks) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     for block in getattr(scored.model, "h", ()):
         fully_shard(block, mesh=mesh)
-    return fully_shard(scored, mesh=mesh)
+    fully_shard(scored, mesh=mesh)
+    return scored
 
 
 @contextmanager
 def synchronised(wrapped: nn.Module, now: bool) -> Iterator[None]:
-    """Around one part of a batch: its gradients are exchanged now, or wait for those of the last part."""
-    if hasattr(wrapped, "no_sync") and not now:
+    """Around one part of a batch: exchange its gradients ``now``, or with those of the last part."""
+    if isinstance(wrapped, nn.parallel.DistributedDataParallel) and not now:
         with wrapped.no_sync():
             yield
         return
@@ -213,10 +217,11 @@ def synchronised(wrapped: nn.Module, now: bool) -> Iterator[None]:
 
 @contextmanager
 def whole(wrapped: nn.Module) -> Iterator[None]:
-    """Inside, every parameter is here in full, to be evaluated or copied with no word to the other ranks.
+    """Gather every parameter in full, to evaluate or copy the model without communication.
 
-    FSDP frees that memory afterwards, so nothing may keep a view of it, as numpy and the saving of a tensor do.
+    FSDP frees that memory afterwards, so nothing may keep a view of it, as numpy and saving a tensor do.
     """
+    root: object = wrapped
     groups = [module for module in wrapped.modules() if sharded(module)]
     for group in groups:
         group.set_reshard_after_forward(False, recurse=False)
@@ -225,12 +230,12 @@ def whole(wrapped: nn.Module) -> Iterator[None]:
         yield
     finally:
         for group in groups:
-            group.set_reshard_after_forward(group is not wrapped, recurse=False)
+            group.set_reshard_after_forward(group is not root, recurse=False)
             group.reshard()
 
 
 def gathered(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state in full, on the CPU: "INDEX.NAME" to tensor. Every rank must ask."""
+    """The optimizer's whole state on the CPU, "INDEX.NAME" to tensor. Every rank must call this."""
     return {
         f"{index}.{name}": _full(value).detach().cpu().contiguous()
         for index, entry in optimizer.state_dict()["state"].items()
@@ -239,37 +244,43 @@ def gathered(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Tensor] | None, ranks: Ranks) -> None:
-    """Fill ``optimizer`` with what :func:`gathered` gave on any number of ranks, and rank 0 has read again."""
-    shapes = ranks.first(lambda: {key: (tensor.shape, tensor.dtype) for key, tensor in stored.items()})
+    """Fill ``optimizer`` with what :func:`gathered` returned on any number of ranks; only rank 0 has ``stored``."""
+    own = stored or {}
+    shapes = ranks.first(lambda: {key: (tensor.shape, tensor.dtype) for key, tensor in own.items()})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for key, (shape, dtype) in shapes.items():
         index, name = key.split(".", 1)
-        tensor = stored[key] if ranks.rank == 0 else torch.empty(shape, dtype=dtype)
+        tensor = own[key] if ranks.rank == 0 else torch.empty(shape, dtype=dtype)
         if ranks.size > 1:
             dist.broadcast(tensor, 0)
         state.setdefault(int(index), {})[name] = _like(tensor, parameters[int(index)])
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def sharded(module: nn.Module) -> bool:
-    """Whether FSDP keeps but a slice of this module's parameters here."""
+def sharded(module: object) -> TypeGuard[FSDPModule]:
+    """Whether FSDP keeps only a shard of this module's parameters on this rank."""
     return hasattr(module, "unshard")
 
 
+def _is_shard(tensor: Tensor) -> TypeGuard[DTensor]:
+    return hasattr(tensor, "full_tensor")
+
+
 def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if _is_shard(tensor) else tensor
 
 
 def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """``tensor``, which is here in full, as this rank keeps ``parameter``; a step count is everyone's."""
-    if not hasattr(parameter, "placements") or tensor.ndim == 0:
+    """This rank's shard of the whole ``tensor``, placed as ``parameter`` is; a scalar step count stays whole."""
+    if not _is_shard(parameter) or tensor.ndim == 0:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(tensor.to(parameter.device), mesh, placements, src_data_rank=None)
 
 
 def norm_of(gradients: Tensor) -> float:
-    """A gradient's norm as `clip_grad_norm_` returns it, of this rank's slices alone or not."""
-    return _full(gradients).item()
+    """The gradient norm that `clip_grad_norm_` returned, whole or sharded, as a number."""
+    return float(_full(gradients))

@@ -1,4 +1,4 @@
-"""Loss curves of runs, from their ``metrics.jsonl`` alone: training loss thin, held-out loss bold, the best step marked."""
+"""Draw loss curves from ``metrics.jsonl``: training loss thin, held-out loss bold, the best step marked."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpt2.errors import InputError
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce", "#a16207", "#be185d", "#0f766e", "#57534e")  # distinct in grey too
 FORMATS = (".png", ".svg")
-SMOOTH = 40  # points that a training curve is averaged down to, beside which the single ones are shown pale
+SMOOTHED_POINTS = 40  # of the averaged training curve; the single points are drawn pale beside it
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run told: (step, nats per token) of training batches and of the held-out text, and the latter in bits per byte."""
+    """A run's losses: (step, nats per token) of training batches and of the held-out text, and the latter in bits per byte."""
 
     name: str
     train: tuple[tuple[int, float], ...]
@@ -27,10 +31,10 @@ class Curve:
 
 
 def read_run(folder: str | Path) -> Curve:
-    """The curve of the run in ``folder``; a line that a kill cut short is left out.
+    """Read the curve of the run in ``folder``; an incomplete last line is left out.
 
     Raises:
-        InputError: no run of ours is there, or it has told nothing yet.
+        InputError: no run is there, or it has logged nothing yet.
     """
     path = Path(folder) / "metrics.jsonl"
     try:
@@ -58,11 +62,11 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
     One run is drawn with its expected loss. Several get a second panel, in bits per byte, where different tokenizers compare.
 
     Raises:
-        InputError: no runs, one that is none, or a picture that cannot be written.
+        InputError: no runs, a folder without one, or a picture that cannot be written.
     """
     out = Path(out)
     if not folders:
-        raise InputError("plot which runs? give the folders that gpt2 train wrote, as in gpt2 train plot out/mini out/chars")
+        raise InputError("no runs to plot: give the folders that gpt2 train wrote, as in gpt2 train plot out/mini out/chars")
     if out.suffix.lower() not in FORMATS:
         raise InputError(f"{out}: a picture ends in {' or '.join(FORMATS)}; give such a name with --out")
     curves = [read_run(folder) for folder in folders]
@@ -97,7 +101,7 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
     return out
 
 
-def _draw_losses(axes, curve: Curve, label: str, colour: str) -> None:
+def _draw_losses(axes: Axes, curve: Curve, label: str, colour: str) -> None:
     if curve.train:
         axes.plot(*zip(*curve.train, strict=True), color=colour, lw=0.6, alpha=0.25)
         axes.plot(*zip(*_smoothed(curve.train), strict=True), color=colour, lw=1.0, ls=(0, (3, 1.5)), label=f"{label}, training")
@@ -110,14 +114,14 @@ def _draw_losses(axes, curve: Curve, label: str, colour: str) -> None:
 
 
 def _smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """Means of as many equal groups of neighbours as there is room for."""
-    width = max(1, len(points) // SMOOTH)
+    """Means of equal groups of neighbouring points."""
+    width = max(1, len(points) // SMOOTHED_POINTS)
     groups = [points[at : at + width] for at in range(0, len(points), width)]
     return [(sum(step for step, _ in group) / len(group), sum(loss for _, loss in group) / len(group)) for group in groups]
 
 
-def _finish(axes, unit: str, title: str, later: Sequence[float]) -> None:
-    """Name the axes; what lies far above ``later``, the held-out values after the first, is cut off, or nothing else is seen."""
+def _finish(axes: Axes, unit: str, title: str, later: Sequence[float]) -> None:
+    """Label the axes, and cut off what lies far above ``later``, the held-out values after the first."""
     if len(later) > 2:
         bottom, top = axes.get_ylim()
         axes.set_ylim(bottom, min(top, max(later) + 0.4 * (max(later) - min(later)) + 0.05))

@@ -1,7 +1,6 @@
-"""A recipe: all that decides what a training run computes, in one TOML file beside the code.
+"""Recipes: every setting of a training run, in one TOML file.
 
-Whoever has the recipe and the text has the run. What is not a key is refused with a suggestion, so a typo never trains for a
-night with the default in its place.
+A recipe and its text determine a run. An unknown key is refused with a suggestion, so a typo never trains with a default.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from gpt2.errors import InputError
 
 FOLDER = Path(__file__).parent / "recipes"
 NAME = re.compile(r"[^/\\:\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,100}")  # of a run: one component of a path on any system
-FINE_TUNE_PATIENCE = 5  # evaluations without a better one
+FINE_TUNE_PATIENCE = 5  # evaluations without improvement
 
 
 @dataclass(frozen=True)
 class Data:
-    """Which text, and what its tokens are.
+    """The text and its tokenizer.
 
-    ``source`` is "plays" (all but the held-out plays, which are the validation text), "all-plays" (every play, in one text),
-    "play:NAME" (one play), or "tinyshakespeare"; ``path`` is a text file to use instead. Where the source does not name its
-    validation text, it is the last ``held_out`` of the text. ``tokenizer`` is "bpe" or "words" (both made from the training
-    text, ``vocab_size`` entries), "chars", or "gpt2" (the official vocabulary); a fine-tune always uses the tokenizer of the
-    model it starts from. ``tokens`` is a folder of token files (:mod:`gpt2.data.token_files`) to use instead of any text.
+    ``source`` is "plays" (validation: the held-out plays), "all-plays" (every play in one text), "play:NAME" (one play), or
+    "tinyshakespeare". ``path`` is a text file to use instead. Except for "plays", the validation text is the last fraction
+    ``held_out`` of the text. ``tokenizer`` is "bpe" or "words" (made from the training text, ``vocab_size`` entries), "chars", or
+    "gpt2" (the official vocabulary). Fine-tuning always uses the tokenizer of the initial model. ``tokens`` is a folder of token
+    files (:mod:`gpt2.data.token_files`) to use instead of any text.
 
-    Training windows begin anywhere, at random; with a ``stride`` at its multiples, each once before any comes again.
+    Training windows begin at random positions, or, with a ``stride``, at its multiples in random order, each once per epoch.
     """
 
     source: str = "tinyshakespeare"
@@ -48,11 +47,11 @@ class Data:
 
 @dataclass(frozen=True)
 class Model:
-    """The model to train from scratch; a fine-tune takes its shape from the model it starts from.
+    """The model to train from scratch; fine-tuning takes the shape of the initial model.
 
-    ``kind`` is "gpt2", or "bigram" (:mod:`gpt2.train.bigram`), a table of which the sizes say nothing.
-    ``activation_function`` is one of :data:`gpt2.config.ACTIVATIONS`: GPT-2's own, or "gelu", the exact one, which nanoGPT uses
-    and PyTorch computes in a quarter of the time on a CPU.
+    ``kind`` is "gpt2", or "bigram" (:mod:`gpt2.train.bigram`), which ignores the sizes. ``activation_function`` is one of
+    :data:`gpt2.config.ACTIVATIONS`: GPT-2's own, or "gelu", the exact GELU of nanoGPT, which a CPU computes
+    four times as fast.
     """
 
     kind: str = "gpt2"
@@ -65,7 +64,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Optim:
-    """AdamW with linear warm-up to ``lr`` and cosine decay to ``min_lr``; gradients clipped to a norm of ``clip`` (0: not)."""
+    """AdamW with linear warm-up to ``lr`` and cosine decay to ``min_lr``; gradients are clipped to the norm ``clip`` (0: never)."""
 
     lr: float = 1e-3
     min_lr: float = 1e-4
@@ -78,9 +77,9 @@ class Optim:
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters to train instead of the weights (:mod:`gpt2.lora`): of rank ``r`` (0: none), added ``alpha / r`` times.
+    """LoRA adapters to train instead of the weights (:mod:`gpt2.lora`), of rank ``r`` (0: none), scaled by ``alpha / r``.
 
-    ``targets`` are the projections to adapt: c_attn, c_fc, c_proj (both of a block, or one as attn.c_proj, mlp.c_proj).
+    ``targets`` are the projections to adapt: c_attn, c_fc, c_proj (both of a block; one is attn.c_proj or mlp.c_proj).
     """
 
     r: int = 0
@@ -93,27 +92,22 @@ class Lora:
 class Recipe:
     """One training run.
 
-    A step reads ``batch_size`` windows of ``context`` tokens, in ``grad_accum`` parts. Every ``eval_every`` steps the validation
-    text is scored (its first ``eval_tokens`` tokens; 0: all) and, if it has not improved ``patience`` times in a row, the run
-    stops (0: never; -1: after 5 where a model is fine-tuned, which overfits a small text, and never where one is trained from
-    scratch). ``dropout`` acts on the embeddings and both residual branches, ``attn_dropout`` on the attention weights; the latter
-    is 0 by default because it keeps PyTorch from its fused attention kernel (a step of the embedded model: 1.20 s with it, 0.72 s
-    without).
-
-    ``precision`` "bf16" computes a training step's matrix products in bfloat16, by autocast; weights, optimizer and evaluations
-    stay float32. "auto" measures both as the run begins, on its own device and shape, and keeps the faster one to the end.
-    ``checkpointing`` keeps of every block only what went in, and computes the rest again on the way back. ``compile`` compiles
-    the blocks (torch.compile): for GPUs; on a CPU it takes minutes, needs a C++ compiler, and gained nothing.
-
-    A step whose loss or gradient is not finite, or whose loss explodes (:mod:`gpt2.train.divergence`), never reaches the weights.
-    ``on_divergence`` says what then: "stop" the run, "skip" the step, or "rewind" to the newest checkpoint and go on from there
-    with other windows.
-
-    ``device`` is "cpu", an accelerator's name as torch has it ("cuda", "mps", "xpu"), or "auto": the accelerator if there is one.
-    ``parallel`` says how several processes share the work: "ddp", each with all of the model, or "fsdp", each with a slice.
-
-    ``expect`` is the validation loss the recipe reaches on its own text, in nats per token, 0 where there is none to state;
-    ``takes`` how long, and where that was measured. ``tensorboard`` writes the metrics for TensorBoard too.
+    - A step reads ``batch_size`` windows of ``context`` tokens, in ``grad_accum`` parts.
+    - Every ``eval_every`` steps the validation text is scored (its first ``eval_tokens`` tokens; 0: all). After ``patience``
+      evaluations in a row without improvement the run stops (0: never; -1: 5 when fine-tuning, never from scratch).
+    - ``dropout`` acts on the embeddings and both residual branches, ``attn_dropout`` on the attention weights. The latter is 0 by
+      default, because it prevents the fused attention kernel (a step of the embedded model: 1.20 s with it, 0.72 s without).
+    - ``precision`` "bf16" computes a step's matrix products in bfloat16, by autocast; weights, optimizer and evaluations stay
+      float32. "auto" measures both when the run begins, and keeps the faster one to the end.
+    - ``checkpointing`` is activation checkpointing. ``compile`` compiles the blocks with torch.compile, for GPUs: on a CPU it
+      takes minutes, needs a C++ compiler, and gained nothing.
+    - A step with a loss or gradient that is not finite, or a loss that explodes (:mod:`gpt2.train.divergence`), changes no
+      weights. ``on_divergence`` then says "stop" (the run), "skip" (the step), or "rewind" to the newest checkpoint, with other
+      windows.
+    - ``device`` is "cpu", "cuda", "mps", "xpu", or "auto": the accelerator if there is one. ``parallel`` is "ddp" (each process
+      has the whole model) or "fsdp" (each has a shard).
+    - ``expect`` is the validation loss that the recipe reaches on its own text, in nats per token (0: not stated), and
+      ``takes`` is the time and the machine. ``tensorboard`` also writes the metrics for TensorBoard.
     """
 
     name: str = ""
@@ -180,16 +174,16 @@ class Recipe:
             if value not in known:
                 raise InputError(f"recipe: {name} is {value!r}; give {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
         if self.data.path and self.data.tokens:
-            raise InputError("recipe: data.path and data.tokens both say what to train on; give one of them")
+            raise InputError("recipe: data.path and data.tokens are both given; give one of them")
         if self.optim.lr < self.optim.min_lr:
             raise InputError(
                 f"recipe: optim.lr {self.optim.lr} is below optim.min_lr {self.optim.min_lr}, the rate it decays to; set both"
             )
 
     def resolved(self, init: str | None) -> Recipe:
-        """This recipe with what it leaves to the run decided: from scratch, or from the model named ``init``."""
+        """This recipe with its open settings decided, for a run from scratch or from the model named ``init``."""
         if init is not None and self.model.kind == "bigram":
-            raise InputError(f"--init {init}: a bigram is trained from scratch; leave that out, or choose another recipe")
+            raise InputError(f"--init {init}: a bigram is trained from scratch; leave --init out, or choose another recipe")
         return self if self.patience >= 0 else replace(self, patience=0 if init is None else FINE_TUNE_PATIENCE)
 
     def to_json(self) -> str:
@@ -202,7 +196,7 @@ def _require(name: str, value: float, least: float, below: float, remedy: str) -
 
 
 def names() -> list[str]:
-    """Recipes that come with the package."""
+    """The names of the recipes in the package."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
@@ -246,7 +240,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
 
 
 def _value(text: str, wanted: type | None) -> Any:
-    """A value as TOML writes it, and as a shell's user does: text without quotes, 1984 where text is wanted, .5 for 0.5."""
+    """Parse a value as TOML, or as typed in a shell: text without quotes, 1984 for a key that takes text, .5 for 0.5."""
     try:
         table = tomllib.loads(f"v = {text}")
         value = table["v"] if len(table) == 1 else text
@@ -291,7 +285,7 @@ def _build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> 
             close = difflib.get_close_matches(prefix + key, everything, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else f"keys are {', '.join(known)}"
             raise InputError(f"{where}: unknown key {quoted(prefix + key)}; {hint}")
-        wanted = kinds[key]
+        wanted: type = kinds[key]
         if is_dataclass(wanted):
             if not isinstance(value, Mapping):
                 raise InputError(f"{where}: {prefix + key} is a table of keys, found {quoted(value)}")

@@ -1,9 +1,9 @@
-"""A run's folder: whose it is, and checkpoints that appear whole or not at all. Safetensors and JSON only.
+"""Read and write a run's folder: its recipe, and checkpoints that are written atomically. Safetensors and JSON only.
 
-It holds ``recipe.json``, ``metrics.jsonl``, ``step-N/`` (the newest two, each with all it takes to go on) and ``best/`` (the
-model of the lowest validation loss). Each of the last two is a directory that ``gpt2.load`` and transformers open (a run
-of adapters: :mod:`gpt2.train.adapted`). It is written aside, synced, listed in a manifest with sha256, and renamed; a run goes on
-from the newest whose every file still has its hash.
+The folder holds ``recipe.json``, ``metrics.jsonl``, ``step-N/`` (the newest two, each with everything needed to resume) and
+``best/`` (the model of the lowest validation loss). ``gpt2.load`` and transformers open ``step-N/`` and ``best/`` (with adapters:
+see :mod:`gpt2.train.adapted`). A checkpoint is written aside, synced, listed in a manifest with sha256, and renamed. A run
+resumes from the newest checkpoint whose files all have their hash.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.train import adapted, models
+from gpt2.train.bigram import Bigram
 from gpt2.train.recipe import Recipe, build
 
 try:
@@ -39,10 +40,10 @@ RECIPE, METRICS, BEST, MANIFEST = "recipe.json", "metrics.jsonl", "best", "manif
 STEP = re.compile(r"step-(\d+)")
 ASIDE = re.compile(r"\.(step-\d+|best|base)\.(partial|old)")
 MODEL = ("config.json", "model.safetensors")
-NEEDED = ("optimizer.safetensors", "progress.json")  # beside the model or its adapters; without these nothing goes on
+NEEDED = ("optimizer.safetensors", "progress.json")  # to resume, beside the model or its adapters
 TEXT = "text_sha256"  # in recipe.json, beside the recipe's own keys and `init`
-# Keys of a recipe that do not touch what it computes, or only how sums are rounded.
-SAYS_NOTHING = ("name", "description", "expect", "takes", "tensorboard", "device", "parallel")
+# Keys of a recipe that do not change what it computes, or only how sums are rounded.
+NOT_COMPARED = ("name", "description", "expect", "takes", "tensorboard", "device", "parallel")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Progress:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """A full disk or a folder that may not be written is the user's to mend, so it is told in one line."""
+    """Turn a full disk or a read-only folder into an InputError of one line."""
     try:
         yield
     except (OSError, InputError) as error:
@@ -99,10 +100,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def holds(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> bool:
-    """Whether ``folder`` holds this very run, to go on with; False where one begins, anew if ``fresh``.
+    """Whether ``folder`` holds a run of the same recipe to resume; False if a new run begins, or ``fresh`` is given.
 
     Raises:
-        InputError: it holds another run and ``fresh`` is not given, or files under our names that no run of ours wrote.
+        InputError: it holds another run without ``fresh``, or files with our names that no run wrote.
     """
     try:
         raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
@@ -110,18 +111,18 @@ def holds(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> bool:
     except FileNotFoundError:
         taken = [p.name for p in (*checkpoints(folder), folder / BEST, folder / METRICS) if p.exists()]
         if taken:
-            raise InputError(f"{folder}: holds {taken[0]} but no {RECIPE}, so no run of ours; choose another --out") from None
+            raise InputError(f"{folder}: holds {taken[0]} but no {RECIPE}, so it is no run; choose another --out") from None
         return False
     except (OSError, ValueError, RecursionError):
         ours = False
     if not ours:
-        raise InputError(f"{folder}/{RECIPE}: not the recipe of a run of ours; choose another --out")
+        raise InputError(f"{folder}/{RECIPE}: not the recipe of a run; choose another --out")
     if fresh:
         if init is not None and Path(init).exists() and Path(init).resolve().is_relative_to(folder.resolve()):
-            raise InputError(f"{init}: lies in {folder}, which --fresh would clear; choose another --out")
+            raise InputError(f"{init}: is in {folder}, which --fresh would clear; choose another --out")
         return False
     there, here = _comparable(raw, f"{folder}/{RECIPE}"), _comparable({"init": init, **asdict(recipe)}, "recipe")
-    if recipe.precision == "auto":  # which was decided when the run began
+    if recipe.precision == "auto":  # decided when the run began
         here["precision"] = there["precision"]
     differ = [f"{key} {there.get(key)!r} there, {here.get(key)!r} here" for key in here if there.get(key) != here[key]]
     if differ:
@@ -134,15 +135,15 @@ def holds(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> bool:
 
 
 def recorded(folder: Path, recipe: Recipe) -> Recipe:
-    """``recipe`` with what the run in ``folder`` decided as it began: a precision of "auto" is another one on another day."""
+    """``recipe`` with the precision that the run in ``folder`` decided when it began; "auto" might decide otherwise today."""
     raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
     return replace(recipe, precision=raw.get("precision", Recipe.precision))
 
 
 def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool) -> None:
-    """Make ``folder`` this run's, and clear what a killed process left of it (all of it if ``fresh``).
+    """Write the recipe into ``folder``, and remove what a killed process left (everything if ``fresh``).
 
-    ``text`` is the sha256 of the tokens: a run goes on with the text it began with, whatever the file is called.
+    ``text`` is the sha256 of the tokens. A run resumes only with the text it began with, whatever its file is called.
     """
     path = folder / RECIPE
     with writing(folder):
@@ -161,78 +162,83 @@ def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool
             if json.loads(path.read_text(encoding="utf-8")).get(TEXT, text) != text:
                 raise InputError(
                     f"{folder}: the text is not the one this run began with; "
-                    "bring that back, choose another --out, or start anew with --fresh"
+                    "restore that text, choose another --out, or start anew with --fresh"
                 )
             return
         write_json(path, {"init": init, TEXT: text, **asdict(recipe)})
 
 
-def save(folder: Path, model: GPT2, tokenizer: Tokenizer, optimizer: Mapping[str, torch.Tensor], progress: Progress) -> Path:
+def save(
+    folder: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, optimizer: Mapping[str, torch.Tensor], progress: Progress
+) -> Path:
     """Write ``folder/step-N``, then drop all but the newest :data:`KEEP` up to it."""
     target = folder / f"step-{progress.step}"
-    files = {"optimizer.safetensors": safetensors_file(optimizer), "progress.json": json.dumps(asdict(progress)).encode()}
+    files: dict[str, bytes | Iterable[bytes | memoryview]] = {
+        "optimizer.safetensors": safetensors_file(optimizer),
+        "progress.json": json.dumps(asdict(progress)).encode(),
+    }
     with writing(folder):
         _write_whole(target, model, tokenizer, files)
-        # A later one, damaged and passed over, does not count: it would push out the ones that are whole.
+        # A later checkpoint was damaged and skipped; it must not push out the intact ones.
         for old in [path for path in checkpoints(folder) if _step(path) <= progress.step][KEEP:]:
             shutil.rmtree(old)
     return target
 
 
-def save_best(folder: Path, model: GPT2, tokenizer: Tokenizer, progress: Progress) -> None:
-    """Write ``folder/best``: the model alone, and the step it comes from."""
+def save_best(folder: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, progress: Progress) -> None:
+    """Write ``folder/best``: the model and the step it comes from."""
     with writing(folder):
         _write_whole(folder / BEST, model, tokenizer, {"progress.json": json.dumps(asdict(progress)).encode()})
 
 
-def save_base(folder: Path, model: GPT2, tokenizer: Tokenizer) -> None:
-    """Write ``folder/base``: the weights that a run of adapters leaves as they are."""
+def save_base(folder: Path, model: GPT2 | Bigram, tokenizer: Tokenizer) -> None:
+    """Write ``folder/base``: the frozen weights of a run that trains adapters."""
     with writing(folder):
         _write_whole(folder / adapted.BASE, model, tokenizer, {})
 
 
-def model_of(folder: Path, found: Path) -> Path:
-    """Where the weights of checkpoint ``found`` lie: in it, or in the run's ``base/`` if it holds adapters alone.
+def model_of(folder: Path, checkpoint: Path) -> Path:
+    """The directory with the weights of ``checkpoint``: itself, or the run's ``base/`` if it holds only adapters.
 
     Raises:
         InputError: that base is damaged.
     """
-    if not (found / adapted.FILES[0]).is_file():
-        return found
+    if not (checkpoint / adapted.FILES[0]).is_file():
+        return checkpoint
     base = folder / adapted.BASE
     fault = _fault(base, needed=())
     if fault is not None:
-        raise InputError(f"{base}: {fault}, and the adapters of this run go beside it; bring it back, or start anew with --fresh")
+        raise InputError(f"{base}: {fault}, and the adapters of this run need it; restore it, or start anew with --fresh")
     return base
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """``step-N`` directories, the newest first."""
+    """The ``step-N`` directories, newest first."""
     return sorted((path for path in folder.glob("step-*") if STEP.fullmatch(path.name)), key=_step, reverse=True)
 
 
 def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose every file has the hash its manifest states, and a line for each newer one passed over."""
-    skipped = []
+    """The newest checkpoint whose files all have the hash in its manifest, and a line for each newer one that was skipped."""
+    skipped: list[str] = []
     for path in checkpoints(folder):
         fault = _fault(path)
         if fault is None:
             return path, skipped
-        skipped.append(f"{path}: {fault}; passed over")
+        skipped.append(f"{path}: {fault}; skipped")
     return None, skipped
 
 
 def stored(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
-    """The optimizer's state in a checkpoint that :func:`newest_intact` found, and where the run stood."""
+    """Read the optimizer's state and the progress from a checkpoint that :func:`newest_intact` returned."""
     try:
         return load_file(path / "optimizer.safetensors"), Progress(**json.loads((path / "progress.json").read_text()))
     except (OSError, SafetensorError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: cannot be gone on with ({error}); start anew with --fresh") from None
+        raise InputError(f"{path}: cannot be resumed ({error}); start anew with --fresh") from None
 
 
 def _comparable(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A run's ``init`` and recipe as one flat table; keys that an older file lacks have their defaults."""
-    known = {key: value for key, value in raw.items() if key not in ("init", TEXT, *SAYS_NOTHING)}
+    """A run's ``init`` and recipe as one flat table; keys missing in an older file take their defaults."""
+    known = {key: value for key, value in raw.items() if key not in ("init", TEXT, *NOT_COMPARED)}
     table = {"init": raw["init"]}
     for key, value in asdict(build(known, where)).items():
         table |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
@@ -244,9 +250,9 @@ def _step(path: Path) -> int:
 
 
 def _write_whole(
-    target: Path, model: GPT2, tokenizer: Tokenizer, files: Mapping[str, bytes | Iterable[bytes | memoryview]]
+    target: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, files: Mapping[str, bytes | Iterable[bytes | memoryview]]
 ) -> None:
-    """A directory that appears complete or not at all; where it cannot be, the disk is as it was."""
+    """Write a directory atomically: it appears complete or not at all."""
     aside = target.with_name(f".{target.name}.partial")
     old = target.with_name(f".{target.name}.old")
     for leftover in (aside, old):
@@ -282,7 +288,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _fault(path: Path, needed: tuple[str, ...] = NEEDED) -> str | None:
-    """What is wrong with a checkpoint directory, or None."""
+    """Say what is wrong with a checkpoint directory; None if nothing."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         for name in (*(adapted.FILES if adapted.FILES[0] in manifest else MODEL), *needed):

@@ -234,7 +234,7 @@ def test_a_table_that_makes_no_sense_is_refused(lora, init, tmp_path, settings, 
 
 def test_adapters_need_a_model(lora, tmp_path):
     """Beside random frozen weights they learn next to nothing, for as long as one lets them."""
-    with pytest.raises(InputError, match="lora: adapters go beside a pretrained model's weights; name that with --init"):
+    with pytest.raises(InputError, match="lora: adapters need a pretrained model; name one with --init"):
         train(lora, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

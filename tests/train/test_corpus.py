@@ -63,7 +63,7 @@ def test_token_files_that_changed_are_another_run(recipe, files, tmp_path):
 def test_token_files_without_a_tokenizer_are_refused(recipe, files):
     for name in ("chars.json", "tokenizer.json", "tokenizer_config.json"):
         (files / name).unlink()
-    with pytest.raises(InputError, match="no tokenizer lies there") as error:
+    with pytest.raises(InputError, match="no tokenizer in it") as error:
         corpus(replace(recipe, data=Data(tokens=str(files))))
     assert "\n" not in str(error.value)
 

@@ -89,9 +89,9 @@ def test_what_stands_is_weights_gradients_and_moments():
     model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
     optimizer.step()
     tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values()) if t.numel() > 1]
-    assert estimate.standing(model) == sum(t.nbytes for t in tensors)
+    assert estimate.lasting(model) == sum(t.nbytes for t in tensors)
     model.wte.weight.requires_grad_(False)  # as a run of adapters freezes it
-    assert estimate.standing(model) == sum(t.nbytes for t in tensors) - 3 * model.wte.weight.nbytes
+    assert estimate.lasting(model) == sum(t.nbytes for t in tensors) - 3 * model.wte.weight.nbytes
 
 
 def test_a_bigram_is_its_table_and_logits():

@@ -324,7 +324,7 @@ def test_another_recipes_folder_is_refused_and_fresh_clears_it(recipe, tmp_path,
     assert "holds a run of another recipe (steps 12 there, 3 here; optim.lr 0.01 there, 0.02 here)" in says
     assert "--fresh" in says
     assert "init None there" in refusal(recipe, run, init=str(run / "best"))
-    assert "lies in" in refusal(other, run, init=str(run / "best"), fresh=True)
+    assert "is in" in refusal(other, run, init=str(run / "best"), fresh=True)
     assert (run / "step-12" / "model.safetensors").read_bytes() == before
     train(other, run, fresh=True)
     assert sorted(path.name for path in run.iterdir()) == ["best", "metrics.jsonl", "notes.txt", "recipe.json", "step-3"]
@@ -464,7 +464,7 @@ def test_a_model_that_is_not_finite_is_never_the_best(recipe, tmp_path):
     model.ln_f.weight.data[0] = math.nan
     save(model, tokenizer, tmp_path / "broken")
     says = refusal(recipe, tmp_path / "run", init=str(tmp_path / "broken"))
-    assert "step 0: the validation loss is nan; the model it starts from is broken" in says
+    assert "step 0: the validation loss is nan; the initial model is broken" in says
     assert not (tmp_path / "run" / "best").exists()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from gpt2.train import metrics
 from gpt2.train.loop import Estimated, Evaluated, train
-from gpt2.train.metrics import Pace, parted
+from gpt2.train.metrics import Pace, overfitting
 from gpt2.train.recipe import Recipe
 
 
@@ -20,7 +20,7 @@ def rows(train_losses, val_losses):
 
 
 def test_losses_that_part_are_told_with_both_figures():
-    said = parted(rows([2.0, 1.5, 1.0], [3.0, 2.0, 2.1, 2.3]), best_step=10)
+    said = overfitting(rows([2.0, 1.5, 1.0], [3.0, 2.0, 2.1, 2.3]), best_step=10)
     assert said == (
         "overfitting: since step 10 the training loss fell from 2.0000 to 1.0000 and the held-out loss rose from 2.0000 to 2.3000"
     )
@@ -38,7 +38,7 @@ def test_losses_that_part_are_told_with_both_figures():
 )
 def test_no_warning_where_nothing_parts(train_losses, val_losses, best_step):
     """A warning that comes anyway is one that nobody reads."""
-    assert parted(rows(train_losses, val_losses), best_step) == ""
+    assert overfitting(rows(train_losses, val_losses), best_step) == ""
 
 
 def test_a_text_known_by_heart_is_warned_of_and_stopped(recipe, tmp_path):

@@ -179,7 +179,7 @@ def test_what_one_rank_cannot_do_stops_all(shared, tmp_path):
 def test_ranks_that_read_different_texts_are_told_so(shared, text, tmp_path):
     Path(f"{text}.other").write_text(text.read_text()[::-1])
     told = job(2, Run(shared, tmp_path / "run", change="another text on rank 1"))
-    assert told == ["error: rank 1 finds another text than rank 0; put the same files on every machine"] * 2
+    assert told == ["error: rank 1 reads another text than rank 0; put the same files on every machine"] * 2
 
 
 def test_a_loss_that_one_rank_cannot_count_is_everyones(shared, tmp_path):
@@ -252,7 +252,7 @@ def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(recipe, tmp_p
     process.wait(300)
     err = said(tmp_path / "run").read_text()
     assert process.returncode == 0, err
-    assert "begun again after a process was lost" in err
+    assert "restarted after a process was lost" in err
     assert "Traceback" not in err
     assert stored(tmp_path / "run") == stored(tmp_path / "whole")
     assert told(tmp_path / "run") == told(tmp_path / "whole")

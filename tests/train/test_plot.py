@@ -51,7 +51,7 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path, capsys):
     empty.mkdir()
     (empty / "metrics.jsonl").touch()
     for folders, out, says in (
-        ([], "x.png", "plot which runs?"),
+        ([], "x.png", "no runs to plot"),
         ([a], "x.gif", "ends in .png or .svg"),
         ([tmp_path / "none"], "x.png", "cannot be read"),
         ([empty], "x.png", "no losses there yet"),

@@ -122,7 +122,7 @@ def test_unknown_recipe_names_the_nearest(tmp_path):
 def test_two_texts_at_once_are_refused(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('[data]\npath = "x.txt"\n')
-    assert "data.path and data.tokens both say what to train on" in refusal(str(path), ["data.tokens=here"])
+    assert "data.path and data.tokens are both given" in refusal(str(path), ["data.tokens=here"])
 
 
 def test_a_fine_tune_stops_early_unless_told_otherwise():

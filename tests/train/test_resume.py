@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(recipe, tmp_path, s
     events = []
     train(recipe, run, report=events.append)
     assert events[0].step == 8
-    assert [note for note in events[0].notes if "step-10" in note and reason in note and "passed over" in note]
+    assert [note for note in events[0].notes if "step-10" in note and reason in note and "skipped" in note]
     assert (stored(run), told(run)) == undisturbed
 
 
@@ -162,7 +162,7 @@ def test_with_every_checkpoint_damaged_the_run_begins_again(recipe, tmp_path, st
     events = []
     train(recipe, run, report=events.append)
     assert events[0].step == 0
-    assert len([note for note in events[0].notes if "passed over" in note]) == 2
+    assert len([note for note in events[0].notes if "skipped" in note]) == 2
     assert (stored(run), told(run)) == undisturbed
 
 

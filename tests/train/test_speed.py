@@ -48,15 +48,15 @@ def test_operations_are_what_torch_counts():
 def test_precision_is_chosen_by_measurement_and_says_why(rates, low, chosen):
     """Half as fast on one machine, twelve times on another: neither is a default."""
     rates["bf16"] = low
-    recipe, why = speed.settled(Recipe(precision="auto"), sized(128).config, ALONE)
+    recipe, why = speed.decide_precision(Recipe(precision="auto"), sized(128).config, ALONE)
     assert recipe.precision == chosen
     assert why.startswith(f"precision {chosen}")
     assert f"{low / 1e9:,.0f}" in why
-    assert speed.settled(Recipe(precision="bf16"), sized(128).config, ALONE) == (Recipe(precision="bf16"), "")
+    assert speed.decide_precision(Recipe(precision="bf16"), sized(128).config, ALONE) == (Recipe(precision="bf16"), "")
 
 
 def test_where_products_say_nothing_nothing_is_said(rates):
-    assert speed.settled(Recipe(precision="auto"), sized(64).config, ALONE)[0].precision == "float32"
+    assert speed.decide_precision(Recipe(precision="auto"), sized(64).config, ALONE)[0].precision == "float32"
     assert speed.tokens_at_peak(Recipe(), sized(64).config, ALONE) == 0
     assert speed.tokens_at_peak(Recipe(lora=Lora(r=4)), sized(128).config, ALONE) == 0
     assert speed.tokens_at_peak(Recipe(), BigramConfig(65), ALONE) == 0
@@ -78,7 +78,7 @@ def test_a_rate_is_one_that_torch_reaches():
 
 def test_a_run_keeps_the_precision_it_began_with(recipe, tmp_path, rates, stored, monkeypatch):
     """Measured anew after a resume, a run would go on in another precision, and be another run."""
-    monkeypatch.setattr(speed, "LEAST_WIDTH", 1)
+    monkeypatch.setattr(speed, "MIN_WIDTH", 1)
     events, auto = [], replace(recipe, precision="auto", eval_every=12, steps=8)
     train(auto, tmp_path / "run", report=events.append)
     begun = next(event for event in events if isinstance(event, Started))
@@ -97,7 +97,7 @@ def test_the_share_of_the_peak_is_logged_where_there_is_one(recipe, tmp_path, ra
     train(replace(recipe, steps=2), tmp_path / "narrow", report=events.append)
     assert all(event.mfu == 0 for event in events if isinstance(event, Logged))
     assert "mfu" not in (tmp_path / "narrow" / "metrics.jsonl").read_text()
-    monkeypatch.setattr(speed, "LEAST_WIDTH", 1)
+    monkeypatch.setattr(speed, "MIN_WIDTH", 1)
     events.clear()
     train(replace(recipe, steps=2), tmp_path / "run", report=events.append)
     logged = next(event for event in events if isinstance(event, Logged))
