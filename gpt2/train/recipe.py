@@ -64,7 +64,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Optim:
-    """AdamW with linear warm-up to ``lr`` and cosine decay to ``min_lr``; gradients are clipped to the norm ``clip`` (0: never)."""
+    """AdamW with linear warm-up to ``lr`` and cosine decay to ``min_lr``; gradients are clipped to ``clip`` (0: never)."""
 
     lr: float = 1e-3
     min_lr: float = 1e-4
