@@ -71,8 +71,9 @@ def train(
         while True:
             with ExitStack() as stack:
                 begin = partial(start, recipe, folder, init, fresh and not rewind, ranks)
-                run, progress = _open(recipe, folder, begin, ranks, report, stack)
+                run, progress, started = _open(recipe, folder, begin, ranks, report, stack)
                 interrupted = stack.enter_context(interruptions(signals))
+                run.tell(started)
                 try:
                     return run(run.rewound(progress, rewind) if rewind else progress, interrupted)
                 except Rewind as request:
@@ -81,11 +82,11 @@ def train(
 
 def _open(
     recipe: Recipe, folder: Path, begin: Callable[[], Start], ranks: Ranks, report: Listener, stack: ExitStack
-) -> tuple[_Run, Progress | None]:
+) -> tuple[_Run, Progress | None, Started]:
     """Make the run ready on every rank. ``stack`` holds the folder's lock and the metrics file until the run ends.
 
-    Returns the run, and the progress of the checkpoint it resumes from (None: a new run). Only rank 0 calls ``begin``, which
-    reads the folder, the text and the weights; it broadcasts what the others need.
+    Returns the run, the progress of the checkpoint it resumes from (None: a new run), and the event that announces it. Only rank
+    0 calls ``begin``, which reads the folder, the text and the weights; it broadcasts what the others need.
     """
     ranks.part(recipe)  # refuse a batch that does not divide before anything is opened
 
@@ -113,8 +114,7 @@ def _open(
     run = _Run(recipe, part, folder, ranks, model, scored, agreed.tokenizer, optimizer, text, feed, metrics, report)
     memory = peak_memory(model, part, ranks.size if recipe.parallel == "fsdp" else 1)
     step, notes = progress.step if progress else 0, (*agreed.notes, *ranks.notes())
-    run.tell(Started(recipe, agreed.config, len(text.train_ids), len(text.val_ids), step, memory, notes))
-    return run, progress
+    return run, progress, Started(recipe, agreed.config, len(text.train_ids), len(text.val_ids), step, memory, notes)
 
 
 def _same_text(text: Corpus, sha256: str, ranks: Ranks) -> Corpus:

@@ -375,9 +375,9 @@ def test_a_strangers_files_are_not_clobbered(recipe, tmp_path, name, fresh):
     (folder / name / "keep").write_text("mine")
     assert f"holds {name} but no recipe.json" in refusal(recipe, folder, fresh=fresh)
     (folder / "recipe.json").write_text('{"flour": 500}')
-    assert "not the recipe of a run of ours" in refusal(recipe, folder, fresh=fresh)
+    assert "not the recipe of a run;" in refusal(recipe, folder, fresh=fresh)
     (folder / "recipe.json").write_bytes(b"\xff{")
-    assert "not the recipe of a run of ours" in refusal(recipe, folder, fresh=fresh)
+    assert "not the recipe of a run;" in refusal(recipe, folder, fresh=fresh)
     assert (folder / name / "keep").read_text() == "mine"
 
 
