@@ -69,15 +69,31 @@ def train(
     signals: list[int] = []
     with parallel.joined(recipe.device) as ranks:
         while True:
-            with ExitStack() as stack:
-                begin = partial(start, recipe, folder, init, fresh and not rewind, ranks)
-                run, progress, started = _open(recipe, folder, begin, ranks, report, stack)
-                interrupted = stack.enter_context(interruptions(signals))
-                run.tell(started)
-                try:
-                    return run(run.rewound(progress, rewind) if rewind else progress, interrupted)
-                except Rewind as request:
-                    rewind = request
+            begin = partial(start, recipe, folder, init, fresh and not rewind, ranks)
+            try:
+                return _train(recipe, folder, begin, ranks, report, rewind, signals)
+            except Rewind as request:
+                rewind = request
+
+
+def _train(
+    recipe: Recipe,
+    folder: Path,
+    begin: Callable[[], Start],
+    ranks: Ranks,
+    report: Listener,
+    rewind: Rewind | None,
+    signals: list[int],
+) -> Result:
+    """Train until the run ends or must be rewound; ``rewind`` says that it just was.
+
+    A function of its own, because DDP's objects must be gone before the process group is destroyed: freeing them later hangs.
+    """
+    with ExitStack() as stack:
+        run, progress, started = _open(recipe, folder, begin, ranks, report, stack)
+        interrupted = stack.enter_context(interruptions(signals))
+        run.tell(started)
+        return run(run.rewound(progress, rewind) if rewind else progress, interrupted)
 
 
 def _open(
