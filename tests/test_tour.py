@@ -99,7 +99,7 @@ def holds(output: str, wanted: str) -> str:
 def test_every_command_of_the_tour_prints_what_is_shown(tmp_path: Path) -> None:
     """Output that was pasted once and changed since is a promise that nobody keeps."""
     (tmp_path / "my_port.py").write_text(PORT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
     commands = [(command, output) for command, output in shown() if command != SERVES]
     assert len(commands) >= 7
     for command, output in commands:

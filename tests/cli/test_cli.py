@@ -335,9 +335,9 @@ def test_examples_in_help_parse() -> None:
             assert parser().parse_args(words).run
 
 
-def test_no_command_is_exit_2_with_usage() -> None:
+def test_an_unknown_command_is_exit_2_with_usage() -> None:
     """argparse's own mistakes keep the same exit code."""
-    result = gpt2_command()
+    result = gpt2_command("no-such-command")
     assert result.returncode == 2
     assert "usage: gpt2" in result.stderr
 
