@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint
+from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.keys import from_file, layer, to_file
 from gpt2.checkpoint.loading import require_vocabulary
@@ -97,6 +98,7 @@ def weights(subject: Subject) -> Check:
     """
     parameters = subject.build(subject.path, None).state_dict()
     parameters = {name: tensor for name, tensor in parameters.items() if name not in subject.adapted}
+    require_whole_files()
     rows = []
     for key, theirs in _stored(subject.checkpoint):
         ours = parameters.pop(from_file(key), None)

@@ -15,15 +15,16 @@ from gpt2.checkpoint.containers import mapped_file
 # Cuts the file right after the model was loaded from it, as a download that writes in place would.
 COMMAND = """
 import os, sys
+from pathlib import Path
 cut = sys.argv.pop(1)  # never the embedded model, of which this is a copy
-from gpt2.checkpoint import loading
-real = loading.load_path
-def load_path(path, **settings):
-    model = real(path, **settings)
-    if str(path) == cut:
-        os.truncate(path / "model.safetensors", 100_000)
+from gpt2.checkpoint.checkpoint import StoredCheckpoint
+real = StoredCheckpoint.load
+def load(checkpoint, *args, **settings):
+    model = real(checkpoint, *args, **settings)
+    if str(checkpoint.path) == cut:
+        os.truncate(Path(cut, "model.safetensors"), 100_000)
     return model
-loading.load_path = load_path
+StoredCheckpoint.load = load
 from gpt2.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
