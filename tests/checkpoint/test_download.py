@@ -81,12 +81,20 @@ def unfinished(home: Path) -> list[Path]:
     return sorted((home / "hub/models--org--name/blobs").glob("*.incomplete"))
 
 
+def size_of(file: Path) -> int:
+    """Bytes of a partial file; 0 if it is complete by now and has its final name, as a small file may be."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def kill_in_the_middle(hub: HubStandIn, home: Path, code: str = RESOLVE) -> Path:
     """SIGKILL a download of which `CUT` bytes have arrived; return what it left."""
     hub.hold("org/name", "model.safetensors", after=CUT)
     process = start(hub, home, code=code)
     deadline = time.monotonic() + 30
-    while not (left := unfinished(home)) or left[0].stat().st_size < (CUT if code == RESOLVE else CUT - 2 * 65536):
+    while not (left := unfinished(home)) or size_of(left[0]) < (CUT if code == RESOLVE else CUT - 2 * 65536):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -191,7 +199,7 @@ def test_a_server_that_dies_in_the_middle(hub: HubStandIn, tmp_path: Path) -> No
     """The port is closed under a running download: an end in less than 5 s, with the way out named, and nothing lost."""
     hub.hold("org/name", "model.safetensors", after=CUT)
     process = start(hub, tmp_path)
-    while not (left := unfinished(tmp_path)) or left[0].stat().st_size < CUT:
+    while not (left := unfinished(tmp_path)) or size_of(left[0]) < CUT:
         assert process.poll() is None
         time.sleep(0.01)
     begin = time.monotonic()
