@@ -124,7 +124,7 @@ LOAD = """
 import json, sys, time
 import torch
 import gpt2
-from official_repositories import OFFICIAL, Weights
+from support.official_repositories import OFFICIAL, Weights
 name = sys.argv[1]
 begin = time.perf_counter()
 model = gpt2.load(name)
