@@ -186,7 +186,13 @@ def test_the_process_ends_with_the_command_however_that_ended(how: signal.Signal
     (tmp_path / "temporary").mkdir()
     command = [sys.executable, "-m", "gpt2", "diagnose", str(tmp_path / "port.py")]
     environ = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
-    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command,
+        env=environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(how, signal.SIG_DFL) if how != signal.SIGKILL else None,  # nohup ignores SIGHUP
+    )
     wait_until((tmp_path / "pids").exists)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     process.send_signal(how)
