@@ -8,30 +8,59 @@ token. The GPT-2 paper's own figures are of another protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
-from gpt2.measure.metrics import Logits, token_losses
+from gpt2.measure.estimates import Bootstrap, Estimate
+from gpt2.measure.metrics import Logits, Progress, exp_or_inf, silent, token_losses
 
 BATCH = 1024  # tokens that are run together: 200 MB of logits over GPT-2's vocabulary
 
 
-@torch.inference_mode()
-def last_word_losses(
-    model: Logits,
-    tokenizer: Tokenizer,
-    passages: Sequence[str],
-    *,
-    context: int,
-    progress: Callable[[str], None] = lambda what: None,
-) -> tuple[Tensor, Tensor]:
-    """The loss of the last word of each passage, what stands behind its last space, and whether it is the likeliest.
+@dataclass(frozen=True)
+class LastWord:
+    """How well a model guesses the last words of ``n`` passages; intervals hold 95 %, over passages.
 
-    Nats per word (N,), float64, and booleans (N,), in the order of the passages; ``context`` is how many tokens the model reads.
+    ``losses`` (nats per word) and ``right`` are in the order of the passages.
+    """
+
+    accuracy: Estimate
+    perplexity: Estimate
+    n: int
+    context: int
+    losses: tuple[float, ...]
+    right: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class LastWordChange:
+    """From a to b, paired by passage: what accuracy gains, and b's perplexity over a's."""
+
+    accuracy: Estimate
+    ratio: Estimate
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """Two models on the same passages."""
+
+    a: LastWord
+    b: LastWord
+    change: LastWordChange
+
+
+@torch.inference_mode()
+def score_last_words(
+    model: Logits, tokenizer: Tokenizer, passages: Sequence[str], *, context: int, seed: int = 0, progress: Progress = silent
+) -> LastWord:
+    """Accuracy and perplexity of the last word of each passage, which stands behind its last space.
+
+    ``context`` is how many tokens the model reads, ``seed`` the bootstrap's.
 
     Raises:
         InputError: no passages, one that is a single word where there is no end-of-text token to predict it from, or a word of
@@ -46,7 +75,20 @@ def last_word_losses(
             losses[i], right[i] = loss, likeliest
         done += len(batch)
         progress(f"last words: {done:,} of {len(pairs):,} passages")
-    return losses, right
+    bootstrap = Bootstrap(len(pairs), seed)
+    perplexity = bootstrap.interval(exp_or_inf(losses.mean().item()), bootstrap.means(losses).exp())
+    losses_and_right = tuple(losses.tolist()), tuple(right.tolist())
+    return LastWord(bootstrap.fraction(right), perplexity, len(pairs), context, *losses_and_right)
+
+
+def last_words_change(a: LastWord, b: LastWord, *, seed: int = 0) -> LastWordChange:
+    """Compare two models' scores on the same passages."""
+    if a.n != b.n:
+        raise InputError(f"one model was scored on {a.n} passages, the other on {b.n}; score both on the same passages")
+    bootstrap = Bootstrap(a.n, seed)
+    gained = torch.tensor(b.right).double() - torch.tensor(a.right).double()
+    lost = torch.tensor(b.losses, dtype=torch.float64) - torch.tensor(a.losses, dtype=torch.float64)
+    return LastWordChange(bootstrap.mean(gained), bootstrap.interval(exp_or_inf(lost.mean().item()), bootstrap.means(lost).exp()))
 
 
 def score_targets(model: Logits, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
@@ -54,9 +96,7 @@ def score_targets(model: Logits, rows: Sequence[tuple[list[int], int]]) -> list[
 
     Returns for each row the sum of the losses in nats, and whether every scored token is the model's likeliest.
     """
-    inputs = torch.zeros(len(rows), max(len(ids) for ids, _ in rows) - 1, dtype=torch.long)  # padded at the end
-    for row, (ids, _) in enumerate(rows):
-        inputs[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+    inputs = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in rows], batch_first=True)
     output = model(inputs)  # (B, T, V)
     scores = []
     for row, (ids, length) in enumerate(rows):

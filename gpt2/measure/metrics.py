@@ -17,10 +17,15 @@ from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 
 Logits = Callable[[Tensor], Tensor]  # ids (B, T), int64, on the CPU, to logits (B, T, V) in any float dtype, on any device
+Progress = Callable[[str], None]  # called with a few words at each stage
 MAX_JS = math.log(2)  # the largest Jensen-Shannon divergence, in nats: of distributions that share no token
 
 PART = 1 << 16  # entries that are compared at a time, so that the temporaries stay in the processor's cache
 FLOAT64_BOUND = 1e-10  # relative error of two equal models in float64: rounding is about 1e-15, and any bug is larger
+
+
+def silent(what: str) -> None:
+    """Show no progress."""
 
 
 def _parts(a: Tensor, reference: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -110,7 +115,7 @@ class LanguageScore:
 
     @property
     def perplexity(self) -> float:
-        return math.inf if self.loss >= 700 else math.exp(self.loss)
+        return exp_or_inf(self.loss)
 
     @property
     def bits_per_byte(self) -> float:
@@ -159,6 +164,18 @@ def language_score(
                 n_bytes += int(token_bytes[targets].sum())
             del logits  # or two batches of them would be alive while the next is computed
     return LanguageScore(total / tokens, tokens, n_bytes, windows.context, windows.step)
+
+
+def cosine(product: float, squares_a: float, squares_b: float) -> float:
+    """The cosine of two vectors from their product and their sums of squares: 1 for two zeros, 0 for one zero."""
+    if squares_a == 0 or squares_b == 0:
+        return 1.0 if squares_a == squares_b else 0.0
+    return max(min(product / math.sqrt(squares_a * squares_b), 1.0), -1.0)  # in this order NaN stays NaN
+
+
+def exp_or_inf(x: float) -> float:
+    """exp(x); infinite where a float cannot hold it."""
+    return math.inf if x >= 700 else math.exp(x)  # NaN stays NaN
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ pass over them. :mod:`gpt2.comparison.distributions` makes statistics of the fig
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpt2.errors import InputError
-from gpt2.measure.metrics import Logits
+from gpt2.measure.metrics import Logits, Progress, silent
 from gpt2.measure.windows import Windows
 
 TOP = 5
@@ -73,7 +72,7 @@ def measure_pair(
     vocab: int,
     batch_size: int | None = None,
     top: int = TOP,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
 ) -> Tokens:
     """Run both models over a text (N,) and compare what they expect of each token but the first.
 

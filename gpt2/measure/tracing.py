@@ -1,4 +1,4 @@
-"""Every intermediate of a forward pass, under shared names.
+"""Record every intermediate of a forward pass, of our model or of transformers', under the same names.
 
 Our modules and transformers' bear the checkpoint's names, so one set of hooks serves both. No module emits the attention scores
 and weights; they are recorded where the eager paths call softmax. In the order of computation:
@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import partial
 from queue import Queue
 from threading import Event, Semaphore, Thread
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,52 +32,32 @@ from torch.overrides import TorchFunctionMode
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.model import GPT2, eager_attention, sdpa_attention
 
-
-class Attention(Protocol):
-    """The parts of an attention module that are traced."""
-
-    c_attn: nn.Module
-    c_proj: nn.Module
-
-
-class MLP(Protocol):
-    """The parts of an MLP that are traced."""
-
-    c_fc: nn.Module
-    c_proj: nn.Module
-
-
-class Block(nn.Module):
-    """The names in a block, for the type checker; never instantiated."""
-
-    ln_1: nn.Module
-    attn: Attention
-    ln_2: nn.Module
-    mlp: MLP
-
-
-class Root(Protocol):
-    """The module that holds the blocks: our model itself, ``transformer`` in transformers'."""
-
-    wte: nn.Embedding
-    wpe: nn.Embedding
-    h: Sequence[Block]
-    ln_f: nn.Module
-
-
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
+OUTSIDE = ("wte", "wpe", "embed", "ln_f", "logits")  # the points outside the blocks
+# The modules of a block, with the points at their input and at their output; "" is the block itself.
+TAPS: dict[str, tuple[str | None, str]] = {
+    "ln_1": (None, "ln_1"),
+    "attn.c_attn": (None, "attn.qkv"),
+    "attn.c_proj": ("attn.heads", "attn.c_proj"),
+    "ln_2": ("mid", "ln_2"),
+    "mlp.c_fc": (None, "mlp.c_fc"),
+    "mlp.c_proj": ("mlp.act", "mlp.c_proj"),
+    "": (None, ""),
+}
+
+Recorded = dict[str, Tensor]
 
 
 def points(n_layer: int) -> list[str]:
     """Every traced point of a model with ``n_layer`` blocks, in the order of computation."""
     parts = "ln_1 attn.q attn.k attn.v attn.scores attn.weights attn.heads attn.c_proj mid ln_2 mlp.c_fc mlp.act mlp.c_proj"
-    blocks = [f"h.{n}.{part}" if part else f"h.{n}" for n in range(n_layer) for part in (*parts.split(), "")]
-    return ["wte", "wpe", "embed", *blocks, "ln_f", "logits"]
+    blocks = [point_at(n, part) for n in range(n_layer) for part in (*parts.split(), "")]
+    return [*OUTSIDE[:3], *blocks, *OUTSIDE[3:]]
 
 
 def point_at(layer: int | None, part: str) -> str:
     """The name of a traced point: of ``part`` ("attn.q", "" for the block's end) in a block, or outside of them all."""
-    if layer is None or part in ("wte", "wpe", "embed", "ln_f", "logits"):
+    if layer is None or part in OUTSIDE:
         return part
     return f"h.{layer}.{part}" if part else f"h.{layer}"
 
@@ -87,56 +68,64 @@ def layer_of(name: str) -> int | None:
     return int(block[1]) if block else None
 
 
+def block_of(name: str) -> str:
+    """The row of a table that a traced point or a parameter belongs to: "embed", "h.0" and so on, or "head"."""
+    layer = layer_of(name)
+    if layer is not None:
+        return f"h.{layer}"
+    return "embed" if re.match(r"(wte|wpe|embed)\b", name) else "head"
+
+
+def part_of(name: str) -> str:
+    """The part of its block that a traced point is: ``"h.3.attn.k"`` -> ``"attn.k"``."""
+    return name.split(".", 2)[2] if name.count(".") > 1 else name
+
+
 @torch.no_grad()
-def trace(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+def trace(model: nn.Module, ids: Tensor) -> Recorded:
     """Run ``model``, ours or transformers', on (B, T) ``ids`` through its eager attention; return the tensor at each point."""
-    found: dict[str, Tensor] = {}
-    run(model, ids, found, lambda: None)
-    return _in_order(found, len(root_of(model).h))
+    recorded: Recorded = {}
+    _run(model, ids, recorded, lambda: None)
+    return _in_order(recorded, len(root_of(model).h))
 
 
-def trace_blocks(model: nn.Module, ids: Tensor) -> Iterator[dict[str, Tensor]]:
+def trace_blocks(model: nn.Module, ids: Tensor) -> Iterator[Recorded]:
     """:func:`trace`, a block at a time: embeddings, each block, final norm and logits. Yielded tensors are not kept.
 
     The forward pass runs in a thread that waits while the caller uses a block, so two models can be traced side by side.
     """
-    blocks: Queue[dict[str, Tensor] | BaseException | None] = Queue()
+    recorded: Recorded = {}
+    blocks: Queue[Recorded | BaseException | None] = Queue()
     onwards = Semaphore(0)
     stopped = Event()
 
     def emit() -> None:
-        blocks.put(_in_order(found, len(root_of(model).h)))
-        found.clear()
+        blocks.put(_in_order(recorded, len(root_of(model).h)))
+        recorded.clear()
         onwards.acquire()
         if stopped.is_set():
             raise _Stopped
 
     @torch.no_grad()
     def walk() -> None:
-        onwards.acquire()
         try:
-            if not stopped.is_set():
-                run(model, ids, found, emit)
-                blocks.put(_in_order(found, len(root_of(model).h)))
-                blocks.put(None)
+            _run(model, ids, recorded, emit)
+            emit()
+            blocks.put(None)
         except _Stopped:
             pass
         except BaseException as error:  # raised again in the caller's thread
             blocks.put(error)
 
-    found: dict[str, Tensor] = {}
     thread = Thread(target=walk, daemon=True)
     thread.start()
     try:
-        while True:
-            onwards.release()
-            block = blocks.get()
+        while (block := blocks.get()) is not None:
             if isinstance(block, BaseException):
                 raise block
-            if block is None:
-                return
             yield block
             del block
+            onwards.release()
     finally:
         stopped.set()
         onwards.release()
@@ -147,70 +136,68 @@ class _Stopped(Exception):
     """The caller does not want further blocks."""
 
 
-def run(model: nn.Module, ids: Tensor, found: dict[str, Tensor], emit: Callable[[], None]) -> None:
-    """One traced forward pass into ``found``; ``emit`` is called when embeddings are done, and after each block."""
+def root_of(model: nn.Module) -> GPT2:
+    """The module of our model or of transformers' that holds the blocks; both have our names for what is in it."""
+    return cast(GPT2, model if isinstance(model, GPT2) else model.transformer)
+
+
+def _run(model: nn.Module, ids: Tensor, recorded: Recorded, emit: Callable[[], None]) -> None:
+    """One traced forward pass; ``emit`` is called when the embeddings are done, and after each block."""
     root = root_of(model)
     require_whole_files()
     with ExitStack() as stack:
-        stack.enter_context(_eager(model))
-        for module, point, when in _taps(root):
-            hook = _output_hook if when == "output" else _input_hook
-            register = module.register_forward_hook if when == "output" else module.register_forward_pre_hook
-            stack.callback(register(hook(found, point), with_kwargs=True).remove)
-        softmax = stack.enter_context(_SoftmaxTap(found))
-        for layer, block in enumerate(root.h):
-            stack.callback(block.register_forward_pre_hook(softmax.enter(layer)).remove)
+
+        def record(module: nn.Module, before: str | None = None, after: str | None = None) -> None:
+            if before is not None:
+                hook = partial(_record_input, recorded, before)
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            if after is not None:
+                stack.callback(module.register_forward_hook(partial(_record_output, recorded, after)).remove)
+
+        _use_eager_attention(model, stack)
+        softmax = stack.enter_context(_SoftmaxTap(recorded))
+        for module, name in ((root.wte, "wte"), (root.wpe, "wpe"), (root.ln_f, "ln_f")):
+            record(module, after=name)
+        record(root.h[0], before="embed")
         stack.callback(root.h[0].register_forward_pre_hook(lambda *_: emit()).remove)
-        for block in root.h:
+        for layer, block in enumerate(root.h):
+            stack.callback(block.register_forward_pre_hook(partial(softmax.enter, layer)).remove)
+            for path, (before, after) in TAPS.items():
+                record(block.get_submodule(path), before and point_at(layer, before), point_at(layer, after))
             stack.callback(block.register_forward_hook(lambda *_: emit()).remove)
         out = model(ids)
-    found["logits"] = (out if isinstance(out, Tensor) else out.logits).detach()
+    recorded["logits"] = (out if isinstance(out, Tensor) else out.logits).detach()
 
 
-def root_of(model: nn.Module) -> Root:
-    """The module of our model or of transformers' that holds the blocks."""
-    return cast(Root, model if isinstance(model, GPT2) else model.transformer)
+def _use_eager_attention(model: nn.Module, stack: ExitStack) -> None:
+    """Switch to eager attention, which calls softmax, until ``stack`` closes; an attention that is not ours stays in place."""
+    if isinstance(model, GPT2):
+        for block in model.h:
+            if block.attn.attend is sdpa_attention:
+                stack.callback(setattr, block.attn, "attend", sdpa_attention)
+                block.attn.attend = eager_attention
+    else:
+        reference: Any = model
+        stack.callback(reference.set_attn_implementation, reference.config._attn_implementation)
+        reference.set_attn_implementation("eager")
 
 
-def _in_order(found: dict[str, Tensor], n_layer: int) -> dict[str, Tensor]:
-    for name in [name for name in found if name.endswith("attn.qkv")]:
-        for part, tensor in zip("qkv", found.pop(name).chunk(3, dim=-1), strict=True):
-            found[f"{name.removesuffix('qkv')}{part}"] = tensor
-    return {name: found[name] for name in points(n_layer) if name in found}
+def _in_order(recorded: Recorded, n_layer: int) -> Recorded:
+    for name in [name for name in recorded if name.endswith("attn.qkv")]:
+        for part, tensor in zip("qkv", recorded.pop(name).chunk(3, dim=-1), strict=True):
+            recorded[f"{name.removesuffix('qkv')}{part}"] = tensor
+    return {name: recorded[name] for name in points(n_layer) if name in recorded}
 
 
-def _taps(root: Root) -> Iterator[tuple[nn.Module, str, str]]:
-    yield from ((root.wte, "wte", "output"), (root.wpe, "wpe", "output"), (root.h[0], "embed", "input"))
-    for n, block in enumerate(root.h):
-        at = f"h.{n}"
-        yield block.ln_1, f"{at}.ln_1", "output"
-        yield block.attn.c_attn, f"{at}.attn.qkv", "output"
-        yield block.attn.c_proj, f"{at}.attn.heads", "input"
-        yield block.attn.c_proj, f"{at}.attn.c_proj", "output"
-        yield block.ln_2, f"{at}.mid", "input"
-        yield block.ln_2, f"{at}.ln_2", "output"
-        yield block.mlp.c_fc, f"{at}.mlp.c_fc", "output"
-        yield block.mlp.c_proj, f"{at}.mlp.act", "input"
-        yield block.mlp.c_proj, f"{at}.mlp.c_proj", "output"
-        yield block, at, "output"
-    yield root.ln_f, "ln_f", "output"
+def _record_input(recorded: Recorded, point: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    recorded[point] = _copy(args[0] if args else next(iter(kwargs.values())))
 
 
-def _output_hook(found: dict[str, Tensor], point: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found[point] = _keep(output[0] if isinstance(output, tuple) else output)
-
-    return hook
+def _record_output(recorded: Recorded, point: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    recorded[point] = _copy(output[0] if isinstance(output, tuple) else output)
 
 
-def _input_hook(found: dict[str, Tensor], point: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[point] = _keep(args[0] if args else next(iter(kwargs.values())))
-
-    return hook
-
-
-def _keep(tensor: Tensor) -> Tensor:
+def _copy(tensor: Tensor) -> Tensor:
     """A copy, with a batch axis even where positions (T, D) had none: later operations may write in place."""
     tensor = tensor.detach().clone()
     return tensor if tensor.ndim > 2 else tensor[None]
@@ -219,15 +206,12 @@ def _keep(tensor: Tensor) -> Tensor:
 class _SoftmaxTap(TorchFunctionMode):
     """Records the input and the output of the softmax of each block."""
 
-    def __init__(self, found: dict[str, Tensor]) -> None:
+    def __init__(self, recorded: Recorded) -> None:
         super().__init__()
-        self.found, self.layer = found, -1
+        self.recorded, self.layer = recorded, -1
 
-    def enter(self, layer: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self.layer = layer
-
-        return hook
+    def enter(self, layer: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.layer = layer
 
     def __torch_function__(
         self,
@@ -240,40 +224,6 @@ class _SoftmaxTap(TorchFunctionMode):
         if func in SOFTMAX and self.layer >= 0:
             scores = args[0].detach()
             # Masked scores are -inf in one implementation and the lowest float in another; they are recorded as 0.
-            self.found[f"h.{self.layer}.attn.scores"] = scores.tril(scores.size(-1) - scores.size(-2))
-            self.found[f"h.{self.layer}.attn.weights"] = result.detach().clone()
+            self.recorded[point_at(self.layer, "attn.scores")] = scores.tril(scores.size(-1) - scores.size(-2))
+            self.recorded[point_at(self.layer, "attn.weights")] = result.detach().clone()
         return result
-
-
-class _TheirConfig(Protocol):
-    _attn_implementation: str
-
-
-class _Theirs(Protocol):
-    """The part of transformers' models that switches the attention function."""
-
-    config: _TheirConfig
-
-    def set_attn_implementation(self, name: str) -> None: ...
-
-
-@contextmanager
-def _eager(model: nn.Module) -> Iterator[None]:
-    """Use the model's eager attention, which calls softmax; an attention function that is not ours stays in place."""
-    if not isinstance(model, GPT2):
-        theirs = cast(_Theirs, model)
-        before = theirs.config._attn_implementation
-        theirs.set_attn_implementation("eager")
-        try:
-            yield
-        finally:
-            theirs.set_attn_implementation(before)
-        return
-    swapped = [block.attn for block in model.h if block.attn.attend is sdpa_attention]
-    for attention in swapped:
-        attention.attend = eager_attention
-    try:
-        yield
-    finally:
-        for attention in swapped:
-            attention.attend = sdpa_attention

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.comparison.last_words import last_words_change, score_last_words
 from gpt2.config import GPT2Config
 from gpt2.data.bpe import train_bpe
 from gpt2.data.chars import Chars
 from gpt2.errors import InputError
 from gpt2.measure import last_words
+from gpt2.measure.last_words import last_words_change, score_last_words
 from gpt2.model import GPT2
 
 PASSAGES = (

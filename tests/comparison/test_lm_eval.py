@@ -219,7 +219,7 @@ def test_what_the_results_say_of_the_model(results):
 
 def test_last_words_are_scored_as_lm_eval_scores_them(results, folder):
     """`--on lambada` names lm-evaluation-harness as its protocol; this is where that is true."""
-    from gpt2.comparison.last_words import score_last_words
+    from gpt2.measure.last_words import score_last_words
 
     passages = [json.loads(line)["text"] for line in (folder / "last_word.jsonl").read_text().splitlines()]
     found = score_last_words(gpt2.load(dtype="float64"), gpt2.load_tokenizer(), passages, context=256)

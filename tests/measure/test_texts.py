@@ -57,7 +57,7 @@ def test_the_default_needs_no_network():
     assert (text.name, len(text.text), text.passages) == ("twelfth-night", 110_828, ())
     assert text.sha256 == hashlib.sha256(text.text.encode()).hexdigest()
     assert (text.protocol.context, text.protocol.stride, text.protocol.guide) == (None, None, False)
-    assert text.protocol.told == "every token but the first; the text as it stands"
+    assert text.protocol.description == "every token but the first; the text as it stands"
 
 
 def test_the_default_is_held_out():

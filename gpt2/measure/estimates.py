@@ -1,0 +1,97 @@
+"""Estimate a mean or a share over the tokens of a text, with its 95 % interval.
+
+Sources:
+    [1] Efron, "Bootstrap Methods: Another Look at the Jackknife", 1979; Efron and Tibshirani, "An Introduction to the
+        Bootstrap", 1993, chapters 13 (percentile intervals) and 8 (blocks, for what is not independent).
+    [2] Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927: the interval of a fraction.
+    [3] Kish, "Survey Sampling", 1965: the design effect, by which correlated observations count for fewer independent ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95 % interval, by :class:`Bootstrap`."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Bootstrap:
+    """Percentile intervals of means over ``n`` tokens in a row, by resampling blocks of them [1].
+
+    Neighbouring tokens are similarly hard, so resampling single tokens would make intervals too narrow. The text is cut into
+    blocks of consecutive tokens of equal length (to within one): 64 blocks, or one for every 1024 tokens if that is more (up to
+    1024), or fewer in a text too short for blocks of 16. Blocks are drawn with replacement, the same ones for every figure of a
+    pair.
+
+    Measured coverage of a 95 % interval of a mean, on series whose neighbours correlate by 0.5: 93 to 94 % with 2048 or 16,384
+    tokens; 88 to 89 % for values so skewed that 2 % of them make half the sum (log-normal, sigma 2); 91 % with 512 tokens (32
+    blocks). With fewer than about 20 blocks the intervals are too narrow.
+    """
+
+    def __init__(self, n: int, seed: int = 0, resamples: int = RESAMPLES) -> None:
+        self.n = n
+        self.blocks = min(max(min(64, n // 16), n // 1024, 1), 1024)
+        self.block = torch.arange(n) * self.blocks // n  # (N,) which block a token is in
+        drawn = torch.randint(self.blocks, (resamples, self.blocks), generator=torch.Generator().manual_seed(seed))
+        self.weights = torch.zeros(resamples, self.blocks, dtype=torch.float64)
+        self.weights.scatter_add_(1, drawn, torch.ones(drawn.shape, dtype=torch.float64))
+
+    def means(self, values: Tensor, per: Tensor | None = None) -> Tensor:
+        """(resamples,) of sum(values) / sum(per); ``per`` (default: ones) may be bytes."""
+        per = torch.ones(self.n, dtype=torch.float64) if per is None else per.double()
+        return self._sums(values) / self._sums(per)
+
+    def _sums(self, values: Tensor) -> Tensor:
+        sums = torch.zeros(self.blocks, dtype=torch.float64).index_add_(0, self.block, values.double())
+        finite = sums.isfinite()
+        infinite = torch.where(self.weights[:, ~finite] > 0, sums[~finite], 0).sum(1)  # only where drawn: 0 times inf is NaN
+        return self.weights[:, finite] @ sums[finite] + infinite
+
+    def interval(self, value: float, resampled: Tensor) -> Estimate:
+        """``value`` with the percentiles 2.5 and 97.5 of its resampled values."""
+        tail = 50 * (1 - CONFIDENCE)
+        low, high = percentiles(resampled, (tail, 100 - tail))
+        return Estimate(value, low, high)
+
+    def mean(self, values: Tensor) -> Estimate:
+        return self.interval(values.double().mean().item(), self.means(values))
+
+    def fraction(self, hits: Tensor) -> Estimate:
+        """A share of tokens with Wilson's interval [2], which also holds near 0 and 1, where a bootstrap has no spread.
+
+        Wilson assumes independent tokens. Correlated tokens count for fewer, by the design effect [3]: the resampled variance
+        over p (1 - p) / n, where that is above 1.
+        """
+        p, n = hits.double().mean().item(), float(self.n)
+        if 0 < p < 1:
+            n /= max(1.0, self.means(hits).var().item() / (p * (1 - p) / n))
+        z = torch.special.ndtri(torch.tensor((1 + CONFIDENCE) / 2, dtype=torch.float64)).item()
+        middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        low, high = (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+        return Estimate(p, 0.0 if p == 0 else low, 1.0 if p == 1 else high)
+
+
+def percentiles(values: Tensor, which: tuple[float, ...]) -> list[float]:
+    """Percentiles of (N,), interpolated linearly as in NumPy and llama.cpp; all NaN if one value is NaN."""
+    ordered = values.double().sort().values
+    if ordered[-1].isnan():
+        return [math.nan] * len(which)
+    interpolated = []
+    for percent in which:
+        place = percent / 100 * (len(ordered) - 1)
+        low, high = ordered[math.floor(place)].item(), ordered[math.ceil(place)].item()
+        interpolated.append(low if low == high else low + (high - low) * (place - math.floor(place)))
+    return interpolated
