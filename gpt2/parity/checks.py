@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,13 +21,13 @@ from gpt2.checkpoint.loading import require_vocabulary
 from gpt2.config import GPT2Config
 from gpt2.decoder import Decoder
 from gpt2.generation import generate
-from gpt2.measure.metrics import FLOAT64_BOUND, differing_bits, relative_error, worst_relative_error
+from gpt2.measure.metrics import Progress, differing_bits, relative_error, worst_relative_error
 from gpt2.measure.tracing import points, root_of, trace
 from gpt2.model import GPT2
+from gpt2.pages.reports import dtype_label
 from gpt2.parity import reference
-from gpt2.parity.report import EXACT, MAPPING, ROUNDING, Check, Point, points_of
+from gpt2.parity.report import EXACT, Check, Point
 
-ROUNDING_RATIO = 1.5
 SEQUENCES = (16, 32)  # trained on: at least and at most
 SEQUENCE_COST = 4e9  # parameters times sequences, where there are fewer than the most
 GREEDY_TOKENS = 32
@@ -65,21 +65,34 @@ class Probe:
         seen = self.windows.unique().numel()
         return f"{seen:,} of {config.vocab_size:,} ids at all {config.n_positions:,} positions"
 
+    def padded(self, config: GPT2Config) -> tuple[Tensor, Tensor]:
+        """Three different rows, (3, T): whole, padded on the left by a third, and by a half; and their mask."""
+        row = self.traced[0]
+        rows = torch.stack((row, row.flip(0), (row + 1) % config.vocab_size))
+        mask = torch.ones_like(rows)
+        mask[1, : len(row) // 3] = 0
+        mask[2, : len(row) // 2] = 0
+        return rows, mask
+
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that ``build`` makes of ``checkpoint``, to be judged in ``dtype`` beside the one that ``theirs`` holds."""
+    """Our model, made by ``build`` from ``checkpoint``, and transformers' model of the same weights; judged in ``dtype``."""
 
     checkpoint: StoredCheckpoint
-    theirs: Path  # the directory that transformers reads
+    folder: Path  # that transformers reads
     build: Build
     dtype: torch.dtype
     probe: Probe
-    progress: Callable[[str], None]
+    progress: Progress
 
-    @property
-    def path(self) -> Path:
-        return self.checkpoint.path
+    def ours(self, dtype: torch.dtype | None) -> GPT2:
+        """Our model; in the dtype of the files for None."""
+        return self.build(self.checkpoint.path, dtype)
+
+    def reference(self, dtype: torch.dtype) -> nn.Module:
+        """transformers' model."""
+        return reference.load_reference(self.folder, dtype)
 
     @property
     def config(self) -> GPT2Config:
@@ -96,33 +109,30 @@ def weights(subject: Subject) -> Check:
 
     Tensors that an adapter is merged into are left to :func:`adapter`.
     """
-    parameters = subject.build(subject.path, None).state_dict()
-    parameters = {name: tensor for name, tensor in parameters.items() if name not in subject.adapted}
+    parameters = {name: tensor for name, tensor in subject.ours(None).state_dict().items() if name not in subject.adapted}
     require_whole_files()
     rows = []
-    for key, theirs in _stored(subject.checkpoint):
+    for key, stored in _stored(subject.checkpoint):
         ours = parameters.pop(from_file(key), None)
         if ours is None:
             continue  # a buffer or the tied head: the loader saw what it is before it dropped it
-        theirs = theirs.squeeze(0) if theirs.ndim == 3 else theirs  # OpenAI's files: the width of the convolution
-        theirs = theirs.to(ours.dtype)  # the loader widens a file of mixed dtypes, without loss
-        wrong = differing_bits(ours, theirs) if ours.shape == theirs.shape else theirs.numel()
-        rows.append((from_file(key), float(wrong)))
+        stored = stored.squeeze(0) if stored.ndim == 3 else stored  # OpenAI's files: the width of the convolution
+        stored = stored.to(ours.dtype)  # the loader widens a file of mixed dtypes, without loss
+        rows.append((from_file(key), differing_bits(ours, stored) if ours.shape == stored.shape else stored.numel()))
     if any(name.endswith(".bias") for name, _ in rows):
-        rows += [(f"{name} (not in the files)", float(tensor.numel())) for name, tensor in parameters.items()]
+        rows += [(f"{name} (not in the files)", tensor.numel()) for name, tensor in parameters.items()]
     else:  # nanoGPT without biases
-        rows += [(f"{name} (not in the files: zeros)", float(tensor.count_nonzero())) for name, tensor in parameters.items()]
-    return Check("weights", EXACT, f"bits of {len(rows)} tensors", "stored", points_of(rows, 0.0))
+        rows += [(f"{name} (not in the files: zeros)", int(tensor.count_nonzero())) for name, tensor in parameters.items()]
+    return Check.exact("weights", f"bits of {len(rows)} tensors", "stored", rows)
 
 
 def adapter(subject: Subject) -> list[Check]:
     """Every weight with an adapter merged in against the reference's, in float64; no check where there is no adapter."""
     if not subject.adapted:
         return []
-    ours = subject.build(subject.path, torch.float64).state_dict()
-    theirs = reference.load_reference(subject.theirs, torch.float64).state_dict()
-    rows = ((name, worst_relative_error(ours[name], theirs[to_file(name)])) for name in ours if name in subject.adapted)
-    return [Check("adapter", MAPPING, f"{len(subject.adapted)} merged matrices", "float64", points_of(rows, FLOAT64_BOUND))]
+    ours, expected = subject.ours(torch.float64).state_dict(), subject.reference(torch.float64).state_dict()
+    rows = [(name, worst_relative_error(ours[name], expected[to_file(name)])) for name in ours if name in subject.adapted]
+    return [Check.mapping("adapter", f"{len(rows)} merged matrices", rows)]
 
 
 def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
@@ -131,85 +141,82 @@ def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
 
     turned = checkpoint.assignment.turned
     for file in dict.fromkeys(checkpoint.assignment.files.values()):
-        with safe_open(file.path, "pt") if isinstance(file, SafetensorsFile) else nullcontext() as stored:
+        with safe_open(file.path, "pt") if isinstance(file, SafetensorsFile) else nullcontext() as opened:
             for key in file.entries:
-                tensor = file.read(key) if stored is None else stored.get_tensor(key)
+                tensor = file.read(key) if opened is None else opened.get_tensor(key)
                 matrix = tensor.ndim == 2 and layer(from_file(key)) is not None
                 yield key, tensor.t() if turned and matrix else tensor
 
 
 @torch.no_grad()
 def forward(subject: Subject) -> list[Check]:
-    """Everything a forward pass shows: activations, logits, cache, padding, rounding, greedy text."""
-    path, config, build, dtype = subject.path, subject.config, subject.build, subject.dtype
-    probe, progress = subject.probe, subject.progress
-    theirs, ours = reference.load_reference(subject.theirs, torch.float64), build(path, torch.float64)
-    progress("float64: every activation")
-    ruler, traced = trace(theirs, probe.traced), trace(ours, probe.traced)
-    if list(ruler) != points(config.n_layer):
-        raise RuntimeError(f"the trace of transformers' model lacks {set(points(config.n_layer)) - set(ruler)}")
-    activations = points_of(((name, worst_relative_error(_at(traced, name), ruler[name])) for name in ruler), FLOAT64_BOUND)
-    logits = []
-    for index, window in enumerate(probe.windows):
+    """Everything that a forward pass shows: activations, logits, cache, padding, rounding, greedy text."""
+    probe, progress, config = subject.probe, subject.progress, subject.config
+    progress("float64: activations, cache and padding")
+    model, ours = subject.reference(torch.float64), subject.ours(torch.float64)
+    expected, exact = _expected(model, probe, config), _outputs(ours, probe, config)
+    errors = {name: worst_relative_error(exact.get(name, NEVER_EMITTED), tensor) for name, tensor in expected.items()}
+    logits = [("logits (window 0)", errors["logits (window 0)"])]
+    for index, window in enumerate(probe.windows[1:], 1):
         progress(f"float64: logits, window {index + 1} of {len(probe.windows)}")
-        expected = theirs(window[None]).logits
-        logits.append((f"logits (window {index})", worst_relative_error(ours(window[None]), expected)))
-        if index == 0:
-            logits_ruler = expected
-    every = _every_embedding(ours, theirs)
-    progress("float64: cache and padding")
-    cached = points_of(_cached(ours, probe.windows[:1], logits_ruler), FLOAT64_BOUND)
-    rows, mask = _padded_rows(probe.traced[0], config.vocab_size)
-    padded_ruler = _their_padded(theirs, rows, mask)
-    padded = points_of(
-        ((name, worst_relative_error(*pair)) for name, pair in _padded(ours, rows, mask, padded_ruler)), FLOAT64_BOUND
-    )
+        logits.append((f"logits (window {index})", worst_relative_error(ours(window[None]), model(window[None]).logits)))
+    checks = [
+        Check.mapping("activations", f"{len(points(config.n_layer))} points", [(p, errors[p]) for p in points(config.n_layer)]),
+        Check.mapping("logits", f"{len(logits)} full contexts", logits),
+        Check.mapping("cache", "read in three parts", _cached(exact, expected)),
+        Check.mapping("padding", "three rows", [(name, error) for name, error in errors.items() if "padded" in name]),
+    ]
+    checks[1] = replace(checks[1], points=(*checks[1].points, _every_embedding(ours, model)))
     prompt = probe.traced[:, : min(8, config.n_positions // 2)]
-    text = _greedy(ours, theirs, prompt, min(GREEDY_TOKENS, config.n_positions - prompt.size(1)))
-    del theirs, ours
+    text = _greedy(ours, model, prompt, min(GREEDY_TOKENS, config.n_positions - prompt.size(1)))
+    del model, ours, exact
     gc.collect()
 
-    label = str(dtype).removeprefix("torch.")
-    progress(f"{label}: rounding")
-    theirs, ours = reference.load_reference(subject.theirs, dtype), build(path, dtype)
-    theirs_traced, ours_traced = trace(theirs, probe.traced), trace(ours, probe.traced)
-    compared = [(name, _at(ours_traced, name), theirs_traced[name], ruler[name]) for name in ruler]
-    their_logits = theirs(probe.windows[:1]).logits
-    compared.append(("logits (window 0)", ours(probe.windows[:1]), their_logits, logits_ruler))
-    compared.append(("logits (window 0, cached)", _read_in_parts(ours, probe.windows[:1]), their_logits, logits_ruler))
-    their_padded = _their_padded(theirs, rows, mask)
-    for (name, (got, expected)), (_, (_, reference_got)) in zip(
-        _padded(ours, rows, mask, padded_ruler), _padded(ours, rows, mask, their_padded), strict=True
-    ):
-        compared.append((name, got, reference_got, expected))
-    return [
-        Check("activations", MAPPING, f"{len(activations)} points", "float64", activations),
-        Check("logits", MAPPING, f"{len(logits)} full contexts", "float64", points_of(logits, FLOAT64_BOUND) + every),
-        Check("cache", MAPPING, "read in three parts", "float64", cached),
-        Check("padding", MAPPING, "three rows", "float64", padded),
-        Check("rounding", ROUNDING, f"{len(compared)} points", label, tuple(_rounding(compared))),
-        text,
+    progress(f"{dtype_label(subject.dtype)}: rounding")
+    rounded = _outputs(subject.ours(subject.dtype), probe, config)
+    reference_rounded = _expected(subject.reference(subject.dtype), probe, config)
+    rows = [
+        (name, relative_error(rounded.get(name, NEVER_EMITTED), tensor), relative_error(reference_rounded[name], tensor))
+        for name, tensor in expected.items()
     ]
+    return [*checks, Check.rounding("rounding", f"{len(rows)} points", subject.dtype, rows), text]
 
 
-def _rounding(rows: list[tuple[str, Tensor, Tensor, Tensor]]) -> Iterator[Point]:
-    """(name, ours, theirs, ruler) to points: our distance from the ruler, bounded by 1.5 times theirs."""
-    for name, ours, theirs, ruler in rows:
-        error = relative_error(theirs, ruler)
-        yield Point(name, relative_error(ours, ruler), ROUNDING_RATIO * error, error)
+NEVER_EMITTED = torch.tensor(math.nan)  # where the model has no such point: NaN, which fails any bound
 
 
-def _every_embedding(ours: GPT2, theirs: nn.Module) -> tuple[Point, ...]:
+def _outputs(ours: GPT2, probe: Probe, config: GPT2Config) -> dict[str, Tensor]:
+    """What our model computes, by point: every activation, and logits that were read whole, through the cache, and padded."""
+    rows, mask = probe.padded(config)
+    window = probe.windows[:1]
+    padded = {"": ours(rows, attention_mask=mask), ", cached": _read_in_parts(ours, rows, mask)}
+    return {
+        **trace(ours, probe.traced),
+        "logits (window 0)": ours(window),
+        "logits (window 0, cached)": _read_in_parts(ours, window),
+        **{
+            f"logits (padded row {index}{how})": logits[index, keep]
+            for how, logits in padded.items()
+            for index, keep in enumerate(mask.bool())
+        },
+    }
+
+
+def _expected(model: nn.Module, probe: Probe, config: GPT2Config) -> dict[str, Tensor]:
+    """What transformers' model computes, by the same points: a text read in parts or padded gives what it gives alone."""
+    traced = trace(model, probe.traced)
+    if list(traced) != points(config.n_layer):
+        raise RuntimeError(f"the trace of transformers' model lacks {set(points(config.n_layer)) - set(traced)}")
+    logits = model(probe.windows[:1]).logits
+    alone = [model(row[keep.bool()][None]).logits[0] for row, keep in zip(*probe.padded(config), strict=True)]
+    padded = {f"logits (padded row {index}{how})": row for how in ("", ", cached") for index, row in enumerate(alone)}
+    return {**traced, "logits (window 0)": logits, "logits (window 0, cached)": logits, **padded}
+
+
+def _every_embedding(ours: GPT2, model: nn.Module) -> Point:
     """Each id of the vocabulary through both lookups: 0 entries may differ."""
-    wrong = 0
-    for ids in torch.arange(ours.config.vocab_size).split(8192):
-        wrong += differing_bits(ours.wte(ids), root_of(theirs).wte(ids))
-    return (Point("wte (every id)", float(wrong), 0.0),)
-
-
-def _at(traced: dict[str, Tensor], name: str) -> Tensor:
-    """A traced point; NaN, which no bound forgives, where the model never emitted it."""
-    return traced.get(name, torch.tensor(math.nan))
+    ids = torch.arange(ours.config.vocab_size).split(8192)
+    return Point("wte (every id)", float(sum(differing_bits(ours.wte(part), root_of(model).wte(part)) for part in ids)), 0.0)
 
 
 def _parts(length: int) -> dict[str, list[int]]:
@@ -229,45 +236,25 @@ def _read_in_parts(ours: GPT2, ids: Tensor, mask: Tensor | None = None) -> Tenso
     return torch.cat(logits, dim=1)
 
 
-def _cached(ours: GPT2, ids: Tensor, expected: Tensor) -> Iterator[tuple[str, float]]:
-    got, done = _read_in_parts(ours, ids), 0
-    for part, sizes in _parts(ids.size(1)).items():
-        end = done + sum(sizes)
-        yield f"logits ({part})", worst_relative_error(got[:, done:end], expected[:, done:end])
-        done = end
+def _cached(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
+    """The error of each part of a text that was read through the cache."""
+    pair = ours["logits (window 0, cached)"], expected["logits (window 0)"]
+    parts = _parts(pair[0].size(1))
+    pieces = [logits.split([sum(sizes) for sizes in parts.values()], dim=1) for logits in pair]
+    for part, *both in zip(parts, *pieces, strict=True):
+        yield f"logits ({part})", worst_relative_error(*both)
 
 
-def _padded_rows(row: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Three different rows, (3, T): whole, padded on the left by a third, and by a half; and their mask."""
-    rows = torch.stack((row, row.flip(0), (row + 1) % vocab))
-    mask = torch.ones_like(rows)
-    mask[1, : len(row) // 3] = 0
-    mask[2, : len(row) // 2] = 0
-    return rows, mask
-
-
-def _their_padded(theirs: nn.Module, rows: Tensor, mask: Tensor) -> list[Tensor]:
-    """transformers' logits for each row, read alone and without padding: what a padded row must not differ from."""
-    return [theirs(row[keep.bool()][None]).logits[0] for row, keep in zip(rows, mask, strict=True)]
-
-
-def _padded(ours: GPT2, rows: Tensor, mask: Tensor, expected: list[Tensor]) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """Our logits at each row's real tokens beside ``expected``, in one pass and through the cache."""
-    for how, got in (("", ours(rows, attention_mask=mask)), (", cached", _read_in_parts(ours, rows, mask))):
-        for index, keep in enumerate(mask.bool()):
-            yield f"logits (padded row {index}{how})", (got[index, keep], expected[index])
-
-
-def _greedy(ours: GPT2, theirs: nn.Module, prompt: Tensor, new_tokens: int) -> Check:
+def _greedy(ours: GPT2, model: nn.Module, prompt: Tensor, new_tokens: int) -> Check:
     """Greedy ids in float64, where no near-tie hides behind rounding: with and without a cache, on both sides."""
-    expected = reference.reference_generate(theirs, prompt, new_tokens, use_cache=True)
+    expected = reference.reference_generate(model, prompt, new_tokens, use_cache=True)
     runs = {
-        "transformers without cache": reference.reference_generate(theirs, prompt, new_tokens, use_cache=False),
+        "transformers without cache": reference.reference_generate(model, prompt, new_tokens, use_cache=False),
         "ours with cache": generate(ours, prompt, new_tokens, temperature=0),
         "ours without cache": generate(ours, prompt, new_tokens, temperature=0, use_cache=False),
     }
-    rows = [(f"text ({name})", float((ids != expected).sum())) for name, ids in runs.items()]
-    return Check("text", EXACT, f"{new_tokens} greedy tokens", "float64", points_of(rows, 0.0))
+    rows = [(f"text ({name})", int((ids != expected).sum())) for name, ids in runs.items()]
+    return Check.exact("text", f"{new_tokens} greedy tokens", "float64", rows)
 
 
 def tokens(subject: Subject) -> Check:
@@ -275,18 +262,17 @@ def tokens(subject: Subject) -> Check:
     ours = subject.checkpoint.own_tokenizer()
     if ours is None:
         return Check("tokens", EXACT, "ids and text", "", skipped="the model comes without a tokenizer")
-    require_vocabulary(ours, subject.config, str(subject.path))
+    require_vocabulary(ours, subject.config, str(subject.checkpoint.path))
     subject.progress("tokens")
-    theirs = reference.reference_tokenizer(subject.theirs)
+    tokenizer = reference.reference_tokenizer(subject.folder)
     known = set("".join(SAMPLES)) if ours.eot is not None else {ours.decode([i]) for i in range(ours.n_vocab)}
     rows = []
     for index, sample in enumerate(SAMPLES):
         sample = "".join(character for character in sample if character in known)
-        ids = ours.encode(sample)
-        expected = reference.reference_ids(theirs, sample)
-        same = ids == expected and ours.decode(ids) == theirs.decode(expected, clean_up_tokenization_spaces=False)
-        rows.append((f"tokens (sample {index})", float(not same)))
-    return Check("tokens", EXACT, f"{len(rows)} texts and back", "", points_of(rows, 0.0))
+        ids, expected = ours.encode(sample), reference.reference_ids(tokenizer, sample)
+        same = ids == expected and ours.decode(ids) == tokenizer.decode(expected, clean_up_tokenization_spaces=False)
+        rows.append((f"tokens (sample {index})", not same))
+    return Check.exact("tokens", f"{len(rows)} texts and back", "", rows)
 
 
 SAMPLES = (

@@ -1,15 +1,14 @@
 """The public record: numbers that other people recorded on the official weights, computed again with our model.
 
-transformers could be wrong, and we with it; these numbers come from projects that share no code. They lie in
+transformers could be wrong, and our model with it. These numbers come from projects that share no code. They lie in
 ``public_record.toml``, each with its source, protocol and tolerance, and are computed in float32, as most of them were. A number
 that cannot be computed here, because its text is out of reach, is counted as not computed, with the reason.
 """
 
 from __future__ import annotations
 
-import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import cache
@@ -22,31 +21,48 @@ from torch import Tensor
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.generation import generate
-from gpt2.measure.last_words import last_word_losses
-from gpt2.measure.metrics import language_score, log_probabilities, token_losses
+from gpt2.measure.last_words import score_last_words
+from gpt2.measure.metrics import Progress, language_score, log_probabilities, silent, token_losses
 from gpt2.measure.texts import Text, open_text
-from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
-from gpt2.pages.reports import data_table
+from gpt2.pages.reports import Printed, data_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
 class Kind(Enum):
-    """What was recorded. The value is its name in the data file."""
+    """What was recorded: its name in the data file, which is the value, and the fields that a record of this kind has."""
 
-    LOGITS = "logits"  # at ``position``, of the ids ``columns``
-    MEAN_LOGIT = "mean-logit"  # over all positions and the vocabulary
-    FINAL_HIDDEN = "final-hidden"  # the stream after ln_f at ``position``, entries ``columns``
-    LOG_PROBABILITIES = "log-probabilities"  # natural, of the id after each of ``positions``
-    LOSS = "loss"  # mean over ``ids``, nats per token
-    GREEDY_IDS = "greedy-ids"  # what greedy decoding adds to ``ids``
-    GREEDY_TEXT = "greedy-text"  # what it adds to ``prompt``
-    ADAMW_LOSSES = "adamw-losses"  # the loss of one batch of ``text`` before each of the steps on it
-    PERPLEXITY = "perplexity"  # over ``text``
-    LAST_WORD_ACCURACY = "last-word-accuracy"  # over the passages of ``text``
-    LAST_WORD_PERPLEXITY = "last-word-perplexity"
+    LOGITS = "logits", "ids position columns values tolerance"  # at ``position``, of the ids ``columns``
+    MEAN_LOGIT = "mean-logit", "ids values tolerance"  # over all positions and the vocabulary
+    FINAL_HIDDEN = "final-hidden", "ids position columns values tolerance"  # the stream after ln_f, entries ``columns``
+    LOG_PROBABILITIES = "log-probabilities", "ids positions values tolerance"  # natural, of the id after each position
+    LOSS = "loss", "ids values tolerance"  # mean over ``ids``, nats per token
+    GREEDY_IDS = "greedy-ids", "ids values"  # what greedy decoding adds to ``ids``
+    GREEDY_TEXT = "greedy-text", "prompt continuation"  # what it adds to ``prompt``
+    # The loss of one batch of ``text`` before each of the steps on it.
+    ADAMW_LOSSES = "adamw-losses", "text batch length optimizer values tolerance"
+    PERPLEXITY = "perplexity", "text values tolerance"
+    LAST_WORD_ACCURACY = "last-word-accuracy", "text values tolerance"  # over the passages of ``text``
+    LAST_WORD_PERPLEXITY = "last-word-perplexity", "text values tolerance"
+
+    fields: frozenset[str]
+
+    def __new__(cls, value: str, fields: str) -> Kind:
+        kind = object.__new__(cls)
+        kind._value_, kind.fields = value, frozenset(fields.split())
+        return kind
+
+    @property
+    def exact(self) -> bool:
+        """A greedy continuation: it is reproduced as a whole or not at all, and counts as one number."""
+        return "tolerance" not in self.fields
+
+    @property
+    def expensive(self) -> bool:
+        """Needs a text, which may have to be downloaded, and minutes."""
+        return "text" in self.fields
 
 
 @dataclass(frozen=True)
@@ -92,8 +108,8 @@ class Record:
 
     @property
     def numbers(self) -> int:
-        """How many recorded numbers this is; a greedy continuation counts as one."""
-        return 1 if self.kind in (Kind.GREEDY_IDS, Kind.GREEDY_TEXT) else len(self.values)
+        """How many recorded numbers this is."""
+        return 1 if self.kind.exact else len(self.values)
 
 
 @dataclass(frozen=True)
@@ -105,23 +121,18 @@ class Outcome:
     not_computed: str = ""
 
     @property
-    def reproduced(self) -> int:
-        """How many of the record's numbers our model gives, within the tolerance."""
-        record = self.record
-        if self.not_computed:
-            return 0
-        if record.kind is Kind.GREEDY_TEXT:
-            return int(self.ours == record.continuation)
-        if record.kind is Kind.GREEDY_IDS:
-            return int(self.ours == record.values)
-        return sum(error <= record.tolerance for error in self.errors)
-
-    @property
     def errors(self) -> tuple[float, ...]:
         """Absolute differences from the recorded numbers; none for a greedy continuation."""
-        if isinstance(self.ours, str) or self.record.kind is Kind.GREEDY_IDS or self.not_computed:
+        if isinstance(self.ours, str) or self.record.kind.exact or self.not_computed:
             return ()
         return tuple(abs(ours - recorded) for ours, recorded in zip(self.ours, self.record.values, strict=True))
+
+    @property
+    def reproduced(self) -> int:
+        """How many of the record's numbers our model gives, within the tolerance."""
+        if self.record.kind.exact:
+            return int(self.ours == (self.record.continuation or self.record.values))
+        return sum(error <= self.record.tolerance for error in self.errors)
 
     @property
     def ok(self) -> bool:
@@ -135,8 +146,8 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class RecordReport:
-    """What became of the records of one model: of all (``everything``), or of the cheap ones, which leaves ``left`` numbers."""
+class RecordReport(Printed):
+    """The outcomes for one model: of all records (``everything``), or of the cheap ones, which leaves ``left`` numbers."""
 
     model: str
     outcomes: tuple[Outcome, ...]
@@ -159,15 +170,12 @@ class RecordReport:
 
     def line(self) -> str:
         """``"31 of 31 numbers recorded by 7 other projects"``, and what was not computed, with the reasons."""
-        computed = [outcome for outcome in self.outcomes if not outcome.not_computed]
-        projects = len({outcome.record.source.project for outcome in computed})
+        projects = len({outcome.record.source.project for outcome in self.outcomes if not outcome.not_computed})
         line = f"{self.reproduced} of {self.numbers} numbers recorded by {projects} other project{'s' * (projects != 1)}"
-        missing = [outcome for outcome in self.outcomes if outcome.not_computed]
-        if missing:
+        if missing := [outcome for outcome in self.outcomes if outcome.not_computed]:
             reasons = "; ".join(dict.fromkeys(outcome.not_computed for outcome in missing))
             line += f"; {sum(outcome.record.numbers for outcome in missing)} not computed: {reasons}"
-        wrong = [outcome.record for outcome in self.outcomes if not outcome.ok]
-        if wrong:
+        if wrong := [outcome.record for outcome in self.outcomes if not outcome.ok]:
             line += f"; first that differs: {wrong[0].kind.value} by {wrong[0].source.project}"
         return line + (f"; {self.left} more with --record" if self.left else "")
 
@@ -176,35 +184,22 @@ class RecordReport:
         counts = {"ok": self.ok, "numbers": self.numbers, "reproduced": self.reproduced, "left": self.left}
         return {"model": self.model, **counts, "records": [outcome.to_dict() for outcome in self.outcomes]}
 
-    def render(self) -> RenderableType:
-        """A row per record, for 80 columns."""
-        table = data_table("recorded", "by", "numbers", "error", "tolerance", right=(2, 3, 4))
+    def parts(self) -> Iterator[RenderableType]:
+        """A row per record where all were computed, for 80 columns, and the line."""
+        from rich.markup import escape
+
+        table = data_table("recorded", "by", "right", "error", "within", right=(2, 3, 4))
+        table.show_edge = False  # the longest names take all of 80 columns
         for outcome in self.outcomes:
             record, mark = outcome.record, "" if outcome.ok else "[bold red]"
-            count = "not computed" if outcome.not_computed else f"{mark}{outcome.reproduced} of {record.numbers}"
-            exact = record.kind in (Kind.GREEDY_IDS, Kind.GREEDY_TEXT)
-            error = f"{mark}{max(outcome.errors, key=_nan_first):.1e}" if outcome.errors else ""
-            table.add_row(record.kind.value, record.source.project, count, error, "exact" if exact else f"{record.tolerance:.1e}")
-        return table
-
-
-def _nan_first(error: float) -> float:
-    return math.inf if math.isnan(error) else error
-
-
-REQUIRED: Mapping[Kind, tuple[str, ...]] = {
-    Kind.LOGITS: ("ids", "position", "columns", "values", "tolerance"),
-    Kind.MEAN_LOGIT: ("ids", "values", "tolerance"),
-    Kind.FINAL_HIDDEN: ("ids", "position", "columns", "values", "tolerance"),
-    Kind.LOG_PROBABILITIES: ("ids", "positions", "values", "tolerance"),
-    Kind.LOSS: ("ids", "values", "tolerance"),
-    Kind.GREEDY_IDS: ("ids", "values"),
-    Kind.GREEDY_TEXT: ("prompt", "continuation"),
-    Kind.ADAMW_LOSSES: ("text", "batch", "length", "optimizer", "values", "tolerance"),
-    Kind.PERPLEXITY: ("text", "values", "tolerance"),
-    Kind.LAST_WORD_ACCURACY: ("text", "values", "tolerance"),
-    Kind.LAST_WORD_PERPLEXITY: ("text", "values", "tolerance"),
-}
+            count = "–" if outcome.not_computed else f"{mark}{outcome.reproduced}/{record.numbers}"
+            # torch's maximum is NaN where an error is NaN.
+            error = f"{mark}{torch.tensor(outcome.errors).max().item():.1e}" if outcome.errors else ""
+            tolerance = "exact" if record.kind.exact else f"{record.tolerance:g}"
+            table.add_row(record.kind.value, record.source.project, count, error, tolerance)
+        if self.everything:
+            yield table
+        yield f"{'[green]✓[/green]' if self.ok else '[bold red]✗[/bold red]'} {escape(self.line())}"
 
 
 def parse(toml: str) -> tuple[Record, ...]:
@@ -220,8 +215,7 @@ def parse(toml: str) -> tuple[Record, ...]:
 
 def _record(row: dict[str, Any], sources: Mapping[str, Source]) -> Record:
     kind = Kind(row["kind"])
-    common = {"model", "kind", "source", "protocol"}
-    if odd := set(row) ^ common ^ set(REQUIRED[kind]):
+    if odd := set(row) ^ {"model", "kind", "source", "protocol"} ^ kind.fields:
         raise ValueError(f"a record of kind {kind.value} for {row.get('model')}: {', '.join(sorted(odd))} missing or unknown")
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     if "columns" in fields and len(fields["columns"]) != len(fields["values"]):
@@ -250,10 +244,7 @@ class Setup:
     model: GPT2  # float32, in eval mode
     tokenizer: Tokenizer | None
     offline: bool = False
-    progress: Callable[[str], None] = lambda what: None
-
-    def encode(self, text: str) -> list[int]:
-        return self.own_tokenizer().encode(text)
+    progress: Progress = silent
 
     def own_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -271,70 +262,70 @@ class Setup:
 def compute(model: str, records: Sequence[Record], setup: Setup, *, everything: bool = False) -> RecordReport:
     """Compute the ``records`` of an official ``model``: the cheap ones, or ``everything``."""
     own = [record for record in records if record.model == model]
-    chosen = [record for record in own if everything or record.kind not in EXPENSIVE]
+    chosen = [record for record in own if everything or not record.kind.expensive]
     outcomes = []
     for number, record in enumerate(chosen):
         setup.progress(f"public record {number + 1} of {len(chosen)}: {record.kind.value}, {record.source.project}")
         try:
-            outcomes.append(Outcome(record, COMPUTE[record.kind](record, setup)))
+            outcomes.append(Outcome(record, _ours(record, setup)))
         except NotComputed as reason:
             outcomes.append(Outcome(record, not_computed=str(reason)))
     return RecordReport(model, tuple(outcomes), everything, sum(record.numbers for record in own if record not in chosen))
 
 
-@torch.inference_mode()
-def _logits(record: Record, setup: Setup) -> tuple[float, ...]:
-    logits = setup.model(_row(record.ids))[0, record.position]
-    return tuple(logits[list(record.columns)].tolist())
+def _ours(record: Record, setup: Setup) -> tuple[float, ...] | str:
+    """What our model gives for a record."""
+    match record.kind:
+        case Kind.GREEDY_IDS:
+            ids = generate(setup.model, list(record.ids), len(record.values), temperature=0)
+            return tuple(float(i) for i in ids[len(record.ids) :])
+        case Kind.GREEDY_TEXT:
+            tokenizer = setup.own_tokenizer()
+            prompt, expected = tokenizer.encode(record.prompt), tokenizer.encode(record.continuation)
+            # A model may spell a word in more tokens than the tokenizer.
+            ids = generate(setup.model, prompt, len(expected) + 4, temperature=0)[len(prompt) :]
+            return tokenizer.decode(ids)[: len(record.continuation)]
+        case Kind.ADAMW_LOSSES:
+            return tuple(_adamw_losses(record, setup))
+        case Kind.PERPLEXITY:
+            text, config = setup.open(record.text), setup.model.config
+            ids = torch.tensor(setup.own_tokenizer().encode(text.text))
+            lengths = torch.ones(config.vocab_size, dtype=torch.long)  # for bits per byte, which nobody recorded
+            windows = text.protocol.windows(config.n_positions)
+            return (language_score(setup.model, ids, lengths, windows, batch_size=1).perplexity,)
+        case Kind.LAST_WORD_ACCURACY | Kind.LAST_WORD_PERPLEXITY:
+            passages, context = setup.open(record.text).passages, setup.model.config.n_positions
+            scored = score_last_words(setup.model, setup.own_tokenizer(), passages, context=context, progress=setup.progress)
+            return ((scored.accuracy if record.kind is Kind.LAST_WORD_ACCURACY else scored.perplexity).value,)
+    return tuple(_forward(record, setup.model).flatten().tolist())
 
 
 @torch.inference_mode()
-def _mean_logit(record: Record, setup: Setup) -> tuple[float, ...]:
-    return (setup.model(_row(record.ids)).mean(dtype=torch.float64).item(),)
+def _forward(record: Record, model: GPT2) -> Tensor:
+    """The numbers that one forward pass over ``ids`` gives."""
+    ids, columns, positions = torch.tensor([record.ids]), list(record.columns), torch.tensor(record.positions)
+    match record.kind:
+        case Kind.LOGITS:
+            return model(ids)[0, record.position, columns]
+        case Kind.FINAL_HIDDEN:
+            return model.hidden(ids)[0, record.position, columns]
+        case Kind.MEAN_LOGIT:
+            return model(ids).mean(dtype=torch.float64)
+        case Kind.LOG_PROBABILITIES:
+            return log_probabilities(model(ids)[0])[positions, ids[0, positions + 1]]
+        case Kind.LOSS:
+            return token_losses(model(ids[:, :-1]), ids[:, 1:]).mean(dtype=torch.float64)
+    raise ValueError(f"a record of kind {record.kind.value} takes more than one forward pass")
 
 
-@torch.inference_mode()
-def _final_hidden(record: Record, setup: Setup) -> tuple[float, ...]:
-    hidden = setup.model.hidden(_row(record.ids))[0, record.position]
-    return tuple(hidden[list(record.columns)].tolist())
-
-
-@torch.inference_mode()
-def _log_probabilities(record: Record, setup: Setup) -> tuple[float, ...]:
-    logp = log_probabilities(setup.model(_row(record.ids))[0])
-    return tuple(logp[position, record.ids[position + 1]].item() for position in record.positions)
-
-
-@torch.inference_mode()
-def _loss(record: Record, setup: Setup) -> tuple[float, ...]:
-    ids = _row(record.ids)
-    return (token_losses(setup.model(ids[:, :-1]), ids[:, 1:]).mean(dtype=torch.float64).item(),)
-
-
-def _greedy_ids(record: Record, setup: Setup) -> tuple[float, ...]:
-    ids = generate(setup.model, list(record.ids), len(record.values), temperature=0)
-    return tuple(float(i) for i in ids[len(record.ids) :])
-
-
-def _greedy_text(record: Record, setup: Setup) -> str:
-    """As much text as was recorded; its tokens may be more than the text's own, for a model may spell a word another way."""
-    prompt, tokenizer = setup.encode(record.prompt), setup.own_tokenizer()
-    expected = len(setup.encode(record.continuation))
-    ids = generate(setup.model, prompt, expected + 4, temperature=0)[len(prompt) :]
-    return tokenizer.decode(ids)[: len(record.continuation)]
-
-
-def _adamw_losses(record: Record, setup: Setup) -> tuple[float, ...]:
+def _adamw_losses(record: Record, setup: Setup) -> list[float]:
     """Loss before each step; dropout is off, as in llm.c, which has none."""
-    ids = torch.tensor(setup.encode(setup.open(record.text).text)[: record.batch * record.length + 1])
+    ids = torch.tensor(setup.own_tokenizer().encode(setup.open(record.text).text)[: record.batch * record.length + 1])
     x, y = (part.view(record.batch, record.length) for part in (ids[:-1], ids[1:]))
-    settings, model = record.optimizer, setup.build().eval()
-    assert settings is not None  # _record saw to it
+    settings, model = record.optimizer, setup.build().eval().requires_grad_(True)
+    assert settings is not None  # parse requires it
     betas = (settings.beta1, settings.beta2)
-    model.requires_grad_(True)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.lr, betas=betas, eps=settings.eps, weight_decay=settings.weight_decay
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), settings.lr, betas, settings.eps, settings.weight_decay)
     losses = []
     for _ in record.values:
         loss = token_losses(model(x), y).mean()
@@ -344,46 +335,4 @@ def _adamw_losses(record: Record, setup: Setup) -> tuple[float, ...]:
         if settings.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
-    return tuple(losses)
-
-
-def _perplexity(record: Record, setup: Setup) -> tuple[float, ...]:
-    text = setup.open(record.text)
-    ids, n_positions = torch.tensor(setup.encode(text.text)), setup.model.config.n_positions
-    cut = Windows(min(text.protocol.context or n_positions, n_positions), text.protocol.stride, text.protocol.guide)
-    lengths = torch.ones(setup.model.config.vocab_size, dtype=torch.long)  # bits per byte are not asked for
-    score = language_score(setup.model, ids, lengths, cut, batch_size=1)
-    return (score.perplexity,)
-
-
-def _last_words(record: Record, setup: Setup) -> tuple[Tensor, Tensor]:
-    passages, context = setup.open(record.text).passages, setup.model.config.n_positions
-    return last_word_losses(setup.model, setup.own_tokenizer(), passages, context=context, progress=setup.progress)
-
-
-def _last_word_accuracy(record: Record, setup: Setup) -> tuple[float, ...]:
-    return (_last_words(record, setup)[1].double().mean().item(),)
-
-
-def _last_word_perplexity(record: Record, setup: Setup) -> tuple[float, ...]:
-    return (_last_words(record, setup)[0].mean().exp().item(),)
-
-
-def _row(ids: Sequence[int]) -> Tensor:
-    return torch.tensor([list(ids)])
-
-
-COMPUTE: Mapping[Kind, Callable[[Record, Setup], tuple[float, ...] | str]] = {
-    Kind.LOGITS: _logits,
-    Kind.MEAN_LOGIT: _mean_logit,
-    Kind.FINAL_HIDDEN: _final_hidden,
-    Kind.LOG_PROBABILITIES: _log_probabilities,
-    Kind.LOSS: _loss,
-    Kind.GREEDY_IDS: _greedy_ids,
-    Kind.GREEDY_TEXT: _greedy_text,
-    Kind.ADAMW_LOSSES: _adamw_losses,
-    Kind.PERPLEXITY: _perplexity,
-    Kind.LAST_WORD_ACCURACY: _last_word_accuracy,
-    Kind.LAST_WORD_PERPLEXITY: _last_word_perplexity,
-}
-EXPENSIVE = (Kind.ADAMW_LOSSES, Kind.PERPLEXITY, Kind.LAST_WORD_ACCURACY, Kind.LAST_WORD_PERPLEXITY)
+    return losses

@@ -20,6 +20,7 @@ from gpt2.checkpoint.hub_errors import check_environment
 from gpt2.checkpoint.keys import to_file
 from gpt2.config import GPT2Config
 from gpt2.errors import CheckpointError, InputError
+from gpt2.measure.metrics import Progress, silent
 
 
 def _transformers() -> Any:
@@ -60,7 +61,7 @@ def opens(checkpoint: StoredCheckpoint) -> bool:
 
 
 @contextmanager
-def directory(checkpoint: Checkpoint, progress: Callable[[str], None] = lambda what: None) -> Iterator[Path]:
+def directory(checkpoint: Checkpoint, progress: Progress = silent) -> Iterator[Path]:
     """A directory that transformers reads: the checkpoint's, or a temporary one that it wrote, with weights of our loading.
 
     Those of an adapter are merged in float64, so that no rounding of the sum is part of the reference.

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2.errors import InputError
-from gpt2.measure.tracing import layer_of
-from gpt2.pages.reports import Environment, Printed, as_json, data_table
+from gpt2.measure.metrics import FLOAT64_BOUND
+from gpt2.measure.tracing import block_of, layer_of, part_of
+from gpt2.pages.rendering import write
+from gpt2.pages.reports import Environment, Printed, as_json, data_table, dtype_label
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import RenderableType
 
     from gpt2.checkpoint.official_files import Official
     from gpt2.parity.record import RecordReport
 
 EXACT, MAPPING, ROUNDING = "exact", "mapping", "rounding"
+ROUNDING_RATIO = 1.5  # our error in the dtype asked for is at most so many times transformers' own
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,16 @@ class Point:
 
     @property
     def ratio(self) -> float:
-        """How near the bound, in units of what sets it: our rounding over theirs, or the error over the bound."""
+        """How near the bound, in units of what sets it: our rounding over transformers', or the error over the bound."""
         unit = self.bound if self.reference_error is None else self.reference_error
         return self.error / unit if unit else (0.0 if self.error == 0 else float("inf"))
+
+    @property
+    def amount(self) -> str:
+        """For people: a ratio of two errors, how many entries differ, or an error."""
+        if self.reference_error is not None:
+            return f"× {self.ratio:.2f}"
+        return f"{self.error:,.0f} differ" if self.bound == 0 else f"{self.error:.1e}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,22 @@ class Check:
     points: tuple[Point, ...] = ()
     skipped: str = ""  # why it was not run; it then says nothing either way
 
+    @classmethod
+    def exact(cls, id: str, title: str, dtype: str, rows: Iterable[tuple[str, float]]) -> Check:
+        """From (name, how many entries differ): none may."""
+        return cls(id, EXACT, title, dtype, tuple(Point(name, float(differing), 0.0) for name, differing in rows))
+
+    @classmethod
+    def mapping(cls, id: str, title: str, rows: Iterable[tuple[str, float]]) -> Check:
+        """From (name, relative error in float64): it may be rounding."""
+        return cls(id, MAPPING, title, "float64", tuple(Point(name, error, FLOAT64_BOUND) for name, error in rows))
+
+    @classmethod
+    def rounding(cls, id: str, title: str, dtype: torch.dtype, rows: Iterable[tuple[str, float, float]]) -> Check:
+        """From (name, our error, transformers' error), both in ``dtype`` against the float64 run."""
+        points = tuple(Point(name, ours, ROUNDING_RATIO * reference, reference) for name, ours, reference in rows)
+        return cls(id, ROUNDING, title, dtype_label(dtype), points)
+
     @property
     def ok(self) -> bool:
         """Every point holds; a check without points holds only if it says why it was skipped."""
@@ -63,13 +89,18 @@ class Check:
     @property
     def worst(self) -> Point | None:
         """The first failing point, or else the one nearest its bound."""
-        failed = next((point for point in self.points if not point.ok), None)
-        return failed or max(self.points, key=lambda point: point.ratio, default=None)
+        return _worst(self.points)
+
+
+def _worst(points: Iterable[Point]) -> Point | None:
+    points = list(points)
+    failed = next((point for point in points if not point.ok), None)
+    return failed or max(points, key=lambda point: point.ratio, default=None)
 
 
 @dataclass(frozen=True)
 class Report(Printed):
-    """Two models compared: ``model`` is ours, ``reference`` is what it was held against."""
+    """Two models compared: ``model`` is ours, ``reference`` is the implementation that it was compared with."""
 
     model: str
     reference: str
@@ -103,21 +134,13 @@ class Report(Printed):
         """Every point of every check, with versions and the sha256 of every file."""
         first = self.first_divergence
         body = {
-            "model": self.model,
-            "reference": self.reference,
-            "ok": self.ok,
             "verdict": "equal" if self.ok else "mismatch",
+            "ok": self.ok,
             "first_divergence": {"point": first.name, "layer": layer_of(first.name), "error": first.error} if first else None,
-            "revision": self.revision,
-            "parameters": self.parameters,
-            "coverage": self.coverage,
             "skipped": [check.id for check in self.checks if check.skipped],
-            "seed": self.seed,
+            **asdict(self),
             "seconds": round(self.seconds, 2),
-            "environment": asdict(self.environment),
-            "files": self.files,
             "checks": [{**asdict(check), "ok": check.ok} for check in self.checks],
-            "official": asdict(self.official) if self.official else None,
             "record": self.record.to_dict() if self.record else None,
         }
         return as_json(body)
@@ -128,10 +151,7 @@ class Report(Printed):
 
         console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
         self.print(console)
-        try:
-            console.save_html(str(path))
-        except OSError as error:
-            raise InputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
+        write(path, console.export_html())
 
     def parts(self) -> Iterator[RenderableType]:
         """Both models, a row per block, a row per check, and the verdict."""
@@ -145,7 +165,10 @@ class Report(Printed):
         yield self._blocks()
         yield "[dim]Errors are relative to transformers in float64; ratios (×) are our error over its own.[/dim]\n"
         yield self._checks()
-        yield from self._official()
+        if self.official is not None and self.official.model is not None:
+            yield f"\n[dim]files: {escape(str(self.official))}[/dim]"
+        if self.record is not None:
+            yield from self.record.parts()
         skipped = [check.id for check in self.checks if check.skipped]
         not_run = f"; not run: {', '.join(skipped)}" if skipped else ""
         end = f"{not_run}  [dim]in {self.seconds:.1f} s[/dim]\n"
@@ -155,35 +178,22 @@ class Report(Printed):
                 yield "[bold red]BUT NOT WHAT OTHERS RECORDED[/bold red]  of the official weights\n"
         else:
             first = self.first_divergence
-            where = "a check without a point" if first is None else f"first at [bold]{first.name}[/bold]: {_amount(first)}"
+            where = "a check without a point" if first is None else f"first at [bold]{first.name}[/bold]: {first.amount}"
             yield f"\n[bold red]DIFFERENT[/bold red]  {where}{end}"
-
-    def _official(self) -> Iterator[RenderableType]:
-        """Whether these are the official files, and the public record of them."""
-        from rich.markup import escape
-
-        if self.official is not None and self.official.model is not None:
-            yield f"\n[dim]files: {escape(str(self.official))}[/dim]"
-        if self.record is None:
-            return
-        if self.record.everything:
-            yield self.record.render()
-        yield f"{'[green]✓[/green]' if self.record.ok else '[bold red]✗[/bold red]'} {escape(self.record.line())}"
 
     def _blocks(self) -> RenderableType:
         """A row per block: the worst of its traced activations and gradients, by both rules."""
-        ratio, exact = "\nratio", "gradients\nfloat64"
-        titles = "where", "float64\nworst", "\nat", f"{self.environment.dtype}\nworst", ratio, "\nat", exact, ratio
+        ratio, gradients = "\nratio", "gradients\nfloat64"
+        titles = "where", "float64\nworst", "\nat", f"{self.environment.dtype}\nworst", ratio, "\nat", gradients, ratio
         table = data_table(*titles, right=(1, 3, 4, 6, 7))
         checks = {check.id: check for check in self.checks}
-        for where in ["embed", *(f"h.{layer}" for layer in range(self.n_layer)), "head"]:
-            points = [_worst_in(checks.get(id), where) for id in ("activations", "rounding", "gradients", "gradients-rounding")]
-            table.add_row(
-                where,
-                *(_error_cell(points[0]), _name_cell(points[0])),
-                *(_error_cell(points[1]), _ratio_cell(points[1]), _name_cell(points[1])),
-                *(_error_cell(points[2]), _ratio_cell(points[3])),
-            )
+        for block in ["embed", *(f"h.{layer}" for layer in range(self.n_layer)), "head"]:
+            row = [block]
+            for id, *cells in BLOCK_CELLS:
+                points = checks[id].points if id in checks else ()
+                worst = _worst(point for point in points if block_of(point.name) == block)
+                row += ["" if worst is None else cell(worst) for cell in cells]
+            table.add_row(*row)
         return table
 
     def _checks(self) -> RenderableType:
@@ -199,56 +209,31 @@ class Report(Printed):
                 continue
             mark = "[green]✓[/green]" if check.ok else "[bold red]✗[/bold red]"
             worst = None if check.kind == EXACT and check.ok else check.worst
-            table.add_row(mark, *title, *(() if worst is None else (_short_amount(worst), f"[dim]{worst.name}[/dim]")))
+            table.add_row(mark, *title, *(() if worst is None else (worst.amount, f"[dim]{worst.name}[/dim]")))
         return table
-
-
-def _where(point: str) -> str:
-    layer = layer_of(point)
-    if layer is not None:
-        return f"h.{layer}"
-    return "embed" if point.split(".")[0].split(" ")[0] in ("wte", "wpe", "embed") else "head"
-
-
-def _worst_in(check: Check | None, where: str) -> Point | None:
-    if check is None:
-        return None
-    return Check("", "", "", "", tuple(point for point in check.points if _where(point.name) == where)).worst
-
-
-def _error_cell(point: Point | None) -> str:
-    return "" if point is None else _mark(point, f"{point.error:.1e}")
-
-
-def _ratio_cell(point: Point | None) -> str:
-    return "" if point is None else _mark(point, f"{point.ratio:.2f}")
-
-
-def _name_cell(point: Point | None) -> str:
-    """``"h.3.attn.k"`` -> ``"attn.k"``: the row says which block, and the table of checks says which logits."""
-    if point is None:
-        return ""
-    name = point.name.partition(" (")[0]
-    return f"[dim]{name.split('.', 2)[2] if name.count('.') > 1 else name}[/dim]"
 
 
 def _mark(point: Point, text: str) -> str:
     return text if point.ok else f"[bold red]{text}[/bold red]"
 
 
-def _amount(point: Point) -> str:
-    if point.reference_error is not None:
-        return f"{point.ratio:.2f} × theirs"
-    if point.bound == 0:
-        return f"{point.error:,.0f} {'entry differs' if point.error == 1 else 'entries differ'}"
-    return f"{point.error:.1e}"
+def _error(point: Point) -> str:
+    return _mark(point, f"{point.error:.1e}")
 
 
-def _short_amount(point: Point) -> str:
-    if point.reference_error is not None:
-        return f"× {point.ratio:.2f}"
-    return f"{point.error:,.0f} differ" if point.bound == 0 else f"{point.error:.1e}"
+def _ratio(point: Point) -> str:
+    return _mark(point, f"{point.ratio:.2f}")
 
 
-def points_of(rows: Iterable[tuple[str, float]], bound: float) -> tuple[Point, ...]:
-    return tuple(Point(name, error, bound) for name, error in rows)
+def _name(point: Point) -> str:
+    """``"h.3.attn.k"`` -> ``"attn.k"``: the row says which block, and the table of checks says which logits."""
+    return f"[dim]{part_of(point.name.partition(' (')[0])}[/dim]"
+
+
+# Columns of the table of blocks: of the worst point of a check, these cells.
+BLOCK_CELLS: tuple[tuple[str, *tuple[Callable[[Point], str], ...]], ...] = (
+    ("activations", _error, _name),
+    ("rounding", _error, _ratio, _name),
+    ("gradients", _error),
+    ("gradients-rounding", _ratio),
+)

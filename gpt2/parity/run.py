@@ -2,13 +2,12 @@
 
 There are two rules. In float64 both implementations must agree to 1e-10 at every point: rounding is smaller, and any bug is
 larger. In the dtype asked for, our error against that float64 run is at most 1.5 times the error of transformers. So the bound
-follows from the model, its depth and the dtype, and nobody has to choose a tolerance. The README here has the definition.
+follows from the model, its depth and the dtype, and no tolerance has to be chosen. README.md in this folder has the definition.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +20,12 @@ from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official_files import Official, official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.errors import InputError
+from gpt2.measure.metrics import Progress, silent
 from gpt2.model import GPT2
 from gpt2.pages.reports import environment
 from gpt2.parity import checks, reference, training
 from gpt2.parity.checks import Build, Probe, Subject
-from gpt2.parity.record import RecordReport, Setup, compute, public_record
+from gpt2.parity.record import Setup, compute, public_record
 from gpt2.parity.report import Report
 
 
@@ -42,7 +42,7 @@ def verify(
     offline: bool = False,
     record: bool = False,
     build: Build = _load,
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Progress = silent,
 ) -> Report:
     """Compare our model with transformers' on the same weights.
 
@@ -67,31 +67,32 @@ def verify(
     official, recorded = _official(checkpoint, files)
     if record and recorded is None:
         raise InputError(f"{name}: --record is of the official weights, and this is {official or 'random'}; leave it out")
-    with reference.directory(checkpoint, progress) as theirs:
-        ours = checkpoint if isinstance(checkpoint, StoredCheckpoint) else open_path(theirs)  # random: as transformers wrote it
+    with reference.directory(checkpoint, progress) as folder:
+        ours = checkpoint if isinstance(checkpoint, StoredCheckpoint) else open_path(folder)  # random: as transformers wrote it
         probe = Probe.draw(ours.config, seed)
 
         def stage(what: str) -> None:
             require_whole_files()
             progress(what)
 
-        subject = Subject(ours, theirs, build, rounding, probe, stage)
-        tokens = checks.tokens(subject)  # first, because a damaged vocabulary should not take ten seconds to be found
-        found = [checks.weights(subject), *checks.adapter(subject), *checks.forward(subject), *training.training(subject), tokens]
+        subject = Subject(ours, folder, build, rounding, probe, stage)
+        tokens = checks.tokens(subject)  # first, because a damaged vocabulary should be reported at once
+        done = [checks.weights(subject), *checks.adapter(subject), *checks.forward(subject), *training.training(subject), tokens]
         public = None
-        if recorded is not None and all(check.ok for check in found):
-            public = _public_record(recorded, subject, offline, record)
+        if recorded is not None and all(check.ok for check in done):
+            setup = Setup(lambda: subject.ours(torch.float32), subject.ours(torch.float32), ours.own_tokenizer(), offline, stage)
+            public = compute(recorded, public_record(), setup, everything=record)
         files = files or {file: sha256(path) for file, path in ours.files().items()}
-        told = "" if theirs == ours.path else " (given our tensors: it cannot open these files itself)"
+        given = "" if folder == ours.path else " (given our tensors: it cannot open these files itself)"
     env = environment([rounding])
     return Report(
         model=checkpoint.name,
-        reference=f"transformers {env.versions['transformers']}{told}",
+        reference=f"transformers {env.versions['transformers']}{given}",
         revision=checkpoint.revision,
         parameters=checkpoint.config.num_parameters(),
         n_layer=checkpoint.config.n_layer,
         coverage=probe.coverage(checkpoint.config),
-        checks=tuple(found),
+        checks=tuple(done),
         files=files,
         environment=env,
         seed=seed,
@@ -108,11 +109,3 @@ def _official(checkpoint: Checkpoint, files: dict[str, str]) -> tuple[Official |
     official = official_files(files, checkpoint.name)
     loaded = {file.path.name for file in checkpoint.assignment.files.values()}
     return official, official.model if loaded <= set(official.weights) else None
-
-
-def _public_record(model: str, subject: Subject, offline: bool, everything: bool) -> RecordReport:
-    def build() -> GPT2:
-        return subject.build(subject.path, torch.float32)
-
-    setup = Setup(build, build(), subject.checkpoint.own_tokenizer(), offline, subject.progress)
-    return compute(model, public_record(), setup, everything=everything)

@@ -5,110 +5,111 @@ from __future__ import annotations
 import gc
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.keys import PREFIX
-from gpt2.measure.metrics import FLOAT64_BOUND, relative_error, token_losses, worst_relative_error
+from gpt2.measure.metrics import relative_error, token_losses, worst_relative_error
 from gpt2.measure.tracing import layer_of
-from gpt2.parity import reference
-from gpt2.parity.checks import ROUNDING_RATIO, Subject
-from gpt2.parity.report import MAPPING, ROUNDING, Check, Point, points_of
+from gpt2.pages.reports import dtype_label
+from gpt2.parity.checks import Subject
+from gpt2.parity.report import MAPPING, ROUNDING, Check
 
 STEPS = 5
 
-TRAINING = {
-    "loss": "every token",
-    "gradients": "every parameter",
-    "adamw": f"change by {STEPS} steps",
-}
+TITLES = {"loss": "every token", "gradients": "every parameter", "adamw": f"change by {STEPS} steps"}
 
 
 def training(subject: Subject) -> list[Check]:
     """Loss, every gradient, and five AdamW steps: in float64 against each other, in ``dtype`` each against float64."""
-    # At its widest: a float64 model, its gradients, AdamW's moments, the ruler (48 bytes), and freed memory that lies between
-    # them: gpt2-medium's measured peak.
+    # At its widest: a float64 model, its gradients, AdamW's moments, the expected changes (48 bytes), and freed memory that lies
+    # between them: gpt2-medium's measured peak.
     needed = 56 * subject.config.num_parameters()
     memory = _memory()
     if needed > 0.9 * memory:
         why = f"needs {needed / 1e9:.0f} GB of memory, this machine has {memory / 1e9:.0f}"
-        return [Check(id, MAPPING, title, "float64", skipped=why) for id, title in TRAINING.items()]
-    exact, ours, theirs = (a | b for a, b in zip(_gradients(subject), _steps(subject), strict=True))
-    label = str(subject.dtype).removeprefix("torch.")
-    checks = [Check(id, MAPPING, title, "float64", points_of(exact[id].items(), FLOAT64_BOUND)) for id, title in TRAINING.items()]
-    for id, title in TRAINING.items():
-        rows = ((name, ours[id][name], error) for name, error in theirs[id].items())
-        points = tuple(
-            Point(name, error, ROUNDING_RATIO * reference_error, reference_error) for name, error, reference_error in rows
-        )
-        checks.append(Check(f"{id}-rounding", ROUNDING, title, label, points))
-    return checks
+        return [Check(id, MAPPING, title, "float64", skipped=why) for id, title in TITLES.items()]
+    checks = [check for measured in (_gradients, _steps) for check in measured(subject)]
+    return sorted(checks, key=lambda check: check.kind == ROUNDING)
 
 
 def _memory() -> float:
     """Bytes of memory this process may count on: the machine's, or its container's where that is less."""
     counted = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ())  # Windows has no such call
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if counted else math.inf
-    limit = Path("/sys/fs/cgroup/memory.max")
-    told = limit.read_text().strip() if limit.is_file() else "max"
-    return min(machine, int(told)) if told.isdigit() else machine
+    file = Path("/sys/fs/cgroup/memory.max")
+    limit = file.read_text().strip() if file.is_file() else "max"
+    return min(machine, int(limit)) if limit.isdigit() else machine
 
 
-Errors = dict[str, dict[str, float]]  # check -> point -> error
+Errors = dict[str, float]  # by point
 
 
-def _gradients(subject: Subject) -> tuple[Errors, Errors, Errors]:
-    """Losses and gradients of one sequence after another, all four models in step: exact, ours, theirs.
+def _checks(id: str, dtype: torch.dtype, exact: Errors, ours: Errors, reference: Errors) -> list[Check]:
+    rows = [(name, ours[name], error) for name, error in reference.items()]
+    return [Check.mapping(id, TITLES[id], exact.items()), Check.rounding(f"{id}-rounding", TITLES[id], dtype, rows)]
+
+
+@dataclass
+class _Side:
+    """A model, and its errors against the float64 run: of each parameter, one for each sequence."""
+
+    model: nn.Module
+    measure: Callable[[Tensor, Tensor], float]
+    summary: Callable[[list[float]], float]
+    losses: list[Tensor] = field(default_factory=list)
+    errors: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def add_gradients(self, expected: dict[str, Tensor]) -> None:
+        for name, gradient in _named_gradients(self.model).items():
+            self.errors[name].append(self.measure(gradient, expected[name]))
+
+
+def _gradients(subject: Subject) -> list[Check]:
+    """Losses and gradients of one sequence after another, all four models in step.
 
     In float64 the worst sequence counts, and a long one comes on top. Rounding is judged by the root mean square over the
     sequences: on a trained model a single near-tie in one softmax may decide a whole sequence's gradient error, on either side,
     and with it any ratio of two of them.
     """
-    path, dtype, build = subject.path, subject.dtype, subject.build
-    ruler = reference.load_reference(subject.theirs, torch.float64)
-    exact, ours, theirs = build(path, torch.float64), build(path, dtype), reference.load_reference(subject.theirs, dtype)
-    measures = ((exact, worst_relative_error), (ours, relative_error), (theirs, relative_error))
-    losses: list[list[Tensor]] = [[], [], []]
-    errors: list[dict[str, list[float]]] = [{}, {}, {}]
+    reference = subject.reference(torch.float64)
+    exact = _Side(subject.ours(torch.float64), worst_relative_error, max)
+    ours = _Side(subject.ours(subject.dtype), relative_error, _root_mean_square)
+    rounded = _Side(subject.reference(subject.dtype), relative_error, _root_mean_square)
     expected_losses = []
     for index, sequence in enumerate(subject.probe.sequences):
         subject.progress(f"gradients: sequence {index + 1} of {len(subject.probe.sequences)}")
-        expected_losses.append(_backward(ruler, sequence[None]))
-        expected = _named_gradients(ruler)
-        for (model, measure), found, side in zip(measures, losses, errors, strict=True):
-            found.append(_backward(model, sequence[None]))
-            for name, gradient in _named_gradients(model).items():
-                side.setdefault(name, []).append(measure(gradient, expected[name]))
-            model.zero_grad(set_to_none=True)  # gradients of one model at a time beside the ruler's
-    loss = [measure(torch.cat(found), torch.cat(expected_losses)) for (_, measure), found in zip(measures, losses, strict=True)]
+        expected_losses.append(_backward(reference, sequence[None]))
+        expected = _named_gradients(reference)
+        for side in (exact, ours, rounded):
+            side.losses.append(_backward(side.model, sequence[None]))
+            side.add_gradients(expected)
+            side.model.zero_grad(set_to_none=True)  # gradients of one model at a time beside the reference's
     long = torch.cat((subject.probe.traced, subject.probe.traced[:, :1]), dim=1)
-    for model in (ruler, exact):
+    for model in (reference, exact.model):
         _backward(model, long)
-    expected = _named_gradients(ruler)
-    for name, gradient in _named_gradients(exact).items():
-        errors[0][name].append(worst_relative_error(gradient, expected[name]))
-    summaries: tuple[Callable[[list[float]], float], ...] = (max, _root_mean_square, _root_mean_square)
-    sides = [
-        {"loss": {"loss": one}, "gradients": {name: summary(each) for name, each in side.items()}}
-        for one, summary, side in zip(loss, summaries, errors, strict=True)
-    ]
-    return sides[0], sides[1], sides[2]
+    exact.add_gradients(_named_gradients(reference))
+    sides = (exact, ours, rounded)
+    losses = [{"loss": side.measure(torch.cat(side.losses), torch.cat(expected_losses))} for side in sides]
+    gradients = [{name: side.summary(errors) for name, errors in side.errors.items()} for side in sides]
+    return _checks("loss", subject.dtype, *losses) + _checks("gradients", subject.dtype, *gradients)
 
 
 def _root_mean_square(values: list[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / len(values))
 
 
-def _steps(subject: Subject) -> tuple[Errors, Errors, Errors]:
-    """How far five AdamW steps moved every parameter, one model at a time: exact, ours, theirs."""
-    path, dtype, build, progress = subject.path, subject.dtype, subject.build, subject.progress
+def _steps(subject: Subject) -> list[Check]:
+    """How far five AdamW steps moved every parameter, one model at a time."""
     batch = subject.probe.sequences[:2]
     start = subject.checkpoint.load().state_dict()  # mapped: costs no memory of its own
     gc.collect()  # transformers' models hang in reference cycles; the next one needs their room
-    progress("float64: AdamW steps, transformers'")
+    subject.progress("float64: AdamW steps, transformers'")
 
     def moved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Each parameter's name and change, in float64; in place of the parameter where that is float64 already."""
@@ -116,29 +117,23 @@ def _steps(subject: Subject) -> tuple[Errors, Errors, Errors]:
         for name, before in start.items():
             yield name, end[name].double().sub_(before)
 
-    expected = dict(moved(reference.load_reference(subject.theirs, torch.float64)))
+    expected = dict(moved(subject.reference(torch.float64)))
 
-    def by_block(model: nn.Module) -> dict[str, float]:
+    def by_block(model: nn.Module) -> Errors:
         """Relative error of a block's whole change: a bias alone has too few entries to average luck out."""
         squares: dict[str, list[float]] = {}
         for name, change in moved(model):
             block = "wte, wpe, ln_f" if layer_of(name) is None else f"h.{layer_of(name)}"
             total = squares.setdefault(f"{block} (all parameters)", [0.0, 0.0])
-            total[0] += _square(change.sub_(expected[name]))
-            total[1] += _square(expected[name])
+            total[0] += float(torch.linalg.vector_norm(change.sub_(expected[name]))) ** 2
+            total[1] += float(torch.linalg.vector_norm(expected[name])) ** 2
         return {block: math.sqrt(difference / size) for block, (difference, size) in squares.items()}
 
-    progress("float64: AdamW steps, ours")
-    exact = {name: worst_relative_error(change, expected[name]) for name, change in moved(build(path, torch.float64))}
-    progress(f"{str(dtype).removeprefix('torch.')}: AdamW steps, both")
-    ours, theirs = by_block(build(path, dtype)), by_block(reference.load_reference(subject.theirs, dtype))
-    return {"adamw": exact}, {"adamw": ours}, {"adamw": theirs}
-
-
-def _square(tensor: Tensor) -> float:
-    """The sum of its entries' squares."""
-    norm = float(torch.linalg.vector_norm(tensor))
-    return norm * norm
+    subject.progress("float64: AdamW steps, ours")
+    exact = {name: worst_relative_error(change, expected[name]) for name, change in moved(subject.ours(torch.float64))}
+    subject.progress(f"{dtype_label(subject.dtype)}: AdamW steps, both")
+    ours, rounded = by_block(subject.ours(subject.dtype)), by_block(subject.reference(subject.dtype))
+    return _checks("adamw", subject.dtype, exact, ours, rounded)
 
 
 def _train(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
