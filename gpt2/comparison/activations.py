@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from gpt2.measure.metrics import max_abs, relative_error
+from gpt2.measure.metrics import Progress, cosine, max_abs, relative_error, silent
 from gpt2.measure.tracing import layer_of, trace_blocks
 
 THRESHOLD = 1e-3  # relative error: 1000 times float32's rounding, and less than the first step of a fine-tune
@@ -50,13 +49,7 @@ class Activations:
 
 
 def compare_activations(
-    a: nn.Module,
-    b: nn.Module,
-    ids: Tensor,
-    *,
-    same_shape: bool,
-    threshold: float = THRESHOLD,
-    progress: Callable[[str], None] = lambda what: None,
+    a: nn.Module, b: nn.Module, ids: Tensor, *, same_shape: bool, threshold: float = THRESHOLD, progress: Progress = silent
 ) -> Activations:
     """Walk both models, ours or transformers', over (1, T) ``ids``, block by block.
 
@@ -78,18 +71,12 @@ def _change(name: str, a: Tensor, b: Tensor) -> ActivationChange:
         a, b = a[..., :width], b[..., :width]
     error = relative_error(b, a)
     sqnr = math.inf if error == 0 else -20 * math.log10(error) if math.isfinite(error) else -math.inf
-    return ActivationChange(name, layer_of(name), error, max_abs(a, b), sqnr, _cosine(a, b))
+    x, y = a.double().flatten(), b.double().flatten()
+    angle = cosine(float(x @ y), float(x @ x), float(y @ y))
+    return ActivationChange(name, layer_of(name), error, max_abs(a, b), sqnr, angle)
 
 
-def _cosine(a: Tensor, b: Tensor) -> float:
-    a, b = a.double().flatten(), b.double().flatten()
-    squares = float(a @ a), float(b @ b)
-    if 0 in squares:
-        return 1.0 if squares[0] == squares[1] else 0.0
-    return max(min(float(a @ b) / math.sqrt(squares[0] * squares[1]), 1.0), -1.0)  # in this order NaN stays NaN
-
-
-def _streams(model: nn.Module, ids: Tensor, progress: Callable[[str], None]) -> list[Tensor]:
+def _streams(model: nn.Module, ids: Tensor, progress: Progress) -> list[Tensor]:
     """The centred Gram matrices (T, T) of the stream after the embeddings and after each block."""
     grams = []
     for block in trace_blocks(model, ids):

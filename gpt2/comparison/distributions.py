@@ -8,42 +8,29 @@ Sources:
         token, the share of equal top tokens. (There base logits are rounded to 16 bits and cut at 16 nats; here nothing is.)
     [2] Lin, "Divergence measures based on the Shannon entropy", 1991: the Jensen-Shannon divergence, at most log 2.
     [3] Guo et al., "On Calibration of Modern Neural Networks", 2017: expected calibration error over equal bins of confidence.
-    [4] Efron, "Bootstrap Methods: Another Look at the Jackknife", 1979; Efron and Tibshirani, "An Introduction to the
-        Bootstrap", 1993, chapters 13 (percentile intervals) and 8 (blocks, for what is not independent).
-    [5] Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927: the interval of a fraction.
-    [6] Kish, "Survey Sampling", 1965: the design effect, by which correlated observations count for fewer independent ones.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gpt2.measure.metrics import LanguageScore
+from gpt2.measure.estimates import Bootstrap, Estimate, percentiles
+from gpt2.measure.metrics import LanguageScore, exp_or_inf
 from gpt2.measure.per_token import Tokens
 from gpt2.measure.windows import Windows
 
-RESAMPLES = 2000
-CONFIDENCE = 0.95
 POSITION_BINS = 16
 CONFIDENCE_BINS = 10
 CALIBRATION_BINS = 15  # Guo et al. [3]
 HISTOGRAM_STEPS = 4  # bins per power of ten
 DIVERGENCE_PERCENTILES = (50, 90, 95, 99, 99.9)
 CHANGE_PERCENTILES = (0, 0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A figure and its 95 % interval, by :class:`Bootstrap`."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -143,101 +130,21 @@ class Distributions:
     seed: int
 
 
-class Bootstrap:
-    """Percentile intervals of means over ``n`` tokens in a row, by resampling blocks of them [4].
-
-    Neighbouring tokens are similarly hard, so resampling single tokens would make intervals too narrow. The text is cut into
-    blocks of consecutive tokens of equal length (to within one): 64 blocks, or one for every 1024 tokens if that is more (up to
-    1024), or fewer in a text too short for blocks of 16. Blocks are drawn with replacement, the same ones for every figure of a
-    pair.
-
-    Measured coverage of a 95 % interval of a mean, on series whose neighbours correlate by 0.5: 93 to 94 % with 2048 or 16,384
-    tokens; 88 to 89 % for values so skewed that 2 % of them make half the sum (log-normal, sigma 2); 91 % with 512 tokens (32
-    blocks). With fewer than about 20 blocks the intervals are too narrow.
-    """
-
-    def __init__(self, n: int, seed: int = 0, resamples: int = RESAMPLES) -> None:
-        self.n = n
-        self.blocks = min(max(min(64, n // 16), n // 1024, 1), 1024)
-        self.block = torch.arange(n) * self.blocks // n  # (N,) which block a token is in
-        drawn = torch.randint(self.blocks, (resamples, self.blocks), generator=torch.Generator().manual_seed(seed))
-        self.weights = torch.zeros(resamples, self.blocks, dtype=torch.float64)
-        self.weights.scatter_add_(1, drawn, torch.ones(drawn.shape, dtype=torch.float64))
-
-    def means(self, values: Tensor, per: Tensor | None = None) -> Tensor:
-        """(resamples,) of sum(values) / sum(per); ``per`` (default: ones) may be bytes."""
-        per = torch.ones(self.n, dtype=torch.float64) if per is None else per.double()
-        return self._sums(values) / self._sums(per)
-
-    def _sums(self, values: Tensor) -> Tensor:
-        sums = torch.zeros(self.blocks, dtype=torch.float64).index_add_(0, self.block, values.double())
-        finite = sums.isfinite()
-        infinite = torch.where(self.weights[:, ~finite] > 0, sums[~finite], 0).sum(1)  # only where drawn: 0 times inf is NaN
-        return self.weights[:, finite] @ sums[finite] + infinite
-
-    def interval(self, value: float, resampled: Tensor) -> Estimate:
-        """``value`` with the percentiles 2.5 and 97.5 of its resampled values."""
-        tail = 50 * (1 - CONFIDENCE)
-        low, high = percentiles(resampled, (tail, 100 - tail))
-        return Estimate(value, low, high)
-
-    def mean(self, values: Tensor) -> Estimate:
-        return self.interval(values.double().mean().item(), self.means(values))
-
-    def fraction(self, hits: Tensor) -> Estimate:
-        """A share of tokens with Wilson's interval [5], which also holds near 0 and 1, where a bootstrap has no spread.
-
-        Wilson assumes independent tokens. Correlated tokens count for fewer, by the design effect [6]: the resampled variance
-        over p (1 - p) / n, where that is above 1.
-        """
-        p, n = hits.double().mean().item(), float(self.n)
-        if 0 < p < 1:
-            n /= max(1.0, self.means(hits).var().item() / (p * (1 - p) / n))
-        z = torch.special.ndtri(torch.tensor((1 + CONFIDENCE) / 2, dtype=torch.float64)).item()
-        middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        low, high = (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
-        return Estimate(p, 0.0 if p == 0 else low, 1.0 if p == 1 else high)
-
-
-def percentiles(values: Tensor, which: tuple[float, ...]) -> list[float]:
-    """Percentiles of (N,), interpolated linearly as in NumPy and llama.cpp; all NaN if one value is NaN."""
-    ordered = values.double().sort().values
-    if ordered[-1].isnan():
-        return [math.nan] * len(which)
-    interpolated = []
-    for percent in which:
-        place = percent / 100 * (len(ordered) - 1)
-        low, high = ordered[math.floor(place)].item(), ordered[math.ceil(place)].item()
-        interpolated.append(low if low == high else low + (high - low) * (place - math.floor(place)))
-    return interpolated
-
-
 def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distributions:
     """Compute every statistic of a measured pair; ``token_bytes`` (V,) are byte lengths of tokens, ``seed`` the bootstrap's."""
     bootstrap = Bootstrap(len(tokens), seed)
     lengths = token_bytes[tokens.targets]
     gained = torch.where(tokens.logp_a == tokens.logp_b, 0.0, tokens.logp_b - tokens.logp_a)  # -inf less -inf is no change
-    difference = gained.mean().item()
-    ratios = (-bootstrap.means(gained)).exp()
     change = tokens.change
     squares = change.square()
-    logs = torch.stack((tokens.logp_a, tokens.logp_b))
     undefined = torch.stack((tokens.logp_a, tokens.logp_b, tokens.kl_ab, tokens.kl_ba, tokens.js)).isnan().any(0)
     edges = [0, *dict.fromkeys(round(tokens.windows.context ** (i / POSITION_BINS)) for i in range(POSITION_BINS + 1))]
-    by_position = [
-        _bin(tokens, (low < tokens.position) & (tokens.position <= high), low + 1, high)
-        for low, high in itertools.pairwise(edges)
-    ]
-    confidence = tokens.top_p_a[:, 0]
-    by_confidence = [
-        _bin(tokens, (low < confidence) & (confidence <= high), low, high) for low, high in _equal_bins(CONFIDENCE_BINS)
-    ]
     return Distributions(
         a=_language(tokens.logp_a, lengths, tokens.windows, bootstrap),
         b=_language(tokens.logp_b, lengths, tokens.windows, bootstrap),
-        ratio=bootstrap.interval(exp_or_inf(-difference), ratios),
+        ratio=bootstrap.interval(exp_or_inf(-gained.mean().item()), (-bootstrap.means(gained)).exp()),
         difference=bootstrap.mean(gained),
-        correlation=correlation(*logs),
+        correlation=correlation(tokens.logp_a, tokens.logp_b),
         kl_ab=_divergence(tokens.kl_ab, tokens.index, bootstrap),
         kl_ba=_divergence(tokens.kl_ba, tokens.index, bootstrap),
         js=_divergence(tokens.js, tokens.index, bootstrap),
@@ -249,8 +156,8 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
             bootstrap.interval(squares.mean().sqrt().item(), bootstrap.means(squares).sqrt()),
             _named_percentiles(change, CHANGE_PERCENTILES),
         ),
-        by_position=tuple(bin for bin in by_position if bin is not None),
-        by_confidence=tuple(bin for bin in by_confidence if bin is not None),
+        by_position=_bins(tokens, tokens.position, itertools.pairwise(edges), first=1),
+        by_confidence=_bins(tokens, tokens.top_p_a[:, 0], _equal_bins(CONFIDENCE_BINS), first=0),
         calibration_a=calibration(tokens.top_p_a[:, 0], tokens.top_a[:, 0] == tokens.targets),
         calibration_b=calibration(tokens.top_p_b[:, 0], tokens.top_b[:, 0] == tokens.targets),
         undefined=int(undefined.sum()),
@@ -269,11 +176,6 @@ def _language(logp: Tensor, lengths: Tensor, windows: Windows, bootstrap: Bootst
         bootstrap.interval(score.perplexity, (-bootstrap.means(logp)).exp()),
         bootstrap.interval(score.bits_per_byte, bootstrap.means(-logp, lengths) / math.log(2)),
     )
-
-
-def exp_or_inf(x: float) -> float:
-    """exp(x); infinite where a float cannot hold it."""
-    return math.inf if x >= 700 else math.exp(x)  # NaN stays NaN
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
@@ -311,11 +213,16 @@ def _histogram(values: Tensor) -> tuple[tuple[float, float, int], ...]:
     return tuple(zip(edges, edges[1:], counts, strict=False))
 
 
-def _bin(tokens: Tokens, inside: Tensor, low: float, high: float) -> Bin | None:
-    if not inside.any():
-        return None
-    means = [column[inside].double().mean().item() for column in (tokens.kl_ab, -tokens.logp_a, -tokens.logp_b, tokens.same_top)]
-    return Bin(low, high, int(inside.sum()), *means)
+def _bins(tokens: Tokens, values: Tensor, intervals: Iterable[tuple[float, float]], first: int) -> tuple[Bin, ...]:
+    """The tokens with a value in each (low, high], without empty bins; ``first`` is added to low, 1 for whole numbers."""
+    columns = (tokens.kl_ab, -tokens.logp_a, -tokens.logp_b, tokens.same_top)
+    bins = []
+    for low, high in intervals:
+        inside = (low < values) & (values <= high)
+        if inside.any():
+            means = [column[inside].double().mean().item() for column in columns]
+            bins.append(Bin(low + first, high, int(inside.sum()), *means))
+    return tuple(bins)
 
 
 def _equal_bins(count: int) -> list[tuple[float, float]]:

@@ -27,6 +27,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from gpt2.checkpoint.checkpoint import open_checkpoint
@@ -141,16 +142,13 @@ class ToolkitLM(TemplateLM):
                     f"a continuation of {len(continuation)} tokens leaves no room for its context; shorten the continuation"
                 )
             spans.append((ids, len(continuation)))
-        progress = tqdm(total=len(requests), desc="Running loglikelihood requests", disable=disable_tqdm)
-        for batch in self._batches([len(ids) - 1 for ids, _ in spans]):
+        for batch in self._batches([len(ids) - 1 for ids, _ in spans], "loglikelihood", disable_tqdm):
             with torch.inference_mode():
                 scores = score_targets(lambda ids: self.model(ids.to(self._device)), [spans[i] for i in batch])
             for i, (loss, greedy) in zip(batch, scores, strict=True):
                 answers[i] = -loss, greedy
                 if requests[i][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
-            progress.update(len(batch))
-        progress.close()
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -172,20 +170,17 @@ class ToolkitLM(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The text generated after each context, up to the first stop sequence, which is left out."""
         generated = [""] * len(requests)
-        progress = tqdm(total=len(requests), desc="Running generate_until requests", disable=disable_tqdm)
         by_settings: dict[str, list[int]] = {}  # a batch shares its settings
         for i, request in enumerate(requests):
             by_settings.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
         for group in by_settings.values():
             settings = requests[group[0]].args[1]
             contexts = [self.tok_encode(requests[i].args[0]) for i in group]
-            for batch in self._batches([len(ids) for ids in contexts]):
+            for batch in self._batches([len(ids) for ids in contexts], "generate_until", disable_tqdm):
                 texts = self._generate([contexts[j] for j in batch], settings)
                 for j, text in zip(batch, texts, strict=True):
                     generated[group[j]] = text
                     self.cache_hook.add_partial("generate_until", requests[group[j]].args, text)
-                progress.update(len(batch))
-        progress.close()
         return generated
 
     def _generate(self, contexts: list[list[int]], settings: dict[str, Any]) -> list[str]:
@@ -204,22 +199,12 @@ class ToolkitLM(TemplateLM):
         top_k, top_p = options.pop("top_k", TOP_K), options.pop("top_p", None)
         if unknown := [key for key in options if key not in IGNORED]:
             raise InputError(f"generation option {unknown[0]!r} is not supported; use temperature, top_k or top_p")
-        contexts = [ids[-room:] or [self.prefix_token_id] for ids in contexts]
-        width = max(map(len, contexts))
-        prompt = torch.zeros(len(contexts), width, dtype=torch.long)
-        mask = torch.zeros_like(prompt)
-        for row, ids in enumerate(contexts):
-            prompt[row, width - len(ids) :] = torch.tensor(ids)
-            mask[row, width - len(ids) :] = 1
-        tokens = stream(
-            self.decoder,
-            prompt.to(self._device),
-            new,
-            temperature=temperature,
-            top_k=(top_k or None) if sampled else None,
-            top_p=top_p if sampled else None,
-            attention_mask=mask.to(self._device),
+        prompts = [torch.tensor(ids[-room:] or [self.prefix_token_id], device=self._device) for ids in contexts]
+        prompt, mask = (
+            pad_sequence(rows, batch_first=True, padding_side="left") for rows in (prompts, [*map(torch.ones_like, prompts)])
         )
+        top_k, top_p = ((top_k or None), top_p) if sampled else (None, None)
+        tokens = stream(self.decoder, prompt, new, temperature=temperature, top_k=top_k, top_p=top_p, attention_mask=mask)
         return [postprocess_generated_text(text, until, None) for text in self._until(tokens, until, len(contexts))]
 
     def _until(self, tokens: Iterator[Tensor], until: list[str], rows: int) -> Iterable[str]:
@@ -238,11 +223,14 @@ class ToolkitLM(TemplateLM):
                 break
         return texts
 
-    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Batches of ``batch_size`` indices, the longest first, so that a lack of memory shows at once."""
+    def _batches(self, lengths: list[int], kind: str, disable_tqdm: bool) -> Iterator[list[int]]:
+        """Batches of ``batch_size`` indices, the longest first, so that a lack of memory shows at once; with a progress bar."""
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        for start in range(0, len(order), self.batch_size):
-            yield order[start : start + self.batch_size]
+        with tqdm(total=len(order), desc=f"Running {kind} requests", disable=disable_tqdm) as progress:
+            for start in range(0, len(order), self.batch_size):
+                batch = order[start : start + self.batch_size]
+                yield batch
+                progress.update(len(batch))
 
 
 def register() -> None:

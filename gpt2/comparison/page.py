@@ -1,20 +1,21 @@
-"""Build the HTML page of a comparison: the verdict in words, headline figures, charts, and coloured text."""
+"""Build the HTML page of a comparison: the verdict in words, charts, and what the template needs to colour a text."""
 
 from __future__ import annotations
 
 import math
 import shlex
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from gpt2.comparison import plots
 from gpt2.measure.metrics import MAX_JS
 from gpt2.pages import drawing
-from gpt2.pages.rendering import between, number, percent, percent_between, readable, render, short_names, visible
+from gpt2.pages.rendering import number, percent, render, short_names, visible
 
 if TYPE_CHECKING:
     from gpt2.comparison.distributions import Distributions
     from gpt2.comparison.results import Comparison
-    from gpt2.comparison.words import Choice, Continuation, Passage, Word
+    from gpt2.comparison.words import Choice, Passage, Word
 
 CHARTS = ("layers", "cka", "heat", "numerics", "histogram", "position", "confidence", "calibration")
 
@@ -23,52 +24,47 @@ def page(comparison: Comparison) -> str:
     """The page as HTML text."""
     names = short_names(comparison.a.name, comparison.b.name)
     weights, words = comparison.weights, comparison.words
-    text, worst, rows = (words.text, words.passages, words.continuations) if words is not None else ((), (), ())
+    text, passages = (words.text, words.passages) if words is not None else ((), ())
     scale = js_scale([word.js for word in text]) if words is not None else MAX_JS
+    choices = [choice(word) for word in (*text, *(word for passage in passages for word in passage.words))]
     return render(
         "report",
         c=comparison,
         names=names,
         verdict=verdict(comparison),
-        headline=headline(comparison),
         command=command(comparison),
         pictures=charts(comparison, names),
         scale=scale,
+        shade=lambda word: drawing.shade(math.sqrt(word.js / scale) if word.js > 0 else word.js),
         heat_shade=plots.heat_shade,
         heat_scale=plots.heat_scale([tensor.distance for tensor in weights.tensors]) if weights is not None else None,
-        tokens=[token(word, scale) for word in text],
-        passages=[passage(part, scale) for part in worst],
-        continuations=[continuation(row) for row in rows],
-        choices=choices([*text, *(word for part in worst for word in part.words)]),
+        ratio_form=ratio_form,
+        preference=preference,
+        worst=worst,
+        commonprefix=commonprefix,
+        data={"names": names, "tokens": choices},
     )
 
 
-def charts(comparison: Comparison, names: tuple[str, str]) -> dict[str, str | list[str | None] | None]:
-    """The page's charts by name; a list holds a wide and a narrow version, None is a chart with nothing to show."""
-    both, weights, activations, numerics = (
-        comparison.distributions,
-        comparison.weights,
-        comparison.activations,
-        comparison.numerics,
-    )
-    drawn: dict[str, str | list[str | None] | None] = dict.fromkeys(CHARTS)
-    if activations is not None:
-        points, threshold = activations.points, activations.threshold
-        drawn["layers"] = [plots.divergence_by_layer(points, threshold, wide=wide) for wide in (True, False)]
+def charts(comparison: Comparison, names: tuple[str, str]) -> dict[str, Any]:
+    """The page's charts by name; a list holds a wide and a narrow version, None and [] are charts with nothing to show."""
+    drawn: dict[str, Any] = dict.fromkeys(CHARTS)
+    if (activations := comparison.activations) is not None:
+        drawn["layers"] = plots.divergence_by_layer(activations.points, activations.threshold)
         drawn["cka"] = plots.similarity(activations.cka, names) if activations.cka else None
-    if weights is not None and weights.total.unchanged < 1:
-        drawn["heat"] = [plots.weight_heat(weights.tensors, wide=wide) for wide in (True, False)]
-    if numerics is not None:
-        drawn["numerics"] = [plots.numerics_by_layer(numerics.points, names, wide=wide) for wide in (True, False)]
-    if both is not None:
+    if (weights := comparison.weights) is not None and weights.total.unchanged < 1:
+        drawn["heat"] = plots.weight_heat(weights.tensors)
+    if (numerics := comparison.numerics) is not None:
+        drawn["numerics"] = plots.numerics_by_layer(numerics.points, names)
+    if (both := comparison.distributions) is not None:
         marks = {"median": both.kl_ab.percentiles["50"], "99 %": both.kl_ab.percentiles["99"]}
         bins = both.kl_ab.histogram, both.kl_ba.histogram
         drawn["histogram"] = plots.histogram(*bins, marks) if any(bins) else None
         drawn["position"] = plots.by_position(both.by_position)
         drawn["confidence"] = plots.by_confidence(both.by_confidence)
         sides = both.calibration_a, both.calibration_b
-        label_a, label_b = (f"{name}: off by {percent(side.ece)}" for name, side in zip(names, sides, strict=True))
-        drawn["calibration"] = plots.calibration(*sides, (label_a, label_b))
+        labels = [f"{name}: off by {percent(side.ece)}" for name, side in zip(names, sides, strict=True)]
+        drawn["calibration"] = plots.calibration(*sides, labels)
     return drawn
 
 
@@ -114,41 +110,6 @@ def ratio_form(ratio: float) -> str:
     return f".{min(12, 1 - math.floor(math.log10(off)))}f" if 0 < off < 0.1 else "#.3g"
 
 
-def headline(comparison: Comparison) -> list[dict[str, str]]:
-    """The figures under the verdict: label, value before and after, and an interval or a remark (``told``)."""
-    tiles = []
-    both, weights, last_words = comparison.distributions, comparison.weights, comparison.last_words
-
-    def tile(label: str, value: str, remark: str, before: str = "") -> None:
-        tiles.append({"label": label, "before": before, "value": value, "told": remark})
-
-    scores = (both.a.score, both.b.score) if both is not None else comparison.alone
-    perplexities = [number(score.perplexity, "#.4g") for score in scores]
-    bits = [number(score.bits_per_byte, ".3f") for score in scores]
-    if both is not None:
-        form = ratio_form(both.ratio.value)
-        interval = between(both.ratio, form)
-        ratio = f"× {number(both.ratio.value, form)}" + (f" ({interval})" if interval else "")
-        tile("perplexity", perplexities[1], ratio, perplexities[0])
-        tile(comparison.bits_per, bits[1], between(both.b.bits_per_byte, ".3f"), bits[0])
-        tile("KL(A‖B), nats", number(both.kl_ab.mean.value), between(both.kl_ab.mean))
-        tile("same first choice", percent(both.same_top.value), percent_between(both.same_top))
-    elif scores:
-        tile("bits per byte", bits[1], "each over its own tokens", bits[0])
-        tile("perplexity", perplexities[1], "not comparable", perplexities[0])
-    if last_words is not None:
-        passages = f"of {last_words.a.n:,} passages; × {number(last_words.change.ratio.value)} perplexity"
-        tile("last words right", percent(last_words.b.accuracy.value), passages, percent(last_words.a.accuracy.value))
-    if weights is not None:
-        unchanged, count = len(weights.unchanged), len(weights.tensors)
-        if unchanged == count:
-            tile("weights", "equal", f"every entry of {count} tensors")
-        else:
-            remark = f"{unchanged} of {count} tensors unchanged" if unchanged else f"all {count} tensors"
-            tile("weights rounded" if weights.same_numbers else "weights moved", percent(weights.total.distance, 2), remark)
-    return tiles
-
-
 def command(comparison: Comparison) -> str:
     """The command that makes this page again."""
     parts = ["gpt2", "compare", comparison.a.name, comparison.b.name]
@@ -166,10 +127,10 @@ def js_scale(values: list[float]) -> float:
     return MAX_JS if largest > 0.02 or largest == 0 else largest
 
 
-def token(word: Word, scale: float) -> dict[str, Any]:
-    """A token's colours: the square root of the divergence, and which model gives it the higher probability."""
-    share = math.sqrt(word.js / scale) if word.js > 0 else word.js
-    return {"text": readable(word.text), "shade": drawing.shade(share), "lean": preference(word)}
+def worst(passage: Passage) -> list[Word]:
+    """The four tokens of a passage with the largest divergence, in the order of the text."""
+    places = sorted(range(len(passage.words)), key=lambda at: -passage.words[at].js)[:4]
+    return [passage.words[at] for at in sorted(places)]
 
 
 def preference(word: Word) -> int:
@@ -182,38 +143,15 @@ def preference(word: Word) -> int:
     return int(math.copysign(size, bits)) if size else 0
 
 
-def choices(words: list[Word]) -> list[list[Any]]:
-    """The tooltip of each token: its text, divergence, both probabilities, and both models' likeliest candidates."""
+def choice(word: Word) -> list[Any]:
+    """The tooltip of a token: its text, divergence, both probabilities, and both models' likeliest candidates."""
 
     def listed(top: tuple[Choice, ...]) -> list[list[Any]]:
         return [[visible(choice.text), _rounded(choice.probability)] for choice in top]
 
-    return [
-        [visible(w.text), number(w.js), _rounded(w.probability_a), _rounded(w.probability_b), listed(w.top_a), listed(w.top_b)]
-        for w in words
-    ]
+    probabilities = _rounded(word.probability_a), _rounded(word.probability_b)
+    return [visible(word.text), number(word.js), *probabilities, listed(word.top_a), listed(word.top_b)]
 
 
 def _rounded(value: float) -> float | None:
     return float(f"{value:.3g}") if math.isfinite(value) else None
-
-
-def passage(part: Passage, scale: float) -> dict[str, Any]:
-    """A passage, and a table of its four tokens with the largest divergence, in the order of the text."""
-    worst = sorted(range(len(part.words)), key=lambda at: -part.words[at].js)[:4]
-    rows = [part.words[at] for at in sorted(worst)]
-    return {"start": part.start, "js": part.js, "tokens": [token(word, scale) for word in part.words], "rows": rows}
-
-
-def continuation(row: Continuation) -> dict[str, Any]:
-    """A prompt and both continuations, each split at the first different character."""
-    pairs = enumerate(zip(row.a, row.b, strict=False))
-    same = next((index for index, (a, b) in pairs if a != b), min(len(row.a), len(row.b)))
-    how = "greedy" if row.temperature == 0 else f"sampled at T = {number(row.temperature, 'g')}, the same random numbers"
-    return {
-        "prompt": row.prompt,
-        "a": (row.a[:same], row.a[same:]),
-        "b": (row.b[:same], row.b[same:]),
-        "how": how,
-        "at": row.parts_at,
-    }

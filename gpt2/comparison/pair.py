@@ -4,38 +4,36 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.keys import expected, layer
 from gpt2.checkpoint.names import DEFAULT
-from gpt2.checkpoint.official_files import official_files
 from gpt2.comparison.activations import THRESHOLD, compare_activations
 from gpt2.comparison.compatibility import compatibility
 from gpt2.comparison.distributions import Distributions, summarise
-from gpt2.comparison.last_words import LastWords, last_words_change, score_last_words
-from gpt2.comparison.results import Comparison, Model, Numerics, Scored
+from gpt2.comparison.results import Comparison, Numerics, Scored
 from gpt2.comparison.sides import Side, logits_of
 from gpt2.comparison.weights import WeightChanges, compare_weights
 from gpt2.comparison.words import Words, compare_words
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
-from gpt2.measure.metrics import LanguageScore, Logits, language_score, relative_error
+from gpt2.measure.last_words import LastWords, last_words_change, score_last_words
+from gpt2.measure.metrics import LanguageScore, Logits, Progress, language_score, relative_error, silent
 from gpt2.measure.per_token import measure_pair
 from gpt2.measure.texts import RUNNING, Text, open_text
 from gpt2.measure.tracing import trace_blocks
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2, eager_attention, sdpa_attention
-from gpt2.pages.reports import dtype_label, environment
+from gpt2.pages.reports import environment
 
 TOKENS = 8192  # tokens of the text that are used by default
 TRACED = 256  # tokens that activations are compared on
-
-Progress = Callable[[str], None]
 
 
 def compare(
@@ -48,7 +46,7 @@ def compare(
     seed: int = 0,
     dtype: str | None = None,
     offline: bool = False,
-    progress: Progress = lambda what: None,
+    progress: Progress = silent,
 ) -> Comparison:
     """Compare two models by name: weights, activations, distributions over a text, and generated words.
 
@@ -82,25 +80,26 @@ def compare(
     with ExitStack() as stack:
         progress("loading both models")
         models = stack.enter_context(sides[0].model()), stack.enter_context(sides[1].model())
-        loaded = _Loaded(sides, models, tokenizers, text, ids, windows, seed, progress)
         if "activations" not in compatible.impossible:
             start = ids[None, : min(windows.context, TRACED)]
             activations = compare_activations(
                 *models, start, same_shape=compatible.same_shape, threshold=threshold, progress=progress
             )
             if weights is not None and weights.same_numbers and a != b:
-                numerics = _numerics(loaded, start)
-        if "distributions" in compatible.impossible:
-            alone = _alone(loaded)
-        else:
-            distributions, words = _distributions(loaded)
-        last_words = _last_words(loaded)
+                numerics = _numerics(sides, models, start, progress)
+        own = [_Loaded(*each) for each in zip(sides, map(logits_of, models), tokenizers, strict=True)]
+        if "distributions" not in compatible.impossible:
+            distributions, words = _distributions(own, ids, windows, seed, progress)
+        elif text is not None:
+            alone = _alone(own, text, ids)
+        last_words = _last_words(own, text.passages, seed, progress) if text is not None and text.passages else None
     env = environment(side.dtype for side in sides)
+    name, sha256, protocol = (text.name, text.sha256, text.protocol.description) if text else ("random ids", "", "")
     return Comparison(
-        a=model_of(sides[0], env.versions),
-        b=model_of(sides[1], env.versions),
+        a=sides[0].describe(env.versions),
+        b=sides[1].describe(env.versions),
         compatibility=compatible,
-        text=_scored(text, len(ids), windows),
+        text=Scored(name, sha256, len(ids), windows.context, windows.step, protocol),
         weights=weights,
         activations=activations,
         distributions=distributions,
@@ -114,22 +113,12 @@ def compare(
     )
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """Both models in memory, and the text that they read."""
+class _Loaded(NamedTuple):
+    """One of the two models in memory."""
 
-    sides: tuple[Side, Side]
-    models: tuple[nn.Module, nn.Module]
-    tokenizers: tuple[Tokenizer | None, Tokenizer | None]
-    text: Text | None  # None: random ids
-    ids: Tensor  # (N,)
-    windows: Windows
-    seed: int
-    progress: Progress
-
-    @property
-    def logits(self) -> tuple[Logits, Logits]:
-        return logits_of(self.models[0]), logits_of(self.models[1])
+    side: Side
+    logits: Logits
+    tokenizer: Tokenizer | None
 
 
 def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges:
@@ -138,81 +127,65 @@ def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges:
 
 
 @torch.no_grad()
-def _numerics(loaded: _Loaded, ids: Tensor) -> Numerics:
+def _numerics(sides: tuple[Side, Side], models: tuple[nn.Module, nn.Module], ids: Tensor, progress: Progress) -> Numerics:
     """Compare both sides with a float64 run of our model, on ids (1, T)."""
-    finer = max(loaded.sides, key=lambda side: side.dtype.itemsize)
+    finer = max(sides, key=lambda side: side.dtype.itemsize)
     points: list[tuple[str, float, float]] = []
     exact: dict[str, Tensor] = {}
     with replace(finer, by_transformers=False).model(torch.float64) as float64_model:
-        walks = (trace_blocks(model, ids) for model in (float64_model, *loaded.models))
+        walks = (trace_blocks(model, ids) for model in (float64_model, *models))
         for exact, block_a, block_b in zip(*walks, strict=True):
-            loaded.progress(f"numerics: {next(reversed(exact))}")
+            progress(f"numerics: {next(reversed(exact))}")
             points += [(name, relative_error(block_a[name], x), relative_error(block_b[name], x)) for name, x in exact.items()]
     rows = []
-    for side, model in zip(loaded.sides, loaded.models, strict=True):
+    for side, model in zip(sides, models, strict=True):
         if isinstance(model, GPT2):
+            before = [block.attn.attend for block in model.h]
             for kind, attend in (("fused", sdpa_attention), ("spelt out", eager_attention)):
-                before = [block.attn.attend for block in model.h]
                 error = relative_error(model.use_attention(attend)(ids), exact["logits"])
-                for block, attention in zip(model.h, before, strict=True):
-                    block.attn.attend = attention
                 rows.append((f"{side.name}, attention {kind}", error))
+            for block, attention in zip(model.h, before, strict=True):
+                block.attn.attend = attention
     return Numerics(tuple(points), tuple(rows))
 
 
-def _distributions(loaded: _Loaded) -> tuple[Distributions, Words | None]:
+def _distributions(
+    pair: list[_Loaded], ids: Tensor, windows: Windows, seed: int, progress: Progress
+) -> tuple[Distributions, Words | None]:
     """Compare what both predict after each token; in words too, where a tokenizer exists."""
-    tokenizer = loaded.tokenizers[0] or loaded.tokenizers[1]
-    sizes = [side.config.vocab_size for side in loaded.sides]
-    sizes += [each.n_vocab for each in loaded.tokenizers if each is not None]
-    vocab = min(sizes)  # without the padding of a vocabulary
-    measured = measure_pair(*loaded.logits, loaded.ids, loaded.windows, vocab=vocab, progress=loaded.progress)
-    lengths = torch.ones(vocab, dtype=torch.int64) if tokenizer is None else _token_bytes(tokenizer)[:vocab]
-    words = None
-    if tokenizer is not None:
-        words = compare_words(
-            *loaded.logits,
-            tokenizer,
-            measured,
-            loaded.ids,
-            context=loaded.windows.context,
-            seed=loaded.seed,
-            progress=loaded.progress,
-        )
-    return summarise(measured, lengths, seed=loaded.seed), words
+    a, b = pair
+    tokenizer = a.tokenizer or b.tokenizer
+    sizes = [each.side.config.vocab_size for each in pair]
+    vocab = min(sizes + [each.tokenizer.n_vocab for each in pair if each.tokenizer is not None])  # without padding
+    measured = measure_pair(a.logits, b.logits, ids, windows, vocab=vocab, progress=progress)
+    if tokenizer is None:
+        return summarise(measured, torch.ones(vocab, dtype=torch.int64), seed=seed), None
+    words = compare_words(a.logits, b.logits, tokenizer, measured, ids, context=windows.context, seed=seed, progress=progress)
+    return summarise(measured, _token_bytes(tokenizer)[:vocab], seed=seed), words
 
 
-def _alone(loaded: _Loaded) -> tuple[LanguageScore, ...]:
-    """Each model's loss on the same passage, in its own tokens."""
-    first, second = loaded.tokenizers
-    if loaded.text is None or first is None or second is None:
-        return ()
-    passage = first.decode(loaded.ids.tolist())
+def _alone(pair: list[_Loaded], text: Text, ids: Tensor) -> tuple[LanguageScore, ...]:
+    """Each model's loss on the same passage, in its own tokens: tokenizers that differ are two."""
+    tokenizers = [each.tokenizer for each in pair if each.tokenizer is not None]
+    passage = tokenizers[0].decode(ids.tolist())
     scores = []
-    for side, logits, tokenizer in zip(loaded.sides, loaded.logits, (first, second), strict=True):
-        ids = torch.tensor(tokenizer.encode(passage))
-        windows = loaded.text.protocol.windows(side.config.n_positions)
-        scores.append(language_score(logits, ids, _token_bytes(tokenizer), windows, vocab=tokenizer.n_vocab))
+    for (side, logits, _), tokenizer in zip(pair, tokenizers, strict=True):
+        own = torch.tensor(tokenizer.encode(passage))
+        windows = text.protocol.windows(side.config.n_positions)
+        scores.append(language_score(logits, own, _token_bytes(tokenizer), windows, vocab=tokenizer.n_vocab))
     return tuple(scores)
 
 
-def _last_words(loaded: _Loaded) -> LastWords | None:
-    """Score the last word of each passage, where the text has passages and both models have tokenizers."""
-    first, second = loaded.tokenizers
-    if loaded.text is None or not loaded.text.passages or first is None or second is None:
+def _last_words(pair: list[_Loaded], passages: Sequence[str], seed: int, progress: Progress) -> LastWords | None:
+    """Score the last word of each passage, where both models have tokenizers."""
+    if any(each.tokenizer is None for each in pair):
         return None
     a, b = (
-        score_last_words(
-            logits,
-            tokenizer,
-            loaded.text.passages,
-            context=side.config.n_positions,
-            seed=loaded.seed,
-            progress=loaded.progress,
-        )
-        for side, logits, tokenizer in zip(loaded.sides, loaded.logits, (first, second), strict=True)
+        score_last_words(logits, tokenizer, passages, context=side.config.n_positions, seed=seed, progress=progress)
+        for side, logits, tokenizer in pair
+        if tokenizer is not None
     )
-    return LastWords(a, b, last_words_change(a, b, seed=loaded.seed))
+    return LastWords(a, b, last_words_change(a, b, seed=seed))
 
 
 def _ids(text: Text | None, tokenizer: Tokenizer | None, sides: tuple[Side, Side], tokens: int, seed: int) -> Tensor:
@@ -227,22 +200,6 @@ def _ids(text: Text | None, tokenizer: Tokenizer | None, sides: tuple[Side, Side
     return torch.tensor(ids)
 
 
-def _scored(text: Text | None, tokens: int, windows: Windows) -> Scored:
-    if text is None:
-        return Scored("random ids", "", tokens, windows.context, windows.step, "")
-    return Scored(text.name, text.sha256, tokens, windows.context, windows.step, text.protocol.told)
-
-
 def _token_bytes(tokenizer: Tokenizer) -> Tensor:
     """(V,) the length of each token in bytes."""
     return torch.tensor([len(tokenizer.token_bytes(index)) for index in range(tokenizer.n_vocab)])
-
-
-def model_of(side: Side, versions: dict[str, str]) -> Model:
-    """Everything needed to run this side again."""
-    implementation = f"transformers {versions['transformers']}" if side.by_transformers else "gpt2"
-    parameters = side.config.num_parameters()
-    files = side.files()
-    official = official_files(files, side.checkpoint.name) if files else None
-    dtype = dtype_label(side.dtype)
-    return Model(side.name, implementation, dtype, side.revision, parameters, asdict(side.config), files, official)

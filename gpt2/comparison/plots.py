@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from gpt2.comparison.activations import ActivationChange
 from gpt2.comparison.distributions import Bin, Calibration
 from gpt2.comparison.weights import TensorChange
 from gpt2.measure.tracing import layer_of
+from gpt2.pages.drawing import INK, LEVELS, MUTED, NARROW, PAPER, RULE, SHADES, SMALL, WIDE, A, B, shade, svg
+from gpt2.pages.rendering import power_of_ten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-from gpt2.pages.drawing import INK, LEVELS, MUTED, NARROW, PAPER, RULE, SHADES, SMALL, WIDE, A, B, shade, svg
 
 LineStyle = str | tuple[int, tuple[int, int]]
 DASHED: LineStyle = (0, (4, 3))
+Errors = Sequence[tuple[str, float]]  # (traced point, relative error), in the order of computation
 
 
-def divergence_by_layer(points: Sequence[ActivationChange], threshold: float, *, wide: bool) -> str | None:
-    """Relative error at each traced point in the order of computation; None if no difference is finite and above 0."""
+def divergence_by_layer(points: Sequence[ActivationChange], threshold: float) -> list[str]:
+    """Relative error at each traced point, wide and narrow; nothing if no difference is finite and above 0."""
     errors = [(point.point, point.error) for point in points]
-    if not _drawable(error for _, error in errors):
-        return None
 
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
+    def draw(axes: Axes, wide: bool) -> None:
         _by_point(axes, errors, B, wide)
         low, high = axes.get_ylim()
         if low / 30 < threshold < high * 30:
@@ -36,31 +33,38 @@ def divergence_by_layer(points: Sequence[ActivationChange], threshold: float, *,
         axes.set_ylabel("relative error")
         _legend(axes, 5 if wide else 2)
 
-    return svg("layers", WIDE if wide else NARROW, "Relative error by layer", draw)
+    return _wide_and_narrow("layers", "Relative error by layer", draw) if _drawable(error for _, error in errors) else []
 
 
-def numerics_by_layer(points: Sequence[tuple[str, float, float]], names: tuple[str, str], *, wide: bool) -> str | None:
-    """Relative error of both models against a float64 run, at each traced point."""
-    if not _drawable(error for _, a, b in points for error in (a, b)):
-        return None
+def numerics_by_layer(points: Sequence[tuple[str, float, float]], names: tuple[str, str]) -> list[str]:
+    """Relative error of both models against a float64 run, at each traced point, wide and narrow."""
+    sides = ([(point, a) for point, a, _ in points], [(point, b) for point, _, b in points])
+    shown = [side for side in zip((A, B), names, sides, strict=True) if _drawable(error for _, error in side[2])]
 
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        errors_a, errors_b = [(point, a) for point, a, _ in points], [(point, b) for point, _, b in points]
-        for colour, name, errors in ((A, names[0], errors_a), (B, names[1], errors_b)):
-            if _drawable(error for _, error in errors):
-                _by_point(axes, errors, colour, wide, name)
+    def draw(axes: Axes, wide: bool) -> None:
+        for colour, name, errors in shown:
+            _by_point(axes, errors, colour, wide, name)
         axes.set_ylabel("distance from float64")
         _legend(axes)
 
-    return svg("numerics", WIDE if wide else NARROW, "Distance from float64 by layer", draw)
+    return _wide_and_narrow("numerics", "Distance from float64 by layer", draw) if shown else []
 
 
-def _drawable(values: Iterator[float]) -> bool:
+def _wide_and_narrow(name: str, title: str, draw: Callable[[Axes, bool], None], height: float | None = None) -> list[str]:
+    """The same chart for a wide and for a narrow screen."""
+    sizes = [(width, height or usual) for width, usual in (WIDE, NARROW)]
+    return [_chart(name, size, title, lambda axes, wide=size[0] == WIDE[0]: draw(axes, wide)) for size in sizes]
+
+
+def _chart(name: str, size: tuple[float, float], title: str, draw: Callable[[Axes], None]) -> str:
+    return svg(name, size, title, lambda figure: draw(figure.subplots()))
+
+
+def _drawable(values: Iterable[float]) -> bool:
     return any(math.isfinite(value) and value > 0 for value in values)
 
 
-def _by_point(axes: Axes, errors: Sequence[tuple[str, float]], colour: str, wide: bool, name: str | None = None) -> None:
+def _by_point(axes: Axes, errors: Errors, colour: str, wide: bool, name: str | None = None) -> None:
     """Plot a dot per point and a line along the stream; without a ``name``, also a line along each of the two branches."""
     places = {point: place for place, (point, _) in enumerate(errors)}
     value = {point: error if math.isfinite(error) and error > 0 else math.nan for point, error in errors}
@@ -104,11 +108,8 @@ def _layer_labels(layers: Collection[int], wide: bool) -> list[str]:
 def _power(value: float, _: object = None) -> str:
     """Format a power of ten as 10⁻⁴, for an axis."""
     exponent = round(math.log10(value)) if value > 0 else 0
-    if value <= 0 or abs(math.log10(value) - exponent) > 1e-6:
-        return f"{value:g}"
-    if -3 < exponent < 4:
-        return f"{value:g}"
-    return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    plain = value <= 0 or abs(math.log10(value) - exponent) > 1e-6 or -3 < exponent < 4
+    return f"{value:g}" if plain else power_of_ten(exponent)
 
 
 def heat_scale(distances: Sequence[float]) -> tuple[float, float] | None:
@@ -128,35 +129,29 @@ def heat_shade(distance: float, scale: tuple[float, float] | None) -> int:
     return shade(max(0.04, math.log(distance / scale[0]) / math.log(scale[1] / scale[0])))
 
 
-def weight_heat(tensors: Sequence[TensorChange], *, wide: bool) -> str | None:
-    """Relative distance of each tensor of each layer: a row per family, a column per layer."""
+def weight_heat(tensors: Sequence[TensorChange]) -> list[str]:
+    """Relative distance of each tensor of each layer, a row per family and a column per layer, wide and narrow."""
     distances = {(tensor.family, tensor.layer): tensor.distance for tensor in tensors if tensor.layer is not None}
-    if not distances:
-        return None
     scale = heat_scale([tensor.distance for tensor in tensors])
     families = list(dict.fromkeys(family for family, _ in distances))
     layers = sorted({layer for _, layer in distances})
     cells = [[distances.get((family, layer), 0.0) for layer in layers] for family in families]
     labels = [family.removeprefix("h.{}.") for family in families]
-    if not wide:
-        labels = [label.replace(".weight", ".w").replace(".bias", ".b") for label in labels]
 
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
+    def draw(axes: Axes, wide: bool) -> None:
         text = _percent if len(layers) <= (16 if wide else 6) else None
         _heat(axes, [[heat_shade(cell, scale) for cell in row] for row in cells], cells, text, 8 if wide else 7)
-        axes.set_yticks(range(len(labels)), labels)
+        short = [label if wide else label.replace(".weight", ".w").replace(".bias", ".b") for label in labels]
+        axes.set_yticks(range(len(labels)), short)
         axes.set_xticks(range(len(layers)), _layer_labels(layers, wide))
 
-    height = 0.28 * len(families) + 0.4
-    return svg("heat", ((WIDE if wide else NARROW)[0], height), "Relative weight change by layer and tensor", draw)
+    return _wide_and_narrow("heat", "Relative weight change by layer and tensor", draw, 0.28 * len(families) + 0.4)
 
 
 def similarity(cka: Sequence[Sequence[float]], names: tuple[str, str]) -> str:
     """Linear CKA of the streams of two models of different widths, layer by layer."""
 
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
+    def draw(axes: Axes) -> None:
         text = (lambda value: f"{value:.2f}" if math.isfinite(value) else "–") if len(cka[0]) <= 13 else None
         _heat(axes, [[shade(value) for value in row] for row in cka], cka, text, 7.5)
         for axis, count, name in ((axes.yaxis, len(cka), names[0]), (axes.xaxis, len(cka[0]), names[1])):
@@ -166,7 +161,7 @@ def similarity(cka: Sequence[Sequence[float]], names: tuple[str, str]) -> str:
             axis.set_label_text(name)
 
     height = max(1.6, 0.3 * len(cka) + 0.6) if len(cka) <= 20 else 6.0
-    return svg("cka", (max(4.0, min(8.0, 0.55 * len(cka[0]) + 1)), height), "Similarity of layers (CKA)", draw)
+    return _chart("cka", (max(4.0, min(8.0, 0.55 * len(cka[0]) + 1)), height), "Similarity of layers (CKA)", draw)
 
 
 def _heat(
@@ -206,15 +201,12 @@ def histogram(
     least = max(high for bins in (kl_ab, kl_ba) for _, high, _ in bins) / 1e8
     kl_ab, kl_ba = ([bar for bar in bins if bar[0] >= least] for bins in (kl_ab, kl_ba))
 
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
+    def draw(axes: Axes) -> None:
         for bins, colour, filled, name in ((kl_ab, B, True, "KL(A‖B)"), (kl_ba, INK, False, "KL(B‖A)")):
-            if not bins:
-                continue
-            edges = [bins[0][0], *(high for _, high, _ in bins)]
-            counts = [count for *_, count in bins]
-            alpha, width = (0.75, 0) if filled else (None, 1.1)
-            axes.stairs(counts, edges, fill=filled, label=name, color=colour, alpha=alpha, linewidth=width)
+            if bins:
+                edges = [bins[0][0], *(high for _, high, _ in bins)]
+                alpha, width = (0.75, 0) if filled else (None, 1.1)
+                axes.stairs([n for *_, n in bins], edges, fill=filled, label=name, color=colour, alpha=alpha, linewidth=width)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(_power)
         top = axes.get_ylim()[1] * 1.12
@@ -227,16 +219,13 @@ def histogram(
         axes.set(xlabel="nats", ylabel="tokens")
         _legend(axes)
 
-    return svg("histogram", SMALL, "How many tokens have which divergence", draw)
+    return _chart("histogram", SMALL, "How many tokens have which divergence", draw)
 
 
 def by_position(bins: Sequence[Bin]) -> str | None:
     """Mean KL by the number of tokens before."""
-    if not _drawable(bin.kl for bin in bins):
-        return None
 
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
+    def draw(axes: Axes) -> None:
         places = [math.sqrt(bin.low * bin.high) for bin in bins]
         axes.plot(places, [_finite(bin.kl) for bin in bins], color=B, linewidth=2, marker="o", markersize=4.5)
         axes.set_xscale("log", base=2)
@@ -244,16 +233,13 @@ def by_position(bins: Sequence[Bin]) -> str | None:
         axes.set_ylim(bottom=0)
         axes.set(xlabel="tokens seen before", ylabel="mean KL(A‖B), nats")
 
-    return svg("position", SMALL, "Divergence by position", draw)
+    return _chart("position", SMALL, "Divergence by position", draw) if _drawable(bin.kl for bin in bins) else None
 
 
 def by_confidence(bins: Sequence[Bin]) -> str | None:
     """Mean KL by the probability that the reference gives its likeliest token."""
-    if not _drawable(bin.kl for bin in bins):
-        return None
 
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
+    def draw(axes: Axes) -> None:
         places = [(bin.low + bin.high) / 2 for bin in bins]
         width = 0.86 * (bins[0].high - bins[0].low)
         axes.bar(places, [_finite(bin.kl) for bin in bins], width=width, color=B, alpha=0.75)
@@ -261,16 +247,15 @@ def by_confidence(bins: Sequence[Bin]) -> str | None:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         axes.set(xlabel="probability A gave its first choice", ylabel="mean KL(A‖B), nats")
 
-    return svg("confidence", SMALL, "Divergence by confidence", draw)
+    return _chart("confidence", SMALL, "Divergence by confidence", draw) if _drawable(bin.kl for bin in bins) else None
 
 
-def calibration(a: Calibration, b: Calibration, labels: tuple[str, str]) -> str:
+def calibration(a: Calibration, b: Calibration, labels: Sequence[str]) -> str:
     """How often each model's first choice was right, by its probability; a dot's area is its share of the tokens."""
 
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
+    def draw(axes: Axes) -> None:
         axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=DASHED)
-        for side, colour, label in ((a, A, labels[0]), (b, B, labels[1])):
+        for side, colour, label in zip((a, b), (A, B), labels, strict=True):
             total = sum(bin.tokens for bin in side.bins) or 1
             where = [bin.confidence for bin in side.bins], [bin.accuracy for bin in side.bins]
             axes.plot(*where, color=colour, linewidth=1.6, label=label)
@@ -280,7 +265,7 @@ def calibration(a: Calibration, b: Calibration, labels: tuple[str, str]) -> str:
             axis.set_major_formatter(lambda value, _: f"{value:.0%}")
         _legend(axes)
 
-    return svg("calibration", SMALL, "Calibration of both models", draw)
+    return _chart("calibration", SMALL, "Calibration of both models", draw)
 
 
 def _legend(axes: Axes, columns: int = 2) -> None:

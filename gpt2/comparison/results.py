@@ -13,10 +13,11 @@ from gpt2.checkpoint.official_files import Official
 from gpt2.comparison.activations import Activations
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions, Estimate
-from gpt2.comparison.last_words import LastWords
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
+from gpt2.measure.last_words import LastWords
 from gpt2.measure.metrics import LanguageScore
+from gpt2.measure.tracing import block_of, part_of
 from gpt2.pages.rendering import visible, write
 from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table
 
@@ -107,16 +108,20 @@ class Comparison(Printed):
         """The unit of bits per byte; random ids stand for no bytes, so bits are counted per token."""
         return "bits per byte" if self.text.sha256 else "bits per token"
 
+    @property
+    def scores(self) -> tuple[LanguageScore, ...]:
+        """How well each model predicts the text."""
+        both = self.distributions
+        return self.alone if both is None else (both.a.score, both.b.score)
+
     def to_json(self) -> str:
         """The whole comparison as JSON, with both models, the text, versions and hashes."""
         body = {"verdict": "identical" if self.ok else "different", "ok": self.ok, **asdict(self)}
         first = self.activations.first_past if self.activations else None
         body["first_past"] = None if first is None else {"point": first.point, "layer": first.layer, "error": first.error}
         if self.weights is not None:
-            body["weights"] |= {
-                "unchanged": self.weights.unchanged,
-                "most_changed": [t.name for t in self.weights.most_changed()],
-            }
+            most_changed = [tensor.name for tensor in self.weights.most_changed()]
+            body["weights"] |= {"unchanged": self.weights.unchanged, "most_changed": most_changed}
         return as_json(body)
 
     def save_html(self, path: str | Path) -> None:
@@ -137,20 +142,17 @@ class Comparison(Printed):
         for part, why in self.compatibility.impossible.items():
             yield f"[yellow]left out[/yellow]  {part}: {escape(why)}"
         if self.weights is not None and not self.weights.same_numbers:
-            yield "\n[bold]Weights[/bold]  [dim]the ten with the largest relative change[/dim]"
-            yield _weights_table(self.weights)
+            yield from _titled("Weights", "the ten with the largest relative change", _weights_table(self.weights))
         if self.activations is not None and self.activations.points:
-            yield "\n[bold]Activations[/bold]  [dim]relative error by block, at its worst point[/dim]"
-            yield _activations_table(self.activations)
+            yield from _titled("Activations", "relative error by block, at its worst point", _activations_table(self.activations))
         if self.numerics is not None:
-            yield "\n[bold]Numerics[/bold]  [dim]distance from float64, by block, at its worst point[/dim]"
-            yield _numerics_table(self.numerics, self.a.name, self.b.name)
+            table = _numerics_table(self.numerics)
+            yield from _titled("Numerics", "distance from float64, by block, at its worst point", table)
         if self.distributions is not None:
-            yield "\n[bold]Distributions[/bold]  [dim]per token, in nats; intervals are 95 %[/dim]"
-            yield _distributions_table(self.distributions)
-        if self.words is not None and any(word.js >= VISIBLE_JS for passage in self.words.passages for word in passage.words):
-            yield "\n[bold]Words[/bold]  [dim]where they disagree most, and what each expected instead[/dim]"
-            yield _words_table(self.words)
+            tables = _distributions_tables(self.distributions)
+            yield from _titled("Distributions", "per token, in nats; intervals are 95 %", *tables)
+        if self.words is not None and (table := _words_table(self.words)).row_count:
+            yield from _titled("Words", "where they disagree most, and what each expected instead", table)
         if self.words is not None and self.words.continuations:
             yield _continuations_table(self.words)
         yield f"[dim]in {self.seconds:.1f} s[/dim]\n"
@@ -171,9 +173,8 @@ class Comparison(Printed):
         for _ in range(3):
             table.add_column(overflow="fold")
         both = self.distributions
-        scores = (both.a.score, both.b.score) if both is not None else self.alone
-        perplexities = " → ".join(f"{score.perplexity:.2f}" for score in scores)
-        bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in scores)
+        perplexities = " → ".join(f"{score.perplexity:.2f}" for score in self.scores)
+        bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in self.scores)
         if both is not None:
             table.add_row("perplexity", perplexities, f"× {_interval(both.ratio, '.3f')}")
             table.add_row(self.bits_per, bits)
@@ -181,7 +182,7 @@ class Comparison(Printed):
             table.add_row("KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread)
             same = both.same_top
             table.add_row("same top token", f"{same.value:.1%}", f"{same.low:.1%} .. {same.high:.1%}")
-        elif scores:
+        elif self.alone:
             table.add_row("bits per byte", bits, "each over its own tokens")
             table.add_row("perplexity", perplexities, "not comparable: different tokens")
         if self.last_words is not None:
@@ -193,7 +194,8 @@ class Comparison(Printed):
         if self.weights is not None:
             total, most = self.weights.total, self.weights.most_changed(1)
             if most and self.weights.same_numbers:
-                table.add_row("weights", "the same", f"rounded to {_coarser(self.a.dtype, self.b.dtype)}, and nothing else")
+                coarser = max(self.a.dtype, self.b.dtype, key=["float64", "float32", "float16", "bfloat16", "int8"].index)
+                table.add_row("weights", "the same", f"rounded to {coarser}, and nothing else")
             elif most:
                 largest = f"most: {most[0].name}, {_moved(most[0].distance)}"
                 rest = f"{len(self.weights.unchanged)} tensors unchanged"
@@ -209,6 +211,11 @@ class Comparison(Printed):
         return table
 
 
+def _titled(title: str, what: str, *tables: RenderableType) -> Iterator[RenderableType]:
+    yield f"\n[bold]{title}[/bold]  [dim]{what}[/dim]"
+    yield from tables
+
+
 def _weights_table(weights: WeightChanges) -> Table:
     table = data_table("tensor", "moved", "max", "cosine", "unchanged", "rank (effective)")
     for tensor in weights.most_changed():
@@ -220,25 +227,23 @@ def _weights_table(weights: WeightChanges) -> Table:
 
 def _activations_table(activations: Activations) -> Table:
     table = data_table("where", "error", "at", "SQNR", "cosine")
-    for block, points in itertools.groupby(activations.points, lambda point: _block(point.point)):
+    for block, points in itertools.groupby(activations.points, lambda point: block_of(point.point)):
         worst = max(points, key=lambda point: point.error)
-        add_texts(table, block, f"{worst.error:.2g}", _inside(worst.point), f"{worst.sqnr:.0f} dB", f"{worst.cosine:.6f}")
+        add_texts(table, block, f"{worst.error:.2g}", part_of(worst.point), f"{worst.sqnr:.0f} dB", f"{worst.cosine:.6f}")
     return table
 
 
-def _numerics_table(numerics: Numerics, a: str, b: str) -> Table:
-    table = data_table("where", a, b, "at")
-    for block, points in itertools.groupby(numerics.points, lambda point: _block(point[0])):
+def _numerics_table(numerics: Numerics) -> Table:
+    table = data_table("where", "a", "b", "at")
+    for block, points in itertools.groupby(numerics.points, lambda point: block_of(point[0])):
         name, error_a, error_b = max(points, key=lambda point: max(point[1:]))
-        add_texts(table, block, f"{error_a:.1e}", f"{error_b:.1e}", _inside(name))
+        add_texts(table, block, f"{error_a:.1e}", f"{error_b:.1e}", part_of(name))
     for description, error in numerics.logits:
         add_texts(table, "logits", f"{error:.1e}", "", description)
     return table
 
 
-def _distributions_table(both: Distributions) -> RenderableType:
-    from rich.console import Group
-
+def _distributions_tables(both: Distributions) -> tuple[RenderableType, ...]:
     table = data_table("", "KL(a‖b)", "KL(b‖a)", "Jensen-Shannon")
     divergences = (both.kl_ab, both.kl_ba, both.js)
     add_texts(table, "mean", *(f"{each.mean.value:.3g}" for each in divergences))
@@ -246,7 +251,7 @@ def _distributions_table(both: Distributions) -> RenderableType:
     for key, name in (("50", "median"), *((key, f"{key} %") for key in ("90", "95", "99", "99.9"))):
         add_texts(table, name, *(f"{each.percentiles[key]:.3g}" for each in divergences))
     add_texts(table, "max", *(f"{each.max:.3g}" for each in divergences))
-    return Group(
+    return (
         table,
         f"top {both.top} overlap {both.overlap.value:.1%} · correlation of log-probabilities {both.correlation:.4f} · "
         f"right token's probability {100 * both.change.mean.value:+.2f} percentage points on average, "
@@ -258,7 +263,7 @@ def _distributions_table(both: Distributions) -> RenderableType:
 def _words_table(words: Words) -> Table:
     table = data_table("", "the text", "a", "b", "a expected", "b expected", "JS")
     for passage in words.passages[:2]:
-        if all(word.js < VISIBLE_JS for word in passage.words):
+        if not any(word.js >= VISIBLE_JS for word in passage.words):
             continue
         for word in passage.words:
             tops = [f"{visible(top[0].text)} {top[0].probability:.0%}" if top else "" for top in (word.top_a, word.top_b)]
@@ -282,21 +287,7 @@ def _moved(distance: float) -> str:
     return "from zero" if distance == math.inf else f"{distance:.2%}"  # biases are initialised to zero
 
 
-def _coarser(*dtypes: str) -> str:
-    return max(dtypes, key=["float64", "float32", "float16", "bfloat16", "int8"].index)
-
-
 def _interval(estimate: Estimate, form: str) -> str:
     if estimate.low == estimate.high:
         return format(estimate.value, form)
     return f"{estimate.value:{form}} ({estimate.low:{form}} .. {estimate.high:{form}})"
-
-
-def _block(point: str) -> str:
-    """The block of a traced point: "embed", "h.0" and so on, or "head"."""
-    parts = point.split(".")
-    return ".".join(parts[:2]) if parts[0] == "h" else "embed" if parts[0] in ("wte", "wpe", "embed") else "head"
-
-
-def _inside(point: str) -> str:
-    return point.split(".", 2)[2] if point.count(".") > 1 else point

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
+from gpt2.checkpoint.official_files import official_files
 from gpt2.checkpoint.saving import sha256
+from gpt2.comparison.results import Model
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
+from gpt2.errors import InputError
 from gpt2.int8 import rounded_parameter
 from gpt2.measure.metrics import Logits
+from gpt2.pages.reports import dtype_label
 from gpt2.parity import reference
 
 HF_PREFIX = "hf/"  # of a model's name: transformers' implementation of the same checkpoint
@@ -51,10 +55,6 @@ class Side:
         """The dtype that the model runs in."""
         return self.checkpoint.dtype
 
-    @property
-    def revision(self) -> str | None:
-        return self.checkpoint.revision
-
     def reader(self) -> Callable[[str], Tensor]:
         """A function that reads one parameter, in the dtype it runs in, into new memory."""
         read = self.checkpoint.reader(mapped=False)
@@ -75,9 +75,27 @@ class Side:
         """The checkpoint's own tokenizer; None if it has none."""
         return self.checkpoint.own_tokenizer()
 
-    def files(self) -> dict[str, str]:
-        """File name -> sha256, of the files that hold the weights and the config."""
-        return {name: sha256(path) for name, path in self.checkpoint.files().items()}
+    def describe(self, versions: dict[str, str]) -> Model:
+        """Everything needed to run this side again; hashes the files that hold the weights and the config."""
+        implementation = f"transformers {versions['transformers']}" if self.by_transformers else "gpt2"
+        config, revision = self.config, self.checkpoint.revision
+        files = {name: sha256(path) for name, path in self.checkpoint.files().items()}
+        official = official_files(files, self.checkpoint.name) if files else None
+        dtype, parameters = dtype_label(self.dtype), config.num_parameters()
+        return Model(self.name, implementation, dtype, revision, parameters, asdict(config), files, official)
+
+
+def text_tokenizers(sides: Sequence[Side]) -> tuple[Tokenizer, ...]:
+    """What each side reads a text with: its own tokenizer, or another side's where it has none.
+
+    Raises:
+        InputError: no side has a tokenizer.
+    """
+    own = [side.tokenizer() for side in sides]
+    shared = next((tokenizer for tokenizer in own if tokenizer is not None), None)
+    if shared is None:
+        raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; give a model that comes with one")
+    return tuple(tokenizer or shared for tokenizer in own)
 
 
 def logits_of(model: nn.Module) -> Logits:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpt2.measure.metrics import Progress, cosine, silent
+
 CHUNK = 1 << 21  # entries compared at a time
 
 Read = Callable[[str], Tensor]  # parameter's name -> its tensor, of any floating dtype
@@ -91,11 +93,7 @@ class WeightChanges:
 
 
 def compare_weights(
-    names: Iterable[tuple[str, str, int | None]],
-    a: Read,
-    b: Read,
-    *,
-    progress: Callable[[str], None] = lambda what: None,
+    names: Iterable[tuple[str, str, int | None]], a: Read, b: Read, *, progress: Progress = silent
 ) -> WeightChanges:
     """Read each parameter of both models once; ``names`` are (parameter, family, layer)."""
     tensors: list[TensorChange] = []
@@ -131,9 +129,7 @@ class _Sums:
 
     @property
     def cosine(self) -> float:
-        if self.a == 0 or self.b == 0:
-            return 1.0 if self.a == self.b else 0.0
-        return max(min(self.product / math.sqrt(self.a * self.b), 1.0), -1.0)  # in this order NaN stays NaN
+        return cosine(self.product, self.a, self.b)
 
 
 def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) -> tuple[TensorChange, _Sums]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gpt2.data import Tokenizer
-from gpt2.measure.metrics import Logits
+from gpt2.measure.metrics import Logits, Progress
 from gpt2.measure.per_token import Tokens
 from gpt2.sampling import Sampling
 
@@ -86,15 +85,7 @@ def passages(js: Tensor, count: int = 5, length: int = PASSAGE) -> list[tuple[in
 
 
 def compare_words(
-    a: Logits,
-    b: Logits,
-    tokenizer: Tokenizer,
-    measured: Tokens,
-    ids: Tensor,
-    *,
-    context: int,
-    seed: int,
-    progress: Callable[[str], None],
+    a: Logits, b: Logits, tokenizer: Tokenizer, measured: Tokens, ids: Tensor, *, context: int, seed: int, progress: Progress
 ) -> Words:
     """Show a measured pair's differences on the text ``ids`` (N,), and continue the beginning and the two worst passages."""
 

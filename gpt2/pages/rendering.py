@@ -10,74 +10,61 @@ import base64
 import hashlib
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gpt2.errors import InputError
 from gpt2.pages.drawing import LEVELS
 
 if TYPE_CHECKING:
-    from markupsafe import Markup
     from torch import Tensor
+
+    from gpt2.measure.estimates import Estimate
 
 MAX_LEGEND = 40  # characters of a model's name in a legend
 SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
-class Interval(Protocol):
-    """A confidence interval; ``low`` equals ``high`` where there is none."""
-
-    @property
-    def low(self) -> float: ...
-    @property
-    def high(self) -> float: ...
-
-
 def render(name: str, **values: Any) -> str:
-    """The page of the template ``name`` (``name.html`` with the script ``name.js``), with every value escaped."""
+    """The page of the template ``name`` (``name.html`` with the script ``name.js``), with every value escaped.
+
+    The filter ``svg`` marks text that this package made itself, a picture, which is not escaped.
+    """
     import jinja2
+    from markupsafe import Markup
 
     loader = jinja2.PackageLoader("gpt2.pages", "templates")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"n": number, "pct": percent, "between": between, "pct_between": percent_between}
-    environment.filters |= {"svg": safe, "visible": visible}
+    environment.filters |= {"svg": Markup, "visible": visible, "readable": readable}
     environment.globals |= {"levels": LEVELS, "zip": zip}
-    script = loader.get_source(environment, f"{name}.js")[0]
+    script = "".join(loader.get_source(environment, f"{part}.js")[0] for part in ("shared", name))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template(f"{name}.html").render(script=safe(script), script_hash=digest, ramps=RAMPS, **values)
+    return environment.get_template(f"{name}.html").render(script=Markup(script), script_hash=digest, ramps=RAMPS, **values)
 
 
-def write(path: str | Path, text: str) -> None:
-    """Write a page to a file.
+def write(path: str | Path, content: str | bytes) -> None:
+    """Write a page or a picture to a file.
 
     Raises:
         InputError: the file cannot be written.
     """
     try:
         # The name of a model's file may hold bytes that are not UTF-8.
-        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+        Path(path).write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 
 
-def safe(text: str) -> Markup:
-    """Markup that this package made itself, a picture or a script, which is not escaped."""
-    from markupsafe import Markup
-
-    return Markup(text)
-
-
 def _ramp(*stops: str) -> list[str]:
     """LEVELS colours that lead evenly through ``stops``."""
-    rgb = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops]
-    colours = []
-    for level in range(LEVELS):
-        place = level / (LEVELS - 1) * (len(stops) - 1)
-        low = min(int(place), len(stops) - 2)
-        mixed = (round(x + (y - x) * (place - low)) for x, y in zip(rgb[low], rgb[low + 1], strict=True))
-        colours.append("#" + "".join(f"{part:02x}" for part in mixed))
-    return colours
+    channels = zip(*(bytes.fromhex(stop[1:]) for stop in stops), strict=True)  # red, green, blue
+    places = np.linspace(0, len(stops) - 1, LEVELS)
+    mixed = [np.interp(places, range(len(stops)), channel).round().astype(np.uint8) for channel in channels]
+    return ["#" + bytes(colour).hex() for colour in zip(*mixed, strict=True)]
 
 
 RAMPS = {
@@ -94,11 +81,13 @@ def number(value: float | None, form: str = "#.3g") -> str:
         return "∞" if value > 0 else "−∞"
     text = format(value, form) if value else "0"
     digits, _, exponent = text.partition("e")
-    text = digits = digits.removesuffix(".")
-    if exponent:
-        power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-        text = f"{digits} × 10{power}"
-    return text.replace("-", "−")
+    digits = digits.removesuffix(".")
+    return (f"{digits} × {power_of_ten(int(exponent))}" if exponent else digits).replace("-", "−")
+
+
+def power_of_ten(exponent: int) -> str:
+    """``-4`` -> ``"10⁻⁴"``."""
+    return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -113,16 +102,14 @@ def percent(value: float | None, digits: int = 1) -> str:
     return text.replace("-", "−").replace("%", " %")
 
 
-def between(interval: Interval, form: str = "#.3g") -> str:
+def between(interval: Estimate, form: str = "#.3g") -> str:
     """``"low to high"``; empty where there is no interval."""
-    if interval.low == interval.high:
-        return ""
-    return f"{number(interval.low, form)} to {number(interval.high, form)}"
+    return "" if interval.low == interval.high else f"{number(interval.low, form)} to {number(interval.high, form)}"
 
 
-def percent_between(interval: Interval, digits: int = 1) -> str:
+def percent_between(interval: Estimate) -> str:
     """:func:`between` of shares, as percentages."""
-    return "" if interval.low == interval.high else f"{percent(interval.low, digits)} to {percent(interval.high, digits)}"
+    return "" if interval.low == interval.high else f"{percent(interval.low)} to {percent(interval.high)}"
 
 
 def visible(text: str) -> str:

@@ -117,7 +117,7 @@ def test_text_from_models_and_files_stays_text(found: Comparison, text: str) -> 
     assert "img" not in parts.tags
     assert "onerror" not in dict(parts.attributes)
     assert ATTACK in parts.text
-    data = json.loads(text.split('id="choices">', 1)[1].split("</script>", 1)[0])
+    data = json.loads(text.split('id="data">', 1)[1].split("</script>", 1)[0])
     assert data["tokens"][0][0] == ATTACK
 
 
@@ -260,8 +260,8 @@ def test_pointing_at_a_token_shows_what_both_models_expected(found: Comparison, 
                 word = found.words.text[at]
                 for choice in (*word.top_a, *word.top_b):
                     assert choice.text.strip() in told
-                assert f"{100 * word.top_a[0].probability:.1f} %" in told
-                assert f"{100 * word.top_b[0].probability:.1f} %" in told
+                assert f"{100 * word.top_a[0].probability:.1f}\xa0%" in told
+                assert f"{100 * word.top_b[0].probability:.1f}\xa0%" in told
                 box = browser.value(
                     "(({x, y, right, bottom}) => [x, y, right, bottom])(document.getElementById('tip').getBoundingClientRect())"
                 )

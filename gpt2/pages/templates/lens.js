@@ -1,5 +1,3 @@
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
 const form = document.querySelector("form");
 if (form) {
   form.addEventListener("submit", () => {
@@ -21,20 +19,6 @@ const all = (selector, within = document) => [...within.querySelectorAll(selecto
 const word = (number) => data.texts[number];
 const quoted = (number) => "“" + word(number).trim() + "”";
 
-function element(tag, name, text) {
-  const made = document.createElement(tag);
-  if (name) made.className = name;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
-function chance(p) {
-  if (p === null) return "–";
-  if (p === 0) return "0 %";
-  if (p < 0.0001) return "< 0.01 %";
-  return (100 * p).toFixed(p < 0.01 ? 2 : 1) + "\u00a0%";
-}
-
 const sides = (data.sides || []).map((side, index) => {
   const strips = all(".strip");
   const grid = find(`table[data-side="${index}"]`);
@@ -42,7 +26,7 @@ const sides = (data.sides || []).map((side, index) => {
   return {
     ...side,
     n: side.tokens.length,
-    bytes: Uint8Array.from(atob(side.maps), (c) => c.charCodeAt(0)),
+    bytes: unpacked(side.maps),
     strip: all(".tok", strips[Math.min(index, strips.length - 1)]),
     box: grid.parentElement,
     rows: all("tbody tr", grid).map((row) => all("td", row)),
@@ -71,20 +55,15 @@ function choose(side, changes) {
   sides.forEach(draw);
 }
 
-// Attention weights of one row, 0 to 1: rows of the lower triangle lie one behind the other.
-function weights(side, layer, head, at) {
-  const size = (side.n * (side.n + 1)) / 2;
-  const start = (layer * side.n_head + head) * size + (at * (at + 1)) / 2;
-  return [...side.bytes.subarray(start, start + at + 1)].map((b) => b / 255);
-}
+const weights = (side, layer, head, at) => attentionRow(side.bytes, side.n, layer * side.n_head + head, at);
 
 function rgb(name, within) {
   const probe = element("span");
   probe.style.color = `var(${name})`;
   within.append(probe);
-  const found = getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
+  const parts = getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
   probe.remove();
-  return found;
+  return parts;
 }
 
 function paint(canvas, side, layer, head, cursor) {
@@ -132,18 +111,18 @@ function detail(side) {
     row.append(element("span", "", word(top[i])), holder, element("span", "", chance(top[i + 1])));
     list.append(row);
   }
-  const told = [];
-  if (next !== undefined) told.push(`The text goes on with ${quoted(next)}: ${chance(given)}, its choice number ${rank}.`);
-  told.push(`Entropy ${entropy === null ? "–" : entropy.toFixed(2)} nats.`);
-  if (data.js && last) told.push(`A and B differ here by ${data.js[side.at] === null ? "–" : data.js[side.at].toPrecision(2)} nats (Jensen-Shannon).`);
+  const sentences = [];
+  if (next !== undefined) sentences.push(`The text goes on with ${quoted(next)}: ${chance(given)}, its choice number ${rank}.`);
+  sentences.push(`Entropy ${entropy === null ? "–" : entropy.toFixed(2)} nats.`);
+  if (data.js && last) sentences.push(`A and B differ here by ${data.js[side.at] === null ? "–" : data.js[side.at].toPrecision(2)} nats (Jensen-Shannon).`);
   // What is spoken is the sentence, not the whole list at every step.
-  if (!side.told) {
-    side.told = element("p", "told");
-    side.told.setAttribute("aria-live", "polite");
-    side.detail.append(element("div"), side.told);
+  if (!side.sentence) {
+    side.sentence = element("p", "remark");
+    side.sentence.setAttribute("aria-live", "polite");
+    side.detail.append(element("div"), side.sentence);
   }
   side.detail.firstChild.replaceChildren(title, list);
-  side.told.textContent = told.join(" ");
+  side.sentence.textContent = sentences.join(" ");
 }
 
 // The chosen cell into sight, past the column that stays; sideways only, so that the page does not jump.
@@ -157,14 +136,9 @@ function reveal(side) {
 // The text, coloured by where token ``at`` looks.
 function look(side, at) {
   const layer = Math.max(0, side.point - 1), row = weights(side, layer, side.head, at);
-  side.words.forEach((token, index) => {
-    token.style.setProperty("--x", index <= at ? Math.round(100 * Math.sqrt(row[index])) : 0);
-    token.style.opacity = index <= at ? 1 : 0.45;
-    token.classList.toggle("on", index === at);
-  });
-  const best = row.map((weight, index) => [weight, index]).sort((x, y) => y[0] - x[0] || x[1] - y[1]).slice(0, 4);
-  const told = best.filter(([weight]) => weight > 0.005).map(([weight, index]) => `${quoted(side.tokens[index])} ${Math.round(100 * weight)}\u00a0%`);
-  side.says.textContent = `In h.${layer}, head ${side.head}, ${quoted(side.tokens[at])} looks at ${told.join(", ") || "nothing in particular"}.`;
+  colourByAttention(side.words, row, at, 100, 0.45);
+  const seen = mostSeen(row, 4, (index) => quoted(side.tokens[index]));
+  side.says.textContent = `In h.${layer}, head ${side.head}, ${quoted(side.tokens[at])} looks at ${seen}.`;
 }
 
 function draw(side) {

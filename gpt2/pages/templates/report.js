@@ -1,23 +1,7 @@
-"use strict";
-const data = JSON.parse(document.getElementById("choices").textContent);
 const tip = document.getElementById("tip");
 const tokens = [...document.querySelectorAll(".tok")];
 const places = new Map(tokens.map((token, index) => [token, index]));
 let shown = null;
-
-function element(tag, name, text) {
-  const made = document.createElement(tag);
-  if (name) made.className = name;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
-function chance(p) {
-  if (p === null) return "–";
-  if (p === 0) return "0 %";
-  if (p < 0.0001) return "< 0.01 %";
-  return (100 * p).toFixed(p < 0.01 ? 2 : 1) + " %";
-}
 
 function row(name, text, p) {
   const made = element("div", "row" + (name ? " " + name : ""));

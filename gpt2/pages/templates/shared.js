@@ -1,0 +1,40 @@
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+
+function element(tag, name, text) {
+  const made = document.createElement(tag);
+  if (name) made.className = name;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function chance(p) {
+  if (p === null) return "–";
+  if (p === 0) return "0 %";
+  if (p < 0.0001) return "< 0.01 %";
+  return (100 * p).toFixed(p < 0.01 ? 2 : 1) + "\u00a0%";
+}
+
+const unpacked = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+
+// Attention weights of row ``at`` of a head, 0 to 1: of each head, the rows of the lower triangle lie one behind the other.
+function attentionRow(bytes, n, head, at) {
+  const start = head * ((n * (n + 1)) / 2) + (at * (at + 1)) / 2;
+  return [...bytes.subarray(start, start + at + 1)].map((b) => b / 255);
+}
+
+// Colour tokens by the weights of one row; tokens after ``at`` are pale.
+function colourByAttention(tokens, row, at, strongest, pale) {
+  tokens.forEach((token, index) => {
+    token.style.setProperty("--x", index <= at ? Math.round(strongest * Math.sqrt(row[index])) : 0);
+    token.style.opacity = index <= at ? 1 : pale;
+    token.classList.toggle("on", index === at);
+  });
+}
+
+// The tokens with the largest weights, for a sentence.
+function mostSeen(row, count, quote) {
+  const best = row.map((weight, index) => [weight, index]).sort((x, y) => y[0] - x[0] || x[1] - y[1]).slice(0, count);
+  const named = best.filter(([weight]) => weight > 0.005).map(([weight, index]) => `${quote(index)} ${Math.round(100 * weight)}\u00a0%`);
+  return named.join(", ") || "nothing in particular";
+}
