@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gpt2.comparison.pair import model_of
 from gpt2.comparison.results import Model
-from gpt2.comparison.sides import Side
+from gpt2.comparison.sides import Side, text_tokenizers
 from gpt2.errors import InputError
 from gpt2.measure.tracing import trace_blocks
 from gpt2.pages.rendering import write
@@ -60,15 +59,10 @@ class AttentionReport(Printed):
 
     def to_json(self, *, maps: bool = False) -> str:
         """All figures; the weights themselves only when asked for: they are many."""
-        body = {
-            "a": self.a,
-            "b": self.b,
-            "tokens": self.tokens,
-            "models": [asdict(model) for model in self.models],
-            "environment": None if self.environment is None else asdict(self.environment),
-            "heads": [asdict(head) for head in self.heads],
-            "heads_b": [asdict(head) for head in self.heads_b],
-        }
+        body = {name: value for name, value in vars(self).items() if name not in ("maps", "maps_b")}
+        for name in ("models", "heads", "heads_b"):
+            body[name] = [asdict(one) for one in body[name]]
+        body["environment"] = None if self.environment is None else asdict(self.environment)
         if maps:
             body["maps"] = self.maps.tolist()
             body["maps_b"] = None if self.maps_b is None else self.maps_b.tolist()
@@ -93,7 +87,6 @@ class AttentionReport(Printed):
 
     def notable(self) -> list[tuple[Head, str]]:
         """Heads that stand out, and by what; in the order of the layers."""
-        reasons: dict[tuple[int, int], list[str]] = {}
         rules: list[tuple[str, Callable[[Head], float]]] = [
             ("looks at the token before", lambda head: head.previous),
             ("rests on the first token", lambda head: head.first),
@@ -102,13 +95,11 @@ class AttentionReport(Printed):
             ("spreads widest", lambda head: head.entropy),
             ("looks most narrowly", lambda head: -head.entropy),
         ]
-        for why, key in rules:
-            best = max(self.heads, key=key)
-            reasons.setdefault((best.layer, best.head), []).append(why)
+        chosen = [(max(self.heads, key=key), why) for why, key in rules]
         if self.b:
-            for head in sorted(self.heads, key=lambda head: -(head.moved or 0.0))[:5]:
-                reasons.setdefault((head.layer, head.head), []).append("moved most")
-        return [(head, ", ".join(reasons[head.layer, head.head])) for head in self.heads if (head.layer, head.head) in reasons]
+            chosen += [(head, "moved most") for head in sorted(self.heads, key=lambda head: -(head.moved or 0.0))[:5]]
+        reasons = [(head, [why for other, why in chosen if other is head]) for head in self.heads]
+        return [(head, ", ".join(why)) for head, why in reasons if why]
 
     def save_html(self, path: str | Path) -> None:
         """The pictures and every head's figures as one self-contained page."""
@@ -119,15 +110,10 @@ class AttentionReport(Printed):
 
     def save_png(self, path: str | Path) -> None:
         """The small multiples as a picture: the difference where there are two models."""
-        from gpt2.explore import attention_plots
+        from gpt2.explore.attention_page import attention_png
 
         self._require_room("a picture")
-        try:
-            Path(path).write_bytes(
-                attention_plots.attention_png(self.difference if self.b else self.maps, self.tokens, signed=bool(self.b))
-            )
-        except OSError as error:
-            raise InputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
+        write(path, attention_png(self.difference if self.b else self.maps, self.tokens, signed=bool(self.b)))
 
     def _require_room(self, what: str) -> None:
         """Raise InputError where the text has too many tokens to see single weights."""
@@ -149,13 +135,8 @@ def attention_maps(model: nn.Module, ids: Tensor) -> Tensor:
 
     Row i says how token i divides its attention among the tokens up to itself: it sums to 1, and is 0 above the diagonal.
     """
-    maps = [
-        weights[0].float()
-        for block in trace_blocks(model, ids)
-        for name, weights in block.items()
-        if name.endswith(".attn.weights")
-    ]
-    return torch.stack(maps)
+    blocks = trace_blocks(model, ids)
+    return torch.stack([block[name][0].float() for block in blocks for name in block if name.endswith(".attn.weights")])
 
 
 def compare_attention(a: str, b: str | None, text: str, *, dtype: str | None = None, offline: bool = False) -> AttentionReport:
@@ -166,28 +147,24 @@ def compare_attention(a: str, b: str | None, text: str, *, dtype: str | None = N
             not correspond. CheckpointError: a checkpoint whose tensors do not fit its config.
     """
     sides = [Side.open(name, offline=offline, dtype=dtype) for name in (a, b) if name is not None]
-    tokenizers = [side.tokenizer() for side in sides]
-    tokenizer = next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
-    if tokenizer is None:
-        raise InputError(f"{a}: has no tokenizer to read a text with; give a model that comes with one")
-    ids = tokenizer.encode(text)
+    tokenizers = text_tokenizers(sides)
+    ids = tokenizers[0].encode(text)
     most = min(side.config.n_positions for side in sides)
     if not 2 <= len(ids) <= most:
         raise InputError(f"the text makes {len(ids)} tokens; the model looks at 2 to {most} at a time: give another")
-    if len(sides) == 2:
-        for part in ("n_layer", "n_head"):
-            values = [getattr(side.config, part) for side in sides]
-            if values[0] != values[1]:
-                raise InputError(f"{a} and {b} differ in {part}, {values[0]} and {values[1]}; look at one at a time")
-        if any(other is not None and other.encode(text) != ids for other in tokenizers):
-            raise InputError(f"{a} and {b} read the text as other tokens; look at one at a time")
+    for part in ("n_layer", "n_head"):
+        values = [getattr(side.config, part) for side in sides]
+        if values[0] != values[-1]:
+            raise InputError(f"{a} and {b} differ in {part}, {values[0]} and {values[1]}; look at one at a time")
+    if any(tokenizer.encode(text) != ids for tokenizer in tokenizers):
+        raise InputError(f"{a} and {b} read the text as other tokens; look at one at a time")
     maps = []
     for side in sides:
         with side.model() as model:
             maps.append(attention_maps(model, torch.tensor([ids])))
-    found = summarise_attention(a, b, tuple(tokenizer.decode([index]) for index in ids), *maps)
+    report = summarise_attention(a, b, tuple(tokenizers[0].decode([index]) for index in ids), *maps)
     env = environment(side.dtype for side in sides)
-    return replace(found, models=tuple(model_of(side, env.versions) for side in sides), environment=env)
+    return replace(report, models=tuple(side.describe(env.versions) for side in sides), environment=env)
 
 
 def summarise_attention(

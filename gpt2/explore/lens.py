@@ -13,15 +13,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.names import DEFAULT
-from gpt2.comparison.pair import model_of
 from gpt2.comparison.results import Model
-from gpt2.comparison.sides import Side
+from gpt2.comparison.sides import Side, text_tokenizers
 from gpt2.comparison.words import Choice
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -114,14 +112,11 @@ class Explorer:
         if len(prompt) > MAX_CHARACTERS:
             raise InputError(f"the prompt has {len(prompt):,} characters; there is room for {MAX_CHARACTERS:,}: shorten it")
         ids = [self._ids(prompt, side, tokenizer) for side, tokenizer in zip(self.sides, self.tokenizers, strict=True)]
-        lenses, outputs = [], []
-        for model, told, tokenizer, own in zip(self.models, self.described, self.tokenizers, ids, strict=True):
-            lens, logits = _look(model, told, tokenizer, own)
-            lenses.append(lens)
-            outputs.append(logits)
+        seen = [_look(*each) for each in zip(self.models, self.described, self.tokenizers, ids, strict=True)]
+        lenses, logits = zip(*seen, strict=True)
         one_language = len({tokenizer.fingerprint for tokenizer in self.tokenizers}) == 1
-        js = tuple(_js(*outputs)) if len(lenses) == 2 and one_language else None
-        return Exploration(prompt, tuple(lenses), js, self.environment)
+        js = tuple(_js(*logits)) if len(lenses) == 2 and one_language else None
+        return Exploration(prompt, lenses, js, self.environment)
 
     def _ids(self, prompt: str, side: Side, tokenizer: Tokenizer) -> list[int]:
         ids = tokenizer.encode(prompt)
@@ -144,29 +139,23 @@ def explorer(*names: str, offline: bool = False) -> Iterator[Explorer]:
         InputError: no such model, or none with a tokenizer. CheckpointError: a checkpoint whose tensors do not fit its config.
     """
     sides = tuple(Side.open(name, offline=offline) for name in names or (DEFAULT,))
-    own = [side.tokenizer() for side in sides]
-    shared = next((tokenizer for tokenizer in own if tokenizer is not None), None)
-    if shared is None:
-        raise InputError(f"{sides[0].name}: has no tokenizer to read a prompt with; give a model that comes with one")
+    tokenizers = text_tokenizers(sides)
     env = environment(side.dtype for side in sides)
     with ExitStack() as stack:
         models = tuple(stack.enter_context(side.model()) for side in sides)
-        described = tuple(model_of(side, env.versions) for side in sides)
-        yield Explorer(sides, models, described, tuple(tokenizer or shared for tokenizer in own), env)
+        yield Explorer(sides, models, tuple(side.describe(env.versions) for side in sides), tokenizers, env)
 
 
 @torch.inference_mode()
 def read_out(model: nn.Module, stream: Tensor) -> Tensor:
     """What ``model`` would answer if ``stream`` (..., D) were what its last block gives: the final norm, then the tied head."""
-    root: Any = root_of(model)
+    root = root_of(model)
     return nn.functional.linear(root.ln_f(stream), root.wte.weight)
 
 
-def _look(model: nn.Module, told: Model, tokenizer: Tokenizer, ids: list[int]) -> tuple[Lens, Tensor]:
+def _look(model: nn.Module, described: Model, tokenizer: Tokenizer, ids: list[int]) -> tuple[Lens, Tensor]:
     """The lens, and the logits (T, V) of the last point."""
-    root: Any = root_of(model)
-    depth = len(root.h)
-    points = ("embed", *(point_at(layer, "") for layer in range(depth)))
+    points = ("embed", *(point_at(layer, "") for layer in range(len(root_of(model).h))))
     readings, attention = [], []
     for point, block in zip(points, islice(trace_blocks(model, torch.tensor([ids])), len(points)), strict=True):
         # A padded vocabulary is cut to the tokens that there are.
@@ -174,7 +163,7 @@ def _look(model: nn.Module, told: Model, tokenizer: Tokenizer, ids: list[int]) -
         readings.append(_read(logits, ids, tokenizer))
         attention += [block[name][0].float() for name in block if name.endswith(".attn.weights")]
     tokens = tuple(tokenizer.decode([index]) for index in ids)
-    return Lens(told, tokens, points, tuple(readings), torch.stack(attention)), logits
+    return Lens(described, tokens, points, tuple(readings), torch.stack(attention)), logits
 
 
 def _read(logits: Tensor, ids: list[int], tokenizer: Tokenizer) -> tuple[Reading, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2.errors import InputError
 from gpt2.measure.metrics import MAX_JS
-from gpt2.pages.rendering import pack_lower, percent, readable, render, short_names, visible
+from gpt2.pages.rendering import pack_lower, readable, render, short_names, visible
 
 if TYPE_CHECKING:
     from gpt2.explore.lens import Exploration, Lens, Reading
@@ -19,44 +19,35 @@ MAX_CHARACTERS = 4_000  # of a prompt, before it is cut into tokens
 UNEXPECTED = 12  # bits of surprise that are coloured darkest: one in four thousand
 
 
-def page(found: Exploration, *, served: bool = False) -> str:
-    """The page as text; ``served`` gives it the field."""
-    names = [visible(lens.model.name) for lens in found.lenses]
-    together = len(found.lenses) == 1 or len({lens.tokens for lens in found.lenses}) == 1
+def page(exploration: Exploration, *, served: bool = False) -> str:
+    """The page as text; ``served`` gives it a field for another prompt."""
+    lenses = exploration.lenses
+    names = legend = [visible(lens.model.name) for lens in lenses]
     if len(names) == 2:
-        a, b = short_names(names[0], names[1])
-        legend = [name if name == letter else f"{letter} · {name}" for letter, name in zip("AB", (a, b), strict=True)]
-    else:
-        legend = names
+        pairs = zip("AB", short_names(names[0], names[1]), strict=True)
+        legend = [name if name == letter else f"{letter} · {name}" for letter, name in pairs]
+    command = ["gpt2", "explore", *(lens.model.name for lens in lenses)]
+    same_tokens = len({lens.tokens for lens in lenses}) == 1
     sides = [
-        {
-            "letter": letter,
-            "name": name,
-            "model": lens.model,
-            "tokens": [_shown(token) for token in lens.tokens],
-            "rows": _rows(lens),
-            "layers": lens.attention.size(0),
-        }
-        for letter, name, lens in zip("ab", legend, found.lenses, strict=False)
-    ]
-    strips = [
-        {"letter": side["letter"], "name": side["name"], "tokens": _strip(lens, found.js), "both": together and len(sides) == 2}
-        for side, lens in zip(sides, found.lenses, strict=True)
+        {"letter": letter, "name": name, "lens": lens, "strip": _strip(lens, exploration.js)}
+        for letter, name, lens in zip("ab", legend, lenses, strict=False)
     ]
     return render(
         "lens",
         names=names,
         sides=sides,
-        strips=strips[:1] if together else strips,
-        parted=found.js is not None,
-        verdict=[_verdict(name, lens) for name, lens in zip(legend, found.lenses, strict=True)],
-        prompt=found.prompt,
+        strips=sides[:1] if same_tokens else sides,
+        shared=same_tokens and len(sides) == 2,
+        parted=exploration.js is not None,
+        shown=_shown,
+        share=_share,
+        prompt=exploration.prompt,
         served=served,
         error=None,
         characters=MAX_CHARACTERS,
-        command=_command(found),
-        data=_data(found),
-        environment=found.environment,
+        command=shlex.join([*command, "--prompt", exploration.prompt, "--html", "page.html"]),
+        data=_data(exploration),
+        environment=exploration.environment,
     )
 
 
@@ -66,8 +57,6 @@ def error_page(names: tuple[str, ...], prompt: str, error: InputError) -> str:
         "lens",
         names=[visible(name) for name in names],
         sides=[],
-        strips=[],
-        verdict=[],
         prompt=prompt[:MAX_CHARACTERS],
         served=True,
         error=str(error),
@@ -76,7 +65,7 @@ def error_page(names: tuple[str, ...], prompt: str, error: InputError) -> str:
     )
 
 
-def _data(found: Exploration) -> dict[str, Any]:
+def _data(exploration: Exploration) -> dict[str, Any]:
     """What the script draws from. Each token's text stands there once, and a reading holds its number."""
     numbers: dict[str, int] = {}
 
@@ -95,32 +84,22 @@ def _data(found: Exploration) -> dict[str, Any]:
             "readings": [[reading(one) for one in row] for row in lens.readings],
             "maps": pack_lower(lens.attention),
         }
-        for lens in found.lenses
+        for lens in exploration.lenses
     ]
-    return {"sides": sides, "js": None if found.js is None else [_short(value) for value in found.js], "texts": list(numbers)}
-
-
-def _rows(lens: Lens) -> list[dict[str, Any]]:
-    """The grid, a row a point: the likeliest token of every position, and how it is coloured."""
-    rows = []
-    for point, readings in zip(lens.points, lens.readings, strict=True):
-        cells = []
-        for at, one in enumerate(readings):
-            best = one.top[0]
-            cells.append({"text": _shown(best.text), "x": _share(best.probability), "right": one.rank == 1, "at": at})
-        rows.append({"point": point, "cells": cells})
-    return rows
+    js = None if exploration.js is None else [_short(value) for value in exploration.js]
+    return {"sides": sides, "js": js, "texts": list(numbers)}
 
 
 def _strip(lens: Lens, js: tuple[float, ...] | None) -> list[dict[str, Any]]:
     """The prompt's tokens as running text, coloured by how unexpected each was, or by how far apart two models are after it."""
     given = [None, *(reading.probability for reading in lens.readings[-1][:-1])]
     shares = [_surprise(p) for p in given] if js is None else [_share(value / MAX_JS) for value in js]
-    texts = [readable(token) for token in lens.tokens]
-    # The spaces in front apart: a line may break after them, and a ring around the token would be in two pieces.
-    bare = [text.lstrip(" ") for text in texts]
-    leads = [text[: len(text) - len(rest)] for text, rest in zip(texts, bare, strict=True)]
-    return [{"lead": lead, "text": rest, "x": x} for lead, rest, x in zip(leads, bare, shares, strict=True)]
+    strip = []
+    for token, x in zip(map(readable, lens.tokens), shares, strict=True):
+        text = token.lstrip(" ")
+        # The spaces in front apart: a line may break after them, and a ring around the token would be in two pieces.
+        strip.append({"lead": token.removesuffix(text), "text": text, "x": x})
+    return strip
 
 
 def _share(share: float) -> int:
@@ -135,11 +114,6 @@ def _surprise(p: float | None) -> int:
     return 100 if p == 0 else round(100 * min(1.0, max(0.0, -math.log2(p) / UNEXPECTED)))
 
 
-def _verdict(name: str, lens: Lens) -> dict[str, str]:
-    best = lens.readings[-1][-1].top[0]
-    return {"name": name, "text": _shown(best.text).strip(), "share": percent(best.probability)}
-
-
 def _shown(text: str) -> str:
     """A token in a cell: controls as signs, and nothing but spaces as signs too, or the cell would look empty."""
     return visible(text).replace(" ", "␣") if text and not text.strip(" ") else visible(text) or "∅"
@@ -147,8 +121,3 @@ def _shown(text: str) -> str:
 
 def _short(value: float | None) -> float | None:
     return float(f"{value:.3g}") if value is not None and math.isfinite(value) else None
-
-
-def _command(found: Exploration) -> str:
-    names = [lens.model.name for lens in found.lenses]
-    return shlex.join(["gpt2", "explore", *names, "--prompt", found.prompt, "--html", "page.html"])

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
 from gpt2.bench import Bench, Row, Spread
 from gpt2.cli.main import COMMANDS, main
+from gpt2.comparison.pair import compare
+from gpt2.comparison.results import Comparison, Numerics
+from gpt2.data.chars import Chars
 from gpt2.explore.attention import summarise_attention
+from gpt2.measure.last_words import LastWords, last_words_change, score_last_words
 from gpt2.measure.tracing import points
 from gpt2.pages.reports import Environment, Printed
+from gpt2.parity.record import Outcome, RecordReport, public_record
 from gpt2.parity.report import EXACT, MAPPING, ROUNDING, Check, Point, Report
 from gpt2.port.mapping.report import MappingReport
 from gpt2.port.mapping.report import Row as MappingRow
 
 LAYERS = 12
+NAMES = "out/macbeth/a-name-of-a-run/best", "hf/openai-community/gpt2-medium:bf16"
 VERSIONS = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
 PARAMETERS = [f"h.{n}.{part}" for n in range(LAYERS) for part in ("mlp.c_proj.bias", "attn.c_attn.weight")]
 LOGITS = ["logits (single tokens)", "logits (padded row 1, cached)"]
@@ -36,7 +44,36 @@ def verified() -> Report:
         Check("tokens", EXACT, "10 texts and back", "", (Point("tokens (sample 3)", 1.0, 0.0),)),
     )
     environment = Environment(VERSIONS, "bfloat16", "cpu", 2, "x86_64, 2 cores")
-    return Report("gpt2", "transformers 5.23.0", None, 124_439_808, LAYERS, "50,257 ids", checks, {}, environment, 0, 12.3)
+    outcomes = tuple(Outcome(record, record.values or record.continuation) for record in public_record())
+    record = RecordReport("gpt2", (*outcomes[1:], Outcome(outcomes[0].record, not_computed="out of reach")), True)
+    sizes = 124_439_808, LAYERS, "50,257 ids"
+    return Report("gpt2", "transformers 5.23.0", None, *sizes, checks, {}, environment, 0, 12.3, record=record)
+
+
+@cache
+def compared() -> Comparison:
+    """A real comparison, with every part and the longest names in place of its own."""
+    real = compare("shakespeare-mini", "shakespeare-mini:bf16", on=__file__, tokens=64)
+    parameters = [name for name in PARAMETERS for _ in range(2)]
+    tensors = [replace(real.weights.tensors[3], name=name, ulp_max=9, distance=100 + at) for at, name in enumerate(parameters)]
+    numerics = tuple((name, 1e-7 * len(name), 1e-3 * len(name)) for name in points(LAYERS))
+    passages = ("to be or not", "the cat sat on the mat")
+    scored = score_last_words(lambda ids: torch.zeros(*ids.shape, 99), Chars.from_text("".join(passages)), passages, context=64)
+    return replace(
+        real,
+        a=replace(real.a, name=NAMES[0]),
+        b=replace(real.b, name=NAMES[1]),
+        weights=replace(real.weights, tensors=tuple(tensors)),
+        activations=replace(
+            real.activations, points=tuple(replace(real.activations.points[0], point=p, error=len(p)) for p in points(LAYERS))
+        ),
+        numerics=Numerics(numerics, tuple((f"{name}, attention spelt out", 1e-7) for name in NAMES)),
+        words=replace(
+            real.words,
+            passages=tuple(replace(p, words=tuple(replace(w, js=0.5) for w in p.words)) for p in real.words.passages),
+        ),
+        last_words=LastWords(scored, scored, last_words_change(scored, scored)),
+    )
 
 
 def mapped() -> MappingReport:
@@ -59,7 +96,7 @@ def words_of(text: str) -> set[str]:
     return set(re.findall(r"[a-z]\w*(?:\.\w+)+", text))
 
 
-@pytest.mark.parametrize("made", [verified, mapped, attention])
+@pytest.mark.parametrize("made", [verified, compared, mapped, attention])
 @pytest.mark.parametrize("width", [80, 100])
 def test_reports_cut_no_name_off(made, width: int) -> None:
     """``gpt2 verify`` printed ``attn.weig…`` in a plain terminal."""
@@ -73,6 +110,21 @@ def test_reports_cut_no_name_off(made, width: int) -> None:
 def test_the_blocks_of_verify_name_their_worst_points() -> None:
     """The control: the names that were cut off are there."""
     assert {"attn.weights", "h.11.attn.c_attn.weight"} <= words_of(verified().table(80))
+
+
+def test_the_public_record_names_its_sources_in_full() -> None:
+    """Names of projects are the widest cells of verify's tables."""
+    cells = verified().table(80).split()
+    assert {record.source.project for record in public_record()} <= set(cells)
+    assert {record.kind.value for record in public_record()} <= set(cells)
+
+
+def test_compare_prints_every_table_in_80_columns() -> None:
+    """The control: all parts are there, with the names that could be cut off."""
+    text = compared().table(80)
+    parts = ["Weights", "Activations", "Numerics", "Distributions", "Words", "last words right", "prompt", *NAMES]
+    assert [part for part in parts if part not in text] == []
+    assert {"h.11.attn.c_attn.weight", "attn.weights"} <= words_of(text)
 
 
 def test_a_benchmark_fits() -> None:
