@@ -103,7 +103,7 @@ class Distributions:
 
     ``ratio`` is b's perplexity over a's, ``difference`` the mean of log-probability under b less that under a (so that
     ratio = exp(-difference)), both paired token by token. ``correlation`` is Pearson's, of both log-probabilities; NaN where one
-    of them never varies. ``undefined`` counts the tokens of which a figure is NaN because a model gave NaN.
+    of them never varies. ``undefined`` counts the tokens with a figure that is NaN because a model gave NaN.
     """
 
     a: Language

@@ -60,7 +60,7 @@ def compare(
             protocol asks for it, as the published figures on WikiText-2 do.
         threshold: a relative error of an activation; the result names the first point above it.
         seed: seeds the bootstrap, sampled continuations, and random ids where neither model has a tokenizer.
-        dtype: the dtype of a model whose name gives none; default: as stored.
+        dtype: the dtype of a model, if its name gives none; default: as stored.
 
     Raises:
         InputError: no such model or text. CheckpointError: a checkpoint whose tensors do not fit its config.

@@ -73,7 +73,7 @@ def attention_png(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> bytes
 
 
 def _attention(maps: Tensor, tokens: Sequence[str], signed: bool) -> tuple[tuple[float, float], Callable[[Figure], None]]:
-    """Size in inches, and how to draw it: all heads are one image, for a thousand axes would take a minute."""
+    """Size in inches, and how to draw it: all heads are one image, because a thousand axes would take a minute."""
     import numpy as np
 
     layers, heads, n, _ = maps.shape
@@ -89,7 +89,7 @@ def _attention(maps: Tensor, tokens: Sequence[str], signed: bool) -> tuple[tuple
     image = np.empty((*values.shape, 4), dtype=np.uint8)
     image[..., :3] = np.where(values[..., None] < 0, NEGATIVE, POSITIVE)
     share = np.sqrt(np.clip(np.abs(values) / scale, 0, 1))
-    image[..., 3] = 5 * np.rint(51 * share)  # fewer shades than the eye tells apart, in half the bytes
+    image[..., 3] = 5 * np.rint(51 * share)  # 52 shades are enough for the eye, and take half the bytes
     texts = [_label(token) for token in tokens] if n <= LABELLED and cell >= 7 else []
     longest = max(map(len, texts), default=0)
     left, top, bottom = 34 + 6 * longest, 24, 8 + 6 * longest

@@ -65,8 +65,11 @@ class Lens:
 
 @dataclass(frozen=True)
 class Exploration:
-    """``js`` is how far apart two models' predictions are at each position, Jensen-Shannon in nats (at most log 2); None for one
-    model, and for two whose tokens are not the same."""
+    """One prompt read by one model or two.
+
+    ``js`` is the Jensen-Shannon divergence of two models' predictions at each position, in nats (at most log 2); None for one
+    model, and for two with different tokens.
+    """
 
     prompt: str
     lenses: tuple[Lens, ...]
@@ -182,5 +185,5 @@ def _read(logits: Tensor, ids: list[int], tokenizer: Tokenizer) -> tuple[Reading
 
 def _js(a: Tensor, b: Tensor) -> list[float]:
     vocab = min(a.size(-1), b.size(-1))
-    unused = torch.zeros(len(a), dtype=torch.int64)  # the right tokens, of which nothing is asked here
+    unused = torch.zeros(len(a), dtype=torch.int64)  # the right tokens, which the divergence does not need
     return measure_rows(a[:, :vocab], b[:, :vocab], unused, 1)[4].tolist()

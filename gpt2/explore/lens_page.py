@@ -97,7 +97,7 @@ def _strip(lens: Lens, js: tuple[float, ...] | None) -> list[dict[str, Any]]:
     strip = []
     for token, x in zip(map(readable, lens.tokens), shares, strict=True):
         text = token.lstrip(" ")
-        # The spaces in front apart: a line may break after them, and a ring around the token would be in two pieces.
+        # The leading spaces are a part of their own: a line may break after them, and would cut the ring around a token.
         strip.append({"lead": token.removesuffix(text), "text": text, "x": x})
     return strip
 

@@ -1,4 +1,4 @@
-"""The last word of each passage: how many nats it costs a model, and whether the model would have said it.
+"""Score the last word of each passage: its loss in nats, and whether it is the model's likeliest word.
 
 The protocol is that of lm-evaluation-harness (0.4; tasks/lambada/lambada_openai.yaml, ``_encode_pair`` in api/model.py), which
 most published figures follow: the word counts with the space before it, from the whole passage's tokens; a passage longer than
@@ -108,7 +108,7 @@ def score_targets(model: Logits, rows: Sequence[tuple[list[int], int]]) -> list[
 
 
 def _encode(tokenizer: Tokenizer, passage: str, number: int, context: int) -> tuple[list[int], int]:
-    """The ids of a passage, as many as the model can read and one more, and how many of them are the last word's."""
+    """The ids of a passage, at most one more than the context, and how many of them are the last word's."""
     before, _, word = passage.rpartition(" ")
     before = before.rstrip()  # further spaces belong to the word
     ids = tokenizer.encode(passage if before else f" {word}")
@@ -127,7 +127,7 @@ def _encode(tokenizer: Tokenizer, passage: str, number: int, context: int) -> tu
 
 
 def _batches(lengths: list[int]) -> Iterator[list[int]]:
-    """Indices, the longest first, as many together as make :data:`BATCH` tokens with what pads them."""
+    """Batches of indices, the longest first; a batch has at most :data:`BATCH` tokens, padding included."""
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batch and lengths[batch[0]] * (len(batch) + 1) > BATCH:

@@ -1,4 +1,4 @@
-"""One definition of every metric. Reductions run in float64, whatever the dtype of what is measured."""
+"""Define every metric once: errors between tensors, language scores, entropy; reductions run in float64."""
 
 from __future__ import annotations
 

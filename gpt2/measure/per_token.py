@@ -26,7 +26,7 @@ SHARE = 1 << 18  # logits that make a further thread worthwhile
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """What was measured of each of N scored tokens, in the order of the text. CPU tensors; nats, float64; ids int64."""
+    """The measurements of N scored tokens, in the order of the text. CPU tensors; nats, float64; ids int64."""
 
     targets: Tensor  # (N,) the right token
     index: Tensor  # (N,) where in the text it stands
@@ -48,12 +48,12 @@ class Tokens:
 
     @property
     def same_top(self) -> Tensor:
-        """(N,) bool: both models' likeliest token is one."""
+        """(N,) bool: both models have the same likeliest token."""
         return self.top_a[:, 0] == self.top_b[:, 0]
 
     @property
     def change(self) -> Tensor:
-        """(N,) what the right token's probability under b is above that under a."""
+        """(N,) the right token's probability under b less that under a."""
         return self.logp_b.exp() - self.logp_a.exp()
 
     @property
@@ -117,10 +117,10 @@ def _logits(model: Logits, name: str, inputs: Tensor, vocab: int) -> Tensor:
 
 
 def measure_rows(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
-    """:func:`_measure`, by as many threads as torch has, each with rows of its own and torch serial within.
+    """Run :func:`_measure` in as many threads as torch has; each takes its own rows, and torch is serial within it.
 
-    Left to torch, each of some twenty small steps a row would be shared among the cores, and whenever one of them is busy with
-    something else all wait for it, thousands of times a second: measured, thirty times slower than one thread.
+    If torch shared each of some twenty small steps a row among the cores, all cores would wait for a busy one, thousands of
+    times a second. That was measured as thirty times slower than one thread.
     """
     rows, threads = len(a), torch.get_num_threads()
     workers = 1 if a.is_cuda else max(1, min(threads, rows, a.numel() // SHARE))
@@ -142,7 +142,7 @@ def measure_rows(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor
 
 
 def _measure(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
-    """Of logits (R, V) and right tokens (R,): logp a and b, KL both ways, JS; ids of the likeliest of a and b, probabilities.
+    """Measure logits (R, V) and right tokens (R,): logp of a and b, KL both ways, JS; ids and probabilities of the likeliest.
 
     With x, y the logits less their maxima, P = exp(x), Q = exp(y) and Sa, Sb their sums::
 
@@ -157,7 +157,7 @@ def _measure(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
     (top_a, value_a), (top_b, value_b) = likeliest(a, top), likeliest(b, top)
     max_a, max_b = value_a[:, :1], value_b[:, :1]
     step = max(1, (1 << 24 if a.is_cuda else CACHED) // a.size(1))
-    # Once: fresh memory for each of a thousand small steps would cost more than the arithmetic.
+    # Allocated once: new memory for each of a thousand small steps would cost more than the arithmetic.
     work = torch.empty(4, min(step, len(a)), a.size(1), dtype=torch.float64, device=a.device)
     sums = torch.empty(6, len(a), dtype=torch.float64, device=a.device)
     for start in range(0, len(a), step):
@@ -208,7 +208,7 @@ def _wide_divergences(x: Tensor, y: Tensor) -> Tensor:
 
 
 def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row (R, V): ids (R, k), largest first and the lower id first of equals, and values in float64.
+    """The k largest of each row (R, V): ids (R, k), largest first, of equals the lower id first; and values in float64.
 
     They lie in the k blocks with the largest maxima, so that all but those are read once. (``torch.topk`` takes ten times as
     long, and which of equals it gives is not defined.)
@@ -227,11 +227,11 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
-    """Places (R, k) of the k largest of each row, the first first of equals."""
+    """Places (R, k) of the k largest of each row; of equal values, the first comes first."""
     remaining, places = values.clone(), []
     for _ in range(k):
         largest, place = remaining.max(1, keepdim=True)  # the first of equals, as torch promises
-        if largest.isneginf().any():  # what has been taken already looks like this too
+        if largest.isneginf().any():  # values that were taken already are -inf too
             return values.sort(dim=1, descending=True, stable=True).indices[:, :k]
         remaining.scatter_(1, place, -math.inf)
         places.append(place)

@@ -65,7 +65,7 @@ OWN_FILE = "--on FILE"
 
 @dataclass(frozen=True)
 class Protocol:
-    """Which tokens are scored, from how much context, and in which form the text is.
+    """How a text is scored: which tokens, from how much context, and in which form the text is.
 
     ``context`` and ``stride`` are in tokens; None is all the context both models have, and windows that do not overlap.
     ``guide`` cuts the text as Hugging Face's guide does [2]: ``context`` counts the scored token too, and the first token of a
@@ -91,7 +91,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Text:
-    """A text by name. ``passages`` is empty but for the task of last words, of which ``text`` is all passages in a row."""
+    """A text by name. For the task of last words ``text`` joins all ``passages``; other texts have no passages."""
 
     name: str  # as asked for, options and all
     source: str  # where it came from
@@ -178,7 +178,7 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
 
 
 def _is_file(path: str) -> bool:
-    """Whether there is something to read by that path: a file, a pipe; a folder only where no name says otherwise."""
+    """Whether the path can be read: a file or a pipe; a folder only if it does not have the name of a text."""
     return os.path.exists(path) and not (os.path.isdir(path) and path in NAMES)
 
 

@@ -24,7 +24,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Windows:
-    """How a text is cut: windows of ``context`` inputs that move by ``stride`` (default: ``context``, no overlap).
+    """How a text is cut: into windows of ``context`` inputs that move by ``stride`` (default: ``context``, no overlap).
 
     Every token but the first is scored exactly once. Where windows overlap, a token counts in the first window that reaches it.
     The last window reaches back, so that all windows are equally long.

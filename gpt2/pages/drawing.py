@@ -1,4 +1,4 @@
-"""Draw pictures for a page: SVG by matplotlib, whose colours the page chooses.
+"""Draw pictures for a page: SVG by matplotlib; the page chooses the colours.
 
 matplotlib draws placeholder colours, which become CSS variables, so one picture fits a light and a dark page. Text stays text in
 the page's own font. The same data make the same bytes.
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEVELS = 17  # shades from "equal" to "as different as can be"
-Bar = tuple[float, float, int]  # from, to, how many
 
 WIDE, NARROW, SMALL = (10.6, 3.2), (3.6, 2.9), (4.4, 2.7)  # inches of 100 px
 

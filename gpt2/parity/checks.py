@@ -47,7 +47,7 @@ class Probe:
 
     @classmethod
     def draw(cls, config: GPT2Config, seed: int) -> Probe:
-        """As many windows as it takes to show every id of the vocabulary once, or as the budget allows."""
+        """Draw the ids: enough windows to show every id of the vocabulary once, or as many as the budget allows."""
         generator = torch.Generator().manual_seed(seed)
         vocab, context = config.vocab_size, config.n_positions
         affordable = max(1, int(LOGIT_FLOPS / (2 * config.num_parameters() * context)))
@@ -246,7 +246,7 @@ def _cached(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> Iterator[tu
 
 
 def _greedy(ours: GPT2, model: nn.Module, prompt: Tensor, new_tokens: int) -> Check:
-    """Greedy ids in float64, where no near-tie hides behind rounding: with and without a cache, on both sides."""
+    """Greedy ids in float64, where rounding decides no near-tie: with and without a cache, on both sides."""
     expected = reference.reference_generate(model, prompt, new_tokens, use_cache=True)
     runs = {
         "transformers without cache": reference.reference_generate(model, prompt, new_tokens, use_cache=False),

@@ -290,7 +290,7 @@ def _ours(record: Record, setup: Setup) -> tuple[float, ...] | str:
         case Kind.PERPLEXITY:
             text, config = setup.open(record.text), setup.model.config
             ids = torch.tensor(setup.own_tokenizer().encode(text.text))
-            lengths = torch.ones(config.vocab_size, dtype=torch.long)  # for bits per byte, which nobody recorded
+            lengths = torch.ones(config.vocab_size, dtype=torch.long)  # for bits per byte, which are not used
             windows = text.protocol.windows(config.n_positions)
             return (language_score(setup.model, ids, lengths, windows, batch_size=1).perplexity,)
         case Kind.LAST_WORD_ACCURACY | Kind.LAST_WORD_PERPLEXITY:

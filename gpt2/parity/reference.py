@@ -24,7 +24,7 @@ from gpt2.measure.metrics import Progress, silent
 
 
 def _transformers() -> Any:
-    """The library, with its own progress bars and advice silenced: what matters here ends up in the report."""
+    """The library, without its progress bars."""
     check_environment()
     try:
         import transformers
@@ -36,7 +36,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No advice on stderr from transformers while it works for us."""
+    """Keep transformers' advice from stderr."""
     library = logging.getLogger("transformers")
     before = library.level
     library.setLevel(logging.ERROR)
@@ -106,13 +106,13 @@ def _their_config(config: GPT2Config) -> Any:
 
 @contextmanager
 def _opening(path: Path) -> Iterator[None]:
-    """What transformers cannot open, in one line."""
+    """Report what transformers cannot open as an error of one line."""
     try:
         with _quiet():
             yield
     except Exception as error:
-        told = " ".join(str(error).split())[:160]
-        raise CheckpointError(f"{path}: transformers cannot open it ({type(error).__name__}: {told}); mend the files") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        raise CheckpointError(f"{path}: transformers cannot open it ({reason}); repair the files") from error
 
 
 def reference_tokenizer(path: Path) -> Any:

@@ -139,10 +139,10 @@ def _steps(subject: Subject) -> list[Check]:
 def _train(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
     """The parameters of ``model`` after five steps; the model is used up.
 
-    AdamW divides each gradient by its own size, so with its usual eps of 1e-8 a step goes the full way in the direction of a
-    gradient that is nothing but rounding error (that of every key bias, whose true gradient is zero), and a handful of such
-    entries decide the figure: over eight seeds our error came out at 0.1 to 4 times transformers'. An eps of the gradients'
-    own size keeps a step's error in proportion to its gradient's, and a small rate keeps five steps from amplifying it.
+    AdamW divides each gradient by its own size. With its usual eps of 1e-8 a gradient that is only rounding error takes a full
+    step, and a few such entries decide the figure (the true gradient of every key bias is zero): over eight seeds our error was
+    0.1 to 4 times that of transformers. An eps of the gradients' own size keeps a step's error in proportion to its gradient's,
+    and a small learning rate keeps five steps from amplifying it.
     """
     parameters = _named_parameters(model)
     decayed = [p for p in parameters.values() if p.ndim >= 2]

@@ -166,7 +166,7 @@ function draw(side) {
   side.map.setAttribute("aria-label", `Attention of h.${layer}, head ${side.head}: a row a token, ${side.n} by ${side.n}`);
 }
 
-// Arrow keys within a row of things, of which one is chosen.
+// Arrow keys within a row of elements; one of them is chosen.
 function walk(elements, step, pick) {
   elements.forEach((one, index) => {
     one.addEventListener("click", () => pick(index));
