@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpt2.comparison.activations import ActivationChange
@@ -25,7 +26,7 @@ def divergence_by_layer(points: Sequence[ActivationChange], threshold: float) ->
     """Relative error at each traced point, wide and narrow; nothing if no difference is finite and above 0."""
     errors = [(point.point, point.error) for point in points]
 
-    def draw(axes: Axes, wide: bool) -> None:
+    def draw(wide: bool, axes: Axes) -> None:
         _by_point(axes, errors, B, wide)
         low, high = axes.get_ylim()
         if low / 30 < threshold < high * 30:
@@ -41,7 +42,7 @@ def numerics_by_layer(points: Sequence[tuple[str, float, float]], names: tuple[s
     sides = ([(point, a) for point, a, _ in points], [(point, b) for point, _, b in points])
     shown = [side for side in zip((A, B), names, sides, strict=True) if _drawable(error for _, error in side[2])]
 
-    def draw(axes: Axes, wide: bool) -> None:
+    def draw(wide: bool, axes: Axes) -> None:
         for colour, name, errors in shown:
             _by_point(axes, errors, colour, wide, name)
         axes.set_ylabel("distance from float64")
@@ -50,10 +51,10 @@ def numerics_by_layer(points: Sequence[tuple[str, float, float]], names: tuple[s
     return _wide_and_narrow("numerics", "Distance from float64 by layer", draw) if shown else []
 
 
-def _wide_and_narrow(name: str, title: str, draw: Callable[[Axes, bool], None], height: float | None = None) -> list[str]:
+def _wide_and_narrow(name: str, title: str, draw: Callable[[bool, Axes], None], height: float | None = None) -> list[str]:
     """The same chart for a wide and for a narrow screen."""
-    sizes = [(width, height or usual) for width, usual in (WIDE, NARROW)]
-    return [_chart(name, size, title, lambda axes, wide=size[0] == WIDE[0]: draw(axes, wide)) for size in sizes]
+    sizes = ((WIDE, True), (NARROW, False))
+    return [_chart(name, (width, height or usual), title, partial(draw, wide)) for (width, usual), wide in sizes]
 
 
 def _chart(name: str, size: tuple[float, float], title: str, draw: Callable[[Axes], None]) -> str:
@@ -138,7 +139,7 @@ def weight_heat(tensors: Sequence[TensorChange]) -> list[str]:
     cells = [[distances.get((family, layer), 0.0) for layer in layers] for family in families]
     labels = [family.removeprefix("h.{}.") for family in families]
 
-    def draw(axes: Axes, wide: bool) -> None:
+    def draw(wide: bool, axes: Axes) -> None:
         text = _percent if len(layers) <= (16 if wide else 6) else None
         _heat(axes, [[heat_shade(cell, scale) for cell in row] for row in cells], cells, text, 8 if wide else 7)
         short = [label if wide else label.replace(".weight", ".w").replace(".bias", ".b") for label in labels]

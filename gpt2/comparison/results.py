@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from gpt2.checkpoint.official_files import Official
 from gpt2.comparison.activations import Activations
 from gpt2.comparison.compatibility import Compatibility
-from gpt2.comparison.distributions import Distributions, Estimate
+from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
+from gpt2.measure.estimates import Estimate
 from gpt2.measure.last_words import LastWords
 from gpt2.measure.metrics import LanguageScore
 from gpt2.measure.tracing import block_of, part_of

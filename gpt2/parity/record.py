@@ -49,7 +49,7 @@ class Kind(Enum):
 
     fields: frozenset[str]
 
-    def __new__(cls, value: str, fields: str) -> Kind:
+    def __new__(cls, value: str, fields: str = "") -> Kind:
         kind = object.__new__(cls)
         kind._value_, kind.fields = value, frozenset(fields.split())
         return kind
@@ -289,10 +289,10 @@ def _ours(record: Record, setup: Setup) -> tuple[float, ...] | str:
             return tuple(_adamw_losses(record, setup))
         case Kind.PERPLEXITY:
             text, config = setup.open(record.text), setup.model.config
-            ids = torch.tensor(setup.own_tokenizer().encode(text.text))
+            whole = torch.tensor(setup.own_tokenizer().encode(text.text))
             lengths = torch.ones(config.vocab_size, dtype=torch.long)  # for bits per byte, which are not used
             windows = text.protocol.windows(config.n_positions)
-            return (language_score(setup.model, ids, lengths, windows, batch_size=1).perplexity,)
+            return (language_score(setup.model, whole, lengths, windows, batch_size=1).perplexity,)
         case Kind.LAST_WORD_ACCURACY | Kind.LAST_WORD_PERPLEXITY:
             passages, context = setup.open(record.text).passages, setup.model.config.n_positions
             scored = score_last_words(setup.model, setup.own_tokenizer(), passages, context=context, progress=setup.progress)
