@@ -36,9 +36,9 @@ import os
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
 
 from gpt2.checkpoint.dataset_file import DatasetFile, dataset_file
 from gpt2.data import shakespeare
@@ -156,10 +156,8 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
     before, colon, after = spec.rpartition(":")
     if colon and not _is_file(spec) and ("=" in after or before == "-" or before in NAMES or _is_file(before)):
         head, parts = before, after.split(",")
-    if head == "-":
-        named = Named(lambda own, offline: ("stdin", _read(_stdin(), "stdin"), ()))
-    elif _is_file(head):
-        named = Named(lambda own, offline: (os.path.abspath(head), _read_file(head), ()))
+    if head == "-" or _is_file(head):
+        named = Named(lambda own, offline: ("stdin" if head == "-" else os.path.abspath(head), _read(head), ()))
     elif head in NAMES:
         named = NAMES[head]
     else:
@@ -200,24 +198,17 @@ def _hint(word: str, known: list[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def _stdin() -> IO[bytes]:
-    if sys.stdin is None:
+def _read(path: str) -> str:
+    """The text of a file, or of stdin for ``-``."""
+    if path == "-" and sys.stdin is None:
         raise InputError("there is no standard input to read the text from; give a text file")
-    return sys.stdin.buffer
-
-
-def _read_file(path: str) -> str:
+    where, data = "stdin" if path == "-" else path, bytearray()
     try:
-        with open(path, "rb") as file:
-            return _read(file, path)
+        with nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
+            while len(data) <= MAX_BYTES and (piece := file.read(1 << 20)):
+                data += piece
     except OSError as error:
-        raise InputError(f"{path}: cannot read the text: {error.strerror or error}; give a UTF-8 text file") from None
-
-
-def _read(file: IO[bytes], where: str) -> str:
-    data = bytearray()
-    while len(data) <= MAX_BYTES and (piece := file.read(1 << 20)):
-        data += piece
+        raise InputError(f"{where}: cannot read the text: {error.strerror or error}; give a UTF-8 text file") from None
     if len(data) > MAX_BYTES:
         raise InputError(f"{where}: more than {MAX_BYTES >> 20} MiB; cut a piece of it, e.g. with head -c")
     return shakespeare.checked_text(bytes(data), where)
