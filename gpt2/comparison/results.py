@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,12 +117,12 @@ class Comparison(Printed):
 
     def to_json(self) -> str:
         """The whole comparison as JSON, with both models, the text, versions and hashes."""
-        body = {"verdict": "identical" if self.ok else "different", "ok": self.ok, **asdict(self)}
+        body = {"verdict": "identical" if self.ok else "different", "ok": self.ok, **vars(self)}
         first = self.activations.first_past if self.activations else None
         body["first_past"] = None if first is None else {"point": first.point, "layer": first.layer, "error": first.error}
-        if self.weights is not None:
-            most_changed = [tensor.name for tensor in self.weights.most_changed()]
-            body["weights"] |= {"unchanged": self.weights.unchanged, "most_changed": most_changed}
+        if (weights := self.weights) is not None:
+            most_changed = [tensor.name for tensor in weights.most_changed()]
+            body["weights"] = {**vars(weights), "unchanged": weights.unchanged, "most_changed": most_changed}
         return as_json(body)
 
     def save_html(self, path: str | Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,14 +59,9 @@ class AttentionReport(Printed):
 
     def to_json(self, *, maps: bool = False) -> str:
         """All figures; the weights themselves only when asked for: they are many."""
-        body = {name: value for name, value in vars(self).items() if name not in ("maps", "maps_b")}
-        for name in ("models", "heads", "heads_b"):
-            body[name] = [asdict(one) for one in body[name]]
-        body["environment"] = None if self.environment is None else asdict(self.environment)
-        if maps:
-            body["maps"] = self.maps.tolist()
-            body["maps_b"] = None if self.maps_b is None else self.maps_b.tolist()
-        return as_json(body)
+        weights = {"maps": self.maps.tolist(), "maps_b": None if self.maps_b is None else self.maps_b.tolist()}
+        figures = {name: value for name, value in vars(self).items() if name not in weights}
+        return as_json(figures | weights if maps else figures)
 
     def parts(self) -> Iterator[RenderableType]:
         """A row for each head that stands out, and the reason."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -78,14 +78,9 @@ class Exploration:
 
     def to_json(self) -> str:
         """Everything; attention weights to four digits."""
-        lenses = []
-        for lens in self.lenses:
-            # Not asdict of the whole: it would copy the weights one by one.
-            readings = [[asdict(reading) for reading in row] for row in lens.readings]
-            body = {"model": asdict(lens.model), "tokens": lens.tokens, "points": lens.points, "readings": readings}
-            lenses.append(body | {"attention": lens.attention.double().mul(1e4).round().div(1e4).tolist()})
-        whole = {"prompt": self.prompt, "js": self.js, "environment": asdict(self.environment), "lenses": lenses}
-        return as_json(whole, indent=None)
+        rounded = [lens.attention.double().mul(1e4).round().div(1e4).tolist() for lens in self.lenses]
+        lenses = [{**vars(lens), "attention": weights} for lens, weights in zip(self.lenses, rounded, strict=True)]
+        return as_json({**vars(self), "lenses": lenses}, indent=None)
 
     def save_html(self, path: str | Path) -> None:
         """The pass as one self-contained page.

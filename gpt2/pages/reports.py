@@ -8,7 +8,7 @@ import math
 import os
 import platform
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -48,15 +48,17 @@ def dtype_label(dtype: torch.dtype) -> str:
 
 
 def as_json(body: dict[str, Any], indent: int | None = 2) -> str:
-    """A report as JSON. JSON has no infinity and no NaN: they become the strings "inf", "-inf" and "nan"."""
-    return json.dumps(_finite(body), indent=indent, allow_nan=False)
+    """A report as JSON, dataclasses as objects; infinity and NaN become the strings "inf", "-inf" and "nan"."""
+    return json.dumps(_plain(body), indent=indent, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        value = vars(value)
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from importlib.resources import files
@@ -141,7 +141,7 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the record, what our model gives, and the judgement."""
-        record = {**asdict(self.record), "kind": self.record.kind.value, "numbers": self.record.numbers}
+        record = {**vars(self.record), "kind": self.record.kind.value, "numbers": self.record.numbers}
         return {**record, "ours": self.ours, "reproduced": self.reproduced, "ok": self.ok, "not_computed": self.not_computed}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,9 +138,9 @@ class Report(Printed):
             "ok": self.ok,
             "first_divergence": {"point": first.name, "layer": layer_of(first.name), "error": first.error} if first else None,
             "skipped": [check.id for check in self.checks if check.skipped],
-            **asdict(self),
+            **vars(self),
             "seconds": round(self.seconds, 2),
-            "checks": [{**asdict(check), "ok": check.ok} for check in self.checks],
+            "checks": [{**vars(check), "ok": check.ok} for check in self.checks],
             "record": self.record.to_dict() if self.record else None,
         }
         return as_json(body)
