@@ -35,7 +35,8 @@ from torch import Tensor
 
 import gpt2
 from gpt2.checkpoint.containers.gguf_file import GGUFFile
-from gpt2.checkpoint.export import TYPES, export
+from gpt2.checkpoint.export import export
+from gpt2.checkpoint.gguf_writer import TYPES
 from gpt2.data.bpe import BPE
 
 ROUNDING = 1.5

@@ -1,14 +1,13 @@
 """Open a model by its name as a Checkpoint: stored in files, files with a LoRA adapter merged in, or random weights.
 
-Opening reads headers and checks that every tensor fits the config. Weights are read when they are asked for.
+Opening reads headers and checks that every tensor fits the config. Weights are read later.
 """
 
 from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +40,7 @@ class Checkpoint(ABC):
     """A model that can be loaded. Its weights are not in memory yet.
 
     ``name`` is the repository, the path as it was written, or ``random:SIZE``; ``revision`` is the commit of a Hub repository;
-    ``dtype`` is what the model runs in, ``stored`` what its weights are kept in.
+    the model runs in ``dtype``, its weights are stored in ``stored``.
     """
 
     name: str
@@ -52,9 +51,9 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def reader(self, *, mapped: bool = True) -> Reader:
-        """Reads one parameter by its name in our model; a view of the mapped file where that can be, unless not ``mapped``.
+        """A function that reads one parameter by its name in our model: as a view of the mapped file where ``mapped`` allows.
 
-        What the reader keeps in memory is freed with it.
+        The memory that it keeps is freed with it.
         """
 
     @abstractmethod
@@ -67,22 +66,17 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def files(self) -> dict[str, Path]:
-        """What config, weights and tokenizer are read from, by the names that a report gives them."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The model's parameters, in the order of the forward pass."""
-        return tuple(expected(self.config))
+        """The files of config, weights and tokenizer, by the names that a report gives them."""
 
     def load(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> GPT2:
         """The model in memory, in eval mode; ``dtype`` instead of its own."""
         dtype, read = dtype or self.dtype, self.reader()
         if dtype == torch.int8:
             small = Int8GPT2(self.config)
-            for name in self.names:  # one at a time: all of them in float32 would be four times what is kept
+            for name in expected(self.config):  # one at a time: all of them in float32 would be four times what is kept
                 small.put(name, read(name, torch.float32), device)
             return small
-        return model_with(self.config, ((name, read(name, dtype).to(device)) for name in self.names))
+        return model_with(self.config, ((name, read(name, dtype).to(device)) for name in expected(self.config)))
 
     def own_tokenizer(self) -> Tokenizer | None:
         """:meth:`tokenizer`; None where the checkpoint comes without one.
@@ -95,7 +89,7 @@ class Checkpoint(ABC):
 
 @dataclass(frozen=True)
 class StoredCheckpoint(Checkpoint):
-    """A checkpoint in a directory or file of this machine; ``assignment`` says which tensor is which parameter."""
+    """A checkpoint in a local directory or file; ``assignment`` says which tensor is which parameter."""
 
     path: Path
     assignment: Assignment
@@ -144,7 +138,7 @@ class AdaptedCheckpoint(StoredCheckpoint):
 
 @dataclass(frozen=True)
 class RandomCheckpoint(Checkpoint):
-    """Weights that are drawn when they are asked for, the same ones each time."""
+    """Weights that are drawn when they are read, the same ones each time."""
 
     random: RandomWeights
 
@@ -170,14 +164,12 @@ def open_checkpoint(name: ModelName, *, offline: bool = False) -> Checkpoint:
     """Open the model that a name means, fetched from the Hub if need be.
 
     Raises:
-        InputError: no such model. CheckpointError: it cannot be read, its tensors do not fit its config, or the base of an
-            adapter cannot be had.
+        InputError: no such model. CheckpointError: it, or the base of an adapter, cannot be read or does not fit its config.
     """
     dtype = None if name.dtype is None else getattr(torch, name.dtype)
     if name.random is not None:
-        return RandomCheckpoint(
-            name.base, None, official_size(name.random.size), dtype or torch.float32, torch.float32, name.random
-        )
+        config = official_size(name.random.size)
+        return RandomCheckpoint(name.base, None, config, dtype or torch.float32, torch.float32, name.random)
     source = locate(name, offline=offline)
     return open_path(source.path, name=source.name, revision=source.revision, dtype=dtype, offline=offline)
 
@@ -190,7 +182,7 @@ def open_path(
     dtype: torch.dtype | None = None,
     offline: bool = False,
 ) -> StoredCheckpoint:
-    """:func:`open_checkpoint` for a directory or file of this machine. (The base of an adapter may lie elsewhere.)
+    """:func:`open_checkpoint` for a local directory or file. (The base of an adapter may lie elsewhere.)
 
     Raises:
         CheckpointError: as :func:`open_checkpoint`.
@@ -212,7 +204,7 @@ def open_path(
 
 
 def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:
-    """The tokenizer beside the weights in ``path``, or in a GGUF file; an adapter has its base's, unless one lies beside it.
+    """The tokenizer beside the weights in ``path``, in a GGUF file, or else in the base of an adapter.
 
     Raises:
         InputError: there is none, or it is damaged.
@@ -232,30 +224,24 @@ def _folder(path: Path) -> Path:
 
 def model_with(config: GPT2Config, tensors: Iterable[tuple[str, Tensor]]) -> GPT2:
     """A GPT2 whose parameters are the given ones by name, not copies, in eval mode. Those not given stay uninitialised."""
-    with _without_garbage_collection():
+    collects = gc.isenabled()
+    gc.disable()  # a model's thousands of objects would trigger a collection, which walks all that torch imported: 0.1 s
+    try:
         model = GPT2(config, initialise=False)
         for name, tensor in tensors:
             module, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(module), leaf, nn.Parameter(tensor))
+    finally:
+        if collects:
+            gc.enable()
     return model.eval()
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """A model is thousands of new objects. They would set off a collection, which walks all that torch imported: 0.1 s."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
-
-
 def random_model(random: RandomWeights) -> GPT2:
-    """A model of official shape whose every parameter is drawn, biases and norms too, so no fault hides behind a zero.
+    """A model of official shape with every parameter drawn, in float32 on the CPU.
 
-    float32 on the CPU; matrices and embeddings as GPT-2 initialises them, biases N(0, 0.02), norm weights 1 + N(0, 0.02).
+    Matrices and embeddings as GPT-2 initialises them; biases N(0, 0.02) and norm weights 1 + N(0, 0.02), so that no fault hides
+    behind a zero.
     """
     config = official_size(random.size)
     model = GPT2(config, initialise=False)

@@ -1,4 +1,4 @@
-"""What a checkpoint is, without running it."""
+"""Describe a checkpoint without running it: config, memory, files and their hashes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ class File:
     size: int
     sha256: str
 
+    @classmethod
+    def of(cls, path: Path) -> File:
+        return cls(path.name, path.stat().st_size, sha256(path))
+
 
 @dataclass(frozen=True)
 class Description:
     """One checkpoint.
 
-    ``dtype`` is what it would be loaded as, ``container`` what the weights lie in; ``notes`` tell how they differ from
+    ``dtype`` is the dtype it would be loaded in, ``container`` the format of the weights; ``notes`` say how they differ from
     transformers' layout, and ``dropped`` are tensors without information of their own. ``official`` is None without files.
     """
 
@@ -69,8 +73,13 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
     if not isinstance(checkpoint, StoredCheckpoint):
         return Description(checkpoint.name, None, None, checkpoint.config, dtype, "none", (), (), (), None)
     path, assignment = checkpoint.path, checkpoint.assignment
+    notes = ["matrices lie [out, in], as nn.Linear keeps them: read as transposed views"] if assignment.turned else []
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        adapter = checkpoint.adapter
+        notes.append(f"a LoRA adapter of {adapter.base}, merged into {len(adapter.factors)} of its matrices as it is read")
+    notes += ["not a single bias is stored: zeros stand for them"] if assignment.absent else []
     paths = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else [path]
-    files = tuple(_file(path) for path in paths)
+    files = tuple(map(File.of, paths))
     return Description(
         name=checkpoint.name,
         path=str(path),
@@ -78,22 +87,8 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
         config=checkpoint.config,
         dtype=dtype,
         container=checkpoint.container,
-        notes=_notes(checkpoint),
+        notes=tuple(notes),
         dropped=assignment.dropped,
         files=files,
         official=official_files({file.name: file.sha256 for file in files}, checkpoint.name),
     )
-
-
-def _notes(checkpoint: StoredCheckpoint) -> tuple[str, ...]:
-    assignment = checkpoint.assignment
-    notes = ["matrices lie [out, in], as nn.Linear keeps them: read as transposed views"] if assignment.turned else []
-    if isinstance(checkpoint, AdaptedCheckpoint):
-        adapter = checkpoint.adapter
-        notes.append(f"a LoRA adapter of {adapter.base}, merged into {len(adapter.factors)} of its matrices as it is read")
-    notes += ["not a single bias is stored: zeros stand for them"] if assignment.absent else []
-    return tuple(notes)
-
-
-def _file(path: Path) -> File:
-    return File(path.name, path.stat().st_size, sha256(path))

@@ -1,4 +1,4 @@
-"""From a path to its tensors: which container is it, and which open file holds which tensor."""
+"""Open the weights at a path: find out which container it is, and which file holds which tensor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gpt2.checkpoint.containers import Container, listed, read_json, shown
 from gpt2.checkpoint.containers.gguf_file import GGUFFile
+from gpt2.checkpoint.containers.mapped_file import MappedFile
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, checkpoint_prefix
 from gpt2.checkpoint.containers.torch_file import TorchFile
@@ -15,9 +16,9 @@ from gpt2.errors import CheckpointError
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-# The names that transformers gives to weights, best first: one file, or an index of its shards.
+# The names that transformers gives to weights, the preferred ones first: one file, or an index of its shards.
 LAYOUTS = ((WEIGHTS, INDEX, ".safetensors"), ("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin"))
-# What a lone file of weights may end in, where a folder holds none of the names above.
+# How a single file of weights may end, where a folder holds none of the names above.
 LONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 TENSORFLOW = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})", re.ASCII)
 
@@ -25,9 +26,9 @@ TENSORFLOW = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})", re.ASCII)
 def open_weights(path: Path) -> dict[str, Container]:
     """Which open file holds each tensor of a checkpoint, given a directory or a file.
 
-    Opened are safetensors and what torch.save writes (HF's ``.bin``, nanoGPT's ``ckpt.pt``, minGPT's), each in one file or in
-    shards with an index, OpenAI's TensorFlow files, and GGUF. A file is known by its content, not by its name. Of a directory
-    that holds several, safetensors come first, since nothing needs to be believed to read them.
+    The formats are safetensors and torch.save's (HF's ``.bin``, nanoGPT's ``ckpt.pt``, minGPT's), each in one file or in shards
+    with an index, OpenAI's TensorFlow files, and GGUF. The content of a file decides, not its name. In a directory that holds
+    several, safetensors come first.
 
     Raises:
         CheckpointError: no weights there, a shard missing, or shards that disagree with their index.
@@ -42,9 +43,8 @@ def open_weights(path: Path) -> dict[str, Container]:
     if (prefix := checkpoint_prefix(path)) is not None:
         return _by_tensor([TensorBundle(prefix)])
     if (path / ADAPTER).is_file():
-        raise CheckpointError(
-            f"{path}: a LoRA adapter, not a model; gpt2 export {path} DIR writes the model that it makes of its base"
-        )
+        what = f"a LoRA adapter, not a model; gpt2 export {path} DIR writes the model that it makes of its base"
+        raise CheckpointError(f"{path}: {what}")
     lone = [file for file in _files(path) if file.suffix in LONE]
     if len(lone) != 1:
         raise CheckpointError(f"{path}: no {WEIGHTS} there; {what_is_there(path)}")
@@ -52,20 +52,16 @@ def open_weights(path: Path) -> dict[str, Container]:
 
 
 def open_file(path: Path) -> Container:
-    """One file of weights, by what it begins with."""
+    """Open one file of weights in the format that its first bytes show."""
     if (bundle := TENSORFLOW.fullmatch(path.name)) and path.with_name(f"{bundle[1]}.index").is_file():
         return TensorBundle(path.with_name(bundle[1]))
-    try:
-        with open(path, "rb") as file:
-            head = file.read(9)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); check that it is there, and yours to read") from None
+    head = MappedFile(path).bytes(0, 9)
     if head.startswith(b"GGUF"):
         return GGUFFile(path)
     if head.startswith(b"PK\x03\x04") or (head.startswith(b"\x80") and not head.endswith(b"\0{")):
         return TorchFile(path)
     if path.suffix not in LONE and not head.endswith(b"\0{"):
-        raise CheckpointError(f"{path}: begins as no file of weights does; give safetensors, torch.save's, GGUF, or an .index")
+        raise CheckpointError(f"{path}: does not begin as weights do; give safetensors, torch.save's, GGUF, or an .index")
     return SafetensorsFile(path)
 
 
@@ -104,7 +100,7 @@ def what_is_there(path: Path) -> str:
 
 
 def files_of(path: Path) -> list[Path]:
-    """What a checkpoint consists of, for a report to name by hash: weights, configs, vocabularies."""
+    """The files of a checkpoint: weights, configs, vocabularies."""
     if path.is_file():
         return [path]
     return [file for file in _files(path) if file.suffix in (".json", ".txt", ".bpe", *LONE) or TENSORFLOW.fullmatch(file.name)]

@@ -36,13 +36,12 @@ def load(
             that differs between tensors the narrowest that holds all.
         device: where the weights go: "cpu", "cuda", "cuda:1", "mps".
         revision: branch, tag or commit of a Hub repository.
-        offline: make no request; use what the cache holds.
+        offline: make no request; use the cache alone.
 
-    On the CPU in the stored dtype, weights are views of the mapped file: nothing is copied, pages are read when used, and
-    what is written to them stays in this process. (A file whose data is not aligned, as the official gpt2's, is read once
-    instead.) A conversion holds a few megabytes of the source at a time beside the result. Matrices stored [out, in] become
-    transposed views, so they cost no copy either. A file that is cut short while it is mapped ends the process
-    (:mod:`gpt2.checkpoint.containers.mapped_file` says what can be told before that).
+    On the CPU in the stored dtype, weights are views of the mapped file: pages are read when they are used, and changes stay in
+    this process. (The data of the official gpt2's file is not aligned, so it is read once instead.) Matrices stored [out, in]
+    become transposed views. A conversion holds a few megabytes of the source at a time beside the result. If a mapped file is
+    cut short, the process ends (:mod:`gpt2.checkpoint.containers.mapped_file` says how much of that is noticed before).
 
     Raises:
         InputError: no such model, dtype or device. CheckpointError: it cannot be read, or its tensors do not fit its config.
@@ -53,7 +52,7 @@ def load(
 
 
 def load_path(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", offline: bool = False) -> GPT2:
-    """:func:`load` for a directory or file that is already on this machine. (The base of an adapter may not be.)"""
+    """:func:`load` for a local directory or file. (The base of an adapter may lie elsewhere.)"""
     return open_path(path, offline=offline).load(dtype, device)
 
 
@@ -70,7 +69,7 @@ def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline:
 
 
 def require_vocabulary(tokenizer: Tokenizer, config: GPT2Config, name: str) -> None:
-    """Refuse a tokenizer that makes ids the model has no embedding for. (Fewer entries are well: some models are padded.)
+    """Refuse a tokenizer with ids that the model has no embedding for. (Fewer are fine: some models are padded.)
 
     Raises:
         InputError: ``name`` has the tokenizer of another model.
@@ -81,7 +80,7 @@ def require_vocabulary(tokenizer: Tokenizer, config: GPT2Config, name: str) -> N
 
 
 def require_device(asked: str | torch.device) -> torch.device:
-    """A device that this machine has, checked before gigabytes are fetched for it.
+    """The device as torch knows it, checked before gigabytes are fetched for it.
 
     Raises:
         InputError: this machine has no such device.

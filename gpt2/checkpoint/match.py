@@ -1,8 +1,8 @@
 """Match every tensor of a checkpoint to a parameter of the model, and report all that does not fit at once.
 
-Files differ in names (:mod:`gpt2.checkpoint.keys`), in which way the matrices lie, and in what they leave out. Which way is
-decided once for the whole file, from the matrices that are not square: `attn.c_proj` fits either way, so a loader that turns
-what does not fit corrupts exactly that one and nobody is told.
+Files differ in names (:mod:`gpt2.checkpoint.keys`), in the orientation of the matrices, and in what they leave out. The
+orientation is decided once for the whole file, from the matrices that are not square: the square `attn.c_proj` fits either way,
+so a loader that turns only what does not fit corrupts that one silently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers import Container, Entry, listed
+from gpt2.checkpoint.containers import Container, listed
 from gpt2.checkpoint.keys import (
     CAUSAL_MASK,
     MASKED_SCORE,
@@ -39,12 +39,7 @@ class Assignment:
     shapes: Mapping[str, tuple[int, ...]]  # parameter -> shape, in the order of the forward pass
     turned: bool  # the blocks' matrices lie [out, in], as nn.Linear keeps them
     absent: tuple[str, ...]  # biases, where the file has not a single one: zeros
-    dropped: tuple[str, ...]  # keys that were seen to carry nothing
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every parameter of the model."""
-        return tuple(self.shapes)
+    dropped: tuple[str, ...]  # keys that carry no information of their own
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,26 +76,28 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
         taken = sources if name in wanted else extras
         twice += [key] if name in taken else []
         taken[name] = key
-    found = {name: files[key].entries[key] for name, key in (sources | extras).items()}
+    entries = {name: files[key].entries[key] for name, key in (sources | extras).items()}
     dropped, faults = _drop(files, extras, sources.get("wte.weight"))
     biases = {name for name in wanted if name.endswith(".bias")}
     absent = () if biases & sources.keys() else tuple(name for name in wanted if name in biases)
     faults |= {
         "missing": [name for name in wanted if name not in sources and name not in absent],
         "there with and without prefix": twice,
-        "not floating point": [key for name, key in sources.items() if not found[name].dtype.is_floating_point],
+        "not floating point": [key for name, key in sources.items() if not entries[name].dtype.is_floating_point],
     }
-    problems = _contradictions(config, found)
+    # Where tensors agree among themselves on another size than the config's, that explains many misfits in a few words.
+    stated = {**vars(config), "n_inner": config.inner}
+    actual = sizes({name: entry.shape for name, entry in entries.items()})
+    problems = [f"config says {key} {stated[key]}, the tensors {size}" for key, size in actual.items() if size != stated[key]]
     problems += [f"{title}: {listed(keys)}" for title, keys in faults.items() if keys]
-    shapes = {name: found[name].shape for name in wanted if name in sources}
+    shapes = {name: entries[name].shape for name in wanted if name in sources}
     shapes |= {name: without_leading_one(shapes[name]) for name in matrices(wanted) if name in shapes}
-    ways = {
-        name: (shapes[name] == wanted[name], shapes[name] == wanted[name][::-1]) for name in matrices(wanted) if name in shapes
-    }
-    straight = [name for name, way in ways.items() if way == (True, False)]
-    reversed_ = [name for name, way in ways.items() if way == (False, True)]
+    turned_shapes = {name: wanted[name][::-1] for name in matrices(wanted)}
+    oblong = [name for name, shape in turned_shapes.items() if name in shapes and shape != wanted[name]]
+    straight = [name for name in oblong if shapes[name] == wanted[name]]
+    reversed_ = [name for name in oblong if shapes[name] == turned_shapes[name]]
     turned = len(reversed_) > len(straight)
-    fits = wanted | ({name: wanted[name][::-1] for name in ways} if turned else {})
+    fits = wanted | (turned_shapes if turned else {})
     misshapen = [
         f"{sources[name]} is {list(shapes[name])}, expected {list(fits[name])}" for name in shapes if shapes[name] != fits[name]
     ]
@@ -110,43 +107,31 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
         problems.append(f"misshapen: {', '.join(misshapen[:4])}{more}{why}")
     if problems:
         raise CheckpointError(f"{where}: the tensors do not fit the config: {'; '.join(problems)}; mend the config or the file")
-    return Assignment(files, sources, wanted, bool(turned), absent, tuple(dropped))
+    return Assignment(files, sources, wanted, turned, absent, tuple(dropped))
 
 
 def _drop(
     files: Mapping[str, Container], extras: Mapping[str, str], embedding: str | None
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Which keys beside the parameters are what their names say and carry nothing, and what is wrong with the others."""
+    """The keys beside the parameters that carry nothing, as their names say, and what is wrong with the others."""
     dropped: list[str] = []
     faults: dict[str, list[str]] = {}
     for name, key in extras.items():
         if CAUSAL_MASK.fullmatch(name):
-            fault = None if _is_causal_mask(files[key], key) else "not the causal mask"
+            empty, fault = _is_causal_mask(files[key], key), "not the causal mask"
         elif MASKED_SCORE.fullmatch(name):
-            fault = None if files[key].entries[key].shape in ((), (1,)) else "not a scalar"
+            empty, fault = files[key].entries[key].shape in ((), (1,)), "not a scalar"
         elif name in TIED_HEADS:
-            fault = None if embedding and _same(files, key, embedding) else "an untied head, which GPT-2 does not have"
-        elif TRAINING_STATE.fullmatch(name):
-            fault = None
+            same = embedding is not None and _same(files, key, embedding)
+            empty, fault = same, "an untied head, which GPT-2 does not have"
         else:
-            fault = "unexpected"
-        if fault is None:
-            dropped.append(key)
-        else:
-            faults.setdefault(fault, []).append(key)
+            empty, fault = bool(TRAINING_STATE.fullmatch(name)), "unexpected"
+        (dropped if empty else faults.setdefault(fault, [])).append(key)
     return dropped, faults
 
 
-def _contradictions(config: GPT2Config, found: Mapping[str, Entry]) -> list[str]:
-    """Where tensors agree among themselves on another size than the config's, which explains many misfits in a few words."""
-
-    told = sizes({name: entry.shape for name, entry in found.items()})
-    says = {**{key: getattr(config, key) for key in told}, "n_inner": config.inner}
-    return [f"config says {key} {says[key]}, the tensors {told[key]}" for key in told if told[key] != says[key]]
-
-
 def _is_causal_mask(file: Container, key: str) -> bool:
-    """Ones on and below the diagonal, zeros above; of any dtype, and of any size, since what it says is the same."""
+    """Ones on and below the diagonal, zeros above; of any dtype and size."""
     shape = file.entries[key].shape
     if len(shape) != 4 or shape[:2] != (1, 1) or shape[2] != shape[3] or shape[3] == 0:
         return False

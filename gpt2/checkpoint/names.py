@@ -19,22 +19,22 @@ OFFICIAL = {
     "gpt2-xl": "openai-community/gpt2-xl",
     "distilgpt2": "distilbert/distilgpt2",
 }
-PATHS = (".", "/", "~")  # what begins with one of these is a path, also where there is none
+PATHS = (".", "/", "~")  # a name that begins with one of these is a path, even where nothing lies there
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # org/name on the Hub
-# How a dtype may be written -> torch's name of it, by what is done with the model.
+# How a dtype may be written -> torch's name of it.
 FLOATS = {
     **dict.fromkeys(("fp32", "float32", "f32"), "float32"),
     **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "float16", "f16"), "float16"),
     **dict.fromkeys(("fp64", "float64", "f64"), "float64"),
 }
-RUNS = {**FLOATS, "int8": "int8"}  # weights are quantised to int8 when they are loaded (gpt2.int8); no file holds it
-VERIFIES = FLOATS  # what transformers computes in
-EXPORTS = FLOATS  # what the files of other programs hold
+RUNS = {**FLOATS, "int8": "int8"}  # to run a model: weights are quantised to int8 when they are loaded (gpt2.int8)
+VERIFIES = FLOATS  # to verify one: the dtypes that transformers computes in
+EXPORTS = FLOATS  # to write one: the dtypes that the files of other programs hold
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """A hint at the known name that is written most like this one; "" if none is."""
+    """A hint at the known name that is most similar; "" if none is."""
     close = difflib.get_close_matches(name.lower(), known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -42,9 +42,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 def dtype_name(text: str, use: Mapping[str, str], where: str = "") -> str:
     """torch's name of a dtype that is written as ``text``: ``"bf16"`` -> ``"bfloat16"``.
 
-    Args:
-        use: what is allowed here: ``RUNS``, ``VERIFIES`` or ``EXPORTS``.
-        where: the model's name that ``text`` is the suffix of, for the message.
+    ``use`` has the allowed ones: ``RUNS``, ``VERIFIES`` or ``EXPORTS``. ``where`` is the model's name that ends in ``text``.
 
     Raises:
         InputError: unknown, or not allowed here.
@@ -93,9 +91,8 @@ class ModelName:
     ) -> ModelName:
         """Parse ``"org/name@v1:bf16"``, ``"random:gpt2:7"``, ``"./folder"``; a path that exists is not split.
 
-        Args:
-            use: the dtypes that are allowed: ``RUNS``, ``VERIFIES`` or ``EXPORTS``.
-            dtype, revision: given beside the name; they must not contradict it.
+        ``use`` has the allowed dtypes: ``RUNS``, ``VERIFIES`` or ``EXPORTS``. ``dtype`` and ``revision`` must not contradict the
+        name.
 
         Raises:
             InputError: an unknown dtype, size or seed, or a contradiction.
@@ -131,7 +128,7 @@ def _random(base: str) -> RandomWeights | None:
         return None
     size, colon, seed = base.removeprefix("random:").partition(":")
     official_size(size)  # raises an InputError that lists the sizes
-    if colon and not (seed.isascii() and seed.isdecimal() and len(seed) < 20):
+    if colon and not re.fullmatch(r"[0-9]{1,19}", seed):
         sizes = ", ".join(OFFICIAL_SIZES)
         raise InputError(f"bad seed {seed!r} in {base!r}: write random:SIZE:SEED with a whole number; sizes are {sizes}")
     if int(seed or 0) >= 2**63:

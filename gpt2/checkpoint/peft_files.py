@@ -1,11 +1,12 @@
-"""LoRA adapters in PEFT's own two files, read and written: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Read and write LoRA adapters in PEFT's own two files: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-The tensors lie as nn.Linear's whatever the base's do: A is (r, in) and B (out, r), named after the module they stand beside.
-``fan_in_fan_out`` tells PEFT that the base is a Conv1D, so that it turns their product before it adds it; GPT-2's always is.
+The tensors always lie as nn.Linear's: A is (r, in) and B (out, r), named after the module they stand beside. ``fan_in_fan_out``
+tells PEFT that the base is a Conv1D, as GPT-2's always is, so that it transposes their product before it adds it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -43,6 +44,7 @@ WITHOUT_EFFECT = {
 }
 # Other ways to begin (pissa, olora, loftq, corda ...) change the base's own weights, which the adapter then counts on.
 INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
+MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload, save_pretrained) and load what that writes"
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,17 @@ class Adapter:
         Raises:
             CheckpointError: the adapter was made for a model of another shape.
         """
-        odd = []
-        for name, (a, b, _) in self.factors.items():
-            shape = (self.file.entries[a].shape[1], self.file.entries[b].shape[0])
-            if shapes.get(name) != shape:
-                there = list(shapes[name]) if name in shapes else "not there"
-                odd.append(f"{name} is {there}, the adapter's {list(shape)}")
+        entries = self.file.entries
+        made_for = {name: (entries[a].shape[1], entries[b].shape[0]) for name, (a, b, _) in self.factors.items()}
+        odd = [
+            f"{name} is {list(shapes[name]) if name in shapes else 'not there'}, the adapter's {list(shape)}"
+            for name, shape in made_for.items()
+            if shapes.get(name) != shape
+        ]
         if odd:
             more = f" and {len(odd) - 2} more" if len(odd) > 2 else ""
-            raise CheckpointError(
-                f"{self.path}: does not fit its base {self.base} ({'; '.join(odd[:2])}{more}); give the model it was trained on"
-            )
+            what = f"does not fit its base {self.base} ({'; '.join(odd[:2])}{more}); give the model it was trained on"
+            raise CheckpointError(f"{self.path}: {what}")
 
     def merge(self, name: str, read: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
         """One parameter with the adapter added, in ``dtype``; ``read`` gives the base's. Summed in float64 and rounded once."""
@@ -83,12 +85,12 @@ class Adapter:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a directory holds an adapter and no model: where it holds both, the model is what was asked for."""
+    """Whether a directory holds an adapter and no model; where it holds both, the model is meant."""
     return (path / CONFIG).is_file() and not any((path / name).is_file() for pair in LAYOUTS for name in pair[:2])
 
 
 def read_adapter(path: Path) -> Adapter:
-    """What lies in a directory that PEFT wrote, or :func:`save_adapter`.
+    """Read a directory that PEFT wrote, or :func:`save_adapter`.
 
     Raises:
         CheckpointError: a file is missing or damaged, the two disagree, or the adapter does more than LoRA on projections does.
@@ -101,28 +103,27 @@ def read_adapter(path: Path) -> Adapter:
     file = open_file(weights)
     pairs: dict[str, dict[str, str]] = {}
     strange = []
-    for key in file.entries:
-        found = TENSOR.fullmatch(from_file(key.removeprefix(PREFIX)))
-        if found is None or len(file.entries[key].shape) != 2:
+    for key, entry in file.entries.items():
+        match = TENSOR.fullmatch(from_file(key.removeprefix(PREFIX)))
+        if match is None or len(entry.shape) != 2:
             strange.append(key)
         else:
-            pairs.setdefault(found[1], {})[found[2]] = key
+            pairs.setdefault(match[1], {})[match[2]] = key
     strange += [key for pair in pairs.values() if len(pair) < 2 for key in pair.values()]
     if strange or not pairs:
         what = f"holds {listed(strange)}, no A and B of a projection" if strange else "holds no adapter"
         raise CheckpointError(f"{weights}: {what}; {MERGE_WITH_PEFT}")
     factors = {f"{name}.weight": (pair["A"], pair["B"], _scale(config, file, pair, where)) for name, pair in pairs.items()}
-    base, revision = config.get("base_model_name_or_path"), config.get("revision")
-    return Adapter(
-        path, base if isinstance(base, str) and base else None, revision if isinstance(revision, str) else None, file, factors
-    )
+    names = (config.get(key) for key in ("base_model_name_or_path", "revision"))
+    base, revision = (name if isinstance(name, str) and name else None for name in names)
+    return Adapter(path, base, revision, file, factors)
 
 
 def base_of(adapter: Adapter, *, offline: bool = False) -> Path:
-    """Where the model lies that an adapter was made for, fetched if need be.
+    """The path of the model that an adapter was made for, fetched if need be.
 
     Raises:
-        CheckpointError: it names none, or none that can be had here.
+        CheckpointError: it names none, or one that cannot be loaded.
     """
     remedy = f"put the base model's name or path into base_model_name_or_path of {adapter.path / CONFIG}"
     if adapter.base is None:
@@ -136,9 +137,6 @@ def base_of(adapter: Adapter, *, offline: bool = False) -> Path:
     if is_adapter(path):
         raise CheckpointError(f"{adapter.base} is an adapter too; {MERGE_WITH_PEFT}")
     return path
-
-
-MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload, save_pretrained) and load what that writes"
 
 
 def _refuse_more_than_lora(config: Mapping[str, Any], where: Path) -> None:
@@ -157,37 +155,32 @@ def _scale(config: Mapping[str, Any], file: Container, pair: Mapping[str, str], 
     name = pair["A"].removeprefix(PREFIX).rpartition(".lora_")[0]
     r = _number(config, "r", 8, "rank_pattern", name, where)
     alpha = _number(config, "lora_alpha", 8, "alpha_pattern", name, where)
-    there = (file.entries[pair["A"]].shape[0], file.entries[pair["B"]].shape[1])
-    if there != (r, r):
-        raise CheckpointError(
-            f"{where}: says rank {r:g} for {name}, the tensors {there[0]} and {there[1]}; fetch the adapter again"
-        )
+    ranks = (file.entries[pair["A"]].shape[0], file.entries[pair["B"]].shape[1])
+    if ranks != (r, r):
+        what = f"says rank {r:g} for {name}, the tensors {ranks[0]} and {ranks[1]}; fetch the adapter again"
+        raise CheckpointError(f"{where}: {what}")
     return alpha / math.sqrt(r) if config.get("use_rslora") else alpha / r
 
 
 def _number(config: Mapping[str, Any], key: str, default: float, patterns: str, name: str, where: Path) -> float:
-    """A number of the config, or what the first fitting of its patterns has in its place: PEFT's rule."""
+    """A number of the config, or the one of the first pattern that fits the name: PEFT's rule."""
     value = config.get(key, default)
     table = config.get(patterns) or {}
     for pattern, special in table.items() if isinstance(table, dict) else ():
         if not re.fullmatch(r"[\w.^\\$]{1,200}", pattern, re.ASCII):  # nothing that repeats: such a pattern can take for ever
-            raise CheckpointError(
-                f"{where}: {patterns} has the pattern {quoted(pattern)}, which is no plain name; {MERGE_WITH_PEFT}"
-            )
-        try:
-            fits = re.match(rf"(.*\.)?({pattern})$", name)
-        except re.error:
-            fits = None
-        if fits:
-            value = special
-            break
+            what = f"{patterns} has the pattern {quoted(pattern)}, which is no plain name; {MERGE_WITH_PEFT}"
+            raise CheckpointError(f"{where}: {what}")
+        with contextlib.suppress(re.error):
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                value = special
+                break
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise CheckpointError(f"{where}: {key} is {quoted(str(value))}, no positive number; fetch the adapter again")
     return value
 
 
 def save_adapter(model: GPT2, directory: Path, base: str | None) -> Path:
-    """Write the adapters of ``model`` into ``directory`` as PEFT does; ``base`` is the name of the model they were put into.
+    """Write the adapters of ``model`` into ``directory`` as PEFT does; ``base`` is the name of the model that has them.
 
     ``PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), directory)`` opens it, and so does :func:`gpt2.load`.
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from gpt2.checkpoint.cache import written_aside
 from gpt2.checkpoint.containers import listed
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.containers.safetensors_file import DTYPES
@@ -33,10 +34,9 @@ ALIGNMENT = 64  # bytes, a cache line: what is written here can be mapped in pla
 def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path) -> Path:
     """Write ``model`` and ``tokenizer`` to ``directory`` in Hugging Face's layout; return the directory.
 
-    Weights keep their dtype and Conv1D orientation, under transformers' names, without the tied head, and go to the file
-    straight from where they are: no second copy in memory. The same weights give the same bytes. All of the model is written
-    and synced aside before any of it is renamed into place, so a full disk leaves what was there as it was, and a reader sees
-    an old file or a new one and never half of one.
+    Weights keep their dtype and Conv1D orientation, under transformers' names, without the tied head, and are written without
+    a second copy in memory. The same weights give the same bytes. All of the model is written and synced aside before any of
+    it is renamed into place, so a full disk changes nothing, and a reader sees an old file or a new one, never half of one.
 
     Raises:
         InputError: the directory cannot be written, or ``model`` is not a plain GPT2 (wrapped, quantised, adapters unmerged).
@@ -45,23 +45,26 @@ def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path) -> Pat
     tensors = _plain(model)
     config = model.config.to_hf(DTYPE_NAMES[tensors["wte.weight"].dtype])
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
+    with writing(directory), tempfile.TemporaryDirectory(prefix=".partial-", dir=directory, ignore_cleanup_errors=True) as aside:
+        write_file(Path(aside, WEIGHTS), safetensors_file({to_file(name): tensor for name, tensor in tensors.items()}))
+        write_json(Path(aside, "config.json"), config)
+        write_json(Path(aside, "generation_config.json"), generation)
+        if tokenizer is not None:
+            tokenizer.save(directory, n_positions=model.config.n_positions)
+        for name in sorted(os.listdir(aside)):
+            os.replace(Path(aside, name), directory / name)
+    return directory
+
+
+@contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Make a directory to write a checkpoint to. Raises InputError where that, or what is written inside, fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
-        try:
-            write_file(aside / WEIGHTS, safetensors_file({to_file(name): tensor for name, tensor in tensors.items()}))
-            write_json(aside / "config.json", config)
-            write_json(aside / "generation_config.json", generation)
-            if tokenizer is not None:
-                tokenizer.save(directory, n_positions=model.config.n_positions)
-            for file in sorted(aside.iterdir()):
-                os.replace(file, directory / file.name)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        yield
     except OSError as error:
         why = error.strerror or error
         raise InputError(f"{directory}: cannot write the checkpoint ({why}); choose another folder, or make room") from error
-    return directory
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -70,16 +73,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> None:
     """Write aside, sync, rename. ``content`` is all of it, or its pieces in order."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(aside, "wb") as file:
-            for piece in [content] if isinstance(content, bytes) else content:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with written_aside(path) as file:
+        file.writelines([content] if isinstance(content, bytes) else content)
 
 
 def sha256(path: Path) -> str:
@@ -88,16 +83,13 @@ def sha256(path: Path) -> str:
 
 
 def _plain(model: GPT2) -> dict[str, Tensor]:
-    """The model's parameters in the key table's order, seen to be exactly the key table's."""
+    """The model's parameters in the key table's order; raises InputError where they are not exactly the key table's."""
     state, wanted = model.state_dict(), expected(model.config)
-    odd = [name for name in state.keys() ^ wanted.keys()] or [
-        name for name, shape in wanted.items() if state[name].shape != shape
-    ]
+    odd = list(state.keys() ^ wanted.keys()) or [name for name, shape in wanted.items() if state[name].shape != shape]
     odd = odd or [name for name, tensor in state.items() if tensor.dtype not in DTYPE_NAMES or tensor.is_meta]
     if odd:
-        raise InputError(
-            f"cannot save this model: {listed(sorted(odd))} are not a plain GPT-2's; unwrap it, or merge its adapters"
-        )
+        what = f"{listed(sorted(odd))} are not a plain GPT-2's; unwrap it, or merge its adapters"
+        raise InputError(f"cannot save this model: {what}")
     return {name: state[name] for name in wanted}
 
 
@@ -107,7 +99,7 @@ def safetensors_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryvi
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
-        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        start, end = end, end + tensors[name].nbytes
         shape = list(tensors[name].shape)
         header[name] = {"dtype": FORMAT_NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -1,24 +1,23 @@
-"""A file's hash, computed once: what was seen to be right is remembered, so that a warm load reads no weights.
+"""Compute a file's hash once: a file whose hash was right is remembered, so that a warm load reads no weights.
 
 The client accepts any bytes of the right length, and safetensors has no checksum. The Hub declares a hash for every file: sha256
-for a large one, git's blob hash (sha1 over ``blob <size>\\0`` + data) for a small one. Of a large one git only knows a pointer,
-three lines of text with the sha256; some mirrors list nothing but the hash of that, and it serves as well.
+for a large one, git's blob hash (sha1 over ``blob <size>\\0`` + data) for a small one. In git a large file is only a pointer,
+three lines of text with the sha256; some mirrors list only the hash of that pointer, and it serves as well.
 
-What was seen to be right is noted in ``HF_HOME/gpt2-toolkit/verified/<hash>`` by size, mtime and real path. Damage that keeps all
-three is not seen again; delete that folder to have everything hashed anew.
+The files are noted in ``HF_HOME/gpt2-toolkit/verified/<hash>`` by size, mtime and real path. Damage that keeps all three is not
+noticed again; delete that folder to have everything hashed anew.
 """
 
 import contextlib
 import hashlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from gpt2.checkpoint.cache import written_aside
 from gpt2.errors import CheckpointError
-
-CHUNK = 1 << 20
 
 log = logging.getLogger("gpt2")
 
@@ -36,26 +35,26 @@ def digest(file: Path, expected: str) -> str:
 
 
 def digest_of(stream: BinaryIO, expected: str, file: Path) -> str:
-    """The hash of an open file: sha256, or git's if ``expected`` has 40 digits; of its pointer if that is what was expected.
+    """The hash of an open file: sha256, or git's if ``expected`` has 40 digits; that of its pointer if that is ``expected``.
 
-    ``file`` is the name to warn of a file that only its pointer's hash speaks for.
+    ``file`` is the name for a warning, where only the pointer's hash is known.
     """
-    size = os.fstat(stream.fileno()).st_size
     if len(expected) == 64:
-        return _sha256(stream)
-    git = _hashed(stream, hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False))
+        return _hashed(stream, hashlib.sha256)
+    size = os.fstat(stream.fileno()).st_size
+    git = _hashed(stream, lambda: hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False))
     if git == expected:
         return git
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n" % (_sha256(stream).encode(), size)
-    of_pointer = hashlib.sha1(b"blob %d\0" % len(pointer) + pointer, usedforsecurity=False).hexdigest()
-    if of_pointer != expected:
+    sha256 = _hashed(stream, hashlib.sha256)
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
+    if hashlib.sha1(b"blob %d\0" % len(pointer) + pointer, usedforsecurity=False).hexdigest() != expected:
         return git
     log.warning("%s: the Hub's listing has no sha256 for it; it was checked by the hash of its git pointer", file)
     return expected
 
 
 def remember(file: Path, expected: str) -> None:
-    """Note that the file is what it should be."""
+    """Note that the file has the hash that it should have."""
     _remember(expected, _stamp(file, file.stat()))
 
 
@@ -64,15 +63,9 @@ def mismatch(repo: str, name: str, actual: str, expected: str, advice: str) -> C
     return CheckpointError(f"{repo}: {name} hashes to {actual}, the Hub declares {expected}: {advice}")
 
 
-def _sha256(stream: BinaryIO) -> str:
-    return _hashed(stream, hashlib.sha256())
-
-
-def _hashed(stream: BinaryIO, hasher: "hashlib._Hash") -> str:
+def _hashed(stream: BinaryIO, hasher: "Callable[[], hashlib._Hash]") -> str:
     stream.seek(0)
-    while chunk := stream.read(CHUNK):
-        hasher.update(chunk)
-    return hasher.hexdigest()
+    return hashlib.file_digest(stream, hasher).hexdigest()
 
 
 def _stamp(file: Path, stat: os.stat_result) -> str:

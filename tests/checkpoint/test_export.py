@@ -20,7 +20,8 @@ from support.hf_layouts import TINY, official, prefixed, sharded, weights, write
 
 import gpt2
 from gpt2.checkpoint.containers.gguf_file import GGUFFile, config_of, tokenizer_of
-from gpt2.checkpoint.export import TYPES, _quantised, export
+from gpt2.checkpoint.export import export
+from gpt2.checkpoint.gguf_writer import TYPES, _quantised
 from gpt2.config import OFFICIAL_SIZES, GPT2Config
 from gpt2.data.bpe import BPE, train_bpe
 from gpt2.data.chars import Chars
@@ -473,16 +474,17 @@ MEMORY = """
 import re, sys
 from pathlib import Path
 import gpt2.checkpoint.export as module
+import gpt2.checkpoint.gguf_writer as writer
 
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
-encoded, seen = module._encoded, []
+encoded, seen = writer._encoded, []
 def watched(*arguments):
     result = encoded(*arguments)
     seen.append(anonymous())
     return result
-module._encoded = watched
+writer._encoded = watched
 start = anonymous()
 module.export(sys.argv[1], sys.argv[2], format="gguf", type="q8_0")
 print(max(seen) - start, len(seen))

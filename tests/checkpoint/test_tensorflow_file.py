@@ -284,7 +284,7 @@ def test_the_honest_ancestor_of_the_lies_is_read(tmp_path: Path) -> None:
         (b"\xff" * 40 + tf_bundle.MAGIC, "more than 64 bits"),
         (b"\0" * 40 + tf_bundle.MAGIC, "names a block"),
         # What is no table.
-        (b"", "does not end as an index does"),
+        (b"", "is empty"),
         (tf_bundle.MAGIC, "does not end as an index does"),
         (table([FIRST, ROW])[:-1], "does not end as an index does"),
         (bytes(INDEX_LIMIT + 1), "500,001 bytes long"),

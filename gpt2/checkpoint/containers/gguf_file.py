@@ -1,11 +1,11 @@
-"""The GGUF format, read directly: the container, the config and the tokenizer that a GPT-2 in it carries.
+"""Read the GGUF format: the tensors, the config and the tokenizer of a GPT-2.
 
 A file is a magic number, a version and two counts; the metadata, typed values under names; the directory of tensors, each with
-its shape, type and place; and, from the next multiple of the alignment on, the data (ggml-org/ggml, docs/gguf.md). Everything
-before the data comes from outside, so every count and length is held against the bytes that are left before it is used.
+its shape, type and place; and, from the next multiple of the alignment on, the data (ggml-org/ggml, docs/gguf.md). Every count
+and length is compared with the bytes that are left before it is used.
 
-Not through the `gguf` package: its reader makes one NumPy view for each part of each token, and takes a count of up to 2**30
-at its word. The tests hold this reader against it.
+The `gguf` package is not used: its reader makes one NumPy view for each part of each token, and believes a count of up to 2**30.
+The tests compare this reader with it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers import Entry, countable, shown
+from gpt2.checkpoint.containers import Container, Damaged, Entry, countable, shown
 from gpt2.checkpoint.containers.mapped_file import MappedFile
 from gpt2.config import GPT2Config, quoted
 from gpt2.errors import CheckpointError, InputError
@@ -75,103 +74,91 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 
 @dataclass(frozen=True)
 class Stored(Entry):
-    """Where a tensor lies and how: ``start`` and ``end`` count bytes from the beginning of the file."""
+    """A tensor that the file stores as ``kind``."""
 
     kind: Kind
-    start: int
-    end: int
+
+    @property
+    def end(self) -> int:
+        return self.start + math.prod(self.shape) // self.kind.block * self.kind.size
 
 
-class GGUFFile:
-    """A GGUF file, its metadata and directory checked, its data mapped when first asked for.
+class GGUFFile(Container):
+    """A GGUF file.
 
     ``entries`` bear GGUF's names (``token_embd.weight``, ``blk.0.attn_qkv.weight``) and torch's order of dimensions, slowest
     first, so a matrix is [out, in]. F32, F16 and BF16 are of their own dtype; Q8_0 is float32, which holds it exactly.
     ``metadata`` has every value, arrays as lists.
-
-    Raises:
-        CheckpointError: damaged, cut short, contradicting itself, of another byte order or version, one part of several, or
-            with a tensor of a type that is not read here.
     """
 
     kind = "GGUF"
+    entries: Mapping[str, Stored]
+    metadata: Mapping[str, Any]
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._data = MappedFile(path)
-        self.size = self._data.size
-        try:
-            header = _Header(self._data)
-            tensors, values = self._begin(header)
-            self.metadata: Mapping[str, Any] = self._values(header, values)
-            self.entries = self._directory(header, tensors)
-        except _Damaged as error:
-            raise self._bad(str(error)) from None
-
-    def _bad(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {what}; not a whole GGUF file, fetch it again")
-
-    def _begin(self, header: _Header) -> tuple[int, int]:
-        """Number of tensors, number of metadata values."""
+    def _directory(self) -> dict[str, Stored]:
+        header = _Header(self._file)
         magic = header.take(4)
         if magic != b"GGUF":
-            raise _Damaged(f"begins with {quoted(magic)}, not with GGUF")
+            raise Damaged(f"begins with {quoted(magic)}, not with GGUF")
         version = header.number("I")
         if version & 0xFFFF == 0 and version:
             raise CheckpointError(f"{self.path}: is in big-endian byte order; fetch the little-endian file")
         if version not in (2, 3):
             raise CheckpointError(f"{self.path}: is GGUF version {version}, and 2 and 3 are read; fetch or make a newer file")
-        return header.number("Q"), header.number("Q")
+        count, values = header.number("Q"), header.number("Q")
+        self.metadata = self._values(header, values)
+        header.require(count, 24, "tensors")  # a name's length, the number of dimensions, a type, a place
+        rows = []
+        for _ in range(count):
+            name, ndim = header.text(), header.number("I")
+            if ndim > 4:
+                raise Damaged(f"says that {shown(name)} has {ndim:,} dimensions")
+            shape = struct.unpack(f"<{ndim}Q", header.take(8 * ndim))[::-1]
+            rows.append((name, shape, header.number("I"), header.number("Q")))
+        alignment = self.metadata.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise Damaged(f"has general.alignment {quoted(alignment)}, which is no power of two")
+        entries: dict[str, Stored] = {}
+        data = end = padded(header.at, alignment)
+        for name, shape, number, offset in rows:
+            if name in entries:
+                raise Damaged(f"has a directory with {shown(name)} twice")
+            kind = self._kind(name, number)
+            if not countable(shape) or (shape[-1] if shape else 1) % kind.block:
+                raise Damaged(f"has a directory that contradicts itself about {shown(name)}: {kind.name} {quoted(list(shape))}")
+            start = padded(end, alignment)
+            if data + offset != start:
+                fault = "overlaps the tensor before it" if data + offset < start else "leaves a gap before it"
+                raise Damaged(f"has a directory in which {shown(name)} {fault}")
+            entries[name] = Stored(kind.dtype, shape, start, kind)
+            end = entries[name].end
+        if rows and not end <= self.size <= padded(end, alignment):
+            raise Damaged(f"has {self.size:,} bytes where its directory says {end:,}")
+        return entries
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._file.size
 
     def _values(self, header: _Header, count: int) -> dict[str, Any]:
         header.require(count, 13, "metadata values")  # a name's length, a type, a byte at least
         values: dict[str, Any] = {}
         for _ in range(count):
-            name = header.text()
-            kind = header.number("I")
+            name, kind = header.text(), header.number("I")
             if name in values:
-                raise _Damaged(f"has metadata {shown(name)} twice")
+                raise Damaged(f"has metadata {shown(name)} twice")
             values[name] = header.array(name) if kind == ARRAY else header.value(kind, name)
         if values.get("split.count", 1) not in (0, 1):
             parts = quoted(values["split.count"])
             raise CheckpointError(f"{self.path}: is one part of {parts}; join them with llama.cpp's llama-gguf-split --merge")
         return values
 
-    def _directory(self, header: _Header, count: int) -> dict[str, Stored]:
-        header.require(count, 24, "tensors")  # a name's length, the number of dimensions, a type, a place
-        rows = []
-        for _ in range(count):
-            name, ndim = header.text(), header.number("I")
-            if ndim > 4:
-                raise _Damaged(f"says that {shown(name)} has {ndim:,} dimensions")
-            shape = struct.unpack(f"<{ndim}Q", header.take(8 * ndim))[::-1]
-            rows.append((name, shape, header.number("I"), header.number("Q")))
-        alignment = self.metadata.get("general.alignment", ALIGNMENT)
-        if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
-            raise _Damaged(f"has general.alignment {quoted(alignment)}, which is no power of two")
-        entries: dict[str, Stored] = {}
-        data = end = _padded(header.at, alignment)
-        for name, shape, number, offset in rows:
-            if name in entries:
-                raise _Damaged(f"has a directory with {shown(name)} twice")
-            kind = self._kind(name, number)
-            if not countable(shape) or (shape[-1] if shape else 1) % kind.block:
-                raise _Damaged(f"has a directory that contradicts itself about {shown(name)}: {kind.name} {quoted(list(shape))}")
-            start = _padded(end, alignment)
-            if data + offset != start:
-                found = "overlaps the tensor before it" if data + offset < start else "leaves a gap before it"
-                raise _Damaged(f"has a directory in which {shown(name)} {found}")
-            end = start + math.prod(shape) // kind.block * kind.size
-            entries[name] = Stored(kind.dtype, shape, kind, start, end)
-        if not (end <= self.size <= _padded(end, alignment) or not rows):
-            raise _Damaged(f"has {self.size:,} bytes where its directory says {end:,}")
-        return entries
-
     def _kind(self, name: str, number: int) -> Kind:
         if number in KINDS:
             return KINDS[number]
         if number not in OTHER_KINDS:
-            raise _Damaged(f"has a directory that gives {shown(name)} the type {number:,}, which GGUF does not have")
+            raise Damaged(f"has a directory that gives {shown(name)} the type {number:,}, which GGUF does not have")
         readable = ", ".join(kind.name for kind in KINDS.values())
         raise CheckpointError(
             f"{self.path}: {shown(name)} is of type {OTHER_KINDS[number]}, and {readable} are read; fetch such a file, "
@@ -179,20 +166,15 @@ class GGUFFile:
         )
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
-        """One tensor on the CPU, as stored (Q8_0: in float32) or converted to ``dtype``.
-
-        As stored, F32, F16 and BF16 are views of the mapped file, private to this process when written to, unless the data is
-        not aligned or ``mapped`` is false: then they are read into memory of their own. What is converted, Q8_0 always, goes
-        piece by piece.
-        """
-        entry = self.entries[name]
-        kind = entry.kind
+        entry, kind = self.entries[name], self.entries[name].kind
         if kind.block == 1:
-            return self._data.tensor(entry.start, entry.shape, kind.dtype, dtype, mapped=mapped)
-        blocks = self._data.tensor(entry.start, ((entry.end - entry.start) // kind.size, kind.size), torch.uint8, mapped=mapped)
-        tensor = torch.empty(entry.shape, dtype=dtype or kind.dtype)
-        for part, piece in zip(tensor.view(-1, kind.block).split(PIECE), blocks.split(PIECE), strict=True):
-            part.copy_(_dequantised(piece))
+            return super().read(name, dtype, mapped=mapped)
+        tensor = torch.empty(entry.shape, dtype=dtype or entry.dtype)
+        for first, part in enumerate(tensor.view(-1, kind.block).split(PIECE)):
+            place = entry.start + first * PIECE * kind.size
+            blocks = self._file.tensor(place, (len(part), kind.size), torch.uint8, mapped=False)
+            scales = blocks[:, :2].contiguous().view(torch.float16).float()  # (blocks, 1)
+            part.copy_(blocks[:, 2:].view(torch.int8).float() * scales)
         return tensor
 
 
@@ -204,29 +186,34 @@ def config_of(file: GGUFFile) -> GPT2Config:
     Raises:
         CheckpointError: another architecture, a size missing, or one that makes no model.
     """
-    said = file.metadata
-    architecture = said.get("general.architecture")
+    metadata = file.metadata
+    architecture = metadata.get("general.architecture")
     if architecture != "gpt2":
         raise CheckpointError(f"{file.path}: is of architecture {quoted(architecture)}, not 'gpt2'; this loader reads GPT-2 only")
     embedding = file.entries.get("token_embd.weight")
-    missing = [key for field, key in CONFIG_KEYS.items() if key not in said and field != "n_inner"]
-    if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"{file.path}: lacks {', '.join([*missing, 'token_embd.weight'])}; convert the checkpoint again")
-    if missing:
+    missing = [key for field, key in CONFIG_KEYS.items() if key not in metadata and field != "n_inner"]
+    missing += [] if embedding and len(embedding.shape) == 2 else ["token_embd.weight"]
+    if missing or embedding is None:
         raise CheckpointError(f"{file.path}: lacks {', '.join(missing)}; convert the checkpoint again")
-    shared = said.get("gpt2.attention.head_count_kv", said[CONFIG_KEYS["n_head"]])
-    if shared != said[CONFIG_KEYS["n_head"]]:
+    shared = metadata.get("gpt2.attention.head_count_kv", metadata[CONFIG_KEYS["n_head"]])
+    if shared != metadata[CONFIG_KEYS["n_head"]]:
         raise CheckpointError(f"{file.path}: has {quoted(shared)} heads of keys, and a GPT-2 as many as queries; it is no GPT-2")
-    taken = {field: said[key] for field, key in CONFIG_KEYS.items() if key in said}
-    taken |= {field: said.get(f"tokenizer.ggml.{field}") for field in ("bos_token_id", "eos_token_id")}
-    if type(taken["layer_norm_epsilon"]) is float:
-        taken["layer_norm_epsilon"] = _decimal(taken["layer_norm_epsilon"])
+    fields = {field: metadata[key] for field, key in CONFIG_KEYS.items() if key in metadata}
+    fields |= {field: metadata.get(f"tokenizer.ggml.{field}") for field in ("bos_token_id", "eos_token_id")}
+    if type(epsilon := fields["layer_norm_epsilon"]) is float:
+        fields["layer_norm_epsilon"] = float(
+            str(torch.tensor(epsilon, dtype=torch.float32).numpy())
+        )  # 1e-05 for 9.999999747378752e-06
     try:
-        config = GPT2Config(vocab_size=embedding.shape[0], **taken)
-        return GPT2Config(**{**vars(config), "n_inner": None}) if config.n_inner == 4 * config.n_embd else config
+        config = GPT2Config(vocab_size=embedding.shape[0], **fields)
     except InputError as error:
         what = str(error).removeprefix("config: ")
         raise CheckpointError(f"{file.path}: its metadata makes no GPT-2: {what}; convert the checkpoint again") from None
+    return replace(config, n_inner=None) if config.n_inner == 4 * config.n_embd else config
+
+
+class NoTokenizer(InputError):
+    """A file without a tokenizer, or with one that is no byte-level BPE."""
 
 
 def tokenizer_of(file: GGUFFile) -> BPE:
@@ -240,21 +227,15 @@ def tokenizer_of(file: GGUFFile) -> BPE:
     from gpt2.data import bpe_files
     from gpt2.data.bpe import BPE
 
-    said, where = file.metadata, f"{file.path}"
-    model, pre = said.get("tokenizer.ggml.model"), said.get("tokenizer.ggml.pre", "gpt-2")
+    metadata, where = file.metadata, f"{file.path}"
+    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
     if model in (None, "none", "no_vocab"):
         raise NoTokenizer(f"{where}: carries no tokenizer; use the one of the checkpoint that it was made from")
     if model != "gpt2" or pre not in ("gpt-2", "default"):
         kind = f"{quoted(model)}, {quoted(pre)}"
         raise NoTokenizer(f"{where}: its tokenizer is {kind}, not GPT-2's byte-level BPE; pass ids instead")
-    lists: dict[str, list[str]] = {}
-    for what in ("tokens", "merges"):
-        texts = said.get(f"tokenizer.ggml.{what}")
-        if not isinstance(texts, list) or not all(isinstance(text, str) and len(text) <= TEXT_LIMIT for text in texts):
-            raise InputError(f"{where}: holds no list of {what}, texts of up to {TEXT_LIMIT}; convert the checkpoint again")
-        lists[what] = texts
-    tokens, types = lists["tokens"], said.get("tokenizer.ggml.token_type")
-    types = [NORMAL] * len(tokens) if types is None else types
+    tokens, merges = _texts(file, "tokens"), _texts(file, "merges")
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
         raise InputError(f"{where}: has {len(tokens):,} tokens, and not as many types of tokens; convert the checkpoint again")
     end = len(tokens)
@@ -265,45 +246,39 @@ def tokenizer_of(file: GGUFFile) -> BPE:
         if vocab.setdefault(token, i) != i:
             raise InputError(f"{where}: {quoted(token)} is token {vocab[token]} and token {i}; convert the checkpoint again")
     special = {token for token, i in vocab.items() if types[i] in (CONTROL, USER_DEFINED, UNUSED)}
-    return BPE(vocab, bpe_files.as_pairs(lists["merges"], where), special=special, where=where)
+    return BPE(vocab, bpe_files.as_pairs(merges, where), special=special, where=where)
 
 
-class NoTokenizer(InputError):
-    """A file without a tokenizer, or with one that is no byte-level BPE."""
-
-
-class _Damaged(Exception):
-    """What is wrong with a header, for the file's own message."""
+def _texts(file: GGUFFile, name: str) -> list[str]:
+    texts = file.metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(texts, list) or not all(isinstance(text, str) and len(text) <= TEXT_LIMIT for text in texts):
+        raise InputError(f"{file.path}: holds no list of {name}, texts of up to {TEXT_LIMIT}; convert the checkpoint again")
+    return texts
 
 
 class _Header:
-    """The bytes before the data, read as they are asked for, and never more than the file has or the limit allows."""
+    """The bytes before the data, read when they are asked for, and never more than the file has or the limit allows."""
 
-    def __init__(self, data: MappedFile) -> None:
-        self._data = data
-        self._bytes = bytearray()
-        self._elements = 0
-        self.at = 0
+    def __init__(self, file: MappedFile) -> None:
+        self._file, self._bytes, self._elements, self.at = file, bytearray(), 0, 0
 
     def _reach(self, end: int) -> None:
         """Have everything before ``end`` in memory."""
-        if end > self._data.size:
-            raise _Damaged(f"is cut short: {self._data.size:,} bytes" if self._data.size else "is empty")
+        if end > self._file.size:
+            raise Damaged(f"is cut short: {self._file.size:,} bytes")
         if end > METADATA_LIMIT:
-            raise _Damaged(f"has more than {METADATA_LIMIT:,} bytes before its data, and no GPT-2 needs as many")
+            raise Damaged(f"has more than {METADATA_LIMIT:,} bytes before its data, and no GPT-2 needs as many")
         while len(self._bytes) < end:
-            more = self._data.bytes(len(self._bytes), min(1 << 20, METADATA_LIMIT - len(self._bytes)))
+            more = self._file.bytes(len(self._bytes), min(1 << 20, METADATA_LIMIT - len(self._bytes)))
             if not more:
-                raise _Damaged("was cut short while it was read")
+                raise Damaged("was cut short while it was read")
             self._bytes += more
 
     def take(self, count: int) -> bytes:
-        end = self.at + count
-        if end > len(self._bytes):
-            self._reach(end)
-        taken = bytes(self._bytes[self.at : end])
-        self.at = end
-        return taken
+        start, self.at = self.at, self.at + count
+        if self.at > len(self._bytes):
+            self._reach(self.at)
+        return bytes(self._bytes[start : self.at])
 
     def number(self, letter: str) -> Any:
         (value,) = struct.unpack("<" + letter, self.take(struct.calcsize("<" + letter)))
@@ -311,11 +286,11 @@ class _Header:
 
     def require(self, count: int, size: int, what: str) -> None:
         """Refuse a count of things of at least ``size`` bytes each that the file cannot hold, or that no GPT-2 has."""
-        if count * size > self._data.size - self.at:
-            raise _Damaged(f"claims {count:,} {what}, and has {self._data.size:,} bytes")
+        if count * size > self._file.size - self.at:
+            raise Damaged(f"claims {count:,} {what}, and has {self._file.size:,} bytes")
         self._elements += count
         if self._elements > ELEMENTS_LIMIT:
-            raise _Damaged(f"claims more than {ELEMENTS_LIMIT:,} values, and no GPT-2 has as many")
+            raise Damaged(f"claims more than {ELEMENTS_LIMIT:,} values, and no GPT-2 has as many")
 
     def texts(self, count: int) -> list[str]:
         """The next ``count`` texts, each a length and UTF-8. One loop without calls: vocabularies and merges are long."""
@@ -329,7 +304,7 @@ class _Header:
             try:
                 texts.append(read[at + 8 : end].decode())
             except UnicodeDecodeError:
-                raise _Damaged(f"has a text that is not UTF-8 at byte {at + 8:,}") from None
+                raise Damaged(f"has a text that is not UTF-8 at byte {at + 8:,}") from None
             at = end
         self.at = at
         return texts
@@ -341,7 +316,7 @@ class _Header:
         if kind == STRING:
             return self.text()
         if kind not in SCALARS:
-            raise _Damaged(f"has metadata {shown(name)} of the type {kind:,}, which GGUF does not have")
+            raise Damaged(f"has metadata {shown(name)} of the type {kind:,}, which GGUF does not have")
         return self.number(SCALARS[kind])
 
     def array(self, name: str) -> list[Any]:
@@ -350,22 +325,11 @@ class _Header:
             self.require(count, 8, f"texts in {shown(name)}")
             return self.texts(count)
         if kind not in SCALARS:
-            raise _Damaged(f"has metadata {shown(name)}, an array of the type {kind:,}, which no GPT-2 has")
+            raise Damaged(f"has metadata {shown(name)}, an array of the type {kind:,}, which no GPT-2 has")
         size = struct.calcsize("<" + SCALARS[kind])
         self.require(count, size, f"values in {shown(name)}")
         return list(struct.unpack(f"<{count}{SCALARS[kind]}", self.take(count * size)))
 
 
-def _padded(at: int, alignment: int) -> int:
+def padded(at: int, alignment: int = ALIGNMENT) -> int:
     return -(-at // alignment) * alignment
-
-
-def _dequantised(blocks: Tensor) -> Tensor:
-    """Blocks of Q8_0, (n, 34) bytes, to float32 (n, 32): each scale times its 32 numbers."""
-    scales = blocks[:, :2].contiguous().view(torch.float16).float()  # (n, 1)
-    return blocks[:, 2:].view(torch.int8).float() * scales
-
-
-def _decimal(value: float) -> float:
-    """The shortest decimal that float32 stores as ``value``: 1e-05 for 9.999999747378752e-06."""
-    return float(str(torch.tensor(value, dtype=torch.float32).numpy()))

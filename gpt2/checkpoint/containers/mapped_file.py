@@ -1,10 +1,9 @@
-"""A file of raw tensors: mapped where that can be, else read, and converted a few megabytes at a time.
+"""Map a file of raw tensors, or read it where that cannot be, and convert a few megabytes at a time.
 
-A mapped file is read when its weights are used. If somebody cuts it short by then (writes it anew in place, instead of renaming
-a new file over it), Linux and macOS end the process with SIGBUS at the first missing page, and Python cannot catch that. So
-:func:`require_whole_files` looks at the sizes before a long job and between its parts. What remains is a file cut short within
-one part: the process then ends without a message, with exit code 135 in a shell. Loading in another dtype, or as int8, maps
-nothing; neither does Windows let anybody shorten a mapped file.
+A mapped file is read when its weights are used. If somebody shortens it in place before that, Linux and macOS end the process
+with SIGBUS (exit code 135) at the first missing page, and Python cannot catch that. So :func:`require_whole_files` looks at the
+sizes before a long job and between its parts; a file that is cut within one part still ends the process. Loading in another
+dtype, or as int8, maps nothing, and Windows lets nobody shorten a mapped file.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from torch import Tensor
 from gpt2.errors import CheckpointError
 
 PIECE = 1 << 21  # bytes converted at a time
-
-
 _MAPPINGS: weakref.WeakKeyDictionary[mmap.mmap, Path] = weakref.WeakKeyDictionary()  # all in use in this process
 
 
@@ -45,7 +42,7 @@ def _require_whole(mapping: mmap.mmap, path: Path) -> None:
 
 
 class MappedFile:
-    """An open file whose bytes become tensors. It stays open, so that all that is read is of one file, renamed over or not.
+    """An open file whose bytes become tensors. It stays open, so that all is read from one file, renamed over or not.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -58,9 +55,8 @@ class MappedFile:
             weakref.finalize(self, self.file.close)
             self.size = self.file.seek(0, 2)
         except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be read ({error.strerror}); check that it is there, and yours to read"
-            ) from None
+            what = f"cannot be read ({error.strerror}); check that it is there, and yours to read"
+            raise CheckpointError(f"{path}: {what}") from None
 
     def bytes(self, start: int, count: int) -> bytes:
         """``count`` bytes from ``start``, or as many as there are; none where ``start`` lies outside the file."""
@@ -77,9 +73,8 @@ class MappedFile:
     ) -> Tensor:
         """The contiguous tensor whose ``stored`` values begin at byte ``start``, as stored or converted to ``dtype``.
 
-        As stored, it is a view of the mapped file, private to this process when written to, unless the data is not aligned or
-        ``mapped`` is false: then it is read into memory of its own. A conversion goes piece by piece, so that the source is
-        never in memory as a whole.
+        As stored, it is a view of the mapped file where that can be (:meth:`Container.read`). A conversion goes piece by piece,
+        so that the source is never in memory as a whole.
         """
         dtype, count = dtype or stored, math.prod(shape)
         aligned = start % stored.itemsize == 0
@@ -102,7 +97,7 @@ class MappedFile:
 
     @cached_property
     def _mapping(self) -> mmap.mmap | None:
-        """The file, copied on write: what is written stays in this process. None where it cannot be mapped."""
+        """The file, copied on write. None where it cannot be mapped."""
         try:
             mapping = mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_COPY)
         except (OSError, ValueError):
@@ -112,7 +107,7 @@ class MappedFile:
 
     @cached_property
     def _scratch(self) -> Tensor:
-        """One for all conversions: a new one for each leaves holes in malloc's heap, a sixth of the weights' size in all."""
+        """One buffer for all conversions: new ones leave holes in malloc's heap, a sixth of the weights' size in all."""
         return torch.empty(PIECE, dtype=torch.uint8)
 
     def _fill(self, flat: Tensor) -> None:

@@ -1,21 +1,22 @@
-"""A pickle read as data: nothing in it is imported, nothing is called.
+"""Read a pickle as data: nothing in it is imported, nothing is called.
 
-A pickle is a program for a small stack machine (CPython's `pickletools.py` describes it). Two of its instructions reach out:
-GLOBAL fetches any Python object by name, and REDUCE calls it. Here GLOBAL makes a :class:`Name` and REDUCE a :class:`Call`,
-records of what the pickle asked for, and only for names that the caller expects. So not even an allow-listed function of torch
-runs on numbers from outside, which `torch.load(weights_only=True)` lets happen before anyone can look at them: it allocates what
-the file claims, and has been made to corrupt memory (CVE-2026-24747).
+A pickle is a program for a small stack machine (CPython's `pickletools.py` describes it). GLOBAL fetches any Python object by
+name, and REDUCE calls it. Here GLOBAL makes a :class:`Name` and REDUCE a :class:`Call`: records of what the pickle asked for, and
+only for names that the caller expects. `torch.load(weights_only=True)` instead calls a list of torch's functions with numbers
+from outside: it allocates what the file claims, and has been made to corrupt memory (CVE-2026-24747).
 
-Read are the instructions that tensors and plain values take, in protocols 2 to 5 (torch.save's own is 2), and no others.
+Only the instructions that tensors and plain values take are read, in protocols 2 to 5 (torch.save's own is 2).
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
+
+from gpt2.checkpoint.containers import Damaged
 
 # Per pickle. nanoGPT's ckpt.pt of GPT-2 XL, with the optimizer's state, takes 70,000 instructions.
 INSTRUCTIONS_LIMIT = 1_000_000
@@ -25,7 +26,7 @@ KEY_TYPES = (str, int, float, bytes, type(None))
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Name:
-    """A Python object that a pickle speaks of, as ``module.name``; never looked up."""
+    """A Python object that a pickle mentions, as ``module.name``; never looked up."""
 
     name: str
 
@@ -34,13 +35,12 @@ class Name:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Call:
+class Call(Name):
     """What a pickle would have called, and with what."""
 
-    name: str
     args: tuple[Any, ...]
 
-    def __repr__(self) -> str:  # without the arguments, which may hold each other over and over
+    def __repr__(self) -> str:  # without the arguments, which may contain each other over and over
         return f"{self.name}(...)"
 
 
@@ -54,16 +54,8 @@ class Persistent:
         return "a storage"
 
 
-class PickleError(ValueError):
-    """The pickle is damaged, or holds what no checkpoint needs."""
-
-
-class ForbiddenName(PickleError):
-    """The pickle speaks of a Python object that is not expected; loading it would run code."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
+class ForbiddenName(Exception):
+    """The pickle mentions a Python object that is not expected; loading it would run code. The message is its name."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +74,15 @@ def read_pickle(data: bytes, allowed: Collection[str], start: int = 0) -> Pickle
     State set on objects (``__setstate__``) is left out. Time and memory are bounded by ``INSTRUCTIONS_LIMIT`` and the data.
 
     Raises:
-        ForbiddenName: at the first mention of a global that is not in ``allowed``, called or not. PickleError: anything else.
+        ForbiddenName: at the first mention of a global that is not in ``allowed``, called or not. Damaged: anything else.
     """
     machine = _Machine(data, allowed, start)
     try:
         return Pickle(machine.run(), machine.persistent, machine.at)
     except (IndexError, KeyError, TypeError):
-        raise PickleError(f"makes no sense at byte {machine.at:,} of its pickle") from None
+        raise Damaged(f"makes no sense at byte {machine.at:,} of its pickle") from None
     except UnicodeDecodeError:
-        raise PickleError(f"has text that is not UTF-8 at byte {machine.at:,} of its pickle") from None
+        raise Damaged(f"has text that is not UTF-8 at byte {machine.at:,} of its pickle") from None
 
 
 class _Machine:
@@ -102,14 +94,14 @@ class _Machine:
         self.persistent: list[Any] = []
 
     def take(self, count: int) -> bytes:
-        start, self.at = self.at, self.at + count
-        if self.at > len(self.data):
-            self.at = start
-            raise PickleError("has a pickle that is cut short")
-        return self.data[start : self.at]
+        end = self.at + count
+        if end > len(self.data):
+            raise Damaged("has a pickle that is cut short")
+        start, self.at = self.at, end
+        return self.data[start:end]
 
-    def number(self, size: int) -> int:
-        return int.from_bytes(self.take(size), "little")
+    def number(self, size: int, *, signed: bool = False) -> int:
+        return int.from_bytes(self.take(size), "little", signed=signed)
 
     def text(self, size: int) -> str:
         return str(self.take(size), "utf-8")
@@ -117,10 +109,8 @@ class _Machine:
     def line(self) -> str:
         end = self.data.find(b"\n", self.at, self.at + 1000)
         if end < 0:
-            raise PickleError("has a pickle that is cut short")
-        line = self.text(end - self.at)
-        self.at += 1
-        return line
+            raise Damaged("has a pickle that is cut short")
+        return self.text(end + 1 - self.at)[:-1]
 
     def above_mark(self) -> list[Any]:
         at = self.marks.pop()
@@ -142,21 +132,19 @@ class _Machine:
         if type(target) is not dict or len(keys) != len(values) or not all(isinstance(key, KEY_TYPES) for key in keys):
             raise TypeError
         if any(isinstance(key, int) and abs(key) >= 1 << 60 for key in keys):  # such can be made to share one hash
-            raise PickleError("has a dict with huge numbers as keys in its pickle")
+            raise Damaged("has a dict with huge numbers as keys in its pickle")
         before = len(target)
         target.update(zip(keys, values, strict=True))
         if len(target) != before + len(keys):
-            raise PickleError(f"has a key twice before byte {self.at:,} of its pickle")
+            raise Damaged(f"has a key twice before byte {self.at:,} of its pickle")
 
     def call(self, function: Any, args: Any) -> Any:
         if type(function) is not Name or type(args) is not tuple:
             raise TypeError
         if function.name != "collections.OrderedDict":
             return Call(function.name, args)
-        if len(args) > 1:
-            raise TypeError
         pairs = args[0] if args else []  # as Python 2 wrote it: a list of [key, value]
-        if type(pairs) is not list or not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
+        if len(args) > 1 or type(pairs) is not list or not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
             raise TypeError
         result: dict[Any, Any] = {}
         self.store(result, [key for key, _ in pairs], [value for _, value in pairs])
@@ -166,58 +154,21 @@ class _Machine:
         stack, memo = self.stack, self.memo
         for _ in range(INSTRUCTIONS_LIMIT):
             match op := self.take(1):
-                case pickle.BINPUT:
-                    memo[self.number(1)] = stack[-1]
-                case pickle.LONG_BINPUT:
-                    memo[self.number(4)] = stack[-1]
+                case _ if op in _VALUES:
+                    stack.append(_VALUES[op](self))
+                case pickle.BINPUT | pickle.LONG_BINPUT:
+                    memo[self.number(1 if op == pickle.BINPUT else 4)] = stack[-1]
+                case pickle.BINGET | pickle.LONG_BINGET:
+                    stack.append(memo[self.number(1 if op == pickle.BINGET else 4)])
                 case pickle.MEMOIZE:
                     memo[len(memo)] = stack[-1]
-                case pickle.BINGET:
-                    stack.append(memo[self.number(1)])
-                case pickle.LONG_BINGET:
-                    stack.append(memo[self.number(4)])
-                case pickle.BINUNICODE:
-                    stack.append(self.text(self.number(4)))
-                case pickle.SHORT_BINUNICODE:
-                    stack.append(self.text(self.number(1)))
-                case pickle.SHORT_BINSTRING:  # Python 2's str
-                    stack.append(str(self.take(self.number(1)), "latin-1"))
-                case pickle.SHORT_BINBYTES:
-                    stack.append(self.take(self.number(1)))
-                case pickle.BINBYTES:
-                    stack.append(self.take(self.number(4)))
-                case pickle.BININT1:
-                    stack.append(self.number(1))
-                case pickle.BININT2:
-                    stack.append(self.number(2))
-                case pickle.BININT:
-                    stack.append(int.from_bytes(self.take(4), "little", signed=True))
-                case pickle.LONG1:
-                    stack.append(int.from_bytes(self.take(self.number(1)), "little", signed=True))
-                case pickle.BINFLOAT:
-                    stack.append(struct.unpack(">d", self.take(8))[0])
-                case pickle.NONE:
-                    stack.append(None)
-                case pickle.NEWTRUE:
-                    stack.append(True)
-                case pickle.NEWFALSE:
-                    stack.append(False)
-                case pickle.EMPTY_TUPLE:
-                    stack.append(())
-                case pickle.EMPTY_LIST:
-                    stack.append([])
-                case pickle.EMPTY_DICT:
-                    stack.append({})
                 case pickle.MARK:
                     self.marks.append(len(stack))
                 case pickle.TUPLE:
                     stack.append(tuple(self.above_mark()))
-                case pickle.TUPLE1:
-                    stack[-1:] = [(stack[-1],)]
-                case pickle.TUPLE2:
-                    stack[-2:] = [(stack[-2], stack[-1])]
-                case pickle.TUPLE3:
-                    stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+                case pickle.TUPLE1 | pickle.TUPLE2 | pickle.TUPLE3:
+                    length = 1 + (pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3).index(op)
+                    stack.append(tuple(stack.pop() for _ in range(length))[::-1])
                 case pickle.SETITEM:
                     value, key = stack.pop(), stack.pop()
                     self.store(stack[-1], [key], [value])
@@ -245,12 +196,31 @@ class _Machine:
                 case pickle.BINPERSID:
                     stack[-1] = Persistent(stack[-1])
                     self.persistent.append(stack[-1].id)
-                case pickle.PROTO:
-                    self.take(1)
-                case pickle.FRAME:
-                    self.take(8)
+                case pickle.PROTO | pickle.FRAME:
+                    self.take(1 if op == pickle.PROTO else 8)
                 case pickle.STOP:
                     return stack.pop()
                 case _:
-                    raise PickleError(f"has an instruction {op!r} in its pickle that no tensors need")
-        raise PickleError(f"has more than {INSTRUCTIONS_LIMIT:,} instructions in its pickle")
+                    raise Damaged(f"has an instruction {op!r} in its pickle that no tensors need")
+        raise Damaged(f"has more than {INSTRUCTIONS_LIMIT:,} instructions in its pickle")
+
+
+# The instructions that push a plain value.
+_VALUES: dict[bytes, Callable[[_Machine], Any]] = {
+    pickle.BINUNICODE: lambda machine: machine.text(machine.number(4)),
+    pickle.SHORT_BINUNICODE: lambda machine: machine.text(machine.number(1)),
+    pickle.SHORT_BINSTRING: lambda machine: str(machine.take(machine.number(1)), "latin-1"),  # Python 2's str
+    pickle.SHORT_BINBYTES: lambda machine: machine.take(machine.number(1)),
+    pickle.BINBYTES: lambda machine: machine.take(machine.number(4)),
+    pickle.BININT1: lambda machine: machine.number(1),
+    pickle.BININT2: lambda machine: machine.number(2),
+    pickle.BININT: lambda machine: machine.number(4, signed=True),
+    pickle.LONG1: lambda machine: machine.number(machine.number(1), signed=True),
+    pickle.BINFLOAT: lambda machine: struct.unpack(">d", machine.take(8))[0],
+    pickle.NONE: lambda machine: None,
+    pickle.NEWTRUE: lambda machine: True,
+    pickle.NEWFALSE: lambda machine: False,
+    pickle.EMPTY_TUPLE: lambda machine: (),
+    pickle.EMPTY_LIST: lambda machine: [],
+    pickle.EMPTY_DICT: lambda machine: {},
+}

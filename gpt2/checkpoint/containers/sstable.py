@@ -1,11 +1,11 @@
-"""LevelDB's table, the form of TensorFlow's indexes: sorted keys and their values, in blocks with checksums.
+"""Read LevelDB's table, the form of TensorFlow's indexes: sorted keys and their values, in blocks with checksums.
 
 A file is data blocks, one block about them (not used), one that lists them, and 48 bytes of footer that say where these two
 lie (google/leveldb, doc/table_format.md; tensorflow, ``core/lib/io/format.cc``). In a block each entry leaves out what its key
 shares with the key before; at some, the *restarts*, it leaves out nothing, so that a search can begin there.
 
-LevelDB trusts its own files. These come from outside: blocks must follow one another, keys must rise, restarts must be what they
-say, so that no byte is read twice, no key can be there twice, and whoever searches finds what whoever reads on finds.
+These files come from outside, so more is checked than LevelDB checks: blocks follow one another, keys rise, and the restarts are
+true. Then no byte is read twice, no key occurs twice, and a search gives what a scan gives.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
+from gpt2.checkpoint.containers import Damaged
 from gpt2.checkpoint.containers.crc32c import crc32c
 
 MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
@@ -21,18 +22,14 @@ TRAILER = 5  # after a block: a byte for its compression, and the checksum of bo
 MAX_KEY = 512  # bytes: keys that share much with the one before grow far beyond the file
 
 
-class TableError(ValueError):
-    """A table that is damaged or contradicts itself; a phrase that follows the file's name."""
-
-
 def pairs(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Every key with its value, the keys in strictly rising order.
 
     Raises:
-        TableError: at the latest when the table is read to its end.
+        Damaged: at the latest when the table is read to its end.
     """
     if len(data) < FOOTER or not data.endswith(MAGIC):
-        raise TableError("does not end as an index does")
+        raise Damaged("does not end as an index does")
     footer = data[-FOOTER:]
     start, size, at = _handle(footer, 0)
     _block(data, start, size)
@@ -41,14 +38,14 @@ def pairs(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     for bound, handle in _entries(_block(data, start, size)):
         start, size, _ = _handle(handle, 0)
         if start < end:
-            raise TableError("has blocks that overlap")
+            raise Damaged("has blocks that overlap")
         for key, value in _entries(_block(data, start, size)):
             if last is not None and key <= last:
-                raise TableError("has keys that are not in order")
+                raise Damaged("has keys that are not in order")
             yield key, value
             last = key
         if last is not None and last > bound:
-            raise TableError("has a block under the wrong key")
+            raise Damaged("has a block under the wrong key")
         end, last = start + size + TRAILER, bound
 
 
@@ -57,23 +54,23 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
     number = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
-            raise TableError("ends within a number")
+            raise Damaged("ends within a number")
         byte, at = data[at], at + 1
         number |= (byte & 127) << shift
         if byte < 128:
             break
     if byte > 127 or number >> 64:
-        raise TableError("has a number of more than 64 bits")
+        raise Damaged("has a number of more than 64 bits")
     return number, at
 
 
 def masked(crc: int) -> int:
-    """A checksum as it is stored, lest one be taken over data that holds another (``core/lib/hash/crc32c.h``)."""
+    """A checksum as it is stored (``core/lib/hash/crc32c.h``)."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _handle(data: bytes, at: int) -> tuple[int, int, int]:
-    """Where a block begins and its size, as written at ``at``; and where the next byte is."""
+    """Where a block begins, its size, and where the next byte is."""
     start, at = varint(data, at)
     size, at = varint(data, at)
     return start, size, at
@@ -82,12 +79,12 @@ def _handle(data: bytes, at: int) -> tuple[int, int, int]:
 def _block(data: bytes, start: int, size: int) -> bytes:
     end = start + size + TRAILER
     if end > len(data) - FOOTER:
-        raise TableError(f"names a block up to byte {end:,} and has {len(data):,}")
+        raise Damaged(f"names a block up to byte {end:,} and has {len(data):,}")
     block, (compression, crc) = data[start : start + size], struct.unpack("<BI", data[start + size : end])
     if masked(crc32c(data[start : start + size + 1])) != crc:
-        raise TableError(f"is damaged: the checksum of the block at byte {start:,} does not fit")
+        raise Damaged(f"is damaged: the checksum of the block at byte {start:,} does not fit")
     if compression:
-        raise TableError("has a compressed block, which TensorFlow does not write")
+        raise Damaged("has a compressed block, which TensorFlow does not write")
     return block
 
 
@@ -96,7 +93,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
     count = int.from_bytes(block[-4:], "little")
     end = len(block) - 4 * (count + 1)
     if end < 0 or count < 1:
-        raise TableError("has a block too short for its restarts")
+        raise Damaged("has a block too short for its restarts")
     restarts = struct.unpack(f"<{count}I", block[end:-4])
     key, at, seen = b"", 0, 0
     while at < end:
@@ -106,11 +103,11 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
         new, at = varint(block, at)
         length, at = varint(block, at)
         if shared > len(key) or at + new + length > end or (shared if restart else seen == 0):
-            raise TableError("has a block that contradicts itself")
+            raise Damaged("has a block that contradicts itself")
         if shared + new > MAX_KEY:
-            raise TableError(f"has a name of {shared + new:,} bytes")
+            raise Damaged(f"has a name of {shared + new:,} bytes")
         key = key[:shared] + block[at : at + new]
         yield key, block[at + new : at + new + length]
         at += new + length
     if seen != count and restarts != (0,):
-        raise TableError("has a block that contradicts itself")
+        raise Damaged("has a block that contradicts itself")

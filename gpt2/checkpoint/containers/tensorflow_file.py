@@ -1,15 +1,14 @@
-"""OpenAI's TensorFlow checkpoints, read without TensorFlow.
+"""Read OpenAI's TensorFlow checkpoints without TensorFlow.
 
 A checkpoint is a *bundle*: ``model.ckpt.index`` says which tensor lies where in ``model.ckpt.data-00000-of-00001``, or in one of
-several such files. The index is a table (:mod:`.sstable`) from names to protobufs; the data files are the tensors' bytes one
-after another, and the index has a checksum of each (tensorflow, ``core/util/tensor_bundle`` and
-``core/protobuf/tensor_bundle.proto``). Beside them lie ``checkpoint``, which names the bundle, and OpenAI's ``hparams.json``.
-The ``.meta`` file, a graph to be run, is not read. Nothing that the others say is believed before it is checked.
+several such files. The index is a table (`sstable.py`) from names to protobufs; the data files are the tensors' bytes one after
+another, and the index has a checksum of each (tensorflow, ``core/util/tensor_bundle`` and ``core/protobuf/tensor_bundle.proto``).
+Beside them lie ``checkpoint``, which names the bundle, and OpenAI's ``hparams.json``. The ``.meta`` file, a graph to be run, is
+not read.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,11 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers import HEADER_LIMIT, Entry, countable, listed, read_json, shown
+from gpt2.checkpoint.containers import (
+    HEADER_LIMIT,
+    Container,
+    Damaged,
+    Entry,
+    countable,
+    listed,
+    read_json,
+    refuse_other_format,
+    shown,
+)
 from gpt2.checkpoint.containers.crc32c import crc32c
 from gpt2.checkpoint.containers.mapped_file import MappedFile
-from gpt2.checkpoint.containers.safetensors_file import OTHER_FORMATS
-from gpt2.checkpoint.containers.sstable import TableError, masked, pairs, varint
+from gpt2.checkpoint.containers.sstable import masked, pairs, varint
 from gpt2.config import MAX_SIZE, quoted
 from gpt2.errors import CheckpointError
 
@@ -56,78 +64,69 @@ HPARAMS = ("n_vocab", "n_ctx", "n_embd", "n_head", "n_layer")
 
 
 @dataclass(frozen=True)
-class Span(Entry):
-    """Where a tensor lies: from byte ``start`` to ``end`` of data file ``shard``; ``kind`` is TensorFlow's dtype."""
+class Stored(Entry):
+    """A tensor in data file ``shard``; ``kind`` is TensorFlow's dtype."""
 
     kind: int
     shard: int
-    start: int
-    end: int
     checksum: int
 
 
-class TensorBundle:
+class TensorBundle(Container):
     """The checkpoint ``prefix.index`` with its ``prefix.data-*`` files, under TensorFlow's names and shapes.
 
-    What torch has no dtype for (text, quantised numbers) is entered as its bytes, uint8, and refused when read.
-
-    Raises:
-        CheckpointError: the index is damaged or contradicts itself or the data files, one of those is missing or short, a
-            variable is stored in slices, or all of it in big-endian order.
+    A tensor of a dtype that torch lacks (text, quantised numbers) is entered as its bytes, uint8, and refused when it is read.
+    So is at once a bundle with a variable in slices, or in big-endian order.
     """
 
     kind = "TensorFlow"
+    entries: Mapping[str, Stored]
 
     def __init__(self, prefix: Path) -> None:
-        self.path = prefix.with_name(f"{prefix.name}.index")
+        self._prefix = prefix
+        self._shards: dict[int, MappedFile] = {}
         self._checked: set[str] = set()
-        try:
-            table = pairs(self._index())
-            key, header = next(table, (None, b""))
-            shards = self._header(key, header)
-            self.entries: dict[str, Span] = {}
-            for key, value in table:
-                if len(self.entries) == MAX_TENSORS:
-                    raise TableError(f"lists more than {MAX_TENSORS:,} tensors")
-                name = self._name(key)
-                self.entries[name] = self._entry(name, value, shards)
-        except TableError as error:
-            raise CheckpointError(f"{self.path}: {error}; not a whole TensorFlow index, fetch the checkpoint again") from None
-        self._data = self._open(prefix, shards)
+        super().__init__(prefix.with_name(f"{prefix.name}.index"))
 
-    def _index(self) -> bytes:
-        file = MappedFile(self.path)
-        if (other := _other_format(file)) is not None:
-            raise CheckpointError(f"{self.path}: {other}")
-        if file.size > INDEX_LIMIT:
-            raise TableError(f"is {file.size:,} bytes long, and no GPT-2 needs more than {INDEX_LIMIT:,}")
-        return file.bytes(0, file.size)
+    def _directory(self) -> dict[str, Stored]:
+        refuse_other_format(self._file)
+        if self._file.size > INDEX_LIMIT:
+            raise Damaged(f"is {self._file.size:,} bytes long, and no GPT-2 needs more than {INDEX_LIMIT:,}")
+        table = pairs(self._file.bytes(0, INDEX_LIMIT))
+        key, header = next(table, (None, b""))
+        count = self._shard_count(key, header)
+        entries: dict[str, Stored] = {}
+        for key, value in table:
+            if len(entries) == MAX_TENSORS:
+                raise Damaged(f"lists more than {MAX_TENSORS:,} tensors")
+            name = self._name(key)
+            entries[name] = self._entry(name, value, count)
+        self._open(entries, count)
+        return entries
 
-    def _header(self, key: bytes | None, message: bytes) -> int:
+    def _shard_count(self, key: bytes | None, message: bytes) -> int:
         """The number of data files (BundleHeaderProto), from the entry without a name."""
         if key != b"":
-            raise TableError("has no header entry")
+            raise Damaged("has no header entry")
         header = _record(message, HEADER)
         version = _record(header.get(3, b""), VERSION)
         if header.get(2, 0):
-            raise CheckpointError(
-                f"{self.path}: is in big-endian byte order; convert the checkpoint to safetensors where it was made"
-            )
+            what = "is in big-endian byte order; convert the checkpoint to safetensors where it was made"
+            raise CheckpointError(f"{self.path}: {what}")
         if version.get(2, 0) > 1:
-            raise CheckpointError(
-                f"{self.path}: asks for readers of version {version[2]}, and this is one of version 1; save it with TensorFlow 2"
-            )
-        shards: int = header.get(1, 0)
-        if not 1 <= shards <= MAX_SHARDS:
-            raise TableError(f"claims {shards:,} data files")
-        return shards
+            what = f"asks for readers of version {version[2]}, and this is one of version 1; save it with TensorFlow 2"
+            raise CheckpointError(f"{self.path}: {what}")
+        count: int = header.get(1, 0)
+        if not 1 <= count <= MAX_SHARDS:
+            raise Damaged(f"claims {count:,} data files")
+        return count
 
     def _name(self, key: bytes) -> str:
         slice_of = key.split(b"\0")[1] if key.startswith(b"\0") else None  # zero, variable, zero, where in it
         try:
-            name = (key if slice_of is None else slice_of).decode("utf-8")
+            name = (key if slice_of is None else slice_of).decode()
         except UnicodeDecodeError:
-            raise TableError(f"has a name that is no text, {quoted(key)}") from None
+            raise Damaged(f"has a name that is no text, {quoted(key)}") from None
         if slice_of is not None:
             raise self._in_slices(name)
         return name
@@ -135,7 +134,7 @@ class TensorBundle:
     def _in_slices(self, name: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {shown(name)} is stored in slices; save the checkpoint without a partitioner")
 
-    def _entry(self, name: str, message: bytes, shards: int) -> Span:
+    def _entry(self, name: str, message: bytes, shards: int) -> Stored:
         """One tensor (BundleEntryProto)."""
         entry = _record(message, ENTRY)
         if SLICES in entry:
@@ -143,48 +142,42 @@ class TensorBundle:
         kind, shard, start, size, checksum = (entry.get(field, 0) for field in (1, 3, 4, 5, 6))
         shape = _shape(entry.get(2, b""))
         if shard >= shards or max(start, size) >= 1 << 48 or not countable(shape):
-            raise TableError(f"contradicts itself about {shown(name)}: {size:,} bytes at {start:,} of data file {shard:,}")
-        dtype = DTYPES.get(kind)
-        if dtype is None:
-            return Span(torch.uint8, (size,), kind, shard, start, start + size, checksum)
-        if math.prod(shape) * dtype.itemsize != size:
-            claim = f"{dtype} {list(shape)}".removeprefix("torch.")
-            raise TableError(f"contradicts itself about {shown(name)}: {claim} in {size:,} bytes")
-        return Span(dtype, shape, kind, shard, start, start + size, checksum)
+            raise Damaged(f"contradicts itself about {shown(name)}: {size:,} bytes at {start:,} of data file {shard:,}")
+        if kind not in DTYPES:
+            return Stored(torch.uint8, (size,), start, kind, shard, checksum)
+        stored = Stored(DTYPES[kind], shape, start, kind, shard, checksum)
+        if stored.end != start + size:
+            claim = f"{stored.dtype} {list(shape)}".removeprefix("torch.")
+            raise Damaged(f"contradicts itself about {shown(name)}: {claim} in {size:,} bytes")
+        return stored
 
-    def _open(self, prefix: Path, shards: int) -> dict[int, MappedFile]:
-        """The data files, seen to hold every tensor, no two of them in one place."""
-        files: dict[int, MappedFile] = {}
-        ends: dict[int, int] = {}
-        for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].shard, item[1].start, item[1].end)):
+    def _open(self, entries: Mapping[str, Stored], count: int) -> None:
+        """Open the data files, and check that they hold every tensor, no two of them in one place."""
+        files, ends = self._shards, dict[int, int]()
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].shard, item[1].start, item[1].end)):
             shard = entry.shard
             if shard not in files:
-                files[shard] = MappedFile(prefix.with_name(f"{prefix.name}.data-{shard:05d}-of-{shards:05d}"))
+                files[shard] = MappedFile(self._prefix.with_name(f"{self._prefix.name}.data-{shard:05d}-of-{count:05d}"))
             if entry.start < ends.get(shard, 0):
                 raise CheckpointError(f"{self.path}: {shown(name)} overlaps the tensor before it; fetch the checkpoint again")
             ends[shard] = entry.end
             if entry.end > files[shard].size:
-                what = _other_format(files[shard]) or f"is cut short: {files[shard].size:,} bytes; fetch it again"
-                raise CheckpointError(f"{files[shard].path}: {what}")
-        return files
+                refuse_other_format(files[shard])
+                raise CheckpointError(f"{files[shard].path}: is cut short: {files[shard].size:,} bytes; fetch it again")
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
-        """One tensor on the CPU, as stored or converted to ``dtype``, its checksum verified when it is first read.
-
-        As stored, it is a view of the mapped file, private to this process when written to, unless the data is not aligned or
-        ``mapped`` is false: then it is read into memory of its own. A conversion goes piece by piece.
-        """
+        """As :meth:`Container.read`; a tensor's checksum is verified when it is first read."""
         entry = self.entries[name]
         if entry.kind not in DTYPES:
             what = "text" if entry.kind == TEXT else f"of TensorFlow's dtype {entry.kind}"
             raise CheckpointError(f"{self.path}: {shown(name)} is {what}, which is no weight; save the checkpoint without it")
-        file = self._data[entry.shard]
+        file = self._shards[entry.shard]
         if name not in self._checked:
             self._check(name, entry, file)
             self._checked.add(name)
         return file.tensor(entry.start, entry.shape, entry.dtype, dtype, mapped=mapped)
 
-    def _check(self, name: str, entry: Span, file: MappedFile) -> None:
+    def _check(self, name: str, entry: Stored, file: MappedFile) -> None:
         crc, at = 0, entry.start
         while at < entry.end:
             piece = file.bytes(at, min(PIECE, entry.end - at))
@@ -193,15 +186,6 @@ class TensorBundle:
             crc, at = crc32c(piece, crc), at + len(piece)
         if masked(crc) != entry.checksum:
             raise CheckpointError(f"{file.path}: {shown(name)} is damaged, its checksum does not fit; fetch the file again")
-
-
-def _other_format(file: MappedFile) -> str | None:
-    """What a file is that does not belong here, and what to do about it."""
-    head = file.bytes(0, 32)
-    return next((what for start, what in OTHER_FORMATS if head.startswith(start)), None)
-
-
-# -- protobufs -----------------------------------------------------------------------------------------------------------
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int, Any]]:
@@ -219,9 +203,9 @@ def _fields(message: bytes) -> Iterator[tuple[int, int, Any]]:
         elif wire in (1, FIXED32):
             length = 4 if wire == FIXED32 else 8
         else:
-            raise TableError("has an entry that is no protobuf")
+            raise Damaged("has an entry that is no protobuf")
         if at + length > len(message):
-            raise TableError("has an entry that is cut short")
+            raise Damaged("has an entry that is cut short")
         data = message[at : at + length]
         yield field, wire, data if wire == BYTES else int.from_bytes(data, "little")
         at += length
@@ -233,7 +217,7 @@ def _record(message: bytes, kinds: Mapping[int, int]) -> dict[int, Any]:
     for field, wire, value in _fields(message):
         if field in kinds:
             if field in record or wire != kinds[field]:
-                raise TableError("has an entry that contradicts itself")
+                raise Damaged("has an entry that contradicts itself")
             record[field] = value
     return record
 
@@ -243,25 +227,22 @@ def _shape(message: bytes) -> tuple[int, ...]:
     shape: list[int] = []
     for field, wire, value in _fields(message):
         if field == SHAPE_UNKNOWN and value:
-            raise TableError("has a tensor of unknown shape")
+            raise Damaged("has a tensor of unknown shape")
         if field == SHAPE_DIM:
             if wire != BYTES or len(shape) == 8:
-                raise TableError("has a tensor of impossible shape")
+                raise Damaged("has a tensor of impossible shape")
             shape.append(_record(value, DIM).get(1, 0))
     return tuple(shape)
-
-
-# -- the files beside it -------------------------------------------------------------------------------------------------
 
 
 def checkpoint_prefix(directory: Path) -> Path | None:
     """The prefix of the checkpoint in a directory, None where there is none.
 
-    It is the one that TensorFlow's file ``checkpoint`` names; of that path, often another machine's, only the last part counts.
-    Without that file, it is the only ``.index``.
+    It is the only ``.index``, or the one that TensorFlow's file ``checkpoint`` names; of that path, which is often another
+    machine's, only the last part counts.
 
     Raises:
-        CheckpointError: that file names one that is not there or is damaged, or is absent beside several ``.index``.
+        CheckpointError: the named one is not there, or none of several is named.
     """
     state, text = directory / "checkpoint", b""
     try:

@@ -1,4 +1,4 @@
-"""How a pickle of torch's speaks of tensors: the names it may use, and what its calls describe.
+"""What a pickle of torch's says about tensors: the names it may mention, and the tensors that its calls describe.
 
 A tensor is a call of `torch._utils._rebuild_tensor_v2` with a storage, an offset, a shape and strides (torch/_tensor.py,
 `_reduce_ex_internal`), a parameter a call of `_rebuild_parameter` with a tensor.
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from gpt2.checkpoint.containers import Entry
-from gpt2.checkpoint.containers.pickle_data import Call, Name, Persistent, PickleError
+from gpt2.checkpoint.containers import Damaged, Entry, countable
+from gpt2.checkpoint.containers.pickle_data import Call, Name, Persistent
 from gpt2.checkpoint.containers.safetensors_file import DTYPES
 from gpt2.config import quoted
 
@@ -55,25 +55,12 @@ TYPES = {str(value): value for value in vars(torch).values() if isinstance(value
 # Every name that a pickle of weights may mention: what torch's own weights_only allows, since none of it is ever called.
 ALLOWED = frozenset(
     [
-        "collections.OrderedDict",
-        "collections.Counter",
-        "torch.nn.parameter.Parameter",
-        "torch.serialization._get_layout",
-        "torch.Size",
-        "torch.Tensor",
-        "torch.device",
-        "_codecs.encode",
-        "builtins.bytearray",
-        "builtins.set",
-        "builtins.complex",
-        "torch.storage.TypedStorage",
-        FROM_TYPE,
-        *REBUILD,
-        *WRAPPED,
-        *OTHER_TENSORS,
-        *STORAGES,
+        *("collections.OrderedDict", "collections.Counter", "_codecs.encode"),
+        *("builtins.bytearray", "builtins.set", "builtins.complex"),
+        *("torch.Size", "torch.Tensor", "torch.device", "torch.nn.parameter.Parameter"),
+        *("torch.serialization._get_layout", "torch.storage.TypedStorage", FROM_TYPE),
+        *(*REBUILD, *WRAPPED, *OTHER_TENSORS, *STORAGES, *TYPES),
         *(name.replace("torch.", "torch.cuda.", 1) for name in STORAGES),
-        *TYPES,
         *(str(value) for value in vars(torch).values() if isinstance(value, torch.qscheme)),
     ]
 )
@@ -81,18 +68,17 @@ ALLOWED = frozenset(
 
 @dataclass(frozen=True)
 class Strided(Entry):
-    """A tensor whose first element lies at byte ``start`` of the file; ``stride`` in elements."""
+    """A tensor whose elements lie ``stride`` elements apart, by dimension."""
 
-    start: int
     stride: tuple[int, ...]
 
     @property
     def contiguous(self) -> bool:
-        wanted = 1
+        expected = 1
         for length, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if length != 1 and step != wanted:
+            if length != 1 and step != expected:
                 return not math.prod(self.shape)
-            wanted *= length
+            expected *= length
         return True
 
 
@@ -110,29 +96,25 @@ class Storage:
 
 
 class NotDense(ValueError):
-    """A tensor that no GPT-2 is made of: sparse, quantised, complex, expanded."""
+    """A tensor that a GPT-2 cannot be made of: sparse, quantised, complex, expanded."""
 
 
 def storage(id: Any) -> Storage:
-    """The storage that a persistent id means.
-
-    Raises:
-        PickleError: it means none.
-    """
+    """The storage that a persistent id means. Raises Damaged where it means none."""
     # ("storage", class, key, device, elements), and in the old form None, where a view of another storage once was.
     if type(id) is tuple and len(id) in (5, 6) and id[0] == "storage" and id[5:] in ((), (None,)):
         _, what, key, _, count = id[:5]
         dtype = STORAGES.get(what.name.replace("torch.cuda.", "torch.", 1)) if type(what) is Name else None
         if dtype is not None and type(key) is str and type(count) is int and 0 <= count < 1 << 48:
             return Storage(key, dtype, count)
-    raise PickleError(f"has {quoted(id)} where a storage should be")
+    raise Damaged(f"has {quoted(id)} where a storage should be")
 
 
 def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
-    """The tensor that ``call`` would have made, seen to lie within its storage; ``places`` are key -> (first byte, bytes).
+    """The tensor that ``call`` would have made, checked to lie within its storage; ``places`` are key -> (first byte, bytes).
 
     Raises:
-        PickleError: it contradicts itself or ``places``. NotDense: it is a tensor of another kind.
+        Damaged: it contradicts itself or ``places``. NotDense: it is a tensor of another kind.
     """
     for _ in range(4):  # a parameter, of a tensor with attributes
         if call.name in WRAPPED and call.args and type(call.args[0]) is Call:
@@ -142,17 +124,16 @@ def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
     if call.name not in REBUILD:
         raise NotDense(OTHER_TENSORS.get(call.name, "no tensor"))
     if len(call.args) < 4 or not _are(call.args, (Persistent, int, tuple, tuple)):
-        raise PickleError("is described in a way that makes no sense")
+        raise Damaged("is described in a way that makes no sense")
     source, offset, shape, stride, *rest = call.args
     whole = all(type(n) is int and 0 <= n < 1 << 48 for n in (offset, *shape, *stride))
-    # torch multiplies the other sizes even where one is zero.
-    if not whole or len(shape) != len(stride) or len(shape) > 8 or math.prod(n or 1 for n in shape) >= 1 << 48:
-        raise PickleError("is described in a way that makes no sense")
+    if not whole or len(shape) != len(stride) or len(shape) > 8 or not countable(shape):
+        raise Damaged("is described in a way that makes no sense")
     held = storage(source.id)
     dtype: torch.dtype | None = held.dtype
-    if call.name == REBUILD[2]:
-        told = rest[2] if len(rest) > 2 else None
-        dtype = TYPES.get(told.name) if type(told) is Name else None
+    if call.name == REBUILD[2]:  # which states a dtype of its own
+        stated = rest[2] if len(rest) > 2 else None
+        dtype = TYPES.get(stated.name) if type(stated) is Name else None
     if dtype is None or dtype not in DTYPES.values():
         known = ", ".join(str(known).removeprefix("torch.") for known in DTYPES.values())
         raise NotDense(f"{str(dtype).removeprefix('torch.')}, none of {known}")
@@ -160,7 +141,7 @@ def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
         raise NotDense("a negated or conjugated view")
     start, size = places.get(held.key, (0, -1))
     if size != held.nbytes:
-        raise PickleError(f"needs a storage of {held.nbytes:,} bytes that is not there")
+        raise Damaged(f"needs a storage of {held.nbytes:,} bytes that is not there")
     if math.prod(shape):
         reach = 0  # the furthest element, counted from the first
         for step, length in sorted(pair for pair in zip(stride, shape, strict=True) if pair[1] > 1):
@@ -168,11 +149,11 @@ def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
                 raise NotDense("expanded, elements used more than once")
             reach += step * (length - 1)
         if (offset + reach + 1) * dtype.itemsize > size:
-            raise PickleError("reaches beyond its storage")
+            raise Damaged("reaches beyond its storage")
     return Strided(dtype, shape, start + offset * dtype.itemsize, stride)
 
 
-def kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """What a value of a pickle is, in words."""
     if type(value) is Call:
         return "a tensor" if value.name in (*REBUILD, *WRAPPED, *OTHER_TENSORS, FROM_TYPE) else f"a {value.name}"

@@ -1,0 +1,163 @@
+"""Write a GPT-2 as one GGUF file for llama.cpp, piece by piece.
+
+The file is what llama.cpp's convert_hf_to_gguf.py makes of the same model under the name "GPT-2", byte for byte: matrices
+[out, in], norms, biases and positions always in float32, tensors in the order of their Hugging Face names.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gpt2.checkpoint.containers.gguf_file import ARRAY, CONFIG_KEYS, CONTROL, KINDS, NORMAL, STRING, Kind, padded
+from gpt2.checkpoint.keys import layer, to_file, to_gguf
+from gpt2.config import GPT2Config
+from gpt2.data.bpe import BPE
+from gpt2.errors import InputError
+
+if TYPE_CHECKING:
+    from gpt2.data import Tokenizer
+    from gpt2.model import GPT2
+
+TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+# How the matrices are stored -> llama.cpp's number for such a file (llama.h, llama_ftype).
+TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
+KIND = {kind.name.lower(): (number, kind) for number, kind in KINDS.items()}
+U32, I32, F32, BOOL = 4, 5, 6, 7  # numbers of GGUF's types of metadata
+SCALARS = {U32: "<I", I32: "<i", F32: "<f", BOOL: "<?"}
+PIECE = 1 << 20  # weights converted at a time
+Metadata = dict[str, tuple[int, Any]]  # name -> (type, value); for an array its elements' type, and a list
+Row = tuple[str, Tensor, int, Kind]  # name in the file, values, GGUF's number of the kind, kind
+
+
+def gguf_pieces(model: GPT2, tokenizer: Tokenizer | None, type: str, name: str) -> tuple[Iterator[bytes | memoryview], list[str]]:
+    """The file's pieces in order, and notes on what the file does not express. ``type`` is one of ``TYPES``.
+
+    Raises:
+        InputError: GGUF cannot express the model ``name``, or (while the pieces are taken) ``type`` cannot hold its values.
+    """
+    config, notes = model.config, []
+    departures = {
+        f"activation_function {config.activation_function!r}": config.activation_function not in TANH_GELU,
+        "scale_attn_weights false": not config.scale_attn_weights,
+        "scale_attn_by_inverse_layer_idx true": config.scale_attn_by_inverse_layer_idx,
+    }
+    if odd := next((what for what, departs in departures.items() if departs), None):
+        has = "llama.cpp's GPT-2 has the tanh GELU and scores divided by the square root of the head's size, nothing else"
+        raise InputError(f"{name}: cannot be expressed in GGUF: {odd}, and {has}; export it as hf")
+    if config.reorder_and_upcast_attn:
+        notes.append("reorder_and_upcast_attn is not expressed: the same function, rounded otherwise")
+    if tokenizer is not None and not isinstance(tokenizer, BPE):
+        notes.append("without its tokenizer: GGUF has none of characters; pass ids")
+        tokenizer = None
+    rows: list[Row] = []
+    state, fallen = model.state_dict(), 0
+    for ours in sorted(state, key=to_file):
+        tensor = state[ours].t() if layer(ours) is not None and state[ours].ndim == 2 else state[ours]
+        number, kind = KIND[type if tensor.ndim == 2 and ours != "wpe.weight" else "f32"]
+        if tensor.size(-1) % kind.block:  # as llama.cpp does
+            number, kind = KIND["f16"]
+            fallen += 1
+        rows.append((to_gguf(ours), tensor, number, kind))
+    if fallen:
+        notes.append(f"{fallen} matrices in f16: their rows are no multiple of {KIND[type][1].block}")
+    if config.eos_token_id is None and tokenizer is not None and tokenizer.eot is None:
+        notes.append("without an end of text, for which llama.cpp takes token 11; run it with --ignore-eos")
+    return _pieces(_metadata(config, tokenizer, TYPES[type]), rows), notes
+
+
+def _metadata(config: GPT2Config, tokenizer: BPE | None, file_type: int) -> Metadata:
+    """The metadata, in the converter's order."""
+    sizes = ("n_layer", "n_positions", "n_embd", "n_inner", "n_head")
+    metadata: Metadata = {
+        "general.architecture": (STRING, "gpt2"),
+        "general.type": (STRING, "model"),
+        "general.name": (STRING, "GPT-2"),
+        "general.size_label": (STRING, _size_label(config.num_parameters())),
+        **{CONFIG_KEYS[field]: (U32, config.inner if field == "n_inner" else getattr(config, field)) for field in sizes},
+        CONFIG_KEYS["layer_norm_epsilon"]: (F32, config.layer_norm_epsilon),
+        "general.file_type": (U32, file_type),
+        "general.quantization_version": (U32, 2),
+    }
+    # Without an end, llama.cpp takes token 11, GPT-2's comma, for the end of the text.
+    eot = None if tokenizer is None else tokenizer.eot
+    ids = {"bos": config.bos_token_id, "eos": config.eos_token_id, "unknown": None}
+    ids = {end: eot if id is None else id for end, id in ids.items()}
+    ends = {f"tokenizer.ggml.{end}_token_id": (U32, id) for end, id in ids.items() if id is not None}
+    if tokenizer is None:
+        return metadata | {"gpt2.vocab_size": (U32, config.vocab_size), "tokenizer.ggml.model": (STRING, "none")} | ends
+    special = set(tokenizer.special_tokens)
+    return metadata | {
+        "tokenizer.ggml.model": (STRING, "gpt2"),
+        "tokenizer.ggml.pre": (STRING, "gpt-2"),
+        "tokenizer.ggml.tokens": (STRING, list(tokenizer.vocab)),
+        "tokenizer.ggml.token_type": (I32, [CONTROL if token in special else NORMAL for token in tokenizer.vocab]),
+        "tokenizer.ggml.merges": (STRING, [f"{a} {b}" for a, b in tokenizer.merges]),
+        **ends,
+        "tokenizer.ggml.add_bos_token": (BOOL, False),
+        "tokenizer.ggml.add_eos_token": (BOOL, False),
+    }
+
+
+def _size_label(count: int) -> str:
+    """A number of parameters as GGUF's naming convention writes it: 124M, 1.6B."""
+    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
+    unit, letter = next((row for row in units if count > row[0]), (1e3, "K"))
+    digits = len(str(round(count / unit)).lstrip("0"))
+    return f"{count / unit:.{max(2 - digits, 0)}f}{letter}"
+
+
+def _pieces(metadata: Mapping[str, tuple[int, Any]], rows: list[Row]) -> Iterator[bytes | memoryview]:
+    """The file, piece by piece: no tensor is converted as a whole."""
+    header = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, len(rows), len(metadata)))
+    for name, (kind, value) in metadata.items():
+        values = value if isinstance(value, list) else [value]
+        header += _text(name)
+        header += struct.pack("<IIQ", ARRAY, kind, len(value)) if isinstance(value, list) else struct.pack("<I", kind)
+        header += b"".join(_text(one) if kind == STRING else struct.pack(SCALARS[kind], one) for one in values)
+    offset = 0
+    for name, tensor, number, stored in rows:
+        header += _text(name) + struct.pack(f"<I{tensor.ndim}QIQ", tensor.ndim, *reversed(tensor.shape), number, offset)
+        offset += padded(tensor.numel() // stored.block * stored.size)
+    yield bytes(header) + bytes(padded(len(header)) - len(header))
+    for name, tensor, _, stored in rows:
+        size = 0
+        for part in tensor.detach().view(-1, tensor.size(-1)).split(max(1, PIECE // tensor.size(-1))):
+            piece = _encoded(part.cpu(), stored, name).view(-1).view(torch.uint8).numpy().data
+            size += len(piece)
+            yield piece
+        yield bytes(padded(size) - size)
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode()
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def _encoded(rows: Tensor, kind: Kind, name: str) -> Tensor:
+    """Rows as ``kind`` stores them, contiguous."""
+    stored = _quantised(rows.float()) if kind.block > 1 else rows.to(kind.dtype)
+    scales = stored[:, :2].contiguous().view(torch.float16) if kind.block > 1 else stored
+    if not scales.isfinite().all() and (kind.block > 1 or rows.isfinite().all()):
+        raise InputError(f"{name}: has values that {kind.name} cannot hold; choose bf16 or f32")
+    return stored.contiguous()
+
+
+def _quantised(rows: Tensor) -> Tensor:
+    """float32 to blocks of Q8_0: the largest of 32 numbers becomes 127, the others are rounded, halves away from zero.
+
+    As in ggml-quants.c, except for a scale below float16's smallest: there the 32 numbers become zeros too. Otherwise the same
+    weights, written again, would be other bytes.
+    """
+    blocks = rows.reshape(-1, 32)
+    scales = blocks.abs().amax(1, keepdim=True) / 127
+    stored = scales.half()
+    scaled = (blocks * (1 / scales)).abs()
+    whole = scaled.floor()
+    numbers = (whole + (2 * (scaled - whole)).floor()).copysign(blocks)
+    numbers = torch.where((stored == 0) | ~stored.isfinite(), 0, numbers).to(torch.int8)
+    return torch.cat([stored.view(torch.uint8), numbers.view(torch.uint8)], dim=1)
