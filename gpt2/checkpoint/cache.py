@@ -1,12 +1,12 @@
-"""The Hub's cache on this machine: which folders and names a repository has there, and what the Hub declared of its files.
+"""The Hub's cache on this machine: the folders of a repository, and what the Hub declared of its files.
 
 The layout is `huggingface_hub`'s, so that other programs find the same files: ``refs/<revision>`` holds a commit,
 ``snapshots/<commit>/<file>`` is a link to ``blobs/<hash>``. Where links do not work (Windows), the snapshot holds the file.
 Beside them lies our own record of a commit's listing, ``gpt2-toolkit/<commit>.json``.
 
-A cache may be shared, and a server may be hostile. So a name is made only of a repository's name, 40 hex digits, a declared hash,
-and a file's name that we ask for. What is written is written aside under a name that nobody can know, and renamed. A folder of
-the cache that is a link is refused. What is removed is a link, or a blob of the same repository.
+A cache may be shared, and a server may be hostile. So a path is made only of a repository's name, 40 hex digits, a declared hash,
+and a file's name that we ask for. Files are written aside under a random name, and renamed. A folder of the cache that is a link
+is refused. Only links, and blobs of the same repository, are removed.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Declared:
 
     @property
     def lacks_sha256(self) -> bool:
-        """Whether it is too large for git, so that git's hash is the hash of its pointer; some mirrors list only that."""
+        """Whether it is too large for git, where git's hash is that of a pointer; some mirrors list only that."""
         return len(self.digest) == 40 and self.size > 10 << 20
 
 
@@ -55,13 +55,13 @@ def snapshot(repo: str, commit: str, kind: str = "model") -> Path:
 
 
 def place(file: Path) -> tuple[Path, str, str]:
-    """Of ``.../models--org--name/snapshots/<commit>/<path>`` (or ``datasets--``): the first folder, the commit, the path."""
+    """The parts of ``.../models--org--name/snapshots/<commit>/<path>`` (or ``datasets--``): first folder, commit, path."""
     folder = next(folder for folder in file.parents if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name))
     return folder.parents[1], folder.name, file.relative_to(folder).as_posix()
 
 
 def cached_snapshot(repo: str, revision: str) -> Path | None:
-    """The folder of a commit, or of the commit that a branch or tag pointed to when it was last asked for."""
+    """The folder of a commit, or of the last known commit of a branch or tag."""
     commit = revision
     if not COMMIT.fullmatch(revision):
         try:
@@ -77,15 +77,14 @@ def make_folder(top: Path, folder: Path) -> None:
         if step == top:
             break
         if step.is_symlink():
-            raise CheckpointError(
-                f"{step} is a link, which could lead out of the cache: remove it, or set HF_HOME to another place"
-            )
+            what = "is a link, which could lead out of the cache: remove it, or set HF_HOME to another place"
+            raise CheckpointError(f"{step} {what}")
     folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextlib.contextmanager
 def written_aside(path: Path) -> Iterator[BinaryIO]:
-    """A new file beside ``path``, which becomes ``path`` when all is written and on disk. Links are replaced, not followed."""
+    """A new file beside ``path`` that becomes ``path`` when all is written and synced. A link is replaced, not followed."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.incomplete")
     try:
         with new.open("xb") as stream:
@@ -98,20 +97,20 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
 
 
 def remember_ref(repo: str, revision: str, commit: str) -> None:
-    """Note what a branch or tag points to, as the client does, so that it can be resolved offline."""
+    """Record what a branch or tag points to, as the client does, so that it can be resolved offline."""
     ref = storage(repo) / "refs" / revision
     if not COMMIT.fullmatch(revision) and cached_snapshot(repo, revision) != snapshot(repo, commit):
         _note(storage(repo), ref, commit.encode())
 
 
 def remember_listing(folder: Path, declared: Mapping[str, Declared]) -> None:
-    """Note what the Hub declared of a snapshot's files."""
+    """Record what the Hub declared of a snapshot's files."""
     rows = {name: asdict(row) for name, row in sorted(declared.items())}
     _note(folder.parents[1], _listing(folder), json.dumps({"files": rows}, indent=1).encode())
 
 
 def recorded_listing(folder: Path) -> dict[str, Declared]:
-    """What was noted of a snapshot's files; empty if nothing was, as for a cache that another program filled."""
+    """What was recorded of a snapshot's files; empty in a cache that another program filled."""
     try:
         files = json.loads(_listing(folder).read_bytes())["files"]
         rows = {name: Declared(**row) for name, row in files.items()}
@@ -122,7 +121,7 @@ def recorded_listing(folder: Path) -> dict[str, Declared]:
 
 
 def declared_by_links(folder: Path) -> dict[str, Declared]:
-    """The hashes that the names of the blobs tell, for a snapshot that another program filled; "" where none does."""
+    """The hashes that are the names of the blobs, for a snapshot that another program filled; "" where there is none."""
     rows = {}
     for file in folder.iterdir():
         blob = Path(os.readlink(file)).name if file.is_symlink() else ""
@@ -132,10 +131,7 @@ def declared_by_links(folder: Path) -> dict[str, Declared]:
 
 
 def discard(file: Path) -> None:
-    """Remove a snapshot's entry, and the blob of the same repository that it points to; never what lies elsewhere.
-
-    What a user, or the client's store of shared blobs, may have put behind the blob stays.
-    """
+    """Remove a snapshot's entry, and the blob of the same repository that it points to; never what the blob may link to."""
     blobs = place(file)[0] / "blobs"
     if file.is_symlink():
         blob = Path(os.path.normpath(file.parent / os.readlink(file)))
@@ -149,7 +145,7 @@ def _listing(folder: Path) -> Path:
 
 
 def _note(top: Path, path: Path, content: bytes) -> None:
-    """Write a record of ours. A read-only cache costs one more request the next time, nothing more."""
+    """Write a record. In a read-only cache nothing is written, and the next load makes one more request."""
     with contextlib.suppress(OSError, CheckpointError):
         make_folder(top, path.parent)
         with written_aside(path) as stream:

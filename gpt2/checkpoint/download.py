@@ -1,12 +1,9 @@
-"""One file of a Hub repository -> the cache, resumed where it broke off and hashed before it gets its name there.
+"""Download one file of a Hub repository to the cache: resumed where it broke off, and hashed before it gets its name there.
 
-`huggingface_hub` (2.4) writes each try to a file with a name of its own and deletes it when the try fails; killed, it leaves
-the file and never looks at it again. So every file is fetched here, through the client's session (its proxies, certificates
-and token) and under its lock: the unfinished blob has one name for all tries, and whoever comes next asks for the rest by
-``Range``. No header of an answer is used as a name.
-
-The client's other transport, Xet, is faster on fast lines and cannot go on from a part. It is used (:mod:`gpt2.checkpoint.xet`)
-where there is no part yet, and this one where it fails.
+`huggingface_hub` (2.4) begins a broken download again. So every file is fetched here, through the client's session and under its
+lock: the unfinished blob has one name for all tries, and the next try asks for the rest by ``Range``. No header of an answer is
+used as a name. The client's other transport, Xet, is faster on fast lines, but cannot go on from a part. It is used
+(:mod:`gpt2.checkpoint.xet`) where there is no part yet, and this one where it fails.
 """
 
 import contextlib
@@ -20,16 +17,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gpt2.checkpoint.cache import HASH, Declared, make_folder, place, written_aside
-from gpt2.checkpoint.hub_api import raise_for_status, request_headers, session, wait_for_rate_limit
+from gpt2.checkpoint.hub_api import get, wait_for_rate_limit
 from gpt2.checkpoint.hub_errors import firm, no_hub, one_line
 from gpt2.checkpoint.verified import digest_of, mismatch, remember
 from gpt2.checkpoint.xet import fetch_by_xet
 from gpt2.errors import InputError
 
 PAUSES = (0.5, 1.0, 1.5)  # seconds before a broken download is taken up again, as long as nothing more arrives
-STALLED = 25.0  # seconds in which less than `LITTLE` arrives, over all tries: an end
+STALLED = 25.0  # seconds, over all tries, in which less than `LITTLE` arrives: then the download ends
 LITTLE = 1 << 12  # bytes
-ABANDONED = 24 * 3600  # seconds: a partial download that was not written to for so long is nobody's
+ABANDONED = 24 * 3600  # seconds: a partial download that was not written to for so long is abandoned
 
 log = logging.getLogger("gpt2")
 
@@ -37,11 +34,8 @@ log = logging.getLogger("gpt2")
 def fetch(repo: str, file: Path, declared: Declared, *, tries: int = 2) -> None:
     """Download ``file``, an entry of a snapshot of a model or data set, as the client would lay it out.
 
-    Two processes do not download the same: the second waits for the first. Where locks do not work (some network file
-    systems), both write the same bytes at the same places, and the hash is the judge.
-
-    Args:
-        tries: how many whole files with a wrong hash it takes to give up.
+    Of two processes the second waits for the first. Where locks do not work (some network file systems), both write the same
+    bytes at the same places, and the hash decides. After ``tries`` whole files with a wrong hash it gives up.
 
     Raises:
         CheckpointError: the Hub sends other bytes than it declares. The client's HTTPError: no answer, or a refusal. OSError.
@@ -83,10 +77,7 @@ def fetch(repo: str, file: Path, declared: Declared, *, tries: int = 2) -> None:
 
 
 def sweep(snapshot: Path, wanted: Iterable[Declared]) -> None:
-    """Remove what broken downloads of a repository left behind, the client's too, which goes on with none of it.
-
-    What the ``wanted`` files can be resumed from stays, however old it is.
-    """
+    """Remove old leftovers of broken downloads, the client's too, except those that the ``wanted`` files can be resumed from."""
     blobs = snapshot.parents[1] / "blobs"
     keep = {_part(blobs / declared.digest) for declared in wanted}
     if not blobs.is_symlink():
@@ -103,9 +94,9 @@ def _part(blob: Path) -> Path:
 
 
 def _complete(repo: str, file: Path, part: Path, declared: Declared, tries: int) -> None:
-    """Fill ``part`` up until it is what the Hub declared. A whole one that is not is deleted, and fetched anew once.
+    """Fill ``part`` until its hash is the declared one. A whole file with another hash is deleted, and fetched anew.
 
-    Of a large file for which the Hub declares git's hash alone, nothing else can be asked: it is used, with a warning.
+    A large file for which the Hub declares git's hash alone is used with a warning.
     """
     from huggingface_hub import hf_hub_url
 
@@ -126,11 +117,11 @@ def _complete(repo: str, file: Path, part: Path, declared: Declared, tries: int)
 
 
 def _open_part(part: Path) -> BinaryIO:
-    """The unfinished file, to read and write. Its name can be known beforehand: what is no regular file of its own is removed."""
+    """The unfinished file, to read and write. Somebody could plant a link or pipe under its name: that is removed."""
 
     def opener(path: str, flags: int) -> int:
-        kept_off = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # where links or pipes can be planted
-        return os.open(path, flags | os.O_CREAT | kept_off, 0o666)
+        safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # where the system has them
+        return os.open(path, flags | os.O_CREAT | safe, 0o666)
 
     with contextlib.suppress(FileNotFoundError):
         if not _is_own(part.lstat()):
@@ -149,8 +140,8 @@ def _is_own(entry: os.stat_result) -> bool:
 def _download(url: str, out: BinaryIO, size: int) -> None:
     """Append to ``out`` what is missing of a file of ``size`` bytes, over as many connections as that takes.
 
-    What has arrived is on disk at any moment, whatever ends this process. A server that refuses a ``Range`` is asked for all of
-    it from then on. Raises the client's HTTPError when the server refuses that, or when nothing new arrives any more.
+    Each chunk is on disk at once. A server that refuses a ``Range`` is asked for all of the file from then on. Raises the
+    client's HTTPError when the server refuses that, or when nothing new arrives any more.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
@@ -160,12 +151,10 @@ def _download(url: str, out: BinaryIO, size: int) -> None:
     fruitless, waited, ranges, since = 0, 0.0, True, time.monotonic()
     with tqdm(total=size, initial=end, unit="B", unit_scale=True, desc=url.rpartition("/")[2], disable=None) as bar:
         while (end := out.seek(0, os.SEEK_END)) < size:
-            headers = request_headers() | {"Accept-Encoding": "identity"}
-            headers |= {"Range": f"bytes={end}-"} if end and ranges else {}
+            headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={end}-"} if end and ranges else {})
             broken: HTTPError | None = None
             try:
-                with session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as answer:
-                    raise_for_status(answer)
+                with get(url, constants.HF_HUB_DOWNLOAD_TIMEOUT, headers=headers) as answer:
                     if answer.status_code not in (200, 206):
                         raise HTTPError(f"answer {answer.status_code} without a file")
                     if answer.status_code == 200:  # all of it, whatever was asked for

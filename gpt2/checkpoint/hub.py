@@ -1,17 +1,16 @@
-"""A model's name -> the local directory that holds it: embedded, a path, or a repository on the Hub.
+"""Find the local files behind a model's name: embedded, a path, or a repository on the Hub; and single files of data sets.
 
-`huggingface_hub` lends its session, its settings and the layout of its cache. What it does not do is added in the files beside
-this one, because without it a load can be wrong, or hang, or begin again at the first of six gigabytes: `hub_api.py` asks,
-`download.py` fetches, `verified.py` hashes, `cache.py` knows the folders.
+`huggingface_hub` lends its session, its settings and the layout of its cache. The files beside this one add what it lacks:
+`hub_api.py` asks, `download.py` fetches and resumes, `verified.py` hashes, `cache.py` knows the folders.
 
-**Integrity.** Every file is hashed on its first load against what the Hub declares in the commit's listing, of which a record is
-kept. In a cache that another program filled, the name of the blob that a snapshot's link points to tells the hash.
+**Integrity.** Every file is hashed on its first load against what the Hub declares in the commit's listing, which is recorded.
+In a cache that another program filled, the name of the blob that a snapshot's link points to is the hash.
 
-**Economy.** One form of the weights is downloaded, safetensors before a pickle, and nothing else than a config and tokenizer
-files. The whole listing tells a repository without usable weights before anything is downloaded.
+**Economy.** One form of the weights is downloaded, safetensors before a pickle, with config and tokenizer files alone. The
+listing shows a repository without usable weights before anything is downloaded.
 
-**Contact.** Offline, or with a complete snapshot of a pinned commit, no request is made at all. With a warm cache and a
-branch's name it is one: where does the branch point? A complete cache is used as it is, so it may be read-only.
+**Contact.** Offline, or with a complete snapshot of a pinned commit, no request is made. With a warm cache and a branch's name it
+is one: where does the branch point? A complete cache is used as it is, so it may be read-only.
 """
 
 import functools
@@ -19,7 +18,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2.checkpoint.cache import (
@@ -44,14 +43,8 @@ from gpt2.errors import CheckpointError, InputError
 
 # What is downloaded beside the weights. Repositories also hold TensorFlow, Flax, Rust and ONNX copies of everything.
 SMALL = (
-    "config.json",
-    "generation_config.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
+    *("config.json", "generation_config.json", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json"),
 )
 # The weights: the first of these that is there, with what belongs to it, and none of the others.
 WEIGHTS = {
@@ -71,20 +64,21 @@ log = logging.getLogger("gpt2")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a checkpoint lies, once its name is resolved."""
+    """The place of a checkpoint on this machine."""
 
-    name: str  # what was resolved: "openai-community/gpt2", "shakespeare-mini", or the path as written
-    path: Path  # local directory (or single file) holding the checkpoint
+    name: str  # "openai-community/gpt2", "shakespeare-mini", or the path as written
+    path: Path  # directory, or single file
     revision: str | None  # the 40-hex commit for a Hub repository, else None
-    declared: Mapping[str, Declared] = field(default_factory=dict)  # what the Hub says of the files there, by name
 
 
 def resolve(name: str, *, revision: str | None = None, offline: bool = False) -> Source:
     """The local files behind a model name, downloaded and verified where they come from the Hub.
 
-    An official short name means the official repository even where a folder of that name exists (this project's own root
-    has a ``gpt2/``): write ``./gpt2`` for the folder. Any other existing path comes before a repository ``org/name``.
-    Raises InputError, or CheckpointError when the files are not what the Hub declared.
+    An official short name means the official repository even where a folder of that name exists: write ``./gpt2`` for the
+    folder. Any other existing path comes before a repository ``org/name``.
+
+    Raises:
+        InputError: no such model, or the Hub does not answer. CheckpointError: the files are not what the Hub declared.
     """
     return locate(ModelName.parse(name, revision=revision), offline=offline)
 
@@ -122,10 +116,9 @@ def _from_hub(repo: str, revision: str, offline: bool) -> Source:
         files = _choose(repo, declared)
         _verify(repo, folder, files, declared, online)
         if others := other_than_official(repo, {name: declared[name].digest for name in files}):
-            _warn_once(
-                f"{repo} at {folder.name[:12]} has other files than the official ones: {', '.join(others)} (sha256 differs)"
-            )
-    return Source(repo, folder, folder.name, {name: declared[name] for name in files})
+            what = f"has other files than the official ones: {', '.join(others)} (sha256 differs)"
+            _warn_once(f"{repo} at {folder.name[:12]} {what}")
+    return Source(repo, folder, folder.name)
 
 
 @functools.cache
@@ -135,7 +128,7 @@ def _warn_once(message: str) -> None:
 
 
 def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, Declared], bool]:
-    """The folder with the files, what is declared of them, and whether the Hub may be asked for one of them again."""
+    """The folder with the files, their declared hashes, and whether the Hub may be asked for one of them again."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HTTPError
 
@@ -168,7 +161,7 @@ def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, 
 
 
 def _complete(repo: str, revision: str) -> tuple[Path, dict[str, Declared]] | None:
-    """The cached snapshot and what is declared of its files; None where it is not there, or files are missing. No request."""
+    """The cached snapshot and its files' declared hashes; None where it, or a file of it, is missing. Makes no request."""
     folder = cached_snapshot(repo, revision)
     if folder is None:
         return None
@@ -181,7 +174,7 @@ def _complete(repo: str, revision: str) -> tuple[Path, dict[str, Declared]] | No
 
 
 def _not_cached(repo: str, revision: str) -> InputError:
-    """What to say offline where the cache cannot serve."""
+    """The error of a load offline that the cache cannot serve."""
     from huggingface_hub import constants
 
     folder = cached_snapshot(repo, revision)
@@ -194,10 +187,7 @@ def _not_cached(repo: str, revision: str) -> InputError:
 
 
 def _choose(repo: str, names: Collection[str]) -> list[str]:
-    """The files to download of all that a repository holds, the weights last: one form of them, safetensors before a pickle.
-
-    Raises CheckpointError for a repository that cannot be loaded, before its gigabytes are fetched.
-    """
+    """The files of a repository to download, the weights last. Raises CheckpointError for one that cannot be loaded."""
     small = [name for name in SMALL if name in names]
     first = next((name for name in WEIGHTS if name in names), None)
     if first is not None:
@@ -212,15 +202,15 @@ def _choose(repo: str, names: Collection[str]) -> list[str]:
         return small + alone
     kinds = r"[\w./+-]+\.(safetensors|bin|h5|msgpack|ot|onnx|pth?|ckpt|index|gguf)"
     others = sorted(name for name in names if re.fullmatch(kinds, name, re.ASCII))
-    found = f"only {', '.join(others[:3])}{' and more' * (len(others) > 3)}" if others else "no weights to load"
+    there = f"only {', '.join(others[:3])}{' and more' * (len(others) > 3)}" if others else "no weights to load"
     advice = "choose a revision that has it (refs/pr/N often does), or fetch the files yourself and give the directory"
     if alone:
         advice = f"fetch the right one of these {len(alone)} yourself, and give its path"
-    raise CheckpointError(f"{repo} has no model.safetensors ({found}): {advice}")
+    raise CheckpointError(f"{repo} has no model.safetensors ({there}): {advice}")
 
 
 def _verify(repo: str, folder: Path, files: list[str], declared: Mapping[str, Declared], online: bool) -> None:
-    """Hash what was not hashed before. A damaged file is fetched once more if ``online``, then refused."""
+    """Hash the files that were not hashed before. A damaged one is fetched once more if ``online``, then refused."""
     for name in files:
         file, expected = folder / name, declared[name].digest
         if not HASH.fullmatch(expected):
@@ -237,3 +227,45 @@ def _verify(repo: str, folder: Path, files: list[str], declared: Mapping[str, De
         log.info("%s: %s instead of %s, fetching it again", file, actual, expected)
         discard(file)
         fetch(repo, file, declared[name], tries=1)
+
+
+@dataclass(frozen=True)
+class DatasetFile:
+    """A file of a data set on the Hub, known by its hash, so that what is measured on it means the same everywhere."""
+
+    repo: str  # "org/name"
+    commit: str  # 40 hex
+    path: str
+    sha256: str
+    size: int  # bytes
+
+
+def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
+    """The file in the Hub's cache on this machine, its hash verified; downloaded where it is not there yet.
+
+    Raises:
+        InputError: it is not in the cache, and the Hub does not answer or must not be asked. CheckpointError: wrong bytes.
+    """
+    with explained(file.repo, file.commit):
+        from huggingface_hub import constants
+        from huggingface_hub.errors import HTTPError
+
+        local = snapshot(file.repo, file.commit, "dataset") / file.path
+        if local.is_file() and digest(local, file.sha256) == file.sha256:
+            return local
+        way_out = f"fetch {file.path} of the data set {file.repo} yourself, and put it at {local}"
+        if offline or constants.is_offline_mode():
+            what = "a damaged copy" if local.is_file() else "no copy"
+            raise InputError(
+                f"offline, and the cache {constants.HF_HUB_CACHE} holds {what} of {file.path} of {file.repo}: run once online "
+                f"(no --offline, no HF_HUB_OFFLINE=1), or {way_out}"
+            )
+        try:  # this question is limited in time, the download is not
+            commit_of(file.repo, file.commit, "dataset")
+        except HTTPError as error:
+            if firm(error):
+                raise
+            raise unreachable(file.repo, error, f"or {way_out}") from error
+        discard(local)
+        fetch(file.repo, local, Declared(file.sha256, file.size))
+        return local

@@ -1,22 +1,22 @@
-"""What a load asks a Hub: which commit is a branch, and which files does it hold?
+"""Ask a Hub which commit a branch is, and which files it holds.
 
-Requests go through the client's session (`huggingface_hub`), so that its proxies, certificates and token hold. The client's own
+Requests go through the client's session (`huggingface_hub`), with its proxies, certificates and token. The client's own
 functions are not used: they take a commit and a hash from the answer as parts of a path, follow the next page of a listing to
-any host with the token, and have no limit on time or size. Nothing is taken from an answer here that does not have the one form
-it must have.
+any host with the token, and have no limit on time or size. Here every part of an answer is checked before it is used.
 
-**Patience.** The client tries a dead server for 23 seconds. Here each answer has a limit in wall-clock time: 3 s where the cache
-can serve instead, else the client's 10 s (``HF_HUB_ETAG_TIMEOUT`` overrides both). A Hub that asks to wait (429) is waited for,
-up to a minute in all.
+**Patience.** Each answer has a limit in wall-clock time: 3 s where the cache can serve instead, else the client's 10 s
+(``HF_HUB_ETAG_TIMEOUT`` overrides both). After a 429 the load waits as long as the Hub asks for, up to a minute in all.
 """
 
+import contextlib
 import json
 import logging
 import os
-import queue
 import threading
 import time
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from gpt2.checkpoint.cache import COMMIT, HASH, XET_HASH, Declared
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from httpx2 import Client, Response
     from huggingface_hub.errors import HfHubHTTPError
 
+T = TypeVar("T")
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
-Kind = Literal["model", "dataset"]
 
 WARM_PATIENCE = 3.0  # seconds for an answer, where the cache can serve
 MAX_WAIT = 60.0  # seconds that a Hub may ask to wait, in all
@@ -40,23 +40,21 @@ CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 log = logging.getLogger("gpt2")
 
 
-def commit_of(repo: str, revision: str, kind: Kind = "model", *, warm: bool = False) -> str:
-    """The commit that a branch, a tag or a short commit stands for now.
-
-    Args:
-        warm: whether the cache can serve instead; then the answer has less time.
+def commit_of(repo: str, revision: str, kind: Literal["model", "dataset"] = "model", *, warm: bool = False) -> str:
+    """The commit that a branch, a tag or a short commit stands for now. There is less time where ``warm``: the cache can serve.
 
     Raises:
-        InputError: whoever answers is no Hub. The client's HTTPError: no answer, or a refusal.
+        InputError: the answer is not a Hub's. The client's HTTPError: no answer, or a refusal.
     """
-    answer, _ = _ask(f"{_address(repo, kind)}/revision/{quote(revision, safe='')}", {}, _patience(warm), warm)
+    url = f"{_endpoint()}/api/{kind}s/{repo}/revision/{quote(revision, safe='')}"
+    answer, _ = _ask(url, {}, _patience(warm), warm)
     commit = answer.get("sha") if isinstance(answer, dict) else None
     if not (isinstance(commit, str) and COMMIT.fullmatch(commit)):
         raise no_hub("names no commit")
     return commit
 
 
-def list_files(repo: str, commit: str, kind: Kind = "model", *, warm: bool = False) -> dict[str, Declared]:
+def list_files(repo: str, commit: str, *, warm: bool = False) -> dict[str, Declared]:
     """All files of a commit by path, over all pages of the listing. Raises as :func:`commit_of` does."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -66,9 +64,8 @@ def list_files(repo: str, commit: str, kind: Kind = "model", *, warm: bool = Fal
     end = time.monotonic() + MAX_LISTING * seconds
     while query:
         try:
-            rows, link = _ask(
-                f"{_address(repo, kind)}/tree/{commit}", query, min(seconds, max(end - time.monotonic(), 0.1)), warm
-            )
+            left = max(end - time.monotonic(), 0.1)
+            rows, link = _ask(f"{_endpoint()}/api/models/{repo}/tree/{commit}", query, min(seconds, left), warm)
         except (RepositoryNotFoundError, RevisionNotFoundError):
             raise
         except HfHubHTTPError as error:
@@ -78,7 +75,7 @@ def list_files(repo: str, commit: str, kind: Kind = "model", *, warm: bool = Fal
         if not isinstance(rows, list):
             raise no_hub("its listing is no list")
         files |= dict(_row(row) for row in rows if not (isinstance(row, dict) and row.get("type") == "directory"))
-        try:  # the place in the listing, and not the address: it could lead to another host
+        try:  # only the place in the listing is taken: the address could lead to another host
             query = dict(parse_qsl(urlsplit(link).query))
         except ValueError as error:
             raise no_hub("its listing has no next page") from error
@@ -106,10 +103,6 @@ def _endpoint() -> str:
     from huggingface_hub import constants
 
     return constants.ENDPOINT
-
-
-def _address(repo: str, kind: Kind) -> str:
-    return f"{_endpoint()}/api/{kind}s/{repo}"
 
 
 def _patience(warm: bool) -> float:
@@ -153,45 +146,71 @@ def wait_for_rate_limit(error: "HfHubHTTPError", waited: float) -> float:
 
 
 def _answer(url: str, query: dict[str, str], seconds: float) -> tuple[JSON, str]:
-    """In a thread: a socket's timeout starts anew for every byte and for every address that a name resolves to, and does not
-    cover the name's lookup."""
+    """In a thread: a socket's timeout begins anew for every byte and every address of a name, and does not cover its lookup."""
     from huggingface_hub.errors import HTTPError
 
-    results: queue.SimpleQueue[tuple[bytes, str] | Exception] = queue.SimpleQueue()
     end = time.monotonic() + seconds
 
-    def request() -> None:
-        try:
-            headers = request_headers()
-            with session().stream("GET", url, params=query or None, headers=headers, timeout=seconds) as answer:
-                raise_for_status(answer)
-                body = bytearray()
-                for chunk in answer.iter_bytes():
-                    body += chunk
-                    if len(body) > MAX_ANSWER or time.monotonic() > end:
-                        break
-                results.put((bytes(body), str(answer.links.get("next", {}).get("url", ""))))
-        except Exception as error:  # whatever the client makes of such an answer
-            results.put(error)
+    def request() -> tuple[bytes, str]:
+        with get(url, seconds, query) as answer:
+            body = bytearray()
+            for chunk in answer.iter_bytes():
+                body += chunk
+                if len(body) > MAX_ANSWER or time.monotonic() > end:
+                    break
+            return bytes(body), str(answer.links.get("next", {}).get("url", ""))
 
-    threading.Thread(target=request, daemon=True).start()
+    future = in_thread(request)
+    if not wait([future], seconds + 0.5).done:
+        raise HTTPError(f"no answer in {seconds:g} s")
     try:
-        result = results.get(timeout=seconds + 0.5)
-    except queue.Empty:
-        raise HTTPError(f"no answer in {seconds:g} s") from None
-    if isinstance(result, (HTTPError, OSError, InputError)):
-        raise result
-    if isinstance(result, Exception):
-        raise no_hub(one_line(result)) from result
+        body, link = future.result()
+    except (HTTPError, OSError, InputError):
+        raise
+    except Exception as error:  # whatever the client makes of such an answer
+        raise no_hub(one_line(error)) from error
     if time.monotonic() > end:
         raise HTTPError(f"no whole answer in {seconds:g} s")
     try:
-        return json.loads(result[0]), result[1]
+        return json.loads(body), link
     except (ValueError, RecursionError) as error:
         raise no_hub("its answer is not JSON") from error
 
 
-def session() -> "Client":
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """What ``work`` will return; the program does not wait for its thread."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+@contextlib.contextmanager
+def get(
+    url: str, seconds: float, query: dict[str, str] | None = None, headers: dict[str, str] | None = None
+) -> "Iterator[Response]":
+    """A streamed answer of the client's session; ``seconds`` limit each step. Raises the client's exception for a refusal.
+
+    That exception is made from the status and a few headers: the body may have no end.
+    """
+    from huggingface_hub.utils import hf_raise_for_status
+
+    sent = request_headers() | (headers or {})
+    with _session().stream("GET", url, params=query or None, headers=sent, timeout=seconds) as answer:
+        if answer.status_code >= 400:
+            known = ("X-Error-Code", "X-Error-Message", "RateLimit", "RateLimit-Policy", "Retry-After")
+            said = {name: answer.headers[name][:200] for name in known if name in answer.headers}  # a number has a limit too
+            hf_raise_for_status(type(answer)(answer.status_code, headers=said, request=answer.request))
+        yield answer
+
+
+def _session() -> "Client":
     """The client's session. Raises InputError where a proxy or a certificate of the environment cannot be used."""
     from huggingface_hub.utils import get_session
 
@@ -214,13 +233,3 @@ def request_headers() -> dict[str, str]:
     if not (token.isascii() and token.isprintable()):
         raise InputError("the Hub's token holds characters that no token has: set HF_TOKEN again, or run `hf auth login`")
     return headers
-
-
-def raise_for_status(answer: "Response") -> None:
-    """The client's exception for a refusal. It is made from the status and a few headers: the body may have no end."""
-    from huggingface_hub.utils import hf_raise_for_status
-
-    if answer.status_code >= 400:
-        known = ("X-Error-Code", "X-Error-Message", "RateLimit", "RateLimit-Policy", "Retry-After")
-        headers = {name: answer.headers[name][:200] for name in known if name in answer.headers}  # a number has a limit too
-        hf_raise_for_status(type(answer)(answer.status_code, headers=headers, request=answer.request))

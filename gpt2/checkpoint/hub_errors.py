@@ -1,4 +1,4 @@
-"""Whatever goes wrong with the Hub, as one line that says what, where, and what to do."""
+"""Turn every failure of the Hub into one line that says what happened, where, and what to do."""
 
 import contextlib
 import os
@@ -12,13 +12,13 @@ from gpt2.errors import CheckpointError, InputError, printable
 if TYPE_CHECKING:
     from huggingface_hub.errors import HTTPError
 
-BUSY = (408, 429, 500, 502, 503, 504)  # what may be otherwise in a moment
+BUSY = (408, 429, 500, 502, 503, 504)  # answers that may change in a moment
 PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy", "http_proxy", "all_proxy")
 
 
 @contextlib.contextmanager
 def explained(repo: str, revision: str) -> Iterator[None]:
-    """Whatever goes wrong with the Hub inside, as an InputError or CheckpointError of one line."""
+    """Turn every failure of the Hub inside into an InputError or CheckpointError of one line."""
     check_environment()
     from huggingface_hub.errors import HFValidationError, HTTPError
 
@@ -31,7 +31,7 @@ def explained(repo: str, revision: str) -> Iterator[None]:
 
 
 def check_environment() -> None:
-    """Raise InputError for a variable that is no URL or no number: the client's own import, and transformers', would fail."""
+    """Raise InputError for a variable with which the client's own import, and transformers', would fail."""
     try:
         urlsplit(os.environ.get("HF_ENDPOINT", "")).port  # noqa: B018
     except ValueError as error:
@@ -43,21 +43,21 @@ def check_environment() -> None:
 
 
 def no_hub(why: str) -> InputError:
-    """What to say of an answer that no Hub gives."""
+    """The error of an answer that no Hub gives."""
     from huggingface_hub import constants
 
     return InputError(f"{constants.ENDPOINT} does not answer as a Hub does ({why}): check HF_ENDPOINT, or use --offline")
 
 
 def firm(error: "HTTPError") -> bool:
-    """Whether it is an answer that will stay: no such repository, no such revision, no access."""
+    """Whether the answer is final: no such repository, no such revision, no access."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return isinstance(error, HfHubHTTPError) and error.response.status_code not in BUSY
 
 
 def unreachable(repo: str, error: "HTTPError", way_out: str) -> InputError:
-    """What to say when nobody answers and the cache cannot serve."""
+    """The error of a Hub that does not answer, where the cache cannot serve."""
     from huggingface_hub import constants
 
     proxies = [name for name in PROXIES if os.environ.get(name)]
@@ -66,35 +66,34 @@ def unreachable(repo: str, error: "HTTPError", way_out: str) -> InputError:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message on one line, or its kind where it says nothing. Parts of it may be a server's words."""
+    """An exception's message on one line, made safe to print, or its class where it has none."""
     return printable(" ".join(str(error).split()), one_line=True)[:300] or type(error).__name__
 
 
 def _explain(repo: str, revision: str, error: Exception) -> InputError:
-    """The client's exception as one line that says what to do."""
     from huggingface_hub import constants, errors
 
-    if isinstance(error, errors.HFValidationError):
-        return InputError(f"{repo} cannot be a repository on the Hub: {one_line(error)}")
-    if isinstance(error, errors.RevisionNotFoundError):
-        return InputError(f"{repo} has no revision {revision!r}: name one of its branches, tags or commits")
-    if isinstance(error, errors.GatedRepoError):
-        page = f"{constants.ENDPOINT}/{repo}"
-        return InputError(f"{repo} is gated: accept its terms at {page}, then run `hf auth login` or set HF_TOKEN")
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return InputError(
-            f"no repository {repo} at {constants.ENDPOINT}, and no such path here{did_you_mean(repo, OFFICIAL.values())}: "
-            "check the spelling; a private one needs `hf auth login` or HF_TOKEN"
-        )
-    if isinstance(error, errors.HfHubHTTPError):
-        status, token = error.response.status_code, "authorization" in error.response.request.headers
-        if status == 401 and token:
-            return InputError(f"{constants.ENDPOINT} refuses the token (401): correct HF_TOKEN, or run `hf auth login`")
-        check = "check HF_TOKEN and HF_ENDPOINT, or retry" if token else "check HF_ENDPOINT, or retry"
-        return InputError(f"{constants.ENDPOINT} answers {status} for {repo}: {check}")
-    if isinstance(error, errors.HTTPError):
-        cause = one_line(error.__cause__ or error)
-        return InputError(f"the download of {repo} broke off ({cause}): run it again, it goes on from where it was")
+    match error:
+        case errors.HFValidationError():
+            return InputError(f"{repo} cannot be a repository on the Hub: {one_line(error)}")
+        case errors.RevisionNotFoundError():
+            return InputError(f"{repo} has no revision {revision!r}: name one of its branches, tags or commits")
+        case errors.GatedRepoError():
+            page = f"{constants.ENDPOINT}/{repo}"
+            return InputError(f"{repo} is gated: accept its terms at {page}, then run `hf auth login` or set HF_TOKEN")
+        case errors.RepositoryNotFoundError():
+            hint = did_you_mean(repo, OFFICIAL.values())
+            what = f"no repository {repo} at {constants.ENDPOINT}, and no such path here{hint}"
+            return InputError(f"{what}: check the spelling; a private one needs `hf auth login` or HF_TOKEN")
+        case errors.HfHubHTTPError():
+            status, token = error.response.status_code, "authorization" in error.response.request.headers
+            if status == 401 and token:
+                return InputError(f"{constants.ENDPOINT} refuses the token (401): correct HF_TOKEN, or run `hf auth login`")
+            check = "check HF_TOKEN and HF_ENDPOINT, or retry" if token else "check HF_ENDPOINT, or retry"
+            return InputError(f"{constants.ENDPOINT} answers {status} for {repo}: {check}")
+        case errors.HTTPError():
+            cause = one_line(error.__cause__ or error)
+            return InputError(f"the download of {repo} broke off ({cause}): run it again, it goes on from where it was")
     return CheckpointError(
         f"cannot store or read {repo} in the cache {constants.HF_HUB_CACHE} ({one_line(error)}): "
         "check its disk and permissions, or set HF_HOME to another place"

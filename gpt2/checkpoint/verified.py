@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,12 +39,12 @@ def digest_of(stream: BinaryIO, expected: str, file: Path) -> str:
     ``file`` is the name for a warning, where only the pointer's hash is known.
     """
     if len(expected) == 64:
-        return _hashed(stream, hashlib.sha256)
+        return _hashed(stream, hashlib.sha256())
     size = os.fstat(stream.fileno()).st_size
-    git = _hashed(stream, lambda: hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False))
+    git = _hashed(stream, hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False))
     if git == expected:
         return git
-    sha256 = _hashed(stream, hashlib.sha256)
+    sha256 = _hashed(stream, hashlib.sha256())
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
     if hashlib.sha1(b"blob %d\0" % len(pointer) + pointer, usedforsecurity=False).hexdigest() != expected:
         return git
@@ -63,9 +62,11 @@ def mismatch(repo: str, name: str, actual: str, expected: str, advice: str) -> C
     return CheckpointError(f"{repo}: {name} hashes to {actual}, the Hub declares {expected}: {advice}")
 
 
-def _hashed(stream: BinaryIO, hasher: "Callable[[], hashlib._Hash]") -> str:
+def _hashed(stream: BinaryIO, hasher: "hashlib._Hash") -> str:
     stream.seek(0)
-    return hashlib.file_digest(stream, hasher).hexdigest()
+    while chunk := stream.read(1 << 20):
+        hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def _stamp(file: Path, stat: os.stat_result) -> str:
@@ -73,7 +74,7 @@ def _stamp(file: Path, stat: os.stat_result) -> str:
 
 
 def _record(expected: str) -> Path:
-    """Where the stamps of all files that were seen to have this hash are kept, a line each."""
+    """The file with the stamps of all files that had this hash, a line each."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HOME, "gpt2-toolkit", "verified", expected)

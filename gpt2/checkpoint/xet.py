@@ -1,21 +1,20 @@
-"""One large file over Xet, the Hub's storage by chunks, through the client's own library (`hf_xet`).
+"""Download one large file over Xet, the Hub's storage by chunks, through the client's own library (`hf_xet`).
 
-Over a fast line it is several times faster than one connection. It checks no sha256, keeps nothing of a transfer that breaks off,
-and retries a dead storage for minutes. So its result is hashed here, and a transfer that brings nothing for a while is given up
-for :mod:`gpt2.checkpoint.download`.
+Over a fast line it is several times faster than one connection. But it checks no sha256, keeps nothing of a transfer that breaks
+off, and retries a dead storage for minutes. So its result is hashed here, and a transfer that brings nothing for a while is given
+up for :mod:`gpt2.checkpoint.download`.
 """
 
 import logging
 import os
-import queue
 import secrets
-import threading
 import time
+from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2.checkpoint.cache import Declared, place
-from gpt2.checkpoint.hub_api import raise_for_status, request_headers, session
+from gpt2.checkpoint.hub_api import get, in_thread, request_headers
 from gpt2.checkpoint.hub_errors import one_line
 from gpt2.checkpoint.verified import digest_of
 
@@ -28,7 +27,7 @@ log = logging.getLogger("gpt2")
 
 
 def fetch_by_xet(repo: str, file: Path, part: Path, declared: Declared) -> bool:
-    """Download a snapshot's entry to ``part``, and say whether that worked: the bytes there have the declared sha256.
+    """Download a snapshot's entry to ``part``; return whether that worked: the bytes there have the declared sha256.
 
     It is not tried where a part of the file is there already, or where the client has no Xet (``HF_HUB_DISABLE_XET``).
     """
@@ -62,25 +61,12 @@ def _transfer(repo: str, commit: str, aside: Path, declared: Declared) -> None:
     from huggingface_hub.utils._xet import abort_xet_session
 
     groups: list[XetFileDownloadGroup] = []
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            _download(repo, commit, aside, declared, groups)
-            ended.put(None)
-        except BaseException as error:
-            ended.put(error)
-
-    threading.Thread(target=work, daemon=True).start()
+    transfer = in_thread(lambda: _download(repo, commit, aside, declared, groups))
     arrived, since = 0, time.monotonic()
     with tqdm(total=declared.size, unit="B", unit_scale=True, desc="over Xet", disable=None) as bar:
         try:
-            while True:
-                try:
-                    error = ended.get(timeout=0.1)
-                    break
-                except queue.Empty:
-                    progress = groups[0].progress() if groups else None
+            while not wait([transfer], 0.1).done:
+                progress = groups[0].progress() if groups else None
                 now = progress.total_transfer_bytes_completed if progress else 0
                 if now > arrived:
                     bar.update(now - arrived)
@@ -90,11 +76,11 @@ def _transfer(repo: str, commit: str, aside: Path, declared: Declared) -> None:
         except BaseException:
             abort_xet_session()
             raise
-    if error is not None:
-        raise error
+    transfer.result()
 
 
 def _download(repo: str, commit: str, aside: Path, declared: Declared, groups: "list[XetFileDownloadGroup]") -> None:
+    """Have the library write the file; its group is put into ``groups``, to be asked for its progress."""
     from hf_xet import XetFileInfo
     from huggingface_hub.utils._xet import (
         XetTokenType,
@@ -106,8 +92,7 @@ def _download(repo: str, commit: str, aside: Path, declared: Declared, groups: "
 
     headers = request_headers()
     token = xet_connection_info_refresh_url(token_type=XetTokenType.READ, repo_id=repo, repo_type="model", revision=commit)
-    with session().stream("GET", token, headers=headers, timeout=PATIENCE) as answer:
-        raise_for_status(answer)
+    with get(token, PATIENCE) as answer:
         storage = parse_xet_connection_info_from_headers(answer.headers)
     if storage is None:
         raise ValueError("no storage is named")
