@@ -10,14 +10,16 @@ Only the instructions that tensors and plain values take are read, in protocols 
 
 from __future__ import annotations
 
-import pickle
-import struct
-from collections.abc import Callable, Collection
+import io
+import pickletools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from gpt2.checkpoint.containers import Damaged
 
+OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
+UNKNOWN = OPCODES[b"I"]  # of protocol 0, which is not read
 # Per pickle. nanoGPT's ckpt.pt of GPT-2 XL, with the optimizer's state, takes 70,000 instructions.
 INSTRUCTIONS_LIMIT = 1_000_000
 # Of a dict's keys. Not tuples: hashing one nested a million deep overflows C's stack.
@@ -78,39 +80,19 @@ def read_pickle(data: bytes, allowed: Collection[str], start: int = 0) -> Pickle
     """
     machine = _Machine(data, allowed, start)
     try:
-        return Pickle(machine.run(), machine.persistent, machine.at)
+        return Pickle(machine.run(), machine.persistent, machine.stream.tell())
     except (IndexError, KeyError, TypeError):
-        raise Damaged(f"makes no sense at byte {machine.at:,} of its pickle") from None
-    except UnicodeDecodeError:
-        raise Damaged(f"has text that is not UTF-8 at byte {machine.at:,} of its pickle") from None
+        raise Damaged(f"makes no sense at byte {machine.stream.tell():,} of its pickle") from None
 
 
 class _Machine:
     def __init__(self, data: bytes, allowed: Collection[str], start: int) -> None:
-        self.data, self.allowed, self.at = data, allowed, start
+        self.stream, self.allowed = io.BytesIO(data), allowed
+        self.stream.seek(start)
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self.persistent: list[Any] = []
-
-    def take(self, count: int) -> bytes:
-        end = self.at + count
-        if end > len(self.data):
-            raise Damaged("has a pickle that is cut short")
-        start, self.at = self.at, end
-        return self.data[start:end]
-
-    def number(self, size: int, *, signed: bool = False) -> int:
-        return int.from_bytes(self.take(size), "little", signed=signed)
-
-    def text(self, size: int) -> str:
-        return str(self.take(size), "utf-8")
-
-    def line(self) -> str:
-        end = self.data.find(b"\n", self.at, self.at + 1000)
-        if end < 0:
-            raise Damaged("has a pickle that is cut short")
-        return self.text(end + 1 - self.at)[:-1]
 
     def above_mark(self) -> list[Any]:
         at = self.marks.pop()
@@ -136,7 +118,7 @@ class _Machine:
         before = len(target)
         target.update(zip(keys, values, strict=True))
         if len(target) != before + len(keys):
-            raise Damaged(f"has a key twice before byte {self.at:,} of its pickle")
+            raise Damaged(f"has a key twice before byte {self.stream.tell():,} of its pickle")
 
     def call(self, function: Any, args: Any) -> Any:
         if type(function) is not Name or type(args) is not tuple:
@@ -150,77 +132,80 @@ class _Machine:
         self.store(result, [key for key, _ in pairs], [value for _, value in pairs])
         return result
 
+    def argument(self, opcode: pickletools.OpcodeInfo) -> Any:
+        """The text, bytes or number behind an instruction."""
+        assert opcode.arg is not None
+        try:
+            argument = opcode.arg.reader(self.stream)
+            if isinstance(argument, str):
+                argument.encode()  # fails on half a surrogate pair, which is no text
+        except UnicodeError:
+            raise Damaged(f"has text that is not UTF-8 at byte {self.stream.tell():,} of its pickle") from None
+        except ValueError:
+            raise Damaged("has a pickle that is cut short") from None
+        return argument
+
     def run(self) -> Any:
         stack, memo = self.stack, self.memo
         for _ in range(INSTRUCTIONS_LIMIT):
-            match op := self.take(1):
-                case _ if op in _VALUES:
-                    stack.append(_VALUES[op](self))
-                case pickle.BINPUT | pickle.LONG_BINPUT:
-                    memo[self.number(1 if op == pickle.BINPUT else 4)] = stack[-1]
-                case pickle.BINGET | pickle.LONG_BINGET:
-                    stack.append(memo[self.number(1 if op == pickle.BINGET else 4)])
-                case pickle.MEMOIZE:
+            if not (code := self.stream.read(1)):
+                raise Damaged("has a pickle that is cut short")
+            opcode = OPCODES.get(code, UNKNOWN)
+            match opcode.name:
+                case "BINUNICODE" | "SHORT_BINUNICODE" | "SHORT_BINSTRING" | "SHORT_BINBYTES" | "BINBYTES":
+                    stack.append(self.argument(opcode))
+                case "BININT1" | "BININT2" | "BININT" | "LONG1" | "BINFLOAT":
+                    stack.append(self.argument(opcode))
+                case "NONE":
+                    stack.append(None)
+                case "NEWTRUE" | "NEWFALSE":
+                    stack.append(opcode.name == "NEWTRUE")
+                case "EMPTY_TUPLE":
+                    stack.append(())
+                case "EMPTY_LIST":
+                    stack.append([])
+                case "EMPTY_DICT":
+                    stack.append({})
+                case "BINPUT" | "LONG_BINPUT":
+                    memo[self.argument(opcode)] = stack[-1]
+                case "BINGET" | "LONG_BINGET":
+                    stack.append(memo[self.argument(opcode)])
+                case "MEMOIZE":
                     memo[len(memo)] = stack[-1]
-                case pickle.MARK:
+                case "MARK":
                     self.marks.append(len(stack))
-                case pickle.TUPLE:
+                case "TUPLE":
                     stack.append(tuple(self.above_mark()))
-                case pickle.TUPLE1 | pickle.TUPLE2 | pickle.TUPLE3:
-                    length = 1 + (pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3).index(op)
-                    stack.append(tuple(stack.pop() for _ in range(length))[::-1])
-                case pickle.SETITEM:
+                case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                    stack.append(tuple(stack.pop() for _ in range(int(opcode.name[-1])))[::-1])
+                case "SETITEM":
                     value, key = stack.pop(), stack.pop()
                     self.store(stack[-1], [key], [value])
-                case pickle.SETITEMS:
+                case "SETITEMS":
                     items = self.above_mark()
                     self.store(stack[-1], items[::2], items[1::2])
-                case pickle.APPEND:
-                    item = stack.pop()
-                    list.append(stack[-1], item)
-                case pickle.APPENDS:
-                    items = self.above_mark()
+                case "APPEND" | "APPENDS":
+                    items = [stack.pop()] if opcode.name == "APPEND" else self.above_mark()
                     list.extend(stack[-1], items)
-                case pickle.GLOBAL:
-                    stack.append(self.name(self.line(), self.line()))
-                case pickle.STACK_GLOBAL:
+                case "GLOBAL":
+                    stack.append(self.name(*self.argument(opcode).split(" ", 1)))
+                case "STACK_GLOBAL":
                     name, module = stack.pop(), stack.pop()
                     stack.append(self.name(module, name))
-                case pickle.INST:
-                    raise ForbiddenName(f"{self.line()}.{self.line()}")
-                case pickle.REDUCE | pickle.NEWOBJ:
+                case "INST":
+                    raise ForbiddenName(self.argument(opcode).replace(" ", ".", 1))
+                case "REDUCE" | "NEWOBJ":
                     args, function = stack.pop(), stack.pop()
                     stack.append(self.call(function, args))
-                case pickle.BUILD:
+                case "BUILD":
                     del stack[-1]
-                case pickle.BINPERSID:
+                case "BINPERSID":
                     stack[-1] = Persistent(stack[-1])
                     self.persistent.append(stack[-1].id)
-                case pickle.PROTO | pickle.FRAME:
-                    self.take(1 if op == pickle.PROTO else 8)
-                case pickle.STOP:
+                case "PROTO" | "FRAME":
+                    self.argument(opcode)
+                case "STOP":
                     return stack.pop()
                 case _:
-                    raise Damaged(f"has an instruction {op!r} in its pickle that no tensors need")
+                    raise Damaged(f"has an instruction {code!r} in its pickle that no tensors need")
         raise Damaged(f"has more than {INSTRUCTIONS_LIMIT:,} instructions in its pickle")
-
-
-# The instructions that push a plain value.
-_VALUES: dict[bytes, Callable[[_Machine], Any]] = {
-    pickle.BINUNICODE: lambda machine: machine.text(machine.number(4)),
-    pickle.SHORT_BINUNICODE: lambda machine: machine.text(machine.number(1)),
-    pickle.SHORT_BINSTRING: lambda machine: str(machine.take(machine.number(1)), "latin-1"),  # Python 2's str
-    pickle.SHORT_BINBYTES: lambda machine: machine.take(machine.number(1)),
-    pickle.BINBYTES: lambda machine: machine.take(machine.number(4)),
-    pickle.BININT1: lambda machine: machine.number(1),
-    pickle.BININT2: lambda machine: machine.number(2),
-    pickle.BININT: lambda machine: machine.number(4, signed=True),
-    pickle.LONG1: lambda machine: machine.number(machine.number(1), signed=True),
-    pickle.BINFLOAT: lambda machine: struct.unpack(">d", machine.take(8))[0],
-    pickle.NONE: lambda machine: None,
-    pickle.NEWTRUE: lambda machine: True,
-    pickle.NEWFALSE: lambda machine: False,
-    pickle.EMPTY_TUPLE: lambda machine: (),
-    pickle.EMPTY_LIST: lambda machine: [],
-    pickle.EMPTY_DICT: lambda machine: {},
-}
