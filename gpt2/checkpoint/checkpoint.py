@@ -51,18 +51,11 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def reader(self, *, mapped: bool = True) -> Reader:
-        """A function that reads one parameter by its name in our model: as a view of the mapped file where ``mapped`` allows.
-
-        The memory that it keeps is freed with it.
-        """
+        """A function that reads one parameter by its name: a view of the mapped file where that can be and ``mapped`` allows."""
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's own tokenizer.
-
-        Raises:
-            InputError: there is none, or it is damaged.
-        """
+        """The checkpoint's own tokenizer. Raises InputError: there is none, or it is damaged."""
 
     @abstractmethod
     def files(self) -> dict[str, Path]:
@@ -79,11 +72,7 @@ class Checkpoint(ABC):
         return model_with(self.config, ((name, read(name, dtype).to(device)) for name in expected(self.config)))
 
     def own_tokenizer(self) -> Tokenizer | None:
-        """:meth:`tokenizer`; None where the checkpoint comes without one.
-
-        Raises:
-            InputError: it is damaged.
-        """
+        """:meth:`tokenizer`; None where the checkpoint comes without one. Raises InputError: it is damaged."""
         return self.tokenizer()
 
 
@@ -182,11 +171,7 @@ def open_path(
     dtype: torch.dtype | None = None,
     offline: bool = False,
 ) -> StoredCheckpoint:
-    """:func:`open_checkpoint` for a local directory or file. (The base of an adapter may lie elsewhere.)
-
-    Raises:
-        CheckpointError: as :func:`open_checkpoint`.
-    """
+    """:func:`open_checkpoint` for a local directory or file. (The base of an adapter may lie elsewhere.)"""
     name = str(path) if name is None else name
     if not is_adapter(path):
         files = open_weights(path)
@@ -204,11 +189,7 @@ def open_path(
 
 
 def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:
-    """The tokenizer beside the weights in ``path``, in a GGUF file, or else in the base of an adapter.
-
-    Raises:
-        InputError: there is none, or it is damaged.
-    """
+    """The tokenizer beside the weights, in a GGUF file, or in an adapter's base. Raises InputError: there is none, or damaged."""
     if is_adapter(path) and not holds_tokenizer(path):
         path = base_of(read_adapter(path), offline=offline)
     if path.is_file() or any(path.glob("*.gguf")):

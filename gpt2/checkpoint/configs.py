@@ -38,11 +38,7 @@ def read_config(path: Path) -> GPT2Config:
 
 
 def config_of(path: Path, files: Mapping[str, Container]) -> GPT2Config:
-    """The config of an opened checkpoint.
-
-    Raises:
-        CheckpointError: nothing states it, two sources disagree, or what they say makes no GPT-2.
-    """
+    """The config of an opened checkpoint. Raises CheckpointError: nothing states it, sources disagree, or it makes no GPT-2."""
     file = next(iter(files.values()), None)
     if isinstance(file, gguf_file.GGUFFile):
         return gguf_file.config_of(file)

@@ -94,10 +94,7 @@ def _part(blob: Path) -> Path:
 
 
 def _complete(repo: str, file: Path, part: Path, declared: Declared, tries: int) -> None:
-    """Fill ``part`` until its hash is the declared one. A whole file with another hash is deleted, and fetched anew.
-
-    A large file for which the Hub declares git's hash alone is used with a warning.
-    """
+    """Fill ``part`` until its hash is the declared one. A whole file with another hash is deleted, and fetched anew."""
     from huggingface_hub import hf_hub_url
 
     storage, commit, name = place(file)

@@ -116,11 +116,7 @@ def _load(name: str, revision: str | None, offline: bool) -> tuple[GPT2, Tokeniz
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of a checkpoint.
-
-    Raises:
-        NoTokenizer: there is none, or one that is neither byte-level BPE nor characters. InputError: it is damaged.
-    """
+    """The tokenizer of a checkpoint. Raises NoTokenizer: there is none, or a foreign one. InputError: it is damaged."""
     if isinstance(checkpoint, RandomCheckpoint):
         raise NoTokenizer("the weights are random")
     assert isinstance(checkpoint, StoredCheckpoint)

@@ -24,14 +24,11 @@ TENSORFLOW = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})", re.ASCII)
 
 
 def open_weights(path: Path) -> dict[str, Container]:
-    """Which open file holds each tensor of a checkpoint, given a directory or a file.
+    """The open file that holds each tensor of a checkpoint, given a directory or a file.
 
     The formats are safetensors and torch.save's (HF's ``.bin``, nanoGPT's ``ckpt.pt``, minGPT's), each in one file or in shards
-    with an index, OpenAI's TensorFlow files, and GGUF. The content of a file decides, not its name. In a directory that holds
-    several, safetensors come first.
-
-    Raises:
-        CheckpointError: no weights there, a shard missing, or shards that disagree with their index.
+    with an index, OpenAI's TensorFlow files, and GGUF. A file's content decides, not its name. Of several in a directory,
+    safetensors come first. Raises CheckpointError: no weights, a shard missing, or shards that disagree with their index.
     """
     if path.is_file():
         return _by_tensor([open_file(path)])

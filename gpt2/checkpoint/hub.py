@@ -21,18 +21,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt2.checkpoint.cache import (
-    COMMIT,
-    HASH,
-    Declared,
-    cached_snapshot,
-    declared_by_links,
-    discard,
-    recorded_listing,
-    remember_listing,
-    remember_ref,
-    snapshot,
-)
+from gpt2.checkpoint import cache
+from gpt2.checkpoint.cache import COMMIT, HASH, Declared
 from gpt2.checkpoint.download import fetch, sweep
 from gpt2.checkpoint.hub_api import commit_of, list_files
 from gpt2.checkpoint.hub_errors import explained, firm, one_line, unreachable
@@ -139,8 +129,8 @@ def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, 
         return *cached, False
     try:
         commit = revision if COMMIT.fullmatch(revision) else commit_of(repo, revision, warm=cached is not None)
-        folder = snapshot(repo, commit)
-        declared = recorded_listing(folder) or list_files(repo, commit, warm=cached is not None)
+        folder = cache.snapshot(repo, commit)
+        declared = cache.recorded_listing(folder) or list_files(repo, commit, warm=cached is not None)
     except HTTPError as error:
         if firm(error):
             raise
@@ -150,22 +140,22 @@ def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, 
         log.info("cannot reach %s (%s): using the cached %s", constants.ENDPOINT, one_line(error), cached[0])
         return *cached, False
     files = _choose(repo, declared)
-    if not recorded_listing(folder):
-        remember_listing(folder, {name: row for name, row in declared.items() if "/" not in name})
+    if not cache.recorded_listing(folder):
+        cache.remember_listing(folder, {name: row for name, row in declared.items() if "/" not in name})
     missing = [name for name in files if not (folder / name).is_file()]
     sweep(folder, [declared[name] for name in missing])
     for name in missing:
         fetch(repo, folder / name, declared[name])
-    remember_ref(repo, revision, commit)
+    cache.remember_ref(repo, revision, commit)
     return folder, declared, True
 
 
 def _complete(repo: str, revision: str) -> tuple[Path, dict[str, Declared]] | None:
     """The cached snapshot and its files' declared hashes; None where it, or a file of it, is missing. Makes no request."""
-    folder = cached_snapshot(repo, revision)
+    folder = cache.cached_snapshot(repo, revision)
     if folder is None:
         return None
-    declared = recorded_listing(folder) or declared_by_links(folder)
+    declared = cache.recorded_listing(folder) or cache.declared_by_links(folder)
     try:
         complete = all((folder / name).is_file() for name in _choose(repo, declared))
     except CheckpointError:  # another program fetched a part, a tokenizer for instance
@@ -177,7 +167,7 @@ def _not_cached(repo: str, revision: str) -> InputError:
     """The error of a load offline that the cache cannot serve."""
     from huggingface_hub import constants
 
-    folder = cached_snapshot(repo, revision)
+    folder = cache.cached_snapshot(repo, revision)
     there = sorted(file.name for file in folder.iterdir() if file.is_file()) if folder else []
     what = f"only a part of {repo} at {revision} ({', '.join(there[:4])})" if there else f"no copy of {repo} at {revision}"
     return InputError(
@@ -225,7 +215,7 @@ def _verify(repo: str, folder: Path, files: list[str], declared: Mapping[str, De
         if not online:
             raise mismatch(repo, name, actual, expected, "run once online")
         log.info("%s: %s instead of %s, fetching it again", file, actual, expected)
-        discard(file)
+        cache.discard(file)
         fetch(repo, file, declared[name], tries=1)
 
 
@@ -250,7 +240,7 @@ def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
         from huggingface_hub import constants
         from huggingface_hub.errors import HTTPError
 
-        local = snapshot(file.repo, file.commit, "dataset") / file.path
+        local = cache.snapshot(file.repo, file.commit, "dataset") / file.path
         if local.is_file() and digest(local, file.sha256) == file.sha256:
             return local
         way_out = f"fetch {file.path} of the data set {file.repo} yourself, and put it at {local}"
@@ -266,6 +256,6 @@ def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
             if firm(error):
                 raise
             raise unreachable(file.repo, error, f"or {way_out}") from error
-        discard(local)
+        cache.discard(local)
         fetch(file.repo, local, Declared(file.sha256, file.size))
         return local

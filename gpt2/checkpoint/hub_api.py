@@ -41,10 +41,9 @@ log = logging.getLogger("gpt2")
 
 
 def commit_of(repo: str, revision: str, kind: Literal["model", "dataset"] = "model", *, warm: bool = False) -> str:
-    """The commit that a branch, a tag or a short commit stands for now. There is less time where ``warm``: the cache can serve.
+    """The commit that a branch, a tag or a short commit stands for; in less time where ``warm``: the cache can serve.
 
-    Raises:
-        InputError: the answer is not a Hub's. The client's HTTPError: no answer, or a refusal.
+    Raises InputError: the answer is not a Hub's. The client's HTTPError: no answer, or a refusal.
     """
     url = f"{_endpoint()}/api/{kind}s/{repo}/revision/{quote(revision, safe='')}"
     answer, _ = _ask(url, {}, _patience(warm), warm)
@@ -195,10 +194,7 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 def get(
     url: str, seconds: float, query: dict[str, str] | None = None, headers: dict[str, str] | None = None
 ) -> "Iterator[Response]":
-    """A streamed answer of the client's session; ``seconds`` limit each step. Raises the client's exception for a refusal.
-
-    That exception is made from the status and a few headers: the body may have no end.
-    """
+    """A streamed answer; ``seconds`` limit each step. Raises the client's exception for a refusal, whose body is not read."""
     from huggingface_hub.utils import hf_raise_for_status
 
     sent = request_headers() | (headers or {})

@@ -57,11 +57,7 @@ def load_path(path: Path, *, dtype: torch.dtype | None = None, device: str | tor
 
 
 def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline: bool = False) -> Tokenizer:
-    """The tokenizer of a model, from the checkpoint's own files; names as in :func:`load`. The weights are not opened.
-
-    Raises:
-        InputError: no such model, no tokenizer files there, or damaged ones.
-    """
+    """The tokenizer of a model; names as in :func:`load`. Raises InputError: no such model, or no intact tokenizer files."""
     parsed = ModelName.parse(name, RUNS, revision=revision)
     if parsed.random is not None:
         return open_checkpoint(parsed).tokenizer()  # says that there is none
@@ -69,22 +65,14 @@ def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline:
 
 
 def require_vocabulary(tokenizer: Tokenizer, config: GPT2Config, name: str) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for. (Fewer are fine: some models are padded.)
-
-    Raises:
-        InputError: ``name`` has the tokenizer of another model.
-    """
+    """Raise InputError for a tokenizer with ids that the model has no embedding for. (Fewer are fine: some models are padded.)"""
     if tokenizer.n_vocab > config.vocab_size:
         entries = f"the tokenizer has {tokenizer.n_vocab:,} entries, the model {config.vocab_size:,}"
         raise InputError(f"{name}: wrong vocabulary, {entries}; put the model's own vocab.json and merges.txt there")
 
 
 def require_device(asked: str | torch.device) -> torch.device:
-    """The device as torch knows it, checked before gigabytes are fetched for it.
-
-    Raises:
-        InputError: this machine has no such device.
-    """
+    """The device, checked before gigabytes are fetched for it. Raises InputError: this machine has no such device."""
     try:
         device = torch.device(asked)
         torch.empty(0, device=device)

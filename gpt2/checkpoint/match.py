@@ -15,17 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gpt2.checkpoint import keys
 from gpt2.checkpoint.containers import Container, listed
-from gpt2.checkpoint.keys import (
-    CAUSAL_MASK,
-    MASKED_SCORE,
-    TIED_HEADS,
-    TRAINING_STATE,
-    expected,
-    from_file,
-    sizes,
-    without_leading_one,
-)
 from gpt2.config import GPT2Config
 from gpt2.errors import CheckpointError
 
@@ -67,12 +58,12 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
     Raises:
         CheckpointError: one line with everything that is missing, unexpected, misshapen, or not what it claims to be.
     """
-    wanted = expected(config)
+    wanted = keys.expected(config)
     sources: dict[str, str] = {}
     extras: dict[str, str] = {}
     twice: list[str] = []
     for key in files:
-        name = from_file(key)
+        name = keys.from_file(key)
         taken = sources if name in wanted else extras
         twice += [key] if name in taken else []
         taken[name] = key
@@ -87,11 +78,11 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
     }
     # Where tensors agree among themselves on another size than the config's, that explains many misfits in a few words.
     stated = {**vars(config), "n_inner": config.inner}
-    actual = sizes({name: entry.shape for name, entry in entries.items()})
+    actual = keys.sizes({name: entry.shape for name, entry in entries.items()})
     problems = [f"config says {key} {stated[key]}, the tensors {size}" for key, size in actual.items() if size != stated[key]]
-    problems += [f"{title}: {listed(keys)}" for title, keys in faults.items() if keys]
+    problems += [f"{title}: {listed(wrong)}" for title, wrong in faults.items() if wrong]
     shapes = {name: entries[name].shape for name in wanted if name in sources}
-    shapes |= {name: without_leading_one(shapes[name]) for name in matrices(wanted) if name in shapes}
+    shapes |= {name: keys.without_leading_one(shapes[name]) for name in matrices(wanted) if name in shapes}
     turned_shapes = {name: wanted[name][::-1] for name in matrices(wanted)}
     oblong = [name for name, shape in turned_shapes.items() if name in shapes and shape != wanted[name]]
     straight = [name for name in oblong if shapes[name] == wanted[name]]
@@ -117,15 +108,15 @@ def _drop(
     dropped: list[str] = []
     faults: dict[str, list[str]] = {}
     for name, key in extras.items():
-        if CAUSAL_MASK.fullmatch(name):
+        if keys.CAUSAL_MASK.fullmatch(name):
             empty, fault = _is_causal_mask(files[key], key), "not the causal mask"
-        elif MASKED_SCORE.fullmatch(name):
+        elif keys.MASKED_SCORE.fullmatch(name):
             empty, fault = files[key].entries[key].shape in ((), (1,)), "not a scalar"
-        elif name in TIED_HEADS:
+        elif name in keys.TIED_HEADS:
             same = embedding is not None and _same(files, key, embedding)
             empty, fault = same, "an untied head, which GPT-2 does not have"
         else:
-            empty, fault = bool(TRAINING_STATE.fullmatch(name)), "unexpected"
+            empty, fault = bool(keys.TRAINING_STATE.fullmatch(name)), "unexpected"
         (dropped if empty else faults.setdefault(fault, [])).append(key)
     return dropped, faults
 

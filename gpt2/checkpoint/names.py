@@ -40,12 +40,9 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def dtype_name(text: str, use: Mapping[str, str], where: str = "") -> str:
-    """torch's name of a dtype that is written as ``text``: ``"bf16"`` -> ``"bfloat16"``.
+    """torch's name of a dtype that is written as ``text``: ``"bf16"`` -> ``"bfloat16"``. Raises InputError: not in ``use``.
 
-    ``use`` has the allowed ones: ``RUNS``, ``VERIFIES`` or ``EXPORTS``. ``where`` is the model's name that ends in ``text``.
-
-    Raises:
-        InputError: unknown, or not allowed here.
+    ``use`` is ``RUNS``, ``VERIFIES`` or ``EXPORTS``; ``where`` is the model's name that ends in ``text``.
     """
     if text in use:
         return use[text]

@@ -105,8 +105,7 @@ def official_name(name: str) -> str | None:
 def official_files(hashes: Mapping[str, str], name: str = "") -> Official:
     """Compare a checkpoint's files, name to sha256, with the official ones of the model that they claim to be.
 
-    That model is the one that ``name`` says (:func:`official_name`), or else whose weights are there, or else whose
-    config.json is: every official model has its own.
+    That model is the one that ``name`` says (:func:`official_name`), or whose weights are there, or whose config.json is.
     """
     by_content = [*_holding(hashes, WEIGHTS), *_holding(hashes, ("config.json",))]
     model = official_name(name) or next(iter(by_content), None)
@@ -124,10 +123,9 @@ def _holding(hashes: Mapping[str, str], files: tuple[str, ...]) -> list[str]:
 
 
 def other_than_official(repository: str, declared: Mapping[str, str]) -> tuple[str, ...]:
-    """Which files of an official repository are not the official ones, by what the Hub declares; none for any other repository.
+    """The files of an official repository that are not the official ones, by the hashes that the Hub declares.
 
-    ``declared`` are sha256 for large files and git's hashes for small ones. A large file that a mirror declares by git's hash
-    alone is left out: that is the hash of a pointer to it, and nothing is known of it here.
+    Those are sha256 for large files and git's for small ones. A large file that a mirror declares by git's hash is left out.
     """
     known = OFFICIAL_FILES.get(official_name(repository) or "", {})
     official = {name: digest for name, digest in known.items() if len(declared.get(name, "")) == 64}

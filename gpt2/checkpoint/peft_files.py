@@ -58,11 +58,7 @@ class Adapter:
     factors: Mapping[str, tuple[str, str, float]]  # parameter ("h.0.attn.c_attn.weight") -> names of A and B, scale
 
     def require_fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse a base whose parameters have other ``shapes``.
-
-        Raises:
-            CheckpointError: the adapter was made for a model of another shape.
-        """
+        """Raise CheckpointError for a base whose parameters have other ``shapes``."""
         entries = self.file.entries
         made_for = {name: (entries[a].shape[1], entries[b].shape[0]) for name, (a, b, _) in self.factors.items()}
         odd = [
@@ -92,8 +88,7 @@ def is_adapter(path: Path) -> bool:
 def read_adapter(path: Path) -> Adapter:
     """Read a directory that PEFT wrote, or :func:`save_adapter`.
 
-    Raises:
-        CheckpointError: a file is missing or damaged, the two disagree, or the adapter does more than LoRA on projections does.
+    Raises CheckpointError: a file is missing or damaged, the two disagree, or the adapter does more than LoRA on projections.
     """
     where, config = path / CONFIG, read_json(path / CONFIG)
     _refuse_more_than_lora(config, where)
@@ -120,11 +115,7 @@ def read_adapter(path: Path) -> Adapter:
 
 
 def base_of(adapter: Adapter, *, offline: bool = False) -> Path:
-    """The path of the model that an adapter was made for, fetched if need be.
-
-    Raises:
-        CheckpointError: it names none, or one that cannot be loaded.
-    """
+    """The path of the base model, fetched if need be. Raises CheckpointError: none is named, or it cannot be loaded."""
     remedy = f"put the base model's name or path into base_model_name_or_path of {adapter.path / CONFIG}"
     if adapter.base is None:
         raise CheckpointError(f"it names none; {remedy}")
@@ -183,9 +174,7 @@ def save_adapter(model: GPT2, directory: Path, base: str | None) -> Path:
     """Write the adapters of ``model`` into ``directory`` as PEFT does; ``base`` is the name of the model that has them.
 
     ``PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), directory)`` opens it, and so does :func:`gpt2.load`.
-
-    Raises:
-        InputError: the model has no adapters.
+    Raises InputError: the model has no adapters.
     """
     adapted = adapters(model)
     if not adapted:

@@ -34,10 +34,7 @@ def digest(file: Path, expected: str) -> str:
 
 
 def digest_of(stream: BinaryIO, expected: str, file: Path) -> str:
-    """The hash of an open file: sha256, or git's if ``expected`` has 40 digits; that of its pointer if that is ``expected``.
-
-    ``file`` is the name for a warning, where only the pointer's hash is known.
-    """
+    """The hash of an open file: sha256, or git's if ``expected`` has 40 digits; that of its pointer if that is ``expected``."""
     if len(expected) == 64:
         return _hashed(stream, hashlib.sha256())
     size = os.fstat(stream.fileno()).st_size

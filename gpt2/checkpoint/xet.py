@@ -27,10 +27,7 @@ log = logging.getLogger("gpt2")
 
 
 def fetch_by_xet(repo: str, file: Path, part: Path, declared: Declared) -> bool:
-    """Download a snapshot's entry to ``part``; return whether that worked: the bytes there have the declared sha256.
-
-    It is not tried where a part of the file is there already, or where the client has no Xet (``HF_HUB_DISABLE_XET``).
-    """
+    """Try to download to ``part``, where no part is there yet; return whether the bytes have the declared sha256."""
     from huggingface_hub.file_download import is_xet_available
 
     started = part.is_symlink() or part.exists()

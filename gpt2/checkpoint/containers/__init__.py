@@ -55,10 +55,8 @@ class Entry:
 class Container(ABC):
     """An open file (or set of files) of tensors, its directory checked; it stays open, so that all is read from one file.
 
-    ``kind`` is the format's name, for `gpt2 info`; ``entries`` has every tensor by its name in the file.
-
-    Raises:
-        CheckpointError: the file cannot be read, is damaged, contradicts itself, or holds what this project does not read.
+    ``kind`` is the format's name, for `gpt2 info`; ``entries`` has every tensor by its name in the file. Raises CheckpointError:
+    the file cannot be read, is damaged, contradicts itself, or holds what this project does not read.
     """
 
     kind: str
@@ -78,13 +76,10 @@ class Container(ABC):
         """Every tensor of the file; raises Damaged or CheckpointError."""
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
-        """One tensor on the CPU, contiguous, as stored or converted to ``dtype``.
+        """One tensor on the CPU, contiguous, as stored or converted to ``dtype``. Raises CheckpointError: the data is damaged.
 
         As stored, it is a view of the mapped file, private to this process when written to, unless the data is not aligned or
         ``mapped`` is false: then it is read into memory of its own. A conversion goes piece by piece.
-
-        Raises:
-            CheckpointError: the data is damaged, or cannot be read.
         """
         entry = self.entries[name]
         return self._file.tensor(entry.start, entry.shape, entry.dtype, dtype, mapped=mapped)

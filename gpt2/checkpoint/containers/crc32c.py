@@ -1,10 +1,9 @@
 """CRC-32C, TensorFlow's checksum of index blocks and of tensors, at gigabytes a second in numpy.
 
 The checksum is the remainder of the data, read as one polynomial over GF(2), on division by Castagnoli's P (RFC 3720, 12.1).
-P divides S(x) = x^5685 + x^1362 + x^426 + 1, so the data may be divided by S first: x^5685 equals x^1362 + x^426 + 1 there, so
-three XORs of the data with itself, shifted, leave 5,685 bits. Squaring over GF(2) only doubles the exponents, so
-S(x)^64 = S(x^64), and the same three XORs work on units of 64 bits, or of 8. The 5,685 bytes that remain go through a table,
-byte by byte. (Of the multiples of P with four terms and a degree over 5,275, S allows the longest runs of XORs.)
+P divides S(x) = x^5685 + x^1362 + x^426 + 1, so the data may be divided by S first: three XORs of the data with itself, shifted,
+leave 5,685 bits. Squaring over GF(2) only doubles the exponents, so S(x)^64 = S(x^64), and the same XORs work on units of 64
+bits, or of 8. The 5,685 bytes that remain go through a table, byte by byte.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class GGUFFile(Container):
     metadata: Mapping[str, Any]
 
     def _directory(self) -> dict[str, Stored]:
-        header = _Header(self._file)
+        header, size = _Header(self._file), self._file.size
         magic = header.take(4)
         if magic != b"GGUF":
             raise Damaged(f"begins with {quoted(magic)}, not with GGUF")
@@ -113,7 +113,7 @@ class GGUFFile(Container):
             name, ndim = header.text(), header.number("I")
             if ndim > 4:
                 raise Damaged(f"says that {shown(name)} has {ndim:,} dimensions")
-            shape = struct.unpack(f"<{ndim}Q", header.take(8 * ndim))[::-1]
+            shape = tuple(header.numbers(ndim, "Q")[::-1])
             rows.append((name, shape, header.number("I"), header.number("Q")))
         alignment = self.metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
@@ -132,23 +132,18 @@ class GGUFFile(Container):
                 raise Damaged(f"has a directory in which {shown(name)} {fault}")
             entries[name] = Stored(kind.dtype, shape, start, kind)
             end = entries[name].end
-        if rows and not end <= self.size <= padded(end, alignment):
-            raise Damaged(f"has {self.size:,} bytes where its directory says {end:,}")
+        if rows and not end <= size <= padded(end, alignment):
+            raise Damaged(f"has {size:,} bytes where its directory says {end:,}")
         return entries
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self._file.size
 
     def _values(self, header: _Header, count: int) -> dict[str, Any]:
         header.require(count, 13, "metadata values")  # a name's length, a type, a byte at least
         values: dict[str, Any] = {}
         for _ in range(count):
-            name, kind = header.text(), header.number("I")
+            name = header.text()
             if name in values:
                 raise Damaged(f"has metadata {shown(name)} twice")
-            values[name] = header.array(name) if kind == ARRAY else header.value(kind, name)
+            values[name] = header.value(name)
         if values.get("split.count", 1) not in (0, 1):
             parts = quoted(values["split.count"])
             raise CheckpointError(f"{self.path}: is one part of {parts}; join them with llama.cpp's llama-gguf-split --merge")
@@ -181,10 +176,8 @@ class GGUFFile(Container):
 def config_of(file: GGUFFile) -> GPT2Config:
     """The config that a GPT-2's metadata stands for, as llama.cpp computes it: tanh GELU, scaled attention, tied head.
 
-    The vocabulary is the embedding's; an epsilon stored in float32 becomes the decimal it was written from.
-
-    Raises:
-        CheckpointError: another architecture, a size missing, or one that makes no model.
+    The vocabulary is the embedding's; an epsilon stored in float32 becomes the decimal it was written from. Raises
+    CheckpointError: another architecture, a size missing, or one that makes no model.
     """
     metadata = file.metadata
     architecture = metadata.get("general.architecture")
@@ -217,12 +210,9 @@ class NoTokenizer(InputError):
 
 
 def tokenizer_of(file: GGUFFile) -> BPE:
-    """The byte-level BPE in a GPT-2's metadata.
+    """The byte-level BPE in a GPT-2's metadata, without tokens at the end that only fill up the embedding (``[PAD50300]``).
 
-    Tokens at the end that only fill up the embedding (``[PAD50300]``, or marked unused) are not part of it.
-
-    Raises:
-        NoTokenizer: there is none, or one of another kind. InputError: tokens and merges do not fit each other.
+    Raises NoTokenizer: there is none, or one of another kind. InputError: tokens and merges do not fit each other.
     """
     from gpt2.data import bpe_files
     from gpt2.data.bpe import BPE
@@ -280,9 +270,11 @@ class _Header:
             self._reach(self.at)
         return bytes(self._bytes[start : self.at])
 
+    def numbers(self, count: int, letter: str) -> list[Any]:
+        return list(struct.unpack(f"<{count}{letter}", self.take(count * struct.calcsize("<" + letter))))
+
     def number(self, letter: str) -> Any:
-        (value,) = struct.unpack("<" + letter, self.take(struct.calcsize("<" + letter)))
-        return value
+        return self.numbers(1, letter)[0]
 
     def require(self, count: int, size: int, what: str) -> None:
         """Refuse a count of things of at least ``size`` bytes each that the file cannot hold, or that no GPT-2 has."""
@@ -312,23 +304,19 @@ class _Header:
     def text(self) -> str:
         return self.texts(1)[0]
 
-    def value(self, kind: int, name: str) -> Any:
-        if kind == STRING:
-            return self.text()
-        if kind not in SCALARS:
-            raise Damaged(f"has metadata {shown(name)} of the type {kind:,}, which GGUF does not have")
-        return self.number(SCALARS[kind])
-
-    def array(self, name: str) -> list[Any]:
-        kind, count = self.number("I"), self.number("Q")
-        if kind == STRING:
-            self.require(count, 8, f"texts in {shown(name)}")
-            return self.texts(count)
-        if kind not in SCALARS:
-            raise Damaged(f"has metadata {shown(name)}, an array of the type {kind:,}, which no GPT-2 has")
-        size = struct.calcsize("<" + SCALARS[kind])
-        self.require(count, size, f"values in {shown(name)}")
-        return list(struct.unpack(f"<{count}{SCALARS[kind]}", self.take(count * size)))
+    def value(self, name: str) -> Any:
+        """The next typed value; an array is a list."""
+        kind = self.number("I")
+        if array := kind == ARRAY:
+            kind = self.number("I")
+        if kind != STRING and kind not in SCALARS:
+            raise Damaged(f"has metadata {shown(name)}{', an array' * array} of the type {kind:,}, which GGUF does not have")
+        count = self.number("Q") if array else 1
+        if array:
+            size = struct.calcsize("<" + SCALARS.get(kind, "Q"))  # of a text its length, at least
+            self.require(count, size, f"{'texts' if kind == STRING else 'values'} in {shown(name)}")
+        values = self.texts(count) if kind == STRING else self.numbers(count, SCALARS[kind])
+        return values if array else values[0]
 
 
 def padded(at: int, alignment: int = ALIGNMENT) -> int:

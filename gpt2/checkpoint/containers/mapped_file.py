@@ -24,11 +24,7 @@ _MAPPINGS: weakref.WeakKeyDictionary[mmap.mmap, Path] = weakref.WeakKeyDictionar
 
 
 def require_whole_files() -> None:
-    """Raise where a mapped file has become shorter: using what was cut off would end the process.
-
-    Raises:
-        CheckpointError: which file, and what is left of it.
-    """
+    """Raise CheckpointError where a mapped file has become shorter: using the missing part would end the process."""
     for mapping, path in list(_MAPPINGS.items()):
         _require_whole(mapping, path)
 
@@ -42,11 +38,7 @@ def _require_whole(mapping: mmap.mmap, path: Path) -> None:
 
 
 class MappedFile:
-    """An open file whose bytes become tensors. It stays open, so that all is read from one file, renamed over or not.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """An open file whose bytes become tensors, even if another is renamed over it. Raises CheckpointError: it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,11 +63,7 @@ class MappedFile:
     def tensor(
         self, start: int, shape: tuple[int, ...], stored: torch.dtype, dtype: torch.dtype | None = None, *, mapped: bool = True
     ) -> Tensor:
-        """The contiguous tensor whose ``stored`` values begin at byte ``start``, as stored or converted to ``dtype``.
-
-        As stored, it is a view of the mapped file where that can be (:meth:`Container.read`). A conversion goes piece by piece,
-        so that the source is never in memory as a whole.
-        """
+        """The contiguous tensor whose ``stored`` values begin at byte ``start``; see :meth:`Container.read`."""
         dtype, count = dtype or stored, math.prod(shape)
         aligned = start % stored.itemsize == 0
         if mapped and count and aligned and dtype == stored and self._mapping is not None:

@@ -70,13 +70,11 @@ class Pickle:
 
 
 def read_pickle(data: bytes, allowed: Collection[str], start: int = 0) -> Pickle:
-    """The pickle at byte ``start``.
+    """The pickle at byte ``start``; time and memory are bounded by ``INSTRUCTIONS_LIMIT`` and the data.
 
     Plain values are themselves; an OrderedDict is a dict; all else is a :class:`Name`, :class:`Call` or :class:`Persistent`.
-    State set on objects (``__setstate__``) is left out. Time and memory are bounded by ``INSTRUCTIONS_LIMIT`` and the data.
-
-    Raises:
-        ForbiddenName: at the first mention of a global that is not in ``allowed``, called or not. Damaged: anything else.
+    State set on objects (``__setstate__``) is left out. Raises ForbiddenName: at the first mention of a global that is not in
+    ``allowed``, called or not. Damaged: anything else.
     """
     machine = _Machine(data, allowed, start)
     try:

@@ -23,11 +23,7 @@ MAX_KEY = 512  # bytes: keys that share much with the one before grow far beyond
 
 
 def pairs(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Every key with its value, the keys in strictly rising order.
-
-    Raises:
-        Damaged: at the latest when the table is read to its end.
-    """
+    """Every key with its value, the keys in strictly rising order. Raises Damaged, at the latest at the table's end."""
     if len(data) < FOOTER or not data.endswith(MAGIC):
         raise Damaged("does not end as an index does")
     footer = data[-FOOTER:]

@@ -239,10 +239,7 @@ def checkpoint_prefix(directory: Path) -> Path | None:
     """The prefix of the checkpoint in a directory, None where there is none.
 
     It is the only ``.index``, or the one that TensorFlow's file ``checkpoint`` names; of that path, which is often another
-    machine's, only the last part counts.
-
-    Raises:
-        CheckpointError: the named one is not there, or none of several is named.
+    machine's, only the last part counts. Raises CheckpointError: the named one is not there, or none of several is named.
     """
     state, text = directory / "checkpoint", b""
     try:
@@ -276,11 +273,7 @@ def _unescaped(text: bytes) -> str:
 
 
 def read_hparams(path: Path) -> dict[str, int]:
-    """OpenAI's ``hparams.json``: n_vocab, n_ctx, n_embd, n_head, n_layer, and nothing else.
-
-    Raises:
-        CheckpointError: one of them is missing or no size, or something else is there, which might ask for another model.
-    """
+    """OpenAI's ``hparams.json``. Raises CheckpointError where a size is missing or wrong, or anything else is there."""
     content = read_json(path)
     missing = [name for name in HPARAMS if name not in content]
     if missing:
