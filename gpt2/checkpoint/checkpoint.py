@@ -73,7 +73,10 @@ class Checkpoint(ABC):
 
     def own_tokenizer(self) -> Tokenizer | None:
         """:meth:`tokenizer`; None where the checkpoint comes without one. Raises InputError: it is damaged."""
-        return self.tokenizer()
+        try:
+            return self.tokenizer()
+        except gguf_file.NoTokenizer:
+            return None
 
 
 @dataclass(frozen=True)
@@ -93,14 +96,6 @@ class StoredCheckpoint(Checkpoint):
 
     def tokenizer(self) -> Tokenizer:
         return tokenizer_of(self.path)
-
-    def own_tokenizer(self) -> Tokenizer | None:
-        try:
-            return self.tokenizer()
-        except InputError:
-            if holds_tokenizer(_folder(self.path)):
-                raise
-            return None
 
     def files(self) -> dict[str, Path]:
         return {path.name: path for path in files_of(self.path)}
@@ -140,10 +135,7 @@ class RandomCheckpoint(Checkpoint):
         return Int8GPT2.of(model) if dtype == torch.int8 else model.to(dtype).eval()
 
     def tokenizer(self) -> Tokenizer:
-        raise InputError(f"{self.name}: random weights come without a tokenizer; name a trained model")
-
-    def own_tokenizer(self) -> None:
-        return None
+        raise gguf_file.NoTokenizer(f"{self.name}: random weights come without a tokenizer; name a trained model")
 
     def files(self) -> dict[str, Path]:
         return {}
@@ -196,11 +188,13 @@ def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:
         file = next(iter(open_weights(path).values()), None)
         if isinstance(file, gguf_file.GGUFFile):
             return gguf_file.tokenizer_of(file)
-    return from_directory(_folder(path))
-
-
-def _folder(path: Path) -> Path:
-    return path if path.is_dir() else path.parent
+    folder = path if path.is_dir() else path.parent
+    try:
+        return from_directory(folder)
+    except InputError as error:
+        if holds_tokenizer(folder):
+            raise
+        raise gguf_file.NoTokenizer(str(error)) from None
 
 
 def model_with(config: GPT2Config, tensors: Iterable[tuple[str, Tensor]]) -> GPT2:

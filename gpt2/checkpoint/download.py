@@ -61,7 +61,7 @@ def fetch(repo: str, file: Path, declared: Declared, *, tries: int = 2) -> None:
                     _complete(repo, file, part, declared, tries)
                 os.replace(part, kept)
                 if not declared.lacks_sha256:
-                    remember(kept, declared.digest)
+                    remember(kept, declared.digest, kept.stat())
             except FileNotFoundError:
                 if not kept.exists():
                     raise  # else the lock held nobody off, and the other process was faster

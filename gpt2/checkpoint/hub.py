@@ -93,10 +93,6 @@ def locate(parsed: ModelName, *, offline: bool = False) -> Source:
     revision = "main" if parsed.revision is None else parsed.revision
     if not re.fullmatch(r"\w[\w./-]*", revision, re.ASCII) or ".." in revision:
         raise InputError(f"{revision!r} cannot be a revision of {repo}: name a branch, a tag or a commit")
-    return _from_hub(repo, revision, offline)
-
-
-def _from_hub(repo: str, revision: str, offline: bool) -> Source:
     with explained(repo, revision):
         from huggingface_hub import constants
         from huggingface_hub.utils import validate_repo_id

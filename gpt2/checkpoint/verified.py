@@ -24,12 +24,12 @@ log = logging.getLogger("gpt2")
 def digest(file: Path, expected: str) -> str:
     """The file's hash, of the kind of ``expected``; remembered when it agrees, and then not computed again."""
     with file.open("rb") as stream:
-        stamp = _stamp(file, os.fstat(stream.fileno()))
-        if stamp in _stamps(expected):
+        stat = os.fstat(stream.fileno())
+        if _stamp(file, stat) in _stamps(expected):
             return expected
         actual = digest_of(stream, expected, file)
     if actual == expected:
-        _remember(expected, stamp)
+        remember(file, expected, stat)
     return actual
 
 
@@ -49,9 +49,13 @@ def digest_of(stream: BinaryIO, expected: str, file: Path) -> str:
     return expected
 
 
-def remember(file: Path, expected: str) -> None:
-    """Note that the file has the hash that it should have."""
-    _remember(expected, _stamp(file, file.stat()))
+def remember(file: Path, expected: str, stat: os.stat_result) -> None:
+    """Note that the file, as ``stat`` shows it, has the hash that it should have."""
+    record = _record(expected)
+    with contextlib.suppress(OSError, ValueError):  # a read-only HF_HOME costs a rehash each time, nothing more
+        record.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(record) as new:
+            new.write("\n".join([*_stamps(expected), _stamp(file, stat), ""]).encode())
 
 
 def mismatch(repo: str, name: str, actual: str, expected: str, advice: str) -> CheckpointError:
@@ -82,11 +86,3 @@ def _stamps(expected: str) -> list[str]:
         return _record(expected).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return []
-
-
-def _remember(expected: str, stamp: str) -> None:
-    record = _record(expected)
-    with contextlib.suppress(OSError, ValueError):  # a read-only HF_HOME costs a rehash each time, nothing more
-        record.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(record) as new:
-            new.write("\n".join([*_stamps(expected), stamp, ""]).encode())

@@ -484,6 +484,7 @@ def test_a_name_that_is_not_ascii(tmp_path: Path) -> None:
         ('model_checkpoint_path: "/"', "names ''"),
         ('model_checkpoint_path: "\\033[2J\\n"', "names '\\x1b[2J\\n'"),
         ('model_checkpoint_path: "model-7\\000"', "names 'model-7\\x00'"),
+        ('model_checkpoint_path: "model-\\8"', "names model-8, and no"),
         ('model_checkpoint_path: "' + "\\" * 100_001, "names no checkpoint"),
         ('all_model_checkpoint_paths: "model-7"', "names no checkpoint"),
         ("<html></html>", "names no checkpoint"),

@@ -74,9 +74,8 @@ def _parse(header: bytes) -> dict[str, Any]:
     """The header's JSON object without its metadata, by stricter rules than Python's own."""
     try:
         text = header.decode()
-        raw = json.loads(
-            text, object_pairs_hook=_without_repeats, parse_int=_int, parse_float=_float, parse_constant=_no_constant
-        )
+        # int refuses the constants NaN and Infinity, which are not JSON
+        raw = json.loads(text, object_pairs_hook=_without_repeats, parse_int=_int, parse_float=_float, parse_constant=int)
         json.dumps(raw, ensure_ascii=False).encode()  # fails on half a surrogate pair, which is no text
     except (ValueError, RecursionError) as error:
         raise Damaged(f"has a header that is not JSON ({str(error)[:80]})") from None
@@ -105,7 +104,3 @@ def _float(text: str) -> float:
     if math.isinf(value := float(text)):
         raise ValueError("a number is out of range")
     return value
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")

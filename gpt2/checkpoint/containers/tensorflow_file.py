@@ -93,33 +93,27 @@ class TensorBundle(Container):
         if self._file.size > INDEX_LIMIT:
             raise Damaged(f"is {self._file.size:,} bytes long, and no GPT-2 needs more than {INDEX_LIMIT:,}")
         table = pairs(self._file.bytes(0, INDEX_LIMIT))
-        key, header = next(table, (None, b""))
-        count = self._shard_count(key, header)
+        key, message = next(table, (None, b""))
+        if key != b"":
+            raise Damaged("has no header entry")
+        header = _record(message, HEADER)
+        version, shards = _record(header.get(3, b""), VERSION).get(2, 0), header.get(1, 0)
+        if header.get(2, 0):
+            what = "is in big-endian byte order; convert the checkpoint to safetensors where it was made"
+            raise CheckpointError(f"{self.path}: {what}")
+        if version > 1:
+            what = f"asks for readers of version {version}, and this is one of version 1; save it with TensorFlow 2"
+            raise CheckpointError(f"{self.path}: {what}")
+        if not 1 <= shards <= MAX_SHARDS:
+            raise Damaged(f"claims {shards:,} data files")
         entries: dict[str, Stored] = {}
         for key, value in table:
             if len(entries) == MAX_TENSORS:
                 raise Damaged(f"lists more than {MAX_TENSORS:,} tensors")
             name = self._name(key)
-            entries[name] = self._entry(name, value, count)
-        self._open(entries, count)
+            entries[name] = self._entry(name, value, shards)
+        self._open(entries, shards)
         return entries
-
-    def _shard_count(self, key: bytes | None, message: bytes) -> int:
-        """The number of data files (BundleHeaderProto), from the entry without a name."""
-        if key != b"":
-            raise Damaged("has no header entry")
-        header = _record(message, HEADER)
-        version = _record(header.get(3, b""), VERSION)
-        if header.get(2, 0):
-            what = "is in big-endian byte order; convert the checkpoint to safetensors where it was made"
-            raise CheckpointError(f"{self.path}: {what}")
-        if version.get(2, 0) > 1:
-            what = f"asks for readers of version {version[2]}, and this is one of version 1; save it with TensorFlow 2"
-            raise CheckpointError(f"{self.path}: {what}")
-        count: int = header.get(1, 0)
-        if not 1 <= count <= MAX_SHARDS:
-            raise Damaged(f"claims {count:,} data files")
-        return count
 
     def _name(self, key: bytes) -> str:
         slice_of = key.split(b"\0")[1] if key.startswith(b"\0") else None  # zero, variable, zero, where in it
@@ -172,20 +166,16 @@ class TensorBundle(Container):
             what = "text" if entry.kind == TEXT else f"of TensorFlow's dtype {entry.kind}"
             raise CheckpointError(f"{self.path}: {shown(name)} is {what}, which is no weight; save the checkpoint without it")
         file = self._shards[entry.shard]
-        if name not in self._checked:
-            self._check(name, entry, file)
-            self._checked.add(name)
-        return file.tensor(entry.start, entry.shape, entry.dtype, dtype, mapped=mapped)
-
-    def _check(self, name: str, entry: Stored, file: MappedFile) -> None:
         crc, at = 0, entry.start
-        while at < entry.end:
+        while name not in self._checked and at < entry.end:
             piece = file.bytes(at, min(PIECE, entry.end - at))
             if not piece:
                 raise CheckpointError(f"{file.path}: was cut short while it was read; fetch it again")
             crc, at = crc32c(piece, crc), at + len(piece)
-        if masked(crc) != entry.checksum:
+        if name not in self._checked and masked(crc) != entry.checksum:
             raise CheckpointError(f"{file.path}: {shown(name)} is damaged, its checksum does not fit; fetch the file again")
+        self._checked.add(name)
+        return file.tensor(entry.start, entry.shape, entry.dtype, dtype, mapped=mapped)
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int, Any]]:
@@ -266,10 +256,9 @@ def _unescaped(text: bytes) -> str:
     escapes = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
     def unescape(match: re.Match[bytes]) -> bytes:
-        code = match[1]
-        return bytes([int(code, 8) & 255]) if code.isdigit() else escapes.get(code, code)
+        return bytes([int(match[1], 8) & 255]) if match[1] else escapes.get(match[2], match[2])
 
-    return re.sub(rb"\\([0-7]{1,3}|.)", unescape, text).decode("utf-8", "replace")
+    return re.sub(rb"\\(?:([0-7]{1,3})|(.))", unescape, text).decode("utf-8", "replace")
 
 
 def read_hparams(path: Path) -> dict[str, int]:
