@@ -60,37 +60,27 @@ class ForbiddenName(Exception):
     """The pickle mentions a Python object that is not expected; loading it would run code. The message is its name."""
 
 
-@dataclass(frozen=True)
 class Pickle:
-    """What a pickle says. ``persistent`` are the ids of all objects left to its surroundings, used or not; ``end`` in bytes."""
+    """The pickle at byte ``start``, read as data; time and memory are bounded by ``INSTRUCTIONS_LIMIT`` and the data.
 
-    value: Any
-    persistent: list[Any]
-    end: int
-
-
-def read_pickle(data: bytes, allowed: Collection[str], start: int = 0) -> Pickle:
-    """The pickle at byte ``start``; time and memory are bounded by ``INSTRUCTIONS_LIMIT`` and the data.
-
-    Plain values are themselves; an OrderedDict is a dict; all else is a :class:`Name`, :class:`Call` or :class:`Persistent`.
-    State set on objects (``__setstate__``) is left out. Raises ForbiddenName: at the first mention of a global that is not in
-    ``allowed``, called or not. Damaged: anything else.
+    In ``value`` plain values are themselves; an OrderedDict is a dict; all else is a Name, Call or Persistent. State set on
+    objects (``__setstate__``) is left out. ``persistent`` are the ids of all objects left to its surroundings, used or not;
+    ``end`` is the byte after it. Raises ForbiddenName: at the first mention of a global that is not in ``allowed``, called or
+    not. Damaged: anything else.
     """
-    machine = _Machine(data, allowed, start)
-    try:
-        return Pickle(machine.run(), machine.persistent, machine.stream.tell())
-    except (IndexError, KeyError, TypeError):
-        raise Damaged(f"makes no sense at byte {machine.stream.tell():,} of its pickle") from None
 
-
-class _Machine:
-    def __init__(self, data: bytes, allowed: Collection[str], start: int) -> None:
+    def __init__(self, data: bytes, allowed: Collection[str], start: int = 0) -> None:
         self.stream, self.allowed = io.BytesIO(data), allowed
         self.stream.seek(start)
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self.persistent: list[Any] = []
+        try:
+            self.value = self.run()
+        except (IndexError, KeyError, TypeError):
+            raise Damaged(f"makes no sense at byte {self.stream.tell():,} of its pickle") from None
+        self.end = self.stream.tell()
 
     def above_mark(self) -> list[Any]:
         at = self.marks.pop()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import Container, Damaged, listed, refuse_other_format, shown
-from gpt2.checkpoint.containers.pickle_data import Call, ForbiddenName, Pickle, read_pickle
+from gpt2.checkpoint.containers.pickle_data import Call, ForbiddenName, Pickle
 from gpt2.checkpoint.containers.torch_tensors import ALLOWED, NotDense, Storage, Strided, describe, kind_of, storage
 from gpt2.config import quoted
 from gpt2.errors import CheckpointError
@@ -63,7 +63,7 @@ class TorchFile(Container):
 
     def _unpickle(self, data: bytes, start: int = 0) -> Pickle:
         try:
-            return read_pickle(data, ALLOWED, start)
+            return Pickle(data, ALLOWED, start)
         except ForbiddenName as error:
             raise CheckpointError(
                 f"{self.path}: refused, since loading it would run code: its pickle asks for {shown(str(error))}, and weights "
