@@ -156,12 +156,7 @@ def open_checkpoint(name: ModelName, *, offline: bool = False) -> Checkpoint:
 
 
 def open_path(
-    path: Path,
-    *,
-    name: str | None = None,
-    revision: str | None = None,
-    dtype: torch.dtype | None = None,
-    offline: bool = False,
+    path: Path, *, name: str | None = None, revision: str | None = None, dtype: torch.dtype | None = None, offline: bool = False
 ) -> StoredCheckpoint:
     """:func:`open_checkpoint` for a local directory or file. (The base of an adapter may lie elsewhere.)"""
     name = str(path) if name is None else name

@@ -120,9 +120,15 @@ def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, 
 
     cached = _complete(repo, revision)
     if offline:
-        if cached is None:
-            raise _not_cached(repo, revision)
-        return *cached, False
+        if cached is not None:
+            return *cached, False
+        part = cache.cached_snapshot(repo, revision)
+        there = sorted(file.name for file in part.iterdir() if file.is_file()) if part else []
+        what = f"only a part of {repo} at {revision} ({', '.join(there[:4])})" if there else f"no copy of {repo} at {revision}"
+        raise InputError(
+            f"offline, and the cache {constants.HF_HUB_CACHE} holds {what}: "
+            "run once online (no --offline, no HF_HUB_OFFLINE=1) or give a local directory"
+        )
     try:
         commit = revision if COMMIT.fullmatch(revision) else commit_of(repo, revision, warm=cached is not None)
         folder = cache.snapshot(repo, commit)
@@ -157,19 +163,6 @@ def _complete(repo: str, revision: str) -> tuple[Path, dict[str, Declared]] | No
     except CheckpointError:  # another program fetched a part, a tokenizer for instance
         return None
     return (folder, declared) if complete else None
-
-
-def _not_cached(repo: str, revision: str) -> InputError:
-    """The error of a load offline that the cache cannot serve."""
-    from huggingface_hub import constants
-
-    folder = cache.cached_snapshot(repo, revision)
-    there = sorted(file.name for file in folder.iterdir() if file.is_file()) if folder else []
-    what = f"only a part of {repo} at {revision} ({', '.join(there[:4])})" if there else f"no copy of {repo} at {revision}"
-    return InputError(
-        f"offline, and the cache {constants.HF_HUB_CACHE} holds {what}: "
-        "run once online (no --offline, no HF_HUB_OFFLINE=1) or give a local directory"
-    )
 
 
 def _choose(repo: str, names: Collection[str]) -> list[str]:

@@ -70,7 +70,6 @@ class ModelName:
     embedded model or a path on this machine.
     """
 
-    text: str
     base: str
     revision: str | None
     dtype: str | None
@@ -79,20 +78,12 @@ class ModelName:
 
     @classmethod
     def parse(
-        cls,
-        text: str | os.PathLike[str],
-        use: Mapping[str, str] = RUNS,
-        *,
-        dtype: str | None = None,
-        revision: str | None = None,
+        cls, text: str | os.PathLike[str], use: Mapping[str, str] = RUNS, *, dtype: str | None = None, revision: str | None = None
     ) -> ModelName:
         """Parse ``"org/name@v1:bf16"``, ``"random:gpt2:7"``, ``"./folder"``; a path that exists is not split.
 
-        ``use`` has the allowed dtypes: ``RUNS``, ``VERIFIES`` or ``EXPORTS``. ``dtype`` and ``revision`` must not contradict the
-        name.
-
-        Raises:
-            InputError: an unknown dtype, size or seed, or a contradiction.
+        ``use`` is ``RUNS``, ``VERIFIES`` or ``EXPORTS``; ``dtype`` and ``revision`` are given beside the name. Raises InputError:
+        an unknown dtype, size or seed, or a contradiction.
         """
         text = os.fspath(text)
         base, suffix = _split_dtype(text, use)
@@ -108,7 +99,7 @@ class ModelName:
             if revision not in (None, pinned):
                 raise InputError(f"{text} and revision {revision!r} disagree: give the revision once")
             base, revision = repo, pinned
-        return cls(text, base, revision, dtype or suffix, random, local)
+        return cls(base, revision, dtype or suffix, random, local)
 
 
 def _split_dtype(text: str, use: Mapping[str, str]) -> tuple[str, str | None]:

@@ -91,7 +91,13 @@ def read_adapter(path: Path) -> Adapter:
     Raises CheckpointError: a file is missing or damaged, the two disagree, or the adapter does more than LoRA on projections.
     """
     where, config = path / CONFIG, read_json(path / CONFIG)
-    _refuse_more_than_lora(config, where)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{where}: peft_type is {quoted(str(config.get('peft_type')))}, not LORA; {MERGE_WITH_PEFT}")
+    more = [key for key, value in config.items() if key not in WITHOUT_EFFECT and value not in (None, False, {}, [], "")]
+    more += ["bias"] if config.get("bias", "none") != "none" else []
+    more += ["init_lora_weights"] if config.get("init_lora_weights") not in INITIALISATIONS else []
+    if more:
+        raise CheckpointError(f"{where}: uses {listed(more)}, which is more than LoRA; {MERGE_WITH_PEFT}")
     weights = next((path / name for name in (WEIGHTS, PICKLED) if (path / name).is_file()), None)
     if weights is None:
         raise CheckpointError(f"{path}: has no {WEIGHTS} beside {CONFIG}; fetch the adapter again")
@@ -128,17 +134,6 @@ def base_of(adapter: Adapter, *, offline: bool = False) -> Path:
     if is_adapter(path):
         raise CheckpointError(f"{adapter.base} is an adapter too; {MERGE_WITH_PEFT}")
     return path
-
-
-def _refuse_more_than_lora(config: Mapping[str, Any], where: Path) -> None:
-    if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{where}: peft_type is {quoted(str(config.get('peft_type')))}, not LORA; {MERGE_WITH_PEFT}")
-    more = [key for key, value in config.items() if key not in WITHOUT_EFFECT and value not in (None, False, {}, [], "")]
-    more += ["bias"] if config.get("bias", "none") != "none" else []
-    if config.get("init_lora_weights") not in INITIALISATIONS:
-        more.append("init_lora_weights")
-    if more:
-        raise CheckpointError(f"{where}: uses {listed(more)}, which is more than LoRA; {MERGE_WITH_PEFT}")
 
 
 def _scale(config: Mapping[str, Any], file: Container, pair: Mapping[str, str], where: Path) -> float:
@@ -181,8 +176,8 @@ def save_adapter(model: GPT2, directory: Path, base: str | None) -> Path:
         raise InputError("cannot save adapters: this model has none; inject some, or save the model itself")
     first = next(iter(adapted.values()))
     name, revision = _portable(base)
-    layers = {layer(f"{name}.weight") for name in adapted}
     suffixes = [name for name in PROJECTIONS if any(key.endswith(name) for key in adapted)]
+    assert len(adapted) == len(suffixes) * len({layer(f"{name}.weight") for name in adapted})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -198,7 +193,6 @@ def save_adapter(model: GPT2, directory: Path, base: str | None) -> Path:
         "use_rslora": False,
         "init_lora_weights": True,
     }
-    assert len(adapted) == len(layers) * len(suffixes)
     tensors = {
         f"{PREFIX}{to_file(name)}.lora_{which}.weight": getattr(module, f"lora_{which}")
         for name, module in adapted.items()
