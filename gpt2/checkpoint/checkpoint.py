@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpt2.checkpoint.configs import config_of
 from gpt2.checkpoint.containers import gguf_file
-from gpt2.checkpoint.files import files_of, open_weights
+from gpt2.checkpoint.files import files_of, folder_of, open_weights
 from gpt2.checkpoint.hub import locate
 from gpt2.checkpoint.keys import expected
 from gpt2.checkpoint.match import Assignment, match
@@ -183,11 +183,10 @@ def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:
         file = next(iter(open_weights(path).values()), None)
         if isinstance(file, gguf_file.GGUFFile):
             return gguf_file.tokenizer_of(file)
-    folder = path if path.is_dir() else path.parent
     try:
-        return from_directory(folder)
+        return from_directory(folder_of(path))
     except InputError as error:
-        if holds_tokenizer(folder):
+        if holds_tokenizer(folder_of(path)):
             raise
         raise gguf_file.NoTokenizer(str(error)) from None
 

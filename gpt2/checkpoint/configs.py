@@ -14,7 +14,7 @@ from typing import Any
 from gpt2.checkpoint.containers import Container, gguf_file, listed, read_json
 from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, read_hparams
 from gpt2.checkpoint.containers.torch_file import TorchFile
-from gpt2.checkpoint.files import what_is_there
+from gpt2.checkpoint.files import folder_of, what_is_there
 from gpt2.checkpoint.keys import from_file, sizes
 from gpt2.config import OFFICIAL_SIZES, GPT2Config
 from gpt2.errors import CheckpointError, InputError
@@ -31,7 +31,7 @@ NANOGPT = {"n_positions": "block_size"}
 
 def read_config(path: Path) -> GPT2Config:
     """The config.json of a checkpoint directory, or of the directory around a file."""
-    where = _beside(path)
+    where = folder_of(path) / "config.json"
     if not where.is_file():
         raise CheckpointError(f"{path}: no config.json there; {what_is_there(where.parent)}")
     return GPT2Config.from_hf(read_json(where), str(where))
@@ -47,7 +47,7 @@ def config_of(path: Path, files: Mapping[str, Container]) -> GPT2Config:
         stated = _checked(_sizes(read_hparams(hparams), OPENAI), hparams)
     if isinstance(file, TorchFile) and file.model_args:
         stated = _from_nanogpt(file.model_args, file.path, files)
-    written = read_config(path) if _beside(path).is_file() else None
+    written = read_config(path) if (folder_of(path) / "config.json").is_file() else None
     if written is not None and stated is not None:
         odd = [name for name in SIZES if getattr(written, name) != getattr(stated, name)]
         if odd:
@@ -97,7 +97,3 @@ def _checked(fields: Mapping[str, Any], where: Path) -> GPT2Config:
         return GPT2Config(**fields, **dict.fromkeys(("bos_token_id", "eos_token_id"), end if known else None))
     except InputError as error:
         raise CheckpointError(f"{where}: {str(error).removeprefix('config: ')}; is it a GPT-2's?") from None
-
-
-def _beside(path: Path) -> Path:
-    return (path if path.is_dir() else path.parent) / "config.json"

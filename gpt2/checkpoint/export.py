@@ -12,7 +12,7 @@ from torch import nn
 from gpt2.checkpoint.checkpoint import Checkpoint, RandomCheckpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.containers.gguf_file import NoTokenizer
 from gpt2.checkpoint.describe import File
-from gpt2.checkpoint.files import WEIGHTS
+from gpt2.checkpoint.files import WEIGHTS, folder_of
 from gpt2.checkpoint.gguf_writer import TANH_GELU, TYPES, gguf_pieces
 from gpt2.checkpoint.loading import require_vocabulary
 from gpt2.checkpoint.names import EXPORTS, ModelName
@@ -120,12 +120,12 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if isinstance(checkpoint, RandomCheckpoint):
         raise NoTokenizer("the weights are random")
     assert isinstance(checkpoint, StoredCheckpoint)
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    ours = [name for name in (CHARS, *(name for pair in FILES for name in pair)) if (folder / name).is_file()]
+    folder, ours = folder_of(checkpoint.path), (CHARS, *(name for pair in FILES for name in pair))
     try:
         return checkpoint.tokenizer()
     except InputError as error:
-        if isinstance(error, NoTokenizer) or ours or checkpoint.container == "GGUF":
+        damaged = checkpoint.container == "GGUF" or any((folder / name).is_file() for name in ours)
+        if isinstance(error, NoTokenizer) or damaged:
             raise
         raise NoTokenizer(str(error)) from None
 

@@ -96,6 +96,11 @@ def what_is_there(path: Path) -> str:
     return f"the folder holds {listed(names, 6)}; give the one with the weights" if names else "the folder is empty"
 
 
+def folder_of(path: Path) -> Path:
+    """The directory of a checkpoint that is given as a directory or as a file in it."""
+    return path if path.is_dir() else path.parent
+
+
 def files_of(path: Path) -> list[Path]:
     """The files of a checkpoint: weights, configs, vocabularies."""
     if path.is_file():

@@ -9,6 +9,7 @@ bits, or of 8. The 5,685 bytes that remain go through a table, byte by byte.
 from __future__ import annotations
 
 import mmap
+from functools import reduce
 
 import numpy as np
 
@@ -54,13 +55,8 @@ def _fold(units: np.ndarray) -> None:
             units[start + shift : stop + shift] ^= units[start:stop]
 
 
-def _table() -> list[int]:
-    table = []
-    for crc in range(256):
-        for _ in range(8):
-            crc = crc >> 1 ^ (POLYNOMIAL if crc & 1 else 0)
-        table.append(crc)
-    return table
+def _by_bit(crc: int, _: int) -> int:
+    return crc >> 1 ^ (POLYNOMIAL if crc & 1 else 0)
 
 
-_TABLE = _table()
+_TABLE = [reduce(_by_bit, range(8), byte) for byte in range(256)]
