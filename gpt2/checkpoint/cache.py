@@ -1,12 +1,7 @@
 """The Hub's cache on this machine: the folders of a repository, and what the Hub declared of its files.
 
-The layout is `huggingface_hub`'s, so that other programs find the same files: ``refs/<revision>`` holds a commit,
-``snapshots/<commit>/<file>`` is a link to ``blobs/<hash>``. Where links do not work (Windows), the snapshot holds the file.
-Beside them lies our own record of a commit's listing, ``gpt2-toolkit/<commit>.json``.
-
-A cache may be shared, and a server may be hostile. So a path is made only of a repository's name, 40 hex digits, a declared hash,
-and a file's name that we ask for. Files are written aside under a random name, and renamed. A folder of the cache that is a link
-is refused. Only links, and blobs of the same repository, are removed.
+The layout is `huggingface_hub`'s. A cache may be shared, and a server may be hostile: so a path is made only of a repository's
+name, 40 hex digits, a declared hash, and a file's name that we ask for.
 """
 
 import contextlib

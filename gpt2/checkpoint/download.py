@@ -1,9 +1,7 @@
 """Download one file of a Hub repository to the cache: resumed where it broke off, and hashed before it gets its name there.
 
-`huggingface_hub` (2.4) begins a broken download again. So every file is fetched here, through the client's session and under its
-lock: the unfinished blob has one name for all tries, and the next try asks for the rest by ``Range``. No header of an answer is
-used as a name. The client's other transport, Xet, is faster on fast lines, but cannot go on from a part. It is used
-(:mod:`gpt2.checkpoint.xet`) where there is no part yet, and this one where it fails.
+`huggingface_hub` (2.4) begins a broken download again. Here the unfinished blob has one name for all tries, and the next try asks
+for the rest by ``Range``. No header of an answer is used as a name.
 """
 
 import contextlib

@@ -1,16 +1,7 @@
 """Find the local files behind a model's name: embedded, a path, or a repository on the Hub; and single files of data sets.
 
-`huggingface_hub` lends its session, its settings and the layout of its cache. The files beside this one add what it lacks:
-`hub_api.py` asks, `download.py` fetches and resumes, `verified.py` hashes, `cache.py` knows the folders.
-
-**Integrity.** Every file is hashed on its first load against what the Hub declares in the commit's listing, which is recorded.
-In a cache that another program filled, the name of the blob that a snapshot's link points to is the hash.
-
-**Economy.** One form of the weights is downloaded, safetensors before a pickle, with config and tokenizer files alone. The
-listing shows a repository without usable weights before anything is downloaded.
-
-**Contact.** Offline, or with a complete snapshot of a pinned commit, no request is made. With a warm cache and a branch's name it
-is one: where does the branch point? A complete cache is used as it is, so it may be read-only.
+The room's README says what is downloaded, checked and asked. `hub_api.py` asks, `download.py` fetches and resumes, `verified.py`
+hashes, `cache.py` knows the folders; `huggingface_hub` lends its session, its settings and the layout of its cache.
 """
 
 import functools

@@ -1,11 +1,7 @@
 """Ask a Hub which commit a branch is, and which files it holds.
 
-Requests go through the client's session (`huggingface_hub`), with its proxies, certificates and token. The client's own
-functions are not used: they take a commit and a hash from the answer as parts of a path, follow the next page of a listing to
-any host with the token, and have no limit on time or size. Here every part of an answer is checked before it is used.
-
-**Patience.** Each answer has a limit in wall-clock time: 3 s where the cache can serve instead, else the client's 10 s
-(``HF_HUB_ETAG_TIMEOUT`` overrides both). After a 429 the load waits as long as the Hub asks for, up to a minute in all.
+The client's own functions are not used: they take a commit and a hash from the answer as parts of a path, follow the next page
+of a listing to any host with the token, and have no limit on time or size. Here every part of an answer is checked.
 """
 
 import contextlib

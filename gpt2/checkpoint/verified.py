@@ -1,11 +1,7 @@
 """Compute a file's hash once: a file whose hash was right is remembered, so that a warm load reads no weights.
 
-The client accepts any bytes of the right length, and safetensors has no checksum. The Hub declares a hash for every file: sha256
-for a large one, git's blob hash (sha1 over ``blob <size>\\0`` + data) for a small one. In git a large file is only a pointer,
-three lines of text with the sha256; some mirrors list only the hash of that pointer, and it serves as well.
-
-The files are noted in ``HF_HOME/gpt2-toolkit/verified/<hash>`` by size, mtime and real path. Damage that keeps all three is not
-noticed again; delete that folder to have everything hashed anew.
+The Hub declares sha256 for a large file, git's blob hash (sha1 over ``blob <size>\\0`` + data) for a small one. In git a large
+file is only a pointer, three lines of text with the sha256; some mirrors list only the hash of that pointer, and it serves too.
 """
 
 import contextlib

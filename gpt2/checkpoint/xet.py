@@ -1,8 +1,7 @@
 """Download one large file over Xet, the Hub's storage by chunks, through the client's own library (`hf_xet`).
 
-Over a fast line it is several times faster than one connection. But it checks no sha256, keeps nothing of a transfer that breaks
-off, and retries a dead storage for minutes. So its result is hashed here, and a transfer that brings nothing for a while is given
-up for :mod:`gpt2.checkpoint.download`.
+The library checks no sha256, keeps nothing of a transfer that breaks off, and retries a dead storage for minutes. So its result
+is hashed here, and a transfer that brings nothing for a while is given up for :mod:`gpt2.checkpoint.download`.
 """
 
 import logging
