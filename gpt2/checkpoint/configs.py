@@ -19,7 +19,7 @@ from gpt2.checkpoint.keys import from_file, sizes
 from gpt2.config import OFFICIAL_SIZES, GPT2Config
 from gpt2.errors import CheckpointError, InputError
 
-# (layers, width) -> heads, of published shapes: OpenAI's, and minGPT's own (karpathy/minGPT, mingpt/model.py), whose state
+# (layers, width) -> heads, of published shapes: OpenAI's, and minGPT's own (karpathy/minGPT, mingpt/model.py); its state
 # dicts say nothing about their heads.
 HEADS = {(size.n_layer, size.n_embd): size.n_head for size in OFFICIAL_SIZES.values()}
 HEADS |= {(8, 512): 16, (6, 192): 6, (4, 128): 4, (3, 48): 3}
@@ -61,7 +61,7 @@ def _sizes(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _from_nanogpt(raw: Mapping[str, Any], where: Path, files: Mapping[str, Container]) -> GPT2Config:
-    """nanoGPT's model_args (karpathy/nanoGPT, train.py and model.py, whose MLP has the exact GELU)."""
+    """nanoGPT's model_args (karpathy/nanoGPT, train.py and model.py; the MLP has the exact GELU)."""
     known = _shown(files) | _sizes(raw, NANOGPT)
     config = _checked({name: known[name] for name in SIZES if name in known}, where)
     dropout = raw.get("dropout", 0.0)

@@ -64,7 +64,7 @@ def gguf_pieces(model: GPT2, tokenizer: Tokenizer | None, type: str, name: str) 
             fallen += 1
         rows.append((to_gguf(ours), tensor, number, kind))
     if fallen:
-        notes.append(f"{fallen} matrices in f16: their rows are no multiple of {KIND[type][1].block}")
+        notes.append(f"{fallen} matrices in f16: the length of their rows is not a multiple of {KIND[type][1].block}")
     if config.eos_token_id is None and tokenizer is not None and tokenizer.eot is None:
         notes.append("without an end of text, for which llama.cpp takes token 11; run it with --ignore-eos")
     return _pieces(_metadata(config, tokenizer, TYPES[type]), rows), notes

@@ -35,7 +35,7 @@ WEIGHTS = {
     "pytorch_model.bin.index.json": r"pytorch_model-\d+-of-\d+\.bin",
     "model.ckpt.index": r"model\.ckpt\.data-\d+-of-\d+|checkpoint|hparams\.json|encoder\.json|vocab\.bpe",  # OpenAI's own
 }
-# Without any of those: an adapter of PEFT's, whose base is another repository.
+# Without any of those: an adapter of PEFT's; its base is another repository.
 ADAPTER, ADAPTED = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 # Without that too: the one file there that could be a whole model, such as a GGUF or nanoGPT's ckpt.pt.
 ALONE = r"(?!adapter_)[\w.+-]+\.(gguf|safetensors|pth?|ckpt)"

@@ -16,8 +16,8 @@ PREFIX = "transformer."  # written by transformers, absent from the official fil
 WRAPPERS = ("_orig_mod.", "module.", "model.", PREFIX)
 
 # A row per parameter: our name, where "{}" is the layer; its shape in the symbols V vocabulary, P positions, D width,
-# F feed-forward; OpenAI's name (openai/gpt-2, src/model.py), whose `w` has a leading axis of one, once a convolution's width;
-# GGUF's name (ggml-org/llama.cpp, gguf-py/gguf/constants.py), whose matrices are [out, in].
+# F feed-forward; OpenAI's name (openai/gpt-2, src/model.py), where `w` has a leading axis of one, the width of a convolution;
+# GGUF's name (ggml-org/llama.cpp, gguf-py/gguf/constants.py), where matrices are [out, in].
 _ROWS = (
     ("wte.weight", ("V", "D"), "model/wte", "token_embd.weight"),
     ("wpe.weight", ("P", "D"), "model/wpe", "position_embd.weight"),
@@ -87,7 +87,7 @@ def layer(name: str) -> int | None:
 
 
 def from_file(key: str) -> str:
-    """The model's own name for a key of a file, whoever wrote it; an unknown key comes back as it is."""
+    """The model's own name for a key of a file, of any writer; an unknown key comes back as it is."""
     number = re.match(r"(?:blk\.|model/h)(\d{1,5})(?=[./])", key, re.ASCII)
     template = key if number is None else key[: number.start(1)] + "{}" + key[number.end(1) :]
     if template in _OURS:

@@ -117,7 +117,7 @@ def official_files(hashes: Mapping[str, str], name: str = "") -> Official:
 
 
 def _holding(hashes: Mapping[str, str], files: tuple[str, ...]) -> list[str]:
-    """The models one of whose ``files`` is among the hashes, whatever its name is here."""
+    """The models with one of their ``files`` among the hashes, under any name."""
     there = set(hashes.values())
     return [model for model, known in OFFICIAL_FILES.items() if there & {known[file] for file in files if file in known}]
 

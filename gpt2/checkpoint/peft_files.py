@@ -58,7 +58,7 @@ class Adapter:
     factors: Mapping[str, tuple[str, str, float]]  # parameter ("h.0.attn.c_attn.weight") -> names of A and B, scale
 
     def require_fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError for a base whose parameters have other ``shapes``."""
+        """Raise CheckpointError where the base's parameters have other ``shapes`` than the adapter needs."""
         entries = self.file.entries
         made_for = {name: (entries[a].shape[1], entries[b].shape[0]) for name, (a, b, _) in self.factors.items()}
         odd = [
@@ -154,7 +154,7 @@ def _number(config: Mapping[str, Any], key: str, default: float, patterns: str, 
     table = config.get(patterns) or {}
     for pattern, special in table.items() if isinstance(table, dict) else ():
         if not re.fullmatch(r"[\w.^\\$]{1,200}", pattern, re.ASCII):  # nothing that repeats: such a pattern can take for ever
-            what = f"{patterns} has the pattern {quoted(pattern)}, which is no plain name; {MERGE_WITH_PEFT}"
+            what = f"{patterns} has the pattern {quoted(pattern)}, which is not a plain name; {MERGE_WITH_PEFT}"
             raise CheckpointError(f"{where}: {what}")
         with contextlib.suppress(re.error):
             if re.match(rf"(.*\.)?({pattern})$", name):

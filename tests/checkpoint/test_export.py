@@ -193,7 +193,7 @@ def test_rows_that_are_no_whole_blocks_become_f16(tmp_path: Path) -> None:
     assert kinds["token_embd.weight"] == kinds["blk.1.ffn_up.weight"] == kinds["blk.0.attn_qkv.weight"] == "F16"
     assert kinds["blk.0.ffn_down.weight"] == "Q8_0"
     assert kinds["position_embd.weight"] == kinds["blk.0.ffn_down.bias"] == "F32"
-    assert done.notes[-1] == "7 matrices in f16: their rows are no multiple of 32"
+    assert done.notes[-1] == "7 matrices in f16: the length of their rows is not a multiple of 32"
     write(tmp_path / "theirs.gguf", config, Q8_0)
     theirs, ours = GGUFFile(tmp_path / "theirs.gguf"), GGUFFile(tmp_path / "out" / "model.gguf")
     assert all(torch.equal(ours.read(name), theirs.read(name)) for name in theirs.entries)

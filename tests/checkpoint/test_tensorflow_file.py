@@ -110,7 +110,7 @@ def test_reads_every_dtype_that_tensorflow_wrote() -> None:
         assert same(bundle.read(name, torch.float64), expected.to(dtype).double()), name
     assert same(bundle.read("scalar"), torch.tensor(2.5))
     assert same(bundle.read("empty"), torch.zeros(0, 4))
-    refused(lambda: bundle.read("text"), "text is text, which is no weight")
+    refused(lambda: bundle.read("text"), "text is text, which is not a weight")
     refused(lambda: bundle.read("complex", torch.float32), "complex is of TensorFlow's dtype 8")
 
 

@@ -190,7 +190,9 @@ def config_of(file: GGUFFile) -> GPT2Config:
         raise CheckpointError(f"{file.path}: lacks {', '.join(missing)}; convert the checkpoint again")
     shared = metadata.get("gpt2.attention.head_count_kv", metadata[CONFIG_KEYS["n_head"]])
     if shared != metadata[CONFIG_KEYS["n_head"]]:
-        raise CheckpointError(f"{file.path}: has {quoted(shared)} heads of keys, and a GPT-2 as many as queries; it is no GPT-2")
+        raise CheckpointError(
+            f"{file.path}: has {quoted(shared)} heads of keys, and a GPT-2 has as many as of queries; it is not a GPT-2"
+        )
     fields = {field: metadata[key] for field, key in CONFIG_KEYS.items() if key in metadata}
     fields |= {field: metadata.get(f"tokenizer.ggml.{field}") for field in ("bos_token_id", "eos_token_id")}
     if type(epsilon := fields["layer_norm_epsilon"]) is float:
@@ -206,7 +208,7 @@ def config_of(file: GGUFFile) -> GPT2Config:
 
 
 class NoTokenizer(InputError):
-    """A file without a tokenizer, or with one that is no byte-level BPE."""
+    """A file without a tokenizer, or with another one than a byte-level BPE."""
 
 
 def tokenizer_of(file: GGUFFile) -> BPE:

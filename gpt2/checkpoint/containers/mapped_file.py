@@ -3,7 +3,7 @@
 A mapped file is read when its weights are used. If somebody shortens it in place before that, Linux and macOS end the process
 with SIGBUS (exit code 135) at the first missing page, and Python cannot catch that. So :func:`require_whole_files` looks at the
 sizes before a long job and between its parts; a file that is cut within one part still ends the process. Loading in another
-dtype, or as int8, maps nothing, and Windows lets nobody shorten a mapped file.
+dtype, or as int8, maps nothing, and Windows does not let a mapped file be shortened.
 """
 
 from __future__ import annotations

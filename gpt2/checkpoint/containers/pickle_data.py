@@ -126,7 +126,7 @@ class Pickle:
         try:
             argument = opcode.arg.reader(self.stream)
             if isinstance(argument, str):
-                argument.encode()  # fails on half a surrogate pair, which is no text
+                argument.encode()  # fails on half a surrogate pair, which is not text
         except UnicodeError:
             raise Damaged(f"has text that is not UTF-8 at byte {self.stream.tell():,} of its pickle") from None
         except ValueError:

@@ -76,7 +76,7 @@ def _parse(header: bytes) -> dict[str, Any]:
         text = header.decode()
         # int refuses the constants NaN and Infinity, which are not JSON
         raw = json.loads(text, object_pairs_hook=_without_repeats, parse_int=_int, parse_float=_float, parse_constant=int)
-        json.dumps(raw, ensure_ascii=False).encode()  # fails on half a surrogate pair, which is no text
+        json.dumps(raw, ensure_ascii=False).encode()  # fails on half a surrogate pair, which is not text
     except (ValueError, RecursionError) as error:
         raise Damaged(f"has a header that is not JSON ({str(error)[:80]})") from None
     if not isinstance(raw, dict) or not text.startswith("{"):

@@ -164,7 +164,7 @@ class TensorBundle(Container):
         entry = self.entries[name]
         if entry.kind not in DTYPES:
             what = "text" if entry.kind == TEXT else f"of TensorFlow's dtype {entry.kind}"
-            raise CheckpointError(f"{self.path}: {shown(name)} is {what}, which is no weight; save the checkpoint without it")
+            raise CheckpointError(f"{self.path}: {shown(name)} is {what}, which is not a weight; save the checkpoint without it")
         file = self._shards[entry.shard]
         crc, at = 0, entry.start
         while name not in self._checked and at < entry.end:
@@ -233,7 +233,7 @@ def checkpoint_prefix(directory: Path) -> Path | None:
     """
     state, text = directory / "checkpoint", b""
     try:
-        found = sorted(entry.name for entry in directory.iterdir() if entry.suffix == ".index" and entry.is_file())
+        indexes = sorted(entry.name for entry in directory.iterdir() if entry.suffix == ".index" and entry.is_file())
         if state.is_file():
             text = MappedFile(state).bytes(0, HEADER_LIMIT)
     except OSError as error:
@@ -241,14 +241,14 @@ def checkpoint_prefix(directory: Path) -> Path | None:
     line = re.search(rb'^model_checkpoint_path:[ \t]*"((?:[^"\\\r\n]|\\.)*+)"', text, re.MULTILINE)
     if line is not None:
         name = re.split(r"[/\\]", _unescaped(line[1]))[-1]
-        if f"{name}.index" in found:
+        if f"{name}.index" in indexes:
             return directory / name
         raise CheckpointError(f"{state}: names {shown(name)}, and no {shown(f'{name}.index')} is there; fetch it too")
-    if found and text:
+    if indexes and text:
         raise CheckpointError(f"{state}: names no checkpoint; fetch it again, or remove it")
-    if len(found) > 1:
-        raise CheckpointError(f"{directory}: holds {listed(found)}, and no file named checkpoint says which; give one of them")
-    return directory / found[0].removesuffix(".index") if found else None
+    if len(indexes) > 1:
+        raise CheckpointError(f"{directory}: holds {listed(indexes)}, and no file named checkpoint says which; give one of them")
+    return directory / indexes[0].removesuffix(".index") if indexes else None
 
 
 def _unescaped(text: bytes) -> str:
@@ -272,5 +272,5 @@ def read_hparams(path: Path) -> dict[str, int]:
         raise CheckpointError(f"{path}: has {listed(unknown)}, which OpenAI's GPT-2 has not; remove what changes nothing")
     for name, value in content.items():
         if type(value) is not int or not 1 <= value <= MAX_SIZE:
-            raise CheckpointError(f"{path}: {name} is {quoted(value)}, which is no size; fetch it again")
+            raise CheckpointError(f"{path}: {name} is {quoted(value)}, which is not a size; fetch it again")
     return content

@@ -41,7 +41,7 @@ STORAGES = {
 REBUILD = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 WRAPPED = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
-# Tensors that are no plain array, and what they are.
+# Tensors that are not plain arrays, and what they are.
 OTHER_TENSORS = {
     "torch._utils._rebuild_qtensor": "quantised",
     "torch._utils._rebuild_sparse_tensor": "sparse",
