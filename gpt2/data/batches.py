@@ -3,8 +3,6 @@
 A step does not depend on the steps before it, so that a resumed run, or one with another number of ranks, reads the same tokens.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

@@ -4,13 +4,10 @@ A pattern cuts text into pieces (words with their leading space, numbers, punctu
 bytes. Within a piece, the adjacent pair with the lowest merge rank is joined until no pair has a rank. Every text has ids, and
 nothing is joined across pieces (Radford et al. 2019, section 2.2; OpenAI's `encoder.py`).
 
-:mod:`gpt2.data.bpe_files` reads and checks the files. tiktoken does the merging, with ranks that are built here. It ranks a pair
-by the bytes that it joins to, transformers by the pair itself; both give the same ids if every merge is the one that its own
-bytes lead to. That holds for every vocabulary made by BPE training and is checked on loading. :class:`BPE` also cuts long runs
-of whitespace, on which tiktoken panics.
+:mod:`gpt2.data.bpe_files` reads and checks the files; tiktoken does the merging. tiktoken ranks a pair by the bytes that it joins
+to, transformers by the pair itself; both give the same ids if every merge is the one that its own bytes lead to, which is checked
+on loading.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -18,13 +15,13 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from gpt2.data import bpe_files
 from gpt2.data.bpe_files import END_OF_TEXT, N_BYTES, byte_alphabet
-from gpt2.data.vocabulary import Vocabulary, refuse_surrogates
+from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
 from gpt2.errors import InputError
 
 # OpenAI's pattern in the possessive form that tiktoken uses: the same pieces without backtracking.
@@ -40,8 +37,11 @@ def openai_byte_order() -> list[str]:
     return sorted(byte_alphabet())
 
 
-class BPE(Vocabulary):
+class BPE(Tokenizer):
     """A byte-level BPE vocabulary: text to ids and back.
+
+    ``vocab`` maps every token, written in the byte alphabet, to its id, in the order of the ids; ``merges`` are the pairs in rank
+    order; ``special_tokens`` maps the tokens that no merge makes to their ids. ``eot`` is the id of `<|endoftext|>`, or None.
 
     Args:
         vocab: token, written in :func:`byte_alphabet`, to id; the ids are 0..n-1 in any order.
@@ -63,59 +63,29 @@ class BPE(Vocabulary):
         special: Collection[str] = (),
         where: str = "the vocabulary",
     ) -> None:
-        self._special = bpe_files.check(vocab, merges, special, where)
-        self._vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
-        self._merges = list(merges)
+        self.special_tokens = bpe_files.check(vocab, merges, special, where)
+        self.vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
+        self.merges = list(merges)
+        self.eot = self.special_tokens.get(END_OF_TEXT)
 
         # Ranks: the bytes in the order of their ids, then the merges. Special tokens have no rank.
-        ranked = sorted(byte_alphabet(), key=self._vocab.__getitem__) + [a + b for a, b in merges]
+        ranked = sorted(byte_alphabet(), key=self.vocab.__getitem__) + [a + b for a, b in merges]
         as_bytes = _to_bytes(ranked)
-        ids = [self._vocab[token] for token in ranked]
+        ids = [self.vocab[token] for token in ranked]
         self._ids = None if ids == list(range(len(ids))) else ids  # by rank; None where they are the same
-        by_id = [token.encode() for token in self._vocab]  # right for special tokens
+        by_id = [token.encode() for token in self.vocab]  # right for special tokens
         for i, token in zip(ids, as_bytes, strict=True):
             by_id[i] = token
         super().__init__(by_id)
 
         import tiktoken
 
-        self._core = tiktoken.Encoding(
-            "byte-level BPE",
-            pat_str=PATTERN,
-            mergeable_ranks={token: rank for rank, token in enumerate(as_bytes)},
-            special_tokens={},
-        )
-
-    def __repr__(self) -> str:
-        return f"BPE(n_vocab={self.n_vocab}, special={self._special})"
-
-    @property
-    def eot(self) -> int | None:
-        """Id of `<|endoftext|>`, or None where the vocabulary has none."""
-        return self._special.get(END_OF_TEXT)
-
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        """Special tokens, which no merge makes, and their ids."""
-        return dict(self._special)
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        """Every token, written in the byte alphabet, and its id, in the order of the ids."""
-        return dict(self._vocab)
-
-    @property
-    def merges(self) -> list[tuple[str, str]]:
-        """The pairs in rank order."""
-        return list(self._merges)
+        table = {token: rank for rank, token in enumerate(as_bytes)}
+        self._core = tiktoken.Encoding("byte-level BPE", pat_str=PATTERN, mergeable_ranks=table, special_tokens={})
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sha256 (hex) of the tokens in id order, the merges in rank order, and the special ids.
-
-        Equal fingerprints mean equal ids for every text, whatever files they were read from.
-        """
-        content = [list(self._vocab), self._merges, sorted(self._special.values())]
+        content = [list(self.vocab), self.merges, sorted(self.special_tokens.values())]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def encode(self, text: str, *, allowed_special: Literal["all"] | Collection[str] = ()) -> list[int]:
@@ -129,19 +99,19 @@ class BPE(Vocabulary):
             InputError: a lone surrogate, which has no UTF-8 form; a name in `allowed_special` that is no special token.
         """
         refuse_surrogates(text)
-        names = self._special if allowed_special == "all" else allowed_special
+        names = self.special_tokens if allowed_special == "all" else allowed_special
         if not names:
             return self._encode_ordinary(text)
-        if isinstance(names, str) or not all(name in self._special for name in names):
+        if isinstance(names, str) or not all(name in self.special_tokens for name in names):
             raise InputError(
                 f"allowed_special={names!r} names a token that is not special here; "
-                f'pass a set out of {sorted(self._special)}, or "all"'
+                f'pass a set out of {sorted(self.special_tokens)}, or "all"'
             )
         # The longest name first, so that a name does not hide a longer one that begins with it.
         special = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
         ids: list[int] = []
         for i, part in enumerate(re.split(f"({special})", text)):
-            ids += [self._special[part]] if i % 2 else self._encode_ordinary(part)
+            ids += [self.special_tokens[part]] if i % 2 else self._encode_ordinary(part)
         return ids
 
     def _encode_ordinary(self, text: str) -> list[int]:
@@ -152,7 +122,7 @@ class BPE(Vocabulary):
         return ranks if self._ids is None else [self._ids[rank] for rank in ranks]
 
     @classmethod
-    def from_directory(cls, path: str | os.PathLike[str]) -> BPE:
+    def from_directory(cls, path: str | os.PathLike[str]) -> Self:
         """Read `vocab.json` + `merges.txt`, else `encoder.json` + `vocab.bpe`, else the BPE inside `tokenizer.json`.
 
         Raises:
@@ -161,21 +131,20 @@ class BPE(Vocabulary):
         return cls._from(bpe_files.read_directory(Path(path)))
 
     @classmethod
-    def from_files(cls, vocab: str | os.PathLike[str], merges: str | os.PathLike[str]) -> BPE:
+    def from_files(cls, vocab: str | os.PathLike[str], merges: str | os.PathLike[str]) -> Self:
         """Read a vocabulary (JSON, token -> id) and its merges (text, one pair per line) from files of any name."""
         return cls._from(bpe_files.read_files(Path(vocab), Path(merges)))
 
     @classmethod
-    def _from(cls, source: bpe_files.Source) -> BPE:
+    def _from(cls, source: bpe_files.Source) -> Self:
         return cls(source.vocab | source.added, source.merges, special=source.added, where=source.where)
 
     def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
         """Write vocab.json, merges.txt, tokenizer.json and tokenizer_config.json; return the paths.
 
         added_tokens.json is written too if a special token does not look special. Equal vocabularies give equal files.
-        `n_positions` becomes `model_max_length`, beyond which transformers warns.
         """
-        texts = bpe_files.file_texts(self._vocab, self._merges, self._special, n_positions)
+        texts = bpe_files.file_texts(self.vocab, self.merges, self.special_tokens, n_positions)
         paths = bpe_files.write(Path(directory), texts)
         if bpe_files.ADDED not in texts:  # an old one would be read as part of this vocabulary
             (Path(directory) / bpe_files.ADDED).unlink(missing_ok=True)
@@ -218,10 +187,7 @@ def _to_bytes(tokens: Sequence[str]) -> list[bytes]:
     """Convert tokens from the byte alphabet to bytes, in one pass because there are fifty thousand."""
     table = {ord(char): byte for byte, char in enumerate(byte_alphabet())}
     joined = "".join(tokens).translate(table).encode("latin-1")
-    ends, end = [0], 0
-    for token in tokens:
-        end += len(token)
-        ends.append(end)
+    ends = accumulate(map(len, tokens), initial=0)
     return [joined[a:b] for a, b in pairwise(ends)]
 
 

@@ -4,8 +4,6 @@ They are `vocab.json` (token -> id) with `merges.txt` (one pair per line, in ran
 the BPE model in the `tokenizer.json` of the `tokenizers` library. All of them write a byte as one printable character.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -77,10 +75,8 @@ def read_files(vocab: Path, merges: Path) -> Source:
 
 
 def _read_tokenizer_json(path: Path) -> Source:
-    content = read_json(path)
+    content: Any = read_json(path)
     try:
-        if not isinstance(content, dict):
-            raise TypeError
         model = content["model"]
         strange = _differences(content)
         added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
@@ -115,10 +111,11 @@ def read_json(path: Path) -> object:
     except json.JSONDecodeError as error:
         at = f"line {error.lineno} column {error.colno}"
         raise InputError(f"{path} is not JSON ({at}); it is damaged or cut off, fetch it again") from None
-    except RecursionError:
-        raise InputError(f"{path} is not a vocabulary: its JSON is nested too deep; fetch it again") from None
-    except ValueError:  # a number with more digits than Python converts
-        raise InputError(f"{path} is not a vocabulary: it holds a number of thousands of digits; fetch it again") from None
+    except (RecursionError, ValueError) as error:
+        reason = (
+            "its JSON is nested too deep" if isinstance(error, RecursionError) else "it holds a number of thousands of digits"
+        )
+        raise InputError(f"{path} is not a vocabulary: {reason}; fetch it again") from None
 
 
 def _table(vocab: object, where: Path) -> dict[str, int]:
@@ -139,14 +136,9 @@ def as_pairs(merges: object, where: Path | str) -> list[tuple[str, str]]:
     pairs = []
     for i, merge in enumerate(merges):
         pair = merge.split(" ") if isinstance(merge, str) else merge
-        try:
-            a, b = pair
-            bad = not (isinstance(a, str) and isinstance(b, str) and a and b)
-        except (TypeError, ValueError):
-            bad = True
-        if bad:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(half, str) and half for half in pair):
             raise InputError(f"{where}: merge {i} is {quoted(merge)}, not two tokens; it is damaged, fetch it again")
-        pairs.append((a, b))
+        pairs.append((pair[0], pair[1]))
     return pairs
 
 
@@ -172,11 +164,8 @@ def _differences(content: dict[str, Any]) -> str:
         ("continuing_subword_prefix", model.get("continuing_subword_prefix") or "", ""),
         ("end_of_word_suffix", model.get("end_of_word_suffix") or "", ""),
     ]
-    return ", ".join(f"{name} is {_brief(got)}, not {want}" for name, got, want in expected if got != want)
-
-
-def _brief(value: object) -> str:
-    return quoted(value.get("type") if isinstance(value, dict) else value).strip("'")
+    wrong = [(name, got.get("type") if isinstance(got, dict) else got, want) for name, got, want in expected if got != want]
+    return ", ".join(f"{name} is {quoted(got)}, not {want}".replace("'", "") for name, got, want in wrong)
 
 
 def _looks_special(token: str) -> bool:
@@ -234,7 +223,8 @@ def _made(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], where: st
         elif (other := _earlier_merge_across(halves, joined, *pair)) is not None:
             wrong = f"can never happen, because merge {other - N_BYTES} comes first"
         if wrong:
-            raise InputError(f"{where}: merge {rank} ({_cut(a)} {_cut(b)}) {wrong}; fetch both files again")
+            halves_shown = " ".join(half if len(half) <= 60 else f"{half[:57]}..." for half in (a, b))
+            raise InputError(f"{where}: merge {rank} ({halves_shown}) {wrong}; fetch both files again")
         numbers[token] = joined[pair] = len(halves)
         halves.append(pair)
     return set(numbers)
@@ -262,10 +252,6 @@ def _earlier_merge_across(halves: Sequence[tuple[int, int]], joined: Mapping[tup
             left_until, left = left, halves[left][1]
         else:
             right_until, right = right, halves[right][0]
-
-
-def _cut(token: str) -> str:
-    return token if len(token) <= 60 else f"{token[:57]}..."
 
 
 def file_texts(
@@ -330,7 +316,6 @@ def write(directory: Path, texts: Mapping[str, str]) -> list[Path]:
     A symbolic link, as in the Hub's cache, is replaced; the file that it points to is not changed.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    paths = []
     for name, text in texts.items():
         beside = directory / f".{name}.{os.getpid()}"
         try:
@@ -341,5 +326,4 @@ def write(directory: Path, texts: Mapping[str, str]) -> list[Path]:
             beside.replace(directory / name)
         finally:
             beside.unlink(missing_ok=True)
-        paths.append(directory / name)
-    return paths
+    return [directory / name for name in texts]

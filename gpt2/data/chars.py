@@ -4,29 +4,26 @@ nanoGPT's `shakespeare_char` and most from-scratch tutorials use one, with 65 id
 and the model need not learn spelling, but a text has about three times as many tokens as with GPT-2's BPE.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 from gpt2.data import bpe_files
-from gpt2.data.vocabulary import Vocabulary
+from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import InputError
 
 FILE = "chars.json"
 
 
-class Chars(Vocabulary):
+class Chars(Tokenizer):
     """A vocabulary of characters (code points); the id of each is its index in `characters`.
 
     Raises:
         InputError: no characters, a character that occurs twice, or a surrogate, which is half of a character.
     """
-
-    eot: int | None = None  # there is no end-of-text token
 
     def __init__(self, characters: str, *, where: str = "the vocabulary") -> None:
         if not characters:
@@ -41,7 +38,7 @@ class Chars(Vocabulary):
         super().__init__([char.encode() for char in characters])
 
     @classmethod
-    def from_text(cls, text: str) -> Chars:
+    def from_text(cls, text: str) -> Self:
         """Make a vocabulary of the characters of `text`, in the order of their code points."""
         return cls("".join(sorted(set(text))), where="the text")
 
@@ -50,7 +47,6 @@ class Chars(Vocabulary):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sha256 (hex) of the characters in id order; equal fingerprints mean equal ids for every text."""
         return hashlib.sha256(self._characters.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -69,7 +65,7 @@ class Chars(Vocabulary):
             ) from None
 
     @classmethod
-    def from_directory(cls, path: str | os.PathLike[str]) -> Chars:
+    def from_directory(cls, path: str | os.PathLike[str]) -> Self:
         """Read `chars.json`."""
         file = Path(path) / FILE
         content = bpe_files.read_json(file)
@@ -79,11 +75,7 @@ class Chars(Vocabulary):
         return cls(characters, where=f"{file}")
 
     def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
-        """Write chars.json, and tokenizer.json and tokenizer_config.json for transformers; return the paths.
-
-        transformers raises an error for an unknown character too.
-        """
-        model = {"type": "WordLevel", "vocab": self._ids, "unk_token": "<unk>"}  # not in vocab, so that it raises
+        model = {"type": "WordLevel", "vocab": self._ids, "unk_token": "<unk>"}  # not in vocab, so that transformers raises too
         split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
         steps = {"pre_tokenizer": split, "post_processor": None, "decoder": {"type": "Fuse"}}
         texts = {FILE: json.dumps({"characters": self._characters}, ensure_ascii=False) + "\n"}

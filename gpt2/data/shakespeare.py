@@ -12,13 +12,13 @@ import hashlib
 import http.client
 import os
 import re
-import tempfile
 import time
 import urllib.error
 import urllib.request
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
+from gpt2.data import bpe_files
 from gpt2.errors import InputError
 
 # A tragedy, a history and a comedy that the embedded checkpoint was not trained on.
@@ -153,9 +153,10 @@ def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) ->
         raise InputError(f"cannot download tiny Shakespeare from {url}: {reason}; {way_out}") from None
     if (actual := hashlib.sha256(data).hexdigest()) != TINY_SHA256:
         raise InputError(f"{url}: {len(data)} bytes with sha256 {actual}, expected {TINY_SHA256}; {way_out}")
+    text = data.decode("utf-8")
     with contextlib.suppress(OSError):  # without a cache the next run downloads again
-        _store(path, data)
-    return data.decode("utf-8")
+        bpe_files.write(path.parent, {path.name: text})
+    return text
 
 
 def _download(url: str) -> bytes:
@@ -173,20 +174,6 @@ def _download(url: str) -> bytes:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not done after {DOWNLOAD_S:.0f} s")
     return bytes(data)
-
-
-def _store(path: Path, data: bytes) -> None:
-    """Write a temporary file, flush it to disk and rename it, so that no reader sees a part and two writers do not mix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 def split(text: str, fraction: float = 0.9) -> tuple[str, str]:

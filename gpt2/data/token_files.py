@@ -1,12 +1,9 @@
-"""Read and write token files: `train.bin` and `val.bin` with ids as little-endian uint16, as in nanoGPT.
+"""Read token files: `train.bin` and `val.bin` with ids as little-endian uint16, as in nanoGPT.
 
 Files are memory-mapped, so that a corpus may be larger than memory.
 """
 
-from __future__ import annotations
-
 import hashlib
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +11,10 @@ import numpy as np
 from gpt2.errors import InputError
 
 TRAIN, VAL = "train.bin", "val.bin"
-LARGEST = 2**16
 SAMPLES, BLOCK = 4096, 2048  # of a longer file, only this number of blocks of this number of ids is checked
 
 
-def read(directory: str | os.PathLike[str], n_vocab: int) -> tuple[np.ndarray, np.ndarray]:
+def read(directory: str | Path, n_vocab: int) -> tuple[np.ndarray, np.ndarray]:
     """Map a folder's `train.bin` and `val.bin`; return both as read-only uint16 arrays.
 
     Ids are checked against ``n_vocab``; in a file of more than 8 million ids, those of 4,096 blocks spread over the file.
@@ -26,26 +22,25 @@ def read(directory: str | os.PathLike[str], n_vocab: int) -> tuple[np.ndarray, n
     Raises:
         InputError: a file that is missing, is empty, has an odd size, or has an id outside the vocabulary.
     """
-    train, val = (_map(Path(directory) / name) for name in (TRAIN, VAL))
-    for name, ids in ((TRAIN, train), (VAL, val)):
+    files = []
+    for path in (Path(directory) / TRAIN, Path(directory) / VAL):
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise InputError(
+                f"{path}: cannot be read ({error.strerror}); give a folder with {TRAIN} and {VAL}, --set data.tokens=DIR"
+            ) from None
+        if size == 0 or size % 2:
+            raise InputError(f"{path}: {size} bytes are not a positive number of uint16 ids; write the file again")
+        ids = np.memmap(path, dtype="<u2", mode="r")
         largest = int(max(block.max() for block in _blocks(ids)))
         if largest >= n_vocab:
             raise InputError(
-                f"{Path(directory) / name}: id {largest} lies outside the tokenizer's vocabulary of {n_vocab:,}; "
+                f"{path}: id {largest} lies outside the tokenizer's vocabulary of {n_vocab:,}; "
                 "these tokens were made with another tokenizer, or are not uint16"
             )
-    return train, val
-
-
-def write(path: str | os.PathLike[str], ids: np.ndarray) -> None:
-    """Write ``ids`` to one file.
-
-    Raises:
-        InputError: an id that does not fit uint16.
-    """
-    if len(ids) and not (ids.min() >= 0 and ids.max() < LARGEST):
-        raise InputError(f"{path}: an id outside 0..{LARGEST - 1} does not fit a token file; use a smaller vocabulary")
-    np.asarray(ids, dtype="<u2").tofile(path)
+        files.append(ids)
+    return files[0], files[1]
 
 
 def fingerprint(*files: np.ndarray) -> str:
@@ -56,18 +51,6 @@ def fingerprint(*files: np.ndarray) -> str:
         for block in _blocks(ids):
             digest.update(block.tobytes())
     return digest.hexdigest()
-
-
-def _map(path: Path) -> np.ndarray:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be read ({error.strerror}); give a folder with {TRAIN} and {VAL}, --set data.tokens=DIR"
-        ) from None
-    if size == 0 or size % 2:
-        raise InputError(f"{path}: {size} bytes are not a positive number of uint16 ids; write the file again")
-    return np.memmap(path, dtype="<u2", mode="r")
 
 
 def _blocks(ids: np.ndarray) -> list[np.ndarray]:

@@ -1,15 +1,10 @@
 """A tokenizer of words: its vocabulary is the most frequent words of a text, each with the space before it.
 
-Tutorials on word-level models train on such a vocabulary, but map every rare word to one unknown token. That token cannot be
-decoded and is easy to predict, so neither samples nor losses compare with other models'. Here a word that is not in the
-vocabulary is encoded as bytes: any text can be decoded again, and bits per byte compare.
-
-Text is cut as GPT-2 cuts it (:data:`gpt2.data.bpe.PATTERN`): a word, a number or a run of punctuation, each with the space before
-it, or white space. For the `tokenizers` library this is a byte-level BPE without merges that takes a whole piece where it is in
-the vocabulary (`ignore_merges`).
+A word that is not in the vocabulary is encoded as bytes. So any text can be decoded again, and bits per byte compare with other
+models' (with one unknown token for all rare words, as tutorials use it, neither holds). Text is cut as GPT-2 cuts it
+(:data:`gpt2.data.bpe.PATTERN`). For the `tokenizers` library this is a byte-level BPE without merges that takes a whole piece
+where it is in the vocabulary (`ignore_merges`).
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -18,18 +13,19 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 from gpt2.config import quoted
 from gpt2.data import bpe_files
 from gpt2.data.bpe import PATTERN, openai_byte_order
 from gpt2.data.bpe_files import END_OF_TEXT, N_BYTES, byte_alphabet
-from gpt2.data.vocabulary import Vocabulary, refuse_surrogates
+from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
 from gpt2.errors import InputError
 
 FILE = "words.json"
 
 
-class Words(Vocabulary):
+class Words(Tokenizer):
     """A vocabulary of the 256 bytes, then `words` in their order, then `<|endoftext|>`.
 
     Args:
@@ -41,8 +37,7 @@ class Words(Vocabulary):
     """
 
     def __init__(self, words: Sequence[str], *, where: str = "the vocabulary") -> None:
-        byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
-        singles = [bytes([byte_of[char]]) for char in openai_byte_order()]
+        singles = [bytes([byte_alphabet().index(char)]) for char in openai_byte_order()]
         self._byte_ids = {token[0]: i for i, token in enumerate(singles)}
         self._words = list(words)
         self._ids = {word: N_BYTES + i for i, word in enumerate(self._words)}
@@ -55,9 +50,10 @@ class Words(Vocabulary):
             if len(word.encode()) < 2 or _pieces(word) != [word]:
                 raise InputError(f"{where}: {quoted(word)} is not one word of two bytes or more; make the vocabulary from a text")
         super().__init__([*singles, *(word.encode() for word in self._words), END_OF_TEXT.encode()])
+        self.eot = self.n_vocab - 1
 
     @classmethod
-    def from_text(cls, text: str, vocab_size: int) -> Words:
+    def from_text(cls, text: str, vocab_size: int) -> Self:
         """Take the most frequent words of `text`, as many as give `vocab_size` entries; equally frequent ones in text order.
 
         Raises:
@@ -75,23 +71,12 @@ class Words(Vocabulary):
             )
         return cls([word for word, _ in counts.most_common(wanted)], where="the text")
 
-    def __repr__(self) -> str:
-        return f"Words(n_vocab={self.n_vocab})"
-
-    @property
-    def eot(self) -> int:
-        """Id of `<|endoftext|>`, the last one."""
-        return self.n_vocab - 1
-
     @cached_property
     def fingerprint(self) -> str:
-        """Sha256 (hex) of the words in id order; equal fingerprints mean equal ids for every text."""
         return hashlib.sha256(json.dumps(["words", self._words]).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`: one for each word of the vocabulary, one for each byte of other words.
-
-        Special tokens in `text` are ordinary characters.
 
         Raises:
             InputError: a lone surrogate, which has no UTF-8 form.
@@ -99,15 +84,11 @@ class Words(Vocabulary):
         refuse_surrogates(text)
         ids: list[int] = []
         for piece in _pieces(text):
-            known = self._ids.get(piece)
-            if known is None:
-                ids += [self._byte_ids[byte] for byte in piece.encode()]
-            else:
-                ids.append(known)
+            ids += [self._ids[piece]] if piece in self._ids else [self._byte_ids[byte] for byte in piece.encode()]
         return ids
 
     @classmethod
-    def from_directory(cls, path: str | os.PathLike[str]) -> Words:
+    def from_directory(cls, path: str | os.PathLike[str]) -> Self:
         """Read `words.json`."""
         file = Path(path) / FILE
         content = bpe_files.read_json(file)
@@ -117,14 +98,13 @@ class Words(Vocabulary):
         return cls(words, where=f"{file}")
 
     def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
-        """Write words.json, and tokenizer.json and tokenizer_config.json for transformers; return the paths."""
         alphabet = byte_alphabet()
         tokens = ["".join(alphabet[byte] for byte in token) for token in self._bytes[:-1]] + [END_OF_TEXT]
         model = bpe_files.bpe_model({token: i for i, token in enumerate(tokens)}, [])
         model |= {"byte_fallback": False, "ignore_merges": True}
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
         steps = {"pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level}
-        texts = bpe_files.tokenizer_texts(model, steps, {END_OF_TEXT: self.eot}, n_positions)
+        texts = bpe_files.tokenizer_texts(model, steps, {END_OF_TEXT: self.n_vocab - 1}, n_positions)
         # GPT2Tokenizer builds its own BPE from vocabulary and merges, and would encode every word as bytes.
         config = json.loads(texts["tokenizer_config.json"]) | {"tokenizer_class": "PreTrainedTokenizerFast"}
         texts["tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"

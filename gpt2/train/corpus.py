@@ -1,7 +1,5 @@
 """Read a recipe's text: training and validation token ids, and their tokenizer."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +8,9 @@ import numpy as np
 
 from gpt2.checkpoint.loading import load_tokenizer
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer, shakespeare, token_files
+from gpt2.data.bpe import train_bpe
+from gpt2.data.chars import Chars
+from gpt2.data.words import Words
 from gpt2.errors import InputError
 from gpt2.train.recipe import Recipe
 
@@ -34,31 +35,47 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
         InputError: no such text, a text too short for a window, or characters that the tokenizer does not have.
     """
     if recipe.data.tokens:
-        return _from_token_files(recipe, tokenizer)
-    train_text, val_text = texts(recipe)
-    tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
-    train_ids, val_ids = (np.array(tokenizer.encode(text), dtype=np.int32) for text in (train_text, val_text))
-    val_ids = val_ids[: recipe.eval_tokens or None]
-    _long_enough(train_ids, val_ids, recipe)
-    return Corpus(tokenizer, train_ids, val_ids, hashlib.sha256(train_ids.tobytes() + b"|" + val_ids.tobytes()).hexdigest())
-
-
-def _from_token_files(recipe: Recipe, tokenizer: Tokenizer | None) -> Corpus:
-    """Read existing token files, made with ``tokenizer``, the one in their folder, or GPT-2's if the recipe says so."""
-    folder = Path(recipe.data.tokens)
-    if tokenizer is None and holds_tokenizer(folder):
-        tokenizer = from_directory(folder)
-    if tokenizer is None and recipe.data.tokenizer != "gpt2":
+        folder = Path(recipe.data.tokens)
+        tokenizer = tokenizer or _tokenizer_of(folder, recipe.data.tokenizer)
+        train_ids, val_ids = token_files.read(folder, tokenizer.n_vocab)
+        sha256 = token_files.fingerprint(train_ids, val_ids)
+        val_ids = np.array(val_ids[: recipe.eval_tokens or None], dtype=np.int32)
+    else:
+        train_text, val_text = texts(recipe)
+        tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
+        train_ids, val_ids = (np.array(tokenizer.encode(text), dtype=np.int32) for text in (train_text, val_text))
+        val_ids = val_ids[: recipe.eval_tokens or None]
+        sha256 = hashlib.sha256(train_ids.tobytes() + b"|" + val_ids.tobytes()).hexdigest()
+    if len(train_ids) < recipe.context + 1:
+        remedy = f" or --set context={len(train_ids) - 1}" if len(train_ids) > 1 else ""
         raise InputError(
-            f"{folder}: no tokenizer in it, and {recipe.data.tokenizer!r} is made from a text; "
-            "put the tokenizer's files there, or --set data.tokenizer=gpt2 if it is GPT-2's"
+            f"the training text has {len(train_ids)} tokens, too few for a context of {recipe.context} and the token after it; "
+            f"give a longer text{remedy}"
         )
-    tokenizer = tokenizer or load_tokenizer("gpt2")
-    train_ids, val_ids = token_files.read(folder, tokenizer.n_vocab)
-    sha256 = token_files.fingerprint(train_ids, val_ids)
-    val_ids = np.array(val_ids[: recipe.eval_tokens or None], dtype=np.int32)
-    _long_enough(train_ids, val_ids, recipe)
+    if len(val_ids) < 2:
+        raise InputError(f"the validation text has {len(val_ids)} tokens, too few to score; give a longer text or data.held_out")
     return Corpus(tokenizer, train_ids, val_ids, sha256)
+
+
+def _tokenizer_of(folder: Path, kind: str) -> Tokenizer:
+    """The tokenizer in a folder of token files, or GPT-2's if the recipe says so."""
+    if holds_tokenizer(folder):
+        return from_directory(folder)
+    if kind == "gpt2":
+        return load_tokenizer("gpt2")
+    raise InputError(
+        f"{folder}: no tokenizer in it, and {kind!r} is made from a text; "
+        "put the tokenizer's files there, or --set data.tokenizer=gpt2 if it is GPT-2's"
+    )
+
+
+def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:
+    """Make a tokenizer from the training text. Characters also come from the validation text, which must be encodable."""
+    if recipe.data.tokenizer == "chars":
+        return Chars.from_text(train_text + val_text)
+    if recipe.data.tokenizer == "words":
+        return Words.from_text(train_text, recipe.data.vocab_size)
+    return load_tokenizer("gpt2") if recipe.data.tokenizer == "gpt2" else train_bpe(train_text, recipe.data.vocab_size)
 
 
 def texts(recipe: Recipe) -> tuple[str, str]:
@@ -80,32 +97,3 @@ def texts(recipe: Recipe) -> tuple[str, str]:
             "or set data.path to a text file"
         )
     return shakespeare.split(text, 1 - data.held_out)
-
-
-def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:
-    """Make a tokenizer from the training text. Characters also come from the validation text, which must be encodable."""
-    if recipe.data.tokenizer == "chars":
-        from gpt2.data.chars import Chars
-
-        return Chars.from_text(train_text + val_text)
-    if recipe.data.tokenizer == "words":
-        from gpt2.data.words import Words
-
-        return Words.from_text(train_text, recipe.data.vocab_size)
-    if recipe.data.tokenizer == "gpt2":
-        return load_tokenizer("gpt2")
-    from gpt2.data.bpe import train_bpe
-
-    return train_bpe(train_text, recipe.data.vocab_size)
-
-
-def _long_enough(train_ids: np.ndarray, val_ids: np.ndarray, recipe: Recipe) -> None:
-    """Refuse a training text shorter than one window, and a validation text that cannot be scored."""
-    if len(train_ids) < recipe.context + 1:
-        remedy = f" or --set context={len(train_ids) - 1}" if len(train_ids) > 1 else ""
-        raise InputError(
-            f"the training text has {len(train_ids)} tokens, too few for a context of {recipe.context} and the token after it; "
-            f"give a longer text{remedy}"
-        )
-    if len(val_ids) < 2:
-        raise InputError(f"the validation text has {len(val_ids)} tokens, too few to score; give a longer text or data.held_out")

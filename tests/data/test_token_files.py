@@ -23,13 +23,10 @@ def test_files_are_mapped_and_not_read(folder):
     assert len(val) == 100
 
 
-def test_written_as_it_is_read(tmp_path):
+def test_ids_are_little_endian_on_every_machine(tmp_path):
     for name in ("train.bin", "val.bin"):
-        token_files.write(tmp_path / name, np.array([0, 258, 65535]))
-    assert (tmp_path / "train.bin").read_bytes() == b"\0\0\x02\x01\xff\xff"  # little-endian, whatever the machine
+        (tmp_path / name).write_bytes(b"\0\0\x02\x01\xff\xff")
     assert token_files.read(tmp_path, 65536)[0].tolist() == [0, 258, 65535]
-    with pytest.raises(InputError, match="does not fit a token file"):
-        token_files.write(tmp_path / "train.bin", np.array([65536]))
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,43 @@
-"""What every tokenizer of this package shares: a list of tokens as bytes, and the way from ids back to text."""
+"""The base of every tokenizer: a list of tokens as bytes, and the way from ids back to text."""
 
-from __future__ import annotations
-
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from gpt2.errors import InputError
 
 
-class Vocabulary:
-    """Tokens by id, as bytes; a subclass adds the way from text to ids."""
+class Tokenizer:
+    """Tokens by id, as bytes; a subclass (BPE, characters, words) adds the way from text to ids.
+
+    ``n_vocab`` is the number of ids, special ones included; a model's vocabulary may be padded to more. ``eot`` is the id that
+    ends a text, or None.
+    """
+
+    eot: int | None = None
 
     def __init__(self, tokens: list[bytes]) -> None:
         self._bytes = tokens
+        self.n_vocab = len(tokens)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(n_vocab={self.n_vocab})"
 
     @property
-    def n_vocab(self) -> int:
-        """Number of ids, special ones included. A model's vocabulary may be padded to more."""
-        return len(self._bytes)
+    def fingerprint(self) -> str:
+        """Sha256 (hex); equal fingerprints mean equal ids for every text, whatever files they were read from."""
+        raise NotImplementedError
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; special tokens in it are ordinary characters."""
+        raise NotImplementedError
+
+    def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
+        """Write the files that :func:`gpt2.data.from_directory` and transformers read; return their paths.
+
+        `n_positions` becomes `model_max_length`, beyond which transformers warns.
+        """
+        raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, special tokens included. Bytes that are not UTF-8 become U+FFFD.
