@@ -1,11 +1,8 @@
 """The bigram baseline of the tutorials: a table with the logits of the next token for every token.
 
-The same loop trains, evaluates, saves and resumes it on the same windows, so its loss is what a model must beat to have learnt
-more than which token follows which. Its config says `model_type: bigram`: ``gpt2.load`` refuses it, and only this module reads
-it.
+The same loop trains it on the same windows, so its loss is what a model must beat to have learnt more than which token follows
+which. Its config says `model_type: bigram`: ``gpt2.load`` refuses it, and only this module reads it.
 """
-
-from __future__ import annotations
 
 import json
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A loss or gradient that is not finite would spoil every weight. A loss has explo
 than a uniform guess costs: such a model has lost what it learnt, and later steps do not recover it.
 """
 
-from __future__ import annotations
-
 import math
 
 MARGIN = 2.0  # nats at least, for small vocabularies

@@ -1,7 +1,5 @@
 """Estimate the peak memory of a run before it begins."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Draw each step's windows and move them to the device that trains."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

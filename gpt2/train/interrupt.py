@@ -1,7 +1,5 @@
 """Handle Ctrl-C and SIGTERM: the run finishes its step, saves and ends."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,12 +1,11 @@
 """Start several training processes on this machine, as `torchrun --standalone` does, and restart them when one is lost."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -39,17 +38,9 @@ def launch(arguments: list[str], nproc: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder) / "outcome"
         os.environ[OUTCOME] = str(outcome)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=str(os.getpid()),
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=RESTARTS,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
+        meeting: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
+        logs, job = DefaultLogsSpecs(log_dir=folder), str(os.getpid())
+        config = LaunchConfig(1, 1, nproc, run_id=job, max_restarts=RESTARTS, logs_specs=logs, **meeting)
         try:
             elastic_launch(config, sys.executable)("-m", "gpt2", *arguments)
         except SignalException:

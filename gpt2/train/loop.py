@@ -4,12 +4,10 @@ All random numbers of step ``n`` (windows, dropout) depend only on the seed and 
 bit-identical to an undisturbed one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,22 +16,20 @@ import torch
 from torch import nn
 
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
-from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.allocator import keep_freed_memory
 from gpt2.measure.metrics import LanguageScore, language_score
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
-from gpt2.train import adapted, divergence, models, parallel, state
+from gpt2.train import divergence, models, parallel, state
 from gpt2.train.bigram import Bigram
 from gpt2.train.corpus import Corpus, corpus
 from gpt2.train.divergence import Rewind
 from gpt2.train.estimate import peak_memory
-from gpt2.train.events import Diverged, Estimated, Evaluated, Event, Listener, Logged, Result, Started
 from gpt2.train.feed import Feed
 from gpt2.train.interrupt import interruptions
 from gpt2.train.loss import Scored
-from gpt2.train.metrics import Metrics, Pace, overfitting
+from gpt2.train.metrics import Diverged, Estimated, Evaluated, Event, Logged, Metrics, Pace, Result, Started, overfitting
 from gpt2.train.optim import adamw, learning_rate
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
@@ -44,6 +40,7 @@ from gpt2.train.state import Progress
 __all__ = ["Diverged", "Estimated", "Evaluated", "Logged", "Result", "Started", "train"]
 
 ESTIMATE_AFTER = 10  # steps
+Listener = Callable[[Event], None]
 
 
 def train(
@@ -64,22 +61,21 @@ def train(
     """
     recipe, folder = recipe.resolved(init), Path(folder)
     keep_freed_memory()
-    adapted.check(recipe, init)
     rewind: Rewind | None = None
     signals: list[int] = []
     with parallel.joined(recipe.device) as ranks:
         while True:
             begin = partial(start, recipe, folder, init, fresh and not rewind, ranks)
             try:
-                return _train(recipe, folder, begin, ranks, report, rewind, signals)
+                return _train(recipe, begin, folder, ranks, report, rewind, signals)
             except Rewind as request:
                 rewind = request
 
 
 def _train(
     recipe: Recipe,
-    folder: Path,
     begin: Callable[[], Start],
+    folder: Path,
     ranks: Ranks,
     report: Listener,
     rewind: Rewind | None,
@@ -90,71 +86,63 @@ def _train(
     A function of its own, because DDP's objects must be gone before the process group is destroyed: freeing them later hangs.
     """
     with ExitStack() as stack:
-        run, progress, started = _open(recipe, folder, begin, ranks, report, stack)
+        run = _Run(recipe, begin, folder, ranks, report, stack)
         interrupted = stack.enter_context(interruptions(signals))
-        run.tell(started)
-        return run(run.rewound(progress, rewind) if rewind else progress, interrupted)
+        run.announce()
+        return run(run.rewound(rewind) if rewind else run.resumed, interrupted)
 
 
-def _open(
-    recipe: Recipe, folder: Path, begin: Callable[[], Start], ranks: Ranks, report: Listener, stack: ExitStack
-) -> tuple[_Run, Progress | None, Started]:
-    """Make the run ready on every rank. ``stack`` holds the folder's lock and the metrics file until the run ends.
-
-    Returns the run, the progress of the checkpoint it resumes from (None: a new run), and the event that announces it. Only rank
-    0 calls ``begin``, which reads the folder, the text and the weights; it broadcasts what the others need.
-    """
-    ranks.part(recipe)  # refuse a batch that does not divide before anything is opened
-
-    def lock_and_begin() -> Start | None:
-        if ranks.rank != 0:
-            return None
-        stack.enter_context(state.locked(folder))
-        return begin()
-
-    own = ranks.together(lock_and_begin)
-    agreed = ranks.first(lambda: own.agreed if own else None)
-    assert agreed is not None, "rank 0 has begun"
-    recipe, progress = agreed.recipe, agreed.progress
-    text = ranks.together(lambda: own.text if own else _same_text(corpus(recipe, agreed.tokenizer), agreed.sha256, ranks))
-    model = own.model if own else models.empty(agreed.config, recipe)
-    parallel.broadcast(model, ranks)
-    models.prepare(model, recipe)
-    scored = parallel.wrap(Scored(model), recipe, ranks)
-    optimizer = adamw(model, recipe.optim)
-    if progress:
-        parallel.restore(optimizer, own.moments if own else None, ranks)
-    writes = folder if ranks.rank == 0 else None
-    metrics = ranks.together(lambda: stack.enter_context(Metrics(writes, progress, tensorboard=recipe.tensorboard)))
-    part, feed = ranks.part(recipe), Feed(text.train_ids, ranks)
-    run = _Run(recipe, part, folder, ranks, model, scored, agreed.tokenizer, optimizer, text, feed, metrics, report)
-    memory = peak_memory(model, part, ranks.size if recipe.parallel == "fsdp" else 1)
-    step, notes = progress.step if progress else 0, (*agreed.notes, *ranks.notes())
-    return run, progress, Started(recipe, agreed.config, len(text.train_ids), len(text.val_ids), step, memory, notes)
-
-
-def _same_text(text: Corpus, sha256: str, ranks: Ranks) -> Corpus:
-    if text.sha256 != sha256:
-        raise InputError(f"rank {ranks.rank} reads another text than rank 0; put the same files on every machine")
-    return text
-
-
-@dataclass(frozen=True)
 class _Run:
-    """One run: everything that stays the same from the first step to the last."""
+    """One run, opened on every rank: everything that stays the same from the first step to the last."""
 
-    recipe: Recipe
-    part: Recipe  # this rank's
-    folder: Path
-    ranks: Ranks
-    model: GPT2 | Bigram
-    scored: nn.Module  # returns the loss; its gradients are those of the whole batch
-    tokenizer: Tokenizer
-    optimizer: torch.optim.Optimizer
-    text: Corpus
-    feed: Feed
-    metrics: Metrics
-    report: Listener
+    def __init__(
+        self, recipe: Recipe, begin: Callable[[], Start], folder: Path, ranks: Ranks, report: Listener, stack: ExitStack
+    ) -> None:
+        """Open the run. ``stack`` holds the folder's lock and the metrics file until the run ends.
+
+        Only rank 0 calls ``begin``, which reads the folder, the text and the weights; it broadcasts what the others need.
+        """
+        self.folder, self.ranks, self.report = folder, ranks, report
+        ranks.part(recipe)  # refuse a batch that does not divide before anything is opened
+
+        def lock_and_begin() -> Start | None:
+            if ranks.rank != 0:
+                return None
+            stack.enter_context(state.locked(folder))
+            return begin()
+
+        own = ranks.together(lock_and_begin)
+        shared = ranks.first(lambda: own.shared() if own else None)
+        started = own or shared
+        assert started is not None, "rank 0 has begun"
+
+        def read_text() -> Corpus:
+            text = started.text or corpus(recipe, started.tokenizer)
+            if text.sha256 != started.sha256:
+                raise InputError(f"rank {ranks.rank} reads another text than rank 0; put the same files on every machine")
+            return text
+
+        self.recipe = recipe = started.recipe
+        self.part = ranks.part(recipe)  # this rank's
+        self.tokenizer, self.notes = started.tokenizer, (*started.notes, *ranks.notes())
+        self.resumed = started.progress  # None: a new run
+        self.text = ranks.together(read_text)
+        self.model = started.model or models.empty(started.config, recipe)
+        parallel.broadcast(self.model, ranks)
+        models.prepare(self.model, recipe)
+        self.scored = parallel.wrap(Scored(self.model), recipe, ranks)  # its gradients are those of the whole batch
+        self.optimizer = adamw(self.model, recipe.optim)
+        if self.resumed:
+            parallel.restore(self.optimizer, started.moments, ranks)
+        writes = folder if ranks.rank == 0 else None
+        self.metrics = ranks.together(lambda: stack.enter_context(Metrics(writes, self.resumed, tensorboard=recipe.tensorboard)))
+        self.feed = Feed(self.text.train_ids, ranks)
+
+    def announce(self) -> None:
+        recipe, text = self.recipe, self.text
+        memory = peak_memory(self.model, self.part, self.ranks.size if recipe.parallel == "fsdp" else 1)
+        step = self.resumed.step if self.resumed else 0
+        self.tell(Started(recipe, self.model.config, len(text.train_ids), len(text.val_ids), step, memory, self.notes))
 
     def __call__(self, resumed: Progress | None, interrupted: Callable[[], bool]) -> Result:
         """Train to the end: all steps done, early stopping, or an interruption. ``resumed`` is None for a new run."""
@@ -191,13 +179,13 @@ class _Run:
         assert progress.best_loss is not None, "every run is evaluated before its first step"
         return Result(self.folder, progress.step, progress.best_loss, progress.best_step, stopped)
 
-    def rewound(self, progress: Progress | None, rewind: Rewind) -> Progress:
+    def rewound(self, rewind: Rewind) -> Progress:
         """The progress of the checkpoint that the run was rewound to, logged and saved.
 
         Saved at once, so that a process killed before the next checkpoint does not rewind a second time.
         """
-        assert progress is not None, "a run is rewound only where it has a checkpoint"
-        progress = replace(progress, rewinds=progress.rewinds + 1, skips=0)
+        assert self.resumed is not None, "a run is rewound only where it has a checkpoint"
+        progress = replace(self.resumed, rewinds=self.resumed.rewinds + 1, skips=0)
         self.write(step=progress.step, rewound_from=rewind.step, diverged=rewind.why)
         self.save(progress)
         return progress
@@ -214,13 +202,13 @@ class _Run:
     def diverged(self, progress: Progress, fault: str) -> None:
         """Log a diverged step; then stop, skip it, or rewind, as the recipe says. Too many skips or rewinds stop the run."""
         action = self.recipe.on_divergence
-        last_resort = {
-            "stop": "",
-            "skip": f"{divergence.MAX_SKIPS} steps in a row" if progress.skips >= divergence.MAX_SKIPS else "",
-            "rewind": f"{divergence.MAX_REWINDS} rewinds did not help" if progress.rewinds >= divergence.MAX_REWINDS else "",
-        }[action]
-        if action == "rewind" and not self.ranks.first(lambda: len(state.checkpoints(self.folder))):
-            last_resort = "no checkpoint to rewind to"
+        last_resort = ""
+        if action == "skip" and progress.skips >= divergence.MAX_SKIPS:
+            last_resort = f" ({divergence.MAX_SKIPS} steps in a row)"
+        elif action == "rewind" and not self.ranks.first(lambda: len(state.checkpoints(self.folder))):
+            last_resort = " (no checkpoint to rewind to)"
+        elif action == "rewind" and progress.rewinds >= divergence.MAX_REWINDS:
+            last_resort = f" ({divergence.MAX_REWINDS} rewinds did not help)"
         action = "stop" if last_resort else action
         self.write(step=progress.step, diverged=fault, action=action)
         self.ranks.together(self.metrics.sync)
@@ -228,10 +216,8 @@ class _Run:
         if action == "rewind":
             raise Rewind(progress.step, fault)
         if action == "stop":
-            reason = f" ({last_resort})" if last_resort else ""
-            raise InputError(
-                f"step {progress.step}: {fault}; the run diverged{reason}, lower optim.lr (checkpoints before it are kept)"
-            )
+            diverged = f"step {progress.step}: {fault}; the run diverged{last_resort}"
+            raise InputError(f"{diverged}, lower optim.lr (checkpoints before it are kept)")
 
     def evaluate(self, progress: Progress) -> Progress:
         """Score the whole validation text, and save the model if it is the best so far."""
@@ -242,11 +228,9 @@ class _Run:
                     self.diverged(progress, f"validation loss {score.loss}")
                 remedy = "lower optim.lr" if progress.step else "the initial model is broken, choose another one"
                 raise InputError(f"step {progress.step}: the validation loss is {score.loss}; {remedy} (this step was not saved)")
-            best = progress.best_loss is None or score.loss < progress.best_loss
-            if best:
+            progress = replace(progress, evals_since_best=progress.evals_since_best + 1)
+            if best := progress.best_loss is None or score.loss < progress.best_loss:
                 progress = replace(progress, best_loss=score.loss, best_step=progress.step, evals_since_best=0)
-            else:
-                progress = replace(progress, evals_since_best=progress.evals_since_best + 1)
             sample = self.ranks.first(partial(self.keep_and_sample, progress, best))
             self.write(step=progress.step, val_loss=score.loss, val_bits_per_byte=score.bits_per_byte)
         self.tell(Evaluated(progress.step, score, best, sample, overfitting(self.metrics.rows, progress.best_step)))
@@ -278,7 +262,7 @@ class _Run:
         moments = parallel.gathered(self.optimizer)
         self.ranks.together(self.metrics.sync)
         with parallel.whole(self.scored):
-            self.ranks.first(lambda: state.save(self.folder, self.plain(), self.tokenizer, moments, progress) and None)
+            self.ranks.first(lambda: state.save(self.folder, self.plain(), self.tokenizer, moments, progress))
 
     def plain(self) -> GPT2 | Bigram:
         """The model with whole parameters. Under FSDP, call this inside :func:`parallel.whole`."""
@@ -293,13 +277,7 @@ class _Run:
 
 
 def _step(
-    scored: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    feed: Feed,
-    recipe: Recipe,
-    step: int,
-    lr: float,
-    limit: float = math.inf,
+    scored: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, recipe: Recipe, step: int, lr: float, limit: float = math.inf
 ) -> tuple[float, float]:
     """Run one optimizer step; return the whole batch's loss (nats per token) and the gradient norm before clipping.
 
@@ -322,7 +300,7 @@ def _step(
         losses.append(loss.detach())
     feed.ahead(recipe, step + 1)
     total = ranks.sum(sum(each.item() for each in losses))[0] / ranks.size
-    norm = parallel.norm_of(torch.nn.utils.clip_grad_norm_(scored.parameters(), recipe.optim.clip or math.inf))
+    norm = float(parallel.full(torch.nn.utils.clip_grad_norm_(scored.parameters(), recipe.optim.clip or math.inf)))
     for group in optimizer.param_groups:
         group["lr"] = lr
     if not divergence.fault(total, norm, limit):

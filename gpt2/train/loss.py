@@ -1,14 +1,12 @@
 """Fused linear cross-entropy: compute the training loss and its gradients without holding all logits.
 
 The plain way holds logits, their log-softmax and its gradient at once: with a vocabulary of 50,257, three times 200 KB for every
-token, more than all twelve blocks of gpt2 keep. The gradient of the loss depends on the logits alone. So both are computed
-together in the forward pass, a few rows at a time. No product is computed twice; what is kept is one gradient of the residual
-stream and one of the embedding. (Liger Kernel does the same on GPUs: Hsu et al., arXiv:2410.10989.)
+token, more than all twelve blocks of gpt2 keep. Here the loss and its gradient are computed together in the forward pass, a few
+rows at a time; only one gradient of the residual stream and one of the embedding are kept. (Liger Kernel does the same on GPUs:
+Hsu et al., arXiv:2410.10989.)
 
 Shapes: N tokens (of all windows in a row), D width, V vocabulary, n rows of one chunk.
 """
-
-from __future__ import annotations
 
 from typing import Any
 

@@ -1,22 +1,95 @@
-"""Write ``metrics.jsonl``, warn of overfitting, and measure a run's speed."""
-
-from __future__ import annotations
+"""What a run reports: events for its listener, ``metrics.jsonl``, a warning of overfitting, and its speed."""
 
 import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from gpt2.checkpoint.saving import write_file
+from gpt2.config import GPT2Config
 from gpt2.errors import InputError
+from gpt2.measure.metrics import LanguageScore
+from gpt2.train.bigram import BigramConfig
 from gpt2.train.recipe import Recipe
 from gpt2.train.state import METRICS, Progress, writing
 
 OVERFIT_MARGIN = 0.02  # nats per token
+
+
+@dataclass(frozen=True)
+class Started:
+    """Reported once, before the first step."""
+
+    recipe: Recipe
+    config: GPT2Config | BigramConfig
+    train_tokens: int
+    val_tokens: int
+    step: int
+    memory: int = 0  # bytes, an estimate of the peak
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """Reported once, after a few steps: the seconds left, evaluations included."""
+
+    step: int
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class Diverged:
+    """A diverged step, which changed no weights; ``action`` is "stop", "skip" or "rewind"."""
+
+    step: int
+    why: str
+    action: str
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A logged step; ``loss`` is of this step's batch, in nats per token; ``seconds_left`` is an estimate.
+
+    ``mfu`` is the share of the measured GEMM rate that the step reaches (:mod:`gpt2.train.speed`), 0 where it was not measured.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    seconds_left: float
+    mfu: float = 0.0
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation: the score of the validation text, and a sample that the model generated."""
+
+    step: int
+    val: LanguageScore
+    best: bool
+    sample: str = ""
+    warning: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    folder: Path
+    step: int
+    best_loss: float
+    best_step: int
+    stopped: str  # "finished", "early" or "interrupted"
+
+
+Event = Started | Logged | Evaluated | Estimated | Diverged
 
 
 class Metrics:
@@ -37,17 +110,16 @@ class Metrics:
                 kept = [line for line in path.read_text(errors="replace").splitlines() if _step(line) <= resumed.step]
             write_file(path, "".join(f"{line}\n" for line in kept).encode())
             self.file = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
-        self.rows = [json.loads(line) for line in kept]
-        self.board = _board(folder, resumed) if tensorboard else None
+            self.rows = [json.loads(line) for line in kept]
+            if tensorboard:
+                self.board = _board(folder, None if resumed is None else resumed.step + 1)
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self.file is not None:
-            self.file.close()
-        if self.board is not None:
-            self.board.close()
+        for opened in filter(None, (self.file, self.board)):
+            opened.close()
 
     def write(self, **row: Any) -> None:
         self.rows.append(row)
@@ -61,21 +133,19 @@ class Metrics:
 
     def sync(self) -> None:
         """Flush to the disk, before a checkpoint that relies on these lines is written."""
-        if self.file is None or self.folder is None:
-            return
-        with writing(self.folder):
-            os.fsync(self.file.fileno())
+        if self.file is not None and self.folder is not None:
+            with writing(self.folder):
+                os.fsync(self.file.fileno())
 
 
-def _board(folder: Path, resumed: Progress | None) -> Any:
+def _board(folder: Path, first_step: int | None) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise InputError(
             "tensorboard is not installed: pip install 'gpt2-toolkit[tensorboard]', or --set tensorboard=false"
         ) from None
-    with writing(folder):
-        return SummaryWriter(folder / "tensorboard", purge_step=None if resumed is None else resumed.step + 1)
+    return SummaryWriter(folder / "tensorboard", purge_step=first_step)
 
 
 def _step(line: str) -> float:

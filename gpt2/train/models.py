@@ -1,24 +1,40 @@
-"""Make, prepare, sample and save the models that a run trains: GPT-2 and the bigram baseline."""
-
-from __future__ import annotations
+"""Make, prepare, sample and save the models that a run trains: GPT-2, with or without LoRA adapters, and the bigram baseline."""
 
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
 
+from gpt2.checkpoint import saving
+from gpt2.checkpoint.keys import to_file
 from gpt2.checkpoint.loading import require_vocabulary
+from gpt2.checkpoint.peft_files import PREFIX, WEIGHTS, save_adapter
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.generation import generate
+from gpt2.lora import adapters, inject, merged
 from gpt2.model import GPT2, Attention
-from gpt2.train import adapted
 from gpt2.train.bigram import Bigram, BigramConfig, save_bigram
 from gpt2.train.recipe import Recipe
+
+ADAPTER = "adapter"  # folder of the adapters beside a merged model
+
+
+def new(recipe: Recipe, tokenizer: Tokenizer) -> GPT2 | Bigram:
+    """A new model of the recipe's shape, drawn with its seed."""
+    if recipe.model.kind == "bigram":
+        return Bigram(BigramConfig(tokenizer.n_vocab))
+    sizes = asdict(recipe.model)
+    del sizes["kind"]
+    rates: dict[str, Any] = {"resid_pdrop": recipe.dropout, "embd_pdrop": recipe.dropout, "attn_pdrop": recipe.attn_dropout}
+    torch.manual_seed(recipe.seed)
+    return GPT2(GPT2Config(tokenizer.n_vocab, **sizes, **rates, bos_token_id=tokenizer.eot, eos_token_id=tokenizer.eot))
 
 
 def empty(config: GPT2Config | BigramConfig, recipe: Recipe) -> GPT2 | Bigram:
@@ -27,7 +43,7 @@ def empty(config: GPT2Config | BigramConfig, recipe: Recipe) -> GPT2 | Bigram:
         return Bigram(config)
     model = GPT2(config, initialise=False)
     if recipe.lora.r:
-        adapted.adapt(model, recipe, None)
+        adapt(model, recipe, None)
     return model
 
 
@@ -49,6 +65,21 @@ def check(model: GPT2 | Bigram, tokenizer: Tokenizer, recipe: Recipe, name: str)
             f"use --set context={model.config.n_positions}"
         )
     require_vocabulary(tokenizer, model.config, name)
+
+
+def adapt(model: GPT2, recipe: Recipe, directory: Path | None) -> str:
+    """Put the recipe's adapters into ``model``, read from a checkpoint's ``directory`` or new; return a line for the log."""
+    lora = recipe.lora
+    inject(model, lora.r, lora.alpha, lora.dropout, lora.targets, seed=recipe.seed)
+    if directory is not None:
+        stored = load_file(directory / WEIGHTS)
+        for name, module in adapters(model).items():
+            for which in "AB":
+                getattr(module, f"lora_{which}").data = stored[f"{PREFIX}{to_file(name)}.lora_{which}.weight"].clone()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    parts = f"{trained:,} parameters trained beside {frozen:,} frozen ({trained / frozen:.2%})"
+    return f"LoRA of rank {lora.r} on {', '.join(lora.targets)}: {parts}"
 
 
 def prepare(model: GPT2 | Bigram, recipe: Recipe) -> None:
@@ -76,37 +107,25 @@ def _checkpointed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False) if torch.is_grad_enabled() else forward(*inputs)
 
 
-def new(recipe: Recipe, tokenizer: Tokenizer) -> GPT2 | Bigram:
-    if recipe.model.kind == "bigram":
-        return Bigram(BigramConfig(tokenizer.n_vocab))
-    sizes = asdict(recipe.model)
-    del sizes["kind"]
-    config = GPT2Config(
-        tokenizer.n_vocab,
-        **sizes,
-        resid_pdrop=recipe.dropout,
-        embd_pdrop=recipe.dropout,
-        attn_pdrop=recipe.attn_dropout,
-        bos_token_id=tokenizer.eot,
-        eos_token_id=tokenizer.eot,
-    )
-    torch.manual_seed(recipe.seed)
-    return GPT2(config)
-
-
 def sample(model: GPT2 | Bigram, tokenizer: Tokenizer, val_ids: np.ndarray, recipe: Recipe) -> str:
     """Text that the model generates after the first tokens of the validation text."""
-    if not recipe.sample_tokens:
+    prompt, count = [int(i) for i in val_ids[:8]], recipe.sample_tokens
+    if not count:
         return ""
-    prompt = [int(i) for i in val_ids[:8]]
     if isinstance(model, Bigram):
-        return tokenizer.decode(model.sample(prompt, recipe.sample_tokens, recipe.seed))
-    return tokenizer.decode(generate(model, prompt, recipe.sample_tokens, temperature=0.8, top_p=0.95, seed=recipe.seed))
+        return tokenizer.decode(model.sample(prompt, count, recipe.seed))
+    return tokenizer.decode(generate(model, prompt, count, temperature=0.8, top_p=0.95, seed=recipe.seed))
 
 
 def save(model: GPT2 | Bigram, tokenizer: Tokenizer, directory: Path, init: str | None, *, whole: bool) -> None:
-    """Write ``model`` into a new directory; ``whole`` as in :func:`gpt2.train.adapted.save_model`."""
+    """Write ``model`` into a new directory; of one with adapters only those, or, if ``whole``, also the merged model."""
     if isinstance(model, Bigram):
         save_bigram(model, tokenizer, directory)
+    elif not adapters(model):
+        saving.save(model, tokenizer, directory)
+    elif whole:
+        saving.save(merged(model), tokenizer, directory)
+        save_adapter(model, directory / ADAPTER, init)
     else:
-        adapted.save_model(model, tokenizer, directory, init, whole=whole)
+        save_adapter(model, directory, init)
+        tokenizer.save(directory, n_positions=model.config.n_positions)

@@ -1,7 +1,5 @@
 """AdamW with its parameter groups, and the learning rate as a function of the step."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from gpt2.errors import InputError
 from gpt2.train.recipe import Recipe
 
-if TYPE_CHECKING:  # these take seconds to import; only a run under FSDP needs them
+if TYPE_CHECKING:  # takes seconds to import; only a run under FSDP needs it
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 SILENCE_TIMEOUT = timedelta(minutes=10)  # gloo's default is 30; a save may take a few minutes
@@ -48,17 +47,17 @@ class Ranks:
         """Run ``act()`` on every rank. If one raises InputError, all raise it, so no rank waits for one that stopped."""
         if self.size == 1:
             return act()
-        result: list[T] = []
+        result: Any = None
         message = None
         try:
-            result.append(act())
+            result = act()
         except InputError as error:
             message = str(error)
         messages: list[str | None] = [None] * self.size
         dist.all_gather_object(messages, message)
         for message in filter(None, messages):
             raise InputError(message)
-        return result[0]
+        return result
 
     def first(self, act: Callable[[], T]) -> T:
         """Run ``act()`` on rank 0 alone; every rank gets its result, or its InputError."""
@@ -66,8 +65,7 @@ class Ranks:
             return act()
         shared: list[Any] = [self.together(act if self.rank == 0 else lambda: None)]
         dist.broadcast_object_list(shared, 0)
-        result: T = shared[0]
-        return result
+        return shared[0]
 
     def sum(self, *values: float) -> list[float]:
         """Sum each value over all ranks, in float64."""
@@ -75,15 +73,14 @@ class Ranks:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
-        sums: list[float] = total.tolist()
-        return sums
+        return total.tolist()
 
     def notes(self) -> tuple[str, ...]:
         """Lines for the log about device, processes and restarts."""
-        lines: tuple[str, ...] = () if self.device.type == "cpu" else (f"on {self.device.type}",)
-        if self.size > 1:
-            lines += (f"{self.size} processes share each batch",)
-        return (*lines, f"restarted after a process was lost (restart {restarts()})") if restarts() else lines
+        device = "" if self.device.type == "cpu" else f"on {self.device.type}"
+        processes = f"{self.size} processes share each batch" if self.size > 1 else ""
+        restarted = f"restarted after a process was lost (restart {restarts()})" if restarts() else ""
+        return tuple(filter(None, (device, processes, restarted)))
 
     def any(self, flag: bool) -> bool:
         return self.sum(float(flag))[0] > 0
@@ -176,7 +173,11 @@ def wrap(scored: nn.Module, recipe: Recipe, ranks: Ranks) -> nn.Module:
     """
     if ranks.size == 1:
         return scored
-    wrapped = _replicate(scored, ranks) if recipe.parallel == "ddp" else _shard(scored, ranks)
+    if recipe.parallel == "ddp":
+        on_gpu = None if ranks.device.type == "cpu" else [ranks.device.index]
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(scored, device_ids=on_gpu, gradient_as_bucket_view=True)
+    else:
+        wrapped = _shard(scored, ranks)
     # DDP rebuilds its buckets after its first backward pass, and then sums in another order; FSDP takes the first module called
     # for the outermost. This pass settles both, so that a resumed run sums as an undisturbed one does. It has the shape of all
     # other steps, so nothing is compiled twice.
@@ -185,11 +186,6 @@ def wrap(scored: nn.Module, recipe: Recipe, ranks: Ranks) -> nn.Module:
     wrapped(ids, ids).backward()
     wrapped.zero_grad(set_to_none=True)
     return wrapped
-
-
-def _replicate(scored: nn.Module, ranks: Ranks) -> nn.Module:
-    on_gpu = None if ranks.device.type == "cpu" else [ranks.device.index]
-    return nn.parallel.DistributedDataParallel(scored, device_ids=on_gpu, gradient_as_bucket_view=True)
 
 
 def _shard(scored: nn.Module, ranks: Ranks) -> nn.Module:
@@ -237,24 +233,28 @@ def whole(wrapped: nn.Module) -> Iterator[None]:
 def gathered(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's whole state on the CPU, "INDEX.NAME" to tensor. Every rank must call this."""
     return {
-        f"{index}.{name}": _full(value).detach().cpu().contiguous()
+        f"{index}.{name}": full(value).detach().cpu().contiguous()
         for index, entry in optimizer.state_dict()["state"].items()
         for name, value in entry.items()
     }
 
 
-def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Tensor] | None, ranks: Ranks) -> None:
-    """Fill ``optimizer`` with what :func:`gathered` returned on any number of ranks; only rank 0 has ``stored``."""
-    own = stored or {}
-    shapes = ranks.first(lambda: {key: (tensor.shape, tensor.dtype) for key, tensor in own.items()})
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Tensor], ranks: Ranks) -> None:
+    """Fill ``optimizer`` with what :func:`gathered` returned on any number of ranks; ``stored`` is empty except on rank 0."""
+    shapes = ranks.first(lambda: {key: (tensor.shape, tensor.dtype) for key, tensor in stored.items()})
+    parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for key, (shape, dtype) in shapes.items():
         index, name = key.split(".", 1)
-        tensor = own[key] if ranks.rank == 0 else torch.empty(shape, dtype=dtype)
+        tensor, parameter = stored[key] if ranks.rank == 0 else torch.empty(shape, dtype=dtype), parameters[int(index)]
         if ranks.size > 1:
             dist.broadcast(tensor, 0)
-        state.setdefault(int(index), {})[name] = _like(tensor, parameters[int(index)])
+        if hasattr(parameter, "full_tensor") and tensor.ndim > 0:  # keep this rank's shard; a step count stays whole
+            from torch.distributed.tensor import distribute_tensor
+
+            whole = tensor.to(parameter.device)
+            tensor = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        state.setdefault(int(index), {})[name] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -263,24 +263,6 @@ def sharded(module: object) -> TypeGuard[FSDPModule]:
     return hasattr(module, "unshard")
 
 
-def _is_shard(tensor: Tensor) -> TypeGuard[DTensor]:
-    return hasattr(tensor, "full_tensor")
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if _is_shard(tensor) else tensor
-
-
-def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's shard of the whole ``tensor``, placed as ``parameter`` is; a scalar step count stays whole."""
-    if not _is_shard(parameter) or tensor.ndim == 0:
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(tensor.to(parameter.device), mesh, placements, src_data_rank=None)
-
-
-def norm_of(gradients: Tensor) -> float:
-    """The gradient norm that `clip_grad_norm_` returned, whole or sharded, as a number."""
-    return float(_full(gradients))
+def full(tensor: Any) -> Tensor:
+    """The whole of a tensor of which this rank may hold only a shard."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from gpt2.errors import InputError
 
@@ -19,14 +20,17 @@ FORMATS = (".png", ".svg")
 SMOOTHED_POINTS = 40  # of the averaged training curve; the single points are drawn pale beside it
 
 
+Points = tuple[tuple[int, float], ...]  # step, loss
+
+
 @dataclass(frozen=True)
 class Curve:
-    """A run's losses: (step, nats per token) of training batches and of the held-out text, and the latter in bits per byte."""
+    """A run's losses: nats per token of training batches and of the held-out text, and the latter in bits per byte."""
 
     name: str
-    train: tuple[tuple[int, float], ...]
-    val: tuple[tuple[int, float], ...]
-    bits: tuple[tuple[int, float], ...]
+    train: Points
+    val: Points
+    bits: Points
     expect: float = 0.0
 
 
@@ -43,7 +47,7 @@ def read_run(folder: str | Path) -> Curve:
         raise InputError(
             f"{path}: cannot be read ({error.strerror}); give the folder of a run, as gpt2 train --out made it"
         ) from None
-    rows = [row for line in lines if isinstance(row := _parsed(line), dict) and isinstance(row.get("step"), int)]
+    rows = [row for row in map(_parsed, lines) if isinstance(row.get("step"), int)]
     train, val, bits = (
         tuple((row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float) and math.isfinite(row[key]))
         for key in ("loss", "val_loss", "val_bits_per_byte")
@@ -51,9 +55,17 @@ def read_run(folder: str | Path) -> Curve:
     if not train and not val:
         raise InputError(f"{path}: no losses there yet; wait for the run's first evaluation")
     recipe = Path(folder) / "recipe.json"
-    raw = _parsed(recipe.read_text(encoding="utf-8")) if recipe.is_file() else None
-    expect = raw.get("expect") if isinstance(raw, dict) else None
+    expect = _parsed(recipe.read_text(encoding="utf-8")).get("expect") if recipe.is_file() else None
     return Curve(Path(folder).resolve().name, train, val, bits, expect if isinstance(expect, float) else 0.0)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """A JSON object; an empty one for any other text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
@@ -69,7 +81,7 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
         raise InputError("no runs to plot: give the folders that gpt2 train wrote, as in gpt2 train plot out/mini out/chars")
     if out.suffix.lower() not in FORMATS:
         raise InputError(f"{out}: a picture ends in {' or '.join(FORMATS)}; give such a name with --out")
-    curves = [read_run(folder) for folder in folders]
+    curves = list(map(read_run, folders))
     names = [curve.name for curve in curves]
     labels = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
 
@@ -89,11 +101,9 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
         if len(curves) == 1 and curves[0].expect:
             axes[0].axhline(curves[0].expect, color="#888888", lw=0.9, ls=(0, (4, 3)), label=f"expected {curves[0].expect:g}")
         title = "Loss" if len(curves) > 1 else f"Loss of {labels[0]}"
-        _finish(axes[0], "nats per token", title, [loss for curve in curves for _, loss in curve.val[1:]])
+        _finish(axes[0], "nats per token", title, [curve.val for curve in curves])
         if panels == 2:
-            _finish(
-                axes[1], "bits per byte, held out", "Across tokenizers", [bits for curve in curves for _, bits in curve.bits[1:]]
-            )
+            _finish(axes[1], "bits per byte, held out", "Across tokenizers", [curve.bits for curve in curves])
         try:
             figure.savefig(out, metadata={"Date": None} if out.suffix.lower() == ".svg" else None)
         except OSError as error:
@@ -104,41 +114,33 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
 def _draw_losses(axes: Axes, curve: Curve, label: str, colour: str) -> None:
     if curve.train:
         axes.plot(*zip(*curve.train, strict=True), color=colour, lw=0.6, alpha=0.25)
-        axes.plot(*zip(*_smoothed(curve.train), strict=True), color=colour, lw=1.0, ls=(0, (3, 1.5)), label=f"{label}, training")
+        axes.plot(*_smoothed(curve.train), color=colour, lw=1.0, ls=(0, (3, 1.5)), label=f"{label}, training")
     if curve.val:
-        best_step, best = min(curve.val, key=lambda point: point[1])
-        axes.plot(
-            *zip(*curve.val, strict=True), color=colour, lw=1.8, label=f"{label}, held out: best {best:.4f} at step {best_step:,}"
-        )
-        axes.plot([best_step], [best], "o", color=colour, ms=5, mec="white", mew=1, zorder=5)
+        step, loss = min(curve.val, key=lambda point: point[1])
+        held_out = f"{label}, held out: best {loss:.4f} at step {step:,}"
+        axes.plot(*zip(*curve.val, strict=True), color=colour, lw=1.8, label=held_out)
+        axes.plot([step], [loss], "o", color=colour, ms=5, mec="white", mew=1, zorder=5)
 
 
-def _smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """Means of equal groups of neighbouring points."""
+def _smoothed(points: Points) -> tuple[list[float], list[float]]:
+    """The mean steps and mean losses of equal groups of neighbouring points."""
     width = max(1, len(points) // SMOOTHED_POINTS)
-    groups = [points[at : at + width] for at in range(0, len(points), width)]
-    return [(sum(step for step, _ in group) / len(group), sum(loss for _, loss in group) / len(group)) for group in groups]
+    groups = [zip(*points[at : at + width], strict=True) for at in range(0, len(points), width)]
+    steps, losses = zip(*((fmean(steps), fmean(losses)) for steps, losses in groups), strict=True)
+    return list(steps), list(losses)
 
 
-def _finish(axes: Axes, unit: str, title: str, later: Sequence[float]) -> None:
-    """Label the axes, and cut off what lies far above ``later``, the held-out values after the first."""
+def _finish(axes: Axes, unit: str, title: str, held_out: Sequence[Points]) -> None:
+    """Label the axes, and cut off what lies far above the held-out values after the first."""
+    later = [value for points in held_out for _, value in points[1:]]
     if len(later) > 2:
         bottom, top = axes.get_ylim()
         axes.set_ylim(bottom, min(top, max(later) + 0.4 * (max(later) - min(later)) + 0.05))
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
-    axes.set_xlabel("step")
-    axes.set_ylabel(unit)
+    axes.set(xlabel="step", ylabel=unit)
     axes.set_xlim(left=0)
     axes.grid(axis="y", color="#e2e2e2", lw=0.7)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.legend(frameon=False, fontsize=8.5)
-
-
-def _parsed(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None

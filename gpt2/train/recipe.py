@@ -3,17 +3,17 @@
 A recipe and its text determine a run. An unknown key is refused with a suggestion, so a typo never trains with a default.
 """
 
-from __future__ import annotations
-
 import difflib
-import json
 import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Self, get_type_hints
 
 from gpt2.config import ACTIVATIONS, quoted
 from gpt2.errors import InputError
@@ -21,6 +21,27 @@ from gpt2.errors import InputError
 FOLDER = Path(__file__).parent / "recipes"
 NAME = re.compile(r"[^/\\:\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,100}")  # of a run: one component of a path on any system
 FINE_TUNE_PATIENCE = 5  # evaluations without improvement
+
+# Keys, their least value, the bound below which they stay, and what to give instead.
+RANGES = (
+    ("steps batch_size context grad_accum log_every eval_every save_every", 1, math.inf, "1 or more"),
+    ("eval_tokens sample_tokens expect data.stride lora.r optim.warmup", 0, math.inf, "0 or more, and finite"),
+    ("optim.lr optim.min_lr optim.weight_decay optim.clip", 0, math.inf, "0 or more, and finite"),
+    ("dropout attn_dropout lora.dropout optim.beta1 optim.beta2", 0, 1, "0 or more and less than 1"),
+    ("patience", -1, math.inf, "0 (never stop early) or more, or -1 (as suits the run)"),
+    ("seed", 0, 2**63, "0 or more, below 2**63"),
+    ("data.held_out", math.ulp(0), 1, "a fraction between 0 and 1"),
+    ("lora.alpha", math.ulp(0), math.inf, "more than 0"),
+)
+CHOICES: dict[str, tuple[str, ...]] = {
+    "data.tokenizer": ("bpe", "chars", "words", "gpt2"),
+    "model.kind": ("gpt2", "bigram"),
+    "model.activation_function": ACTIVATIONS,
+    "precision": ("float32", "bf16", "auto"),
+    "device": ("auto", "cpu", "cuda", "mps", "xpu"),
+    "parallel": ("ddp", "fsdp"),
+    "on_divergence": ("stop", "skip", "rewind"),
+}
 
 
 @dataclass(frozen=True)
@@ -140,39 +161,15 @@ class Recipe:
     lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "context", "grad_accum", "log_every", "eval_every", "save_every"):
-            _require(name, getattr(self, name), 1, math.inf, "give 1 or more")
-        for name in ("eval_tokens", "sample_tokens", "expect"):
-            _require(name, getattr(self, name), 0, math.inf, "give 0 or more")
-        _require("patience", self.patience, -1, math.inf, "give 0 (never stop early) or more, or -1 (as suits the run)")
-        _require("seed", self.seed, 0, 2**63, "give 0 or more, below 2**63")
-        for name in ("dropout", "attn_dropout"):
-            _require(name, getattr(self, name), 0, 1, "give 0 or more and less than 1")
-        for name in ("beta1", "beta2"):
-            _require(f"optim.{name}", getattr(self.optim, name), 0, 1, "give 0 or more and less than 1")
-        for name in ("lr", "min_lr", "warmup", "weight_decay", "clip"):
-            _require(f"optim.{name}", getattr(self.optim, name), 0, math.inf, "give 0 or more, and finite")
-        _require(
-            "data.stride", self.data.stride, 0, math.inf, "give the tokens from one window to the next, or 0 for random windows"
-        )
-        _require("lora.r", self.lora.r, 0, math.inf, "give a rank, or 0 for no adapters")
-        _require("lora.alpha", self.lora.alpha, math.ulp(0), math.inf, "give more than 0")
-        _require("lora.dropout", self.lora.dropout, 0, 1, "give 0 or more and less than 1")
+        for keys, least, below, remedy in RANGES:
+            for key in keys.split():
+                if not least <= (value := attrgetter(key)(self)) < below:  # also refuses NaN
+                    raise InputError(f"recipe: {key} is {value}; give {remedy}")
+        for key, known in CHOICES.items():
+            if (value := attrgetter(key)(self)) not in known:
+                raise InputError(f"recipe: {key} is {value!r}; give {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
         if self.batch_size % self.grad_accum:
             raise InputError(f"recipe: batch_size {self.batch_size} does not divide into grad_accum {self.grad_accum} parts")
-        if not 0 < self.data.held_out < 1:
-            raise InputError(f"recipe: data.held_out is {self.data.held_out}; give a fraction between 0 and 1")
-        for name, value, known in (
-            ("data.tokenizer", self.data.tokenizer, ("bpe", "chars", "words", "gpt2")),
-            ("model.kind", self.model.kind, ("gpt2", "bigram")),
-            ("model.activation_function", self.model.activation_function, ACTIVATIONS),
-            ("precision", self.precision, ("float32", "bf16", "auto")),
-            ("device", self.device, ("auto", "cpu", "cuda", "mps", "xpu")),
-            ("parallel", self.parallel, ("ddp", "fsdp")),
-            ("on_divergence", self.on_divergence, ("stop", "skip", "rewind")),
-        ):
-            if value not in known:
-                raise InputError(f"recipe: {name} is {value!r}; give {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
         if self.data.path and self.data.tokens:
             raise InputError("recipe: data.path and data.tokens are both given; give one of them")
         if self.optim.lr < self.optim.min_lr:
@@ -180,19 +177,13 @@ class Recipe:
                 f"recipe: optim.lr {self.optim.lr} is below optim.min_lr {self.optim.min_lr}, the rate it decays to; set both"
             )
 
-    def resolved(self, init: str | None) -> Recipe:
+    def resolved(self, init: str | None) -> Self:
         """This recipe with its open settings decided, for a run from scratch or from the model named ``init``."""
         if init is not None and self.model.kind == "bigram":
             raise InputError(f"--init {init}: a bigram is trained from scratch; leave --init out, or choose another recipe")
+        if init is None and self.lora.r:
+            raise InputError(f"{self.name}: adapters need a pretrained model; name one with --init")
         return self if self.patience >= 0 else replace(self, patience=0 if init is None else FINE_TUNE_PATIENCE)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
-
-
-def _require(name: str, value: float, least: float, below: float, remedy: str) -> None:
-    if not least <= value < below:  # NaN is neither
-        raise InputError(f"recipe: {name} is {value}; {remedy}")
 
 
 def names() -> list[str]:
@@ -225,18 +216,16 @@ def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key.strip():
+    """Put ``key=value`` into the tables of a recipe's file."""
+    key, separator, text = (part.strip() for part in override.partition("="))
+    if not separator or not key:
         raise InputError(f"--set {override}: write key=value, as in optim.lr=3e-4")
-    *tables, last = key.strip().split(".")
-    kind: Any = Recipe
+    *tables, last = key.split(".")
     for table in tables:
         raw = raw.setdefault(table, {})
         if not isinstance(raw, dict):
             raise InputError(f"--set {override}: {table} is a value, not a table of keys")
-        kind = get_type_hints(kind).get(table) if is_dataclass(kind) else None
-    wanted = get_type_hints(kind).get(last) if is_dataclass(kind) else None
-    raw[last] = _value(text.strip(), wanted)
+    raw[last] = _value(text, _types().get(key))
 
 
 def _value(text: str, wanted: type | None) -> Any:
@@ -246,14 +235,10 @@ def _value(text: str, wanted: type | None) -> Any:
         value = table["v"] if len(table) == 1 else text
     except (ValueError, RecursionError):
         value = text
-    if wanted is str and not isinstance(value, str):
-        return text
     if wanted is float and isinstance(value, str):
-        try:
+        with suppress(ValueError):
             return float(value)
-        except ValueError:
-            return value
-    return value
+    return text if wanted is str and not isinstance(value, str) else value
 
 
 def build(raw: Mapping[str, Any], where: str) -> Recipe:
@@ -272,34 +257,40 @@ def build(raw: Mapping[str, Any], where: str) -> Recipe:
     return recipe
 
 
+@cache
+def _types() -> dict[str, Any]:
+    """The type of every key, and of the keys of tables, as in ``optim.lr``."""
+    own = get_type_hints(Recipe)
+    tables = {name: kind for name, kind in own.items() if is_dataclass(kind)}
+    return own | {f"{table}.{key}": kind for table in tables for key, kind in get_type_hints(tables[table]).items()}
+
+
 def _build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> Any:
     """A frozen dataclass from a TOML table: every key known, every value of the declared type."""
-    kinds = get_type_hints(kind)
     values = {}
-    for key, value in raw.items():
-        if key not in kinds:
-            known = [prefix + f.name for f in fields(kind)]
-            everything = (
-                known if prefix else known + [f"{t}.{f.name}" for t, k in kinds.items() if is_dataclass(k) for f in fields(k)]
-            )
-            close = difflib.get_close_matches(prefix + key, everything, n=1, cutoff=0.5)
+    for name, value in raw.items():
+        key = prefix + name
+        if key not in _types() or "." in name:
+            known = [prefix + field.name for field in fields(kind)]
+            close = difflib.get_close_matches(key, known if prefix else _types(), n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else f"keys are {', '.join(known)}"
-            raise InputError(f"{where}: unknown key {quoted(prefix + key)}; {hint}")
-        wanted: type = kinds[key]
-        if is_dataclass(wanted):
-            if not isinstance(value, Mapping):
-                raise InputError(f"{where}: {prefix + key} is a table of keys, found {quoted(value)}")
-            values[key] = _build(wanted, value, where, f"{key}.")
-            continue
-        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if wanted == tuple[str, ...]:
-            names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-            if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-                raise InputError(f"{where}: {prefix + key} is a list of names, found {quoted(value)}")
-            values[key] = tuple(names)
-            continue
-        if type(value) is not wanted:
-            raise InputError(f"{where}: {prefix + key} must be {wanted.__name__}, found {quoted(value)}")
-        values[key] = value
+            raise InputError(f"{where}: unknown key {quoted(key)}; {hint}")
+        values[name] = _converted(value, _types()[key], where, key)
     return kind(**values)
+
+
+def _converted(value: Any, wanted: Any, where: str, key: str) -> Any:
+    if is_dataclass(wanted):
+        if not isinstance(value, Mapping):
+            raise InputError(f"{where}: {key} is a table of keys, found {quoted(value)}")
+        return _build(wanted, value, where, f"{key}.")  # type: ignore[arg-type]
+    if wanted == tuple[str, ...]:
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise InputError(f"{where}: {key} is a list of names, found {quoted(value)}")
+        return tuple(names)
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is not wanted:
+        raise InputError(f"{where}: {key} must be {wanted.__name__}, found {quoted(value)}")
+    return value

@@ -4,8 +4,6 @@ The rate is measured, because data sheets do not decide: bfloat16 is half as fas
 many times as fast on other devices.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import TypeGuard

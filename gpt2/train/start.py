@@ -1,17 +1,17 @@
 """Open a run's folder: resume from its newest intact checkpoint, or begin from the recipe or the model named by --init."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from torch import Tensor
 
 from gpt2.checkpoint.loading import load, load_tokenizer
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer, from_directory
+from gpt2.lora import chosen_projections
 from gpt2.model import GPT2
-from gpt2.train import adapted, models, state
+from gpt2.train import models, state
 from gpt2.train.bigram import Bigram, BigramConfig, load_model
 from gpt2.train.corpus import Corpus, corpus
 from gpt2.train.parallel import Ranks
@@ -21,25 +21,21 @@ from gpt2.train.state import Progress
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """What every rank must know of a run before its first step; ``progress`` is None for a new run."""
+class Start:
+    """A run before its first step, as rank 0 reads it; the other ranks get what :meth:`shared` leaves."""
 
     recipe: Recipe  # with its precision decided
     config: GPT2Config | BigramConfig
     tokenizer: Tokenizer
     sha256: str  # of the text's tokens
-    progress: Progress | None
+    progress: Progress | None  # None: a new run
     notes: tuple[str, ...]
+    model: GPT2 | Bigram | None  # with its adapters if any
+    text: Corpus | None
+    moments: dict[str, Tensor]  # the optimizer's; empty for a new run
 
-
-@dataclass(frozen=True)
-class Start:
-    """What rank 0 reads: the model, with its adapters if any, the text, and the optimizer's moments (empty for a new run)."""
-
-    agreed: Agreed
-    model: GPT2 | Bigram
-    text: Corpus
-    moments: dict[str, Tensor]
+    def shared(self) -> Self:
+        return replace(self, model=None, text=None, moments={})
 
 
 def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ranks) -> Start:
@@ -48,27 +44,28 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ra
     Raises:
         InputError: text, model, recipe or folder do not work together; the folder is then unchanged.
     """
-    resumes = state.holds(folder, recipe, init, fresh)
-    notes = [f"{folder}: resuming the run in it"] if resumes else []
-    checkpoint, skipped = state.newest_intact(folder) if resumes else (None, [])
-    model: GPT2 | Bigram | None
-    tokenizer: Tokenizer | None
+    if recipe.lora.r:
+        chosen_projections(recipe.lora.targets)  # refuse unknown names before anything is read
+    resumed = state.resumable(folder, recipe, init, fresh)
+    notes = [f"{folder}: resuming the run in it"] if resumed else []
+    checkpoint, skipped = state.newest_intact(folder) if resumed else (None, [])
+    model: GPT2 | Bigram | None = None
+    tokenizer: Tokenizer | None = None
     if checkpoint:
         model, tokenizer = load_model(state.model_of(folder, checkpoint)), from_directory(checkpoint)
     elif init is not None:
         model, tokenizer = load(init, dtype="float32"), load_tokenizer(init)
-    else:
-        model, tokenizer = None, None
     text = corpus(recipe, tokenizer)
     model = model or models.new(recipe, text.tokenizer)
     models.check(model, text.tokenizer, recipe, init or "the recipe's model")
-    recipe, why = decide_precision(state.recorded(folder, recipe) if resumes else recipe, model.config, ranks)
-    notes += [why] if why else []
+    recipe, why = decide_precision(resumed or recipe, model.config, ranks)
+    notes.append(why)
     state.claim(folder, recipe, init, text.sha256, fresh)
     if recipe.lora.r:
         assert isinstance(model, GPT2), "a bigram with adapters is refused when the recipe is read"
         if not checkpoint:
             state.save_base(folder, model, text.tokenizer)
-        notes.append(adapted.adapt(model, recipe, checkpoint))
+        notes.append(models.adapt(model, recipe, checkpoint))
     moments, progress = state.stored(checkpoint) if checkpoint else ({}, None)
-    return Start(Agreed(recipe, model.config, text.tokenizer, text.sha256, progress, (*notes, *skipped)), model, text, moments)
+    config, about = model.config, (*filter(None, notes), *skipped)
+    return Start(recipe, config, text.tokenizer, text.sha256, progress, about, model, text, moments)

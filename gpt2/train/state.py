@@ -1,12 +1,13 @@
 """Read and write a run's folder: its recipe, and checkpoints that are written atomically. Safetensors and JSON only.
 
 The folder holds ``recipe.json``, ``metrics.jsonl``, ``step-N/`` (the newest two, each with everything needed to resume) and
-``best/`` (the model of the lowest validation loss). ``gpt2.load`` and transformers open ``step-N/`` and ``best/`` (with adapters:
-see :mod:`gpt2.train.adapted`). A checkpoint is written aside, synced, listed in a manifest with sha256, and renamed. A run
-resumes from the newest checkpoint whose files all have their hash.
-"""
+``best/`` (the model of the lowest validation loss). ``gpt2.load`` and transformers open ``step-N/`` and ``best/``. A checkpoint
+is written aside, synced, listed in a manifest with sha256, and renamed. A run resumes from the newest checkpoint whose files
+all have their hash.
 
-from __future__ import annotations
+A run that trains adapters writes the frozen weights once, to ``base/``, so it no longer needs the model it started from. Its
+``step-N/`` holds only the adapters, in PEFT's layout; ``best/`` holds the merged model, and its adapters in ``adapter/``.
+"""
 
 import contextlib
 import json
@@ -22,11 +23,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from gpt2.checkpoint.files import ADAPTER
+from gpt2.checkpoint.peft_files import WEIGHTS
 from gpt2.checkpoint.saving import safetensors_file, sha256, write_file, write_json
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.model import GPT2
-from gpt2.train import adapted, models
+from gpt2.train import models
 from gpt2.train.bigram import Bigram
 from gpt2.train.recipe import Recipe, build
 
@@ -36,14 +39,17 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 KEEP = 2
-RECIPE, METRICS, BEST, MANIFEST = "recipe.json", "metrics.jsonl", "best", "manifest.json"
+RECIPE, METRICS, BEST, BASE, MANIFEST = "recipe.json", "metrics.jsonl", "best", "base", "manifest.json"
 STEP = re.compile(r"step-(\d+)")
 ASIDE = re.compile(r"\.(step-\d+|best|base)\.(partial|old)")
-MODEL = ("config.json", "model.safetensors")
-NEEDED = ("optimizer.safetensors", "progress.json")  # to resume, beside the model or its adapters
+MODEL_FILES, ADAPTER_FILES = ("config.json", "model.safetensors"), (ADAPTER, WEIGHTS)
+RESUME_FILES = ("optimizer.safetensors", "progress.json")  # beside the model or its adapters
 TEXT = "text_sha256"  # in recipe.json, beside the recipe's own keys and `init`
 # Keys of a recipe that do not change what it computes, or only how sums are rounded.
 NOT_COMPARED = ("name", "description", "expect", "takes", "tensorboard", "device", "parallel")
+
+
+Files = Mapping[str, bytes | Iterable[bytes | memoryview]]  # name -> content, or its pieces in order
 
 
 @dataclass(frozen=True)
@@ -75,69 +81,61 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and keep every other process from training in it; the kernel gives the lock back, however this one ends.
+    """Make ``folder`` and keep every other process from training in it. The kernel releases the lock when this process ends.
 
-    Windows locks no folders: two runs in one folder are not told apart there.
+    Windows locks no folders; there, two runs in one folder are not noticed.
     """
     made = not folder.exists()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         handle = None if fcntl is None else os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks; a run in use is told apart below
+        if handle is not None:
             try:
-                if handle is not None:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InputError(f"{folder}: another process is training there; wait for it or choose another --out") from None
+            except OSError:  # a file system without locks
+                pass
         yield
     finally:
         if handle is not None:
             os.close(handle)
         if made:
-            with contextlib.suppress(OSError):  # it goes only if the start failed and left it empty
+            with contextlib.suppress(OSError):  # removed only if the start failed and left it empty
                 folder.rmdir()
 
 
-def holds(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> bool:
-    """Whether ``folder`` holds a run of the same recipe to resume; False if a new run begins, or ``fresh`` is given.
+def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Recipe | None:
+    """``recipe`` with the precision that the run in ``folder`` decided when it began; None if a new run begins.
 
     Raises:
-        InputError: it holds another run without ``fresh``, or files with our names that no run wrote.
+        InputError: ``folder`` holds another run without ``fresh``, or files with our names that no run wrote.
     """
     try:
         raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
-        ours = isinstance(raw, dict) and "init" in raw and "steps" in raw
     except FileNotFoundError:
-        taken = [p.name for p in (*checkpoints(folder), folder / BEST, folder / METRICS) if p.exists()]
-        if taken:
+        if taken := [p.name for p in (*checkpoints(folder), folder / BEST, folder / METRICS) if p.exists()]:
             raise InputError(f"{folder}: holds {taken[0]} but no {RECIPE}, so it is no run; choose another --out") from None
-        return False
+        return None
     except (OSError, ValueError, RecursionError):
-        ours = False
-    if not ours:
+        raw = None
+    if not isinstance(raw, dict) or "init" not in raw or "steps" not in raw:
         raise InputError(f"{folder}/{RECIPE}: not the recipe of a run; choose another --out")
     if fresh:
         if init is not None and Path(init).exists() and Path(init).resolve().is_relative_to(folder.resolve()):
             raise InputError(f"{init}: is in {folder}, which --fresh would clear; choose another --out")
-        return False
+        return None
     there, here = _comparable(raw, f"{folder}/{RECIPE}"), _comparable({"init": init, **asdict(recipe)}, "recipe")
-    if recipe.precision == "auto":  # decided when the run began
+    if recipe.precision == "auto":  # it might decide otherwise today
         here["precision"] = there["precision"]
-    differ = [f"{key} {there.get(key)!r} there, {here.get(key)!r} here" for key in here if there.get(key) != here[key]]
-    if differ:
+    if differ := [f"{key} {there.get(key)!r} there, {here.get(key)!r} here" for key in here if there.get(key) != here[key]]:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise InputError(
             f"{folder}: holds a run of another recipe ({'; '.join(differ[:3])}{more}); "
             "choose another --out, or start anew with --fresh"
         )
-    return True
-
-
-def recorded(folder: Path, recipe: Recipe) -> Recipe:
-    """``recipe`` with the precision that the run in ``folder`` decided when it began; "auto" might decide otherwise today."""
-    raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
-    return replace(recipe, precision=raw.get("precision", Recipe.precision))
+    return replace(recipe, precision=here["precision"])
 
 
 def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool) -> None:
@@ -148,7 +146,7 @@ def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool
     path = folder / RECIPE
     with writing(folder):
         if fresh:
-            for old in (*checkpoints(folder), folder / BEST, folder / adapted.BASE):
+            for old in (*checkpoints(folder), folder / BEST, folder / BASE):
                 shutil.rmtree(old, ignore_errors=True)
             for name in (METRICS, RECIPE):
                 (folder / name).unlink(missing_ok=True)
@@ -170,31 +168,24 @@ def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool
 
 def save(
     folder: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, optimizer: Mapping[str, torch.Tensor], progress: Progress
-) -> Path:
-    """Write ``folder/step-N``, then drop all but the newest :data:`KEEP` up to it."""
-    target = folder / f"step-{progress.step}"
-    files: dict[str, bytes | Iterable[bytes | memoryview]] = {
-        "optimizer.safetensors": safetensors_file(optimizer),
-        "progress.json": json.dumps(asdict(progress)).encode(),
-    }
+) -> None:
+    """Write ``folder/step-N``, then remove all but the newest :data:`KEEP` up to it."""
+    files: Files = {"optimizer.safetensors": safetensors_file(optimizer), "progress.json": json.dumps(asdict(progress)).encode()}
+    _write_whole(folder / f"step-{progress.step}", model, tokenizer, files)
+    # A later checkpoint was damaged and skipped; it must not push out the intact ones.
     with writing(folder):
-        _write_whole(target, model, tokenizer, files)
-        # A later checkpoint was damaged and skipped; it must not push out the intact ones.
         for old in [path for path in checkpoints(folder) if _step(path) <= progress.step][KEEP:]:
             shutil.rmtree(old)
-    return target
 
 
 def save_best(folder: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, progress: Progress) -> None:
     """Write ``folder/best``: the model and the step it comes from."""
-    with writing(folder):
-        _write_whole(folder / BEST, model, tokenizer, {"progress.json": json.dumps(asdict(progress)).encode()})
+    _write_whole(folder / BEST, model, tokenizer, {"progress.json": json.dumps(asdict(progress)).encode()})
 
 
-def save_base(folder: Path, model: GPT2 | Bigram, tokenizer: Tokenizer) -> None:
+def save_base(folder: Path, model: GPT2, tokenizer: Tokenizer) -> None:
     """Write ``folder/base``: the frozen weights of a run that trains adapters."""
-    with writing(folder):
-        _write_whole(folder / adapted.BASE, model, tokenizer, {})
+    _write_whole(folder / BASE, model, tokenizer, {})
 
 
 def model_of(folder: Path, checkpoint: Path) -> Path:
@@ -203,11 +194,10 @@ def model_of(folder: Path, checkpoint: Path) -> Path:
     Raises:
         InputError: that base is damaged.
     """
-    if not (checkpoint / adapted.FILES[0]).is_file():
+    if not (checkpoint / ADAPTER).is_file():
         return checkpoint
-    base = folder / adapted.BASE
-    fault = _fault(base, needed=())
-    if fault is not None:
+    base = folder / BASE
+    if fault := _fault(base, needed=()):
         raise InputError(f"{base}: {fault}, and the adapters of this run need it; restore it, or start anew with --fresh")
     return base
 
@@ -221,8 +211,7 @@ def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint whose files all have the hash in its manifest, and a line for each newer one that was skipped."""
     skipped: list[str] = []
     for path in checkpoints(folder):
-        fault = _fault(path)
-        if fault is None:
+        if not (fault := _fault(path)):
             return path, skipped
         skipped.append(f"{path}: {fault}; skipped")
     return None, skipped
@@ -249,31 +238,29 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _write_whole(
-    target: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, files: Mapping[str, bytes | Iterable[bytes | memoryview]]
-) -> None:
+def _write_whole(target: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, files: Files) -> None:
     """Write a directory atomically: it appears complete or not at all."""
-    aside = target.with_name(f".{target.name}.partial")
-    old = target.with_name(f".{target.name}.old")
-    for leftover in (aside, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    try:
-        init = json.loads((target.parent / RECIPE).read_text(encoding="utf-8"))["init"]
-        models.save(model, tokenizer, aside, init, whole=target.name == BEST)
-        for name, content in files.items():
-            write_file(aside / name, content)
-        written = sorted(aside.rglob("*"))
-        write_json(aside / MANIFEST, {str(path.relative_to(aside)): sha256(path) for path in written if path.is_file()})
-        for directory in (*(path for path in written if path.is_dir()), aside):
-            _sync_directory(directory)
-    except (OSError, InputError):
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    if target.exists():
-        os.rename(target, old)
-    os.rename(aside, target)
-    shutil.rmtree(old, ignore_errors=True)
-    _sync_directory(target.parent)
+    aside, old = (target.with_name(f".{target.name}.{suffix}") for suffix in ("partial", "old"))
+    with writing(target.parent):
+        for leftover in (aside, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            init = json.loads((target.parent / RECIPE).read_text(encoding="utf-8"))["init"]
+            models.save(model, tokenizer, aside, init, whole=target.name == BEST)
+            for name, content in files.items():
+                write_file(aside / name, content)
+            written = sorted(aside.rglob("*"))
+            write_json(aside / MANIFEST, {str(path.relative_to(aside)): sha256(path) for path in written if path.is_file()})
+            for directory in (*(path for path in written if path.is_dir()), aside):
+                _sync_directory(directory)
+        except (OSError, InputError):
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        if target.exists():
+            os.rename(target, old)
+        os.rename(aside, target)
+        shutil.rmtree(old, ignore_errors=True)
+        _sync_directory(target.parent)
 
 
 def _sync_directory(path: Path) -> None:
@@ -287,11 +274,11 @@ def _sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def _fault(path: Path, needed: tuple[str, ...] = NEEDED) -> str | None:
-    """Say what is wrong with a checkpoint directory; None if nothing."""
+def _fault(path: Path, needed: tuple[str, ...] = RESUME_FILES) -> str:
+    """Say what is wrong with a checkpoint directory; "" if nothing."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        for name in (*(adapted.FILES if adapted.FILES[0] in manifest else MODEL), *needed):
+        for name in (*(ADAPTER_FILES if ADAPTER in manifest else MODEL_FILES), *needed):
             if name not in manifest:
                 return f"{MANIFEST} does not list {name}"
         for name, declared in manifest.items():
@@ -301,4 +288,4 @@ def _fault(path: Path, needed: tuple[str, ...] = NEEDED) -> str | None:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         return f"unreadable ({error})"
-    return None
+    return ""

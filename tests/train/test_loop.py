@@ -18,7 +18,7 @@ from gpt2.data import from_directory
 from gpt2.errors import InputError
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
-from gpt2.train import adapted, feed, loop, state
+from gpt2.train import feed, loop, models, state
 from gpt2.train.corpus import texts
 from gpt2.train.feed import Feed
 from gpt2.train.loop import Evaluated, Logged, Started, train
@@ -429,7 +429,7 @@ def test_writes_that_fail_anywhere_are_one_line(recipe, tmp_path, monkeypatch, w
         monkeypatch.setattr(state, "write_json", lambda *a: None)
         monkeypatch.setattr(state, "save_best", lambda *a: None)
     elif what == "best":
-        monkeypatch.setattr(adapted, "save", fail)
+        monkeypatch.setattr(models.saving, "save", fail)
     else:
         monkeypatch.setattr(state, "write_json", fail)
     assert "cannot write there (No space left on device); make room" in refusal(recipe, tmp_path / "run")

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from gpt2.errors import InputError
 from gpt2.train import feed, loop, parallel, state
-from gpt2.train.events import Logged, Started
-from gpt2.train.loop import train
+from gpt2.train.loop import Logged, Started, train
 from gpt2.train.recipe import Lora, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]

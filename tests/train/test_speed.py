@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -117,7 +117,7 @@ def test_a_compiled_run_goes_on_to_the_same_bits(recipe, tmp_path, stored, told)
     )
 
     def run(steps_recipe, folder):
-        subprocess.run([sys.executable, "-c", script, steps_recipe.to_json(), str(folder)], check=True)
+        subprocess.run([sys.executable, "-c", script, json.dumps(asdict(steps_recipe)), str(folder)], check=True)
 
     run(compiled, tmp_path / "whole")
     run(compiled, tmp_path / "run")
