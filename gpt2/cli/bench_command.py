@@ -1,11 +1,10 @@
 """``gpt2 bench``: measure the speed on this machine, of our implementation and of transformers."""
 
-from __future__ import annotations
-
 import argparse
 
-from gpt2.cli.common import Commands, Status, add_command, add_json, add_model, say, write_result
+from gpt2.cli.common import Status, add_model, say, write_result
 
+HELP = "time loading, prefill, decode and a training step against transformers"
 EXAMPLES = """\
   gpt2 bench                                      the embedded model, in seconds
   gpt2 bench random:gpt2                          the official shape with random weights; no download
@@ -17,15 +16,12 @@ Both implementations run in turn in one process, with the same weights and threa
 the number of threads with OMP_NUM_THREADS. The exit code is 0 whatever the result."""
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(commands, "bench", "time loading, prefill, decode and a training step against transformers", EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--pairs", type=int, default=5, metavar="N", help="measurements of each (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows at a time (default: %(default)s)")
     parser.add_argument("--context", type=int, default=128, metavar="T", help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=32, metavar="N", help="tokens to decode after it (default: %(default)s)")
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

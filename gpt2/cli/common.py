@@ -1,28 +1,13 @@
-"""Parts shared by the commands: the MODEL argument, ``--json``, ``--html``, progress, and writing results."""
-
-from __future__ import annotations
+"""Parts shared by the commands: common arguments, progress on stderr, and writing results."""
 
 import argparse
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Self
 
 from gpt2.errors import InputError, printable
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-
-def add_command(commands: Commands, name: str, help: str, examples: str) -> argparse.ArgumentParser:
-    """Add a subcommand whose ``--help`` ends with worked examples."""
-    return commands.add_parser(
-        name,
-        help=help,
-        description=f"{help[0].upper()}{help[1:]}.",
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
 
 
 def seed(text: str) -> int:
@@ -33,20 +18,17 @@ def seed(text: str) -> int:
     return number
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the result as JSON to FILE; - is stdout, and nothing else goes there"
-    )
-
-
 def add_model(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     if required:
         parser.add_argument("model", metavar="MODEL", help="which model")
     else:
-        parser.add_argument(
-            "model", nargs="?", default="shakespeare-mini", metavar="MODEL", help="which model (default: %(default)s)"
-        )
+        default = "which model (default: %(default)s)"
+        parser.add_argument("model", nargs="?", default="shakespeare-mini", metavar="MODEL", help=default)
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
+    add_offline(parser)
+
+
+def add_offline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
 
 
@@ -68,22 +50,22 @@ def say(text: str, end: str = "\n") -> None:
 
 def write_result(target: str | None, to_json: Callable[[], str], show: Callable[[], None]) -> None:
     """Write a result as JSON if ``--json`` asks for it, and show it unless the JSON goes to stdout."""
-    if target:
-        write_json(target, to_json())
-    if target != "-":
-        show()
-
-
-def write_json(target: str, text: str) -> None:
-    """Write ``text`` to the file ``target``, or to stdout for "-"."""
     if target == "-":
-        say(text)
+        say(to_json())
         return
-    try:
-        with open(target, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-    except OSError as error:
-        raise InputError(f"--json {target}: cannot be written ({error.strerror}); choose another file") from None
+    if target:
+        try:
+            Path(target).write_text(to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"--json {target}: cannot be written ({error.strerror}); choose another file") from None
+    show()
+
+
+def save_page(target: str | None, save: Callable[[str], object]) -> None:
+    """Write the page that ``--html`` asks for, and say so."""
+    if target:
+        save(target)
+        print(f"wrote {target}", file=sys.stderr)
 
 
 class Status:
@@ -94,7 +76,7 @@ class Status:
         if first is not None:
             self(first)
 
-    def __enter__(self) -> Status:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,13 +1,11 @@
 """``gpt2 compare``: measure how two models differ, from weights to generated text."""
 
-from __future__ import annotations
-
 import argparse
-import sys
 
-from gpt2.cli.common import Commands, Status, add_command, add_json, require_writable, say, seed, write_result
+from gpt2.cli.common import Status, add_offline, save_page, say, seed, write_result
 from gpt2.errors import InputError
 
+HELP = "measure how two models differ, from weights to words"
 EXAMPLES = """\
   gpt2 compare shakespeare-mini out/macbeth/best             a base and its fine-tune, on a play that neither has seen
   gpt2 compare shakespeare-mini out/macbeth/best --html report.html    the same as one HTML page
@@ -21,8 +19,7 @@ The exit code is 0 whatever the result. gpt2 verify checks equality, and exits w
 DEFAULTS = {"on": None, "tokens": None, "threshold": 1e-3, "seed": 0}  # options that --attention does not use
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(commands, "compare", "measure how two models differ, from weights to words", EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "a", metavar="A", help="a model; the prefix hf/ selects transformers' implementation, a suffix such as :bf16 the dtype"
     )
@@ -43,30 +40,20 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--seed", type=seed, default=DEFAULTS["seed"], metavar="N", help="seeds intervals and samples (default: %(default)s)"
     )
-    parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
+    add_offline(parser)
     parser.add_argument("--attention", metavar="TEXT", help="compare only the attention of each head on TEXT")
     parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page (with --attention also .png)")
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    require_writable("--html", args.html)
     if not args.threshold >= 0:
         raise InputError(f"--threshold {args.threshold}: give a number from 0 up, such as 1e-3")
     if args.b is None and args.attention is None:
         raise InputError(f"compare needs a second model, such as hf/{args.a}, or --attention TEXT")
-    if args.attention is not None and (unused := [name for name in DEFAULTS if getattr(args, name) != DEFAULTS[name]]):
-        raise InputError(f"--{unused[0]} has no effect with --attention, which has a text of its own; leave it out")
     if args.attention is not None:
-        from gpt2.explore.attention import compare_attention
-
-        heads = compare_attention(args.a, args.b, args.attention, offline=args.offline)
-        if args.html:
-            (heads.save_png if args.html.endswith(".png") else heads.save_html)(args.html)
-            print(f"wrote {args.html}", file=sys.stderr)
-        write_result(args.json, lambda: heads.to_json(maps=True), lambda: say(heads.table()))
-        return 0
+        if unused := [name for name in DEFAULTS if getattr(args, name) != DEFAULTS[name]]:
+            raise InputError(f"--{unused[0]} has no effect with --attention, which has a text of its own; leave it out")
+        return _attention(args)
     from gpt2.cli.terminal import Terminal
     from gpt2.comparison.pair import compare
     from gpt2.measure.allocator import keep_freed_memory
@@ -75,8 +62,15 @@ def run(args: argparse.Namespace) -> int:
     with Status() as status:
         options = {name: getattr(args, name) for name in (*DEFAULTS, "offline")}
         result = compare(args.a, args.b, **options, progress=status)
-    if args.html:
-        result.save_html(args.html)
-        print(f"wrote {args.html}", file=sys.stderr)
+    save_page(args.html, result.save_html)
     write_result(args.json, result.to_json, lambda: result.print(Terminal()))
+    return 0
+
+
+def _attention(args: argparse.Namespace) -> int:
+    from gpt2.explore.attention import compare_attention
+
+    heads = compare_attention(args.a, args.b, args.attention, offline=args.offline)
+    save_page(args.html, heads.save_png if str(args.html).endswith(".png") else heads.save_html)
+    write_result(args.json, lambda: heads.to_json(maps=True), lambda: say(heads.table()))
     return 0

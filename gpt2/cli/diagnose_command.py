@@ -1,15 +1,13 @@
 """``gpt2 diagnose``: say where somebody's port departs from GPT-2, and why."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import shutil
-from typing import Any
 
-from gpt2.cli.common import Status, add_command, add_json, say, write_json
+from gpt2.cli.common import Status, add_offline, say, write_result
 from gpt2.errors import InputError
 
+HELP = "say why somebody's GPT-2 is almost right: where, what, and the fix"
 EXAMPLES = """\
   gpt2 diagnose port.py:build                        against the embedded checkpoint
   gpt2 diagnose port.py:build --model gpt2           against the official weights
@@ -28,21 +26,13 @@ With def build(): the weights are put in for you, as gpt2.load_into does. The fi
 exit code: 0 equal, 1 it differs, 2 it could not be built or run"""
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "diagnose", "say why somebody's GPT-2 is almost right: where, what, and the fix", EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("port", metavar="FILE.py:build", help="a Python file, and the function in it that returns the module")
     parser.add_argument("--model", default="shakespeare-mini", metavar="MODEL", help="whose weights (default: %(default)s)")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
-    parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="seconds for its import, build and first forward (default: %(default)g)",
-    )
-    add_json(parser)
-    parser.set_defaults(run=run)
+    add_offline(parser)
+    help = "seconds for its import, build and first forward (default: %(default)g)"
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help=help)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,14 +40,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--timeout {args.timeout}: give a number of seconds above 0, such as 60")
     from gpt2.port.diagnosis.runner import run as diagnose
 
-    status = Status()
-    status(f"running {args.port}")
-    try:
+    with Status(f"running {args.port}"):
         diagnosis = diagnose(args.port, args.model, timeout=args.timeout, revision=args.revision, offline=args.offline)
-    finally:
-        status.clear()
-    if args.json:
-        write_json(args.json, diagnosis.to_json())
-    if args.json != "-":
-        say(diagnosis.table(min(shutil.get_terminal_size((110, 24)).columns, 140)))
+    width = min(shutil.get_terminal_size((110, 24)).columns, 140)
+    write_result(args.json, diagnosis.to_json, lambda: say(diagnosis.table(width)))
     return 0 if diagnosis.ok else 1

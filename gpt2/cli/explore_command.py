@@ -9,7 +9,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Commands, Status, add_command, add_json, require_writable, write_json
+from gpt2.cli.common import Status, add_offline, save_page, write_result
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from gpt2.explore.lens import Explorer
 
+HELP = "look inside a forward pass: predictions by layer, attention by head"
 EXAMPLES = """\
   gpt2 explore                                        the embedded model: open the address it prints
   gpt2 explore gpt2 --prompt "The capital of France is"
@@ -39,8 +40,7 @@ HEADERS = {
 }
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(commands, "explore", "look inside a forward pass: predictions by layer, attention by head", EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", default="shakespeare-mini", metavar="MODEL", help="which model (default: %(default)s)"
     )
@@ -48,35 +48,27 @@ def add(commands: Commands) -> None:
     parser.add_argument("--prompt", metavar="TEXT", help="the first text to show")
     parser.add_argument("--port", type=int, metavar="N", help=f"port to serve at; 0 takes a free one (default: {PORT})")
     parser.add_argument("--html", metavar="FILE", help="write the page to FILE instead of serving it")
-    parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
-    add_json(parser)
-    parser.set_defaults(run=run)
+    add_offline(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    require_writable("--html", args.html)
     writes = bool(args.html or args.json)
     if writes and args.port is not None:
         raise InputError("--port has no effect with --html or --json, which write files and serve nothing; leave it out")
     with _listen(PORT if args.port is None else args.port) if not writes else socket.socket() as listening:
         from gpt2.explore.lens import PROMPT, explorer
 
-        status = Status()
-        status("loading")
+        status = Status("loading")
         names = [name for name in (args.model, args.other) if name is not None]
         with explorer(*names, offline=args.offline) as opened:
             status.clear()
             prompt = PROMPT if args.prompt is None else args.prompt
+            lens = opened.look(prompt)  # reports a bad prompt before a browser asks
             if not writes:
-                opened.look(prompt)  # reports a bad prompt before a browser asks
                 _serve(opened, prompt, listening)
-                return 0
-            lens = opened.look(prompt)
-    if args.html:
-        lens.save_html(args.html)
-        print(f"wrote {args.html}", file=sys.stderr)
+    save_page(args.html, lens.save_html)
     if args.json:
-        write_json(args.json, lens.to_json())
+        write_result(args.json, lens.to_json, lambda: None)
     return 0
 
 

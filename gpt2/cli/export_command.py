@@ -7,12 +7,13 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Commands, Status, add_command, add_json, add_model, size, write_result
+from gpt2.cli.common import Status, add_model, size, write_result
 from gpt2.errors import printable
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.export import Export
 
+HELP = "write a model as a directory that other programs open"
 EXAMPLES = """\
   gpt2 export shakespeare-mini out/hf                        the embedded model
   gpt2 export gpt2 out/gpt2                                  for transformers, vLLM, CTranslate2 and llama.cpp's converter
@@ -22,8 +23,7 @@ EXAMPLES = """\
   gpt2 export gpt2 out/small --format gguf --type q8_0       a quarter of the size"""
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(commands, "export", "write a model as a directory that other programs open", EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, required=True)
     parser.add_argument("directory", metavar="DIR", help="folder to write; files of the same names are replaced")
     parser.add_argument("--format", default="hf", choices=("hf", "gguf"), help="(default: %(default)s)")
@@ -32,8 +32,6 @@ def add(commands: Commands) -> None:
         choices=("f32", "f16", "bf16", "q8_0"),
         help="how GGUF stores the matrices (default: in the model's dtype); hf keeps the model's dtype",
     )
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

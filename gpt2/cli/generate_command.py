@@ -1,16 +1,15 @@
 """``gpt2 generate``: continue a prompt, printed token by token."""
 
-from __future__ import annotations
-
 import argparse
 import codecs
 import json
 import sys
 import time
 
-from gpt2.cli.common import Commands, Status, add_command, add_json, add_model, say, seed, write_json
+from gpt2.cli.common import Status, add_model, say, seed, write_result
 from gpt2.errors import InputError
 
+HELP = "continue a prompt, streamed to stdout"
 EXAMPLES = """\
   gpt2 generate --prompt 'ROMEO:'                       the embedded model
   gpt2 generate --prompt 'ROMEO:' --temperature 0       greedy: always the likeliest token
@@ -19,8 +18,7 @@ EXAMPLES = """\
   echo 'JULIET:' | gpt2 generate --prompt - --max-new-tokens 200"""
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(commands, "generate", "continue a prompt, streamed to stdout", EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--prompt", default="\n", metavar="TEXT", help="text to continue; - reads stdin (default: a new line)")
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="(default: %(default)s)")
@@ -28,13 +26,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
     parser.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens that reach probability P")
     parser.add_argument("--seed", type=seed, help="seeds the sampling, so that it can be repeated")
-    parser.add_argument(
-        "--draft",
-        metavar="MODEL",
-        help="speculative decoding: a smaller model of the same vocabulary that proposes tokens for the large one to check",
-    )
-    add_json(parser)
-    parser.set_defaults(run=run)
+    draft = "speculative decoding: a smaller model of the same vocabulary that proposes tokens for the large one to check"
+    parser.add_argument("--draft", metavar="MODEL", help=draft)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,10 +54,14 @@ def run(args: argparse.Namespace) -> int:
     prompt = torch.tensor([ids], dtype=torch.long)
     if draft is not None:
         check_draft(draft, model, prompt)
-    quiet, decoder = args.json == "-", codecs.getincrementaldecoder("utf-8")("replace")
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def show(text: str, end: str = "") -> None:
+        if args.json != "-":
+            say(text, end)
+
+    show(text)
     new, started = [], time.perf_counter()
-    if not quiet:
-        say(text, end="")
     settings = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
     require_whole_files()
     for chosen in stream(model, prompt, args.max_new_tokens, **settings, draft=draft):
@@ -73,23 +70,21 @@ def run(args: argparse.Namespace) -> int:
         if token == tokenizer.eot:
             break
         new.append(token)
-        if not quiet:
-            say(decoder.decode(tokenizer.token_bytes(token)), end="")
+        show(decoder.decode(tokenizer.token_bytes(token)))
     seconds = time.perf_counter() - started
-    if not quiet:
-        say(decoder.decode(b"", final=True))
-        print(f"{len(new)} tokens in {seconds:.2f} s, {len(new) / max(seconds, 1e-9):.0f} a second", file=sys.stderr)
-    if args.json:
-        body = {
-            "model": args.model,
-            "draft": args.draft,
-            "prompt": text,
-            "text": tokenizer.decode(new),
-            "prompt_ids": ids,
-            "ids": new,
-            **settings,
-        }
-        write_json(args.json, json.dumps({**body, "seconds": seconds}, indent=2))
+    show(decoder.decode(b"", final=True), "\n")
+    body = {
+        "model": args.model,
+        "draft": args.draft,
+        "prompt": text,
+        "text": tokenizer.decode(new),
+        "prompt_ids": ids,
+        "ids": new,
+    }
+    speed = f"{len(new)} tokens in {seconds:.2f} s, {len(new) / max(seconds, 1e-9):.0f} a second"
+    write_result(
+        args.json, lambda: json.dumps({**body, **settings, "seconds": seconds}, indent=2), lambda: print(speed, file=sys.stderr)
+    )
     return 0
 
 

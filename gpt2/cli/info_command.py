@@ -7,12 +7,13 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Commands, add_command, add_json, add_model, size, write_result
+from gpt2.cli.common import add_model, size, write_result
 from gpt2.errors import printable
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.describe import Description
 
+HELP = "show config, parameters by part, files with sha256, and memory needed"
 EXAMPLES = """\
   gpt2 info                          the embedded checkpoint
   gpt2 info gpt2-medium              an official one, from the Hub or its cache
@@ -20,11 +21,8 @@ EXAMPLES = """\
   gpt2 info random:gpt2-xl:bf16      the memory that a size needs; no file is read"""
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(commands, "info", "show config, parameters by part, files with sha256, and memory needed", EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,28 +3,19 @@
 Exit codes: 0 success, 1 a check was measured and failed, 2 bad input, 130 interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from gpt2 import __version__
-from gpt2.cli import bench_command as bench
-from gpt2.cli import compare_command as compare
-from gpt2.cli import diagnose_command as diagnose
-from gpt2.cli import explore_command as explore
-from gpt2.cli import export_command as export
-from gpt2.cli import generate_command as generate
-from gpt2.cli import info_command as info
-from gpt2.cli import train_command as train
-from gpt2.cli import verify_command as verify
 from gpt2.cli.common import require_writable
 from gpt2.errors import InputError
 
-COMMANDS = (info, verify, compare, explore, diagnose, generate, train, export, bench)
+NAMES = ("info", "verify", "compare", "explore", "diagnose", "generate", "train", "export", "bench")
+COMMANDS = tuple(import_module(f"gpt2.cli.{name}_command") for name in NAMES)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,8 +29,18 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"gpt2-toolkit {__version__}")
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
+    for name, command in zip(NAMES, COMMANDS, strict=True):
+        parser = commands.add_parser(
+            name,
+            help=command.HELP,
+            description=f"{command.HELP[0].upper()}{command.HELP[1:]}.",
+            epilog=f"examples:\n{command.EXAMPLES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(parser)
+        help = "write the result as JSON to FILE; - is stdout, and nothing else goes there"
+        parser.add_argument("--json", metavar="FILE", help=help)
+        parser.set_defaults(run=command.run)
     return top
 
 
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         require_writable("--json", args.json)
+        require_writable("--html", getattr(args, "html", None))
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
     except InputError as error:

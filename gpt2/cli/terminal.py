@@ -1,7 +1,5 @@
 """A rich console on which text cannot send control sequences to the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from rich.console import Console, ConsoleOptions, RenderableType

@@ -11,13 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Commands, add_command, add_json, size, write_result
+from gpt2.cli.common import size, write_result
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
     from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged, Started
     from gpt2.train.recipe import Recipe
 
+HELP = "train from scratch or fine-tune, with a recipe"
 EXAMPLES = """\
   gpt2 train --list                                                     list the recipes
   gpt2 train shakespeare-mini --out out/mini                            the embedded model, from scratch
@@ -31,8 +32,7 @@ EXAMPLES = """\
 The same command again resumes from the newest intact checkpoint. Ctrl-C finishes the step and saves."""
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(commands, "train", "train from scratch or fine-tune, with a recipe", EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe", nargs="?", metavar="RECIPE", help="a recipe's name or the path of a TOML file; or plot, followed by runs"
     )
@@ -47,8 +47,6 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="share each batch among N processes on this machine")
     parser.add_argument("--fresh", action="store_true", help="start again in a folder that holds a run")
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,21 +123,28 @@ def _train(args: argparse.Namespace) -> int:
 
 
 _ENDS = {"finished": "finished", "early": "stopped early, no longer improving", "interrupted": "interrupted and saved"}
+_ACTIONS = {"stop": "stopping", "skip": "skipped", "rewind": "going back to the newest checkpoint, and on with different windows"}
 
 
 def show(event: Started | Logged | Evaluated | Estimated | Diverged) -> None:
     """Print one event of the training loop to stderr, with control characters in names and samples as symbols."""
     from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged
 
+    at = f"step {event.step:6}  "
     match event:
         case Logged():
-            text = _logged(event)
-        case Evaluated():
-            text = _evaluated(event)
+            share = f"  {event.mfu:.0%} of peak" if event.mfu else ""
+            text = f"{at}loss {event.loss:.4f}  lr {event.lr:.1e}  |g| {event.grad_norm:5.2f}  "
+            text += f"{event.tokens_per_second:7,.0f} tok/s{share}  {_duration(event.seconds_left)} left"
+        case Evaluated(val=val):
+            text = f"{at}validation loss {val.loss:.4f}  perplexity {val.perplexity:.2f}  {val.bits_per_byte:.4f} bits/byte"
+            text += "  best so far" if event.best else ""
+            text += "".join(f"\n  | {line}" for line in event.sample.strip().splitlines())
+            text += f"\nwarning: {event.warning}" if event.warning else ""
         case Estimated():
-            text = _estimated(event)
+            text = f"after {event.step} steps: {_duration(event.seconds_left)} to go, evaluations included"
         case Diverged():
-            text = _diverged(event)
+            text = f"{at}{event.why}: {_ACTIONS[event.action]}"
         case _:
             text = _started(event)
     print(printable(text), file=sys.stderr, flush=True)
@@ -153,40 +158,13 @@ def _started(event: Started) -> str:
         f"{recipe.steps} steps of {recipe.batch_size} x {recipe.context} = {recipe.batch_size * recipe.context:,} tokens"
     )
     lines.append(f"about {size(event.memory)} of memory beside torch's own · {_promise(recipe)}")
-    if event.step:
-        lines.append(f"going on after step {event.step}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *([f"going on after step {event.step}"] if event.step else [])])
 
 
 def _promise(recipe: Recipe) -> str:
     """The expected loss and duration that a recipe states."""
     loss = f"expected validation loss {recipe.expect:g}" if recipe.expect else "no expected loss"
     return f"{loss} · {recipe.takes}" if recipe.takes else loss
-
-
-def _estimated(event: Estimated) -> str:
-    return f"after {event.step} steps: {_duration(event.seconds_left)} to go, evaluations included"
-
-
-def _diverged(event: Diverged) -> str:
-    then = {"stop": "stopping", "skip": "skipped", "rewind": "going back to the newest checkpoint, and on with different windows"}
-    return f"step {event.step:6}  {event.why}: {then[event.action]}"
-
-
-def _logged(event: Logged) -> str:
-    share = f"  {event.mfu:.0%} of peak" if event.mfu else ""
-    return (
-        f"step {event.step:6}  loss {event.loss:.4f}  lr {event.lr:.1e}  |g| {event.grad_norm:5.2f}  "
-        f"{event.tokens_per_second:7,.0f} tok/s{share}  {_duration(event.seconds_left)} left"
-    )
-
-
-def _evaluated(event: Evaluated) -> str:
-    val, best = event.val, "  best so far" if event.best else ""
-    scores = f"validation loss {val.loss:.4f}  perplexity {val.perplexity:.2f}  {val.bits_per_byte:.4f} bits/byte{best}"
-    sample = "".join(f"\n  | {line}" for line in event.sample.strip().splitlines())
-    warning = f"\nwarning: {event.warning}" if event.warning else ""
-    return f"step {event.step:6}  {scores}{sample}{warning}"
 
 
 def _duration(seconds: float) -> str:

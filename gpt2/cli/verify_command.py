@@ -1,11 +1,10 @@
 """``gpt2 verify``: check that our model and transformers compute the same from the same files."""
 
-from __future__ import annotations
-
 import argparse
 
-from gpt2.cli.common import Commands, Status, add_command, add_json, add_model, require_writable, seed, write_result
+from gpt2.cli.common import Status, add_model, seed, write_result
 
+HELP = "check that our model equals transformers' on the same weights"
 EXAMPLES = """\
   gpt2 verify                        the embedded checkpoint, in about ten seconds
   gpt2 verify gpt2                   the official weights
@@ -17,21 +16,16 @@ EXAMPLES = """\
 exit code: 0 equal, 1 different, 2 bad input"""
 
 
-def add(commands: Commands) -> None:
-    parser = add_command(commands, "verify", "check that our model equals transformers' on the same weights", EXAMPLES)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--seed", type=seed, default=0, help="seeds the random token ids (default: %(default)s)")
     parser.add_argument(
         "--record", action="store_true", help="compute every number that others recorded of the official weights, in a table"
     )
     parser.add_argument("--html", metavar="FILE", help="also write the report as one HTML file")
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    require_writable("--html", args.html)
-
     from gpt2.cli.terminal import Terminal
     from gpt2.measure.allocator import keep_freed_memory
     from gpt2.parity.run import verify
