@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 import gpt2
+from gpt2.bench import Spread
 from gpt2.checkpoint.export import export
 from gpt2.comparison.distributions import summarise
 from gpt2.measure.allocator import keep_freed_memory
@@ -68,10 +69,6 @@ def compare(a: Logits, b: Logits, ids: torch.Tensor, context: int, vocab: int) -
     return seconds, seconds - timed[0].seconds - timed[1].seconds
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 WEIGHTS = """
 import json, re, sys, threading, time
 import torch
@@ -92,12 +89,12 @@ sides = Side.open(sys.argv[1]), Side.open(sys.argv[2])
 thread = threading.Thread(target=watch)
 thread.start()
 begin = time.perf_counter()
-found = _weights(sides, lambda what: None)
+changes = _weights(sides, lambda what: None)
 seconds, done = time.perf_counter() - begin, True
 thread.join()
 print(json.dumps({"seconds": seconds, "own bytes": most - floor, "peak bytes": resident("VmHWM"),
-                  "distance": found.total.distance, "tensors": len(found.tensors),
-                  "largest pair bytes": 2 * 4 * max(torch.Size(t.shape).numel() for t in found.tensors)}))
+                  "distance": changes.total.distance, "tensors": len(changes.tensors),
+                  "largest pair bytes": 2 * 4 * max(torch.Size(t.shape).numel() for t in changes.tensors)}))
 """
 
 
@@ -109,10 +106,10 @@ def weights(names: list[str], scratch: Path) -> int:
             paths.append(str(Path(folder, str(index))))
             export(name, paths[-1])
         done = subprocess.run([sys.executable, "-c", WEIGHTS, *paths], stdout=subprocess.PIPE, text=True, check=True)
-    told = json.loads(done.stdout) | {"threads": torch.get_num_threads(), "torch": torch.__version__, "load": os.getloadavg()}
-    print(f"{told['tensors']} tensors in {told['seconds']:.1f} s; own memory {told['own bytes'] / 1e6:,.0f} MB at most, ", end="")
-    print(f"the largest pair is {told['largest pair bytes'] / 1e6:,.0f} MB; with mapped pages {told['peak bytes'] / 1e6:,.0f} MB")
-    print(json.dumps({"benchmark": "compare weights", "models": names} | told))
+    row = json.loads(done.stdout) | {"threads": torch.get_num_threads(), "torch": torch.__version__, "load": os.getloadavg()}
+    print(f"{row['tensors']} tensors in {row['seconds']:.1f} s; own memory {row['own bytes'] / 1e6:,.0f} MB at most, ", end="")
+    print(f"the largest pair is {row['largest pair bytes'] / 1e6:,.0f} MB; with mapped pages {row['peak bytes'] / 1e6:,.0f} MB")
+    print(json.dumps({"benchmark": "compare weights", "models": names} | row))
     return 0
 
 
@@ -145,8 +142,8 @@ def main() -> int:
         print(f"pair {index + 1}: forward {plain[-1]:.1f} s, comparison {seconds:.1f} s, of it in neither model {above:.1f} s")
     ratios = [compared / run for compared, run in zip(whole, plain, strict=True)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found = spread(ratios)
-    print(f"comparison / both forward passes: {found['median']:.3f} ({found['min']:.3f} .. {found['max']:.3f})")
+    ratio = Spread.of(ratios)
+    print(f"comparison / both forward passes: {ratio.median:.3f} ({ratio.min:.3f} .. {ratio.max:.3f})")
     print(f"peak memory {peak / 1e6:,.0f} MB, {torch.get_num_threads()} threads")
     result = {
         "benchmark": "compare",
@@ -154,10 +151,10 @@ def main() -> int:
         "tokens": args.tokens,
         "context": args.context,
         "pairs": args.pairs,
-        "ratio": found,
-        "forward seconds": spread(plain),
-        "comparison seconds": spread(whole),
-        "seconds in neither model": spread(own),
+        "ratio": vars(ratio),
+        "forward seconds": vars(Spread.of(plain)),
+        "comparison seconds": vars(Spread.of(whole)),
+        "seconds in neither model": vars(Spread.of(own)),
         "nanoseconds per logit pair": statistics.median(own) / args.tokens / vocab * 1e9,
         "peak bytes": peak,
         "threads": torch.get_num_threads(),

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import gpt2
+from gpt2.bench import Spread, ratio
 from gpt2.checkpoint.names import EXPORTS, ModelName
 from gpt2.parity.reference import save_with_transformers
 
@@ -77,16 +77,15 @@ def bench(name: str, pairs: int) -> dict:
         runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
         for index in range(pairs + 1):
             for side in SIDES:
-                found = once(side, folder, parsed.dtype or "")
+                run = once(side, folder, parsed.dtype or "")
                 if index:  # the first of each warms the page cache and the bytecode
-                    runs[side].append(found)
+                    runs[side].append(run)
     result: dict = {"model": name, "file_bytes": size, "pairs": pairs}
     for figure in ("start", "call", "peak", "anonymous"):
         for side in SIDES:
-            values = [run[figure] for run in runs[side]]
-            result[f"{side} {figure}"] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-        ratios = [theirs[figure] / ours[figure] for ours, theirs in zip(runs["ours"], runs["transformers"], strict=True)]
-        result[f"ratio {figure}"] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+            result[f"{side} {figure}"] = vars(Spread.of(run[figure] for run in runs[side]))
+        theirs, ours = ([run[figure] for run in runs[side]] for side in ("transformers", "ours"))
+        result[f"ratio {figure}"] = vars(ratio(theirs, ours))
     floor = result["torch alone peak"]["median"]
     result["copies of the weights"] = {
         side: (result[f"{side} peak"]["median"] - floor) / size for side in ("ours", "transformers")
@@ -99,16 +98,16 @@ HELD = {"import gpt2": 0.05, "gpt2 --help": 0.25}  # seconds
 
 
 def startup(runs: int) -> dict[str, dict[str, float]]:
-    """Seconds of what nobody should have to wait for; the first of each warms the bytecode."""
-    found: dict[str, list[float]] = {name: [] for name in HELD}
+    """Seconds that importing gpt2 and printing its help take; the first run of each warms the bytecode."""
+    times: dict[str, list[float]] = {name: [] for name in HELD}
     for index in range(runs + 1):
         done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
         begin = time.perf_counter()
         subprocess.run([sys.executable, "-m", "gpt2", "--help"], capture_output=True, check=True)
         if index:
-            found["import gpt2"].append(float(done.stdout))
-            found["gpt2 --help"].append(time.perf_counter() - begin)
-    return {name: {"median": statistics.median(v), "min": min(v), "max": max(v)} for name, v in found.items()}
+            times["import gpt2"].append(float(done.stdout))
+            times["gpt2 --help"].append(time.perf_counter() - begin)
+    return {name: vars(Spread.of(values)) for name, values in times.items()}
 
 
 def show(result: dict) -> None:
