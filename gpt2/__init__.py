@@ -13,18 +13,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpt2.checkpoint.loading import load, load_tokenizer
-    from gpt2.checkpoint.saving import save
-    from gpt2.comparison.pair import compare
-    from gpt2.comparison.results import Comparison
-    from gpt2.config import GPT2Config
-    from gpt2.errors import CheckpointError, InputError
-    from gpt2.generation import generate
-    from gpt2.model import GPT2
-    from gpt2.parity.report import Report
-    from gpt2.parity.run import verify
-    from gpt2.port.diagnosis import Diagnosis, diagnose
-    from gpt2.port.mapping import MappingReport, load_into
+    from gpt2.checkpoint.loading import load as load
+    from gpt2.checkpoint.loading import load_tokenizer as load_tokenizer
+    from gpt2.checkpoint.saving import save as save
+    from gpt2.comparison.pair import compare as compare
+    from gpt2.comparison.results import Comparison as Comparison
+    from gpt2.config import GPT2Config as GPT2Config
+    from gpt2.errors import CheckpointError as CheckpointError
+    from gpt2.errors import InputError as InputError
+    from gpt2.generation import generate as generate
+    from gpt2.model import GPT2 as GPT2
+    from gpt2.parity.report import Report as Report
+    from gpt2.parity.run import verify as verify
+    from gpt2.port.diagnosis import Diagnosis as Diagnosis
+    from gpt2.port.diagnosis import diagnose as diagnose
+    from gpt2.port.mapping import MappingReport as MappingReport
+    from gpt2.port.mapping import load_into as load_into
 
 __version__ = "0.1.0"
 
@@ -46,25 +50,7 @@ _HOME = {
     "save": "checkpoint.saving",
     "verify": "parity.run",
 }
-
-__all__ = [
-    "GPT2",
-    "CheckpointError",
-    "Comparison",
-    "Diagnosis",
-    "GPT2Config",
-    "InputError",
-    "MappingReport",
-    "Report",
-    "compare",
-    "diagnose",
-    "generate",
-    "load",
-    "load_into",
-    "load_tokenizer",
-    "save",
-    "verify",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

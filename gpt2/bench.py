@@ -3,19 +3,18 @@
 Times change from run to run more than their ratios do. So every result has a ratio per pair of runs: its median and range.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +39,7 @@ class Spread:
     max: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
+    def of(cls, values: Iterable[float]) -> Self:
         values = list(values)
         return cls(statistics.median(values), min(values), max(values))
 
@@ -69,16 +68,13 @@ def seconds(work: Callable[[], object]) -> float:
 def machine(*packages: str) -> dict[str, Any]:
     """Return what a measurement depends on besides the code: processor, threads, versions, and load averages."""
     model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
+    if (cpuinfo := Path("/proc/cpuinfo")).is_file():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         model = names[0] if names else model
     versions = {}
     for package in ("torch", "transformers", *packages):
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return {
         "processor": model,
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -157,6 +153,14 @@ class Row:
     theirs: Spread
     ratio: Spread
 
+    def lines(self) -> Iterator[str]:
+        """Two lines of a table: medians, then ranges."""
+        form = ".2f" if self.unit == "s" else ",.0f"
+        cells = [(self.ours, form, "", 20), (self.theirs, form, "", 20), (self.ratio, ".2f", "× ", 16)]
+        yield f"{self.what:24}" + "".join(f"{f'{sign}{v.median:{form}}':>{width}}" for v, form, sign, width in cells)
+        ranges = [(f"({v.min:{form}} .. {v.max:{form}})", width) for v, form, _, width in cells]
+        yield f"{'  ' + self.unit:24}" + "".join(f"{text:>{width}}" for text, width in ranges)
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -174,22 +178,18 @@ class Bench:
 
     def table(self) -> str:
         here, versions = self.machine, self.machine["versions"]
-        lines = [
-            f"{self.model}  beside  transformers {versions['transformers']}",
-            f"{self.parameters:,} parameters · {self.dtype} · torch {versions['torch']}",
-            f"{here['processor']}, {here['threads']} threads",
-            "",
-            f"{'':24}{'ours':>20}{'transformers':>20}{'faster':>16}",
-        ]
-        for row in self.rows:
-            form = ".2f" if row.unit == "s" else ",.0f"
-            cells = [(row.ours, form, 20), (row.theirs, form, 20), (row.ratio, ".2f", 16)]
-            middle = [f"{value.median:{form}}" for value, form, _ in cells]
-            middle[2] = f"× {middle[2]}"
-            ranges = [f"({value.min:{form}} .. {value.max:{form}})" for value, form, _ in cells]
-            for head, texts in ((row.what, middle), (f"  {row.unit}", ranges)):
-                lines.append(f"{head:24}" + "".join(f"{text:>{width}}" for text, (*_, width) in zip(texts, cells, strict=True)))
-        return "\n".join([*lines, "", f"Median (min .. max) of {self.pairs} pairs, ours and theirs in turn."])
+        return "\n".join(
+            [
+                f"{self.model}  beside  transformers {versions['transformers']}",
+                f"{self.parameters:,} parameters · {self.dtype} · torch {versions['torch']}",
+                f"{here['processor']}, {here['threads']} threads",
+                "",
+                f"{'':24}{'ours':>20}{'transformers':>20}{'faster':>16}",
+                *(line for row in self.rows for line in row.lines()),
+                "",
+                f"Median (min .. max) of {self.pairs} pairs, ours and theirs in turn.",
+            ]
+        )
 
 
 def bench(
@@ -239,25 +239,21 @@ def bench(
             "ours": lambda: Ours(load_path(folder, dtype=side.dtype, offline=True)),
             "theirs": lambda: Transformers(reference.load_reference(folder, torch.float32 if quantised else side.dtype)),
         }
-        first = {key: partial(_seconds_to_first_logits, load, x[:, :1]) for key, load in loads.items()}
+        first = {key: partial(seconds, partial(_first_logits, load, x[:, :1])) for key, load in loads.items()}
         measure("load to first logits", 0, first)
-        models = {key: load() for key, load in loads.items()}
-        shape = f"{batch} x {context}"
-        prompts = {key: partial(seconds, partial(model.prefill, x)) for key, model in models.items()}
+        models, shape = [(key, load()) for key, load in loads.items()], f"{batch} x {context}"
+        prompts = {key: partial(seconds, partial(model.prefill, x)) for key, model in models}
         measure(f"prefill {shape}", batch * context, prompts)
-        steps = {key: partial(model.decode, x, tokens) for key, model in models.items()}
-        measure(f"decode after {shape}", batch * tokens, steps)
+        measure(f"decode after {shape}", batch * tokens, {key: partial(model.decode, x, tokens) for key, model in models})
         if not quantised:
-            training = {
-                key: partial(seconds, partial(model.train_step, _optimizer(model.model), x, y)) for key, model in models.items()
-            }
-            measure(f"train step {shape}", batch * context, training)
+            steps = [(key, partial(model.train_step, _optimizer(model.model), x, y)) for key, model in models]
+            measure(f"train step {shape}", batch * context, {key: partial(seconds, step) for key, step in steps})
     dtype = str(side.dtype).removeprefix("torch.")
     return Bench(name, side.config.num_parameters(), dtype, pairs, tuple(rows), machine())
 
 
-def _seconds_to_first_logits(load: Callable[[], Ours | Transformers], ids: Tensor) -> float:
-    return seconds(lambda: load().prefill(ids))
+def _first_logits(load: Callable[[], Ours | Transformers], ids: Tensor) -> None:
+    load().prefill(ids)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -4,14 +4,12 @@ Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2
 repositories. Fields have the names that Hugging Face uses.
 """
 
-from __future__ import annotations
-
 import difflib
 import reprlib
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 from gpt2.errors import CheckpointError, InputError
 
@@ -63,10 +61,8 @@ class GPT2Config:
         for name in ("n_inner", "bos_token_id", "eos_token_id"):
             if getattr(self, name) is not None:
                 _require(name, getattr(self, name), int, minimum=1 if name == "n_inner" else 0, maximum=MAX_SIZE)
-        for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
-            _require(name, getattr(self, name), float, minimum=0.0, maximum=1.0)
-        for name in ("layer_norm_epsilon", "initializer_range"):
-            _require(name, getattr(self, name), float, minimum=0.0)
+        for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon", "initializer_range"):
+            _require(name, getattr(self, name), float, minimum=0, maximum=1 if name.endswith("pdrop") else sys.float_info.max)
         for name in ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
             _require(name, getattr(self, name), bool)
         if self.n_embd % self.n_head:
@@ -101,7 +97,7 @@ class GPT2Config:
         return sum(self.parameters_by_part().values())
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> GPT2Config:
+    def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> Self:
         """Read the content of a Hugging Face ``config.json``. Keys that are no field of this class have no effect.
 
         Exceptions are keys that change what a model computes and that this GPT-2 does not support; they are refused.
@@ -160,9 +156,8 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 60, 60
 
 
-def _require(
-    name: str, value: Any, kind: type, minimum: float = -sys.float_info.max, maximum: float = sys.float_info.max
-) -> None:
+def _require(name: str, value: Any, kind: type, minimum: float = 0, maximum: float = 1) -> None:
+    """Raise an :class:`InputError` if a field has another type than ``kind`` or lies outside its bounds."""
     fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if not fits or (kind is not bool and isinstance(value, bool)):
         raise InputError(f"config: {name} must be {'a number' if kind is float else kind.__name__}, found {quoted(value)}")

@@ -4,16 +4,9 @@ Reading one token is memory-bandwidth-bound: every weight is read from memory on
 operators and modules. :class:`ForwardPass` is the arithmetic of :mod:`gpt2.model` with about a dozen operators per block, its
 widest tensors written in place, and only the last token of a prompt in the last block.
 
-Measured on a CPU with AVX-512, without AMX or bfloat16 instructions:
-
-- A matrix stored [in, out] is read by one row at full bandwidth; stored [out, in] in bfloat16, at half of it.
-- With 3 to 16 rows in float32, the head takes 15 to 50 percent longer from [out, in] than from [in, out]. Decoding therefore
-  copies such a head once, transposed.
-- Products of 4 rows or more in bfloat16, and of any number of rows in float16, are faster in float32, conversion included.
-- Attention over a 16-bit cache of 900 tokens takes five times as long as over a float32 cache.
+The choices of layout and dtype below were measured on a CPU with AVX-512, without AMX or bfloat16 instructions
+(tools/README.md, "What makes the difference").
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
@@ -74,13 +67,13 @@ class Decoder:
         one_each = attention_mask is None or (ids.size(1) == 1 and attention_mask.shape == (len(ids), cache.length + 1))
         forward_pass = self._forward_pass(ids, cache) if one_each else None
         if forward_pass is not None:
-            if cache.keys.is_cpu and cache.keys.dtype in HALF_DTYPES:
+            if cache.keys.is_cpu and cache.keys.dtype in HALF_DTYPES:  # attention over a long 16-bit cache is five times slower
                 cache.convert(torch.float32)
             return forward_pass(ids, cache, attention_mask, decoding=True).view(*ids.shape, -1)
         with evaluating(self.model):
             return self.model(ids, attention_mask=attention_mask, cache=cache)
 
-    def _forward_pass(self, ids: Tensor, cache: KVCache | None) -> ForwardPass | None:
+    def _forward_pass(self, ids: Tensor, cache: KVCache | None) -> "ForwardPass | None":
         """None where the model has to run itself; with too many tokens it raises the error."""
         seen = ids.size(1) + (0 if cache is None else cache.length)
         return self.forward_pass if seen <= self.model.config.n_positions else None
@@ -168,7 +161,11 @@ class ForwardPass:
         return self._head(torch.layer_norm(x, self.shape, *self.ln_f), decoding)
 
     def _head(self, hidden: Tensor, decoding: bool) -> Tensor:
-        """Compute what :meth:`GPT2.head` does, for a few rows (B, D)."""
+        """Compute what :meth:`GPT2.head` does, for a few rows (B, D).
+
+        Decoding copies a head once, transposed, where [in, out] is read faster than [out, in]: one row of 16-bit weights, or 3 to
+        16 rows in float32.
+        """
         rows, weight = len(hidden), self.tokens
         if self.token_scale is not None:
             return product(hidden, weight, self.token_scale)

@@ -1,7 +1,5 @@
 """Continue token ids with a model: one token at a time, or by speculative decoding with a smaller draft model."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Sequence
 from typing import TypedDict, Unpack, overload
@@ -124,46 +122,38 @@ def check_draft(draft: GPT2, model: GPT2, ids: Tensor) -> None:
         raise InputError(f"generate: the draft is on {draft.wte.weight.device}, the model on {model.wte.weight.device}; move one")
 
 
-class GenerationSettings(TypedDict, total=False):
-    """The keyword arguments of :func:`generate`."""
+class Settings(TypedDict, total=False):
+    """The keyword arguments that :func:`generate` passes on to :func:`stream`."""
 
     temperature: float
     top_k: int | None
     top_p: float | None
     seed: int | None
-    stop: int | None
     attention_mask: Tensor | None
     use_cache: bool
     draft: GPT2 | None
 
 
 @overload
-def generate(model: GPT2, ids: Tensor, max_new_tokens: int = ..., **settings: Unpack[GenerationSettings]) -> Tensor: ...
+def generate(
+    model: GPT2, ids: Tensor, max_new_tokens: int = ..., *, stop: int | None = ..., **settings: Unpack[Settings]
+) -> Tensor: ...
 
 
 @overload
-def generate(model: GPT2, ids: Sequence[int], max_new_tokens: int = ..., **settings: Unpack[GenerationSettings]) -> list[int]: ...
+def generate(
+    model: GPT2, ids: Sequence[int], max_new_tokens: int = ..., *, stop: int | None = ..., **settings: Unpack[Settings]
+) -> list[int]: ...
 
 
 def generate(
-    model: GPT2,
-    ids: Sequence[int] | Tensor,
-    max_new_tokens: int = 64,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-    stop: int | None = None,
-    attention_mask: Tensor | None = None,
-    use_cache: bool = True,
-    draft: GPT2 | None = None,
+    model: GPT2, ids: Sequence[int] | Tensor, max_new_tokens: int = 64, *, stop: int | None = None, **settings: Unpack[Settings]
 ) -> list[int] | Tensor:
     """Return the prompt and its continuation; :func:`stream` says how it is computed.
 
     Args:
         ids: a list of ids, or a (B, T) integer tensor of prompts of one length (shorter ones padded on the left).
-        temperature: 0 is greedy; ``top_k`` and ``top_p`` then have no effect.
+        temperature: 1.0 by default; 0 is greedy, and ``top_k`` and ``top_p`` then have no effect.
         seed: makes sampling repeatable; without it torch's global generator is used.
         stop: end after this id; a batch ends when every row has had it.
         attention_mask: (B, T), zero at padding.
@@ -179,26 +169,15 @@ def generate(
     prompt = _prompt(ids, model)
     if max_new_tokens < 0:
         raise InputError(f"generate: max_new_tokens is {max_new_tokens}; give 0 or more")
-    if attention_mask is not None:
-        attention_mask = attention_mask.to(prompt.device)
-        if attention_mask.shape != prompt.shape:
-            shape = tuple(attention_mask.shape)
-            raise InputError(f"generate: attention_mask is {shape}; make it {tuple(prompt.shape)}, as the ids")
-        if not bool(attention_mask[:, -1].all()):
+    mask = settings.get("attention_mask")
+    if mask is not None:
+        if mask.shape != prompt.shape:
+            raise InputError(f"generate: attention_mask is {tuple(mask.shape)}; make it {tuple(prompt.shape)}, as the ids")
+        if not bool(mask[:, -1].all()):
             raise InputError("generate: a row ends in padding and cannot be continued; pad on the left")
+        settings["attention_mask"] = mask.to(prompt.device)
     out, finished = [prompt], torch.zeros(prompt.size(0), dtype=torch.bool, device=prompt.device)
-    for chosen in stream(
-        model,
-        prompt,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        attention_mask=attention_mask,
-        use_cache=use_cache,
-        draft=draft,
-    ):
+    for chosen in stream(model, prompt, max_new_tokens, **settings):
         out.append(chosen[:, None])
         if stop is not None:
             finished |= chosen == stop

@@ -10,9 +10,8 @@ Everything else stays in float32: the residual stream, norms, biases, attention 
 `gpt2 compare MODEL MODEL:int8` measures the difference.
 """
 
-from __future__ import annotations
-
 import math
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -170,7 +169,7 @@ class Int8GPT2(GPT2):
             setattr(module, leaf, nn.Parameter(tensor.float().to(device), requires_grad=False))
 
     @classmethod
-    def of(cls, model: GPT2) -> Int8GPT2:
+    def of(cls, model: GPT2) -> Self:
         """Return a quantised copy of ``model``."""
         copy = cls(model.config)
         for name, tensor in model.state_dict().items():
@@ -183,7 +182,7 @@ class Int8GPT2(GPT2):
     def new_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:
         return KVCache(self.config, batch, capacity, device=self.wte.weight.device)
 
-    def train(self, mode: bool = True) -> Int8GPT2:
+    def train(self, mode: bool = True) -> Self:
         if mode:
             raise InputError("int8 weights cannot be trained; load the model without :int8")
         return super().train(mode)

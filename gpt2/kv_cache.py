@@ -1,7 +1,5 @@
 """Keep the keys and values of the tokens that were already read, in preallocated tensors."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ zeros, so that the adapted model first computes what the original does. Merging 
 Shapes: W is [in, out] as in the rest of the model; A and B are stored as PEFT stores them, [out, in].
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Iterable

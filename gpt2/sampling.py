@@ -1,7 +1,5 @@
 """Choose the next id from logits: temperature, top-k, top-p, and the acceptance rule of speculative decoding."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
