@@ -7,7 +7,7 @@ from gpt2.config import GPT2Config
 
 
 class KVCache:
-    """Keys and values of up to ``capacity`` tokens in every layer, of which ``length`` are filled.
+    """Keys and values of up to ``capacity`` tokens in every layer; ``length`` of them are filled.
 
     ``keys`` and ``values`` are (L, B, H, capacity, K). A forward pass calls :meth:`append` once per layer, always at the same
     offset, and :meth:`advance` once at its end. The tensors are written in place, so autograd refuses to go back through them.

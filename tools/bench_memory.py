@@ -42,22 +42,22 @@ import json, re, resource, sys, time
 import torch
 torch.set_num_threads(1)
 torch.zeros(1)
-told = {}
+figures = {}
 if len(sys.argv) > 1:
     import gpt2
     gpt2.load  # imported before the clock starts
     begin = time.perf_counter()
     model = gpt2.load(sys.argv[1])
-    told["seconds"] = time.perf_counter() - begin
+    figures["seconds"] = time.perf_counter() - begin
     with torch.inference_mode():
-        told["sum"] = sum(float(p.view(-1)[:: 4096 // p.element_size()].sum()) for p in model.parameters())
-    told["bytes"] = sum(p.nbytes for p in model.parameters())
-    told["all seconds"] = time.perf_counter() - begin
+        figures["sum"] = sum(float(p.view(-1)[:: 4096 // p.element_size()].sum()) for p in model.parameters())
+    figures["bytes"] = sum(p.nbytes for p in model.parameters())
+    figures["all seconds"] = time.perf_counter() - begin
 status = open("/proc/self/status").read()
 for key, name in (("peak", "VmHWM"), ("anonymous", "RssAnon"), ("file", "RssFile")):
-    told[key] = int(re.search(name + r":\\s+(\\d+) kB", status)[1]) * 1024
-told["rusage"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps(told))
+    figures[key] = int(re.search(name + r":\\s+(\\d+) kB", status)[1]) * 1024
+figures["rusage"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps(figures))
 """
 # In a process of its own, for the memory that it needs is not to be this script's.
 WRITE = """
@@ -113,13 +113,13 @@ def child(*args: str, code: str = CHILD) -> dict[str, float]:
 
 def measure(checkpoint: Path, dtype: str, runs: int, floor: dict[str, float], code: str = CHILD) -> dict:
     """Medians over fresh processes, above `floor`, which is `child()`: one that only imports torch."""
-    found = [child(f"{checkpoint}:{dtype}", code=code) for _ in range(runs)]
-    told: dict = {"model": checkpoint.name, "layout": checkpoint.parent.name, "dtype": dtype, "runs": runs}
-    told |= {key: statistics.median(run[key] for run in found) for key in found[0]}
+    children = [child(f"{checkpoint}:{dtype}", code=code) for _ in range(runs)]
+    result: dict = {"model": checkpoint.name, "layout": checkpoint.parent.name, "dtype": dtype, "runs": runs}
+    result |= {key: statistics.median(run[key] for run in children) for key in children[0]}
     for key in ("peak", "anonymous", "rusage"):
-        told[key] -= floor[key]
-        told[f"{key} / size"] = told[key] / told["bytes"]
-    return told
+        result[key] -= floor[key]
+        result[f"{key} / size"] = result[key] / result["bytes"]
+    return result
 
 
 @contextmanager

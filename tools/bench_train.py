@@ -251,10 +251,10 @@ class Side:
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit(f"{self.name} ended with {self.process.wait()}; run it alone: --worker {self.name!r}")
-        found = json.loads(line)
-        self.peak = found["peak"]
-        self.cpu.append(found["cpu seconds"] / count)
-        return found["seconds"] / count
+        reply = json.loads(line)
+        self.peak = reply["peak"]
+        self.cpu.append(reply["cpu seconds"] / count)
+        return reply["seconds"] / count
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -293,21 +293,21 @@ def measured(text: str, names: list[str], args: argparse.Namespace) -> dict[str,
         limits: list[float] = []
         runs = {side.name: lambda side=side: side.steps(count) for side in sides}
         runs["GEMM"] = lambda: limits.append(gemm(run, args)) or 0.0
-        found = interleaved(runs, args.pairs)
+        times = interleaved(runs, args.pairs)
         rates = Spread.of(limits[1:])
     print(f"\n{text}, tokens/s: median (min .. max) of {args.pairs} turns of {count} steps; ratio: ours to it")
     rows = {}
     for side in sides:
-        speed = Spread.of(run.rows * run.tokens / value for value in found[side.name])
+        speed = Spread.of(run.rows * run.tokens / value for value in times[side.name])
         rows[side.name] = {
             "tokens/s": vars(speed),
-            "ours to it": vars(ratio(found[side.name], found["ours"])),
+            "ours to it": vars(ratio(times[side.name], times["ours"])),
             "ours to it, cpu": vars(ratio(side.cpu[1:], sides[0].cpu[1:])),
             "share of GEMM": run.operations() * speed.median / (run.rows * run.tokens) / rates.median,
             "peak bytes": side.peak,
             "memory, ours to it": sides[0].peak / side.peak,
         }
-        shown = f"{speed.median:,.0f} ({speed.min:,.0f} .. {speed.max:,.0f})", f"× {ratio(found[side.name], found['ours'])}"
+        shown = f"{speed.median:,.0f} ({speed.min:,.0f} .. {speed.max:,.0f})", f"× {ratio(times[side.name], times['ours'])}"
         memory = f"{side.peak / 1e9:.2f} GB  × {rows[side.name]['memory, ours to it']:.2f}"
         cpu = rows[side.name]["ours to it, cpu"]["median"]
         share = f"{rows[side.name]['share of GEMM']:.0%} of GEMM"

@@ -187,9 +187,9 @@ def _serve(pipe: Any, threads: int, make: Callable[..., Any], *args: object) -> 
         except EOFError:  # the benchmark has ended
             return
         begin = time.perf_counter()
-        found = getattr(side, what)(torch.from_numpy(ids), *more)
+        result = getattr(side, what)(torch.from_numpy(ids), *more)
         took = time.perf_counter() - begin
-        pipe.send((found.float().numpy() if isinstance(found, Tensor) else found, took))
+        pipe.send((result.float().numpy() if isinstance(result, Tensor) else result, took))
 
 
 def _ours(source: str) -> Ours:
@@ -280,11 +280,11 @@ def measure_sides(what: str, tokens: int, sides: list[Side], run: Callable[[Side
         time.sleep(PAUSE)
         return run(side)
 
-    found = interleaved({side.name: lambda side=side: rested(side) for side in sides}, pairs)
+    times = interleaved({side.name: lambda side=side: rested(side) for side in sides}, pairs)
     print(f"\n{what}, tokens/s: median (min .. max) of {pairs} pairs")
     rows = {}
-    for name, values in found.items():
-        speed, beside = Spread.of(tokens / value for value in values), ratio(found["transformers"], values)
+    for name, values in times.items():
+        speed, beside = Spread.of(tokens / value for value in values), ratio(times["transformers"], values)
         rows[name] = {"tokens/s": vars(speed), "ratio": vars(beside)}
         print(f"  {name:28}{speed.median:9.1f} ({speed.min:.1f} .. {speed.max:.1f})".ljust(62) + f"× {beside}", flush=True)
     return {"what": what, "pairs": pairs, "sides": rows}
@@ -295,12 +295,12 @@ def largest_errors(model: gpt2.GPT2, sides: list[Side], ids: Tensor) -> dict[str
     exact = gpt2.GPT2(model.config, initialise=False)
     exact.load_state_dict({name: tensor.double() for name, tensor in model.state_dict().items()}, assign=True)
     truth = Ours(exact.eval()).prefill(ids)
-    found = {side.name: float((side.prefill(ids).double() - truth).abs().max()) for side in sides}
+    errors = {side.name: float((side.prefill(ids).double() - truth).abs().max()) for side in sides}
     largest = float(truth.abs().max())
     print(f"\nlargest error of a logit after {ids.size(0)} x {ids.size(1)} ids (the largest logit is {largest:.1f})")
-    for name, error in found.items():
+    for name, error in errors.items():
         print(f"  {name:28}{error:9.1e}")
-    return found
+    return errors
 
 
 def print_result(benchmark: str, results: dict[str, Any]) -> int:

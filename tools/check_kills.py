@@ -102,10 +102,10 @@ def outcome(folder: Path) -> dict[str, object]:
 
 def loadable(folder: Path) -> bool:
     """What a resumed run would do first; a run killed before its first save has nothing, and needs nothing."""
-    found, _ = state.newest_intact(folder)
-    if found is None:
+    newest, _ = state.newest_intact(folder)
+    if newest is None:
         return not state.checkpoints(folder)
-    return gpt2.load(str(found)).config.n_layer == 2
+    return gpt2.load(str(newest)).config.n_layer == 2
 
 
 def saving(folder: Path) -> bool:
@@ -192,8 +192,8 @@ def start(file: Path, folder: Path, ranks: int) -> subprocess.Popen[bytes]:
 
 def children(pid: int) -> list[int]:
     """The workers among a launcher's child processes."""
-    found = Path(f"/proc/{pid}/task").glob("*/children")
-    every = [int(child) for path in found for child in path.read_text().split()]
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    every = [int(child) for path in lists for child in path.read_text().split()]
     return [child for child in every if b"train" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
@@ -222,9 +222,9 @@ def damage(count: int, work: Path, text: Path, rng: random.Random, say: Callable
             broken = bytearray(whole)
             broken[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
             path.write_bytes(broken)
-        found, skipped = state.newest_intact(folder)
-        refused += found != newest and len(skipped) == 1
-        used += found == previous
+        taken, skipped = state.newest_intact(folder)
+        refused += taken != newest and len(skipped) == 1
+        used += taken == previous
         path.write_bytes(whole)
     if state.newest_intact(folder)[0] != newest:
         raise SystemExit("control: the checkpoint was put back as it was, and is not taken")

@@ -45,12 +45,12 @@ def by_llama(program: Path, folder: Path, text: str) -> dict[str, tuple[float, f
     base = [*one, "-f", str(folder / "text.txt"), "-c", str(CONTEXT), "--kl-divergence-base", str(folder / "base.bin")]
     for more in (["-m", str(folder / "f32/model.gguf")], ["-m", str(folder / "q8_0/model.gguf"), "--kl-divergence"]):
         done = subprocess.run([str(program), *more, *base], capture_output=True, text=True, check=True)
-    found = {}
+    statistics = {}
     for line in done.stdout.splitlines():
         if row := re.match(r"\s*(\S.*?)\s*:\s*(-?[\d.]+)(%| ±|$)", line):
             digits = len(row[2].partition(".")[2])
-            found[re.sub(r"\s+", " ", row[1])] = float(row[2]), 0.5 * 10**-digits
-    return found
+            statistics[re.sub(r"\s+", " ", row[1])] = float(row[2]), 0.5 * 10**-digits
+    return statistics
 
 
 def llama_logits(folder: Path) -> tuple[Tensor, list[Tensor]]:
@@ -60,7 +60,7 @@ def llama_logits(folder: Path) -> tuple[Tensor, list[Tensor]]:
     raw = (folder / "base.bin").read_bytes()
     context, vocab, chunks = np.frombuffer(raw, np.int32, 3, len("_logits_"))
     ids = np.frombuffer(raw, np.int32, context * chunks, len("_logits_") + 12).reshape(chunks, context)
-    found = []
+    logits = []
     for stored in ("f32", "q8_0"):
         model = llama_cpp.Llama(
             str(folder / stored / "model.gguf"),
@@ -76,8 +76,8 @@ def llama_logits(folder: Path) -> tuple[Tensor, list[Tensor]]:
             model.reset()
             model.eval(window.tolist())
             rows.append(torch.from_numpy(np.array(model.scores[:CONTEXT, :vocab])))
-        found.append(torch.stack(rows))
-    return torch.from_numpy(ids.astype(np.int64)), found
+        logits.append(torch.stack(rows))
+    return torch.from_numpy(ids.astype(np.int64)), logits
 
 
 def ours(ids: Tensor, a: Tensor, b: Tensor) -> dict[str, float]:
@@ -96,22 +96,24 @@ def ours(ids: Tensor, a: Tensor, b: Tensor) -> dict[str, float]:
         for value in [getattr(parts[0], field.name)]
     }
     tokens = Tokens(**columns)
-    found = summarise(tokens, torch.ones(vocab))
-    told = {
-        "Mean PPL(Q)": found.b.score.perplexity,
-        "Mean PPL(base)": found.a.score.perplexity,
-        "Cor(ln(PPL(Q)), ln(PPL(base)))": 100 * found.correlation,
-        "Mean ln(PPL(Q)/PPL(base))": -found.difference.value,
-        "Mean PPL(Q)/PPL(base)": found.ratio.value,
-        "Mean PPL(Q)-PPL(base)": found.b.score.perplexity - found.a.score.perplexity,
-        "Mean KLD": found.kl_ab.mean.value,
-        "Mean Δp": 100 * found.change.mean.value,
-        "RMS Δp": 100 * found.change.rms.value,
-        "Same top p": 100 * found.same_top.value,
+    summary = summarise(tokens, torch.ones(vocab))
+    statistics = {
+        "Mean PPL(Q)": summary.b.score.perplexity,
+        "Mean PPL(base)": summary.a.score.perplexity,
+        "Cor(ln(PPL(Q)), ln(PPL(base)))": 100 * summary.correlation,
+        "Mean ln(PPL(Q)/PPL(base))": -summary.difference.value,
+        "Mean PPL(Q)/PPL(base)": summary.ratio.value,
+        "Mean PPL(Q)-PPL(base)": summary.b.score.perplexity - summary.a.score.perplexity,
+        "Mean KLD": summary.kl_ab.mean.value,
+        "Mean Δp": 100 * summary.change.mean.value,
+        "RMS Δp": 100 * summary.change.rms.value,
+        "Same top p": 100 * summary.same_top.value,
     }
     for kind, values in (("KLD", tokens.kl_ab), ("Δp", 100 * tokens.change)):
-        told |= {f"{name} {kind}": value for name, value in zip(LEVELS, percentiles(values, tuple(LEVELS.values())), strict=True)}
-    return told
+        statistics |= {
+            f"{name} {kind}": value for name, value in zip(LEVELS, percentiles(values, tuple(LEVELS.values())), strict=True)
+        }
+    return statistics
 
 
 def refused(theirs: dict[str, tuple[float, float]], mine: dict[str, float]) -> list[str]:
@@ -146,9 +148,9 @@ def main() -> int:
     for name, (value, _) in theirs.items():
         print(f"{name:32} {value:12.6f} {mine[name]:12.6f}  {'DIFFERS' if name in bad else 'equal'}", file=sys.stderr)
     control = refused(theirs, exchanged)
-    told = {"model": given.model, "tokens": len(ids) * (CONTEXT // 2 - 1), "statistics": len(theirs), "differ": bad}
-    told |= {"control differs": len(control), "llama_cpp": version("llama-cpp-python"), "theirs": theirs, "ours": mine}
-    print(json.dumps(told))
+    result = {"model": given.model, "tokens": len(ids) * (CONTEXT // 2 - 1), "statistics": len(theirs), "differ": bad}
+    result |= {"control differs": len(control), "llama_cpp": version("llama-cpp-python"), "theirs": theirs, "ours": mine}
+    print(json.dumps(result))
     return 1 if bad or not control else 0
 
 

@@ -91,9 +91,9 @@ def diagnose_faulty(port: Faulty, config: GPT2Config, directory: Path, model: nn
 
 def flaws(row: Row) -> str:
     """The flaws of a diagnosis, in a line."""
-    found = [*(["verdict undetermined"] if row.verdict == "undetermined" else []), *(["not located"] if not row.located else [])]
-    found += [*(f"missed {word}" for word in row.missed), *([f"beside: {', '.join(row.beside)}"] if row.beside else [])]
-    return "; ".join((*found, f"first at {row.point}", f"said {' | '.join(row.causes) or '-'}"))
+    parts = [*(["verdict undetermined"] if row.verdict == "undetermined" else []), *(["not located"] if not row.located else [])]
+    parts += [*(f"missed {word}" for word in row.missed), *([f"beside: {', '.join(row.beside)}"] if row.beside else [])]
+    return "; ".join((*parts, f"first at {row.point}", f"said {' | '.join(row.causes) or '-'}"))
 
 
 def diagnose_equal(config: GPT2Config, directory: Path, model: nn.Module) -> Iterator[tuple[str, str, float]]:
@@ -138,8 +138,8 @@ def right_ports(config: GPT2Config, directory: Path, model: nn.Module) -> dict:
             port.fill(module, state)
         return module
 
-    found = {name: lambda port=port: sound(port) for name, port in SOUND.items()}
-    return found | {
+    ports = {name: lambda port=port: sound(port) for name, port in SOUND.items()}
+    return ports | {
         f"ports: {name}": lambda port=port: ported(port)
         for name, port in PORTS.items()
         if port.complete and name not in FAULTY_AFTER_ALL

@@ -71,12 +71,12 @@ def relative_error(module: nn.Module, checkpoint: Path) -> float:
     vocabulary, length = ours.config.vocab_size, min(ours.config.n_positions, 256)
     ids = torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
     right = ours(ids)
-    found = logits_of(module, ids, vocabulary)
-    if found.size(1) != length:
+    logits = logits_of(module, ids, vocabulary)
+    if logits.size(1) != length:
         ends = sorted({max(1, length * eighth // 8) for eighth in range(1, 9)})
-        found = torch.cat([logits_of(module, ids[:, :end], vocabulary) for end in ends], dim=1)
+        logits = torch.cat([logits_of(module, ids[:, :end], vocabulary) for end in ends], dim=1)
         right = right[:, [end - 1 for end in ends]]
-    error = float((found - right).abs().max() / right.abs().max())
+    error = float((logits - right).abs().max() / right.abs().max())
     return error if math.isfinite(error) else math.inf
 
 

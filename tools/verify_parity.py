@@ -164,12 +164,12 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     if args.controls:
-        found = {name: refused(name, path) for name in CONTROLS}
-        for name, report in found.items():
+        reports = {name: refused(name, path) for name in CONTROLS}
+        for name, report in reports.items():
             first = report.first_divergence
             print(f"{name:34} {'ACCEPTED' if report.ok else 'refused'}  {f'{first.name}: {first.error:.1e}' if first else ''}")
-        ok = not any(report.ok for report in found.values())
-        result = {name: report.first_divergence.name if report.first_divergence else None for name, report in found.items()}
+        ok = not any(report.ok for report in reports.values())
+        result = {name: report.first_divergence.name if report.first_divergence else None for name, report in reports.items()}
     else:
         result = parity(path)
         for name, value in result.items():

@@ -317,13 +317,13 @@ def write(directory: Path, texts: Mapping[str, str]) -> list[Path]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        beside = directory / f".{name}.{os.getpid()}"
+        aside = directory / f".{name}.{os.getpid()}"
         try:
-            with beside.open("wb") as file:
+            with aside.open("wb") as file:
                 file.write(text.encode())
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(directory / name)
+            aside.replace(directory / name)
         finally:
-            beside.unlink(missing_ok=True)
+            aside.unlink(missing_ok=True)
     return [directory / name for name in texts]

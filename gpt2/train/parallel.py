@@ -264,5 +264,5 @@ def sharded(module: object) -> TypeGuard[FSDPModule]:
 
 
 def full(tensor: Any) -> Tensor:
-    """The whole of a tensor of which this rank may hold only a shard."""
+    """The whole tensor, where this rank may hold only a shard of it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
