@@ -28,7 +28,7 @@ exit code: 0 equal, 1 it differs, 2 it could not be built or run"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("port", metavar="FILE.py:build", help="a Python file, and the function in it that returns the module")
-    parser.add_argument("--model", default="shakespeare-mini", metavar="MODEL", help="the model with the right weights (default: %(default)s)")
+    parser.add_argument("--model", default="shakespeare-mini", metavar="MODEL", help="the right weights (default: %(default)s)")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
     add_offline(parser)
     help = "seconds for its import, build and first forward (default: %(default)g)"
