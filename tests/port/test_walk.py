@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from gpt2 import GPT2
 from gpt2.config import GPT2Config
 from gpt2.measure.tracing import points
-from gpt2.port.diagnosis.account import Walk
 from gpt2.port.diagnosis.places import joined
+from gpt2.port.diagnosis.trail import Walk
 from gpt2.port.diagnosis.walk import walk, walk_arrays
 from gpt2.port.recording.pool import Pool, collect
 

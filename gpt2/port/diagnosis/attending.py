@@ -5,19 +5,17 @@ Shapes: y (B, T, D); q, k, v split into heads (B, H, T, K); scores and weights (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from enum import Enum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.measure.tracing import point_at
-from gpt2.port.diagnosis.hypotheses import Fault, attention_weights, likely_scales, scale_faults
-from gpt2.port.diagnosis.norms import bare_norm
-from gpt2.port.diagnosis.search import Choice, Chooser, Kind, Option
+from gpt2.port.diagnosis.hypotheses import attention_weights, likely_scales, scale_faults
+from gpt2.port.diagnosis.norms import RMS, layer_norm
+from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Option, Recorded
 from gpt2.port.diagnosis.trail import Trail
 from gpt2.port.diagnosis.wiring import STREAM
 from gpt2.port.recording.pool import Pool
@@ -25,7 +23,8 @@ from gpt2.port.recording.pool import Pool
 HEADS = (1, 0, 2)  # axes of (B, H, T, K) along which a port may have it in pieces: heads, rows, tokens
 GRID = (1, 0)  # of (B, H, T, T)
 MAX_HIDDEN = 60  # combinations of weights to try where neither weights nor heads are recorded
-Split = Callable[[Tensor], Tensor]
+Projected = dict[str, Recorded]  # queries, keys and values of an input by their letters, each (B, T, D)
+Heads = tuple[Tensor, tuple[Fault, ...]]  # (B, H, T, K), and the faults that the port has if it computes this
 
 
 class Layout(Enum):
@@ -36,33 +35,38 @@ class Layout(Enum):
     INTERLEAVED = "a head is made of every n_head-th column, not of neighbouring ones"
     TIME_FIRST = "heads are cut out of (T, B, D) by a view, which mixes positions, rows and heads"
 
+    def split(self, y: Tensor, heads: int) -> Tensor:
+        """(B, T, D) as (B, H, T, K)."""
+        batch, tokens, _ = y.shape
+        return {
+            Layout.RIGHT: lambda: y.unflatten(-1, (heads, -1)).transpose(1, 2),
+            Layout.VIEWED: lambda: y.reshape(batch, heads, tokens, -1),
+            Layout.INTERLEAVED: lambda: y.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2),
+            Layout.TIME_FIRST: lambda: y.transpose(0, 1).reshape(batch, heads, tokens, -1),
+        }[self]()
 
-@dataclass(frozen=True)
-class Projected:
-    """Queries, keys and values of an input, each (B, T, D); their errors where they are recorded; and the faults."""
-
-    parts: dict[str, Tensor]
-    errors: dict[str, float]
-    faults: tuple[Fault, ...] = ()
-
-
-class Recorded(NamedTuple):
-    """A recorded value, the error of the match, and the faults that the port has if it computes this."""
-
-    value: Tensor
-    error: float
-    faults: tuple[Fault, ...]
+    def merge(self, y: Tensor) -> Tensor:
+        """(B, H, T, K) as (B, T, D)."""
+        batch, _, tokens, _ = y.shape
+        return {
+            Layout.RIGHT: lambda: y.transpose(1, 2).flatten(2),
+            Layout.VIEWED: lambda: y.reshape(batch, tokens, -1),
+            Layout.INTERLEAVED: lambda: y.permute(0, 2, 3, 1).flatten(2),
+            Layout.TIME_FIRST: lambda: y.permute(2, 0, 1, 3).reshape(batch, tokens, -1),
+        }[self]()
 
 
-def affine(chooser: Chooser, x: Tensor, weight: Tensor, bias: Tensor, part: str) -> Recorded | None:
-    """``x`` times weight plus bias if it is recorded, else without the bias if that is."""
+def affine(chooser: Chooser, x: Tensor, weight: Tensor, bias: Tensor, part: str, heads: int = 0) -> Recorded | None:
+    """``x`` times weight plus bias if it is recorded, else without the bias if that is. ``heads``: also split into so many."""
     product = x @ weight
     tries: list[tuple[Tensor, tuple[Fault, ...]]] = [(product + bias, ())]
     if bool(bias.any()):
         tries.append((product, (Fault("missing-bias", part, "no bias is added"),)))
     for value, faults in tries:
-        if (match := chooser.pool.find(value, *STREAM)) is not None:
-            return Recorded(chooser.pool.adopt(value, match), match.error, faults)
+        laid, axes = (Layout.RIGHT.split(value, heads), HEADS) if heads else (value, STREAM)
+        if (recorded := chooser.recorded(laid, axes)) is not None:
+            own = Layout.RIGHT.merge(recorded.value) if heads else recorded.value
+            return Recorded(own, recorded.error, faults)
     return None
 
 
@@ -77,73 +81,54 @@ def added(bias: Tensor, projection: Recorded, part: str) -> list[Option]:
     ]
 
 
-def project(chooser: Chooser, config: GPT2Config, x: Tensor, weights: dict[str, Tensor], enough: int = 1) -> Projected | None:
-    """Queries, keys and values of ``x``, if at least ``enough`` of them are recorded."""
-    parts: dict[str, Tensor] = {}
-    errors: dict[str, float] = {}
-    without_bias = []
-    words = {"q": "queries", "k": "keys", "v": "values"}
-    thirds = zip(words, weights["attn.c_attn.weight"].chunk(3, 1), weights["attn.c_attn.bias"].chunk(3, 0), strict=True)
+def project(
+    chooser: Chooser, config: GPT2Config, x: Tensor, weights: dict[str, Tensor], min_recorded: int = 1
+) -> Projected | None:
+    """Queries, keys and values of ``x``, if at least ``min_recorded`` of them are recorded."""
+    parts: Projected = {}
+    thirds = zip("qkv", weights["attn.c_attn.weight"].chunk(3, 1), weights["attn.c_attn.bias"].chunk(3, 0), strict=True)
     for name, weight, bias in thirds:
-        product = x @ weight
-        parts[name] = product + bias
-        for value in (parts[name], product) if bool(bias.any()) else (parts[name],):
-            heads = value.unflatten(-1, (config.n_head, -1)).transpose(1, 2)
-            if (match := chooser.pool.find(heads, *HEADS)) is not None:
-                parts[name], errors[name] = chooser.pool.adopt(heads, match).transpose(1, 2).flatten(2), match.error
-                if value is product:
-                    without_bias.append(words[name])
-                break
-        if not errors and name == "k" and enough > 1:
+        recorded = affine(chooser, x, weight, bias, "attn", config.n_head)
+        parts[name] = recorded or Recorded(x @ weight + bias, None)
+        if len(parts) - sum(one.error is not None for one in parts.values()) > 3 - min_recorded:
             return None
-    if len(errors) < enough:
-        return None
-    fault = Fault("missing-bias", "attn", f"the {', '.join(without_bias)} have no bias")
-    return Projected(parts, errors, (fault,) if without_bias else ())
+    return parts
 
 
 class Attending:
-    """Attention of the block that runs as number ``n``, with the weights of block ``layer``.
+    """Attention of the block that runs as number ``n``, with the weights of block ``layer``; ``choice`` is its input."""
 
-    ``projected`` are its queries, keys and values, ``input`` what they are projections of, ``stream`` what that was made from.
-    """
-
-    def __init__(
-        self,
-        chooser: Chooser,
-        trail: Trail,
-        n: int,
-        layer: int,
-        weights: dict[str, Tensor],
-        projected: Projected,
-        input: Tensor,
-        stream: Tensor | None,
-    ) -> None:
-        self.chooser, self.pool, self.trail, self.config = chooser, chooser.pool, trail, trail.config
-        self.n, self.layer, self.weights = n, layer, weights
-        self.projected, self.input, self.stream = projected, input, stream
-        self.batch, self.tokens, self.width = input.shape
-        self.faults = list(projected.faults)
+    def __init__(self, trail: Trail, n: int, layer: int, choice: Choice[Projected]) -> None:
+        self.chooser, self.pool, self.trail, self.config = trail.chooser, trail.pool, trail, trail.config
+        self.n, self.layer, self.weights = n, layer, trail.weights(layer)
+        self.parts, self.input = choice.result, choice.value
+        self.stream = None if choice.option.base is None else choice.option.base.value
+        self.faults: list[Fault] = []
 
     def run(self) -> list[Option]:
         """The results that the branch may have (several where only what follows can decide); none if attention is unknown."""
-        for name, part in self.projected.parts.items():
-            self._keep(f"attn.{name}", part, self.projected.errors.get(name))
-        split, faults, factors = self._split()
-        chosen = self._weigh(split, factors)
+        for name, part in self.parts.items():
+            self._keep(f"attn.{name}", part.value, part.error)
+        words = {"q": "queries", "k": "keys", "v": "values"}
+        if without := ", ".join(words[name] for name, part in self.parts.items() if part.faults):
+            self.faults.append(Fault("missing-bias", "attn", f"the {without} have no bias"))
+        layout, factors = self._layout()
+        chosen = self._weigh(layout, factors)
         if chosen is None:
             error = None
-            results = self._project(list(self._hidden(split, factors)), recorded=False)
+            results = self._project(list(self._hidden(layout, factors)), recorded=False)
         else:
             mixed, factor = chosen.result, chosen.option.factor or 0.0
             error = mixed.error if chosen.error is None else chosen.error
             self.trail.factors[self.n] = factor
             if chosen.missed is not None:
                 self.trail.missed[point_at(self.n, "attn")] = chosen.missed
-            self.faults += [*faults, *chosen.option.faults, *mixed.faults]
-            self._keep("attn.scores", self._scaled(split, factor).tril(), None)
+            if layout is not Layout.RIGHT:
+                self.faults.append(Fault("head-layout", "attn", layout.value))
+            self.faults += [*chosen.option.faults, *mixed.faults]
+            self._keep("attn.scores", self._scaled(layout, factor).tril(), None)
             self._keep("attn.weights", chosen.value, chosen.error)
-            self._keep("attn.heads", self._merges(mixed.value)[Layout.RIGHT], mixed.error)
+            self._keep("attn.heads", Layout.RIGHT.merge(mixed.value), mixed.error)
             results = self._project([(mixed.value, ())], recorded=True)
         self.trail.blame(self.n, self.faults, error)
         return results
@@ -151,150 +136,119 @@ class Attending:
     def _keep(self, part: str, value: Tensor, error: float | None) -> None:
         self.trail.keep(point_at(self.n, part), value, error)
 
-    # Splitting into heads
-
-    def _splits(self) -> dict[Layout, Split]:
-        heads = self.config.n_head
-        return {
-            Layout.RIGHT: lambda y: y.unflatten(-1, (heads, -1)).transpose(1, 2),
-            Layout.VIEWED: lambda y: y.reshape(self.batch, heads, self.tokens, -1),
-            Layout.INTERLEAVED: lambda y: y.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2),
-            Layout.TIME_FIRST: lambda y: y.transpose(0, 1).reshape(self.batch, heads, self.tokens, -1),
-        }
-
-    def _split(self) -> tuple[Split, tuple[Fault, ...], list[float]]:
+    def _layout(self) -> tuple[Layout, list[float]]:
         """How heads are cut out, as the scores show; and the factors of the scores where they are recorded."""
-        for layout, split in self._splits().items():
-            if factors := self.pool.factors(self._scores(split), *GRID):
-                return split, () if layout is Layout.RIGHT else (Fault("head-layout", "attn", layout.value),), factors
-        return self._splits()[Layout.RIGHT], (), []
+        for layout in Layout:
+            if factors := self.pool.factors(self._scores(layout), *GRID):
+                return layout, factors
+        return Layout.RIGHT, []
 
-    def _scores(self, split: Split) -> Tensor:
-        return split(self.projected.parts["q"]) @ split(self.projected.parts["k"]).mT
+    def _scores(self, layout: Layout) -> Tensor:
+        q, k = (layout.split(self.parts[name].value, self.config.n_head) for name in "qk")
+        return q @ k.mT
 
-    def _scaled(self, split: Split, factor: float) -> Tensor:
+    def _scaled(self, layout: Layout, factor: float) -> Tensor:
         """The scores, with the port's own numbers if they are recorded."""
-        scores = self._scores(split) * factor
-        match = self.pool.find(scores, *GRID)
-        return scores if match is None else self.pool.adopt(scores, match)
+        scores = self._scores(layout) * factor
+        recorded = self.chooser.recorded(scores, GRID)
+        return scores if recorded is None else recorded.value
 
-    # Weights
-
-    def _options(self, split: Split, factors: list[float]) -> Iterator[Option]:
+    def _options(self, layout: Layout, factors: list[float]) -> Iterator[Option]:
+        """What the attention weights may be."""
         likely = likely_scales(self.config, self.layer)
-
-        def option(label: str, weights: Tensor, faults: tuple[Fault, ...], factor: float, cost: float, kind: Kind) -> Option:
-            return Option(label, lambda: weights, faults, kind, cost=cost, factor=factor)
-
         for factor in dict.fromkeys([*factors, *likely]):  # scores that are scaled after the mask are not recorded as such
-            wrong = len(scale_faults(self.config, self.layer, factor)) + 0.5 * bool(factors and factor not in factors)
-            for number, one in enumerate(attention_weights(self._scaled(split, factor))):
-                kind = Kind.OTHER if number else Kind.RIGHT
-                yield option(one.label, one.weights, one.faults, factor, wrong + one.cost, kind)
+            cost = len(scale_faults(self.config, self.layer, factor)) + 0.5 * bool(factors and factor not in factors)
+            yield from attention_weights(self._scaled(layout, factor), factor, cost)
         exchanged = Fault("qkv-order", "attn", "queries and keys have changed places")
         for factor in (factors or likely)[:3]:
-            right = next(attention_weights(self._scores(split).mT * factor))
-            yield option("exchanged", right.weights, (exchanged,), factor, 1.0, Kind.OTHER)
+            right = next(attention_weights(self._scores(layout).mT * factor, factor))
+            yield Option.known("exchanged", right.value, exchanged, factor=factor, cost=1.0)
 
-    def _mixtures(self, split: Split) -> Iterator[tuple[Tensor, tuple[Fault, ...]]]:
-        """What the weights may mix (B, H, T, K), and what is wrong if they do."""
-
-        def wrong(detail: str) -> tuple[Fault, ...]:
-            return (Fault("value-projection-wrong", "attn", detail),)
-
-        parts = self.projected.parts
-        choices: list[tuple[Tensor, tuple[Fault, ...]]] = [
-            (parts["v"], ()),
-            (parts["k"], wrong("the keys are mixed, not the values")),
-            (parts["q"], wrong("the queries are mixed")),
-            (self.input, wrong("attention's input itself is mixed: there is no projection to values")),
-        ]
+    def _mixtures(self, layout: Layout) -> Iterator[Heads]:
+        """What the weights may mix, the most likely first."""
+        choices = {
+            "": self.parts["v"].value,
+            "the keys are mixed, not the values": self.parts["k"].value,
+            "the queries are mixed": self.parts["q"].value,
+            "attention's input itself is mixed: there is no projection to values": self.input,
+        }
         if self.stream is not None:
-            choices.append((self.stream, wrong("the stream itself is mixed, not the values")))
-        for way in dict.fromkeys([split, *self._splits().values()]):
-            for value, faults in choices:
-                yield way(value), faults
+            choices["the stream itself is mixed, not the values"] = self.stream
+        for way in dict.fromkeys([layout, *Layout]):
+            for words, value in choices.items():
+                faults = (Fault("value-projection-wrong", "attn", words),) if words else ()
+                yield way.split(value, self.config.n_head), faults
 
-    def _mixed(self, split: Split, weights: Tensor) -> Recorded | None:
+    def _mixed(self, layout: Layout, weights: Tensor) -> Recorded | None:
         """Weights times values, where that is recorded."""
-        for values, faults in self._mixtures(split):
-            y = weights @ values
-            if (match := self.pool.find(y, *HEADS)) is not None:
-                return Recorded(self.pool.adopt(y, match), match.error, faults)
+        for values, faults in self._mixtures(layout):
+            if (recorded := self.chooser.recorded(weights @ values, HEADS)) is not None:
+                return recorded._replace(faults=faults)
         return None
 
-    def _weigh(self, split: Split, factors: list[float]) -> Choice[Recorded] | None:
-        options = list(self._options(split, factors))
-        chosen = self.chooser.choose("weights", options, lambda weights: self._mixed(split, weights), GRID)
+    def _weigh(self, layout: Layout, factors: list[float]) -> Choice[Recorded] | None:
+        options = list(self._options(layout, factors))
+        chosen = self.chooser.choose("weights", options, lambda weights: self._mixed(layout, weights), GRID)
         if chosen is None:  # the weights are inside one operator with the values: try all that these give
             for option in sorted(options, key=lambda option: option.price):
-                if (mixed := self._mixed(split, option.value)) is not None:
+                if (mixed := self._mixed(layout, option.value)) is not None:
                     return Choice(option, option.value, None, mixed)
         return chosen
 
-    def _hidden(self, split: Split, factors: list[float]) -> Iterator[tuple[Tensor, tuple[Fault, ...]]]:
-        """Heads as they may be where neither weights nor heads are recorded, with what is wrong if they are."""
-        for option in sorted(self._options(split, factors), key=lambda option: option.price)[:MAX_HIDDEN]:
+    def _hidden(self, layout: Layout, factors: list[float]) -> Iterator[Heads]:
+        """Heads as they may be where neither weights nor heads are recorded."""
+        for option in sorted(self._options(layout, factors), key=lambda option: option.price)[:MAX_HIDDEN]:
             scale = () if option.factor is None else scale_faults(self.config, self.layer, option.factor)
-            for values, faults in list(self._mixtures(split))[:5]:
+            for values, faults in list(self._mixtures(layout))[:5]:
                 yield option.value @ values, (*scale, *option.faults, *faults)
 
-    # The way back
-
-    def _merges(self, y: Tensor) -> dict[Layout, Tensor]:
-        return {
-            Layout.RIGHT: y.transpose(1, 2).flatten(2),
-            Layout.VIEWED: y.reshape(self.batch, self.tokens, -1),
-            Layout.INTERLEAVED: y.permute(0, 2, 3, 1).flatten(2),
-            Layout.TIME_FIRST: y.permute(2, 0, 1, 3).reshape(self.batch, self.tokens, -1),
-        }
-
-    def _project(self, heads: list[tuple[Tensor, tuple[Fault, ...]]], recorded: bool) -> list[Option]:
+    def _project(self, heads: list[Heads], recorded: bool) -> list[Option]:
         """From the heads to the branch's results. ``recorded``: the heads are, else they are candidates."""
         mixed = "heads are put side by side without transposing back, which mixes positions and heads"
         missing = Fault("output-projection-missing", "attn", "the heads are added to the stream as they are")
         unseen: list[Option] = []
         for y, faults in heads:
-            right = self._merges(y)[Layout.RIGHT]
-            for layout, merged in self._merges(y).items():
+            right = Layout.RIGHT.merge(y)
+            for layout in Layout:
+                merged = layout.merge(y)
                 if layout is not Layout.RIGHT and torch.equal(merged, right):
                     continue
                 wrong = faults if layout is Layout.RIGHT else (*faults, Fault("head-layout", "attn", mixed))
-                if (projection := self._projection(merged)) is not None:
-                    return self._done(merged, projection, *wrong)
+                if (results := self._projected(merged, *wrong)) is not None:
+                    return results
                 values = {"attn.c_proj": merged}
                 unseen.append(Option.known(f"heads {layout.name}", merged, *wrong, missing, silent=True, values=values))
                 if recorded and layout is Layout.RIGHT:
                     whole = merged @ self.weights["attn.c_proj.weight"] + self.weights["attn.c_proj.bias"]
-                    unseen.append(replace(Option.known("unseen projection", whole, *wrong), cost=0.5))
+                    unseen.append(Option.known("unseen projection", whole, *wrong, cost=0.5))
             for words, normed in self._normed(right) if recorded else ():
-                if (projection := self._projection(normed)) is not None:
-                    return self._done(normed, projection, *faults, Fault("extra-norm", "attn", words))
+                if (results := self._projected(normed, *faults, Fault("extra-norm", "attn", words))) is not None:
+                    return results
         if recorded:
             return unseen
-        for entry in streams(self.pool, self.input[..., 0], self.width):  # any tensor may be what goes into the projection
-            if (projection := self._projection(entry)) is not None:
+        for entry in streams(self.pool, self.input[..., 0], self.config.n_embd):  # anything may go into the projection
+            if (results := self._projected(entry)) is not None:
                 self.trail.lost.append(point_at(self.n, "attn"))
-                return self._done(entry, projection)
+                return results
         return []
 
-    def _projection(self, merged: Tensor) -> Recorded | None:
-        weight, bias = self.weights["attn.c_proj.weight"], self.weights["attn.c_proj.bias"]
-        return affine(self.chooser, merged, weight, bias, "attn.c_proj")
-
-    def _done(self, merged: Tensor, projection: Recorded, *wrong: Fault) -> list[Option]:
+    def _projected(self, merged: Tensor, *wrong: Fault) -> list[Option] | None:
+        """The results of the output projection of ``merged``, if that is recorded; then ``wrong`` is what the port does."""
+        bias = self.weights["attn.c_proj.bias"]
+        projection = affine(self.chooser, merged, self.weights["attn.c_proj.weight"], bias, "attn.c_proj")
+        if projection is None:
+            return None
         self.faults += wrong
         self._keep("attn.heads", merged, None)
         self._keep("attn.c_proj", projection.value, projection.error)
-        return added(self.weights["attn.c_proj.bias"], projection, "attn.c_proj")
+        return added(bias, projection, "attn.c_proj")
 
     def _normed(self, merged: Tensor) -> Iterator[tuple[str, Tensor]]:
-        plain = bare_norm(1e-5)(merged)
         words = "the heads are normalised before the output projection"
-        yield words, plain
-        yield words, bare_norm(1e-5, rms=True)(merged)
+        yield words, layer_norm(merged)
+        yield words, layer_norm(merged, **RMS)
         for name in ("ln_1", "ln_2"):
-            yield f"{words}, by {name}", plain * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
+            yield f"{words}, by {name}", layer_norm(merged, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
 
 def streams(pool: Pool, ids: Tensor, width: int) -> Iterator[Tensor]:

@@ -1,15 +1,12 @@
 """Formulas that ports are known to compute in place of GPT-2's activation, mask, scale and positions.
 
-A hypothesis is a label, a formula, and the faults that a port has if it computes this. The right one comes first and has no
-faults. Shapes: x (B, T, D); scores (B, H, T, T).
+The right one comes first and has no faults. Shapes: x (B, T, D); scores (B, H, T, T).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -17,63 +14,23 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.model import ACTIVATIONS
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What is wrong: a cause's id, the part of the block (or the point outside the blocks), and what the port does, in words.
-
-    Faults of one id and one ``kind`` are the same fault in several places; ``kind`` is needed where ``detail`` names a block.
-    ``norm_after``: the norm ("ln_1", "ln_2") that may have been moved from before a branch to here, behind it. ``fitted``: a
-    factor was fitted, and is no known constant.
-    """
-
-    id: str
-    part: str
-    detail: str
-    kind: str = ""
-    norm_after: str = ""
-    fitted: bool = False
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """A formula that a port may follow. ``silent``: its value is recorded whether or not the port follows it."""
-
-    label: str
-    formula: Callable[[Tensor], Tensor]
-    faults: tuple[Fault, ...] = ()
-    silent: bool = False
-
-
-class Weighting(NamedTuple):
-    """Attention weights (B, H, T, T) that a port may compute. ``cost`` puts a variant behind others that are as right."""
-
-    label: str
-    weights: Tensor
-    faults: tuple[Fault, ...]
-    cost: float = 0.0
-
+from gpt2.port.diagnosis.search import Fault, Formula, Kind, Option
 
 ROUNDED = float(torch.tensor(2 / math.pi, dtype=torch.float32).sqrt())  # what a port has that computes it in float32
 _TANH = math.sqrt(2 / math.pi)
 
 
-def _tanh_gelu(root: float = _TANH, cubic: float = 0.044715, power: int = 3) -> Callable[[Tensor], Tensor]:
+def _tanh_gelu(root: float = _TANH, cubic: float = 0.044715, power: int = 3) -> Formula:
     return lambda x: 0.5 * x * (1 + torch.tanh(root * (x + cubic * x**power)))
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
-FUNCTIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+FUNCTIONS: dict[str, tuple[str, Formula]] = {
     "gelu_new": ("GELU by its tanh approximation", _tanh_gelu()),
     "gelu": ("the exact GELU, by erf", F.gelu),
     "relu": ("ReLU", torch.relu),
     "silu": ("SiLU, x sigmoid(x)", F.silu),
     "quick_gelu": ("the quick GELU, x sigmoid(1.702 x)", lambda x: x * torch.sigmoid(1.702 * x)),
-    "none": ("no activation at all", _identity),
+    "none": ("no activation at all", lambda x: x),
     "tanh": ("tanh", torch.tanh),
     "sigmoid": ("sigmoid", torch.sigmoid),
     "leaky": ("leaky ReLU, slope 0.01", F.leaky_relu),
@@ -94,93 +51,99 @@ FUNCTIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "no root": ("the tanh GELU with 2/pi instead of its root", _tanh_gelu(2 / math.pi)),
     "root of pi": ("the tanh GELU with sqrt(2) / pi for sqrt(2 / pi)", _tanh_gelu(math.sqrt(2) / math.pi)),
     "root pi/2": ("the tanh GELU with sqrt(pi / 2) for sqrt(2 / pi)", _tanh_gelu(math.sqrt(math.pi / 2))),
-    "cubic 0.44715": ("the tanh GELU with 0.44715 for 0.044715", _tanh_gelu(cubic=0.44715)),
-    "cubic 0.0044715": ("the tanh GELU with 0.0044715 for 0.044715", _tanh_gelu(cubic=0.0044715)),
-    "cubic 0.04715": ("the tanh GELU with 0.04715 for 0.044715", _tanh_gelu(cubic=0.04715)),
-    "cubic 0.044": ("the tanh GELU with 0.044 for 0.044715", _tanh_gelu(cubic=0.044)),
-    "cubic 0.0447": ("the tanh GELU with 0.0447 for 0.044715", _tanh_gelu(cubic=0.0447)),
-    "cubic 0.044175": ("the tanh GELU with 0.044175 for 0.044715", _tanh_gelu(cubic=0.044175)),
+    **{
+        f"cubic {cubic:g}": (f"the tanh GELU with {cubic:g} for 0.044715", _tanh_gelu(cubic=cubic))
+        for cubic in (0.44715, 0.0044715, 0.04715, 0.044, 0.0447, 0.044175)
+    },
     "root 0.8": ("the tanh GELU with 0.8 for sqrt(2/pi)", _tanh_gelu(0.8)),
     "square": ("the tanh GELU with x^2 for x^3", _tanh_gelu(power=2)),
     "no x": ("0.5 (1 + tanh(...)) without the factor x", lambda x: 0.5 * (1 + torch.tanh(_TANH * (x + 0.044715 * x**3)))),
 }
-CONSTANTS = {"gelu_new 0.7978845608": _tanh_gelu(0.7978845608), "gelu_new 0.79788456": _tanh_gelu(0.79788456)}
-CONSTANTS |= {"gelu_new float32": _tanh_gelu(ROUNDED), "gelu_new 0.7979": _tanh_gelu(0.7979)}
+CONSTANTS = {"0.7978845608": 0.7978845608, "0.79788456": 0.79788456, "float32": ROUNDED, "0.7979": 0.7979}  # for sqrt(2/pi)
 SHORT = {"gelu": "erf", "gelu_new": "tanh", "quick_gelu": "quick"}  # as the literature calls them
 SAME = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
 
 
-def activations(config: GPT2Config) -> list[Hypothesis]:
-    """Hypotheses for the feed-forward's function; the right one is the config's."""
+def activations(config: GPT2Config, up: Tensor) -> list[Option]:
+    """What a port may make of the hidden units ``up`` (B, T, I); the right function is the config's."""
     right = SAME.get(config.activation_function, config.activation_function)
     wanted = FUNCTIONS[right][0] if right in FUNCTIONS else right
-    out = [Hypothesis("right", ACTIVATIONS[config.activation_function])]
-    for name, formula in CONSTANTS.items() if right == "gelu_new" else ():
-        detail = f"the tanh GELU with sqrt(2/pi) rounded ({name.removeprefix('gelu_new ')})"
-        out.append(Hypothesis(name, formula, (Fault("gelu-variant", "mlp.act", detail),)))
+
+    def other(label: str, formula: Formula, detail: str) -> Option:
+        return Option(label, lambda: formula(up), (Fault("gelu-variant", "mlp.act", detail),), silent=label == "none")
+
+    options = [Option("right", lambda: ACTIVATIONS[config.activation_function](up), kind=Kind.RIGHT)]
+    for name, root in CONSTANTS.items() if right == "gelu_new" else ():
+        options.append(other(f"gelu_new {name}", _tanh_gelu(root), f"the tanh GELU with sqrt(2/pi) rounded ({name})"))
     for name, (words, formula) in FUNCTIONS.items():
         if name != right:
             detail = f"{SHORT.get(name, name)}: your activation is {words}; the checkpoint's is {wanted}"
-            out.append(Hypothesis(name, formula, (Fault("gelu-variant", "mlp.act", detail),), silent=formula is _identity))
-    return out
+            options.append(other(name, formula, detail))
+    return options
 
 
-def attention_weights(scores: Tensor) -> Iterator[Weighting]:
-    """What a port may make of scaled scores (B, H, T, T) by mask and softmax. The right weights come first."""
-    tokens = scores.size(-1)
+def attention_weights(scores: Tensor, factor: float, cost: float = 0.0) -> Iterator[Option]:
+    """What a port may make of scores (B, H, T, T) by mask and softmax. ``factor``: what they were multiplied by; ``cost``: how
+    much is wrong with that."""
+    every = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    past = every.tril()
 
-    def within(shift: int, transposed: bool = False) -> Tensor:
-        allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril(shift)
-        return allowed.mT if transposed else allowed
+    def option(label: str, weights: Tensor, *faults: Fault, more: float = 0.0) -> Option:
+        kind = Kind.RIGHT if label == "right" else Kind.OTHER
+        return Option.known(label, weights, *faults, kind=kind, cost=cost + more, factor=factor)
 
     def masked(allowed: Tensor, fill: float, axis: int = -1) -> Tensor:
         return scores.masked_fill(~allowed, fill).softmax(axis)
 
-    def fault(id: str, detail: str) -> tuple[Fault, ...]:
+    def fault(id: str, detail: str) -> tuple[Fault]:
         return (Fault(id, "attn", detail),)
 
-    missing = fault("mask-missing", "every token sees the whole sequence, the future too")
-    strict = fault("mask-strict", "a token sees only what came before it, and not itself")
-    ahead = fault("mask-off-by-one", "a token sees the one after it")
-    future = fault("mask-missing", "the mask is the wrong way round: a token sees itself and the future, not the past")
-    right = ("right", within(0), tuple[Fault, ...]())
-    kinds = [right, ("missing", within(tokens), missing), ("strict", within(-1), strict), ("ahead", within(1), ahead)]
-    kinds += [("future", within(0, True), future), ("strict future", within(-1, True), future)]
-    for label, allowed, why in kinds:
-        yield Weighting(label, masked(allowed, -math.inf), why)
+    inverted = fault("mask-missing", "the mask is the wrong way round: a token sees itself and the future, not the past")
+    kinds: dict[str, tuple[Tensor, tuple[Fault, ...]]] = {
+        "right": (past, ()),
+        "missing": (every, fault("mask-missing", "every token sees the whole sequence, the future too")),
+        "strict": (every.tril(-1), fault("mask-strict", "a token sees only what came before it, and not itself")),
+        "ahead": (every.tril(1), fault("mask-off-by-one", "a token sees the one after it")),
+        "future": (past.mT, inverted),
+        "strict future": (every.tril(-1).mT, inverted),
+    }
+    for label, (allowed, why) in kinds.items():
+        hidden = masked(allowed, -math.inf)
+        yield option(label, hidden, *why)
         empty = ~allowed.any(-1)
         if bool(empty.any()):  # a token that sees nothing
-            yield Weighting(f"{label} filled", masked(allowed, -1e30), why)
-            yield Weighting(f"{label} cleared", masked(allowed, -math.inf).nan_to_num(0.0), why)
-            added = torch.where(empty[:, None], scores.softmax(-1), masked(allowed, -1e30))
-            yield Weighting(f"{label} added", added, why)
+            filled = masked(allowed, -1e30)
+            yield option(f"{label} filled", filled, *why)
+            yield option(f"{label} cleared", hidden.nan_to_num(0.0), *why)
+            yield option(f"{label} added", torch.where(empty[:, None], scores.softmax(-1), filled), *why)
     for fill in (-1e4, -1e9, torch.finfo(torch.float32).min):  # the same weights, unless scores are as large
-        yield Weighting(f"filled {fill:g}", masked(within(0), fill), (), cost=0.1)
+        yield option(f"filled {fill:g}", masked(past, fill), more=0.1)
     multiplied = "masked scores become {}, which softmax gives a share, instead of minus infinity"
-    for label, allowed, why in (right, kinds[2], kinds[3]):
+    after = fault("mask-multiplied", "the mask is multiplied in after softmax, so the weights no longer sum to one")
+    for label in ("right", "strict", "ahead"):
+        allowed, why = kinds[label]
         for fill in (0.0, 1e-9, -1e-9, -1.0, 1.0, -10.0, -100.0, -1000.0, 1e-20, 1e9):
             detail = fault("mask-multiplied", multiplied.format("zero" if fill == 0 else f"{fill:g}"))
-            yield Weighting(f"{label} fill {fill:g}", masked(allowed, fill), (*detail, *why))
-        after = fault("mask-multiplied", "the mask is multiplied in after softmax, so the weights no longer sum to one")
-        yield Weighting(f"{label} after", scores.softmax(-1) * allowed, (*after, *why))
+            yield option(f"{label} fill {fill:g}", masked(allowed, fill), *detail, *why)
+        yield option(f"{label} after", scores.softmax(-1) * allowed, *after, *why)
     ones = fault("mask-missing", "the mask is added to the scores as zeros and ones, which hides nothing")
-    yield Weighting("ones added", (scores + within(0)).softmax(-1), ones)
-    yield Weighting("ones taken", (scores - (~within(0)).to(scores)).softmax(-1), ones)
+    yield option("ones added", (scores + past).softmax(-1), *ones)
+    yield option("ones taken", (scores - (~past).to(scores)).softmax(-1), *ones)
     none = fault("softmax-missing", "scores weigh the values as they are, without a softmax")
-    yield Weighting("no softmax", scores * within(0), none)
+    yield option("no softmax", scores * past, *none)
     for axis, words in ((-2, "over the queries"), (1, "over the heads"), (0, "over the batch")):
-        if axis in (0, 1) and scores.size(axis) == 1:
+        if axis >= 0 and scores.size(axis) == 1:
             continue
         wrong = fault("softmax-axis", f"the softmax runs {words} (dim={axis}), not over the keys")
-        for label, allowed, why in kinds:
-            for fill in (-math.inf, -1e30):
-                weights = masked(allowed, fill, axis)
-                yield Weighting(f"{label} axis {axis} fill {fill:g}", weights, (*wrong, *why))
-                if fill == -math.inf and bool(weights.isnan().any()):
-                    yield Weighting(f"{label} axis {axis} cleared", weights.nan_to_num(0.0), (*wrong, *why))
+        for label, (allowed, why) in kinds.items():
+            weights = masked(allowed, -math.inf, axis)
+            yield option(f"{label} axis {axis}", weights, *wrong, *why)
+            if bool(weights.isnan().any()):
+                yield option(f"{label} axis {axis} cleared", weights.nan_to_num(0.0), *wrong, *why)
+            yield option(f"{label} axis {axis} filled", masked(allowed, -1e30, axis), *wrong, *why)
         zero = fault("mask-multiplied", multiplied.format("zero"))
-        yield Weighting(f"axis {axis} multiplied", (scores * within(0)).softmax(axis), (*wrong, *zero))
-        yield Weighting(f"axis {axis} after", scores.softmax(axis) * within(0), wrong)
+        yield option(f"axis {axis} multiplied", (scores * past).softmax(axis), *wrong, *zero)
+        yield option(f"axis {axis} after", scores.softmax(axis) * past, *wrong)
 
 
 def right_scale(config: GPT2Config, layer: int) -> float:
@@ -191,14 +154,19 @@ def right_scale(config: GPT2Config, layer: int) -> float:
 
 def scale_faults(config: GPT2Config, layer: int, factor: float, inverse_first: bool = False) -> tuple[Fault, ...]:
     """What it means that the scores are multiplied by ``factor``; ``inverse_first``: try the layer's number first."""
-    width, size, heads, number = config.n_embd, config.head_dim, config.n_head, layer + 1
+    width, size, number = config.n_embd, config.head_dim, layer + 1
     root, right = 1 / math.sqrt(size), right_scale(config, layer)
-    if math.isclose(factor, right, rel_tol=1e-7):
+
+    def fault(id: str, detail: str) -> Fault:
+        return Fault(id, "attn", detail, "by the layer's number" if id == "scale-inverse-layer" else "")
+
+    def is_factor(value: float) -> bool:
+        return math.isclose(factor, value, rel_tol=1e-7)
+
+    if is_factor(right):
         return ()
-    wanted = f"the checkpoint's attention multiplies them by {right:.6g}"
-    wanted += " (1/sqrt(head size))" if math.isclose(right, root) else ""
-    inverse = f"divided by the number of the layer, {number}" if number > 1 else "divided by the number of the layer"
-    by_layer = ("scale-inverse-layer", root / number, f"the scores are also {inverse}")
+    inverse = f"the scores are also divided by the number of the layer{f', {number}' if number > 1 else ''}"
+    by_layer = ("scale-inverse-layer", root / number, inverse)
     if config.scale_attn_by_inverse_layer_idx:
         by_layer = ("scale-inverse-layer", root, "the scores are not divided by the layer's number, as the config asks")
     known = [
@@ -208,19 +176,17 @@ def scale_faults(config: GPT2Config, layer: int, factor: float, inverse_first: b
         ("scale-twice", root / math.sqrt(width), "the scores are divided by the root of the width and of a head's size"),
         ("scale-by-width", 1 / width, "the scores are divided by the width n_embd"),
         ("scale-wrong", math.sqrt(size), "the scores are multiplied by the root of a head's size, not divided"),
-        ("scale-wrong", 1 / math.sqrt(heads), "the scores are divided by the root of the number of heads"),
+        ("scale-wrong", 1 / math.sqrt(config.n_head), "the scores are divided by the root of the number of heads"),
     ]
     known.insert(0 if inverse_first or config.scale_attn_by_inverse_layer_idx else len(known), by_layer)
-
-    def fault(id: str, detail: str) -> Fault:
-        return Fault(id, "attn", detail, "by the layer's number" if id == "scale-inverse-layer" else "")
-
+    head_size = " (1/sqrt(head size))" if math.isclose(right, root) else ""
+    wanted = f"the checkpoint's attention multiplies them by {right:.6g}{head_size}"
     for id, value, words in known:
-        if math.isclose(factor, value, rel_tol=1e-7):
+        if is_factor(value):
             return (fault(id, f"{words}; {wanted}"),)
     for id, value, words in known[:6] if number > 1 else ():
-        if math.isclose(factor, value / number, rel_tol=1e-7):
-            return fault(id, words), fault("scale-inverse-layer", f"the scores are also {inverse}")
+        if is_factor(value / number):
+            return fault(id, words), fault("scale-inverse-layer", inverse)
     return (fault("scale-wrong", f"the scores are multiplied by {factor:.6g}; {wanted}"),)
 
 

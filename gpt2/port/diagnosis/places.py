@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 
 from gpt2.measure.tracing import layer_of, points
 
@@ -64,14 +65,10 @@ class Place:
 
     def contains(self, other: Place) -> bool:
         """Whether ``other`` is this place, or a part of it in the same block (in any block, if either is in every block)."""
-        if (self.layer is None) != (other.layer is None):
+        if self.layer != other.layer and (None in (self.layer, other.layer) or EVERY not in (self.layer, other.layer)):
             return False
-        same_block = self.layer == other.layer or EVERY in (self.layer, other.layer)
-        return same_block and (self.stem == other.stem or (not self.stem and self.layer is not None) or _within(self, other))
-
-
-def _within(outer: Place, inner: Place) -> bool:
-    return inner.stem.startswith(f"{outer.stem}.")
+        whole_block = not self.stem and self.layer is not None
+        return whole_block or other.stem == self.stem or other.stem.startswith(f"{self.stem}.")
 
 
 ALL_WEIGHTS = Place(None, "all weights")
@@ -95,14 +92,13 @@ def collapsed(places: Iterable[Place], layers: int) -> tuple[Place, ...]:
     return tuple(out)
 
 
-class ForwardOrder:
-    """Where places come in a forward pass of a model with ``n_layer`` blocks."""
+@cache
+def _points(n_layer: int) -> list[Place]:
+    return [Place.of(point) for point in points(n_layer)]
 
-    def __init__(self, n_layer: int) -> None:
-        self.points = [Place.of(point) for point in points(n_layer)]
 
-    def rank(self, place: Place) -> int:
-        """The number of the first traced point that is at ``place``, in it or around it; beyond all points if there is none."""
-        place = replace(place, layer=0) if place.layer is EVERY else place
-        near = (number for number, point in enumerate(self.points) if place.contains(point) or point.contains(place))
-        return next(near, len(self.points))
+def forward_rank(place: Place, n_layer: int) -> int:
+    """The number of the first traced point that is at a place, in it or around it; beyond all points if there is none."""
+    place = replace(place, layer=0) if place.layer is EVERY else place
+    order = _points(n_layer)
+    return next((number for number, point in enumerate(order) if place.contains(point) or point.contains(place)), len(order))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.places import ForwardOrder, Place, collapsed
+from gpt2.port.diagnosis.places import Place, collapsed, forward_rank
 
 # The cause on the left explains those on the right: at the same place, these are dropped.
 EXPLAINS = {
@@ -25,11 +25,8 @@ FUTURE = ("head-layout", "mask-missing", "mask-multiplied", "mask-off-by-one", "
 RANDOM = ("not-deterministic", "dropout-active", "ffn-dropout")
 # Causes of wrong behaviour that follow from what is computed, wherever: a token that sees the future sees another with a cache.
 IMPLIES = {
-    **{id: {"cache-inconsistent", "padding-wrong"} for id in FUTURE},
-    "layer-repeated": {"cache-inconsistent"},
-    "position-sinusoidal": {"cache-inconsistent"},
-    "position-missing": {"cache-inconsistent"},
-    "batch-dependent": {"cache-inconsistent", "padding-wrong"},
+    **{id: {"cache-inconsistent", "padding-wrong"} for id in (*FUTURE, "batch-dependent")},
+    **{id: {"cache-inconsistent"} for id in ("layer-repeated", "position-sinusoidal", "position-missing")},
     **{id: {"batch-dependent", "cache-inconsistent", "padding-wrong"} for id in RANDOM},
 }
 
@@ -48,8 +45,7 @@ def ranked(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
         for cause in _join_nested(merged)
         if cause.id not in implied and not any(_explains(other, cause) for other in merged)
     ]
-    order = ForwardOrder(layers)
-    return sorted(kept, key=lambda cause: (-round(cause.confidence, 2), order.rank(cause.places[0])))
+    return sorted(kept, key=lambda cause: (-round(cause.confidence, 2), forward_rank(cause.places[0], layers)))
 
 
 def merge_blocks(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
@@ -58,14 +54,11 @@ def merge_blocks(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause
     for cause in causes:
         parts = frozenset((place.layer is None, place.part, place.share) for place in cause.places)
         groups.setdefault((cause.id, parts, cause.kind or cause.detail), []).append(cause)
-    return [
-        replace(
-            same[0],
-            places=collapsed((place for cause in same for place in cause.places), layers),
-            confidence=min(cause.confidence for cause in same),
-        )
-        for same in groups.values()
-    ]
+    merged = []
+    for same in groups.values():
+        places = collapsed((place for cause in same for place in cause.places), layers)
+        merged.append(replace(same[0], places=places, confidence=min(cause.confidence for cause in same)))
+    return merged
 
 
 def _join_nested(causes: list[PlacedCause]) -> list[PlacedCause]:
@@ -77,14 +70,14 @@ def _join_nested(causes: list[PlacedCause]) -> list[PlacedCause]:
             out.append(cause)
             continue
         other = out[number]
-        detail = other.detail if cause.detail == other.detail else f"{other.detail}; {cause.detail}"
+        detail = "; ".join(dict.fromkeys((other.detail, cause.detail)))
         confidence = min(other.confidence, cause.confidence)
         out[number] = replace(other, places=(*other.places, *cause.places), detail=detail, confidence=confidence)
     return out
 
 
 def _nested(ours: tuple[Place, ...], theirs: tuple[Place, ...]) -> bool:
-    """Whether one place alone is a part of the other, in the same block."""
+    """Whether one place alone is a part of another, in the same block."""
     if len(ours) > 1 or len(theirs) > 1 or ours[0].layer != theirs[0].layer:
         return False
     outer, inner = sorted((ours[0].part, theirs[0].part), key=len)

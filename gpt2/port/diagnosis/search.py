@@ -10,17 +10,34 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.port.diagnosis.hypotheses import Fault
 from gpt2.port.recording.pool import Match, Pool
 
 EXACT = 1e-13  # a match as good as this needs no better one
 MAX_UNSEEN = 48  # options whose own value is not recorded: how many are tried for what follows from them
 Result = TypeVar("Result")
+Formula = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong: a cause's id, the part of the block (or the point outside the blocks), and what the port does, in words.
+
+    Faults of one id and one ``kind`` are the same fault in several places; ``kind`` is needed where ``detail`` names a block.
+    ``norm_after``: the norm ("ln_1", "ln_2") that may have been moved from before a branch to here, behind it. ``fitted``: a
+    factor was fitted, and is no known constant.
+    """
+
+    id: str
+    part: str
+    detail: str
+    kind: str = ""
+    norm_after: str = ""
+    fitted: bool = False
 
 
 class Kind(Enum):
@@ -57,23 +74,13 @@ class Option:
         return self.make()
 
     @classmethod
-    def known(
-        cls, label: str, value: Tensor, *faults: Fault, silent: bool = False, values: dict[str, Tensor] | None = None
-    ) -> Option:
+    def known(cls, label: str, value: Tensor, *faults: Fault, **fields: Any) -> Option:
         """An option whose value is already computed, from no other option."""
-        return cls(label, lambda: value, faults, silent=silent, values=values or {})
+        return cls(label, lambda: value, faults, **fields)
 
-    def then(
-        self,
-        label: str,
-        formula: Callable[[Tensor], Tensor],
-        *faults: Fault,
-        kind: Kind = Kind.OTHER,
-        silent: bool = False,
-        cost: float = 0.0,
-    ) -> Option:
+    def then(self, label: str, formula: Formula, *faults: Fault, **fields: Any) -> Option:
         """An option that is computed from this one's value."""
-        return Option(label, lambda: formula(self.value), faults, kind, silent, self, cost)
+        return Option(label, lambda: formula(self.value), faults, base=self, **fields)
 
     def seen_as(self, value: Tensor) -> Option:
         """The same, with the port's own numbers for its value."""
@@ -92,6 +99,14 @@ class Option:
     @property
     def is_parallel(self) -> bool:
         return self.kind is Kind.PARALLEL or (self.base is not None and self.base.is_parallel)
+
+
+class Recorded(NamedTuple):
+    """A port's own value, the error of the match (None: not recorded), and the faults that the port has if it computes this."""
+
+    value: Tensor
+    error: float | None
+    faults: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,11 @@ class Chooser:
         self.pool = pool
         self.known: dict[str, list[tuple[str, ...]]] = {}
         self.labels: set[str] = set()
+
+    def recorded(self, value: Tensor, axes: tuple[int, ...]) -> Recorded | None:
+        """The port's own numbers for a value, if it is recorded, whole or sliced along ``axes``."""
+        match = self.pool.find(value, *axes)
+        return None if match is None else Recorded(self.pool.adopt(value, match), match.error)
 
     def choose(
         self, place: str, options: Iterable[Option], confirm: Callable[[Tensor], Result | None], axes: tuple[int, ...]
@@ -137,35 +157,31 @@ class Chooser:
     def _first(
         self, ordered: list[Option], confirm: Callable[[Tensor], Result | None], axes: tuple[int, ...]
     ) -> Choice[Result] | None:
-        def confirmed(option: Option, value: Tensor, error: float | None) -> Choice[Result] | None:
+        def confirmed(option: Option, match: Match | None) -> Choice[Result] | None:
+            value = option.value if match is None or option.silent else self.pool.adopt(option.value, match)
             result = confirm(value)
-            return None if result is None else Choice(option, value, error, result)
+            return None if result is None else Choice(option, value, None if match is None else match.error, result)
 
         near: list[tuple[int, Option, Match]] = []
         unseen: list[Option] = []
         chosen: Choice[Result] | None = None
         for number, option in enumerate(ordered):
             match = self.pool.find(option.value, *axes)
-            if option.silent or (match is None and option.price == 0):
-                chosen = confirmed(option, option.value, None if match is None else match.error)
-            elif match is None:
+            if match is None and option.price != 0 and not option.silent:
                 unseen.append(option)
-            elif match.error > EXACT:
+            elif match is not None and match.error > EXACT and not option.silent:
                 near.append((number, option, match))
-            else:
-                chosen = confirmed(option, self.pool.adopt(option.value, match), match.error)
-            if chosen is not None:
+            elif (chosen := confirmed(option, match)) is not None:
                 break
         if near and (chosen is None or chosen.option.price > 0):
             best = min(match.error for _, _, match in near)
             for _, option, match in sorted(near, key=lambda one: (one[2].error > 10 * best, one[0])):
-                nearest = confirmed(option, self.pool.adopt(option.value, match), match.error)
-                if nearest is not None:
+                if (nearest := confirmed(option, match)) is not None:
                     if chosen is None or (option.price < chosen.option.price and match.error < 1e-12):
                         chosen = nearest
                     break
         for option in unseen[:MAX_UNSEEN] if chosen is None else ():
-            if (chosen := confirmed(option, option.value, None)) is not None:
+            if (chosen := confirmed(option, None)) is not None:
                 break
         return chosen
 
@@ -182,9 +198,8 @@ class Chooser:
         """The options whose values are recorded, with the port's own numbers; and the right one, recorded or not."""
         kept = []
         for option in options:
-            match = self.pool.find(option.value, *axes)
-            if match is not None:
-                option = option.seen_as(self.pool.adopt(option.value, match))
-            if match is not None or option.price == 0:
+            if (recorded := self.recorded(option.value, axes)) is not None:
+                kept.append(option.seen_as(recorded.value))
+            elif option.price == 0:
                 kept.append(option)
         return kept

@@ -1,17 +1,28 @@
-"""The trail of a walk: traced points with the port's own values, the faults met on the way, and where it was lost."""
+"""What a walk works with, what it has met on the way, and what that shows: causes with places and evidence."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.measure.tracing import point_at
-from gpt2.port.diagnosis.hypotheses import Fault
-from gpt2.port.diagnosis.places import OUTSIDE, Place
-from gpt2.port.diagnosis.search import Choice, Kind, Option
+from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
+from gpt2.measure.tracing import layer_of, point_at, points, trace
+from gpt2.model import GPT2
+from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.hypotheses import scale_faults
+from gpt2.port.diagnosis.places import OUTSIDE, Place, collapsed, forward_rank
+from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
+from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Kind, Option
+from gpt2.port.recording.pool import Pool
+
+NARROW_BOUND = 1e-6  # of a traced point against the reference's where the port computes in less than float64
+SEQUENCE = ("layer-order", "layer-missing", "layer-repeated")
 
 
 class PlacedFault(NamedTuple):
@@ -19,16 +30,32 @@ class PlacedFault(NamedTuple):
 
     layer: int | None
     fault: Fault
-    error: float | None
+    error: float | None = None
 
     @property
     def place(self) -> Place:
         return Place.at(self.layer, self.fault.part)
 
 
-@dataclass
+@dataclass(frozen=True)
+class Walk:
+    """The result of a walk.
+
+    ``points`` are the traced points at which the port's value is known. ``explained``: the walk reaches the port's own logits,
+    and nothing on the way is unknown. ``causes`` are sorted by the first place where each shows. ``blocks`` are the numbers of
+    the blocks whose weights were used, as they ran. At the ``lost`` points the port computes something unknown.
+    """
+
+    points: tuple[str, ...]
+    explained: bool
+    first_divergence: Divergence | None
+    causes: tuple[PlacedCause, ...]
+    blocks: tuple[int, ...]
+    lost: tuple[str, ...]
+
+
 class Trail:
-    """What a walk has met so far. ``own`` are the port's weights, ``narrow`` whether it computes in less than float64.
+    """What a walk has met so far. ``own`` are the port's weights by the checkpoint's names, float64.
 
     ``values`` and ``errors`` are by traced point, the errors where the value is recorded. ``blocks`` are the numbers of the
     blocks whose weights were used, as they ran; ``factors`` what the scores of each are multiplied by. ``missed`` are the errors
@@ -36,25 +63,27 @@ class Trail:
     ``reached``: the walk arrived at the port's logits.
     """
 
-    config: GPT2Config
-    ids: Tensor
-    own: dict[str, Tensor]
-    narrow: bool
-    values: dict[str, Tensor] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
-    faults: list[PlacedFault] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    factors: dict[int, float] = field(default_factory=dict)
-    missed: dict[str, float] = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)
-    reached: bool = False
+    def __init__(self, pool: Pool, own: dict[str, Tensor], config: GPT2Config, ids: Tensor) -> None:
+        self.pool, self.chooser, self.own, self.config, self.ids = pool, Chooser(pool), own, config, ids
+        self.values: dict[str, Tensor] = {}
+        self.errors: dict[str, float] = {}
+        self.faults: list[PlacedFault] = []
+        self.blocks: list[int] = []
+        self.factors: dict[int, float] = {}
+        self.missed: dict[str, float] = {}
+        self.lost: list[str] = []
+        self.reached = False
+
+    def weights(self, layer: int) -> dict[str, Tensor]:
+        """The port's weights of a block, by their names in the block."""
+        return {name.removeprefix(f"h.{layer}."): t for name, t in self.own.items() if name.startswith(f"h.{layer}.")}
 
     def keep(self, point: str, value: Tensor, error: float | None) -> None:
         self.values[point] = value
         if error is not None:
             self.errors[point] = error
 
-    def blame(self, layer: int | None, faults: tuple[Fault, ...] | list[Fault], error: float | None) -> None:
+    def blame(self, layer: int | None, faults: Iterable[Fault], error: float | None) -> None:
         self.faults += [PlacedFault(layer, fault, error) for fault in faults]
 
     def settle(self, layer: int | None, choice: Choice[Any], part: str) -> None:
@@ -70,10 +99,8 @@ class Trail:
         before = layer
         if part == "ln_1":  # the stream that enters was made by the block before
             before = layer - 1 if layer else None
-        source = "mid" if part == "ln_2" else "embed" if before is None else ""
-        point = point_at(before, source)
         if option.kind is not Kind.PARALLEL:
-            self.keep(point, option.value, None)
+            self.keep(point_at(before, "mid" if part == "ln_2" else "embed" if before is None else ""), option.value, None)
         while option is not None:
             self._settle_option(before, option, None)
             option = option.base
@@ -83,3 +110,129 @@ class Trail:
         for part, value in option.values.items():
             whole = value.expand(len(self.ids), *value.shape[1:]) if part in OUTSIDE else value
             self.keep(point_at(layer, part), whole, error)
+
+
+def account(trail: Trail, reference: GPT2) -> Walk:
+    """What ``trail`` shows, compared with the trace of ``reference``, our model in float64, on the same ids."""
+    explained = trail.reached and not trail.lost
+    traced = trace(reference, trail.ids)
+    bound = NARROW_BOUND if trail.pool.narrow else FLOAT64_BOUND
+    known = tuple(point for point in points(trail.config.n_layer) if point in trail.values)
+    errors = ((point, _departure(trail.values[point], traced[point])) for point in known)
+    first = next(((point, error) for point, error in errors if error > bound), None)
+    if first is None and trail.lost:
+        first = trail.lost[0], math.inf
+    divergence = None if first is None else Divergence(first[0], layer_of(first[0]), first[1])
+    faults = [*_post_norms(trail.faults), *_scales(trail), *_sequence(trail, reference)]
+    causes = tuple(_causes(faults, trail, explained))
+    return Walk(known, explained, divergence, causes, tuple(trail.blocks), tuple(dict.fromkeys(trail.lost)))
+
+
+def _departure(mine: Tensor, theirs: Tensor) -> float:
+    """The error of a port's value, of what it has: its vocabulary may be padded, or only the last position returned."""
+    if mine.shape[-1] != theirs.shape[-1] and mine.ndim == theirs.ndim == 3:
+        shared = min(mine.shape[-1], theirs.shape[-1])
+        mine, theirs = mine[..., :shared], theirs[..., :shared]
+    if mine.shape[1:2] != theirs.shape[1:2] and theirs.ndim == 3:
+        theirs = theirs[:, -mine.shape[1] :]
+    theirs = theirs.expand(mine.shape) if theirs.shape[:1] == (1,) else theirs
+    return worst_relative_error(mine, theirs) if mine.shape == theirs.shape else math.inf
+
+
+def _post_norms(faults: list[PlacedFault]) -> list[PlacedFault]:
+    """Norms that are behind the branches and not before them are one fault for each block."""
+    out = []
+    for layer in dict.fromkeys(one.layer for one in faults):
+        mine = [one for one in faults if one.layer == layer]
+        missing = {one.fault.part for one in mine if one.fault.id == "norm-missing"}
+        moved = [part for part in ("ln_1", "ln_2") if part in missing & {one.fault.norm_after for one in mine}]
+        if moved:
+            words = "the norms stand behind the branches, ln(x + branch(x)), not before them"
+            out.append(PlacedFault(layer, Fault("post-norm", "" if len(moved) == 2 else moved[0], words)))
+        for one in mine:
+            if not (one.fault.norm_after in moved or (one.fault.id == "norm-missing" and one.fault.part in moved)):
+                out.append(one)
+    return out
+
+
+def _scales(trail: Trail) -> list[PlacedFault]:
+    """What is wrong with the factors of the scores. In one block the root of four heads and the block's number may be the same
+    factor: then the cause that fits more blocks is meant."""
+    config = trail.config
+
+    def count(id: str, inverse_first: bool) -> int:
+        by_block = (scale_faults(config, layer, factor, inverse_first) for layer, factor in trail.factors.items())
+        return sum(any(fault.id == id for fault in faults) for faults in by_block)
+
+    inverse_first = count("scale-inverse-layer", True) > count("scale-by-width", False)
+    return [
+        PlacedFault(layer, fault, trail.errors.get(f"h.{layer}.attn.weights"))
+        for layer, factor in trail.factors.items()
+        for fault in scale_faults(config, layer, factor, inverse_first)
+    ]
+
+
+def _sequence(trail: Trail, reference: GPT2) -> list[PlacedFault]:
+    """What is wrong with the sequence of blocks. They are numbered by whose weights of the checkpoint they hold."""
+    layers = trail.config.n_layer
+    theirs = {name: tensor[:8].double() for name, tensor in reference.state_dict().items() if name.endswith("c_fc.weight")}
+
+    def holder(block: int) -> int:
+        """The checkpoint's block with these weights; a few rows are as good as all."""
+        mine = trail.own[f"h.{block}.mlp.c_fc.weight"][:8]
+        return next((n for n in range(layers) if torch.allclose(theirs[f"h.{n}.mlp.c_fc.weight"], mine)), block)
+
+    holders = [holder(block) for block in trail.blocks]
+    ran = holders if len(set(holders)) == len(set(trail.blocks)) else trail.blocks
+    if ran == list(range(layers)) or not trail.reached:
+        return []
+    names = ", ".join(f"h.{block}" for block in ran)
+    faults = []
+    for block in range(layers):
+        if (times := ran.count(block)) > 1:
+            faults.append(PlacedFault(block, Fault("layer-repeated", "", f"it runs {times} times; the blocks run are {names}")))
+        elif not times:
+            faults.append(PlacedFault(block, Fault("layer-missing", "", f"it does not run; the blocks run are {names}")))
+    firsts = list(dict.fromkeys(ran))
+    if firsts != sorted(firsts):
+        astray = next(i for i, block in enumerate(firsts) if block != sorted(firsts)[i])
+        faults.append(PlacedFault(astray, Fault("layer-order", "", f"the blocks run as {names}")))
+    return faults
+
+
+def _causes(faults: list[PlacedFault], trail: Trail, explained: bool) -> list[PlacedCause]:
+    """Each cause once, with all its places."""
+    groups: dict[tuple[str, str], list[PlacedFault]] = {}
+    for one in sorted(faults, key=lambda one: forward_rank(one.place, trail.config.n_layer)):
+        groups.setdefault((one.fault.id, one.fault.kind or one.fault.detail), []).append(one)
+    layers = len(trail.blocks) if trail.reached else trail.config.n_layer
+    causes = []
+    for (id, _), same in groups.items():
+        first = same[0]
+        places = collapsed(sorted((one.place for one in same), key=lambda place: place.layer is None), layers)
+        evidence = _evidence(id, first.place, same, trail)
+        if explained:
+            evidence += "; with all causes here, the walk ends at your own logits"
+        confidence = SURE if explained else LIKELY
+        fix, fitted = _fix(id, trail.config), first.fault.fitted
+        causes.append(PlacedCause(id, places, first.fault.detail, evidence, confidence, fix, first.fault.kind, fitted))
+    return causes
+
+
+def _evidence(id: str, place: Place, same: list[PlacedFault], trail: Trail) -> str:
+    if id in SEQUENCE:
+        return "each block's projections were found in your run, with the weights of these blocks and in this order"
+    error = max((one.error for one in same if one.error is not None), default=None)
+    close = "" if error is None else " to the last bit" if error == 0 else f" to {error:.0e}"
+    evidence = f"computed so from your own weights and inputs, {place} is what your module has there{close}"
+    missed = trail.missed.get(place.name, 0.0)
+    return f"{evidence}; GPT-2's formula is off by {missed:.0e}" if missed > FLOAT64_BOUND else evidence
+
+
+def _fix(id: str, config: GPT2Config) -> str | None:
+    """The corrected line, where it depends on the checkpoint's config."""
+    if id == "layernorm-eps":
+        return f"nn.LayerNorm(n_embd, eps={config.layer_norm_epsilon:g})"
+    if id == "gelu-variant" and config.activation_function not in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
+        return f"the checkpoint's activation is {config.activation_function}"
+    return None

@@ -1,6 +1,6 @@
 """Walk through GPT-2's forward pass stage by stage, with a port's own weights and from the port's own recorded values.
 
-At each stage the right formula and every known wrong one are computed from what was found before. The port follows the formula
+At each stage the right formula and every known wrong one are computed from what was known before. The port follows the formula
 whose value is among its recorded tensors, and which the next projection confirms. The walk goes on from that value, so it finds
 several faults. A stage that no recorded tensor confirms stays open until something that follows from it is recorded.
 """
@@ -16,16 +16,15 @@ from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import point_at
 from gpt2.model import GPT2
-from gpt2.port.diagnosis.account import Walk, account
-from gpt2.port.diagnosis.attending import Attending, Projected, Recorded, added, affine, project, streams
-from gpt2.port.diagnosis.ending import Ending
-from gpt2.port.diagnosis.hypotheses import Fault, Hypothesis, activations
-from gpt2.port.diagnosis.search import Choice, Chooser, Kind, Option
-from gpt2.port.diagnosis.trail import Trail
-from gpt2.port.diagnosis.wiring import STREAM, AttentionBranch, Embeddings, Norms, inputs, middles, outputs
+from gpt2.port.diagnosis.attending import Attending, Projected, added, affine, project, streams
+from gpt2.port.diagnosis.hypotheses import activations
+from gpt2.port.diagnosis.search import Choice, Fault, Kind, Option, Recorded, Result
+from gpt2.port.diagnosis.trail import Trail, Walk, account
+from gpt2.port.diagnosis.wiring import STREAM, Branch, Embeddings, Norms, inputs, outputs, residuals
 from gpt2.port.recording.pool import Pool
 
-Confirm = Callable[[Tensor], Recorded | None]
+SAMPLE = 64  # tokens of the vocabulary that a candidate for the last stream is tried on first
+ROW_SUM_BOUND = 1e-6  # a row of probabilities sums to one within this, in any dtype
 
 
 @torch.no_grad()
@@ -43,9 +42,9 @@ def walk(
     weights = {name: tensor.detach().double() for name, tensor in own.items()}
     if not bool(weights["wpe.weight"].any()):  # no positions: whether it adds the checkpoint's, or others, or none, is open
         weights["wpe.weight"] = reference.wpe.weight.detach().double()
-    walker = Walker(pool, weights, config, ids, head)
-    walker.run()
-    return account(walker.trail, reference)
+    trail = Trail(pool, weights, config, ids)
+    Walker(trail, weights["wte.weight"] if head is None else head.double()).run()
+    return account(trail, reference)
 
 
 def walk_arrays(arrays: Iterable[Tensor], logits: Tensor, ids: Tensor, reference: GPT2) -> Walk:
@@ -55,18 +54,16 @@ def walk_arrays(arrays: Iterable[Tensor], logits: Tensor, ids: Tensor, reference
 
 
 class Walker:
-    """Follows the blocks as they run; all that it learns goes to :attr:`trail`."""
+    """Follows the blocks as they run; all that it learns goes to ``trail``. ``head`` (V, D) is the head's weight."""
 
-    def __init__(self, pool: Pool, own: dict[str, Tensor], config: GPT2Config, ids: Tensor, head: Tensor | None) -> None:
-        self.pool, self.own, self.config, self.ids = pool, own, config, ids
-        self.trail = Trail(config, ids, own, pool.narrow)
-        self.blocks = self.trail.blocks
-        self.chooser, self.norms = Chooser(pool), Norms(config, own)
-        self.ending = Ending(self.chooser, self.norms, own["wte.weight"] if head is None else head.double())
+    def __init__(self, trail: Trail, head: Tensor) -> None:
+        self.trail, self.pool, self.chooser, self.own, self.config = trail, trail.pool, trail.chooser, trail.own, trail.config
+        self.blocks, self.norms = trail.blocks, Norms(trail.config, trail.own)
+        self.ending = Ending(self.pool, head)
 
     def run(self) -> None:
         """To the logits, or as far as the port can be followed."""
-        options = Embeddings(self.pool, self.norms, self.ids).options()
+        options = Embeddings(self.pool, self.norms, self.trail.ids).options()
         while len(self.blocks) <= 2 * self.config.n_layer:
             if len(self.blocks) >= self.config.n_layer and self._end(options):
                 return
@@ -81,18 +78,7 @@ class Walker:
                 return
             options = following
 
-    def _end(self, options: list[Option], quick: bool = False) -> bool:
-        choice = self.ending.reach(options, quick)
-        if choice is None:
-            return False
-        self.trail.settle(len(self.blocks) - 1 if self.blocks else None, choice, "ln_f")
-        self.trail.blame(None, choice.result.faults, choice.result.error)
-        self.trail.keep("logits", self.ending.logits(choice.value), choice.result.error)
-        self.trail.reached = True
-        return True
-
-    def _weights(self, layer: int) -> dict[str, Tensor]:
-        return {name.removeprefix(f"h.{layer}."): t for name, t in self.own.items() if name.startswith(f"h.{layer}.")}
+    # From one block to the next
 
     def _next(self, options: list[Option]) -> tuple[int, Choice[Projected]] | None:
         """The block that runs next, by whose weights are used, and what goes into its attention. None if the walk ends here."""
@@ -110,18 +96,23 @@ class Walker:
             some = kept if layer == expected else kept[:6]
             if (choice := self._enter(layer, some, narrow=layer != expected)) is not None:
                 return layer, choice
-        if self.blocks and self._end(options):
+        if (self.blocks and self._end(options)) or expected in self.blocks:
             return None
-        choice = self._search_input(expected) or self._unseen(expected, kept)
+        weights = self.trail.weights(expected)
+        choice = self._search(
+            f"h.{expected}.ln_1",
+            lambda x: project(self.chooser, self.config, x, weights, min_recorded=2),
+            point_at(len(self.blocks), "ln_1"),
+            f"h.{len(self.blocks) - 1}" if self.blocks else "embed",
+        )
+        choice = choice or self._unseen(expected, kept)
         return None if choice is None else (expected, choice)
 
-    def _enter(self, layer: int, kept: list[Option], narrow: bool = False) -> Choice[Projected] | None:
+    def _enter(self, layer: int, kept: list[Option], narrow: bool) -> Choice[Projected] | None:
         """What goes into attention, with block ``layer``'s weights. ``narrow``: only options that are cheap or known."""
-        weights = self._weights(layer)
-        options: list[Option] = []
-        missing = Fault("norm-missing", "ln_1", "attention takes the stream as it is, without a norm before it")
-        for stream in kept:
-            options += self.norms.before(f"h.{layer}.ln_1", stream, missing)
+        weights = self.trail.weights(layer)
+        words = "attention takes the stream as it is, without a norm before it"
+        options = [option for stream in kept for option in self.norms.before(f"h.{layer}.ln_1", stream, words)]
         if narrow:
             known = self.chooser.known.get("ln_1", [])
             options = [option for option in options if option.price <= 1 or option.path in known][:60]
@@ -129,77 +120,62 @@ class Walker:
 
     def _unseen(self, layer: int, kept: list[Option]) -> Choice[Projected] | None:
         """The right input, if it is recorded although its projections are not: what comes after has to confirm it."""
-        if layer in self.blocks:
-            return None
         for stream in kept:
             option = stream.then("right", self.norms.at(f"h.{layer}.ln_1")[0].formula, kind=Kind.RIGHT)
-            if stream.price <= 0 and (match := self.pool.find(option.value, *STREAM)) is not None:
+            if stream.price <= 0 and (input := self.chooser.recorded(option.value, STREAM)) is not None:
                 weights, bias = (self.own[f"h.{layer}.attn.c_attn.{leaf}"] for leaf in ("weight", "bias"))
-                value = self.pool.adopt(option.value, match)
-                parts = dict(zip("qkv", (value @ weights + bias).chunk(3, -1), strict=True))
-                return Choice(option, value, match.error, Projected(parts, {}))
+                thirds = (input.value @ weights + bias).chunk(3, -1)
+                parts = {name: Recorded(third, None) for name, third in zip("qkv", thirds, strict=True)}
+                return Choice(option, input.value, input.error, parts)
         return None
 
-    def _search_input(self, layer: int) -> Choice[Projected] | None:
-        """Any recorded tensor that a block's projection is applied to; how it was made is unknown."""
-        if layer in self.blocks:
-            return None
-        weights = self._weights(layer)
+    def _search(
+        self, norm: str, confirm: Callable[[Tensor], Result | None], input_point: str, stream_point: str
+    ) -> Choice[Result] | None:
+        """Any recorded tensor that goes into a branch; how it, or the stream that it is the ``norm`` of, was made is unknown."""
+        formula = self.norms.at(norm)[0].formula
         for entry in self._streams():
-            projected = project(self.chooser, self.config, entry, weights, enough=2)
-            if projected is not None:
-                stream = self._normed_from(entry, f"h.{layer}.ln_1")
-                point = point_at(len(self.blocks), "ln_1")
-                if stream is not None:
-                    point = f"h.{len(self.blocks) - 1}" if self.blocks else "embed"
-                self.trail.lost.append(point)
-                return Choice(self._recorded(entry, stream), entry, 0.0, projected)
+            if (result := confirm(entry)) is not None:
+                sources = (x for x in self._streams() if worst_relative_error(formula(x), entry) < self.pool.bound)
+                stream = next((Option.known("recorded stream", x) for x in sources), None)
+                self.trail.lost.append(input_point if stream is None else stream_point)
+                return Choice(Option.known("recorded", entry, base=stream), entry, 0.0, result)
         return None
 
     def _streams(self) -> Iterable[Tensor]:
-        return streams(self.pool, self.ids, self.config.n_embd)
+        return streams(self.pool, self.trail.ids, self.config.n_embd)
 
-    def _normed_from(self, entry: Tensor, norm: str) -> Option | None:
-        """The recorded tensor that gives ``entry`` by the right norm."""
-        formula = self.norms.at(norm)[0].formula
-        for before in self._streams():
-            if worst_relative_error(formula(before), entry) < self.pool.bound:
-                return Option.known("recorded stream", before)
-        return None
-
-    def _recorded(self, entry: Tensor, base: Option | None) -> Option:
-        return Option("recorded", lambda: entry, base=base)
+    # Through a block
 
     def _block(self, n: int, layer: int, choice: Choice[Projected]) -> list[Option] | None:
         """Follow the block that runs as number ``n``, with the weights of block ``layer``: the streams that may come out."""
         self.blocks.append(layer)
-        weights, stream = self._weights(layer), choice.option.base
-        self.chooser.remember("out", stream)
+        self.chooser.remember("out", choice.option.base)
         self.trail.settle(n, choice, "ln_1")
-        x = None if stream is None else stream.value
-        results = Attending(self.chooser, self.trail, n, layer, weights, choice.result, choice.value, x).run()
-        attention = AttentionBranch(x, choice.value, choice.option.kind is not Kind.NO_NORM, results)
-        return self._feed_forward(n, layer, weights, attention)
+        attending = Attending(self.trail, n, layer, choice)
+        normed = choice.option.kind is not Kind.NO_NORM
+        return self._feed_forward(n, layer, Branch(True, attending.stream, choice.value, normed, attending.run()))
 
-    def _feed_forward(self, n: int, layer: int, weights: dict[str, Tensor], attention: AttentionBranch) -> list[Option] | None:
+    def _feed_forward(self, n: int, layer: int, attention: Branch) -> list[Option] | None:
+        weights = self.trail.weights(layer)
+
         def confirm(x: Tensor) -> Recorded | None:
             return affine(self.chooser, x, weights["mlp.c_fc.weight"], weights["mlp.c_fc.bias"], "mlp.c_fc")
 
         choice = None
-        every = list(middles(self.norms, self.pool, layer, attention)) if attention.results else []
+        every = [mid for one in attention.results for mid in residuals(self.norms, self.pool, layer, attention, one)]
         for mids in (self.chooser.likely("mid", every), every):
             kept = self.chooser.seen(mids, STREAM)
             choice = self.chooser.choose("ln_2", inputs(self.norms, layer, attention, kept), confirm, STREAM)
             if choice is not None:
                 break
         recognised = choice is not None
-        choice = choice or self._search_feed_forward_input(n, layer, confirm)
+        choice = choice or self._search(f"h.{layer}.ln_2", confirm, point_at(n, "ln_2"), point_at(n, "mid"))
         if choice is None:
             self.trail.lost.append(point_at(n, "mid" if attention.results else "attn"))
             return None
-        mid = choice.option.base
-        if mid is not None and mid.kind is Kind.PARALLEL:
-            mid = None
+        parallel, mid = choice.option.is_parallel, choice.option.base
+        mid = None if parallel else mid
         if recognised:
             self.chooser.remember("mid", mid)
         if not attention.results and mid is not None:
@@ -209,19 +185,11 @@ class Walker:
         self.trail.keep(point_at(n, "mlp.c_fc"), up.value, up.error)
         self.trail.blame(n, up.faults, up.error)
         results = self._activate(n, weights, up.value)
-        if choice.option.is_parallel and attention.stream is not None:
+        if parallel and attention.stream is not None:
             self.trail.keep(point_at(n, "mid"), attention.stream + attention.results[0].value, None)
-        taken = choice.option.seen_as(choice.value)
-        return [option for result in results for option in outputs(self.norms, self.pool, layer, attention, mid, taken, result)]
-
-    def _search_feed_forward_input(self, n: int, layer: int, confirm: Confirm) -> Choice[Recorded] | None:
-        """Any recorded tensor that goes into the feed-forward; how it was made is unknown."""
-        for entry in self._streams():
-            if (up := confirm(entry)) is not None:
-                mid = self._normed_from(entry, f"h.{layer}.ln_2")
-                self.trail.lost.append(point_at(n, "ln_2" if mid is None else "mid"))
-                return Choice(self._recorded(entry, mid), entry, 0.0, up)
-        return None
+        middle, normed = None if mid is None else mid.value, choice.option.kind is not Kind.NO_NORM
+        branch = Branch(False, middle, choice.value, normed, results)
+        return [x for one in results for x in outputs(self.norms, self.pool, layer, attention, branch, parallel, one)]
 
     def _activate(self, n: int, weights: dict[str, Tensor], up: Tensor) -> list[Option]:
         """From the hidden units before the activation to what the feed-forward may give."""
@@ -230,7 +198,7 @@ class Walker:
         def confirm(x: Tensor) -> Recorded | None:
             return affine(self.chooser, x, weight, bias, "mlp.c_proj")
 
-        options = [_activated(hypothesis, up) for hypothesis in activations(self.config)]
+        options = activations(self.config, up)
         choice = self.chooser.choose("act", options, confirm, STREAM) or self._unknown_activation(up, confirm)
         if choice is None:  # neither recorded nor confirmed: what follows has to decide
             return [Option.known(f"hidden {one.label}", one.value @ weight + bias, *one.faults) for one in options]
@@ -238,7 +206,7 @@ class Walker:
         self.trail.keep(point_at(n, "mlp.c_proj"), choice.result.value, choice.result.error)
         return added(bias, choice.result, "mlp.c_proj")
 
-    def _unknown_activation(self, up: Tensor, confirm: Confirm) -> Choice[Recorded] | None:
+    def _unknown_activation(self, up: Tensor, confirm: Callable[[Tensor], Recorded | None]) -> Choice[Recorded] | None:
         """Any recorded tensor that the second layer is applied to."""
         fault = Fault("gelu-variant", "mlp.act", "an activation that is none of those known here")
         for entry in self.pool.of_size(up.numel()):
@@ -247,7 +215,60 @@ class Walker:
                 return Choice(option, option.value, 0.0, down)
         return None
 
+    # To the logits
 
-def _activated(hypothesis: Hypothesis, up: Tensor) -> Option:
-    kind = Kind.OTHER if hypothesis.faults else Kind.RIGHT
-    return Option(hypothesis.label, lambda: hypothesis.formula(up), hypothesis.faults, kind, hypothesis.silent)
+    def _end(self, options: list[Option], quick: bool = False) -> bool:
+        """Whether one of these streams leads to the logits. ``quick``: of the likely ones only."""
+        words = "the head takes the stream as it is, without the last norm"
+        for some in (self.chooser.likely("out", options), *([] if quick else [options])):
+            kept = self.chooser.seen(some, STREAM)
+            normed = [option for stream in kept for option in self.norms.before("ln_f", stream, words)]
+            if (choice := self.chooser.choose("ln_f", normed, self.ending.logits, STREAM)) is not None:
+                self.trail.settle(len(self.blocks) - 1 if self.blocks else None, choice, "ln_f")
+                self.trail.blame(None, choice.result.faults, choice.result.error)
+                self.trail.keep("logits", choice.result.value, choice.result.error)
+                self.trail.reached = True
+                return True
+        return False
+
+
+class Ending:
+    """How the port's logits follow from the last normed stream. ``weight`` (V, D) is the head's."""
+
+    def __init__(self, pool: Pool, weight: Tensor) -> None:
+        self.bound, self.given, self.weight = pool.bound, pool.logits, weight
+        shared = min(self.given.shape[-1], len(weight))
+        self.sample = torch.randperm(shared, generator=torch.Generator().manual_seed(0))[:SAMPLE]
+        probabilities = {"softmax": self.given, "log_softmax": self.given.exp()}
+        self.softmaxed = [name for name, values in probabilities.items() if _are_probabilities(values)]
+
+    def logits(self, x: Tensor) -> Recorded | None:
+        """The port's logits as (B, T', V), if they follow from a normed stream (B, T, D); T' is 1 or T."""
+        width = self.given.shape[-1]
+        if self.given.numel() % (len(x) * width) or self.given.numel() > x.shape[0] * x.shape[1] * width:
+            return None
+        given = self.given.reshape(len(x), -1, width)
+        x = x[:, -given.shape[1] :]
+        wanted = given[..., self.sample]
+        mine = x @ self.weight[self.sample].T
+        ratio = float((mine * wanted).sum() / mine.square().sum().clamp(min=1e-300))
+        candidates = {"": (mine, "")}
+        if ratio:
+            candidates["logits-scaled"] = mine * ratio, f"the logits are multiplied by {ratio:.6g}"
+        if wanted.shape[:2].numel() > 1:
+            shift = (wanted - mine).mean((0, 1), keepdim=True)
+            candidates["extra-bias"] = mine + shift, "the head adds a bias; GPT-2's head has none"
+        for id, (value, words) in candidates.items():
+            if (error := worst_relative_error(value, wanted)) <= self.bound:
+                return Recorded(given, error, (Fault(id, "logits", words),) if id else ())
+        for name in self.softmaxed if width == len(self.weight) else ():
+            whole = x @ self.weight.T
+            made = whole.softmax(-1) if name == "softmax" else whole.log_softmax(-1)
+            if (error := worst_relative_error(made, given)) <= self.bound:
+                words = f"the model returns {name} of the logits"
+                return Recorded(given, error, (Fault("logits-softmaxed", "logits", words),))
+        return None
+
+
+def _are_probabilities(values: Tensor) -> bool:
+    return bool(((values.sum(-1) - 1).abs() < ROW_SUM_BOUND).all()) and bool((values >= 0).all())
