@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.measure.tracing import layer_of
+from gpt2.measure.tracing import layer_of, trace
 from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.logits import Reference
 from gpt2.port.diagnosis.places import EVERY, Place, collapsed
 from gpt2.port.diagnosis.report import SURE, Divergence
 from gpt2.port.recording.deterministic import DeterministicMode, Dropout, run_deterministically
@@ -25,26 +25,17 @@ STARTS = ("start_pos", "start", "offset", "pos_offset", "past_len", "past_length
 RESETS = ("reset_cache", "reset_kv_cache", "clear_cache")
 # Names of mask arguments, and the value that marks a real token.
 MASKS = {"attention_mask": 1, "padding_mask": 1, "pad_mask": 1, "key_padding_mask": 0, "src_key_padding_mask": 0}
-LOGITS = Place(None, "logits")
 
 
 class Behaviour:
     """Tests a module in float64. ``causes``, ``notes`` and ``divergence`` (where it begins to be random) are the results.
 
-    ``expected(ids, offset)`` are the logits that our model gives with the port's own weights and positions from ``offset``: they
-    decide how a port counts positions in a padded row. ``trace(ids)`` are our model's traced values. ``bound`` is the error that
-    the port's logits may have.
+    ``expected`` is our model with the port's own weights: it decides how a port counts positions in a padded row, and where its
+    dropouts are. ``bound`` is the error that the port's logits may have.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        config: GPT2Config,
-        expected: Callable[[Tensor, int], Tensor],
-        trace: Callable[[Tensor], Mapping[str, Tensor]],
-        bound: float,
-    ) -> None:
-        self.module, self.config, self.expected, self.trace = module, config, expected, trace
+    def __init__(self, module: nn.Module, expected: Reference, bound: float) -> None:
+        self.module, self.expected, self.config = module, expected, expected.model.config
         self.bound = max(bound, MIN_BOUND)
         self.causes: list[PlacedCause] = []
         self.notes: list[str] = []
@@ -63,13 +54,20 @@ class Behaviour:
         self._padded(ids)
 
     def _add(self, id: str, words: str, evidence: str, *places: Place) -> None:
-        self.causes.append(PlacedCause(id, places or (LOGITS,), words, evidence, SURE))
+        self.causes.append(PlacedCause(id, places or (Place(None, "logits"),), words, evidence, SURE))
+
+    def _output(self, ids: Tensor, **arguments: Any) -> Any:
+        return run_deterministically(lambda: self.module(ids, **arguments))[0]
 
     def _logits(self, ids: Tensor, **arguments: Any) -> Tensor:
-        output, _ = run_deterministically(lambda: logits_of(self.module(ids, **arguments)))
-        return output[..., : self.config.vocab_size].double()
+        return logits_of(self._output(ids, **arguments))[..., : self.config.vocab_size].double()
 
-    def _argument(self, names: tuple[str, ...]) -> str | None:
+    def _differ(self, mine: Tensor, expected: Tensor) -> float:
+        """The error, if it is beyond the bound, else 0."""
+        error = worst_relative_error(mine, expected)
+        return 0.0 if error <= self.bound else error
+
+    def _argument(self, *names: str) -> str | None:
         return next((name for name in names if name in self.arguments), None)
 
     # Repeated
@@ -101,30 +99,25 @@ class Behaviour:
                 after.append(self._logits(ids[:, :1]))
             except Exception:
                 return
-        if not (error := worst_relative_error(*after)) <= self.bound:
+        if error := self._differ(*after):
             words = "the logits of one token depend on the text that was run before: your module remembers it"
             self._add("not-deterministic", words, f"after {ids.size(1)} tokens and after 3, they differ by {error:.1e}")
 
     def _dropouts(self, ids: Tensor, error: float, evidence: str) -> None:
         """Where the dropouts are: their inputs are compared with the traced values, with all dropouts passing everything."""
         _, mode = run_deterministically(lambda: self.module(ids))
-        traced = self.trace(ids)
-        points = [next((point for point, value in traced.items() if _is_of(one, value)), None) for one in mode.dropouts]
-        inside = all(
-            ".mlp." in point if point else self._is_inside_feed_forward(one)
-            for point, one in zip(points, mode.dropouts, strict=True)
-        )
+        traced = trace(self.expected.model, ids.cpu())
+        points = [next((point for point, value in traced.items() if _is_of(one, value)), "") for one in mode.dropouts]
+        pairs = zip(points, mode.dropouts, strict=True)
+        inside = all(".mlp." in point if point else self._is_inside_feed_forward(one) for point, one in pairs)
         places = [Place.of(point) for point in points if point]
         places = [Place(place.layer, "mlp") if place.part.startswith("mlp.") else place for place in places]
-        id = "ffn-dropout" if inside else "dropout-active"
-        words = f"your dropout{' inside the feed-forward' if inside else ''} does not stop in eval mode"
         count = f"{len(mode.dropouts)} ran in eval mode" if len(mode.dropouts) > 1 else "one ran in eval mode"
-        if places:
-            self._add(id, words, f"{count}; {evidence}", *collapsed(places, self.config.n_layer))
-            first = next(point for point in traced if point in points)
-            self.divergence = Divergence(first, layer_of(first), error)
-        else:
-            self._add(id, words, f"{count}; {evidence}", Place(EVERY, "mlp" if inside else ""))
+        words = f"your dropout{' inside the feed-forward' if inside else ''} does not stop in eval mode"
+        where = collapsed(places, self.config.n_layer) or (Place(EVERY, "mlp" if inside else ""),)
+        self._add("ffn-dropout" if inside else "dropout-active", words, f"{count}; {evidence}", *where)
+        first = next((point for point in traced if point in points), None)
+        self.divergence = None if first is None else Divergence(first, layer_of(first), error)
 
     def _is_inside_feed_forward(self, dropout: Dropout) -> bool:
         """Whether it is applied to the hidden units, or to a product that sums over them."""
@@ -142,8 +135,7 @@ class Behaviour:
                 words = f"your forward fails on a batch of one ({error_line(failure)})"
                 self._add("batch-dependent", words, "the same ids in a batch of two pass")
                 return
-            error = worst_relative_error(both[row : row + 1], alone)
-            if not error <= self.bound:
+            if error := self._differ(both[row : row + 1], alone):
                 evidence = f"row {row} alone and row {row} in a batch of {len(ids)} differ by {error:.1e}"
                 self._add("batch-dependent", "a row's logits depend on the rows beside it", evidence)
                 return
@@ -151,13 +143,12 @@ class Behaviour:
     # Cached
 
     def _cached(self, ids: Tensor) -> None:
-        past, switch, start = (self._argument(names) for names in (PASTS, SWITCHES, STARTS))
+        past, switch, start = self._argument(*PASTS), self._argument(*SWITCHES), self._argument(*STARTS)
         argument = past or switch or start
         if argument is None:
             return
         whole, half = self._logits(ids), ids.size(1) // 2
-        errors = {}
-        rest = ids.size(1) - half
+        rest, errors = ids.size(1) - half, {}
         for words, pieces in (("token by token", [half, *[1] * rest]), ("in one piece", [half, rest])):
             try:
                 logits = self._in_pieces(ids, pieces, past, switch, start)
@@ -182,58 +173,50 @@ class Behaviour:
     ) -> Tensor | None:
         """The logits of all pieces but the first, one call each; None where no cache comes back."""
         new_cache: Callable[[int], Any] | None = getattr(self.module, "new_cache", None)
-        cache = new_cache(len(ids)) if new_cache and past and not switch and not start else None
-        given, at, logits = cache, 0, []
-        for name in RESETS:
-            reset: Callable[[], Any] | None = getattr(self.module, name, None)
+        given = cache = new_cache(len(ids)) if new_cache and past and not switch and not start else None
+        at, logits = 0, []
+        for reset in (getattr(self.module, name, None) for name in RESETS):
             if callable(reset):
                 reset()
         for piece in pieces:
             arguments: dict[str, Any] = {switch: True} if switch else {}
             arguments |= {past: cache} if past and cache is not None else {}
             arguments |= {start: at} if start else {}
-            output = self._output(ids[:, at : at + piece], arguments)
+            output = self._output(ids[:, at : at + piece], **arguments)
             at += piece
-            logits.append(logits_of(output)[..., : self.config.vocab_size].double())
+            logits.append(logits_of(output)[..., : self.config.vocab_size].double()[:, -piece:])
             if past and given is None:
                 cache = _cache_of(output)
                 if cache is None:
                     return None
-        return torch.cat([part[:, -piece:] for part, piece in zip(logits[1:], pieces[1:], strict=True)], 1)
-
-    def _output(self, ids: Tensor, arguments: dict[str, Any]) -> Any:
-        return run_deterministically(lambda: self.module(ids, **arguments))[0]
+        return torch.cat(logits[1:], 1)
 
     # Padded
 
     def _padded(self, ids: Tensor) -> None:
-        name = self._argument(tuple(MASKS))
+        name = self._argument(*MASKS)
         if name is None:
             return
-        real, gap = MASKS[name], 2
-        mask = torch.full(ids.shape, real)
-        mask[0, :gap] = 1 - real
-        filled = ids.clone()
+        gap, ones = 2, torch.full(ids.shape, MASKS[name])
+        mask, filled = ones.clone(), ids.clone()
+        mask[0, :gap] = 1 - MASKS[name]
         filled[0, :gap] = ids[1, :gap]
         try:
-            padded, refilled = (self._masked(x, name, mask) for x in (ids, filled))
-            full = self._masked(ids, name, torch.full(ids.shape, real))
+            padded, refilled, full = (self._masked(x, name, one) for x, one in ((ids, mask), (filled, mask), (ids, ones)))
         except Exception as error:
             self.notes.append(f"padding was not tried: your forward does not take {name} of shape (B, T) ({error_line(error)})")
             return
         unmasked, alone, first = self._logits(ids), self._logits(ids[:1, gap:]), padded[:1, gap:]
-        plain, seen = worst_relative_error(full, unmasked), worst_relative_error(refilled[:1, gap:], first)
-        moved, beside = worst_relative_error(first, alone), worst_relative_error(padded[1:], unmasked[1:])
-        if not plain <= self.bound:
-            words, evidence = f"a {name} of ones changes the logits", f"by {plain:.1e}, against no mask at all"
-        elif not seen <= self.bound:
+        if error := self._differ(full, unmasked):
+            words, evidence = f"a {name} of ones changes the logits", f"by {error:.1e}, against no mask at all"
+        elif error := self._differ(refilled[:1, gap:], first):
             words = "what stands at padded positions changes the logits of real ones"
-            evidence = f"other ids under the padding change them by {seen:.1e}"
-        elif not (moved <= self.bound or self._counts_padding(ids[:1, gap:], gap, first, alone)):
+            evidence = f"other ids under the padding change them by {error:.1e}"
+        elif (error := self._differ(first, alone)) and not self._counts_padding(ids[:1, gap:], gap, first, alone):
             words = "a row that is padded on the left gives other logits than the same row alone"
-            evidence = f"they differ by {moved:.1e}, and are not those of positions counted with the padding either"
-        elif not beside <= self.bound:
-            words, evidence = "a row without padding changes where another is padded", f"by {beside:.1e}"
+            evidence = f"they differ by {error:.1e}, and are not those of positions counted with the padding either"
+        elif error := self._differ(padded[1:], unmasked[1:]):
+            words, evidence = "a row without padding changes where another is padded", f"by {error:.1e}"
         else:
             return
         self._add("padding-wrong", words, evidence)
@@ -253,9 +236,7 @@ class Behaviour:
 
         Where the port departs from GPT-2 even without padding, this cannot be decided, and is assumed.
         """
-        if not worst_relative_error(alone, self.expected(ids, 0)) <= self.bound:
-            return True
-        return worst_relative_error(padded, self.expected(ids, gap)) <= self.bound
+        return bool(self._differ(alone, self.expected(ids))) or not self._differ(padded, self.expected(ids, gap))
 
 
 def _is_of(dropout: Dropout, value: Tensor) -> bool:

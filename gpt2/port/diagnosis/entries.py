@@ -1,9 +1,21 @@
-"""The entries of a tensor, apart from where they stand: a fingerprint, an order, what kind of numbers they are."""
+"""Compare tensors apart from where their entries stand, and list the ways in which a checkpoint's tensor is read wrongly."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from gpt2.config import GPT2Config
+from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
+from gpt2.model import ACTIVATIONS, sdpa_attention
+
+TO_THE_BIT = "the checkpoint's values in that order are yours to the bit"
+SPLIT = "q, k, v = (x @ w + b).split(n_embd, -1); q = q.view(B, T, n_head, head_size).transpose(1, 2)"
 
 
 def reading(sizes: dict[str, int], order: tuple[str, ...]) -> Tensor:
@@ -29,10 +41,81 @@ def likeness(values: Tensor) -> str:
     values = values.flatten()
     if constant(values):
         return f"they are all {float(values[0]):g}, as a fresh parameter is"
-    std, most = float(values.std()), float(values.abs().max())
-    mean = float(values.mean())
-    if most < 1.8 * std and abs(mean) < 0.2 * std:
+    mean, std, most = float(values.mean()), float(values.std()), float(values.abs().max())
+    if abs(mean) >= 0.2 * std:
+        return f"mean {mean:.2g}, std {std:.2g}"
+    if most < 1.8 * std:
         return f"they look drawn evenly from ±{most:.2g}, as a fresh nn.Linear is"
-    if abs(mean) < 0.2 * std:
-        return f"they look drawn at random (std {std:.2g}), as a fresh parameter is"
-    return f"mean {mean:.2g}, std {std:.2g}"
+    return f"they look drawn at random (std {std:.2g}), as a fresh parameter is"
+
+
+def moved_rows(theirs: Tensor, ours: Tensor) -> int:
+    """By how many rows a table was moved: row r is the checkpoint's r + n. 0 if it was not moved."""
+    for by in (1, 2, -1, -2):
+        mine, right = (theirs[:-by], ours[by:]) if by > 0 else (theirs[-by:], ours[:by])
+        if len(mine) > 2 and torch.equal(mine, right):
+            return by
+    return 0
+
+
+@dataclass(frozen=True)
+class Misreading:
+    """A tensor that a port has if it reads the checkpoint wrongly, and the cause: ``words`` follow the parameter's name."""
+
+    tensor: Tensor
+    id: str
+    words: str
+    evidence: str = TO_THE_BIT
+    fix: str | None = None
+
+
+def misread_c_attn(ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:
+    """Misreadings of c_attn's weight (D, 3D) or bias (3D,) as a whole."""
+    if ours.ndim == 2:
+        yield _reshaped(ours)
+    thirds = ours.chunk(3, -1)
+    for order in itertools.permutations(range(3)):
+        got = ", ".join(f"{'qkv'[i]} from {'qkv'[j]}" for i, j in enumerate(order) if i != j)
+        yield Misreading(torch.cat([thirds[j] for j in order], -1), "qkv-order", f"has its thirds in another order ({got})")
+    sizes = {"q|k|v": 3, "head": config.n_head, "unit": config.head_dim}
+    for axes in itertools.permutations(sizes):
+        words = f"has its columns read as ({', '.join(axes)}); the checkpoint has (q|k|v, head, unit)"
+        yield Misreading(ours.index_select(-1, reading(sizes, axes)), "head-layout", words, fix=SPLIT)
+
+
+def misread(part: str, ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:
+    """Misreadings of another tensor, or of one third of c_attn; ``part`` is its name in the block."""
+    if ours.ndim == 2:
+        if ours.shape[0] == ours.shape[1]:
+            yield Misreading(ours.t(), "transposed", "is transposed", "transposed back, it equals the checkpoint's to the bit")
+        yield _reshaped(ours)
+    axis = 0 if part == "attn.c_proj.weight" else -1
+    if part.startswith("attn.") and ours.shape[axis] == config.n_embd:
+        order = reading({"head": config.n_head, "unit": config.head_dim}, ("unit", "head"))
+        for words, index in (("(unit, head)", order), ("(head, unit), as if stored (unit, head)", order.argsort())):
+            yield Misreading(ours.index_select(axis, index), "head-layout", f"is read in the order {words}")
+
+
+def _reshaped(ours: Tensor) -> Misreading:
+    words, evidence = "was reshaped where it had to be transposed", "the checkpoint's values, reshaped, are yours to the bit"
+    return Misreading(ours.reshape(ours.shape[::-1]).t(), "transposed", words, evidence)
+
+
+def same_branch(part: str, theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], config: GPT2Config) -> bool:
+    """Whether an "attn" or "mlp" gives the same for a random (1, 6, D) with either weights ("c_attn.weight", ...).
+
+    Heads, or hidden units, may be in another order throughout.
+    """
+    x = torch.randn(1, 6, config.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    one, other = (_branch(part, weights, x, config) for weights in (theirs, ours))
+    return worst_relative_error(one, other) <= FLOAT64_BOUND
+
+
+def _branch(part: str, w: Mapping[str, Tensor], x: Tensor, config: GPT2Config) -> Tensor:
+    if part == "mlp":
+        hidden = ACTIVATIONS[config.activation_function](x @ w["c_fc.weight"] + w["c_fc.bias"])
+        return hidden @ w["c_proj.weight"] + w["c_proj.bias"]
+    q, k, v = (x @ w["c_attn.weight"] + w["c_attn.bias"]).unflatten(-1, (3, config.n_head, -1)).permute(2, 0, 3, 1, 4)
+    scale = config.head_dim**-0.5 / float(x.shape[-1]) ** 0.25  # gentle: large weights must not make every softmax a maximum
+    y = sdpa_attention(q, k, v, None, scale, 0.0)
+    return F.linear(y.transpose(1, 2).flatten(2), w["c_proj.weight"].t(), w["c_proj.bias"])

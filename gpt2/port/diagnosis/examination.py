@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping as MappingType
 from dataclasses import replace
 
 import torch
@@ -17,12 +16,11 @@ from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
 from gpt2.port.diagnosis.behaviour import Behaviour
 from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.logits import Reference, padding_causes, require_logits
 from gpt2.port.diagnosis.own import Own, own_weights
 from gpt2.port.diagnosis.ranking import ranked
-from gpt2.port.diagnosis.reference import Reference, logits_error
 from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
 from gpt2.port.diagnosis.structure import require_size, structural_causes
-from gpt2.port.diagnosis.vocabulary import padding_causes, require_logits, without_padding
 from gpt2.port.diagnosis.walk import walk
 from gpt2.port.diagnosis.weights import WeightComparison
 from gpt2.port.mapping.filling import fill, put
@@ -70,50 +68,51 @@ class Examination:
 
     def _examine(self, borrowed: Borrowed) -> Diagnosis:
         anatomy = self._anatomy()
-        self.state = self._state(borrowed)
+        self._read_checkpoint(borrowed)
         borrowed.to_float64()
         self.mapping = None if anatomy is None else Mapping(anatomy, self.config)
-        own, blank = self._weights(anatomy, borrowed)
+        own, blank = self._weights(borrowed)
         reference = Reference(self.ours, self.state)
         same = Reference(self.ours, own.weights, own.head) if own.placed else reference
         outputs = self._outputs(borrowed, self._probes(anatomy))
         ids, first_logits = outputs[0]
         padding, notes = padding_causes(first_logits, self.config)
-        self.notes += notes
-        behaviour = Behaviour(self.module, self.config, same, lambda ids: trace(same.model, ids.cpu()), self.bound)
+        behaviour = Behaviour(self.module, same, self.bound)
         behaviour.test(ids.to(self.device))
-        self.notes += behaviour.notes
-        errors = [logits_error(without_padding(theirs, self.config), reference(probe)) for probe, theirs in outputs]
-        others = [*padding, *behaviour.causes]
-        if max(errors) <= self.bound:
+        self.notes += notes + behaviour.notes
+        errors = [reference.error(logits, ids) for ids, logits in outputs]
+        worst, others = max(errors), [*padding, *behaviour.causes]
+        if worst <= self.bound:
             unseen = [cause for cause in self.weight_causes if blank or cause.places[0].stem in ("wte", "wpe")]  # rows not used
-            return self._diagnosed(max(errors), blank or behaviour.divergence, [*unseen, *others])
+            return self._diagnosed(worst, [blank or behaviour.divergence], [*unseen, *others])
         wrong = next(number for number, error in enumerate(errors) if error > self.bound)
-        ids, theirs = outputs[wrong]
         if wrong and any(cause.id == "not-deterministic" for cause in behaviour.causes):
-            return self._diagnosed(max(errors), blank, [*self.weight_causes, *others])
+            return self._diagnosed(worst, [blank], [*self.weight_causes, *others])
         if wrong:
-            self.notes.append(f"your logits are right for {outputs[0][0].size(1)} tokens; they part at {ids.size(1)}")
-        own_error = logits_error(without_padding(theirs, self.config), same(ids))
+            self.notes.append(f"your logits are right for {ids.size(1)} tokens; they part at {outputs[wrong][0].size(1)}")
+        ids, logits = outputs[wrong]
+        own_error = same.error(logits, ids)
         if own.placed and own_error <= self.bound:
-            divergence = _first_divergence(trace(reference.model, ids), trace(same.model, ids))
+            ours, theirs = trace(reference.model, ids), trace(same.model, ids)
+            apart = ((point, worst_relative_error(theirs[point], value)) for point, value in ours.items())
+            parted = (Divergence(point, layer_of(point), error) for point, error in apart if error > FLOAT64_BOUND)
+            divergence, evidence = next(parted, None), f"; with your weights our model gives your logits to {own_error:.0e}"
             silent = [cause for cause in self._structural_causes() if cause.id == "position-missing"]
-            causes = [_sure(cause, own_error) for cause in [*self.weight_causes, *silent]]
+            causes = [_sure(cause, evidence) for cause in [*self.weight_causes, *silent]]
         else:
             divergence, causes = self._walked(ids, own, reference)
-        order = {point: number for number, point in enumerate(points(self.config.n_layer))}
-        known = [one for one in (blank, divergence, behaviour.divergence) if one is not None]
-        divergence = min(known, key=lambda one: order.get(one.point, 0), default=None)
-        return self._diagnosed(max(errors), divergence, [*causes, *others])
+        return self._diagnosed(worst, [blank, divergence, behaviour.divergence], [*causes, *others])
 
-    def _diagnosed(self, error: float, divergence: Divergence | None, causes: list[PlacedCause]) -> Diagnosis:
+    def _diagnosed(self, error: float, divergences: list[Divergence | None], causes: list[PlacedCause]) -> Diagnosis:
+        """The diagnosis; its place is the first of these divergences in the order of the forward pass."""
         causes = ranked(causes, self.config.n_layer)
         equal = error <= self.bound and not causes
-        if divergence is None and not equal:
-            divergence = Divergence("logits", None, error)
+        order = {point: number for number, point in enumerate(points(self.config.n_layer))}
+        known = [one for one in divergences if one is not None]
+        first = min(known, key=lambda one: order.get(one.point, 0), default=Divergence("logits", None, error))
         verdict = "equal" if equal else "mismatch" if causes else "undetermined"
         shown, notes = tuple(cause.cause() for cause in causes), tuple(dict.fromkeys(self.notes))
-        return Diagnosis(verdict, None if equal else divergence, shown, notes, self.who, logits_error=error)
+        return Diagnosis(verdict, None if equal else first, shown, notes, self.who, logits_error=error)
 
     # What the module holds
 
@@ -129,8 +128,8 @@ class Examination:
             self.notes.append(f"the parts of your module were not recognised ({why}); its weights were not compared")
         return None
 
-    def _state(self, borrowed: Borrowed) -> dict[str, Tensor]:
-        """The checkpoint in float64, first rounded to the module's own dtype if that is narrow."""
+    def _read_checkpoint(self, borrowed: Borrowed) -> None:
+        """The checkpoint in float64, as ``state``, first rounded to the module's own dtype if that is narrow."""
         self.dtypes = {name: tensor.dtype for name, tensor in borrowed.tensors.items()}
         sizes: Counter[torch.dtype] = Counter()
         for tensor in borrowed.tensors.values():
@@ -140,32 +139,48 @@ class Examination:
         if dtype in NARROW and any(tensor.dtype != dtype for tensor in state.values()):
             self.notes.append(f"your module is in {_name(dtype)}: it is compared with the checkpoint rounded to that, in float64")
             state = {name: tensor.to(dtype) for name, tensor in state.items()}
-        return {name: tensor.double() for name, tensor in state.items()}
+        self.state = {name: tensor.double() for name, tensor in state.items()}
 
-    def _weights(self, anatomy: Anatomy | None, borrowed: Borrowed) -> tuple[Own, Divergence | None]:
+    def _weights(self, borrowed: Borrowed) -> tuple[Own, Divergence | None]:
         """Its own weights, after comparison. If it holds nothing of the checkpoint, it is filled, and that is the divergence."""
-        if anatomy is None or self.mapping is None:
+        if self.mapping is None:
             return Own(self.state, {}, {}), None
         require_size(self.mapping, self.who)
         divergence = None
         if not self.fill:
-            _unround(self.mapping, borrowed, self.state, self.dtypes)
-            own = own_weights(self.mapping, borrowed.tensors, self.state)
-            report = WeightComparison(own, self.state, self.config).run()
-            if not report.blank:
-                self.weight_causes += report.causes
-                self.notes += report.notes
+            self._restore_rounded(self.mapping, borrowed)
+            own, comparison = self._compared(self.mapping, borrowed)
+            if not comparison.blank:
                 return own, None
-            self.weight_causes += [cause for cause in report.causes if cause.id == "not-loaded"]
+            self.weight_causes = [cause for cause in comparison.causes if cause.id == "not-loaded"]
             self.notes.append("beyond that, the diagnosis is of your module as gpt2.load_into fills it")
             error = worst_relative_error(own.weights["wte.weight"], self.state["wte.weight"])
-            divergence, self.mapping = Divergence("wte", None, error), Mapping(anatomy, self.config)
+            divergence, self.mapping = Divergence("wte", None, error), Mapping(self.mapping.anatomy, self.config)
         fill(borrowed, self.mapping, self.state)
-        own = own_weights(self.mapping, borrowed.tensors, self.state)
-        report = WeightComparison(own, self.state, self.config).run()
-        self.weight_causes += report.causes
-        self.notes += report.notes
-        return own, divergence
+        return self._compared(self.mapping, borrowed)[0], divergence
+
+    def _compared(self, mapping: Mapping, borrowed: Borrowed) -> tuple[Own, WeightComparison]:
+        own = own_weights(mapping, borrowed.tensors, self.state)
+        comparison = WeightComparison(own, self.state, self.config)
+        if not comparison.blank:
+            self.weight_causes += comparison.causes
+            self.notes += comparison.notes
+        return own, comparison
+
+    def _restore_rounded(self, mapping: Mapping, borrowed: Borrowed) -> None:
+        """Give parameters that are used scaled or shifted (a norm's weight less one) the exact values, if they hold the
+        checkpoint's values as nearly as their dtype can."""
+        recording = mapping.anatomy.recording
+        for source in recording.sources:
+            uses = recording.uses.get(source.storage, {Use()})
+            if Use() in uses or not source.is_parameter:
+                continue
+            use, tensor = min(uses), borrowed.tensors[source.name]
+            exact = tensor.clone()
+            put(exact, mapping.entries(source), mapping, self.state, use)
+            near = 4 * torch.finfo(self.dtypes[source.name]).eps * (exact.abs() + abs(use.shift / use.scale))
+            if bool(((exact - tensor).abs() <= near).all()):
+                tensor.copy_(exact)
 
     def _structural_causes(self) -> list[PlacedCause]:
         return [] if self.mapping is None else list(structural_causes(self.mapping))
@@ -186,32 +201,27 @@ class Examination:
 
     def _outputs(self, borrowed: Borrowed, probes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Its logits of each probe, in float64 if it can, in its own dtype if not. It may refuse all probes but the first."""
-        first, *others = probes
-        try:
-            outputs = [(first, self._run(first))]
-        except InputError:
-            raise
-        except Exception as failure:
-            borrowed.to_own_dtype()
-            try:
-                outputs = [(first, self._run(first))]
-            except InputError:
-                raise
-            except Exception as error:
-                message = f"{self.who}: its forward fails on ids of shape {tuple(first.shape)}: {error_line(error)}"
-                raise ForwardError(message) from None
-            self._allow_rounding(outputs[0][1], failure)
-        for ids in others:
-            try:
-                outputs.append((ids, self._run(ids)))
-            except InputError:
-                raise
-            except Exception as error:
-                self.notes.append(f"your forward fails on ids of shape {tuple(ids.shape)} ({error_line(error)})")
+        outputs = []
+        for ids in probes:
+            logits = self._run(ids)
+            if isinstance(logits, Exception) and not outputs:
+                borrowed.to_own_dtype()
+                failure, logits = logits, self._run(ids)
+                if isinstance(logits, Exception):
+                    raise ForwardError(f"{self.who}: its forward fails on ids of shape {tuple(ids.shape)}: {error_line(logits)}")
+                self._allow_rounding(logits, failure)
+            if isinstance(logits, Exception):
+                self.notes.append(f"your forward fails on ids of shape {tuple(ids.shape)} ({error_line(logits)})")
+            else:
+                outputs.append((ids, logits))
         return outputs
 
-    def _run(self, ids: Tensor) -> Tensor:
-        output, mode = run_deterministically(lambda: logits_of(self.module(ids.to(self.device))))
+    def _run(self, ids: Tensor) -> Tensor | Exception:
+        """Its logits of ids (B, T); the error if it fails."""
+        try:
+            output, mode = run_deterministically(lambda: logits_of(self.module(ids.to(self.device))))
+        except Exception as error:
+            return error
         if mode.casts and not mode.keep_casts:
             self.notes.append(f"your forward casts to {', '.join(sorted(mode.casts))}; it was measured with float64 there")
         elif mode.casts:
@@ -242,46 +252,22 @@ class Examination:
             pool.narrow = True
             again = walk(pool, weights, config, ids, reference.model, own.head)
             walked = again if again.explained else walked
-        causes = list(walked.causes)
         if walked.explained:
             held = [cause for cause in self.weight_causes if cause.id != "extra-bias"]  # the walk has seen what it does
-            return walked.first_divergence, [*causes, *(_sure(cause) for cause in held)]
-        if self.not_gpt2 and not causes:
+            return walked.first_divergence, [*walked.causes, *(_sure(cause) for cause in held)]
+        if self.not_gpt2 and not walked.causes:
             raise InputError(f"{self.who}: {self.not_gpt2}; this is another kind of model, and gpt2 diagnose needs a GPT-2")
-        known = {cause.id for cause in causes}
-        causes += [cause for cause in self._structural_causes() if cause.id not in known]
-        if causes or self.weight_causes:
+        known = {cause.id for cause in walked.causes}
+        structural = [cause for cause in self._structural_causes() if cause.id not in known]
+        causes = [*walked.causes, *structural, *self.weight_causes]
+        if causes:
             self.notes.append("these causes do not explain all of the difference; fix them and run the diagnosis again")
-        return walked.first_divergence, [*causes, *self.weight_causes]
+        return walked.first_divergence, causes
 
 
-def _sure(cause: PlacedCause, error: float | None = None) -> PlacedCause:
+def _sure(cause: PlacedCause, evidence: str = "") -> PlacedCause:
     """A cause of weights that is certain, since our model with the port's own weights gives the port's logits."""
-    more = f"; with your weights our model gives your logits to {error:.0e}" if error is not None else ""
-    return replace(cause, confidence=SURE, evidence=cause.evidence + more)
-
-
-def _unround(
-    mapping: Mapping, borrowed: Borrowed, state: MappingType[str, Tensor], dtypes: MappingType[str, torch.dtype]
-) -> None:
-    """Give parameters that are used scaled or shifted (a norm's weight less one) the exact values, if they hold the checkpoint's
-    values as nearly as their dtype can."""
-    uses = mapping.anatomy.recording.uses
-    for source in mapping.anatomy.recording.sources:
-        known = uses.get(source.storage, {Use()})
-        if Use() in known or not source.is_parameter:
-            continue
-        use, tensor, entries = sorted(known)[0], borrowed.tensors[source.name], mapping.entries(source)
-        exact = tensor.clone()
-        put(exact, entries, mapping, state, use)
-        near = 4 * torch.finfo(dtypes[source.name]).eps * (exact.abs() + abs(use.shift / use.scale))
-        if bool(((exact - tensor).abs() <= near).all()):
-            tensor.copy_(exact)
-
-
-def _first_divergence(ours: MappingType[str, Tensor], theirs: MappingType[str, Tensor]) -> Divergence | None:
-    errors = {point: worst_relative_error(theirs[point], value) for point, value in ours.items()}
-    return next((Divergence(point, layer_of(point), error) for point, error in errors.items() if error > FLOAT64_BOUND), None)
+    return replace(cause, confidence=SURE, evidence=cause.evidence + evidence)
 
 
 def _name(dtype: torch.dtype) -> str:

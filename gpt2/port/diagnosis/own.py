@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpt2.port.anatomy.parts import Matrix
 from gpt2.port.mapping.mapping import ZERO, Mapping
-from gpt2.port.recording.dataflow import Source, Use
+from gpt2.port.recording.dataflow import Use
 
 ROUNDING = 1e-15
 NORM_WEIGHTS = ("ln_1.weight", "ln_2.weight", "ln_f.weight")
@@ -45,39 +45,35 @@ class Own:
 @torch.no_grad()
 def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: MappingType[str, Tensor]) -> Own:
     """Read the weights out of ``tensors``, the port's parameters and buffers by name; ``state`` is the checkpoint."""
-    filled = _Filled(mapping, state)
+    filled, head, head_name = _Filled(mapping, state), _Filled(mapping, ["wte.weight"]), ""
     names: dict[str, list[str]] = {name: [] for name in state}
     extra: dict[str, float] = {}
     shared: dict[tuple[str, str], tuple[str, str]] = {}
-    head, head_name = _Filled(mapping, ["wte.weight"]), ""
     recording = mapping.anatomy.recording
     words = {recording.source(int(table.first[0])).storage for table in mapping.anatomy.words}
     for source in mapping.sources:
-        entries, value = mapping.entries(source), _value(mapping, source, tensors[source.name])
+        use, entries, value = mapping.uses(source)[0], mapping.entries(source), tensors[source.name].detach().cpu().double()
+        value = value if use == Use() else value * use.scale + use.shift  # what the computation sees of it
         parts = mapping.parts(source)
         if source.storage not in words and parts:
             if all(isinstance(part, Matrix) and part.part == "head" for part in parts):
                 head.scatter(entries, value)
                 head_name = head_name or source.name
                 continue
-            surplus = entries == ZERO
-            if bool(surplus.any()) and (norm := float(value[surplus].norm())) > 0:
+            if (norm := float(value[entries == ZERO].norm())) > 0:
                 extra[source.name] = norm
-        whole = filled.take_whole(entries, value)
-        for name in [whole] if whole else filled.scatter(entries, value):
+        for name in filled.take(entries, value):
             names[name].append(source.name)
-    for name, tensor in state.items():
-        filled.weights.setdefault(name, _neutral(name, tensor.shape))
     for conflict in mapping.conflicts:  # one parameter serves as two parts
         taken = torch.empty(conflict.taken.shape, dtype=torch.float64)
         for name, mine, places in mapping.by_tensor(conflict.taken):
-            taken[mine] = filled.weights[name].flatten()[places]
+            taken[mine] = filled.weight(name).flatten()[places]
         for name in filled.scatter(conflict.refused, taken):
             names[name].append(conflict.source)
             if ".c_attn." in name:
                 one, other = (_share(mapping, int(entries[0])) for entries in (conflict.refused, conflict.taken))
                 shared[name, one] = conflict.source, other
-    weights = {name: _completed(name, filled.weights[name], filled.placed[name], tensor) for name, tensor in state.items()}
+    weights = {name: _completed(name, filled.weight(name), filled.placed[name], tensor) for name, tensor in state.items()}
     own_head = head.weights.get("wte.weight")
     return Own(weights, filled.placed, {name: tuple(of) for name, of in names.items()}, own_head, head_name, extra, shared)
 
@@ -85,24 +81,13 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
 def _completed(name: str, weight: Tensor, placed: Tensor, ours: Tensor) -> Tensor:
     """A weight with the checkpoint's values where the port has none (of a matrix) and where it differs by rounding only.
 
-    It is ``ours`` itself where all are equal, so that nobody has to compare them again.
+    It is ``ours`` itself where all are equal, so that they need not be compared again.
     """
     if weight.ndim > 1 and bool(placed.any() if name == "wpe.weight" else not placed.all()):
         weight = torch.where(placed, weight, ours.double())
     if torch.equal(weight, ours):
         return ours
     return torch.where((weight - ours).abs() <= ROUNDING * (1 + ours.abs()), ours, weight)  # (g - 1) + 1 is not always g
-
-
-def _neutral(name: str, shape: tuple[int, ...]) -> Tensor:
-    return torch.full(shape, 1.0 if name.endswith(NORM_WEIGHTS) else 0.0, dtype=torch.float64)
-
-
-def _value(mapping: Mapping, source: Source, tensor: Tensor) -> Tensor:
-    """What the computation sees of a parameter."""
-    use = mapping.uses(source)[0]
-    value = tensor.detach().to("cpu", torch.float64)
-    return value if use == Use() else value * use.scale + use.shift
 
 
 def _share(mapping: Mapping, entry: int) -> str:
@@ -120,30 +105,31 @@ class _Filled:
         self.weights: dict[str, Tensor] = {}
         self.placed = {name: torch.zeros(mapping.shapes[name], dtype=torch.bool) for name in names}
 
-    def take_whole(self, entries: Tensor, value: Tensor) -> str:
-        """Take a parameter that is one tensor of the checkpoint, or its transpose, without a copy: its name, "" for others."""
+    def weight(self, name: str) -> Tensor:
+        """A tensor as filled so far; what is not there is a bias of zero or a scale of one."""
+        if name not in self.weights:
+            neutral = 1.0 if name.endswith(NORM_WEIGHTS) else 0.0
+            self.weights[name] = torch.full(self.mapping.shapes[name], neutral, dtype=torch.float64)
+        return self.weights[name]
+
+    def take(self, entries: Tensor, value: Tensor) -> list[str]:
+        """Take a parameter, without a copy if it is one tensor of the checkpoint or its transpose: the names of its tensors."""
         name = self.mapping.owner(int(entries.flatten()[0])) if entries.numel() else ""
-        if not name or name in self.weights or entries.numel() != self.placed[name].numel():
-            return ""
-        numbers = torch.arange(entries.numel(), dtype=entries.dtype).view(self.placed[name].shape) + self.mapping.starts[name]
-        for transposed in (False, True) if entries.ndim == 2 else (False,):
-            expected = numbers.t() if transposed else numbers
-            if entries.shape == expected.shape and torch.equal(entries, expected):
-                self.weights[name] = value.t() if transposed else value
-                self.placed[name].fill_(True)
-                return name
-        return ""
+        if name and name not in self.weights and entries.numel() == self.placed[name].numel():
+            numbers = torch.arange(entries.numel(), dtype=entries.dtype).view(self.placed[name].shape) + self.mapping.starts[name]
+            for transposed in (False, True) if entries.ndim == 2 else (False,):
+                if torch.equal(entries, numbers.t() if transposed else numbers):
+                    self.weights[name] = value.t() if transposed else value
+                    self.placed[name].fill_(True)
+                    return [name]
+        return self.scatter(entries, value)
 
     def scatter(self, entries: Tensor, value: Tensor) -> list[str]:
         """Put values where their entries belong: the names of those tensors."""
-        names = []
-        for name, mine, places in self.mapping.by_tensor(entries):
-            if name not in self.weights:
-                self.weights[name] = _neutral(name, self.mapping.shapes[name])
-            elif not self.weights[name].is_contiguous() or bool(self.placed[name].all()):
-                copy = self.weights[name].clone(memory_format=torch.contiguous_format)  # it was the parameter's own memory
-                self.weights[name] = copy
+        groups = self.mapping.by_tensor(entries)
+        for name, mine, places in groups:
+            if not self.weight(name).is_contiguous() or bool(self.placed[name].all()):  # it may be the parameter's own memory
+                self.weights[name] = self.weights[name].clone(memory_format=torch.contiguous_format)
             self.weights[name].view(-1)[places] = value[mine]
             self.placed[name].view(-1)[places] = True
-            names.append(name)
-        return names
+        return [name for name, _, _ in groups]

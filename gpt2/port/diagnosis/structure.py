@@ -18,7 +18,7 @@ SIZES = {
     DepartureKind.FEED_FORWARD_WIDTH: "feed-forward width",
     DepartureKind.VOCABULARY: "vocabulary",
 }
-# The id of a cause. Departures that are missing here are none: a padded vocabulary, more blocks, weights in a buffer.
+# The id of a cause. Departures that are missing here are none: a padded vocabulary, weights in a buffer.
 CAUSES = {
     DepartureKind.BLOCK_COUNT: "layer-missing",
     DepartureKind.HEAD_COUNT: "head-layout",
@@ -40,31 +40,25 @@ def require_size(mapping: Mapping, who: str) -> None:
         InputError: another width, feed-forward, or a smaller vocabulary.
     """
     for departure in find_departures(mapping):
-        theirs, ours, what = departure.theirs, departure.ours, SIZES.get(departure.kind)
-        if what and (theirs < ours or departure.kind is not DepartureKind.VOCABULARY):
-            raise InputError(f"{who}: its {what} is {theirs:,}, the checkpoint's {ours:,}; build it with the checkpoint's sizes")
+        if what := SIZES.get(departure.kind):
+            sizes = f"{departure.theirs:,}, the checkpoint's {departure.ours:,}"
+            raise InputError(f"{who}: its {what} is {sizes}; build it with the checkpoint's sizes")
 
 
 def structural_causes(mapping: Mapping) -> Iterator[PlacedCause]:
     """Departures that show in how things are connected. Less certain than the walk's causes: nothing was recomputed."""
     for departure in find_departures(mapping):
         kind = departure.kind
-        if kind not in CAUSES or (kind is DepartureKind.BLOCK_COUNT and departure.theirs > departure.ours):
-            continue
-        fix = None
-        if kind is DepartureKind.HEAD_COUNT:
-            fix = f"n_head={departure.ours}  # each {mapping.config.head_dim} wide"
-        same = f"{kind.name} {departure.part}"
-        yield PlacedCause(CAUSES[kind], _places(departure), sentence(departure), SEEN, LIKELY, fix, same)
+        if kind in CAUSES and not (kind is DepartureKind.BLOCK_COUNT and departure.theirs > departure.ours):
+            fix = f"n_head={departure.ours}  # each {mapping.config.head_dim} wide" if kind is DepartureKind.HEAD_COUNT else None
+            same = f"{kind.name} {departure.part}"
+            yield PlacedCause(CAUSES[kind], _places(departure), sentence(departure), SEEN, LIKELY, fix, same)
 
 
 def _places(departure: Departure) -> tuple[Place, ...]:
-    kind = departure.kind
-    if kind is DepartureKind.BLOCK_COUNT:
+    if departure.kind is DepartureKind.BLOCK_COUNT:
         return tuple(Place.of(name) for name in departure.names)
-    if kind is DepartureKind.EXTRA_NORM:
+    if departure.kind is DepartureKind.EXTRA_NORM:
         return tuple(Place(None, name) for name in departure.names)
-    if kind is DepartureKind.REPEATED:
-        return (Place(departure.layer, ""),)
-    every = {DepartureKind.POST_NORM: Place(EVERY, ""), DepartureKind.HEAD_COUNT: Place(EVERY, "attn")}
-    return (every.get(kind, Place.at(departure.layer, departure.part)),)
+    layer = EVERY if departure.kind in (DepartureKind.POST_NORM, DepartureKind.HEAD_COUNT) else departure.layer
+    return (Place.at(layer, "" if departure.kind is DepartureKind.REPEATED else departure.part),)

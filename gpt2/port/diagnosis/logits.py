@@ -1,17 +1,48 @@
-"""Check the shape of a port's logits, and the columns that are beyond the vocabulary."""
+"""The logits of a port: their shape, columns beyond the vocabulary, and our model's with other weights to compare them with."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt2.checkpoint.checkpoint import model_with
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
+from gpt2.measure.metrics import worst_relative_error
+from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import SURE
 
 MIN_SHARE = 1e-9  # a share of the probability that is more than rounding
+
+
+class Reference:
+    """Our model with the weights ``state``, and perhaps a head of its own (V, D): ids (B, T) to logits (B, T, V)."""
+
+    def __init__(
+        self, ours: GPT2, state: Mapping[str, Tensor], head: Tensor | None = None, dtype: torch.dtype = torch.float64
+    ) -> None:
+        self.model = model_with(ours.config, ((name, tensor.to(dtype)) for name, tensor in state.items()))
+        self.model.requires_grad_(False)
+        self.own_head = head
+
+    def __call__(self, ids: Tensor, offset: int = 0) -> Tensor:
+        """With positions counted from ``offset``."""
+        wpe = self.model.wpe.weight
+        self.model.wpe.weight = nn.Parameter(wpe[offset:], requires_grad=False)
+        hidden = self.model.hidden(ids.cpu())
+        self.model.wpe.weight = wpe
+        return self.model.head(hidden) if self.own_head is None else F.linear(hidden, self.own_head.to(hidden))
+
+    def error(self, logits: Tensor, ids: Tensor) -> float:
+        """The worst relative error of a port's logits, of the columns and positions that it returns."""
+        ours = self(ids)
+        mine = logits[..., : ours.shape[-1]].to("cpu", torch.float64)
+        return worst_relative_error(mine, ours[:, -mine.shape[1] :])
 
 
 def require_logits(logits: Tensor, ids: Tensor, config: GPT2Config, who: str) -> Tensor:
@@ -20,8 +51,7 @@ def require_logits(logits: Tensor, ids: Tensor, config: GPT2Config, who: str) ->
     Raises:
         InputError: another shape, or NaN.
     """
-    batch, length = ids.shape
-    given = tuple(logits.shape)
+    (batch, length), given = ids.shape, tuple(logits.shape)
     if logits.ndim == 2 and logits.shape[0] == batch:
         logits = logits[:, None]
     if logits.ndim != 3 or logits.shape[0] != batch or logits.shape[1] not in (1, length) or logits.shape[2] < config.vocab_size:
@@ -51,8 +81,3 @@ def padding_causes(logits: Tensor, config: GPT2Config) -> tuple[list[PlacedCause
     evidence += f", and are the most likely token at {wins:.0%} of the positions" if wins else ""
     fix = f"logits = logits[..., :{config.vocab_size}]  # or set the others to -inf"
     return [PlacedCause("padded-vocab", (Place(None, "logits"),), words, evidence, SURE, fix)], []
-
-
-def without_padding(logits: Tensor, config: GPT2Config) -> Tensor:
-    """Only the columns of the vocabulary, in float64."""
-    return logits[..., : config.vocab_size].to("cpu", torch.float64)
