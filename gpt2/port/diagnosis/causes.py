@@ -24,64 +24,36 @@ MASKED = "scores.masked_fill(torch.ones(T, T).triu(1).bool(), -inf)"
 EMBEDDED = "x = wte(ids) + wpe(torch.arange(T))"
 HEAD = "logits = ln_f(x) @ wte.weight.t()"
 RUN = "for block in h: x = block(x)"
+LOADED = "load_state_dict(..., strict=True), or gpt2.load_into(module, MODEL)"
+HEADS = "q = q.view(B, T, n_head, head_size).transpose(1, 2)  # and back: y.transpose(1, 2).reshape(B, T, n_embd)"
+NORM = "(x - mean) / sqrt(var + eps) * weight + bias"
+CACHED = "k = cat(past_k, k, dim=-2); positions = arange(past, past + T); the mask's last T rows"
+PADDED = "positions = (mask.cumsum(-1) - 1).clamp(min=0); scores.masked_fill(~mask.bool()[:, None, None], -inf)"
 _TABLE = {
     # Weights
-    "transposed": (
-        "a matrix is transposed",
-        "linear.weight.copy_(w.t())  # the checkpoint stores [in, out], nn.Linear [out, in]",
-    ),
-    "not-loaded": (
-        "a parameter does not hold the checkpoint's values",
-        "load_state_dict(..., strict=True), or gpt2.load_into(module, MODEL)",
-    ),
+    "transposed": ("a matrix is transposed", "linear.weight.copy_(w.t())  # the file stores [in, out], nn.Linear [out, in]"),
+    "not-loaded": ("a parameter does not hold the checkpoint's values", LOADED),
     "wrong-tensor": ("a parameter holds another tensor of the checkpoint", "copy the tensor of this name: {where}"),
-    "qkv-order": (
-        "queries, keys and values have changed places",
-        "q, k, v = (x @ c_attn.weight + c_attn.bias).split(n_embd, dim=-1)",
-    ),
-    "head-layout": (
-        "heads and their units are read in another order",
-        "q = q.view(B, T, n_head, head_size).transpose(1, 2)  # and back: y.transpose(1, 2).reshape(B, T, n_embd)",
-    ),
-    "missing-bias": (
-        "a bias of the checkpoint has no place",
-        "nn.Linear(n_in, n_out, bias=True), with the checkpoint's bias in it",
-    ),
+    "qkv-order": ("queries, keys and values have changed places", "q, k, v = (x @ w + b).split(n_embd, dim=-1)  # of c_attn"),
+    "head-layout": ("heads and their units are read in another order", HEADS),
+    "missing-bias": ("a bias of the checkpoint has no place", "nn.Linear(n_in, n_out, bias=True), with the checkpoint's bias"),
     "untied-head": ("the head has its own weights", "lm_head.weight = wte.weight  # logits = x @ wte.weight.t()"),
-    "reduced-precision": (
-        "the weights were rounded to a narrower dtype",
-        "load the checkpoint in float32 and keep it so: no .half(), no .bfloat16()",
-    ),
+    "reduced-precision": ("the weights were rounded to a narrower dtype", "load in float32 and keep it so: no .half()"),
     "padded-vocab": ("there are more logits than tokens", "logits = logits[..., :vocab_size]"),
     # Normalisation
     "layernorm-eps": ("another epsilon in the layer norm", "nn.LayerNorm(n_embd, eps=1e-5)"),
     "layernorm-unbiased-variance": ("the variance is divided by D - 1", "x.var(-1, keepdim=True, unbiased=False)"),
-    "layernorm-not-normalising": (
-        "the input is scaled and shifted, not normalised",
-        "weight * (x - mean) / sqrt(var + eps) + bias",
-    ),
-    "layernorm-without-affine": (
-        "the norm has no scale and shift",
-        "nn.LayerNorm(n_embd)  # elementwise_affine=True, with the checkpoint's weight and bias",
-    ),
-    "rmsnorm": (
-        "the norm does not subtract the mean",
-        "nn.LayerNorm(n_embd), not nn.RMSNorm: (x - mean) / sqrt(var + eps) * weight + bias",
-    ),
-    "layernorm-axis": (
-        "the norm runs over the wrong axis",
-        "(x - x.mean(-1, keepdim=True)) / sqrt(x.var(-1, keepdim=True, unbiased=False) + eps) * weight + bias",
-    ),
+    "layernorm-not-normalising": ("the input is scaled and shifted, not normalised", NORM),
+    "layernorm-without-affine": ("the norm has no scale and shift", "nn.LayerNorm(n_embd), with the weight and bias of the file"),
+    "rmsnorm": ("the norm does not subtract the mean", f"nn.LayerNorm(n_embd), not nn.RMSNorm: {NORM}"),
+    "layernorm-axis": ("the norm runs over the wrong axis", f"{NORM}  # mean and var over dim=-1 of (B, T, D)"),
     "post-norm": ("norms stand after the branches", BLOCK),
     "norm-missing": ("a norm before a branch is missing", BLOCK),
     "final-norm-missing": ("the norm before the head is missing", HEAD),
     "norms-swapped": ("two norms have changed places", BLOCK),
     # Feed-forward
     "gelu-variant": ("another activation", 'nn.GELU(approximate="tanh")  # 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))'),
-    "ffn-dropout": (
-        "dropout inside the feed-forward",
-        "x = c_proj(gelu(c_fc(x)))  # dropout only after it, and only while training",
-    ),
+    "ffn-dropout": ("dropout inside the feed-forward", "x = c_proj(gelu(c_fc(x)))  # dropout only after it, and in training"),
     # Attention
     "scale-missing": ("the scores are not scaled", SCORES),
     "scale-by-width": ("the scores are scaled by the width, not by the head size", f"{SCORES}  # n_embd // n_head, not n_embd"),
@@ -90,18 +62,12 @@ _TABLE = {
     "scale-wrong": ("the scores are multiplied by another factor", SCORES),
     "mask-missing": ("attention sees the future", f"{MASKED}.softmax(-1)"),
     "mask-strict": ("a token cannot see itself", f"{MASKED}  # triu(1), not triu(0)"),
-    "mask-multiplied": (
-        "masked scores are zero, not minus infinity",
-        "scores.masked_fill(future, -inf).softmax(-1), not scores * mask",
-    ),
+    "mask-multiplied": ("masked scores are zero, not minus infinity", f"{MASKED}.softmax(-1), not scores * mask"),
     "mask-off-by-one": ("a token sees the next one", f"{MASKED}  # triu(1), not triu(2)"),
     "softmax-axis": ("the softmax runs over the wrong axis", "scores.softmax(dim=-1)  # over the keys"),
     "softmax-missing": ("there is no softmax", "weights = scores.masked_fill(future, -inf).softmax(-1)"),
     "output-projection-missing": ("attention has no output projection", "return c_proj(y)"),
-    "value-projection-wrong": (
-        "attention mixes something other than the values",
-        "y = weights @ v, where v is the last third of c_attn",
-    ),
+    "value-projection-wrong": ("attention mixes something other than the values", "y = weights @ v  # the last third of c_attn"),
     # Positions and embeddings
     "position-missing": ("no positions are added", EMBEDDED),
     "position-offset": ("positions do not begin at row 0", EMBEDDED),
@@ -109,10 +75,7 @@ _TABLE = {
     "embedding-scaled": ("the embeddings are scaled", f"{EMBEDDED}  # no factor"),
     # Wiring
     "residual-missing": ("a branch replaces the stream", BLOCK),
-    "residual-from-normed": (
-        "a branch is added to the normalised stream",
-        "x = x + attn(ln_1(x))  # the sum takes x as it was before the norm",
-    ),
+    "residual-from-normed": ("a branch is added to the normalised stream", f"{BLOCK}  # x as it was before the norm"),
     "residual-scaled": ("a branch or its sum is scaled", f"{BLOCK}  # no factor"),
     "parallel-block": ("attention and feed-forward run in parallel", f"{BLOCK}  # the second sees the first's result"),
     "layer-order": ("blocks are in another order", f"{RUN}  # h.0 first"),
@@ -121,25 +84,13 @@ _TABLE = {
     "extra-norm": ("a norm that GPT-2 does not have", "x = wte(ids) + wpe(pos); blocks; ln_f: no other norm"),
     "logits-scaled": ("the logits are scaled", f"{HEAD}  # no factor"),
     "extra-bias": ("a bias that GPT-2 does not have", "lm_head = nn.Linear(n_embd, vocab_size, bias=False)"),
-    "logits-softmaxed": (
-        "the output is probabilities, not logits",
-        "return logits  # softmax belongs to the loss and to the sampler",
-    ),
+    "logits-softmaxed": ("the output is probabilities, not logits", "return logits  # the loss and the sampler take the softmax"),
     # Behaviour
     "dropout-active": ("dropout does not stop in eval mode", "F.dropout(x, p, training=self.training), or nn.Dropout"),
     "not-deterministic": ("the same ids give other logits every time", "draw no random number in eval mode"),
-    "cache-inconsistent": (
-        "other logits with the cache than without",
-        "k = cat(past_k, k, dim=-2); positions = arange(past, past + T); the mask's last T rows",
-    ),
-    "batch-dependent": (
-        "a row's logits depend on the other rows",
-        "no operation may cross the batch axis: view and transpose keep it first",
-    ),
-    "padding-wrong": (
-        "other logits for a padded row than for the row alone",
-        "positions = (mask.cumsum(-1) - 1).clamp(min=0); scores.masked_fill(~mask.bool()[:, None, None], -inf)",
-    ),
+    "cache-inconsistent": ("other logits with the cache than without", CACHED),
+    "batch-dependent": ("a row's logits depend on the other rows", "keep the batch axis first, and apart, in each view"),
+    "padding-wrong": ("other logits for a padded row than for the row alone", PADDED),
 }
 CAUSES = {id: KnownCause(*row) for id, row in _TABLE.items()}
 
@@ -148,8 +99,8 @@ CAUSES = {id: KnownCause(*row) for id, row in _TABLE.items()}
 class PlacedCause:
     """A :class:`Cause` while causes are collected: ``places`` are values, and become text only at the end.
 
-    Causes of one id and one ``kind`` are the same fault in several places. ``kind`` is needed where ``detail`` names a block or
-    one of the port's tensors. ``fix`` replaces the usual one. ``fitted``: a factor was fitted, and is no known constant.
+    Causes of one id and one ``kind`` are the same fault in several places: needed where ``detail`` names a block or a tensor.
+    ``fix`` replaces the usual one. ``fitted``: a factor was fitted, and is no known constant.
     """
 
     id: str

@@ -1,6 +1,6 @@
 """The process that a port runs in: import, build, one forward, diagnosis. Its answer goes to ``answer.json`` in its folder.
 
-What the port prints is not read, and the process ends without waiting for the port's threads.
+What the port prints is not read. A stage that takes too long ends the process, and it waits for none of the port's threads.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import json
 import os
 import re
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any, TextIO
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,57 +36,47 @@ NO_GPU = re.compile(
 def main(folder: str) -> None:
     """Do what ``order.json`` in ``folder`` asks for, and end the process."""
     place = Path(folder)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
     with open(place / "where", "w") as where:
         faulthandler.enable(where)
         order = json.loads((place / "order.json").read_text())
-        stage = Stages(place, where, order["short"], order["whole"])
-        answer = _answer(place, order, stage)
+
+        def begin(stage: str) -> None:
+            """Note the stage. If it takes too long, ``faulthandler`` writes the stack to ``where`` and ends the process: this
+            needs neither the interpreter's turn nor a signal, which Windows does not have."""
+            (place / "stage").write_text(stage)
+            faulthandler.dump_traceback_later(order["whole" if stage == "diagnosis" else "short"], exit=True, file=where)
+
+        answer = _answer(place, order, begin)
         aside = place / "answer.partial"
         aside.write_text(answer)
         aside.replace(place / "answer.json")
-        stage("done")
         os._exit(0)  # without waiting for its threads or exit handlers
 
 
-class Stages:
-    """Tells the parent which stage begins, and where the process is when that takes too long.
-
-    ``faulthandler`` writes the stack to ``where`` at the moment when the parent gives up. Its thread does not need the
-    interpreter, and no signal is needed, which Windows does not have.
-    """
-
-    def __init__(self, place: Path, where: TextIO, short: float, whole: float) -> None:
-        self.file, self.where, self.short, self.whole = place / "stage", where, short, whole
-
-    def __call__(self, name: str) -> None:
-        with open(self.file, "a") as file:  # never replaced: the parent may have it open, which Windows refuses
-            file.write(f"{name} {time.monotonic()}\n")
-        faulthandler.dump_traceback_later(self.whole if name == "diagnosis" else self.short, file=self.where)
-
-
-def _answer(place: Path, order: dict[str, Any], stage: Stages) -> str:
+def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) -> str:
     file, name, failure = Path(order["file"]), order["name"], None
     try:
-        stage("loading")
+        begin("loading")
         name_of_model = ModelName.parse(order["model"], VERIFIES, revision=order["revision"])
         checkpoint = open_checkpoint(name_of_model, offline=order["offline"])
         model = checkpoint.load()
         directory = _directory(checkpoint, model, place)
-        stage("import")
+        begin("import")
         build = _build_of(_imported(file), file, name)
         takes_directory = _takes_directory(build, file, name)
-        stage("build")
+        begin("build")
         module = build(str(directory)) if takes_directory else build()
         if not isinstance(module, nn.Module):
-            what = (
-                f"the class {module.__name__}; return an instance of it"
-                if isinstance(module, type)
-                else f"{type(module).__name__}; return the torch.nn.Module"
-            )
+            what = f"{type(module).__name__}; return the torch.nn.Module"
+            if isinstance(module, type):
+                what = f"the class {module.__name__}; return an instance of it"
             raise InputError(f"{file.name}: {name}() returned {what}")
-        stage("forward")
+        begin("forward")
         failure = _once(module, model)
-        stage("diagnosis")
+        begin("diagnosis")
         diagnosis = diagnose(module, model, fill=not takes_directory)
         return json.dumps({**json.loads(diagnosis.to_json()), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
     except InputError as error:
@@ -174,38 +163,32 @@ def _once(module: nn.Module, model: GPT2) -> Exception | None:
 
 def _one_line(error: BaseException, file: Path, name: str) -> str:
     """One line: what, where in the user's code, what to do."""
-    at = _where(error, file)
     if isinstance(error, SyntaxError):
         return f"{Path(error.filename or file).name}, line {error.lineno}: {error.msg}; Python cannot read it"
-    if isinstance(error, SystemExit):
-        return (
-            f"{file.name}: it calls sys.exit({error.code if error.code is not None else ''}){at}; {name} has to return the module"
-        )
-    if isinstance(error, KeyboardInterrupt):
-        return f"{file.name}: it was interrupted{at}; run it again"
-    if isinstance(error, ModuleNotFoundError):
-        return f"{file.name}: {error}{at}; install it beside gpt2-toolkit"
-    if isinstance(error, EOFError):
-        return f"{file.name}: it waits for input{at}; {name} has to do without"
+    at, shown = _where(error, file), str(error)
     words = error_line(error) if isinstance(error, Exception) else type(error).__name__
-    if NO_GPU.search(str(error)):
-        return f"{file.name}: it needs a GPU, and there is none here{at}; leave the module on the CPU ({words})"
-    if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
-        return f"{file.name}: not enough memory{at}; build it with the checkpoint's sizes ({words})"
-    return f"{file.name}: {words}{at}"
+    if isinstance(error, SystemExit):
+        what = f"it calls sys.exit({error.code if error.code is not None else ''}){at}; {name} has to return the module"
+    elif isinstance(error, KeyboardInterrupt):
+        what = f"it was interrupted{at}; run it again"
+    elif isinstance(error, ModuleNotFoundError):
+        what = f"{shown}{at}; install it beside gpt2-toolkit"
+    elif isinstance(error, EOFError):
+        what = f"it waits for input{at}; {name} has to do without"
+    elif NO_GPU.search(shown):
+        what = f"it needs a GPU, and there is none here{at}; leave the module on the CPU ({words})"
+    elif isinstance(error, MemoryError) or "allocate memory" in shown or "out of memory" in shown:
+        what = f"not enough memory{at}; build it with the checkpoint's sizes ({words})"
+    else:
+        what = f"{words}{at}"
+    return f"{file.name}: {what}"
 
 
-def _where(error: BaseException, file: Path) -> str:
+def _where(error: BaseException | None, file: Path) -> str:
     """The user's innermost line in what led to an error."""
-    seen: BaseException | None = error
-    while seen is not None:
-        line = _line(seen.__traceback__, file)
-        if line:
-            return line
-        seen = seen.__cause__ or seen.__context__
+    while error is not None:
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == file.parent]
+        if own:
+            return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})"
+        error = error.__cause__ or error.__context__
     return ""
-
-
-def _line(trace: TracebackType | None, file: Path) -> str:
-    own = [frame for frame in traceback.extract_tb(trace) if Path(frame.filename).parent == file.parent]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})" if own else ""
