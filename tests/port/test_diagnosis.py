@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 import gpt2
 from gpt2.port.diagnosis import diagnose
-from gpt2.port.diagnosis.causes import CAUSES, PlacedCause
+from gpt2.port.diagnosis.causes import CAUSES, PlacedCause, merge_blocks, ranked
 from gpt2.port.diagnosis.entries import fingerprint, likeness, reading
 from gpt2.port.diagnosis.places import EVERY, Place, joined
-from gpt2.port.diagnosis.ranking import merge_blocks, ranked
 from gpt2.port.diagnosis.report import Diagnosis, Divergence
 from gpt2.port.recording.deterministic import DeterministicMode, run_deterministically
 

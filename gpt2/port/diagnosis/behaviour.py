@@ -44,6 +44,7 @@ class Behaviour:
             self.arguments = set(inspect.signature(module.forward).parameters)
         except (TypeError, ValueError):
             self.arguments = set()
+        self.past, self.switch, self.start = self._argument(*PASTS), self._argument(*SWITCHES), self._argument(*STARTS)
 
     @torch.no_grad()
     def test(self, ids: Tensor) -> None:
@@ -143,15 +144,14 @@ class Behaviour:
     # Cached
 
     def _cached(self, ids: Tensor) -> None:
-        past, switch, start = self._argument(*PASTS), self._argument(*SWITCHES), self._argument(*STARTS)
-        argument = past or switch or start
+        argument = self.past or self.switch or self.start
         if argument is None:
             return
         whole, half = self._logits(ids), ids.size(1) // 2
         rest, errors = ids.size(1) - half, {}
         for words, pieces in (("token by token", [half, *[1] * rest]), ("in one piece", [half, rest])):
             try:
-                logits = self._in_pieces(ids, pieces, past, switch, start)
+                logits = self._in_pieces(ids, pieces)
             except Exception as error:
                 self.notes.append(f"your cache was not tried: it is not clear how to call it ({error_line(error)})")
                 return
@@ -168,10 +168,9 @@ class Behaviour:
             evidence = f"{half} tokens, then the rest through the cache: they differ by {differ}"
             self._add("cache-inconsistent", f"with your cache the logits are others than without{hint}", evidence)
 
-    def _in_pieces(
-        self, ids: Tensor, pieces: list[int], past: str | None, switch: str | None, start: str | None
-    ) -> Tensor | None:
+    def _in_pieces(self, ids: Tensor, pieces: list[int]) -> Tensor | None:
         """The logits of all pieces but the first, one call each; None where no cache comes back."""
+        past, switch, start = self.past, self.switch, self.start
         new_cache: Callable[[int], Any] | None = getattr(self.module, "new_cache", None)
         given = cache = new_cache(len(ids)) if new_cache and past and not switch and not start else None
         at, logits = 0, []
@@ -251,10 +250,7 @@ def _cache_of(output: Any) -> Any:
         if cache is not None:
             return cache
     if isinstance(output, tuple):
-        rest = [part for part in output if part is not None and not _is_loss(part)]
+        losses = [isinstance(part, Tensor) and part.is_floating_point() and part.ndim < 2 for part in output]
+        rest = [part for part, is_loss in zip(output, losses, strict=True) if part is not None and not is_loss]
         return rest[-1] if len(rest) > 1 else None
     return None
-
-
-def _is_loss(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.is_floating_point() and part.ndim < 2

@@ -15,7 +15,6 @@ from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
 from gpt2.model import ACTIVATIONS, sdpa_attention
 
 TO_THE_BIT = "the checkpoint's values in that order are yours to the bit"
-SPLIT = "q, k, v = (x @ w + b).split(n_embd, -1); q = q.view(B, T, n_head, head_size).transpose(1, 2)"
 
 
 def reading(sizes: dict[str, int], order: tuple[str, ...]) -> Tensor:
@@ -30,6 +29,11 @@ def fingerprint(tensor: Tensor) -> tuple[int, int]:
     mixed = (bits ^ (bits >> 29)) * 0x5851F42D4C957F2D
     mixed = (mixed ^ (mixed >> 32)) * 0x14057B7EF767814F
     return tensor.numel(), int((mixed ^ (mixed >> 31)).sum())
+
+
+def same_entries(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same values, each as often, in whatever order."""
+    return fingerprint(a) == fingerprint(b)
 
 
 def constant(tensor: Tensor) -> bool:
@@ -66,7 +70,6 @@ class Misreading:
     id: str
     words: str
     evidence: str = TO_THE_BIT
-    fix: str | None = None
 
 
 def misread_c_attn(ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:
@@ -80,7 +83,7 @@ def misread_c_attn(ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:
     sizes = {"q|k|v": 3, "head": config.n_head, "unit": config.head_dim}
     for axes in itertools.permutations(sizes):
         words = f"has its columns read as ({', '.join(axes)}); the checkpoint has (q|k|v, head, unit)"
-        yield Misreading(ours.index_select(-1, reading(sizes, axes)), "head-layout", words, fix=SPLIT)
+        yield Misreading(ours.index_select(-1, reading(sizes, axes)), "head-layout", words)
 
 
 def misread(part: str, ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:

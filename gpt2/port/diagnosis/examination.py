@@ -15,10 +15,9 @@ from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
 from gpt2.port.diagnosis.behaviour import Behaviour
-from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.causes import PlacedCause, ranked
 from gpt2.port.diagnosis.logits import Reference, padding_causes, require_logits
 from gpt2.port.diagnosis.own import Own, own_weights
-from gpt2.port.diagnosis.ranking import ranked
 from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
 from gpt2.port.diagnosis.structure import require_size, structural_causes
 from gpt2.port.diagnosis.walk import walk

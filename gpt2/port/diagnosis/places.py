@@ -4,39 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cache
 
 from gpt2.measure.tracing import layer_of, points
 
 OUTSIDE = ("wte", "wpe", "embed", "ln_f", "logits")  # the traced points that are in no block
-
-
-class Every(Enum):
-    """``EVERY`` stands for the number of a block where all blocks are meant."""
-
-    BLOCK = "*"
-
-
-EVERY = Every.BLOCK
-Layer = int | Every | None  # None: outside the blocks
+EVERY = -1  # instead of a block's number: all blocks
 
 
 @dataclass(frozen=True)
 class Place:
     """A traced point, a tensor of the checkpoint, or what both lie in.
 
-    ``part`` is the rest of the name: "ln_1", "attn.c_attn.weight", "wte", or "" for a block as a whole. ``share`` is "q", "k" or
-    "v" where only that third of c_attn is meant. ``others`` counts the places of a long list that are not named.
+    ``layer`` is a block's number, EVERY, or None outside the blocks. ``part`` is the rest of the name: "ln_1",
+    "attn.c_attn.weight", "wte", or "" for a block as a whole. ``share`` is "q", "k" or "v" where only that third of c_attn is
+    meant. ``others`` counts the places of a long list that are not named.
     """
 
-    layer: Layer
+    layer: int | None
     part: str
     share: str = ""
     others: int = 0
 
     @classmethod
-    def at(cls, layer: Layer, part: str) -> Place:
+    def at(cls, layer: int | None, part: str) -> Place:
         """A part of a block; the layer is dropped for the parts that are outside the blocks."""
         return cls(None if part in OUTSIDE else layer, part)
 
@@ -44,15 +35,13 @@ class Place:
     def of(cls, name: str) -> Place:
         """The place of a traced point or of a checkpoint's tensor, by its name."""
         layer = layer_of(name)
-        return cls(None, name) if layer is None else cls(layer, name.removeprefix(f"h.{layer}").removeprefix("."))
+        return cls(layer, name if layer is None else name.removeprefix(f"h.{layer}").removeprefix("."))
 
     @property
     def name(self) -> str:
         """As a traced point or a tensor is called: ``h.0.ln_1``, ``h.*.attn``, ``wte``."""
-        if self.layer is None:
-            return self.part
-        block = f"h.{self.layer.value if isinstance(self.layer, Every) else self.layer}"
-        return f"{block}.{self.part}" if self.part else block
+        block = "" if self.layer is None else "h.*" if self.layer == EVERY else f"h.{self.layer}"
+        return ".".join(filter(None, (block, self.part)))
 
     def __str__(self) -> str:
         share = f" ({self.share})" if self.share else ""
@@ -62,6 +51,11 @@ class Place:
     def stem(self) -> str:
         """The part without the leaf: a weight and a bias of the same part have one stem."""
         return self.part.removesuffix(".weight").removesuffix(".bias")
+
+    @property
+    def pattern(self) -> Place:
+        """The same part in any block."""
+        return Place(None if self.layer is None else EVERY, self.part)
 
     def contains(self, other: Place) -> bool:
         """Whether ``other`` is this place, or a part of it in the same block (in any block, if either is in every block)."""
@@ -81,14 +75,13 @@ def joined(places: Iterable[Place]) -> str:
 
 def collapsed(places: Iterable[Place], layers: int) -> tuple[Place, ...]:
     """Grouped by part, in the order of first appearance; ``EVERY`` for a part that all ``layers`` blocks have."""
-    parts: dict[Place, list[Layer]] = {}
-    for place in dict.fromkeys(places):
-        parts.setdefault(replace(place, layer=None if place.layer is None else EVERY), []).append(place.layer)
+    parts: dict[Place, set[Place]] = {}
+    for place in places:
+        parts.setdefault(replace(place, layer=place.pattern.layer), set()).add(place)
     out: list[Place] = []
-    for pattern, numbers in parts.items():
-        blocks = sorted({number for number in numbers if isinstance(number, int)})
-        every = EVERY in numbers or len(blocks) == layers > 1
-        out += [pattern] if every or not blocks else [replace(pattern, layer=block) for block in blocks]
+    for pattern, same in parts.items():
+        every = pattern in same or len(same) == layers > 1
+        out += [pattern] if every else sorted(same, key=lambda place: place.layer or 0)
     return tuple(out)
 
 
@@ -99,6 +92,6 @@ def _points(n_layer: int) -> list[Place]:
 
 def forward_rank(place: Place, n_layer: int) -> int:
     """The number of the first traced point that is at a place, in it or around it; beyond all points if there is none."""
-    place = replace(place, layer=0) if place.layer is EVERY else place
+    place = replace(place, layer=0) if place.layer == EVERY else place
     order = _points(n_layer)
     return next((number for number, point in enumerate(order) if place.contains(point) or point.contains(place)), len(order))

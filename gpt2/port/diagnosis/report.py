@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import textwrap
 from dataclasses import asdict, dataclass
-from typing import Any
 
 SURE, LIKELY = 1.0, 0.8  # confidence: the whole run was reproduced with this cause; reproduced at its place only
 LABELS = "how we know", "fix"
@@ -65,25 +63,20 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """As JSON; a number that is not finite is null."""
-        return json.dumps(_finite(asdict(self)), indent=2, ensure_ascii=False)
+        values = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        return json.dumps(values, indent=2, ensure_ascii=False)
 
     def table(self, width: int = 110) -> str:
         """For a terminal of ``width`` columns: the verdict, the place, then each cause with its evidence and its fix."""
         width = max(width, MIN_WIDTH)
         lines = [self._headline(), f"{self.module}  against  {self.checkpoint}"]
         for number, cause in enumerate(self.causes, 1):
-            lines += [
-                "",
-                *_wrapped(f"{number:<3}{cause.id}  ", f"at {cause.where}", width),
-                *_wrapped("   ", cause.detail, width),
-            ]
+            lines += ["", *_wrapped(f"{number:<3}{cause.id}  ", f"at {cause.where}", width)]
+            lines += _wrapped("   ", cause.detail, width)
             for label, text in zip(LABELS, (cause.evidence, cause.fix), strict=True):
                 lines += _wrapped(f"   {label:<{len(LABELS[0])}}  ", text, width) if text else []
-        if self.notes:
-            lines.append("")
-        for note in self.notes:
-            lines += _wrapped("·  ", note, width)
-        return "\n".join(lines)
+        notes = [line for note in self.notes for line in _wrapped("·  ", note, width)]
+        return "\n".join([*lines, *([""] if notes else []), *notes])
 
     def _headline(self) -> str:
         at = self.first_divergence
@@ -96,17 +89,4 @@ class Diagnosis:
 
 def _wrapped(lead: str, text: str, width: int) -> list[str]:
     """``text`` wrapped beside ``lead``; further lines are indented to the first word."""
-    lines: list[str] = []
-    indent = " " * len(lead)
-    for line in text.splitlines() or [""]:
-        start = indent if lines else lead
-        lines += textwrap.wrap(start + line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return lines
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return textwrap.wrap(lead + text, width, subsequent_indent=" " * len(lead), break_long_words=False, break_on_hyphens=False)

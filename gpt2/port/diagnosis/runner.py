@@ -95,13 +95,18 @@ def run(text: str, model: str, *, timeout: float = TIMEOUT, revision: str | None
 
 
 def _watch(folder: Path, limit: float) -> int | None:
-    """Run the worker to its end: its exit code. None if it did not even end itself."""
+    """Run the worker to its end, and the guard beside it: its exit code. None if it did not even end itself."""
     command = [sys.executable, "-P", "-c", START, str(folder), str(Path(__file__).parents[3])]
     with open(folder / "printed", "wb") as printed:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
         )
-    guard = _guard(process, folder)
+    guard_command = [sys.executable, "-I", "-S", guard_script.__file__, str(folder)]
+    nowhere = subprocess.DEVNULL  # and a session of its own: Ctrl-C is for this process
+    guard = subprocess.Popen(guard_command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
+    assert guard.stdin is not None
+    guard.stdin.write(b"%d\n" % process.pid)
+    guard.stdin.flush()
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -111,17 +116,6 @@ def _watch(folder: Path, limit: float) -> int | None:
         process.wait()
         guard.kill()
         guard.communicate()
-
-
-def _guard(process: subprocess.Popen[bytes], folder: Path) -> subprocess.Popen[bytes]:
-    """The process that ends ``process`` if this one is gone, in a session of its own: Ctrl-C is for this one."""
-    command = [sys.executable, "-I", "-S", guard_script.__file__, str(folder)]
-    nowhere = subprocess.DEVNULL
-    guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
-    assert guard.stdin is not None
-    guard.stdin.write(b"%d\n" % process.pid)
-    guard.stdin.flush()
-    return guard
 
 
 def _failure(folder: Path, port: Target, timeout: float, code: int | None) -> str:

@@ -15,10 +15,10 @@ from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points, trace
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.hypotheses import scale_faults
+from gpt2.port.diagnosis.hypotheses import SAME, scale_faults
 from gpt2.port.diagnosis.places import OUTSIDE, Place, collapsed, forward_rank
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
-from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Kind, Option
+from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Kind
 from gpt2.port.recording.pool import Pool
 
 NARROW_BOUND = 1e-6  # of a traced point against the reference's where the port computes in less than float64
@@ -39,11 +39,10 @@ class PlacedFault(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """The result of a walk.
+    """The result of a walk; ``points``, ``blocks`` and ``lost`` are those of its trail.
 
-    ``points`` are the traced points at which the port's value is known. ``explained``: the walk reaches the port's own logits,
-    and nothing on the way is unknown. ``causes`` are sorted by the first place where each shows. ``blocks`` are the numbers of
-    the blocks whose weights were used, as they ran. At the ``lost`` points the port computes something unknown.
+    ``explained``: the walk reaches the port's own logits, and nothing on the way is unknown. ``causes`` are sorted by the first
+    place where each shows.
     """
 
     points: tuple[str, ...]
@@ -92,24 +91,18 @@ class Trail:
         self.keep(point, choice.value, choice.error)
         if choice.missed is not None:
             self.missed[point] = choice.missed
-        self._settle_option(layer, choice.option, choice.error)
-        option = choice.option.base
-        if option is None:
-            return
-        before = layer
+        option, error, before = choice.option.base, choice.error, layer
         if part == "ln_1":  # the stream that enters was made by the block before
             before = layer - 1 if layer else None
-        if option.kind is not Kind.PARALLEL:
+        if option is not None and option.kind is not Kind.PARALLEL:
             self.keep(point_at(before, "mid" if part == "ln_2" else "embed" if before is None else ""), option.value, None)
+        option = choice.option
         while option is not None:
-            self._settle_option(before, option, None)
-            option = option.base
-
-    def _settle_option(self, layer: int | None, option: Option, error: float | None) -> None:
-        self.blame(layer, option.faults, error)
-        for part, value in option.values.items():
-            whole = value.expand(len(self.ids), *value.shape[1:]) if part in OUTSIDE else value
-            self.keep(point_at(layer, part), whole, error)
+            self.blame(layer, option.faults, error)
+            for name, value in option.values.items():
+                whole = value.expand(len(self.ids), *value.shape[1:]) if name in OUTSIDE else value
+                self.keep(point_at(layer, name), whole, error)
+            option, error, layer = option.base, None, before
 
 
 def account(trail: Trail, reference: GPT2) -> Walk:
@@ -124,8 +117,8 @@ def account(trail: Trail, reference: GPT2) -> Walk:
         first = trail.lost[0], math.inf
     divergence = None if first is None else Divergence(first[0], layer_of(first[0]), first[1])
     faults = [*_post_norms(trail.faults), *_scales(trail), *_sequence(trail, reference)]
-    causes = tuple(_causes(faults, trail, explained))
-    return Walk(known, explained, divergence, causes, tuple(trail.blocks), tuple(dict.fromkeys(trail.lost)))
+    causes, lost = _causes(faults, trail, explained), tuple(dict.fromkeys(trail.lost))
+    return Walk(known, explained, divergence, tuple(causes), tuple(trail.blocks), lost)
 
 
 def _departure(mine: Tensor, theirs: Tensor) -> float:
@@ -208,14 +201,16 @@ def _causes(faults: list[PlacedFault], trail: Trail, explained: bool) -> list[Pl
     layers = len(trail.blocks) if trail.reached else trail.config.n_layer
     causes = []
     for (id, _), same in groups.items():
-        first = same[0]
+        first, fix = same[0], None
+        if id == "layernorm-eps":
+            fix = f"nn.LayerNorm(n_embd, eps={trail.config.layer_norm_epsilon:g})"
+        elif id == "gelu-variant" and (name := trail.config.activation_function) != "gelu_new" and SAME.get(name) != "gelu_new":
+            fix = f"the checkpoint's activation is {name}"
         places = collapsed(sorted((one.place for one in same), key=lambda place: place.layer is None), layers)
         evidence = _evidence(id, first.place, same, trail)
-        if explained:
-            evidence += "; with all causes here, the walk ends at your own logits"
-        confidence = SURE if explained else LIKELY
-        fix, fitted = _fix(id, trail.config), first.fault.fitted
-        causes.append(PlacedCause(id, places, first.fault.detail, evidence, confidence, fix, first.fault.kind, fitted))
+        evidence += "; with all causes here, the walk ends at your own logits" if explained else ""
+        confidence, fault = SURE if explained else LIKELY, first.fault
+        causes.append(PlacedCause(id, places, fault.detail, evidence, confidence, fix, fault.kind, fault.fitted))
     return causes
 
 
@@ -227,12 +222,3 @@ def _evidence(id: str, place: Place, same: list[PlacedFault], trail: Trail) -> s
     evidence = f"computed so from your own weights and inputs, {place} is what your module has there{close}"
     missed = trail.missed.get(place.name, 0.0)
     return f"{evidence}; GPT-2's formula is off by {missed:.0e}" if missed > FLOAT64_BOUND else evidence
-
-
-def _fix(id: str, config: GPT2Config) -> str | None:
-    """The corrected line, where it depends on the checkpoint's config."""
-    if id == "layernorm-eps":
-        return f"nn.LayerNorm(n_embd, eps={config.layer_norm_epsilon:g})"
-    if id == "gelu-variant" and config.activation_function not in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
-        return f"the checkpoint's activation is {config.activation_function}"
-    return None

@@ -18,9 +18,10 @@ from gpt2.measure.tracing import point_at
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.attending import Attending, Projected, added, affine, project, streams
 from gpt2.port.diagnosis.hypotheses import activations
+from gpt2.port.diagnosis.norms import Norms
 from gpt2.port.diagnosis.search import Choice, Fault, Kind, Option, Recorded, Result
 from gpt2.port.diagnosis.trail import Trail, Walk, account
-from gpt2.port.diagnosis.wiring import STREAM, Branch, Embeddings, Norms, inputs, outputs, residuals
+from gpt2.port.diagnosis.wiring import STREAM, Branch, Embeddings, inputs, outputs, residuals
 from gpt2.port.recording.pool import Pool
 
 SAMPLE = 64  # tokens of the vocabulary that a candidate for the last stream is tried on first
@@ -134,16 +135,14 @@ class Walker:
     ) -> Choice[Result] | None:
         """Any recorded tensor that goes into a branch; how it, or the stream that it is the ``norm`` of, was made is unknown."""
         formula = self.norms.at(norm)[0].formula
-        for entry in self._streams():
+        entries = list(streams(self.pool, self.trail.ids, self.config.n_embd))
+        for entry in entries:
             if (result := confirm(entry)) is not None:
-                sources = (x for x in self._streams() if worst_relative_error(formula(x), entry) < self.pool.bound)
+                sources = (x for x in entries if worst_relative_error(formula(x), entry) < self.pool.bound)
                 stream = next((Option.known("recorded stream", x) for x in sources), None)
                 self.trail.lost.append(input_point if stream is None else stream_point)
                 return Choice(Option.known("recorded", entry, base=stream), entry, 0.0, result)
         return None
-
-    def _streams(self) -> Iterable[Tensor]:
-        return streams(self.pool, self.trail.ids, self.config.n_embd)
 
     # Through a block
 
@@ -199,21 +198,16 @@ class Walker:
             return affine(self.chooser, x, weight, bias, "mlp.c_proj")
 
         options = activations(self.config, up)
-        choice = self.chooser.choose("act", options, confirm, STREAM) or self._unknown_activation(up, confirm)
+        choice = self.chooser.choose("act", options, confirm, STREAM)
+        if choice is None:  # any recorded tensor that the second layer is applied to
+            fault = Fault("gelu-variant", "mlp.act", "an activation that is none of those known here")
+            others = ((x, confirm(x)) for x in streams(self.pool, self.trail.ids, up.shape[-1]))
+            choice = next((Choice(Option.known("unknown", x, fault), x, 0.0, y) for x, y in others if y is not None), None)
         if choice is None:  # neither recorded nor confirmed: what follows has to decide
             return [Option.known(f"hidden {one.label}", one.value @ weight + bias, *one.faults) for one in options]
         self.trail.settle(n, choice, "mlp.act")
         self.trail.keep(point_at(n, "mlp.c_proj"), choice.result.value, choice.result.error)
         return added(bias, choice.result, "mlp.c_proj")
-
-    def _unknown_activation(self, up: Tensor, confirm: Callable[[Tensor], Recorded | None]) -> Choice[Recorded] | None:
-        """Any recorded tensor that the second layer is applied to."""
-        fault = Fault("gelu-variant", "mlp.act", "an activation that is none of those known here")
-        for entry in self.pool.of_size(up.numel()):
-            if entry.shape[-1] == up.shape[-1] and (down := confirm(entry.reshape(up.shape))) is not None:
-                option = Option.known("unknown", entry.reshape(up.shape), fault)
-                return Choice(option, option.value, 0.0, down)
-        return None
 
     # To the logits
 

@@ -14,19 +14,10 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
+from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.entries import (
-    Misreading,
-    constant,
-    fingerprint,
-    likeness,
-    misread,
-    misread_c_attn,
-    moved_rows,
-    same_branch,
-)
 from gpt2.port.diagnosis.own import Own
-from gpt2.port.diagnosis.places import ALL_WEIGHTS, EVERY, Layer, Place, joined
+from gpt2.port.diagnosis.places import ALL_WEIGHTS, EVERY, Place, joined
 from gpt2.port.mapping.departures import missing_entries
 
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -69,32 +60,22 @@ class WeightComparison:
             got = ", ".join(f"{piece.place.share} holds {other.share}" for piece, other in pieces)
             place = Place.of(name.rpartition(".")[0])
             words = f"queries, keys and values have changed places: {got}"
-            self._add("qkv-order", place, words, self._holder_evidence(*pieces[0]))
+            self._add("qkv-order", words, self._holder_evidence(*pieces[0]), place)
         self._head()
         for dtype, places in self._rounded.items():
             self._rounding(dtype, places)
         for name, norm in self.own.extra.items():
             words = f"your {name} (norm {norm:.2g}) is added where GPT-2 adds nothing"
-            self._add("extra-bias", Place(None, name), words, "its values are not zero", 0.7, kind="a parameter")
+            self._add("extra-bias", words, "its values are not zero", Place(None, name), confidence=0.7, kind="a parameter")
         self._combine_missing_biases()
         self._combine_not_loaded()
 
     def _add(
-        self,
-        id: str,
-        place: Place | tuple[Place, ...],
-        words: str,
-        evidence: str,
-        confidence: float = EXACT,
-        *,
-        called: str = "",
-        kind: str = "",
-        fix: str | None = None,
+        self, id: str, words: str, evidence: str, *places: Place, confidence: float = EXACT, called: str = "", kind: str = ""
     ) -> None:
         """A cause: what ``called``, a parameter of the port, is or holds. Causes of one ``kind`` (the words, if there is none)
         in several blocks are the same."""
-        places = place if isinstance(place, tuple) else (place,)
-        self.causes.append(PlacedCause(id, places, f"{called} {words}".strip(), evidence, confidence, fix, kind or words))
+        self.causes.append(PlacedCause(id, places, f"{called} {words}".strip(), evidence, confidence, None, kind or words))
 
     # Many causes as one
 
@@ -102,32 +83,32 @@ class WeightComparison:
         some = replace(places[0], others=len(places) - 1)
         place = ALL_WEIGHTS if 1 < len(places) >= len(self.state) / 2 else some
         words = f"your {'weights hold' if len(places) > 1 else 'weight holds'} the checkpoint's values rounded to {dtype}"
-        self._add("reduced-precision", place, words, f"rounding the checkpoint to {dtype} gives them to the bit ({some})")
+        self._add("reduced-precision", words, f"rounding the checkpoint to {dtype} gives them to the bit ({some})", place)
 
     def _combine_missing_biases(self) -> None:
         absent = [cause for cause in self.causes if cause.id == "missing-bias"]
-        patterns = list(dict.fromkeys(_pattern(cause.places[0]) for cause in absent))
+        patterns = list(dict.fromkeys(cause.places[0].pattern for cause in absent))
         if len(patterns) > MAX_KINDS:
             self.causes = [cause for cause in self.causes if cause not in absent]
             words = f"you have no biases in these places; the checkpoint has {joined(patterns)}"
-            self._add("missing-bias", Place(EVERY, ""), words, absent[0].evidence, 0.9)
+            self._add("missing-bias", words, absent[0].evidence, Place(EVERY, ""), confidence=0.9)
 
     def _combine_not_loaded(self) -> None:
         """Many parameters that were never loaded are one cause."""
         fresh = [cause for cause in self.causes if cause.id == "not-loaded"]
         matrices = {name for name, tensor in self.state.items() if tensor.ndim > 1}
         self.blank = {cause.places[0].name for cause in fresh} >= matrices
-        if not self.blank and len({_pattern(cause.places[0]) for cause in fresh}) <= MAX_KINDS:
+        if not self.blank and len({cause.places[0].pattern for cause in fresh}) <= MAX_KINDS:
             return
         self.causes = [cause for cause in self.causes if cause not in fresh]
         layers = dict.fromkeys(cause.places[0].layer for cause in fresh if cause.places[0].layer is not None)
-        blocks: list[Layer] = list(layers) if len(layers) < self.config.n_layer else [EVERY]
+        blocks = list(layers) if len(layers) < self.config.n_layer else [EVERY]
         places = (ALL_WEIGHTS,) if self.blank or not blocks else tuple(Place(block, "") for block in blocks)
         some = ", ".join(joined(cause.places) for cause in fresh[:3])
         what = f"not the checkpoint's values in {len(fresh)} places ({some}, ...)"
         what = "none of the checkpoint's values" if self.blank else what
         words = f"your module holds {what}; {self._likeness.get(fresh[0].places, '')}"
-        self._add("not-loaded", places, words, fresh[0].evidence, 0.9)
+        self._add("not-loaded", words, fresh[0].evidence, *places, confidence=0.9)
 
     # Absent, and harmless
 
@@ -139,39 +120,36 @@ class WeightComparison:
             evidence = "no parameter takes the place of the checkpoint's"
             if place.stem in ("ln_1", "ln_2", "ln_f") and not bool(self.own.placed[weight].any()):
                 words, place = "your norm has no weight and no bias", replace(place, part=place.stem)
-                self._add("layernorm-without-affine", place, words, f"{evidence} {weight} and {name}", 0.9)
+                self._add("layernorm-without-affine", words, f"{evidence} {weight} and {name}", place, confidence=0.9)
             elif shares == "k":
                 self.notes.append(f"no bias for the keys ({name}): softmax does not see what is added to all keys alike")
             else:
                 share = f" for {', '.join(shares)}" if 0 < len(shares) < 3 else ""
                 words = f"you have no bias{share} here; the checkpoint's is not zero (norm {missing.norm:.2g})"
-                self._add("missing-bias", place, words, f"{evidence} {name}", 0.9, kind=f"no bias{share}")
+                self._add("missing-bias", words, f"{evidence} {name}", place, confidence=0.9, kind=f"no bias{share}")
 
     def _not_harmless(self, differing: list[str]) -> list[str]:
         """Without the parts that compute the same although they differ: heads, or hidden units, in another order throughout."""
-        branches = {name: replace(place, part=place.part.partition(".")[0]) for name in differing if (place := Place.of(name))}
-        same: set[Place] = set()
+        branches = {name: ".".join(name.split(".")[:3]) for name in differing}  # h.0.attn
+        same: set[str] = set()
         for branch in dict.fromkeys(branches.values()):
-            if branch.part in ("attn", "mlp"):
-                theirs, ours = (_family(weights, branch.name) for weights in (self.own.weights, self.state))
-                same |= {branch} if same_branch(branch.part, theirs, ours, self.config) else set()
+            if (part := branch.rpartition(".")[2]) in ("attn", "mlp"):
+                theirs, ours = (_family(weights, branch) for weights in (self.own.weights, self.state))
+                same |= {branch} if entries.same_branch(part, theirs, ours, self.config) else set()
         return [name for name, branch in branches.items() if branch not in same]
 
     def _not_whole_blocks(self, differing: list[str]) -> list[str]:
         """Without the blocks that hold another block's weights altogether, which are one cause."""
-        held: dict[Layer, int] = {}
-        for layer in dict.fromkeys(Place.of(name).layer for name in differing):
-            other = None if layer is None else self._held_block(Place(layer, "").name)
-            if other is not None:
-                held[layer] = other
+        layers = dict.fromkeys(layer for name in differing if (layer := Place.of(name).layer) is not None)
+        held = {layer: other for layer in layers if (other := self._held_block(f"h.{layer}")) is not None}
         if held:
             pairs = [f"h.{layer} holds h.{other}" for layer, other in held.items()]
             words = ", ".join(pairs[:6]) + (", ..." if len(pairs) > 6 else "")
             id, what = "wrong-tensor", "whole blocks hold another's weights"
             if set(held) == set(held.values()):
                 id, what = "layer-order", "blocks run in another order than the checkpoint's"
-            places = tuple(Place(layer, "") for layer in held)
-            self._add(id, places, f"{what}: {words}", "all weights of these blocks are the other's to the bit")
+            evidence = "all weights of these blocks are the other's to the bit"
+            self._add(id, f"{what}: {words}", evidence, *(Place(layer, "") for layer in held))
         return [name for name in differing if Place.of(name).layer not in held]
 
     def _held_block(self, block: str) -> int | None:
@@ -179,7 +157,7 @@ class WeightComparison:
         theirs, placed = _family(self.own.weights, block), _family(self.own.placed, block)
         for other in range(self.config.n_layer):
             ours = _family(self.state, f"h.{other}")
-            telling = [part for part in theirs if not constant(ours[part]) and bool(placed[part].all())]
+            telling = [part for part in theirs if not entries.constant(ours[part]) and bool(placed[part].all())]
             if f"h.{other}" != block and telling and all(torch.equal(theirs[part], ours[part]) for part in telling):
                 return other
         return None
@@ -193,53 +171,52 @@ class WeightComparison:
         if ".c_attn." in name:
             thirds = zip("qkv", *(tensor.chunk(3, -1) for tensor in (whole.theirs, whole.ours, whole.placed)), strict=True)
             pieces = [Piece(replace(whole.place, share=share), called, *third) for share, *third in thirds]
-            if all(bool(piece.placed.any()) for piece in pieces) and fingerprint(whole.theirs) == fingerprint(whole.ours):
+            if all(bool(piece.placed.any()) for piece in pieces) and entries.same_entries(whole.theirs, whole.ours):
                 attention = replace(whole, place=replace(whole.place, part=whole.place.stem))
-                if self._misread(attention, misread_c_attn(whole.ours, self.config)):
+                if self._misread(attention, entries.misread_c_attn(whole.ours, self.config)):
                     return
         for piece in pieces:
             if bool(piece.placed.any()) and not torch.equal(piece.theirs[piece.placed], piece.ours[piece.placed]):
                 self._piece(piece)
 
-    def _misread(self, piece: Piece, misreadings: Iterator[Misreading]) -> bool:
+    def _misread(self, piece: Piece, misreadings: Iterator[entries.Misreading]) -> bool:
         """Whether a tensor is one of these misreadings; then that is a cause."""
         one = next((one for one in misreadings if torch.equal(piece.theirs, one.tensor)), None)
         if one is not None:
-            self._add(one.id, piece.place, one.words, one.evidence, called=piece.called, fix=one.fix)
+            self._add(one.id, one.words, one.evidence, piece.place, called=piece.called)
         return one is not None
 
     def _piece(self, piece: Piece) -> None:
         name, place, theirs, ours = piece.place.name, piece.place, piece.theirs, piece.ours
         if (name, place.share) in self.own.shared:
             self._shared(name, place)
-        elif self._is_rounded(place, theirs, ours, piece.placed):
+        elif self._is_rounded(place, theirs[piece.placed], ours[piece.placed]):
             pass
-        elif name == "wpe.weight" and (by := moved_rows(theirs, ours)):
+        elif name == "wpe.weight" and (by := entries.moved_rows(theirs, ours)):
             words = f"position p reads the checkpoint's row p {'+' if by > 0 else '-'} {abs(by)}"
             evidence = f"{piece.called}, moved by {abs(by)}, equals the checkpoint's to the bit"
-            self._add("position-offset", Place(None, "wpe"), words, evidence)
-        elif self._misread(piece, misread(place.part, ours, self.config)):
+            self._add("position-offset", words, evidence, Place(None, "wpe"))
+        elif self._misread(piece, entries.misread(place.part, ours, self.config)):
             pass
-        elif not bool(piece.placed.all()) or constant(theirs):
+        elif not bool(piece.placed.all()) or entries.constant(theirs):
             self._unrelated(piece)
-        elif fingerprint(theirs) == fingerprint(ours):
+        elif entries.same_entries(theirs, ours):
             id = "head-layout" if place.part.startswith("attn.") else "wrong-tensor"
             words, evidence = (
                 "holds the right values in another order",
                 "the same values, each as often, and not in the same places",
             )
-            self._add(id, place, words, evidence, 0.85, called=piece.called)
-        elif (other := self._holders.get(fingerprint(theirs))) is not None:
+            self._add(id, words, evidence, place, confidence=0.85, called=piece.called)
+        elif (other := self._holders.get(entries.fingerprint(theirs))) is not None:
             self._other(piece, other)
         else:
             self._unrelated(piece)
 
-    def _is_rounded(self, place: Place, theirs: Tensor, ours: Tensor, placed: Tensor) -> bool:
-        for dtype, narrow in NARROW.items():
-            if torch.equal(theirs[placed], ours.to(narrow).double()[placed]):
-                self._rounded.setdefault(dtype, []).append(place)
-                return True
-        return False
+    def _is_rounded(self, place: Place, theirs: Tensor, ours: Tensor) -> bool:
+        dtype = next((name for name, narrow in NARROW.items() if torch.equal(theirs, ours.to(narrow).double())), None)
+        if dtype is not None:
+            self._rounded.setdefault(dtype, []).append(place)
+        return dtype is not None
 
     def _shared(self, name: str, place: Place) -> None:
         """One parameter of the port is used as two shares."""
@@ -248,7 +225,7 @@ class WeightComparison:
             id = "value-projection-wrong" if place.share == "v" else "wrong-tensor"
             words = f"your {parameter} serves as {place.share} and as {other} at once"
             evidence = "in the forward pass one parameter is multiplied into both"
-            self._add(id, Place(place.layer, f"attn.{place.share}"), words, evidence, kind="shared")
+            self._add(id, words, evidence, Place(place.layer, f"attn.{place.share}"), kind="shared")
 
     @cached_property
     def _holders(self) -> dict[tuple[int, int], Place]:
@@ -256,8 +233,8 @@ class WeightComparison:
         holders: dict[tuple[int, int], Place] = {}
         for name, tensor in self.state.items():
             for share, third in zip("qkv", tensor.chunk(3, -1), strict=False) if ".c_attn." in name else ():
-                holders.setdefault(fingerprint(third), replace(Place.of(name), share=share))
-            holders.setdefault(fingerprint(tensor), Place.of(name))
+                holders.setdefault(entries.fingerprint(third), replace(Place.of(name), share=share))
+            holders.setdefault(entries.fingerprint(tensor), Place.of(name))
         return holders
 
     def _holder_evidence(self, piece: Piece, other: Place) -> str:
@@ -276,8 +253,8 @@ class WeightComparison:
         if place.part.startswith("ln_") and other.layer == place.layer and other.part.startswith("ln_"):
             words += ": ln_1 stands before attention, ln_2 before the feed-forward"
             id = "wrong-tensor" if other.layer is None else "norms-swapped"
-        kind = f"another tensor: {_pattern(other)}"
-        self._add(id, place, words, self._holder_evidence(piece, other), called=piece.called, kind=kind)
+        kind = f"another tensor: {other.pattern}"
+        self._add(id, words, self._holder_evidence(piece, other), place, called=piece.called, kind=kind)
 
     def _unrelated(self, piece: Piece) -> None:
         theirs, ours = piece.theirs[piece.placed], piece.ours[piece.placed]
@@ -295,27 +272,22 @@ class WeightComparison:
             id, confidence, kind = "wrong-tensor", EXACT, "times a factor"
             words, evidence = f"holds the checkpoint's values times {ratio:.6g}", "every entry has that ratio to the checkpoint's"
         else:
-            looks = self._likeness[piece.place,] = likeness(theirs)
+            looks = self._likeness[piece.place,] = entries.likeness(theirs)
             kind, words = "other values", f"does not hold the checkpoint's values: {looks}"
             evidence = f"no tensor of the checkpoint has these values (relative distance {close:.2g})"
-        self._add(id, piece.place, words, evidence, confidence, called=piece.called, kind=kind)
+        self._add(id, words, evidence, piece.place, confidence=confidence, called=piece.called, kind=kind)
 
     def _head(self) -> None:
         head, name = self.own.head, self.own.head_name
         if head is None or any(torch.equal(head, weights["wte.weight"]) for weights in (self.state, self.own.weights)):
             return
         ours = self.state["wte.weight"]
-        if not self._is_rounded(Place(None, name), head, ours, torch.ones_like(ours, dtype=torch.bool)):
-            values = "the right values in another order" if fingerprint(head) == fingerprint(ours) else likeness(head)
+        if not self._is_rounded(Place(None, name), head, ours):
+            values = "the right values in another order" if entries.same_entries(head, ours) else entries.likeness(head)
             holds = "holds" if torch.equal(self.own.weights["wte.weight"], ours) else "does not hold either"
             words = f"your head ({name}) has weights of its own: {values}; GPT-2's head is its token embedding"
             evidence = f"{name} differs from the checkpoint's wte.weight, which your embedding {holds}"
-            self._add("untied-head", Place(None, "logits"), words, evidence)
-
-
-def _pattern(place: Place) -> Place:
-    """The same place in any block."""
-    return Place(None if place.layer is None else EVERY, place.part)
+            self._add("untied-head", words, evidence, Place(None, "logits"))
 
 
 def _family(tensors: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:

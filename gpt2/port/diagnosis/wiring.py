@@ -6,69 +6,20 @@ Which option holds is decided by the projection that follows (see :mod:`.search`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from gpt2.config import GPT2Config
 from gpt2.port.diagnosis.hypotheses import sinusoids
-from gpt2.port.diagnosis.norms import RMS, Hypothesis, layer_norm, norms
+from gpt2.port.diagnosis.norms import Norms
 from gpt2.port.diagnosis.search import Fault, Formula, Kind, Option
 from gpt2.port.recording.pool import Pool
 
 STREAM = (0, 1)  # axes along which a port may have a (B, T, D) in pieces: rows, tokens
 WAVES = {"sin", "cos", "sin_", "cos_", "polar", "view_as_real"}  # operators that make sinusoidal positions
-
-
-class Norms:
-    """The hypotheses for each norm of a port, with the port's own weights; made on first use."""
-
-    def __init__(self, config: GPT2Config, own: dict[str, Tensor]) -> None:
-        self.config, self.own = config, own
-        self._made: dict[str, list[Hypothesis]] = {}
-
-    def at(self, name: str) -> list[Hypothesis]:
-        """For the norm ``h.0.ln_1``, ``h.0.ln_2``, ... or ``ln_f``; the right one first."""
-        if name not in self._made:
-            block, _, part = name.rpartition(".")
-            others = {"ln_1": ["ln_2"], "ln_2": ["ln_1"], "ln_f": ["h.0.ln_1", f"h.{self.config.n_layer - 1}.ln_2"]}[part]
-            given = {other: self._parameters(f"{block}.{other}".removeprefix(".")) for other in others}
-            self._made[name] = norms(self.config, part, *self._parameters(name), given)
-        return self._made[name]
-
-    def _parameters(self, name: str) -> tuple[Tensor, Tensor]:
-        return self.own[f"{name}.weight"], self.own[f"{name}.bias"]
-
-    def before(self, name: str, stream: Option, missing: str) -> Iterator[Option]:
-        """What may go into a branch: the stream, normed in one way or another, or as it is; ``missing`` says that in words."""
-        part = name.rpartition(".")[2]
-        for label, formula, faults in self.at(name):
-            unlikely = name == "ln_f" and any(fault.id == "norms-swapped" for fault in faults)
-            kind = Kind.OTHER if faults else Kind.RIGHT
-            yield stream.then(label, formula, *faults, kind=kind, cost=0.3 if unlikely else 0.0)
-        id = "final-norm-missing" if name == "ln_f" else "norm-missing"
-        yield stream.then("no norm", lambda x: x, Fault(id, part, missing), kind=Kind.NO_NORM, silent=True)
-
-    def after(self, names: Iterable[str], part: str, x: Option, words: str, expected: bool = False) -> Iterator[Option]:
-        """A norm where GPT-2 has none: of any kind, with the parameters of one of ``names``, or with none.
-
-        ``part`` is "embed", or the norm before the branch that this one is behind. ``expected``: there was none before the
-        branch, so that this one costs nothing more.
-        """
-        extra = Fault("extra-norm", {"ln_1": "attn", "ln_2": "mlp"}.get(part, part), words)
-        for number, name in enumerate(names):
-            own = name.rpartition(".")[2]
-            for label, formula, faults in self.at(name):
-                if not any(fault.id in ("norms-swapped", "layernorm-without-affine") for fault in faults):
-                    moved = (replace(extra, norm_after=part), *(replace(fault, part=own) for fault in faults))
-                    cost = (0.5 if own != part else 0.0) - expected
-                    yield x.then(f"after {number} {label}", formula, *moved, kind=Kind.NORM_AFTER, cost=cost)
-        plain = partial(layer_norm, eps=self.config.layer_norm_epsilon)
-        yield x.then("after plain", plain, extra, kind=Kind.NORM_AFTER)
-        yield x.then("after rms", partial(layer_norm, **RMS), extra, kind=Kind.NORM_AFTER, cost=0.1)
 
 
 class Embeddings:
