@@ -71,6 +71,7 @@ class Examination:
         borrowed.to_float64()
         self.mapping = None if anatomy is None else Mapping(anatomy, self.config)
         own, blank = self._weights(borrowed)
+        self.structural = [] if self.mapping is None else list(structural_causes(self.mapping))
         reference = Reference(self.ours, self.state)
         same = Reference(self.ours, own.weights, own.head) if own.placed else reference
         outputs = self._outputs(borrowed, self._probes(anatomy))
@@ -96,7 +97,7 @@ class Examination:
             apart = ((point, worst_relative_error(theirs[point], value)) for point, value in ours.items())
             parted = (Divergence(point, layer_of(point), error) for point, error in apart if error > FLOAT64_BOUND)
             divergence, evidence = next(parted, None), f"; with your weights our model gives your logits to {own_error:.0e}"
-            silent = [cause for cause in self._structural_causes() if cause.id == "position-missing"]
+            silent = [cause for cause in self.structural if cause.id == "position-missing"]
             causes = [_sure(cause, evidence) for cause in [*self.weight_causes, *silent]]
         else:
             divergence, causes = self._walked(ids, own, reference)
@@ -181,9 +182,6 @@ class Examination:
             if bool(((exact - tensor).abs() <= near).all()):
                 tensor.copy_(exact)
 
-    def _structural_causes(self) -> list[PlacedCause]:
-        return [] if self.mapping is None else list(structural_causes(self.mapping))
-
     # What the module returns
 
     def _probes(self, anatomy: Anatomy | None) -> list[Tensor]:
@@ -257,7 +255,7 @@ class Examination:
         if self.not_gpt2 and not walked.causes:
             raise InputError(f"{self.who}: {self.not_gpt2}; this is another kind of model, and gpt2 diagnose needs a GPT-2")
         known = {cause.id for cause in walked.causes}
-        structural = [cause for cause in self._structural_causes() if cause.id not in known]
+        structural = [cause for cause in self.structural if cause.id not in known]
         causes = [*walked.causes, *structural, *self.weight_causes]
         if causes:
             self.notes.append("these causes do not explain all of the difference; fix them and run the diagnosis again")

@@ -203,16 +203,11 @@ def sinusoids(tokens: int, width: int) -> Iterator[tuple[str, Tensor]]:
     half = torch.arange((width + 1) // 2, dtype=torch.float64)
     for label, powers in (("2i/D", 2 * half / width), ("i/(D/2 - 1)", half / max(len(half) - 1, 1)), ("4i/D", 4 * half / width)):
         angles = places / 10000.0**powers
-        sines, cosines = angles.sin(), angles.cos()
-        yield f"interleaved, {label}", torch.stack((sines, cosines), -1).flatten(1)[:, :width]
-        yield f"interleaved from the cosine, {label}", torch.stack((cosines, sines), -1).flatten(1)[:, :width]
-        yield f"in halves, {label}", torch.cat((sines, cosines), -1)[:, :width]
-        yield f"in halves from the cosine, {label}", torch.cat((cosines, sines), -1)[:, :width]
+        for words, waves in (("", (angles.sin(), angles.cos())), (" from the cosine", (angles.cos(), angles.sin()))):
+            yield f"interleaved{words}, {label}", torch.stack(waves, -1).flatten(1)[:, :width]
+            yield f"in halves{words}, {label}", torch.cat(waves, -1)[:, :width]
     every = torch.arange(width, dtype=torch.float64)
-    angles = places / 10000.0 ** (every / width)
-    odd = (every % 2).bool()
-    yield "each column of its own frequency", torch.where(odd, angles.cos(), angles.sin())
-    angles = places / 10000.0 ** (2 * every / width)
-    yield "each column of its own frequency, 2i/D", torch.where(odd, angles.cos(), angles.sin())
-    angles = places / 10000.0 ** (2 * (every // 2) / width)
-    yield "the sines alone", angles.sin()
+    for label, powers in (("", every / width), (", 2i/D", 2 * every / width)):
+        angles = places / 10000.0**powers
+        yield f"each column of its own frequency{label}", torch.where((every % 2).bool(), angles.cos(), angles.sin())
+    yield "the sines alone", (places / 10000.0 ** (2 * (every // 2) / width)).sin()

@@ -120,7 +120,8 @@ def _watch(folder: Path, limit: float) -> int | None:
 
 def _failure(folder: Path, port: Target, timeout: float, code: int | None) -> str:
     """Why there is no answer: in which stage, and the last line of the user's own code that the process was seen in."""
-    stage, dump, printed = (_text(folder / name) for name in ("stage", "where", "printed"))
+    files = (folder / name for name in ("stage", "where", "printed"))
+    stage, dump, printed = (file.read_text(errors="replace") if file.exists() else "" for file in files)
     if not stage:
         last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
         return f"the process could not be started ({last[:200]}); is this Python's torch in order?"
@@ -136,28 +137,17 @@ def _failure(folder: Path, port: Target, timeout: float, code: int | None) -> st
     return f"it {how} {during}{line}{REASONS.get(killer, '')}; {port.name} has to return the module, and nothing else"
 
 
-def _text(file: Path) -> str:
-    return file.read_text(errors="replace") if file.exists() else ""
-
-
 def _diagnosis(answer: bytes, port: Target) -> Diagnosis:
     """Parse the worker's answer. The file that ran there may have written anything."""
     try:
         answered = json.loads(answer)
         if "error" not in answered:
-            first, causes = answered["first_divergence"], [Cause(**cause) for cause in answered["causes"]]
-            if first:
-                first = Divergence(first["point"], first["layer"], _number(first["error"]))
-            fields = {"causes": tuple(causes), "notes": tuple(answered["notes"]), "first_divergence": first}
-            return Diagnosis(**{**answered, **fields, "logits_error": _number(answered["logits_error"])})
+            first, causes = answered["first_divergence"], tuple(Cause(**cause) for cause in answered["causes"])
+            fields = {"causes": causes, "notes": tuple(answered["notes"]), "first_divergence": first and Divergence(**first)}
+            return Diagnosis(**{**answered, **fields})
         error = answered["error"] + ""
     except (ValueError, TypeError, KeyError, RecursionError):
         raise InputError(
             f"{port.shown}: its process left no diagnosis that can be read; is the disk full, or does it write answer.json?"
         ) from None
     raise InputError(error)
-
-
-def _number(value: float | None) -> float:
-    """JSON has no infinity: it is null there."""
-    return float("inf") if value is None else value

@@ -123,11 +123,9 @@ def account(trail: Trail, reference: GPT2) -> Walk:
 
 def _departure(mine: Tensor, theirs: Tensor) -> float:
     """The error of a port's value, of what it has: its vocabulary may be padded, or only the last position returned."""
-    if mine.shape[-1] != theirs.shape[-1] and mine.ndim == theirs.ndim == 3:
+    if mine.ndim == theirs.ndim == 3:
         shared = min(mine.shape[-1], theirs.shape[-1])
-        mine, theirs = mine[..., :shared], theirs[..., :shared]
-    if mine.shape[1:2] != theirs.shape[1:2] and theirs.ndim == 3:
-        theirs = theirs[:, -mine.shape[1] :]
+        mine, theirs = mine[..., :shared], theirs[:, -mine.shape[1] :, :shared]
     theirs = theirs.expand(mine.shape) if theirs.shape[:1] == (1,) else theirs
     return worst_relative_error(mine, theirs) if mine.shape == theirs.shape else math.inf
 
@@ -151,18 +149,16 @@ def _post_norms(faults: list[PlacedFault]) -> list[PlacedFault]:
 def _scales(trail: Trail) -> list[PlacedFault]:
     """What is wrong with the factors of the scores. In one block the root of four heads and the block's number may be the same
     factor: then the cause that fits more blocks is meant."""
-    config = trail.config
-
-    def count(id: str, inverse_first: bool) -> int:
-        by_block = (scale_faults(config, layer, factor, inverse_first) for layer, factor in trail.factors.items())
-        return sum(any(fault.id == id for fault in faults) for faults in by_block)
-
-    inverse_first = count("scale-inverse-layer", True) > count("scale-by-width", False)
-    return [
-        PlacedFault(layer, fault, trail.errors.get(f"h.{layer}.attn.weights"))
-        for layer, factor in trail.factors.items()
-        for fault in scale_faults(config, layer, factor, inverse_first)
-    ]
+    by_number, by_width = (
+        [
+            PlacedFault(layer, fault, trail.errors.get(f"h.{layer}.attn.weights"))
+            for layer, factor in trail.factors.items()
+            for fault in scale_faults(trail.config, layer, factor, inverse_first)
+        ]
+        for inverse_first in (True, False)
+    )
+    inverse = sum(one.fault.id == "scale-inverse-layer" for one in by_number)
+    return by_number if inverse > sum(one.fault.id == "scale-by-width" for one in by_width) else by_width
 
 
 def _sequence(trail: Trail, reference: GPT2) -> list[PlacedFault]:

@@ -86,18 +86,15 @@ class Walker:
         expected = self.blocks[-1] + 1 if self.blocks else 0
         every = range(self.config.n_layer)
         expected, *others = sorted(every, key=lambda layer: (layer != expected, layer < expected, layer))
-        likely = self.chooser.seen(self.chooser.likely("out", options), STREAM)
-        for layer in (expected, *others):  # another block, before another fault is assumed
-            if (choice := self._enter(layer, likely, narrow=layer != expected)) is not None:
-                return layer, choice
-        if self.blocks and self._end(options, quick=True):
-            return None
-        kept = self.chooser.seen(options, STREAM)
-        for layer in (expected, *others):
-            some = kept if layer == expected else kept[:6]
-            if (choice := self._enter(layer, some, narrow=layer != expected)) is not None:
-                return layer, choice
-        if (self.blocks and self._end(options)) or expected in self.blocks:
+        for quick in (True, False):
+            kept = self.chooser.seen(self.chooser.likely("out", options) if quick else options, STREAM)
+            for layer in (expected, *others):  # another block, before another fault is assumed
+                streams_in = kept if quick or layer == expected else kept[:6]
+                if (choice := self._enter(layer, streams_in, narrow=layer != expected)) is not None:
+                    return layer, choice
+            if self.blocks and self._end(options, quick):
+                return None
+        if expected in self.blocks:
             return None
         weights = self.trail.weights(expected)
         choice = self._search(

@@ -19,6 +19,7 @@ from gpt2.port.diagnosis.search import Fault, Formula, Kind, Option
 from gpt2.port.recording.pool import Pool
 
 STREAM = (0, 1)  # axes along which a port may have a (B, T, D) in pieces: rows, tokens
+BOTH = "the embeddings, tokens and positions together,"
 WAVES = {"sin", "cos", "sin_", "cos_", "polar", "view_as_real"}  # operators that make sinusoidal positions
 
 
@@ -38,7 +39,7 @@ class Embeddings:
         values = {"wte": words, "wpe": rows[None]}
         right = Option.known("right", words + rows, *[self.sine] * is_sine, kind=Kind.RIGHT, values=values)
         both = [
-            Option.known(f"both {factor:g}", (words + rows) * factor, self._both_scaled(factor), values=values)
+            Option.known(f"both {factor:g}", (words + rows) * factor, self._scaled(factor, BOTH), values=values)
             for factor in _others(self.pool.factors(words + rows, *STREAM))
         ]
         if (match := self.pool.find(right.value, *STREAM)) is not None:
@@ -64,16 +65,13 @@ class Embeddings:
         root = f" (sqrt(n_embd) = {math.sqrt(self.width):.6g})" if is_root else ""
         return Fault("embedding-scaled", "wte", f"{what} are multiplied by {factor:.6g}{root}", fitted=not is_root)
 
-    def _both_scaled(self, factor: float) -> Fault:
-        return self._scaled(factor, "the embeddings, tokens and positions together,")
-
     def _sums(self, factors: list[float]) -> Iterator[Option]:
         """Words, with a factor or not, and positions, from their own rows or not."""
         for factor in factors:
             for label, rows, faults in self._positions():
                 values = {"wte": self.words * factor, "wpe": rows.expand(1, self.tokens, self.width) if rows.ndim < 3 else rows}
                 sums = [("words", self.words * factor + rows, [self._scaled(factor, "token embeddings")])]
-                sums.append(("both", (self.words + rows) * factor, [self._both_scaled(factor)]))
+                sums.append(("both", (self.words + rows) * factor, [self._scaled(factor, BOTH)]))
                 if factor == 1:
                     sums = [("words", self.words + rows, [])]
                 for what, value, first in sums:

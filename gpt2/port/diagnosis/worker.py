@@ -14,6 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,10 +50,7 @@ def main(folder: str) -> None:
             (place / "stage").write_text(stage)
             faulthandler.dump_traceback_later(order["whole" if stage == "diagnosis" else "short"], exit=True, file=where)
 
-        answer = _answer(place, order, begin)
-        aside = place / "answer.partial"
-        aside.write_text(answer)
-        aside.replace(place / "answer.json")
+        (place / "answer.json").write_text(_answer(place, order, begin))
         os._exit(0)  # without waiting for its threads or exit handlers
 
 
@@ -78,7 +76,7 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         failure = _once(module, model)
         begin("diagnosis")
         diagnosis = diagnose(module, model, fill=not takes_directory)
-        return json.dumps({**json.loads(diagnosis.to_json()), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
+        return json.dumps({**asdict(diagnosis), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
     except InputError as error:
         if failure is not None and isinstance(error, ForwardError):  # the first call failed already, with the user's line
             return json.dumps({"error": _one_line(failure, file, name)})
