@@ -21,6 +21,8 @@ EXACT = 1e-13  # a match as good as this needs no better one
 MAX_UNSEEN = 48  # options whose own value is not recorded: how many are tried for what follows from them
 Result = TypeVar("Result")
 Formula = Callable[[Tensor], Tensor]
+Confirm = Callable[[Tensor], Result | None]  # what follows from a value, if that is recorded
+Axes = tuple[int, ...]  # along which a port may have a value in pieces
 
 
 @dataclass(frozen=True)
@@ -129,14 +131,12 @@ class Chooser:
         self.known: dict[str, list[tuple[str, ...]]] = {}
         self.labels: set[str] = set()
 
-    def recorded(self, value: Tensor, axes: tuple[int, ...]) -> Recorded | None:
+    def recorded(self, value: Tensor, axes: Axes) -> Recorded | None:
         """The port's own numbers for a value, if it is recorded, whole or sliced along ``axes``."""
         match = self.pool.find(value, *axes)
         return None if match is None else Recorded(self.pool.adopt(value, match), match.error)
 
-    def choose(
-        self, place: str, options: Iterable[Option], confirm: Callable[[Tensor], Result | None], axes: tuple[int, ...]
-    ) -> Choice[Result] | None:
+    def choose(self, place: str, options: Iterable[Option], confirm: Confirm[Result], axes: Axes) -> Choice[Result] | None:
         """The cheapest option that ``confirm`` accepts: it is given the option's value, and returns None if nothing follows."""
         known = self.known.setdefault(place, [])
         rank = {path: number for number, path in enumerate(known)}
@@ -154,9 +154,7 @@ class Chooser:
                 return replace(chosen, missed=worst_relative_error(right.value, chosen.value))
         return chosen
 
-    def _first(
-        self, ordered: list[Option], confirm: Callable[[Tensor], Result | None], axes: tuple[int, ...]
-    ) -> Choice[Result] | None:
+    def _first(self, ordered: list[Option], confirm: Confirm[Result], axes: Axes) -> Choice[Result] | None:
         def confirmed(option: Option, match: Match | None) -> Choice[Result] | None:
             value = option.value if match is None or option.silent else self.pool.adopt(option.value, match)
             result = confirm(value)
@@ -194,7 +192,7 @@ class Chooser:
         if option is not None and option.path not in known:
             known.append(option.path)
 
-    def seen(self, options: Iterable[Option], axes: tuple[int, ...]) -> list[Option]:
+    def seen(self, options: Iterable[Option], axes: Axes) -> list[Option]:
         """The options whose values are recorded, with the port's own numbers; and the right one, recorded or not."""
         kept = []
         for option in options:

@@ -7,7 +7,7 @@ several faults. A stage that no recorded tensor confirms stays open until someth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from gpt2.model import GPT2
 from gpt2.port.diagnosis.attending import Attending, Projected, added, affine, project, streams
 from gpt2.port.diagnosis.hypotheses import activations
 from gpt2.port.diagnosis.norms import Norms
-from gpt2.port.diagnosis.search import Choice, Fault, Kind, Option, Recorded, Result
+from gpt2.port.diagnosis.search import Choice, Confirm, Fault, Kind, Option, Recorded, Result
 from gpt2.port.diagnosis.trail import Trail, Walk, account
 from gpt2.port.diagnosis.wiring import STREAM, Branch, Embeddings, inputs, outputs, residuals
 from gpt2.port.recording.pool import Pool
@@ -127,9 +127,7 @@ class Walker:
                 return Choice(option, input.value, input.error, parts)
         return None
 
-    def _search(
-        self, norm: str, confirm: Callable[[Tensor], Result | None], input_point: str, stream_point: str
-    ) -> Choice[Result] | None:
+    def _search(self, norm: str, confirm: Confirm[Result], input_point: str, stream_point: str) -> Choice[Result] | None:
         """Any recorded tensor that goes into a branch; how it, or the stream that it is the ``norm`` of, was made is unknown."""
         formula = self.norms.at(norm)[0].formula
         entries = list(streams(self.pool, self.trail.ids, self.config.n_embd))

@@ -53,6 +53,12 @@ class WeightComparison:
     def _compare(self) -> None:
         weights = self.own.weights.items()
         differing = [name for name, one in weights if one is not self.state[name] and not torch.equal(one, self.state[name])]
+        for dtype, narrow in NARROW.items():  # if most of these are rounded, the others are compared with the rounded checkpoint
+            rounded = {name for name in differing if torch.equal(self.own.weights[name], self.state[name].to(narrow).double())}
+            if len(rounded) > len(differing) / 2:
+                self._rounded[dtype] = [Place.of(name) for name in differing if name in rounded]
+                differing = [name for name in differing if name not in rounded]
+                self.state = {**self.state, **{name: self.state[name].to(narrow).double() for name in differing}}
         self._missing_biases(differing)
         for name in self._not_whole_blocks(self._not_harmless(differing)):
             self._tensor(name)
