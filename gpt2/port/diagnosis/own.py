@@ -27,7 +27,7 @@ class Own:
 
     ``weights`` are by the checkpoint's names, float64. ``placed``, of the same shapes, is true where the port has an entry.
     Elsewhere a vector holds what leaves GPT-2 as the port is (no bias, a scale of one), and a matrix the checkpoint's values.
-    ``names`` are the port's parameters that hold each tensor. ``head`` (V, D) is the head's weight where it is another parameter
+    ``names``: the port's first parameter that holds a tensor. ``head`` (V, D) is the head's weight where it is another parameter
     than the token embedding, and ``head_name`` its name. ``extra`` are the norms of parameters that are added where GPT-2 adds
     nothing. ``shared``: for a tensor's name and share ("q") without a parameter of its own, the parameter that serves, and what
     else it serves as.
@@ -35,7 +35,7 @@ class Own:
 
     weights: dict[str, Tensor]
     placed: dict[str, Tensor]
-    names: dict[str, tuple[str, ...]]
+    names: dict[str, str]
     head: Tensor | None = None
     head_name: str = ""
     extra: dict[str, float] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Own:
 def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: MappingType[str, Tensor]) -> Own:
     """Read the weights out of ``tensors``, the port's parameters and buffers by name; ``state`` is the checkpoint."""
     filled, head, head_name = _Filled(mapping, state), _Filled(mapping, ["wte.weight"]), ""
-    names: dict[str, list[str]] = {name: [] for name in state}
+    names: dict[str, str] = {}
     extra: dict[str, float] = {}
     shared: dict[tuple[str, str], tuple[str, str]] = {}
     recording = mapping.anatomy.recording
@@ -63,19 +63,18 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
             if (norm := float(value[entries == ZERO].norm())) > 0:
                 extra[source.name] = norm
         for name in filled.take(entries, value):
-            names[name].append(source.name)
+            names.setdefault(name, source.name)
     for conflict in mapping.conflicts:  # one parameter serves as two parts
         taken = torch.empty(conflict.taken.shape, dtype=torch.float64)
         for name, mine, places in mapping.by_tensor(conflict.taken):
             taken[mine] = filled.weight(name).flatten()[places]
         for name in filled.scatter(conflict.refused, taken):
-            names[name].append(conflict.source)
+            names.setdefault(name, conflict.source)
             if ".c_attn." in name:
                 one, other = (_share(mapping, int(entries[0])) for entries in (conflict.refused, conflict.taken))
                 shared[name, one] = conflict.source, other
     weights = {name: _completed(name, filled.weight(name), filled.placed[name], tensor) for name, tensor in state.items()}
-    own_head = head.weights.get("wte.weight")
-    return Own(weights, filled.placed, {name: tuple(of) for name, of in names.items()}, own_head, head_name, extra, shared)
+    return Own(weights, filled.placed, names, head.weights.get("wte.weight"), head_name, extra, shared)
 
 
 def _completed(name: str, weight: Tensor, placed: Tensor, ours: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
+from gpt2.port.diagnosis.places import Place
 from gpt2.port.recording.pool import Match, Pool
 
 EXACT = 1e-13  # a match as good as this needs no better one
@@ -31,7 +32,8 @@ class Fault:
 
     Faults of one id and one ``kind`` are the same fault in several places; ``kind`` is needed where ``detail`` names a block.
     ``norm_after``: the norm ("ln_1", "ln_2") that may have been moved from before a branch to here, behind it. ``fitted``: a
-    factor was fitted, and is no known constant.
+    factor was fitted, and is no known constant. ``layer`` is the number of the block that runs (None: outside the blocks), and
+    ``error`` that of the match which shows the fault, once the port is known to have it.
     """
 
     id: str
@@ -40,6 +42,12 @@ class Fault:
     kind: str = ""
     norm_after: str = ""
     fitted: bool = False
+    layer: int | None = None
+    error: float | None = None
+
+    @property
+    def place(self) -> Place:
+        return Place.at(self.layer, self.part)
 
 
 class Kind(Enum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,18 +23,6 @@ from gpt2.port.recording.pool import Pool
 
 NARROW_BOUND = 1e-6  # of a traced point against the reference's where the port computes in less than float64
 SEQUENCE = ("layer-order", "layer-missing", "layer-repeated")
-
-
-class PlacedFault(NamedTuple):
-    """A fault of the block that runs as number ``layer`` (None: outside the blocks), and the error of the match that shows it."""
-
-    layer: int | None
-    fault: Fault
-    error: float | None = None
-
-    @property
-    def place(self) -> Place:
-        return Place.at(self.layer, self.fault.part)
 
 
 @dataclass(frozen=True)
@@ -66,7 +54,7 @@ class Trail:
         self.pool, self.chooser, self.own, self.config, self.ids = pool, Chooser(pool), own, config, ids
         self.values: dict[str, Tensor] = {}
         self.errors: dict[str, float] = {}
-        self.faults: list[PlacedFault] = []
+        self.faults: list[Fault] = []
         self.blocks: list[int] = []
         self.factors: dict[int, float] = {}
         self.missed: dict[str, float] = {}
@@ -83,7 +71,7 @@ class Trail:
             self.errors[point] = error
 
     def blame(self, layer: int | None, faults: Iterable[Fault], error: float | None) -> None:
-        self.faults += [PlacedFault(layer, fault, error) for fault in faults]
+        self.faults += [replace(fault, layer=layer, error=error) for fault in faults]
 
     def settle(self, layer: int | None, choice: Choice[Any], part: str) -> None:
         """Take a choice at ``part`` of a block, and all options that it is computed from, as what the port does."""
@@ -130,38 +118,38 @@ def _departure(mine: Tensor, theirs: Tensor) -> float:
     return worst_relative_error(mine, theirs) if mine.shape == theirs.shape else math.inf
 
 
-def _post_norms(faults: list[PlacedFault]) -> list[PlacedFault]:
+def _post_norms(faults: list[Fault]) -> list[Fault]:
     """Norms that are behind the branches and not before them are one fault for each block."""
     out = []
     for layer in dict.fromkeys(one.layer for one in faults):
         mine = [one for one in faults if one.layer == layer]
-        missing = {one.fault.part for one in mine if one.fault.id == "norm-missing"}
-        moved = [part for part in ("ln_1", "ln_2") if part in missing & {one.fault.norm_after for one in mine}]
+        missing = {one.part for one in mine if one.id == "norm-missing"}
+        moved = [part for part in ("ln_1", "ln_2") if part in missing & {one.norm_after for one in mine}]
         if moved:
             words = "the norms stand behind the branches, ln(x + branch(x)), not before them"
-            out.append(PlacedFault(layer, Fault("post-norm", "" if len(moved) == 2 else moved[0], words)))
+            out.append(Fault("post-norm", "" if len(moved) == 2 else moved[0], words, layer=layer))
         for one in mine:
-            if not (one.fault.norm_after in moved or (one.fault.id == "norm-missing" and one.fault.part in moved)):
+            if not (one.norm_after in moved or (one.id == "norm-missing" and one.part in moved)):
                 out.append(one)
     return out
 
 
-def _scales(trail: Trail) -> list[PlacedFault]:
+def _scales(trail: Trail) -> list[Fault]:
     """What is wrong with the factors of the scores. In one block the root of four heads and the block's number may be the same
     factor: then the cause that fits more blocks is meant."""
     by_number, by_width = (
         [
-            PlacedFault(layer, fault, trail.errors.get(f"h.{layer}.attn.weights"))
+            replace(fault, layer=layer, error=trail.errors.get(f"h.{layer}.attn.weights"))
             for layer, factor in trail.factors.items()
             for fault in scale_faults(trail.config, layer, factor, inverse_first)
         ]
         for inverse_first in (True, False)
     )
-    inverse = sum(one.fault.id == "scale-inverse-layer" for one in by_number)
-    return by_number if inverse > sum(one.fault.id == "scale-by-width" for one in by_width) else by_width
+    inverse = sum(one.id == "scale-inverse-layer" for one in by_number)
+    return by_number if inverse > sum(one.id == "scale-by-width" for one in by_width) else by_width
 
 
-def _sequence(trail: Trail, reference: GPT2) -> list[PlacedFault]:
+def _sequence(trail: Trail, reference: GPT2) -> list[Fault]:
     """What is wrong with the sequence of blocks. They are numbered by whose weights of the checkpoint they hold."""
     layers = trail.config.n_layer
     theirs = {name: tensor[:8].double() for name, tensor in reference.state_dict().items() if name.endswith("c_fc.weight")}
@@ -179,38 +167,38 @@ def _sequence(trail: Trail, reference: GPT2) -> list[PlacedFault]:
     faults = []
     for block in range(layers):
         if (times := ran.count(block)) > 1:
-            faults.append(PlacedFault(block, Fault("layer-repeated", "", f"it runs {times} times; the blocks run are {names}")))
+            faults.append(Fault("layer-repeated", "", f"it runs {times} times; the blocks run are {names}", layer=block))
         elif not times:
-            faults.append(PlacedFault(block, Fault("layer-missing", "", f"it does not run; the blocks run are {names}")))
+            faults.append(Fault("layer-missing", "", f"it does not run; the blocks run are {names}", layer=block))
     firsts = list(dict.fromkeys(ran))
     if firsts != sorted(firsts):
         astray = next(i for i, block in enumerate(firsts) if block != sorted(firsts)[i])
-        faults.append(PlacedFault(astray, Fault("layer-order", "", f"the blocks run as {names}")))
+        faults.append(Fault("layer-order", "", f"the blocks run as {names}", layer=astray))
     return faults
 
 
-def _causes(faults: list[PlacedFault], trail: Trail, explained: bool) -> list[PlacedCause]:
+def _causes(faults: list[Fault], trail: Trail, explained: bool) -> list[PlacedCause]:
     """Each cause once, with all its places."""
-    groups: dict[tuple[str, str], list[PlacedFault]] = {}
+    groups: dict[tuple[str, str], list[Fault]] = {}
     for one in sorted(faults, key=lambda one: forward_rank(one.place, trail.config.n_layer)):
-        groups.setdefault((one.fault.id, one.fault.kind or one.fault.detail), []).append(one)
+        groups.setdefault((one.id, one.kind or one.detail), []).append(one)
     layers = len(trail.blocks) if trail.reached else trail.config.n_layer
     causes = []
     for (id, _), same in groups.items():
-        first, fix = same[0], None
+        fault, fix = same[0], None
         if id == "layernorm-eps":
             fix = f"nn.LayerNorm(n_embd, eps={trail.config.layer_norm_epsilon:g})"
         elif id == "gelu-variant" and (name := trail.config.activation_function) != "gelu_new" and SAME.get(name) != "gelu_new":
             fix = f"the checkpoint's activation is {name}"
         places = collapsed(sorted((one.place for one in same), key=lambda place: place.layer is None), layers)
-        evidence = _evidence(id, first.place, same, trail)
+        evidence = _evidence(id, fault.place, same, trail)
         evidence += "; with all causes here, the walk ends at your own logits" if explained else ""
-        confidence, fault = SURE if explained else LIKELY, first.fault
+        confidence = SURE if explained else LIKELY
         causes.append(PlacedCause(id, places, fault.detail, evidence, confidence, fix, fault.kind, fault.fitted))
     return causes
 
 
-def _evidence(id: str, place: Place, same: list[PlacedFault], trail: Trail) -> str:
+def _evidence(id: str, place: Place, same: list[Fault], trail: Trail) -> str:
     if id in SEQUENCE:
         return "each block's projections were found in your run, with the weights of these blocks and in this order"
     error = max((one.error for one in same if one.error is not None), default=None)

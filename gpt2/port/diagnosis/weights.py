@@ -171,7 +171,7 @@ class WeightComparison:
     # One tensor
 
     def _tensor(self, name: str) -> None:
-        called = f"your {next(iter(self.own.names.get(name, ())), name)}"
+        called = f"your {self.own.names.get(name, name)}"
         whole = Piece(Place.of(name), called, self.own.weights[name], self.state[name], self.own.placed[name])
         pieces = [whole]
         if ".c_attn." in name:
