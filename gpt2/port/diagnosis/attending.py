@@ -39,21 +39,21 @@ class Layout(Enum):
         """(B, T, D) as (B, H, T, K)."""
         batch, tokens, _ = y.shape
         return {
-            Layout.RIGHT: lambda: y.unflatten(-1, (heads, -1)).transpose(1, 2),
-            Layout.VIEWED: lambda: y.reshape(batch, heads, tokens, -1),
-            Layout.INTERLEAVED: lambda: y.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2),
-            Layout.TIME_FIRST: lambda: y.transpose(0, 1).reshape(batch, heads, tokens, -1),
-        }[self]()
+            Layout.RIGHT: y.unflatten(-1, (heads, -1)).transpose(1, 2),
+            Layout.VIEWED: y.reshape(batch, heads, tokens, -1),
+            Layout.INTERLEAVED: y.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2),
+            Layout.TIME_FIRST: y.transpose(0, 1).reshape(batch, heads, tokens, -1),
+        }[self]
 
     def merge(self, y: Tensor) -> Tensor:
         """(B, H, T, K) as (B, T, D)."""
         batch, _, tokens, _ = y.shape
         return {
-            Layout.RIGHT: lambda: y.transpose(1, 2).flatten(2),
-            Layout.VIEWED: lambda: y.reshape(batch, tokens, -1),
-            Layout.INTERLEAVED: lambda: y.permute(0, 2, 3, 1).flatten(2),
-            Layout.TIME_FIRST: lambda: y.permute(2, 0, 1, 3).reshape(batch, tokens, -1),
-        }[self]()
+            Layout.RIGHT: y.transpose(1, 2).flatten(2),
+            Layout.VIEWED: y.reshape(batch, tokens, -1),
+            Layout.INTERLEAVED: y.permute(0, 2, 3, 1).flatten(2),
+            Layout.TIME_FIRST: y.permute(2, 0, 1, 3).reshape(batch, tokens, -1),
+        }[self]
 
 
 def affine(chooser: Chooser, x: Tensor, weight: Tensor, bias: Tensor, part: str, heads: int = 0) -> Recorded | None:
@@ -108,7 +108,7 @@ class Attending:
     def run(self) -> list[Option]:
         """The results that the branch may have (several where only what follows can decide); none if attention is unknown."""
         for name, part in self.parts.items():
-            self._keep(f"attn.{name}", part.value, part.error)
+            self._keep(f"attn.{name}", part.value)
         words = {"q": "queries", "k": "keys", "v": "values"}
         if without := ", ".join(words[name] for name, part in self.parts.items() if part.faults):
             self.faults.append(Fault("missing-bias", "attn", f"the {without} have no bias"))
@@ -120,21 +120,21 @@ class Attending:
         else:
             mixed, factor = chosen.result, chosen.option.factor or 0.0
             error = mixed.error if chosen.error is None else chosen.error
-            self.trail.factors[self.n] = factor
+            self.trail.factors[self.n] = factor, chosen.error
             if chosen.missed is not None:
                 self.trail.missed[point_at(self.n, "attn")] = chosen.missed
             if layout is not Layout.RIGHT:
                 self.faults.append(Fault("head-layout", "attn", layout.value))
             self.faults += [*chosen.option.faults, *mixed.faults]
-            self._keep("attn.scores", self._scaled(layout, factor).tril(), None)
-            self._keep("attn.weights", chosen.value, chosen.error)
-            self._keep("attn.heads", Layout.RIGHT.merge(mixed.value), mixed.error)
+            self._keep("attn.scores", self._scaled(layout, factor).tril())
+            self._keep("attn.weights", chosen.value)
+            self._keep("attn.heads", Layout.RIGHT.merge(mixed.value))
             results = self._project([(mixed.value, ())], recorded=True)
         self.trail.blame(self.n, self.faults, error)
         return results
 
-    def _keep(self, part: str, value: Tensor, error: float | None) -> None:
-        self.trail.keep(point_at(self.n, part), value, error)
+    def _keep(self, part: str, value: Tensor) -> None:
+        self.trail.values[point_at(self.n, part)] = value
 
     def _layout(self) -> tuple[Layout, list[float]]:
         """How heads are cut out, as the scores show; and the factors of the scores where they are recorded."""
@@ -239,8 +239,8 @@ class Attending:
         if projection is None:
             return None
         self.faults += wrong
-        self._keep("attn.heads", merged, None)
-        self._keep("attn.c_proj", projection.value, projection.error)
+        self._keep("attn.heads", merged)
+        self._keep("attn.c_proj", projection.value)
         return added(bias, projection, "attn.c_proj")
 
     def _normed(self, merged: Tensor) -> Iterator[tuple[str, Tensor]]:

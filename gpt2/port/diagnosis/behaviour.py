@@ -202,8 +202,8 @@ class Behaviour:
         filled[0, :gap] = ids[1, :gap]
         try:
             padded, refilled, full = (self._masked(x, name, one) for x, one in ((ids, mask), (filled, mask), (ids, ones)))
-        except Exception as error:
-            self.notes.append(f"padding was not tried: your forward does not take {name} of shape (B, T) ({error_line(error)})")
+        except Exception as failure:
+            self.notes.append(f"padding was not tried: your forward does not take {name} of shape (B, T) ({error_line(failure)})")
             return
         unmasked, alone, first = self._logits(ids), self._logits(ids[:1, gap:]), padded[:1, gap:]
         if error := self._differ(full, unmasked):

@@ -198,7 +198,7 @@ class Examination:
 
     def _outputs(self, borrowed: Borrowed, probes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Its logits of each probe, in float64 if it can, in its own dtype if not. It may refuse all probes but the first."""
-        outputs = []
+        outputs: list[tuple[Tensor, Tensor]] = []
         for ids in probes:
             logits = self._run(ids)
             if isinstance(logits, Exception) and not outputs:

@@ -16,7 +16,7 @@ from gpt2.port.diagnosis.search import Fault, Formula, Kind, Option
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0, 1e-3, 1e-7, 1e-10, 1e-4, 1e-2, 1e-9, 1e-1, 1.0)
 RMS_EPSILONS = (1e-6, 1e-8, 0.0, 1e-5, 1e-12, torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps)
-RMS = {"centred": False, "square": True}  # what makes a layer norm an RMS norm
+RMS: dict[str, Any] = {"centred": False, "square": True}  # what makes a layer norm an RMS norm
 AXES = {
     (1,): "over the positions",
     (0,): "over the batch",

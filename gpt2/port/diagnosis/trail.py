@@ -16,7 +16,7 @@ from gpt2.measure.tracing import layer_of, point_at, points, trace
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.hypotheses import SAME, scale_faults
-from gpt2.port.diagnosis.places import OUTSIDE, Place, collapsed, forward_rank
+from gpt2.port.diagnosis.places import Place, collapsed, forward_rank
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Kind
 from gpt2.port.recording.pool import Pool
@@ -44,19 +44,18 @@ class Walk:
 class Trail:
     """What a walk has met so far. ``own`` are the port's weights by the checkpoint's names, float64.
 
-    ``values`` and ``errors`` are by traced point, the errors where the value is recorded. ``blocks`` are the numbers of the
-    blocks whose weights were used, as they ran; ``factors`` what the scores of each are multiplied by. ``missed`` are the errors
-    of GPT-2's formula where the port follows another. ``lost`` are points where the port computes something unknown.
-    ``reached``: the walk arrived at the port's logits.
+    ``values`` are by traced point. ``blocks`` are the numbers of the blocks whose weights were used, as they ran; ``factors``
+    what the scores of each are multiplied by, and the error of the attention weights. ``missed`` are the errors of GPT-2's
+    formula where the port follows another. ``lost`` are points where the port computes something unknown. ``reached``: the walk
+    arrived at the port's logits.
     """
 
     def __init__(self, pool: Pool, own: dict[str, Tensor], config: GPT2Config, ids: Tensor) -> None:
         self.pool, self.chooser, self.own, self.config, self.ids = pool, Chooser(pool), own, config, ids
         self.values: dict[str, Tensor] = {}
-        self.errors: dict[str, float] = {}
         self.faults: list[Fault] = []
         self.blocks: list[int] = []
-        self.factors: dict[int, float] = {}
+        self.factors: dict[int, tuple[float, float | None]] = {}
         self.missed: dict[str, float] = {}
         self.lost: list[str] = []
         self.reached = False
@@ -65,31 +64,24 @@ class Trail:
         """The port's weights of a block, by their names in the block."""
         return {name.removeprefix(f"h.{layer}."): t for name, t in self.own.items() if name.startswith(f"h.{layer}.")}
 
-    def keep(self, point: str, value: Tensor, error: float | None) -> None:
-        self.values[point] = value
-        if error is not None:
-            self.errors[point] = error
-
     def blame(self, layer: int | None, faults: Iterable[Fault], error: float | None) -> None:
         self.faults += [replace(fault, layer=layer, error=error) for fault in faults]
 
     def settle(self, layer: int | None, choice: Choice[Any], part: str) -> None:
         """Take a choice at ``part`` of a block, and all options that it is computed from, as what the port does."""
         point = point_at(layer, part)
-        self.keep(point, choice.value, choice.error)
+        self.values[point] = choice.value
         if choice.missed is not None:
             self.missed[point] = choice.missed
         option, error, before = choice.option.base, choice.error, layer
         if part == "ln_1":  # the stream that enters was made by the block before
             before = layer - 1 if layer else None
         if option is not None and option.kind is not Kind.PARALLEL:
-            self.keep(point_at(before, "mid" if part == "ln_2" else "embed" if before is None else ""), option.value, None)
+            self.values[point_at(before, "mid" if part == "ln_2" else "embed" if before is None else "")] = option.value
         option = choice.option
         while option is not None:
             self.blame(layer, option.faults, error)
-            for name, value in option.values.items():
-                whole = value.expand(len(self.ids), *value.shape[1:]) if name in OUTSIDE else value
-                self.keep(point_at(layer, name), whole, error)
+            self.values |= {point_at(layer, name): value for name, value in option.values.items()}
             option, error, layer = option.base, None, before
 
 
@@ -139,8 +131,8 @@ def _scales(trail: Trail) -> list[Fault]:
     factor: then the cause that fits more blocks is meant."""
     by_number, by_width = (
         [
-            replace(fault, layer=layer, error=trail.errors.get(f"h.{layer}.attn.weights"))
-            for layer, factor in trail.factors.items()
+            replace(fault, layer=layer, error=error)
+            for layer, (factor, error) in trail.factors.items()
             for fault in scale_faults(trail.config, layer, factor, inverse_first)
         ]
         for inverse_first in (True, False)

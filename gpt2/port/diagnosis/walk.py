@@ -176,11 +176,11 @@ class Walker:
             self.trail.lost.append(point_at(n, "attn"))
         self.trail.settle(n, choice, "ln_2")
         up = choice.result
-        self.trail.keep(point_at(n, "mlp.c_fc"), up.value, up.error)
+        self.trail.values[point_at(n, "mlp.c_fc")] = up.value
         self.trail.blame(n, up.faults, up.error)
         results = self._activate(n, weights, up.value)
         if parallel and attention.stream is not None:
-            self.trail.keep(point_at(n, "mid"), attention.stream + attention.results[0].value, None)
+            self.trail.values[point_at(n, "mid")] = attention.stream + attention.results[0].value
         middle, normed = None if mid is None else mid.value, choice.option.kind is not Kind.NO_NORM
         branch = Branch(False, middle, choice.value, normed, results)
         return [x for one in results for x in outputs(self.norms, self.pool, layer, attention, branch, parallel, one)]
@@ -201,7 +201,7 @@ class Walker:
         if choice is None:  # neither recorded nor confirmed: what follows has to decide
             return [Option.known(f"hidden {one.label}", one.value @ weight + bias, *one.faults) for one in options]
         self.trail.settle(n, choice, "mlp.act")
-        self.trail.keep(point_at(n, "mlp.c_proj"), choice.result.value, choice.result.error)
+        self.trail.values[point_at(n, "mlp.c_proj")] = choice.result.value
         return added(bias, choice.result, "mlp.c_proj")
 
     # To the logits
@@ -215,7 +215,7 @@ class Walker:
             if (choice := self.chooser.choose("ln_f", normed, self.ending.logits, STREAM)) is not None:
                 self.trail.settle(len(self.blocks) - 1 if self.blocks else None, choice, "ln_f")
                 self.trail.blame(None, choice.result.faults, choice.result.error)
-                self.trail.keep("logits", choice.result.value, choice.result.error)
+                self.trail.values["logits"] = choice.result.value
                 self.trail.reached = True
                 return True
         return False
