@@ -17,8 +17,7 @@ from gpt2.port.diagnosis.hypotheses import attention_weights, likely_scales, sca
 from gpt2.port.diagnosis.norms import RMS, layer_norm
 from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Option, Recorded
 from gpt2.port.diagnosis.trail import Trail
-from gpt2.port.diagnosis.wiring import STREAM
-from gpt2.port.recording.pool import Pool
+from gpt2.port.diagnosis.wiring import STREAM, streams
 
 HEADS = (1, 0, 2)  # axes of (B, H, T, K) along which a port may have it in pieces: heads, rows, tokens
 GRID = (1, 0)  # of (B, H, T, T)
@@ -249,16 +248,3 @@ class Attending:
         yield words, layer_norm(merged, **RMS)
         for name in ("ln_1", "ln_2"):
             yield f"{words}, by {name}", layer_norm(merged, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
-
-
-def streams(pool: Pool, ids: Tensor, width: int) -> Iterator[Tensor]:
-    """Every recorded tensor that may be a (B, T, D): as it lies, or with time first."""
-    batch, tokens = ids.shape
-    for entry in pool.of_size(batch * tokens * width):
-        if entry.shape[-1] != width:
-            if entry.shape[:2] == (batch, tokens):  # heads side by side, about to be merged
-                yield entry.reshape(batch, tokens, width)
-        elif entry.shape[:2] == (tokens, batch) and tokens != batch:
-            yield entry.transpose(0, 1)
-        elif entry.ndim <= 3:
-            yield entry.reshape(batch, tokens, width)

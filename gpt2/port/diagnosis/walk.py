@@ -16,12 +16,12 @@ from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import point_at
 from gpt2.model import GPT2
-from gpt2.port.diagnosis.attending import Attending, Projected, added, affine, project, streams
+from gpt2.port.diagnosis.attending import Attending, Projected, added, affine, project
 from gpt2.port.diagnosis.hypotheses import activations
 from gpt2.port.diagnosis.norms import Norms
 from gpt2.port.diagnosis.search import Choice, Confirm, Fault, Kind, Option, Recorded, Result
 from gpt2.port.diagnosis.trail import Trail, Walk, account
-from gpt2.port.diagnosis.wiring import STREAM, Branch, Embeddings, inputs, outputs, residuals
+from gpt2.port.diagnosis.wiring import STREAM, Branch, Embeddings, inputs, outputs, residuals, streams
 from gpt2.port.recording.pool import Pool
 
 SAMPLE = 64  # tokens of the vocabulary that a candidate for the last stream is tried on first

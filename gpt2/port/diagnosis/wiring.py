@@ -23,6 +23,19 @@ BOTH = "the embeddings, tokens and positions together,"
 WAVES = {"sin", "cos", "sin_", "cos_", "polar", "view_as_real"}  # operators that make sinusoidal positions
 
 
+def streams(pool: Pool, ids: Tensor, width: int) -> Iterator[Tensor]:
+    """Every recorded tensor that may be a (B, T, D): as it lies, or with time first."""
+    batch, tokens = ids.shape
+    for entry in pool.of_size(batch * tokens * width):
+        if entry.shape[-1] != width:
+            if entry.shape[:2] == (batch, tokens):  # heads side by side, about to be merged
+                yield entry.reshape(batch, tokens, width)
+        elif entry.shape[:2] == (tokens, batch) and tokens != batch:
+            yield entry.transpose(0, 1)
+        elif entry.ndim <= 3:
+            yield entry.reshape(batch, tokens, width)
+
+
 class Embeddings:
     """What may enter the first block: token embeddings and positions of ids (B, T), scaled, normed or in other places."""
 
@@ -101,23 +114,18 @@ class Embeddings:
 
     def _unknown_positions(self, factors: list[float]) -> Iterator[Option]:
         """A tensor that differs from the token embeddings by the same in every row of the batch: by the positions."""
-        words = self.words
-        for entry in self.pool.of_size(words.numel()):
-            for x in (entry, entry.transpose(0, 1)) if entry.ndim == 3 else (entry,):
-                if x.shape != words.shape or len(x) < 2:
+        learned = Fault("not-loaded", "wpe", "positions are not the checkpoint's learned ones, and none known here")
+        waves = replace(self.sine, detail="positions are made of sines and cosines, not of the checkpoint's learned ones")
+        for x in streams(self.pool, self.ids, self.width):
+            for factor in factors:
+                rows = x - self.words * factor
+                largest = float(rows.abs().max())
+                if len(x) < 2 or largest < 1e-9 or float((rows - rows[:1]).abs().max()) > 1e-9 * largest:
                     continue
-                for factor in factors:
-                    rows = x - words * factor
-                    largest = float(rows.abs().max())
-                    if largest < 1e-9 or float((rows - rows[:1]).abs().max()) > 1e-9 * largest:
-                        continue
-                    fault = Fault("not-loaded", "wpe", "positions are not the checkpoint's learned ones, and none known here")
-                    if self.pool.operators & WAVES or largest <= 1.0:
-                        waves = "positions are made of sines and cosines, not of the checkpoint's learned ones"
-                        fault = replace(self.sine, detail=waves)
-                    scaled = [self._scaled(factor, "token embeddings")] if factor != 1 else []
-                    values = {"wte": words * factor, "wpe": rows[:1]}
-                    yield Option.known("other positions", x, fault, *scaled, values=values)
+                fault = waves if self.pool.operators & WAVES or largest <= 1.0 else learned
+                scaled = [self._scaled(factor, "token embeddings")] if factor != 1 else []
+                values = {"wte": self.words * factor, "wpe": rows[:1]}
+                yield Option.known("other positions", x, fault, *scaled, values=values)
 
 
 def _others(factors: list[float]) -> list[float]:

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -63,8 +62,7 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         model = checkpoint.load()
         directory = _directory(checkpoint, model, place)
         begin("import")
-        build = _build_of(_imported(file), file, name)
-        takes_directory = _takes_directory(build, file, name)
+        build, takes_directory = _builder(file, name)
         begin("build")
         module = build(str(directory)) if takes_directory else build()
         if not isinstance(module, nn.Module):
@@ -104,44 +102,32 @@ def _directory(checkpoint: Checkpoint, model: GPT2, place: Path) -> Path:
     return folder
 
 
-def _imported(file: Path) -> ModuleType:
-    """The file as a module, with its own folder to import from."""
+def _builder(file: Path, name: str) -> tuple[Callable[..., Any], bool]:
+    """Import the file, beside its own folder: its function ``name``, and whether that takes the checkpoint's folder."""
     sys.argv = [str(file)]
     sys.path.insert(0, str(file.parent))
-    name = file.stem if file.stem.isidentifier() and file.stem not in sys.modules else f"port_{abs(hash(file))}"
-    spec = importlib.util.spec_from_file_location(name, file)
+    module_name = file.stem if file.stem.isidentifier() and file.stem not in sys.modules else f"port_{abs(hash(file))}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         raise InputError(f"{file.name}: is no Python file; give one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
-
-
-def _build_of(module: ModuleType, file: Path, name: str) -> Callable[..., Any]:
     build: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(build):
         own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         there = f"; it has {', '.join(own[:6])}" if own else ""
-        raise InputError(
-            f"{file.name}: has no function {name}{there}; write {name}(checkpoint_dir), or name another: {file.name}:NAME"
-        )
-    return build
-
-
-def _takes_directory(build: Callable[..., Any], file: Path, name: str) -> bool:
+        others = f"write {name}(checkpoint_dir), or name another: {file.name}:NAME"
+        raise InputError(f"{file.name}: has no function {name}{there}; {others}")
     try:
         parameters = inspect.signature(build).parameters.values()
     except (TypeError, ValueError):
-        return True
+        return build, True
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
-        shown = ", ".join(p.name for p in required)
-        raise InputError(
-            f"{file.name}: {name}({shown}) is called with the checkpoint's folder, or nothing; give the others defaults"
-        )
-    return bool(positional)
+        call = f"{name}({', '.join(p.name for p in required)})"
+        raise InputError(f"{file.name}: {call} is called with the checkpoint's folder, or nothing; give the others defaults")
+    return build, bool(positional)
 
 
 def _once(module: nn.Module, model: GPT2) -> Exception | None:
