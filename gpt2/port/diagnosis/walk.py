@@ -121,10 +121,8 @@ class Walker:
         for stream in kept:
             option = stream.then("right", self.norms.at(f"h.{layer}.ln_1")[0].formula, kind=Kind.RIGHT)
             if stream.price <= 0 and (input := self.chooser.recorded(option.value, STREAM)) is not None:
-                weights, bias = (self.own[f"h.{layer}.attn.c_attn.{leaf}"] for leaf in ("weight", "bias"))
-                thirds = (input.value @ weights + bias).chunk(3, -1)
-                parts = {name: Recorded(third, None) for name, third in zip("qkv", thirds, strict=True)}
-                return Choice(option, input.value, input.error, parts)
+                parts = project(self.chooser, self.config, input.value, self.trail.weights(layer), min_recorded=0)
+                return Choice(option, input.value, input.error, parts or {})
         return None
 
     def _search(self, norm: str, confirm: Confirm[Result], input_point: str, stream_point: str) -> Choice[Result] | None:
@@ -228,8 +226,8 @@ class Ending:
         self.bound, self.given, self.weight = pool.bound, pool.logits, weight
         shared = min(self.given.shape[-1], len(weight))
         self.sample = torch.randperm(shared, generator=torch.Generator().manual_seed(0))[:SAMPLE]
-        probabilities = {"softmax": self.given, "log_softmax": self.given.exp()}
-        self.softmaxed = [name for name, values in probabilities.items() if _are_probabilities(values)]
+        probabilities = {"softmax": self.given.clamp(min=0.0), "log_softmax": self.given.exp()}
+        self.softmaxed = [name for name, p in probabilities.items() if bool(((p.sum(-1) - 1).abs() < ROW_SUM_BOUND).all())]
 
     def logits(self, x: Tensor) -> Recorded | None:
         """The port's logits as (B, T', V), if they follow from a normed stream (B, T, D); T' is 1 or T."""
@@ -257,7 +255,3 @@ class Ending:
                 words = f"the model returns {name} of the logits"
                 return Recorded(given, error, (Fault("logits-softmaxed", "logits", words),))
         return None
-
-
-def _are_probabilities(values: Tensor) -> bool:
-    return bool(((values.sum(-1) - 1).abs() < ROW_SUM_BOUND).all()) and bool((values >= 0).all())
