@@ -189,11 +189,11 @@ def _join_nested(causes: list[PlacedCause]) -> list[PlacedCause]:
     return out
 
 
-def _nested(ours: tuple[Place, ...], theirs: tuple[Place, ...]) -> bool:
+def _nested(one: tuple[Place, ...], other: tuple[Place, ...]) -> bool:
     """Whether one place alone is a part of another, in the same block."""
-    if len(ours) > 1 or len(theirs) > 1 or ours[0].layer != theirs[0].layer:
+    if len(one) > 1 or len(other) > 1 or one[0].layer != other[0].layer:
         return False
-    outer, inner = sorted((ours[0].part, theirs[0].part), key=len)
+    outer, inner = sorted((one[0].part, other[0].part), key=len)
     return inner != outer and (not outer or inner.startswith(f"{outer}."))
 
 

@@ -53,10 +53,10 @@ def likeness(values: Tensor) -> str:
     return f"they look drawn at random (std {std:.2g}), as a fresh parameter is"
 
 
-def moved_rows(theirs: Tensor, ours: Tensor) -> int:
+def moved_rows(held: Tensor, ours: Tensor) -> int:
     """By how many rows a table was moved: row r is the checkpoint's r + n. 0 if it was not moved."""
     for by in (1, 2, -1, -2):
-        mine, right = (theirs[:-by], ours[by:]) if by > 0 else (theirs[-by:], ours[:by])
+        mine, right = (held[:-by], ours[by:]) if by > 0 else (held[-by:], ours[:by])
         if len(mine) > 2 and torch.equal(mine, right):
             return by
     return 0
@@ -104,13 +104,13 @@ def _reshaped(ours: Tensor) -> Misreading:
     return Misreading(ours.reshape(ours.shape[::-1]).t(), "transposed", words, evidence)
 
 
-def same_branch(part: str, theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], config: GPT2Config) -> bool:
+def same_branch(part: str, held: Mapping[str, Tensor], ours: Mapping[str, Tensor], config: GPT2Config) -> bool:
     """Whether an "attn" or "mlp" gives the same for a random (1, 6, D) with either weights ("c_attn.weight", ...).
 
     Heads, or hidden units, may be in another order throughout.
     """
     x = torch.randn(1, 6, config.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    one, other = (_branch(part, weights, x, config) for weights in (theirs, ours))
+    one, other = (_branch(part, weights, x, config) for weights in (held, ours))
     return worst_relative_error(one, other) <= FLOAT64_BOUND
 
 

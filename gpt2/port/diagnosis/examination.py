@@ -93,8 +93,8 @@ class Examination:
         ids, logits = outputs[wrong]
         own_error = same.error(logits, ids)
         if own.placed and own_error <= self.bound:
-            ours, theirs = trace(reference.model, ids), trace(same.model, ids)
-            apart = ((point, worst_relative_error(theirs[point], value)) for point, value in ours.items())
+            expected, traced = trace(reference.model, ids), trace(same.model, ids)
+            apart = ((point, worst_relative_error(traced[point], value)) for point, value in expected.items())
             parted = (Divergence(point, layer_of(point), error) for point, error in apart if error > FLOAT64_BOUND)
             divergence, evidence = next(parted, None), f"; with your weights our model gives your logits to {own_error:.0e}"
             silent = [cause for cause in self.structural if cause.id == "position-missing"]

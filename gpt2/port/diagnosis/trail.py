@@ -101,13 +101,13 @@ def account(trail: Trail, reference: GPT2) -> Walk:
     return Walk(known, explained, divergence, tuple(causes), tuple(trail.blocks), lost)
 
 
-def _departure(mine: Tensor, theirs: Tensor) -> float:
-    """The error of a port's value, of what it has: its vocabulary may be padded, or only the last position returned."""
-    if mine.ndim == theirs.ndim == 3:
-        shared = min(mine.shape[-1], theirs.shape[-1])
-        mine, theirs = mine[..., :shared], theirs[:, -mine.shape[1] :, :shared]
-    theirs = theirs.expand(mine.shape) if theirs.shape[:1] == (1,) else theirs
-    return worst_relative_error(mine, theirs) if mine.shape == theirs.shape else math.inf
+def _departure(value: Tensor, expected: Tensor) -> float:
+    """The error of a port's value, in what it has: its vocabulary may be padded, or only the last position returned."""
+    if value.ndim == expected.ndim == 3:
+        shared = min(value.shape[-1], expected.shape[-1])
+        value, expected = value[..., :shared], expected[:, -value.shape[1] :, :shared]
+    expected = expected.expand(value.shape) if expected.shape[:1] == (1,) else expected
+    return worst_relative_error(value, expected) if value.shape == expected.shape else math.inf
 
 
 def _post_norms(faults: list[Fault]) -> list[Fault]:
@@ -144,12 +144,12 @@ def _scales(trail: Trail) -> list[Fault]:
 def _sequence(trail: Trail, reference: GPT2) -> list[Fault]:
     """What is wrong with the sequence of blocks. They are numbered by whose weights of the checkpoint they hold."""
     layers = trail.config.n_layer
-    theirs = {name: tensor[:8].double() for name, tensor in reference.state_dict().items() if name.endswith("c_fc.weight")}
+    ours = {name: tensor[:8].double() for name, tensor in reference.state_dict().items() if name.endswith("c_fc.weight")}
 
     def holder(block: int) -> int:
         """The checkpoint's block with these weights; a few rows are as good as all."""
         mine = trail.own[f"h.{block}.mlp.c_fc.weight"][:8]
-        return next((n for n in range(layers) if torch.allclose(theirs[f"h.{n}.mlp.c_fc.weight"], mine)), block)
+        return next((n for n in range(layers) if torch.allclose(ours[f"h.{n}.mlp.c_fc.weight"], mine)), block)
 
     holders = [holder(block) for block in trail.blocks]
     ran = holders if len(set(holders)) == len(set(trail.blocks)) else trail.blocks
@@ -192,7 +192,7 @@ def _causes(faults: list[Fault], trail: Trail, explained: bool) -> list[PlacedCa
 
 def _evidence(id: str, place: Place, same: list[Fault], trail: Trail) -> str:
     if id in SEQUENCE:
-        return "each block's projections were found in your run, with the weights of these blocks and in this order"
+        return "your run holds each block's projections, with the weights of these blocks and in this order"
     error = max((one.error for one in same if one.error is not None), default=None)
     close = "" if error is None else " to the last bit" if error == 0 else f" to {error:.0e}"
     evidence = f"computed so from your own weights and inputs, {place} is what your module has there{close}"

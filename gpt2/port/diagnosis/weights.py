@@ -32,7 +32,7 @@ class Piece:
 
     place: Place
     called: str
-    theirs: Tensor
+    held: Tensor
     ours: Tensor
     placed: Tensor
 
@@ -140,31 +140,31 @@ class WeightComparison:
         same: set[str] = set()
         for branch in dict.fromkeys(branches.values()):
             if (part := branch.rpartition(".")[2]) in ("attn", "mlp"):
-                theirs, ours = (_family(weights, branch) for weights in (self.own.weights, self.state))
-                same |= {branch} if entries.same_branch(part, theirs, ours, self.config) else set()
+                held, ours = (_family(weights, branch) for weights in (self.own.weights, self.state))
+                same |= {branch} if entries.same_branch(part, held, ours, self.config) else set()
         return [name for name, branch in branches.items() if branch not in same]
 
     def _not_whole_blocks(self, differing: list[str]) -> list[str]:
         """Without the blocks that hold another block's weights altogether, which are one cause."""
         layers = dict.fromkeys(layer for name in differing if (layer := Place.of(name).layer) is not None)
-        held = {layer: other for layer in layers if (other := self._held_block(f"h.{layer}")) is not None}
-        if held:
-            pairs = [f"h.{layer} holds h.{other}" for layer, other in held.items()]
+        moved = {layer: other for layer in layers if (other := self._held_block(f"h.{layer}")) is not None}
+        if moved:
+            pairs = [f"h.{layer} holds h.{other}" for layer, other in moved.items()]
             words = ", ".join(pairs[:6]) + (", ..." if len(pairs) > 6 else "")
             id, what = "wrong-tensor", "whole blocks hold another's weights"
-            if set(held) == set(held.values()):
+            if set(moved) == set(moved.values()):
                 id, what = "layer-order", "blocks run in another order than the checkpoint's"
             evidence = "all weights of these blocks are the other's to the bit"
-            self._add(id, f"{what}: {words}", evidence, *(Place(layer, "") for layer in held))
-        return [name for name in differing if Place.of(name).layer not in held]
+            self._add(id, f"{what}: {words}", evidence, *(Place(layer, "") for layer in moved))
+        return [name for name in differing if Place.of(name).layer not in moved]
 
     def _held_block(self, block: str) -> int | None:
         """The checkpoint's block whose weights a block of the port holds, if that is another one."""
-        theirs, placed = _family(self.own.weights, block), _family(self.own.placed, block)
+        held, placed = _family(self.own.weights, block), _family(self.own.placed, block)
         for other in range(self.config.n_layer):
             ours = _family(self.state, f"h.{other}")
-            telling = [part for part in theirs if not entries.constant(ours[part]) and bool(placed[part].all())]
-            if f"h.{other}" != block and telling and all(torch.equal(theirs[part], ours[part]) for part in telling):
+            telling = [part for part in held if not entries.constant(ours[part]) and bool(placed[part].all())]
+            if f"h.{other}" != block and telling and all(torch.equal(held[part], ours[part]) for part in telling):
                 return other
         return None
 
@@ -175,51 +175,51 @@ class WeightComparison:
         whole = Piece(Place.of(name), called, self.own.weights[name], self.state[name], self.own.placed[name])
         pieces = [whole]
         if ".c_attn." in name:
-            thirds = zip("qkv", *(tensor.chunk(3, -1) for tensor in (whole.theirs, whole.ours, whole.placed)), strict=True)
+            thirds = zip("qkv", *(tensor.chunk(3, -1) for tensor in (whole.held, whole.ours, whole.placed)), strict=True)
             pieces = [Piece(replace(whole.place, share=share), called, *third) for share, *third in thirds]
-            if all(bool(piece.placed.any()) for piece in pieces) and entries.same_entries(whole.theirs, whole.ours):
+            if all(bool(piece.placed.any()) for piece in pieces) and entries.same_entries(whole.held, whole.ours):
                 attention = replace(whole, place=replace(whole.place, part=whole.place.stem))
                 if self._misread(attention, entries.misread_c_attn(whole.ours, self.config)):
                     return
         for piece in pieces:
-            if bool(piece.placed.any()) and not torch.equal(piece.theirs[piece.placed], piece.ours[piece.placed]):
+            if bool(piece.placed.any()) and not torch.equal(piece.held[piece.placed], piece.ours[piece.placed]):
                 self._piece(piece)
 
     def _misread(self, piece: Piece, misreadings: Iterator[entries.Misreading]) -> bool:
         """Whether a tensor is one of these misreadings; then that is a cause."""
-        one = next((one for one in misreadings if torch.equal(piece.theirs, one.tensor)), None)
+        one = next((one for one in misreadings if torch.equal(piece.held, one.tensor)), None)
         if one is not None:
             self._add(one.id, one.words, one.evidence, piece.place, called=piece.called)
         return one is not None
 
     def _piece(self, piece: Piece) -> None:
-        name, place, theirs, ours = piece.place.name, piece.place, piece.theirs, piece.ours
+        name, place, held, ours = piece.place.name, piece.place, piece.held, piece.ours
         if (name, place.share) in self.own.shared:
             self._shared(name, place)
-        elif self._is_rounded(place, theirs[piece.placed], ours[piece.placed]):
+        elif self._is_rounded(place, held[piece.placed], ours[piece.placed]):
             pass
-        elif name == "wpe.weight" and (by := entries.moved_rows(theirs, ours)):
+        elif name == "wpe.weight" and (by := entries.moved_rows(held, ours)):
             words = f"position p reads the checkpoint's row p {'+' if by > 0 else '-'} {abs(by)}"
             evidence = f"{piece.called}, moved by {abs(by)}, equals the checkpoint's to the bit"
             self._add("position-offset", words, evidence, Place(None, "wpe"))
         elif self._misread(piece, entries.misread(place.part, ours, self.config)):
             pass
-        elif not bool(piece.placed.all()) or entries.constant(theirs):
+        elif not bool(piece.placed.all()) or entries.constant(held):
             self._unrelated(piece)
-        elif entries.same_entries(theirs, ours):
+        elif entries.same_entries(held, ours):
             id = "head-layout" if place.part.startswith("attn.") else "wrong-tensor"
             words, evidence = (
                 "holds the right values in another order",
                 "the same values, each as often, and not in the same places",
             )
             self._add(id, words, evidence, place, confidence=0.85, called=piece.called)
-        elif (other := self._holders.get(entries.fingerprint(theirs))) is not None:
+        elif (other := self._holders.get(entries.fingerprint(held))) is not None:
             self._other(piece, other)
         else:
             self._unrelated(piece)
 
-    def _is_rounded(self, place: Place, theirs: Tensor, ours: Tensor) -> bool:
-        dtype = next((name for name, narrow in NARROW.items() if torch.equal(theirs, ours.to(narrow).double())), None)
+    def _is_rounded(self, place: Place, held: Tensor, ours: Tensor) -> bool:
+        dtype = next((name for name, narrow in NARROW.items() if torch.equal(held, ours.to(narrow).double())), None)
         if dtype is not None:
             self._rounded.setdefault(dtype, []).append(place)
         return dtype is not None
@@ -246,7 +246,7 @@ class WeightComparison:
     def _holder_evidence(self, piece: Piece, other: Place) -> str:
         ours = self.state[other.name]
         ours = ours.chunk(3, -1)["qkv".index(other.share)] if other.share else ours
-        same_order = ours.shape == piece.theirs.shape and torch.equal(ours, piece.theirs)
+        same_order = ours.shape == piece.held.shape and torch.equal(ours, piece.held)
         return f"its values are the checkpoint's {other} to the bit{'' if same_order else ', in another order (transposed?)'}"
 
     def _other(self, piece: Piece, other: Place) -> None:
@@ -263,10 +263,10 @@ class WeightComparison:
         self._add(id, words, self._holder_evidence(piece, other), place, called=piece.called, kind=kind)
 
     def _unrelated(self, piece: Piece) -> None:
-        theirs, ours = piece.theirs[piece.placed], piece.ours[piece.placed]
-        same = float((theirs == ours).double().mean())
-        close = float((theirs - ours).norm() / ours.norm().clamp(min=1e-300))
-        ratio = float((theirs @ ours) / (ours @ ours)) if bool(ours.any()) else 0.0
+        held, ours = piece.held[piece.placed], piece.ours[piece.placed]
+        same = float((held == ours).double().mean())
+        close = float((held - ours).norm() / ours.norm().clamp(min=1e-300))
+        ratio = float((held @ ours) / (ours @ ours)) if bool(ours.any()) else 0.0
         id, confidence = "not-loaded", 0.9
         if same > 0.2:
             kind, words = "in part", f"holds the checkpoint's values in part ({same:.0%}) only"
@@ -274,11 +274,11 @@ class WeightComparison:
         elif close < 0.02:
             id, confidence, kind, words = "reduced-precision", 0.8, "close", f"is the checkpoint's to {close:.1e} only"
             evidence = "close to it, and equal nowhere: was it quantised?"
-        elif ratio and float((theirs - ratio * ours).norm()) < 1e-6 * float(theirs.norm()):
+        elif ratio and float((held - ratio * ours).norm()) < 1e-6 * float(held.norm()):
             id, confidence, kind = "wrong-tensor", EXACT, "times a factor"
             words, evidence = f"holds the checkpoint's values times {ratio:.6g}", "every entry has that ratio to the checkpoint's"
         else:
-            looks = self._likeness[piece.place,] = entries.likeness(theirs)
+            looks = self._likeness[piece.place,] = entries.likeness(held)
             kind, words = "other values", f"does not hold the checkpoint's values: {looks}"
             evidence = f"no tensor of the checkpoint has these values (relative distance {close:.2g})"
         self._add(id, words, evidence, piece.place, confidence=confidence, called=piece.called, kind=kind)
