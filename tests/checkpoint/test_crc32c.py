@@ -1,28 +1,12 @@
 """The folded checksum against the plain one, and against the RFC's examples."""
 
 import random
-import time
 
 import numpy as np
 import pytest
 from support import tf_bundle
 
-from gpt2.checkpoint.containers.crc32c import DEGREE, SHIFTS, crc32c
-
-P = 0x11EDC6F41  # Castagnoli's polynomial, RFC 3720, 12.1
-
-
-def test_the_folding_polynomial_is_a_multiple() -> None:
-    """A wrong exponent: every checksum of more than 5,685 bytes would be another's."""
-    remainder = 0
-    for exponent in (DEGREE, *(DEGREE - shift for shift in SHIFTS)):
-        power = 1
-        for _ in range(exponent):
-            power <<= 1
-            power ^= P if power >> 32 else 0
-        remainder ^= power
-    assert remainder == 0
-    assert max(SHIFTS) == DEGREE
+from gpt2.checkpoint.containers.crc32c import DEGREE, crc32c
 
 
 @pytest.mark.parametrize(
@@ -42,7 +26,7 @@ def test_known_checksums(data: bytes, expected: int) -> None:
 
 
 def test_every_length_and_split_gives_the_plain_checksum() -> None:
-    """A tail of one to seven bytes forgotten, the register lost between two parts, a chunk's end skipped."""
+    """A wrong exponent, a tail of one to seven bytes forgotten, the register lost between two parts, a chunk's end skipped."""
     pick = random.Random(0)
     lengths = [*range(20), *range(DEGREE - 9, DEGREE + 18), *(pick.randrange(60_000) for _ in range(25))]
     for length in lengths:
@@ -60,11 +44,3 @@ def test_more_than_one_chunk(monkeypatch: pytest.MonkeyPatch, words: int) -> Non
     for length in (8 * words * 3, 8 * words * 3 + 7, 8 * words * 3 + 8, 100_000):
         data = random.Random(length).randbytes(length)
         assert crc32c(data) == tf_bundle.crc32c(data)
-
-
-def test_it_is_fast() -> None:
-    """Byte by byte, the 498 MB of gpt2 would take a minute; folded, 0.3 s."""
-    data = bytes(64 << 20)
-    begin = time.process_time()
-    crc32c(data)
-    assert time.process_time() - begin < 1.5

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.checks import python
 
 import gpt2
 from gpt2.checkpoint.containers import mapped_file
@@ -46,10 +45,10 @@ def test_a_file_cut_short_is_one_line(arguments: list[str], tmp_path: Path) -> N
     """The process was ended without a word: "Bus error" by the shell, nothing at all under a scheduler."""
     model = shutil.copytree(Path(gpt2.__file__).parent / "assets" / "shakespeare-mini", tmp_path / "model")
     words = [{"MODEL": str(model), "OUT": str(tmp_path / "out")}.get(word, word) for word in arguments]
-    done = subprocess.run([sys.executable, "-c", COMMAND, str(model), *words], capture_output=True, text=True, check=False)
-    last = done.stderr.splitlines()[-1] if done.stderr else ""
-    assert (done.returncode, last.startswith(f"gpt2 {arguments[0]}: ")) == (2, True), (done.returncode, done.stderr[-2000:])
+    done = python("-c", COMMAND, model, *words, status=2)
     assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"gpt2 {arguments[0]}: ")
     assert "model.safetensors" in last
 
 

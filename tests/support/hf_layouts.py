@@ -5,7 +5,7 @@ its reader and its writer shows.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,21 +75,35 @@ def prefixed(directory: Path, config: GPT2Config = TINY, *, seed: int = 0) -> di
 
 
 def sharded(
-    directory: Path, config: GPT2Config = TINY, *, seed: int = 0, shards: int = 3, prefix: str = "transformer."
+    directory: Path,
+    config: GPT2Config = TINY,
+    *,
+    seed: int = 0,
+    shards: int = 3,
+    prefix: str = "transformer.",
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+    write: Callable[[Path, Mapping[str, Tensor]], object] = write_weights,
+    name: str = "model.safetensors",
 ) -> dict[str, Tensor]:
-    """Several files and an index, layers torn apart."""
+    """Several files and an index, the tensors of a layer in different ones; ``change`` is made before they are written."""
     truth = weights(config, seed)
+    stored = {f"{prefix}{key}": tensor for key, tensor in change(truth).items()}
     write_config(directory, config)
+    stem, _, suffix = name.partition(".")
     weight_map = {}
     for number in range(shards):
-        name = f"model-{number + 1:05}-of-{shards:05}.safetensors"
-        part = {prefix + key: truth[key] for key in list(truth)[number::shards]}
-        write_weights(directory / name, part)
-        weight_map |= dict.fromkeys(part, name)
-    size = sum(tensor.nbytes for tensor in truth.values())
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        file = f"{stem}-{number + 1:05}-of-{shards:05}.{suffix}"
+        part = {key: stored[key] for key in list(stored)[number::shards]}
+        write(directory / file, part)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in truth.values())}, "weight_map": weight_map}
+    (directory / f"{name}.index.json").write_text(json.dumps(index))
     return truth
+
+
+def turned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The blocks' matrices turned over, to nn.Linear's orientation or back; by the model's own names."""
+    return {name: t.T.contiguous() if name.startswith("h.") and t.ndim == 2 else t for name, t in tensors.items()}
 
 
 def transformers_saved(

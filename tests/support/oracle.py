@@ -59,7 +59,7 @@ def oracle(weights: dict[str, Tensor], config: GPT2Config, ids: list[int]) -> Te
     return torch.stack([(weights["wte.weight"] * x).sum(1) for x in final])
 
 
-def assert_same(found: Tensor, expected: Tensor) -> None:
+def assert_same(actual: Tensor, expected: Tensor) -> None:
     """Within 1e-10 of the largest value, everywhere: a bug is larger, float64's rounding smaller."""
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))

@@ -1,6 +1,9 @@
 """Models with random weights in which every parameter matters: no bias is 0, no norm's weight is 1."""
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2
@@ -18,3 +21,10 @@ def random_model(
             deviation = bias_std if bias_std is not None and name.endswith("bias") else std
             parameter.normal_(mean, deviation, generator=generator)
     return model
+
+
+def model_of(config: GPT2Config, weights: Mapping[str, Tensor]) -> GPT2:
+    """A model of these weights, by its own names, in eval mode."""
+    model = GPT2(config, initialise=False).to(weights["wte.weight"].dtype)
+    model.load_state_dict(weights)
+    return model.eval()

@@ -8,6 +8,7 @@ a file that lies.
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -135,11 +136,16 @@ def table(rows: Iterable[tuple[bytes, bytes]], block_size: int = BLOCK_SIZE, int
     return closed(bytes(out), handles)
 
 
+def handle(start: int, size: int) -> bytes:
+    """Where a block lies."""
+    return varint(start) + varint(size)
+
+
 def place(out: bytearray, content: bytes) -> bytes:
     """Append a block; where it lies."""
-    handle = varint(len(out)) + varint(len(content))
+    where = handle(len(out), len(content))
     out += sealed(content)
-    return handle
+    return where
 
 
 def closed(out: bytes, handles: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -194,11 +200,11 @@ def name_of(ours: str) -> str:
     return "/".join(["model", f"h{layer}", *modules, norm[leaf]])
 
 
-def openai(directory: Path, config: GPT2Config = TINY, *, seed: int = 0) -> dict[str, Tensor]:
+def openai(directory: Path, config: GPT2Config = TINY, more: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
     """As OpenAI's `download_model.py` leaves a model, less the graph and the tokenizer; the truth, by the model's own names."""
-    truth = weights(config, seed)
+    truth = weights(config)
     matrices = {name for name, tensor in truth.items() if tensor.ndim == 2 and name.startswith("h.")}
-    write(directory / "model.ckpt", {name_of(name): t[None] if name in matrices else t for name, t in truth.items()})
+    write(directory / "model.ckpt", {name_of(name): t[None] if name in matrices else t for name, t in truth.items()} | {**more})
     line = 'model_checkpoint_path: "model.ckpt"\n'
     (directory / "checkpoint").write_text(line + f"all_{line}".replace("path", "paths"))
     sizes = {"n_vocab": config.vocab_size, "n_ctx": config.n_positions}

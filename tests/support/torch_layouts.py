@@ -1,10 +1,9 @@
-"""Tiny checkpoints as torch.save writes them, in the layouts of those who use it; each writer returns the truth, by our names.
+"""Tiny checkpoints as torch.save writes them, in the layouts of its users; each writer returns the truth, by our names.
 
 The bytes are torch's own, but for `zip_of` and `legacy_of`, which write what torch never would.
 """
 
 import io
-import json
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from support.hf_layouts import TINY, masks, weights, write_config
+from support.hf_layouts import TINY, masks, sharded, turned, weights, write_config
 
-MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # what a file from before torch 1.6 begins with
 
 
 def save(path: Path, value: Any, *, zipped: bool = True) -> Path:
@@ -46,47 +45,41 @@ def hf_bin(
         state |= {name: tensor.to(mask) for name, tensor in masks(config, prefix).items()}
     if head:
         state |= {f"{prefix}h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in range(config.n_layer)}
-        state["lm_head.weight"] = state[f"{prefix}wte.weight"]
+        state |= dict.fromkeys(("lm_head.weight", "lm_head.decoder.weight"), state[f"{prefix}wte.weight"])
     save(write_config(directory, config) / "pytorch_model.bin", state, zipped=zipped)
     return truth
 
 
-def sharded_bin(
-    directory: Path, config: GPT2Config = TINY, *, seed: int = 0, shards: int = 3, zipped: bool = True
-) -> dict[str, Tensor]:
-    """Several `.bin` files and an index, layers torn apart."""
-    truth = weights(config, seed)
-    write_config(directory, config)
-    weight_map = {}
-    for number in range(shards):
-        name = f"pytorch_model-{number + 1:05}-of-{shards:05}.bin"
-        part = {f"transformer.{key}": truth[key] for key in list(truth)[number::shards]}
-        save(directory / name, part, zipped=zipped)
-        weight_map |= dict.fromkeys(part, name)
-    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in truth.values())}, "weight_map": weight_map}
-    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    return truth
+def sharded_bin(directory: Path, config: GPT2Config = TINY) -> dict[str, Tensor]:
+    """Several `.bin` files and an index."""
+    return sharded(directory, config, write=save, name="pytorch_model.bin")
 
 
 def linear(truth: Mapping[str, Tensor], prefix: str = "transformer.") -> dict[str, Tensor]:
     """As modules of nn.Linear keep it: the matrices [out, in], and the head, tied to the embedding."""
-    state = {prefix + name: tensor.t().contiguous() if name.endswith(MATRICES) else tensor for name, tensor in truth.items()}
+    state = {prefix + name: tensor for name, tensor in turned(truth).items()}
     return state | {f"{prefix.removesuffix('transformer.')}lm_head.weight": state[f"{prefix}wte.weight"]}
 
 
 def nanogpt(
-    path: Path, config: GPT2Config = TINY, *, seed: int = 0, compiled: bool = False, bias: bool = True, zipped: bool = True
+    path: Path,
+    config: GPT2Config = TINY,
+    *,
+    compiled: bool = False,
+    bias: bool = True,
+    masked: bool = False,
+    zipped: bool = True,
+    **model_args: Any,
 ) -> dict[str, Tensor]:
     """`ckpt.pt` of nanoGPT's train.py, with AdamW's state; ``compiled`` as torch.compile names the weights.
 
-    Without ``bias`` no layer has one; in the truth they are zero then.
+    Without ``bias`` no layer has one; in the truth they are zero then. ``masked`` as without flash attention: mask buffers.
     """
-    truth = weights(config, seed)
+    truth, prefix = weights(config), "_orig_mod.transformer." if compiled else "transformer."
     if not bias:
         truth = {name: torch.zeros_like(value) if name.endswith("bias") else value for name, value in truth.items()}
-    state = linear(truth, "_orig_mod.transformer." if compiled else "transformer.")
-    if not bias:
-        state = {name: tensor for name, tensor in state.items() if not name.endswith("bias")}
+    state = {name: tensor for name, tensor in linear(truth, prefix).items() if bias or not name.endswith("bias")}
+    state |= masks(config, prefix) if masked else {}
     moments = {"exp_avg": 1e-3, "exp_avg_sq": 1e-6}
     adamw = {
         number: {"step": torch.tensor(2000.0)} | {name: torch.full_like(tensor, value) for name, value in moments.items()}
@@ -97,34 +90,31 @@ def nanogpt(
     args |= {"bias": bias, "vocab_size": config.vocab_size, "dropout": 0.0}
     run = {"out_dir": "out", "eval_interval": 2000, "learning_rate": 6e-4, "device": "cuda", "compile": compiled}
     checkpoint = {"model": OrderedDict(state), "optimizer": {"state": adamw, "param_groups": groups}, "iter_num": 2000}
-    checkpoint |= {"model_args": args}
+    checkpoint |= {"model_args": args | model_args}
     save(path, checkpoint | {"best_val_loss": torch.tensor(3.11), "config": run}, zipped=zipped)
     return truth
 
 
-def mingpt(path: Path, config: GPT2Config = TINY, *, seed: int = 0) -> dict[str, Tensor]:
+def mingpt(path: Path, config: GPT2Config = TINY) -> dict[str, Tensor]:
     """`model.pt` of minGPT's projects: nn.Linear's orientation, float masks, a head of its own (here of the same values)."""
-    truth = weights(config, seed)
+    truth = weights(config)
     state = linear(truth) | masks(config, "transformer.")
     save(path, OrderedDict(state) | {"lm_head.weight": truth["wte.weight"].clone()})
     return truth
 
 
-def lightning(path: Path, config: GPT2Config = TINY, *, seed: int = 0) -> dict[str, Tensor]:
-    """A `.ckpt` of PyTorch Lightning: the weights under `state_dict`, named after the module's attribute."""
-    truth = weights(config, seed)
+def lightning(path: Path, config: GPT2Config = TINY) -> dict[str, Tensor]:
+    """A `.ckpt` of PyTorch Lightning, of a DistributedDataParallel model: the weights under `state_dict`, behind two prefixes."""
+    truth = weights(config)
     trainer = {"epoch": 3, "global_step": 1200, "pytorch-lightning_version": "2.5.0", "callbacks": {}, "loops": {"fit_loop": {}}}
-    trainer |= {
-        "hyper_parameters": {"lr": 3e-4},
-        "optimizer_states": [{"state": {0: {"step": torch.tensor(9.0)}}}],
-        "lr_schedulers": [],
-    }
-    save(path, trainer | {"state_dict": OrderedDict((f"model.{name}", value) for name, value in linear(truth).items())})
+    trainer |= {"hyper_parameters": {"lr": 3e-4}, "optimizer_states": [{"state": {0: {"step": torch.tensor(9.0)}}}]}
+    state = OrderedDict((f"model.module.{name}", tensor) for name, tensor in linear(truth).items())
+    save(path, trainer | {"lr_schedulers": [], "state_dict": state})
     return truth
 
 
 class Stored:
-    """What a pickle of torch's leaves to its surroundings: a storage, with any id one likes."""
+    """A storage in a pickle of torch's, with any id."""
 
     def __init__(self, *id: Any) -> None:
         self.id = id
@@ -171,7 +161,7 @@ def legacy_of(
     keys: Any = None,
 ) -> Path:
     """The form before torch 1.6; ``storages`` are key -> (elements, data), ``head`` its first three pickles."""
-    usual = [pickled(0x1950A86A20F9469CFC6C), pickled(1001), pickled({"protocol_version": 1001, "little_endian": True})]
+    usual = [pickled(MAGIC), pickled(VERSION), pickled({"protocol_version": VERSION, "little_endian": True})]
     parts = [*(head or usual), description, pickled(sorted(storages) if keys is None else keys)]
     parts += [count.to_bytes(8, "little") + data for _, (count, data) in sorted(storages.items())]
     path.write_bytes(b"".join(parts))
