@@ -1,12 +1,7 @@
 """The reader of GGUF files against the `gguf` package, and against files that lie."""
 
 import dataclasses
-import json
-import os
 import struct
-import subprocess
-import sys
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -17,19 +12,17 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
-from support.gguf_layouts import BF16, F16, F32, Q8_0, WIDE, add_tokenizer, gguf_name, write
+from support.checks import MEMORY, all_same, refused, report_of, same
+from support.gguf_layouts import BF16, F16, F32, Q8_0, WIDE, add_tokenizer, gguf_name, write, write_tensors
 from support.hf_layouts import TINY, weights
 
 from gpt2.checkpoint.containers import gguf_file
 from gpt2.checkpoint.containers.gguf_file import GGUFFile, NoTokenizer, config_of, tokenizer_of
-from gpt2.checkpoint.keys import from_file
 from gpt2.checkpoint.loading import load
 from gpt2.config import GPT2Config
 from gpt2.data.bpe import BPE, train_bpe
-from gpt2.errors import CheckpointError, InputError
+from gpt2.errors import InputError
 
-PROC = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
-TESTS = Path(__file__).parents[1]
 KINDS = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16, Q8_0: torch.float32}
 
 
@@ -39,31 +32,9 @@ def tokenizer() -> BPE:
     return train_bpe("to be or not to be that is the question whether tis nobler in the mind to suffer " * 3, WIDE.vocab_size)
 
 
-def refused(call: Callable[[], object], *words: str, error: type[InputError] = CheckpointError) -> InputError:
-    """The error, its one line seen to be one line, short, and to say what it should."""
-    with pytest.raises(error) as caught:
-        call()
-    message = str(caught.value)
-    assert message.isprintable(), message
-    assert len(message) < 700
-    assert "; " in message, "what, then what to do"
-    for word in words:
-        assert word in message
-    return caught.value
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in dtype, shape and every bit."""
-    bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
-
-
 def without(name: str) -> Callable[[gguf.GGUFWriter], Any]:
     """A change of a file: a value that it lacks."""
     return lambda writer: writer.kv_data[0].pop(name)
-
-
-# What the package writes
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -89,22 +60,15 @@ def test_loads_into_our_model(tmp_path: Path, kind: gguf.GGMLQuantizationType, c
     """The square c_proj left [out, in], or q, k, v in another order: every shape fits and every logit is wrong."""
     held = write(tmp_path / "a.gguf", config, kind, seed=3)
     state = load(str(tmp_path / "a.gguf")).state_dict()
-    assert state.keys() == held.keys()
-    assert all(same(state[name], held[name]) for name in held)
+    assert all_same(state, held)
     truth = weights(config, seed=3)
     worst = max(float((held[name] - truth[name]).abs().max()) for name in held)
     assert worst <= {F32: 0, F16: 1e-2, BF16: 2e-2, Q8_0: 3e-2}[kind], "the helper's own orientation"
 
 
-def test_every_name_of_the_package_is_known() -> None:
-    """A row of the key table with a typing error: a tensor "unexpected", another "missing"."""
-    for name in weights(TINY):
-        assert from_file(gguf_name(name)) == name
-
-
 def test_every_kind_of_metadata(tmp_path: Path) -> None:
     """A bool read as four bytes shifts everything behind it."""
-    told = {
+    values = {
         "x.u8": (255, "uint8"), "x.i8": (-128, "int8"), "x.u16": (65535, "uint16"), "x.i16": (-32768, "int16"),
         "x.u32": (2**32 - 1, "uint32"), "x.i32": (-(2**31), "int32"), "x.u64": (2**64 - 1, "uint64"),
         "x.i64": (-(2**63), "int64"), "x.f32": (0.5, "float32"), "x.f64": (0.1, "float64"), "x.t": (True, "bool"),
@@ -113,13 +77,13 @@ def test_every_kind_of_metadata(tmp_path: Path) -> None:
     }  # fmt: skip
 
     def change(writer: gguf.GGUFWriter) -> None:
-        for name, (value, kind) in told.items():
+        for name, (value, kind) in values.items():
             getattr(writer, f"add_{kind}")(name, value)
 
     held = write(tmp_path / "a.gguf", TINY, change=change)
     file = GGUFFile(tmp_path / "a.gguf")
-    assert {name: file.metadata[name] for name in told} == {name: value for name, (value, _) in told.items()}
-    assert all(type(file.metadata[name]) is type(value) for name, (value, _) in told.items())
+    assert {name: file.metadata[name] for name in values} == {name: value for name, (value, _) in values.items()}
+    assert all(type(file.metadata[name]) is type(value) for name, (value, _) in values.items())
     assert same(file.read("token_embd.weight"), held["wte.weight"])
 
 
@@ -128,7 +92,7 @@ def test_every_alignment(tmp_path: Path, alignment: int) -> None:
     """A tensor on an odd byte cannot be mapped; with another alignment than 32 every tensor lies elsewhere."""
     truth = {"ln_f.weight": torch.ones(12), "wte.weight": torch.randn(61, 3), "wpe.weight": torch.randn(1, 7)}
     odd = []
-    for length in range(1, 5):  # one of which leaves the data on an odd place, if the alignment allows it
+    for length in range(1, 5):  # one of these puts the data at an odd place, if the alignment allows it
 
         def change(writer: gguf.GGUFWriter, length: int = length) -> None:
             writer.add_custom_alignment(alignment)
@@ -149,42 +113,11 @@ def test_q8_0_is_exact_for_every_scale_and_number(tmp_path: Path, monkeypatch: p
     numbers = ((np.arange(len(scales) * 32, dtype=np.uint32) * 2654435761) >> 13).astype(np.uint8).reshape(-1, 32)
     assert len(set(numbers.ravel())) == 256
     blocks = np.concatenate([scales, numbers], axis=1)[::11].copy()
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "gpt2")
-    writer.add_tensor("q", blocks.reshape(4, -1), raw_dtype=Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tensors(tmp_path / "a.gguf", {"q": torch.from_numpy(blocks.reshape(4, -1))}, Q8_0)
     read = GGUFFile(tmp_path / "a.gguf").read("q")
     assert same(read, torch.from_numpy(dequantize(blocks.reshape(4, -1), Q8_0).copy()))
     exact = blocks[:, :2].copy().view(np.float16).astype(np.float64) * blocks[:, 2:].view(np.int8)
     assert torch.equal(read.double().view(-1), torch.from_numpy(exact).view(-1))
-
-
-@PROC
-def test_a_mapped_tensor_is_private_and_its_file_closes(tmp_path: Path) -> None:
-    """Training straight into the checkpoint; descriptors that leak."""
-    path = tmp_path / "a.gguf"
-    write(path)
-    before, descriptors = path.read_bytes(), len(os.listdir("/proc/self/fd"))
-    file = GGUFFile(path)
-    tensor = file.read("token_embd.weight")
-    rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
-    spans = [(*(int(x, 16) for x in row[0].split("-")), row[1]) for row in rows]
-    assert [rights for start, end, rights in spans if start <= tensor.data_ptr() < end] == ["rw-p"]
-    tensor.mul_(5)
-    assert path.read_bytes() == before
-    for kind in (F32, Q8_0):
-        write(tmp_path / "unmapped", kind=kind)
-        unmapped = GGUFFile(tmp_path / "unmapped")
-        assert unmapped.read("token_embd.weight", mapped=False).shape == (300, 64)
-        assert str(tmp_path / "unmapped") not in Path("/proc/self/maps").read_text()
-    del file, tensor, unmapped
-    assert str(path) not in Path("/proc/self/maps").read_text()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-# The config
 
 
 @pytest.mark.parametrize(
@@ -223,7 +156,7 @@ def test_the_config_comes_back(tmp_path: Path, tokenizer: BPE, config: GPT2Confi
     ],
 )  # fmt: skip
 def test_a_config_that_makes_no_model_is_refused(tmp_path: Path, change: Callable, says: str) -> None:
-    """Numbers from a stranger's file, used as sizes."""
+    """Numbers of an untrusted file are used as sizes."""
     with_path = tmp_path / "a.gguf"
     write(with_path, change=change)
     refused(lambda: config_of(GGUFFile(with_path)), says, str(with_path))
@@ -236,9 +169,6 @@ def test_a_file_without_an_embedding_is_refused(tmp_path: Path) -> None:
     refused(lambda: config_of(GGUFFile(tmp_path / "a.gguf")), "lacks token_embd.weight; ")
     write(tmp_path / "b.gguf", truth={"wte.weight": torch.ones(32)})
     refused(lambda: config_of(GGUFFile(tmp_path / "b.gguf")), "lacks token_embd.weight; ")
-
-
-# The tokenizer
 
 
 def test_the_tokenizer_comes_back(tmp_path: Path, tokenizer: BPE) -> None:
@@ -317,7 +247,7 @@ def test_types_may_be_absent_and_so_may_pre(tmp_path: Path, tokenizer: BPE) -> N
 def test_a_tokenizer_that_is_none_is_refused(
     tmp_path: Path, tokenizer: BPE, change: Callable, says: str, error: type[InputError]
 ) -> None:
-    """Ids by another vocabulary's rules, or a traceback."""
+    """Other ids for the same text, or a traceback."""
 
     def changed(writer: gguf.GGUFWriter) -> None:
         add_tokenizer(writer, tokenizer, WIDE)
@@ -325,11 +255,7 @@ def test_a_tokenizer_that_is_none_is_refused(
 
     write(tmp_path / "a.gguf", change=changed)
     file = GGUFFile(tmp_path / "a.gguf")
-    caught = refused(lambda: tokenizer_of(file), says, str(tmp_path / "a.gguf"), error=error)
-    assert type(caught) is error
-
-
-# Files that are something else, or lie
+    refused(lambda: tokenizer_of(file), says, str(tmp_path / "a.gguf"), error=error)
 
 
 def header(tensors: bytes = b"", values: bytes = b"", counts: tuple[int, int] = (0, 0), version: int = 3) -> bytes:
@@ -354,12 +280,9 @@ def padded(content: bytes, more: int = 0) -> bytes:
 
 TRUE = padded(header(row(b"a", (3,)) + row(b"b", (), offset=32), value(b"k", 4, b"\7\0\0\0"), (2, 1)), 36)
 LIES: list[tuple[bytes, str]] = [
-    (b"", "is empty"),
-    (b"GGU", "is cut short: 3 bytes"),
-    (b"GGML" + bytes(60), "begins with b'GGML', not with GGUF"),
     (header(version=1), "GGUF version 1, and 2 and 3 are read"),
     (header(version=4), "GGUF version 4"),
-    (header(version=3 << 24), "big-endian byte order"),
+    (header(version=3 << 24), "big-endian byte order; fetch the little-endian file"),
     (header(counts=(0, 2**60)), "claims 1,152,921,504,606,846,976 metadata values"),
     (header(counts=(2**60, 0)), "claims 1,152,921,504,606,846,976 tensors"),
     (header(counts=(2**64 - 1, 2**64 - 1)), "metadata values"),
@@ -401,14 +324,12 @@ def test_a_lie_is_refused_at_once(tmp_path: Path, content: bytes, says: str) -> 
     path = tmp_path / "a.gguf"
     path.write_bytes(content)
     tracemalloc.start()
-    begin = time.perf_counter()
     try:
         refused(lambda: GGUFFile(path), says, str(path))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < 1_000_000
-    assert time.perf_counter() - begin < 2
 
 
 def test_the_truth_is_accepted(tmp_path: Path) -> None:
@@ -423,17 +344,6 @@ def test_the_truth_is_accepted(tmp_path: Path) -> None:
     assert GGUFFile(path).entries == {}
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path, tokenizer: BPE) -> None:
-    """A download that broke off: in a count, in a text, between two tensors, one byte before the end."""
-    path = tmp_path / "a.gguf"
-    write(path, tokenizer=tokenizer)
-    whole = path.read_bytes()
-    padding = len(whole) - max(entry.end for entry in GGUFFile(path).entries.values())
-    for size in [*range(0, 400), *range(400, len(whole) - padding, 3001), len(whole) - padding - 1]:
-        path.write_bytes(whole[:size])
-        refused(lambda: GGUFFile(path), str(path), "fetch it again")
-
-
 @pytest.mark.parametrize("kind", [kind for kind in gguf.GGMLQuantizationType if kind not in KINDS], ids=lambda kind: kind.name)
 def test_other_types_are_refused_by_name(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
     """Most GGUF files on the Hub are Q4_K: not damaged, only of a kind that says nothing exact about the weights."""
@@ -445,28 +355,8 @@ def test_other_types_are_refused_by_name(tmp_path: Path, kind: gguf.GGMLQuantiza
         refused(lambda: GGUFFile(tmp_path / "a.gguf"), f"the type {kind.value}, which GGUF does not have")
 
 
-def test_big_endian_files_are_refused(tmp_path: Path) -> None:
-    """Made for other machines; every number would be read backwards."""
-    write(tmp_path / "a.gguf", endianess=gguf.GGUFEndian.BIG)
-    refused(lambda: GGUFFile(tmp_path / "a.gguf"), "big-endian byte order; fetch the little-endian file")
-
-
-def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
-    refused(lambda: GGUFFile(tmp_path / "none.gguf"), "none.gguf", "No such file")
-    refused(lambda: GGUFFile(tmp_path), "cannot be read")
-
-
-def test_a_file_cut_while_open_is_refused(tmp_path: Path) -> None:
-    """Reads that return nothing, for ever."""
-    path = tmp_path / "a.gguf"
-    write(path, kind=Q8_0)
-    file = GGUFFile(path)
-    os.truncate(path, file.entries["token_embd.weight"].start + 40)
-    refused(lambda: file.read("token_embd.weight", mapped=False), "cut short while it was read")
-
-
 def test_a_header_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fits into a file may still be too much: 2 GB of texts of no length make 40 GB of Python's."""
+    """A file of 2 GB of empty texts would become 40 GB of Python objects."""
     path = tmp_path / "a.gguf"
     monkeypatch.setattr(gguf_file, "ELEMENTS_LIMIT", 2000)
     texts = value(b"k", 9, struct.pack("<IQ", 8, 1998)) + text("ä".encode()) * 1998
@@ -479,50 +369,25 @@ def test_a_header_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     refused(lambda: GGUFFile(path), "has more than 5,000 bytes before its data")
 
 
-LARGEST = """
-import resource, sys, time
-from pathlib import Path
+LARGEST = (
+    MEMORY
+    + """
+import json, sys, time
 from gpt2.checkpoint.containers.gguf_file import GGUFFile
-before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+before, begin = memory("VmHWM"), time.process_time()
 file = GGUFFile(Path(sys.argv[1]))
-print(len(file.metadata["k"]), time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(json.dumps([len(file.metadata["k"]), time.process_time() - begin, memory("VmHWM") - before]))
 """
+)
 
 
 @pytest.mark.slow
 def test_the_largest_header_allowed(tmp_path: Path) -> None:
-    """What a hostile file may cost at most: 2,000,000 texts, none of which Python keeps only once."""
+    """The most that a hostile file may cost: 2,000,000 texts, each a Python object of its own."""
     path = tmp_path / "a.gguf"
     count = gguf_file.ELEMENTS_LIMIT - 1
     path.write_bytes(header(values=value(b"k", 9, struct.pack("<IQ", 8, count)) + text("ā".encode()) * count, counts=(0, 1)))
-    child = subprocess.run([sys.executable, "-c", LARGEST, str(path)], capture_output=True, text=True, check=True)
-    held, seconds, grown = child.stdout.split()
-    assert int(held) == count
-    assert float(seconds) < 10
-    assert int(grown) < 300_000  # kB
-
-
-def fuzz(count: int, seed: int, folder: Path) -> dict[str, Any]:
-    """What `gguf_fuzz.py` found, in a process that may crash or hang without taking the tests along."""
-    command = [sys.executable, "-X", "faulthandler", "-m", "support.gguf_fuzz", str(count), str(seed), str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
-    child = subprocess.run(command, capture_output=True, text=True, timeout=60 + count / 10, env=environment, check=False)
-    assert child.returncode == 0, child.stderr[-3000:]
-    found = json.loads(child.stdout.splitlines()[-1])
-    assert found["loaded"] + sum(found["refused"].values()) == count
-    assert found["slowest_s"] < 2
-    assert found["grown_mb"] < 50
-    return found
-
-
-def test_damaged_files_load_or_are_refused(tmp_path: Path) -> None:
-    """Any byte may be wrong. And the damage must go deep: files load still, and are refused for many reasons."""
-    found = fuzz(500, 0, tmp_path)
-    assert found["loaded"] > 30
-    assert len(found["refused"]) > 20
-
-
-@pytest.mark.slow
-def test_ten_thousand_damaged_files(tmp_path: Path) -> None:
-    """The same, longer, from another seed."""
-    assert fuzz(10_000, 1, tmp_path)["loaded"] > 600
+    held, seconds, grown = report_of(LARGEST, path)
+    assert held == count
+    assert seconds < 10, "of processor time"
+    assert grown < 300e6

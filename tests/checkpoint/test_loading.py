@@ -4,99 +4,50 @@ import copy
 import gc
 import json
 import os
-import random
-import re
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from support.hf_layouts import TINY, masks, official, prefixed, sharded, transformers_saved, weights, write_config, write_weights
+from safetensors.torch import load_file
+from support.checks import refused, same
+from support.hf_layouts import TINY, masks, official, prefixed, transformers_saved, weights, write_config, write_weights
 from torch import Tensor
 
 from gpt2 import config as configs
 from gpt2.checkpoint import checkpoint
 from gpt2.checkpoint.configs import read_config
 from gpt2.checkpoint.files import open_weights
-from gpt2.checkpoint.keys import PREFIX, TABLE, expected, from_file, layer, to_file
+from gpt2.checkpoint.keys import TABLE, expected, from_file, layer, to_file
 from gpt2.checkpoint.loading import load, load_path, load_tokenizer
 from gpt2.checkpoint.match import Assignment, match
-from gpt2.config import GPT2Config
-from gpt2.errors import CheckpointError, InputError
+from gpt2.errors import InputError
 from gpt2.model import GPT2
-
-ROOT = Path(__file__).parents[2]
-PROC = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
-
-
-def refused(call: Callable[[], object], *words: str) -> str:
-    """The one line of a CheckpointError, seen to be one line, short, and to say what it should."""
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    message = str(caught.value)
-    assert message.isprintable(), message
-    assert len(message) < 2000
-    for word in words:
-        assert word in message, message
-    return message
 
 
 def assert_holds(model: GPT2, truth: dict[str, Tensor]) -> None:
     """Every parameter is the truth's, bit for bit, and there is no other."""
     state = model.state_dict()
     assert state.keys() == truth.keys()
-    for name, tensor in truth.items():
-        assert state[name].dtype == tensor.dtype
-        assert torch.equal(state[name].cpu().view(torch.uint8), tensor.view(torch.uint8)), name
+    assert [name for name in truth if not same(state[name].cpu(), truth[name])] == []
     assert not model.training
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def tensors_of(directory: Path) -> dict[str, Tensor]:
-    with safe_open(directory / "model.safetensors", "pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
 
 
 def altered(directory: Path, change: Callable[[dict[str, Tensor]], object], layout: Callable = prefixed) -> Path:
     """A checkpoint whose tensors were changed by ``change`` after it was written."""
     layout(directory)
-    tensors = tensors_of(directory)
+    tensors = load_file(directory / "model.safetensors")
     change(tensors)
     write_weights(directory / "model.safetensors", tensors)
     return directory
 
 
-# Layouts
-
-
-@pytest.mark.parametrize("layout", [official, prefixed, sharded], ids=lambda layout: layout.__name__)
-def test_every_layout_gives_the_same_parameters(tmp_path: Path, layout: Callable) -> None:
-    """A prefix not stripped, a mask taken for a bias, a shard forgotten; `attn.bias` is one name away from `c_attn.bias`."""
-    truth = layout(tmp_path, seed=3)
-    assert_holds(load(str(tmp_path)), truth)
-
-
-@pytest.mark.parametrize("unaligned", [False, True])
-@pytest.mark.parametrize("prefix", ["", PREFIX])
-def test_alignment_and_prefix_change_nothing(tmp_path: Path, unaligned: bool, prefix: str) -> None:
-    """The mapped path and the copying path must be one, with either naming, sharded too."""
-    truth = weights(seed=4)
-    tensors = {prefix + name: tensor for name, tensor in truth.items()} | masks(prefix=prefix)
-    write_weights(write_config(tmp_path / "one") / "model.safetensors", tensors, start=3 if unaligned else 0)
-    assert_holds(load_path(tmp_path / "one"), truth)
-    assert sharded(tmp_path / "many", seed=4, prefix=prefix, shards=5).keys() == truth.keys()
-    assert_holds(load_path(tmp_path / "many"), truth)
-
-
 @pytest.mark.parametrize("shard_size", ["5GB", "8KB"])
 def test_opens_what_transformers_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_size: str) -> None:
-    """Our own idea of the layout proves nothing: the files are transformers', and so is the answer to the same ids."""
+    """transformers writes the files and gives the expected logits: our own idea of the layout would prove nothing."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     truth = transformers_saved(tmp_path, shard_size=shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "8KB")
@@ -127,19 +78,9 @@ def test_the_key_table_and_its_inverse() -> None:
     assert len(names) == len(set(names)) == 4 + 12 * TINY.n_layer
     assert [layer(name) for name in names] == [None] * 2 + [0] * 12 + [1] * 12 + [None] * 2
     assert layer("h.10.ln_1.bias") == 10
-    for name in (
-        "h.1.attn.bias",
-        "h.x.ln_1.bias",
-        "h.1.ln_1.biases",
-        "h." + "9" * 5000 + ".ln_1.bias",
-        "h.²3.ln_1.bias",
-        "ln_f.bias",
-    ):
-        assert layer(name) is None
+    for name in ("1.attn.bias", "x.ln_1.bias", "1.ln_1.biases", "9" * 5000 + ".ln_1.bias", "²3.ln_1.bias"):
+        assert layer(f"h.{name}") is None
     assert len(TABLE) == 16
-
-
-# dtypes, devices, names
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -230,25 +171,10 @@ def test_random_distilgpt2_has_gpt2_statistics() -> None:
         assert abs(tensor.mean() - int(".ln_" in f".{name}" and name.endswith("weight"))) < 0.005, name
 
 
-@pytest.mark.slow
-def test_the_official_gpt2_file_in_shape_and_size(tmp_path: Path) -> None:
-    """FACTS.md: 548,105,171 bytes, 160 tensors, data from byte 14,291. What holds for a tiny file holds for this one."""
-    truth = official(tmp_path, GPT2Config())
-    path = tmp_path / "model.safetensors"
-    files = open_weights(tmp_path)
-    assert len(files) == 160
-    start = min(files[key].entries[key].start for key in files)
-    assert start % 4 == 3
-    assert path.stat().st_size - start == 548_105_171 - 14_291 == 4 * 137_022_720
-    begin = time.perf_counter()
-    model = load(str(tmp_path))
-    print(f"loaded in {time.perf_counter() - begin:.3f} s")
-    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
-    assert_holds(model, truth)
-    assert len(match(files, model.config, tmp_path).dropped) == 12
-
-
-# Buffers that are dropped
+def entry_flipped(mask: Tensor, row: int, column: int) -> Tensor:
+    mask = mask.clone()
+    mask[0, 0, row, column] = 1 - mask[0, 0, row, column]
+    return mask
 
 
 MASKS = {
@@ -256,12 +182,8 @@ MASKS = {
     "upper": lambda mask: mask.transpose(2, 3),
     "strictly lower": lambda mask: mask.tril(-1),
     "a band": lambda mask: mask.triu(-4),
-    "one entry off": lambda mask: mask.index_put(
-        (torch.tensor(0), torch.tensor(0), torch.tensor(9), torch.tensor(3)), torch.tensor(0.0)
-    ),
-    "one look ahead": lambda mask: mask.index_put(
-        (torch.tensor(0), torch.tensor(0), torch.tensor(3), torch.tensor(9)), torch.tensor(1.0)
-    ),
+    "one entry off": lambda mask: entry_flipped(mask, 9, 3),
+    "one look ahead": lambda mask: entry_flipped(mask, 3, 9),
     "scaled": lambda mask: mask * 2,
     "NaN above": lambda mask: torch.where(mask > 0, mask, float("nan")),
     "not square": lambda mask: mask[..., :-1],
@@ -295,19 +217,10 @@ def test_a_causal_mask_of_any_dtype_is_dropped(tmp_path: Path, dtype: torch.dtyp
         (lambda t: t.update({"lm_head.weight": t["lm_head.weight"][1:].contiguous()}), "an untied head"),
         (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].double()}), "an untied head"),
         (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].reshape(12, 61)}), "an untied head"),
+        (lambda t: t.update({"lm_head.decoder.weight": torch.zeros(61, 12)}), "GPT-2 does not have: lm_head.decoder.weight"),
         (lambda t: t.update({"lm_head.bias": torch.zeros(61)}), "unexpected: lm_head.bias"),
-        (
-            lambda t: t.update({"lm_head.decoder.weight": torch.zeros(61, 12)}),
-            "an untied head, which GPT-2 does not have: lm_head.decoder.weight",
-        ),
-        (
-            lambda t: t.update({"transformer.h.1.attn.masked_bias": torch.zeros(2)}),
-            "not a scalar: transformer.h.1.attn.masked_bias",
-        ),
-        (
-            lambda t: t.update({"transformer.h.2.attn.masked_bias.x": torch.zeros(())}),
-            "unexpected: transformer.h.2.attn.masked_bias.x",
-        ),
+        (lambda t: t.update({"transformer.h.1.attn.masked_bias": torch.zeros(2)}), "not a scalar: transformer.h.1.attn.masked"),
+        (lambda t: t.update({"h.2.attn.masked_bias.x": torch.zeros(())}), "unexpected: h.2.attn.masked_bias.x"),
         (lambda t: t.pop("transformer.wte.weight"), "missing: wte.weight"),
     ],
 )
@@ -338,9 +251,6 @@ def test_a_tied_head_of_nan_is_still_tied(tmp_path: Path) -> None:
     assert load_path(tmp_path).wte.weight.isnan().sum() == 1
 
 
-# Misfits
-
-
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -354,14 +264,14 @@ def test_a_tied_head_of_nan_is_still_tied(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_contradicts_the_tensors_names_both(tmp_path: Path, config: dict, says: str) -> None:
-    """An old DialoGPT-medium says 768 wide and is 1024: "size mismatch" 290 times over helps nobody."""
+    """An old DialoGPT-medium says 768 wide and is 1024: "size mismatch" 290 times does not help."""
     official(tmp_path)
     write_config(tmp_path, **config)
     refused(lambda: load_path(tmp_path), says, "mend the config or the file", f"{tmp_path}: ")
 
 
 def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
-    """One error per attempt: as many attempts as there are faults."""
+    """With one error per attempt there would be as many attempts as faults."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         del tensors["transformer.ln_f.bias"], tensors["transformer.h.0.ln_1.bias"]
@@ -396,7 +306,7 @@ def test_a_thousand_misfits_are_still_one_short_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", TABLE)
 def test_each_family_is_needed_and_of_its_shape(tmp_path: Path, family: str) -> None:
-    """A row of the table that nothing checks: missing, one longer, transposed, one axis more, of integers."""
+    """Every row of the table is checked: missing, one longer, transposed, one axis more, of integers."""
     name = family.format(1)
     truth = official(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -416,14 +326,6 @@ def test_each_family_is_needed_and_of_its_shape(tmp_path: Path, family: str) -> 
     assert_holds(load_path(tmp_path), truth)
 
 
-def test_an_embedding_on_its_side_is_not_turned(tmp_path: Path) -> None:
-    """nn.Linear turns the blocks' matrices, nobody an embedding: the file is damaged."""
-    write_weights(
-        write_config(tmp_path) / "model.safetensors", weights() | {"wte.weight": weights()["wte.weight"].T.contiguous()}
-    )
-    refused(lambda: load_path(tmp_path), "misshapen: wte.weight is [12, 61], expected [61, 12]")
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -440,7 +342,7 @@ def test_an_embedding_on_its_side_is_not_turned(tmp_path: Path) -> None:
     ],
 )
 def test_a_checkpoint_that_is_none_says_why(tmp_path: Path, make: Callable, says: str) -> None:
-    """A traceback from json, torch or os where one line would tell."""
+    """A traceback from json, torch or os instead of one line."""
     official(tmp_path)
     make(tmp_path)
     message = refused(lambda: load(str(tmp_path)), says, str(tmp_path))
@@ -467,11 +369,8 @@ def test_hostile_keys_of_a_config_change_nothing(tmp_path: Path) -> None:
     assert_holds(load(str(tmp_path)), truth)
 
 
-# Memory
-
-
 def test_nothing_is_initialised_and_no_generator_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing 124 million normals to throw them away takes longer than the loading."""
+    """Drawing 124 million numbers that are then replaced takes longer than loading."""
     truth = official(tmp_path)
     before = torch.get_rng_state()
 
@@ -491,7 +390,7 @@ def test_nothing_is_initialised_and_no_generator_is_touched(tmp_path: Path, monk
 
 @pytest.mark.parametrize("on", [True, False])
 def test_building_a_model_sets_off_no_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
-    """A quarter of gpt2-medium's seconds, spent on walking over what torch had made; a collector that stays off after."""
+    """Garbage collection took a quarter of the time to load gpt2-medium; and it must be on again afterwards."""
     official(tmp_path, TINY)
     collecting: list[bool] = []
 
@@ -528,274 +427,3 @@ def test_training_a_loaded_model_leaves_the_file_alone(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert_holds(load_path(tmp_path), truth)
     assert_holds(copy.deepcopy(load_path(tmp_path)), truth)
-
-
-MEASURE = """
-import json, re, sys, time
-from pathlib import Path
-import torch
-from gpt2.checkpoint.loading import load
-from gpt2.model import GPT2
-
-def status(field):
-    return int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-
-def mapping():
-    total, dirty, inside = 0, 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            inside = sys.argv[1] in line
-        elif inside and line.startswith("Size:"):
-            total += int(line.split()[1]) * 1024
-        elif inside and line.startswith("Private_Dirty:"):
-            dirty += int(line.split()[1]) * 1024
-    return total, dirty
-
-torch.set_num_threads(1)
-load(sys.argv[2])  # a tiny one first: what python and torch allocate once is not the weights'
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-begin = time.perf_counter()
-model = load(sys.argv[1] + sys.argv[3])
-seconds = time.perf_counter() - begin
-out = dict(seconds=seconds, peak=status("VmHWM") - before, resident=status("VmRSS") - before)
-out["mapped"], out["dirty"] = mapping()
-with torch.no_grad():
-    model.wte.weight.zero_()
-out["dirty_after"] = mapping()[1]
-out["wte"] = model.wte.weight.nbytes
-out["bytes"] = sum(parameter.nbytes for parameter in model.parameters())
-out["strangers"] = [name for name in ("transformers", "safetensors", "huggingface_hub", "numpy.random") if name in sys.modules]
-print(json.dumps(out))
-"""
-BIG = GPT2Config(vocab_size=10_000, n_positions=512, n_embd=1024, n_layer=5, n_head=16)
-
-
-@pytest.fixture(scope="module")
-def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """74 million parameters, 295 MB, aligned and as the official files: masks, and data on an odd byte."""
-    root = tmp_path_factory.mktemp("big")
-    noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).numpy().tobytes()
-    for name, first, start in (("aligned", {}, 0), ("unaligned", masks(BIG), 3)):
-        shapes = {key: tuple(mask.shape) for key, mask in first.items()} | expected(BIG)
-        header, end = {}, 0
-        for key, shape in shapes.items():
-            begin, end = end, end + 4 * torch.Size(shape).numel()
-            header[key] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-        text = json.dumps(header).encode()
-        text += b" " * ((start - len(text)) % 8)
-        with open(write_config(root / name, BIG) / "model.safetensors", "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for mask in first.values():
-                end -= file.write(mask.numpy().tobytes())
-            while end > 0:
-                end -= file.write(noise[:end])
-    official(root / "tiny")
-    yield root
-    shutil.rmtree(root)
-
-
-def measure(root: Path, which: str, suffix: str = "") -> dict[str, Any]:
-    arguments = [str(root / which), str(root / "tiny"), suffix]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *arguments], env=environment, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    print(
-        which + suffix,
-        {
-            key: round(value / result["bytes"], 4) if key != "seconds" else value
-            for key, value in result.items()
-            if key != "strangers"
-        },
-    )
-    return result
-
-
-@PROC
-def test_a_mapped_file_costs_no_memory(big: Path) -> None:
-    """A copy of the weights, or a model drawn first, shows as the file's size; and so does a private page before a write."""
-    told = measure(big, "aligned")
-    size = (big / "aligned" / "model.safetensors").stat().st_size
-    assert size > 290e6
-    assert told["peak"] < 0.05 * size
-    assert size <= told["mapped"] < size + 65536
-    assert told["dirty"] == 0
-    assert told["wte"] <= told["dirty_after"] < told["wte"] + 65536, "what is written is private, and it alone"
-    assert told["strangers"] == [], "no transformers, not even the safetensors library"
-    assert told["seconds"] < 2
-
-
-@PROC
-def test_an_unaligned_file_costs_one_copy(big: Path) -> None:
-    """The official files: read into memory once, the masks of 5 layers one at a time."""
-    told = measure(big, "unaligned")
-    assert 0.95 * told["bytes"] < told["peak"] < 1.05 * told["bytes"]
-    assert told["mapped"] == 0
-
-
-@pytest.mark.slow
-@PROC
-@pytest.mark.parametrize("which", ["aligned", "unaligned"])
-def test_a_conversion_costs_the_result_alone(big: Path, which: str) -> None:
-    """float32 file, bfloat16 model: half the file, not the file and a half, nor what malloc keeps of the freed halves."""
-    told = measure(big, which, ":bf16")
-    assert told["bytes"] < 150e6
-    assert told["peak"] < 1.08 * told["bytes"]
-
-
-# Fuzz
-
-
-JUNK = [
-    -1,
-    0,
-    1,
-    2,
-    3,
-    7,
-    12,
-    13,
-    2**31,
-    2**48,
-    2**63,
-    10**30,
-    1.5,
-    True,
-    False,
-    None,
-    "",
-    "F32",
-    "F16",
-    "I64",
-    "BOOL",
-    "a\nb",
-    [],
-    [0],
-    [1, 2],
-    {},
-]
-JUNK += [{"dtype": "F32", "shape": [], "data_offsets": [0, 4]}, float("nan"), float("inf"), [[[[]]]], "9" * 5000, "x" * 3000]
-NAMES = [
-    "wte.weight",
-    "h.0.attn.bias",
-    "lm_head.weight",
-    "h.1.attn.masked_bias",
-    "h." + "9" * 5000 + ".ln_1.bias",
-    "h.٣.attn.bias",
-    "\x1b[2J\n",
-]
-NAMES += ["transformer.h.0.ln_1.bias", "__metadata__", "", "transformer.", "h.99999.ln_1.bias", "a" * 5000, "\ud800"]
-
-
-def mutate_json(raw: Any, pick: random.Random) -> Any:
-    """One change somewhere in a JSON value."""
-    if isinstance(raw, dict) and raw and pick.random() < 0.9:
-        key = pick.choice(list(raw))
-        action = pick.random()
-        if action < 0.1:
-            return {name: value for name, value in raw.items() if name != key}
-        if action < 0.2:
-            return {(pick.choice(NAMES) if name == key else name): value for name, value in raw.items()}
-        if action < 0.25:
-            return raw | {pick.choice(NAMES): copy.deepcopy(raw[key])}
-        if action < 0.3:
-            other = pick.choice(list(raw))
-            return raw | {key: raw[other], other: raw[key]}
-        return raw | {key: mutate_json(raw[key], pick)}
-    if isinstance(raw, list) and raw and pick.random() < 0.8:
-        place = pick.randrange(len(raw))
-        return [*raw[:place], mutate_json(raw[place], pick), *raw[place + 1 :]]
-    if type(raw) is int and pick.random() < 0.5:
-        return raw + pick.choice([-8, -4, -1, 1, 4, 8])
-    return pick.choice(JUNK)
-
-
-def mutate_bytes(content: bytes, pick: random.Random) -> bytes:
-    """One change to a safetensors file: in its header's meaning, its header's bytes, its length, its size, or its data."""
-    length = int.from_bytes(content[:8], "little")
-    header, data = content[8 : 8 + length], content[8 + length :]
-    action = pick.random()
-    if action < 0.6:
-        raw = json.loads(header)
-        for _ in range(pick.choice([1, 1, 1, 2, 5])):
-            raw = mutate_json(raw, pick)
-        text = json.dumps(raw).encode()
-        return len(text).to_bytes(8, "little") + text + data
-    flipped = bytearray(content)
-    if action < 0.8:
-        for _ in range(pick.choice([1, 1, 2, 4])):
-            flipped[pick.randrange(8, 8 + length)] = pick.choice(
-                b'{}[]",:0123456789 \x00\xff' if pick.random() < 0.8 else bytes(range(256))
-            )
-    elif action < 0.87:
-        flipped[:8] = (pick.choice([0, 1, 2, length - 1, length + 1, len(content), 2**32, 2**63, 2**64 - 1])).to_bytes(
-            8, "little"
-        )
-    elif action < 0.94:
-        return content[: pick.randrange(len(content))] if pick.random() < 0.7 else content + pick.randbytes(pick.randrange(1, 9))
-    else:
-        for _ in range(4):
-            flipped[pick.randrange(8 + length, len(content))] = pick.randrange(256)
-    return bytes(flipped)
-
-
-def overwrite(path: Path, content: bytes) -> None:
-    """In place: ext4 takes milliseconds for a file cut to nothing and written again."""
-    with open(path, "r+b") as file:
-        file.write(content)
-        file.truncate()
-
-
-def test_fuzz_loads_or_refuses_and_does_nothing_else(tmp_path: Path) -> None:
-    """3,000 damaged checkpoints: an IndexError from a scalar embedding, a TypeError from a list for a file name, a minute of
-    parsing. What loads must be what the safetensors library reads from the same bytes."""
-    config = GPT2Config(vocab_size=7, n_positions=4, n_embd=4, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    folders = [tmp_path / layout.__name__ for layout in (official, prefixed, sharded)]
-    for folder, layout in zip(folders, (official, prefixed, sharded), strict=True):
-        layout(folder, config)
-    whole = {path: path.read_bytes() for folder in folders for path in sorted(folder.iterdir())}
-    pick, slowest = random.Random(20), 0.0
-    outcomes = {"loaded": 0, "refused": 0}
-    kinds = set()
-    for number in range(3000):
-        folder = pick.choice(folders)
-        files = [path for path in whole if path.parent == folder]
-        victim = pick.choices(files, weights=[8 if path.suffix == ".safetensors" else 3 for path in files])[0]
-        if victim.suffix == ".json":
-            overwrite(victim, json.dumps(mutate_json(json.loads(whole[victim]), pick)).encode())
-        else:
-            overwrite(victim, mutate_bytes(whole[victim], pick))
-        begin = time.perf_counter()
-        try:
-            model = load_path(folder)
-        except CheckpointError as error:
-            outcomes["refused"] += 1
-            message = str(error)
-            assert message.isprintable(), (number, message)
-            assert message.startswith(str(folder)), (number, message)
-            assert "; " in message, (number, message)
-            assert len(message) < 2000, (number, message)
-            kinds.add(re.sub(r"[^a-z ]+.*", "", message.removeprefix(str(folder)).partition(": ")[2]))
-        except Exception as error:
-            raise AssertionError(f"case {number}, {victim}: {type(error).__name__}: {error}") from error
-        else:
-            outcomes["loaded"] += 1
-            theirs: dict[str, Tensor] = {}
-            for name in {file.path for file in open_weights(folder).values()}:
-                with safe_open(name, "pt") as file:
-                    theirs |= {from_file(key): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-            for name, parameter in model.state_dict().items():
-                assert torch.equal(parameter.view(torch.uint8), theirs[name].to(parameter.dtype).view(torch.uint8)), (
-                    number,
-                    name,
-                )
-        slowest = max(slowest, time.perf_counter() - begin)
-        overwrite(victim, whole[victim])
-    print(outcomes, f"{len(kinds)} kinds of message, slowest {slowest:.3f} s")
-    assert outcomes["loaded"] > 300
-    assert outcomes["refused"] > 1500
-    assert len(kinds) > 25, kinds
-    assert slowest < 5

@@ -1,16 +1,10 @@
 """The reader of torch.save's files against torch.load, and against files that lie or would run code."""
 
 import contextlib
-import gzip
-import io
-import json
 import os
 import pickle
 import random
 import re
-import subprocess
-import sys
-import time
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -19,52 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from support.checks import MEMORY, PROC, refused, report_of, same
 from support.hf_layouts import TINY
-from support.torch_layouts import (
-    Called,
-    Stored,
-    hf_bin,
-    legacy_of,
-    lightning,
-    linear,
-    mingpt,
-    nanogpt,
-    pickled,
-    save,
-    sharded_bin,
-    zip_of,
-)
+from support.torch_layouts import MAGIC, VERSION, Called, Stored, hf_bin, legacy_of, linear, nanogpt, pickled, save, zip_of
 
 from gpt2.checkpoint.containers.safetensors_file import DTYPES
 from gpt2.checkpoint.containers.torch_file import PICKLE_LIMIT, TorchFile
-from gpt2.errors import CheckpointError
 
-PROC = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
 FORMS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 REBUILD = torch._utils._rebuild_tensor_v2
 F32 = torch.FloatStorage
-TESTS = Path(__file__).parents[1]
-
-
-def refused(call: Callable[[], object], *words: str) -> str:
-    """The one line of a CheckpointError, seen to be one line, short, and to say what it should."""
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    message = str(caught.value)
-    assert message.isprintable(), message
-    assert len(message) < 700
-    assert "; " in message, "what, then what to do"
-    for word in words:
-        assert word in message
-    return message
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in dtype, shape and every bit."""
-    fresh = [torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()) for tensor in (a, b)]
-    bits = [tensor.view(-1).view(torch.uint8) for tensor in fresh]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
 
 
 def holds(file: TorchFile, state: Any) -> bool:
@@ -77,7 +35,20 @@ def holds(file: TorchFile, state: Any) -> bool:
     )
 
 
-# What torch reads
+def tensor(
+    offset: Any = 0,
+    shape: Any = (2,),
+    stride: Any = (1,),
+    *rest: Any,
+    kind: Any = F32,
+    key: Any = "0",
+    count: Any = 2,
+    device: Any = "cpu",
+    tail: Any = (),
+) -> Called:
+    """A mention of a tensor of two floats, with any part replaced."""
+    storage = Stored("storage", kind, key, device, count, *tail)
+    return Called(REBUILD, storage, offset, shape, stride, *(rest or (False, OrderedDict())))
 
 
 def random_tensor(pick: random.Random) -> torch.Tensor:
@@ -126,16 +97,8 @@ def test_reads_what_torch_wraps_tensors_in(tmp_path: Path) -> None:
     state = {"a": attributed, "b": parameter, "c": torch.nn.Parameter(torch.randn(2), requires_grad=False)}
     for zipped in (True, False):
         assert holds(TorchFile(save(tmp_path / "a", state, zipped=zipped)), state)
-    typed = Called(
-        torch._utils._rebuild_tensor_v3,
-        Stored("storage", torch.UntypedStorage, "0", "cpu", 16),
-        1,
-        (3,),
-        (1,),
-        0,
-        {},
-        torch.float32,
-    )
+    storage = Stored("storage", torch.UntypedStorage, "0", "cpu", 16)
+    typed = Called(torch._utils._rebuild_tensor_v3, storage, 1, (3,), (1,), 0, {}, torch.float32)
     path = zip_of(tmp_path / "b", pickled({"a": typed}), {"0": torch.arange(4.0).numpy().tobytes()})
     assert holds(TorchFile(path), {"a": torch.tensor([1.0, 2, 3])})
     oldest = Called(torch._utils._rebuild_tensor, Stored("storage", torch.cuda.FloatStorage, "0", "cuda:0", 2), 0, (2,), (1,))
@@ -144,7 +107,7 @@ def test_reads_what_torch_wraps_tensors_in(tmp_path: Path) -> None:
 
 @FORMS
 def test_reads_the_state_dict_of_a_module(tmp_path: Path, zipped: bool) -> None:
-    """It bears `_metadata`, an attribute that a pickle sets after the items: what is set must not be taken for the value."""
+    """A pickle sets its attribute `_metadata` after the items; the attribute must not be taken for the value."""
     state = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3)).state_dict()
     assert state._metadata
     assert holds(TorchFile(save(tmp_path / "a", state, zipped=zipped)), state)
@@ -160,10 +123,10 @@ def test_the_stride_of_a_single_row_means_nothing(tmp_path: Path) -> None:
 
 
 def test_an_empty_tensor_may_have_any_other_size(tmp_path: Path) -> None:
-    """The control of the overflow among the lies below."""
+    """The control of the overflow below."""
     for shape in [(0,), (0, 2**40), (2**20, 0, 2**20)]:
-        called = Called(REBUILD, Stored("storage", F32, "0", "cpu", 0), 0, shape, (1,) * len(shape), False, {})
-        file = TorchFile(zip_of(tmp_path / "a", pickled({"a": called}), {"0": b""}))
+        description = pickled({"a": tensor(0, shape, (1,) * len(shape), count=0)})
+        file = TorchFile(zip_of(tmp_path / "a", description, {"0": b""}))
         assert file.read("a").shape == file.read("a", torch.bfloat16).shape == shape
 
 
@@ -197,17 +160,6 @@ def test_hugging_face(tmp_path: Path, zipped: bool, dtype: torch.dtype, mask: to
 
 
 @FORMS
-def test_shards(tmp_path: Path, zipped: bool) -> None:
-    """Every shard is a file of its own."""
-    truth = sharded_bin(tmp_path, zipped=zipped)
-    shards = [TorchFile(path) for path in sorted(tmp_path.glob("*.bin"))]
-    assert len(shards) == 3
-    found = {name.removeprefix("transformer."): shard.read(name) for shard in shards for name in shard.entries}
-    assert found.keys() == truth.keys()
-    assert all(same(found[name], truth[name]) for name in truth)
-
-
-@FORMS
 @pytest.mark.parametrize(("compiled", "bias"), [(False, True), (True, False)])
 def test_nanogpt(tmp_path: Path, zipped: bool, compiled: bool, bias: bool) -> None:
     """The weights lie beside an optimizer that is twice as large, and beside what the config must come from."""
@@ -218,16 +170,6 @@ def test_nanogpt(tmp_path: Path, zipped: bool, compiled: bool, bias: bool) -> No
     sizes = {"n_layer": 2, "n_head": 3, "n_embd": 12, "block_size": 16, "vocab_size": 61}
     assert file.model_args == {**sizes, "bias": bias, "dropout": 0.0}
     assert file.model_args["bias"] is bias
-
-
-def test_mingpt_and_lightning(tmp_path: Path) -> None:
-    """A bare state dict; and one between a trainer's own keys, some of which hold tensors too."""
-    truth = mingpt(tmp_path / "model.pt")
-    file = TorchFile(tmp_path / "model.pt")
-    assert all(same(file.read(name), tensor) for name, tensor in linear(truth).items())
-    assert len(file.entries) == len(truth) + 1 + TINY.n_layer
-    truth = lightning(tmp_path / "last.ckpt")
-    assert holds(TorchFile(tmp_path / "last.ckpt"), {f"model.{name}": tensor for name, tensor in linear(truth).items()})
 
 
 @pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict"])
@@ -281,7 +223,7 @@ def test_model_args_are_plain_or_none(tmp_path: Path, args: Any) -> None:
 )  # fmt: skip
 @FORMS
 def test_what_is_no_state_dict_of_dense_tensors_is_refused(tmp_path: Path, value: Any, says: str, zipped: bool) -> None:
-    """Loaded for what it looks like, each of these gives other numbers, or a crash far from here."""
+    """Read as dense tensors, each of these gives other numbers, or a crash elsewhere."""
     refused(lambda: TorchFile(save(tmp_path / "a", value, zipped=zipped)), says, str(tmp_path / "a"))
 
 
@@ -291,29 +233,13 @@ def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
     refused(lambda: TorchFile(save(tmp_path / "a", {"a": quantised})), "a is quantised")
 
 
-# Code
-
-
-class Hostile:
-    """Unpickled, it makes a folder. A different way each: a function of the system, a shell, eval, exec."""
-
-    def __init__(self, way: str, canary: Path) -> None:
-        self.way, self.canary = way, str(canary)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        code = f"__import__('os').mkdir({self.canary!r})"
-        ways = {"mkdir": (os.mkdir, self.canary), "system": (os.system, f"mkdir {self.canary}"), "eval": (eval, code)}
-        ways |= {"exec": (exec, code), "makedirs": (os.makedirs, self.canary)}
-        function, *args = ways[self.way]
-        return function, tuple(args)
-
-
-NAMES = {
-    "mkdir": "posix.mkdir",
-    "system": "posix.system",
-    "eval": "builtins.eval",
-    "exec": "builtins.exec",
-    "makedirs": "os.makedirs",
+# What a hostile pickle calls, to make a folder: functions of the system, a shell, eval, exec.
+WAYS: dict[str, Callable[[str], tuple[Any, ...]]] = {
+    "posix.mkdir": lambda canary: (os.mkdir, canary),
+    "posix.system": lambda canary: (os.system, f"mkdir {canary}"),
+    "builtins.eval": lambda canary: (eval, f"__import__('os').mkdir({canary!r})"),
+    "builtins.exec": lambda canary: (exec, f"__import__('os').mkdir({canary!r})"),
+    "os.makedirs": lambda canary: (os.makedirs, canary),
 }
 
 
@@ -327,9 +253,9 @@ def run(path: Path) -> None:
 
 
 def hostile_file(form: str, path: Path, evil: Any) -> Callable[[Path], Any]:
-    """Write one, and say who would fall for it."""
+    """Write one, and return a reader that would run it."""
     good = {"a": torch.ones(2)}
-    head = [pickled(0x1950A86A20F9469CFC6C), pickled(1001), pickled({"little_endian": True})]
+    head = [pickled(MAGIC), pickled(VERSION), pickled({"little_endian": True})]
     match form:
         case "zip" | "legacy":
             save(path, {**good, "b": evil}, zipped=form == "zip")
@@ -344,11 +270,9 @@ def hostile_file(form: str, path: Path, evil: Any) -> Callable[[Path], Any]:
         case "keys":
             legacy_of(path, pickled({}), {}, keys=evil)
         case "device":  # the id of a storage is a pickled value too
-            pid = Stored("storage", F32, "0", evil, 2)
-            zip_of(path, pickled({"a": Called(REBUILD, pid, 0, (2,), (1,), False, {})}), {"0": bytes(8)})
+            zip_of(path, pickled({"a": tensor(device=evil)}), {"0": bytes(8)})
         case "hooks":
-            pid = Stored("storage", F32, "0", "cpu", 2)
-            zip_of(path, pickled({"a": Called(REBUILD, pid, 0, (2,), (1,), False, evil)}), {"0": bytes(8)})
+            zip_of(path, pickled({"a": tensor(0, (2,), (1,), False, evil)}), {"0": bytes(8)})
         case "state":
             zip_of(path, pickled({"a": Called(OrderedDict, state={"x": evil})}), {})
         case "key":
@@ -361,23 +285,21 @@ def hostile_file(form: str, path: Path, evil: Any) -> Callable[[Path], Any]:
             save(path, {"model": good, "optimizer": {"state": {0: {"step": evil}}}}, zipped=False)
         case "protocol 4":
             torch.save({"b": evil}, path, pickle_protocol=4)
-        case "ignored":  # made and thrown away again before the first tensor
-            zip_of(path, b"\x80\x02(" + pickled(evil)[2:-1] + b"1}.", {})
     return run
 
 
-@pytest.mark.parametrize("way", [*NAMES])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "form",
     ["zip", "legacy", "bare", "bare 0", "bare 4", "magic", "version", "sys_info", "keys", "device", "hooks", "state", "key",
      "nanogpt", "optimizer", "protocol 4"],
 )  # fmt: skip
 def test_code_is_named_and_never_run(tmp_path: Path, form: str, way: str) -> None:
-    """The reason that safetensors exists. The control: whoever unpickles the same file does run it."""
+    """The control: the same file, unpickled, does run the code."""
     path, canary = tmp_path / "pytorch_model.bin", tmp_path / "canary"
-    victim = hostile_file(form, path, Hostile(way, canary))
-    message = refused(lambda: TorchFile(path), "would run code", NAMES[way], "sandbox", str(path))
-    assert message.count(NAMES[way]) == 1
+    victim = hostile_file(form, path, Called(*WAYS[way](str(canary))))
+    message = refused(lambda: TorchFile(path), "would run code", way, "sandbox", str(path))
+    assert message.count(way) == 1
     assert not canary.exists()
     with contextlib.suppress(Exception):  # torch chokes on what is left of some of them, after the harm is done
         victim(path)
@@ -386,7 +308,8 @@ def test_code_is_named_and_never_run(tmp_path: Path, form: str, way: str) -> Non
 
 def test_code_that_is_popped_again_is_refused(tmp_path: Path) -> None:
     """The control of the opcodes that no tensors need: POP_MARK hides what was called."""
-    hostile_file("ignored", tmp_path / "a", Hostile("mkdir", tmp_path / "canary"))
+    evil = pickled(Called(os.mkdir, str(tmp_path / "canary")))
+    zip_of(tmp_path / "a", b"\x80\x02(" + evil[2:-1] + b"1}.", {})
     refused(lambda: TorchFile(tmp_path / "a"), "posix.mkdir")
     assert not (tmp_path / "canary").exists()
 
@@ -441,9 +364,6 @@ def test_torchscript_is_refused(tmp_path: Path) -> None:
     refused(lambda: TorchFile(tmp_path / "model.pt"), "TorchScript", "would run code", "state dict")
 
 
-# Archives that lie
-
-
 def archive(path: Path, members: dict[str, bytes], **options: Any) -> Path:
     with zipfile.ZipFile(path, "w", **options) as file:
         for name, content in members.items():
@@ -451,7 +371,7 @@ def archive(path: Path, members: dict[str, bytes], **options: Any) -> Path:
     return path
 
 
-ONE = pickled({"a": Called(REBUILD, Stored("storage", F32, "0", "cpu", 2), 0, (2,), (1,), False, OrderedDict())})
+ONE = pickled({"a": tensor()})
 DATA = torch.tensor([1.0, 2.0]).numpy().tobytes()
 
 
@@ -470,9 +390,7 @@ def test_a_true_archive_is_read(tmp_path: Path) -> None:
 def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     """A kilobyte of zip that becomes a gigabyte of pickle."""
     path = zip_of(tmp_path / "a", bytes(50_000_000), {"0": DATA}, compression=zipfile.ZIP_DEFLATED)
-    begin = time.process_time()
     refused(lambda: TorchFile(path), "compressed")
-    assert time.process_time() - begin < 1
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("archive/data.pkl", ONE)
         file.writestr("archive/data/0", bytes(8), zipfile.ZIP_BZIP2)
@@ -511,7 +429,7 @@ CENTRAL, LOCAL, END = b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"
     ],
 )
 def test_a_lying_zip_directory_is_refused(tmp_path: Path, signature: bytes, at: int, new: bytes, which: int, says: str) -> None:
-    """Aliased members, data beyond the file, sizes that only one of two readers believes."""
+    """Members that share data, data beyond the file, two sizes for one member."""
     refused(lambda: TorchFile(patched(zip_of(tmp_path / "a", ONE, {"0": DATA}), signature, at, new, which)), says)
 
 
@@ -530,9 +448,7 @@ def test_a_huge_zip_directory_is_refused_unread(tmp_path: Path) -> None:
     size = 100_000 * len(entry)
     end = END + bytes(4) + (100_000 % 65536).to_bytes(2, "little") * 2 + size.to_bytes(4, "little") + bytes([4, 0, 0, 0, 0, 0])
     (tmp_path / "a").write_bytes(LOCAL + entry * 100_000 + end)
-    begin = time.process_time()
     refused(lambda: TorchFile(tmp_path / "a"), f"claims {size:,} bytes")
-    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize(
@@ -553,12 +469,12 @@ def test_a_huge_zip_directory_is_refused_unread(tmp_path: Path) -> None:
     ],
 )
 def test_other_archives_are_refused(tmp_path: Path, members: dict[str, bytes], says: str) -> None:
-    """Whatever else is a zip: NumPy's, a TorchScript program, two checkpoints in one."""
+    """Other zip archives: NumPy's, a TorchScript program, two checkpoints in one."""
     refused(lambda: TorchFile(archive(tmp_path / "a", members)), says)
 
 
 def test_the_same_member_twice_is_refused(tmp_path: Path) -> None:
-    """Two readers may choose a different one of them, and check one while loading the other."""
+    """Of two members, one might be checked and the other loaded."""
     path = archive(tmp_path / "a", {"archive/data.pkl": ONE, "archive/data/0": DATA, "archive/data/1": DATA})
     path.write_bytes(path.read_bytes().replace(b"archive/data/1", b"archive/data/0"))
     refused(lambda: TorchFile(tmp_path / "a"), "twice")
@@ -575,25 +491,6 @@ def test_checksums(tmp_path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(True)
     assert holds(TorchFile(path), {"a": torch.ones(2)})
-
-
-# Pickles that lie
-
-
-def tensor(
-    offset: Any = 0,
-    shape: Any = (2,),
-    stride: Any = (1,),
-    *rest: Any,
-    kind: Any = F32,
-    key: Any = "0",
-    count: Any = 2,
-    tail: Any = (),
-) -> Called:
-    """A mention of the tensor of two floats, each part of which may be wrong."""
-    return Called(
-        REBUILD, Stored("storage", kind, key, "cpu", count, *tail), offset, shape, stride, *(rest or (False, OrderedDict()))
-    )
 
 
 SENSE = "makes no sense"
@@ -659,9 +556,7 @@ def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path: Path, lie: Called
         path = zip_of(tmp_path / "a", description, {"0": DATA})
     else:
         path = legacy_of(tmp_path / "a", description, {"0": (2, DATA)})
-    begin = time.process_time()
     refused(lambda: TorchFile(path), "" if not zipped else says)
-    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize(
@@ -760,140 +655,15 @@ PUSHES = [
 
 @pytest.mark.parametrize(("program", "says"), PUSHES, ids=[str(number) for number in range(len(PUSHES))])
 def test_a_pickle_that_makes_no_sense_is_refused(tmp_path: Path, program: bytes, says: str) -> None:
-    """A stack machine driven by a stranger: beneath its stack, without end, in circles, or slower with every step."""
+    """A pickle is a program for a stack machine: it may underflow, never end, refer to itself, or slow down with every step."""
     path = zip_of(tmp_path / "a", b"\x80\x02" + program, {"0": DATA})
-    begin = time.process_time()
     refused(lambda: TorchFile(path), says)
-    assert time.process_time() - begin < 10
-
-
-# Files that are something else, or not whole
-
-
-@FORMS
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path, zipped: bool) -> None:
-    """A download that broke off, at every byte: in each pickle, between storages, in the zip's directory."""
-    path = save(tmp_path / "a", {"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.float16)}, zipped=zipped)
-    whole = path.read_bytes()
-    for size in range(len(whole)):
-        path.write_bytes(whole[:size])
-        refused(lambda: TorchFile(path), str(path), "fetch it again")
-    path.write_bytes(whole)
-    assert len(TorchFile(path).entries) == 2
-
-
-def safetensors(path: Path) -> bytes:
-    save_file({"a": torch.ones(2)}, path)
-    return path.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (lambda path: b"", "is empty"),
-        (lambda path: b"\0" * 40, "neither a zip archive nor a pickle"),
-        (lambda path: random.Random(0).randbytes(5000), "neither"),
-        (lambda path: b"To be, or not to be, that is the question:\n" * 9, "neither"),
-        (safetensors, "neither"),
-        (lambda path: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 548118077\n", "git lfs pull"),
-        (lambda path: b"<!DOCTYPE html><html><body>Not found</body></html>", "web page"),
-        (lambda path: b"GGUF\x03\0\0\0\0\0\0\0", "GGUF"),
-        (lambda path: b"\x89HDF\r\n\x1a\n" + bytes(90), "HDF5"),
-        (lambda path: gzip.compress(ONE), "gzip"),
-        (lambda path: pickle.dumps({"a": 1}), "a pickle, but not one of torch.save"),
-        (lambda path: pickle.dumps({"a": [1.0, 2.0]}, protocol=5), "a pickle, but not one of torch.save"),
-        (lambda path: pickled(0x1950A86A20F9469CFC6C) + pickled(7), "version 7"),
-        (lambda path: b"PK\x05\x06" + bytes(18), "neither"),
-        (lambda path: b"PK\x03\x04", "File is not a zip file"),
-    ],
-)
-def test_what_is_not_torch_s_is_told_for_what_it_is(tmp_path: Path, content: Callable[[Path], bytes], says: str) -> None:
-    """A page saved instead of a file, or a git-lfs pointer, reported as a broken pickle."""
-    path = tmp_path / "pytorch_model.bin"
-    path.write_bytes(content(path))
-    refused(lambda: TorchFile(path), says, str(path))
-
-
-def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
-    refused(lambda: TorchFile(tmp_path / "no"), "No such file")
-    refused(lambda: TorchFile(tmp_path), "directory")
-
-
-# The mapping
-
-
-@FORMS
-def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path, zipped: bool) -> None:
-    """A shared mapping would train straight into the checkpoint."""
-    path = save(tmp_path / "a", {"a": torch.ones(3000)}, zipped=zipped)
-    before, again = path.read_bytes(), TorchFile(path)
-    written = TorchFile(path).read("a")
-    written.mul_(5)
-    assert written.sum() == 15_000
-    assert path.read_bytes() == before
-    assert again.read("a").sum() == 3000
-
-
-def test_description_and_data_are_of_one_file(tmp_path: Path) -> None:
-    """A run that renames its new `ckpt.pt` over the one being loaded."""
-    path = save(tmp_path / "a", {"a": torch.ones(4), "b": torch.ones(4)})
-    file = TorchFile(path)
-    os.replace(save(tmp_path / "new", {"x": torch.full((8,), 2.0)}), path)
-    assert file.read("a").tolist() == file.read("b", mapped=False).tolist() == [1] * 4
-
-
-def test_a_file_cut_while_open_is_refused(tmp_path: Path) -> None:
-    """`readinto` returns 0 at the end of a file, for ever."""
-    path = save(tmp_path / "a", {"a": torch.ones(4)})
-    file = TorchFile(path)
-    os.truncate(path, file.entries["a"].start + 5)
-    refused(lambda: file.read("a", mapped=False), "cut short while it was read")
-    refused(lambda: file.read("a", torch.float16), "cut short while it was read")
-
-
-@PROC
-def test_a_mapped_tensor_lies_in_a_private_mapping_and_closes_its_file(tmp_path: Path) -> None:
-    """A "mapped" read that copies; and descriptors that leak until the process may open no more."""
-    path = save(tmp_path / "a", {"a": torch.ones(5000), "b": torch.ones(5000)})
-    descriptors = len(os.listdir("/proc/self/fd"))
-    file = TorchFile(path)
-    a, b, copied = file.read("a"), file.read("b"), file.read("a", mapped=False)
-
-    def lies_in(tensor: torch.Tensor) -> list[str]:
-        rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
-        spans = [(*(int(x, 16) for x in row[0].split("-")), row[1]) for row in rows]
-        return [rights for start, end, rights in spans if start <= tensor.data_ptr() < end]
-
-    assert lies_in(a) == lies_in(b) == ["rw-p"]
-    assert lies_in(copied) == []
-    del file, b
-    assert a.sum() == 5000, "the mapping outlives the file object"
-    del a
-    assert str(path) not in Path("/proc/self/maps").read_text()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def test_a_mapped_tensor_is_pickled_alone(tmp_path: Path) -> None:
-    """Views of one storage over the whole file: saving a bias of 12 numbers would write gigabytes."""
-    buffer = io.BytesIO()
-    torch.save(TorchFile(save(tmp_path / "a", {"a": torch.ones(100_000), "b": torch.ones(3)})).read("b"), buffer)
-    assert len(buffer.getvalue()) < 3000
-
-
-def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some network and FUSE file systems have no mmap."""
-
-    def no_mmap(*_: object, **__: object) -> None:
-        raise OSError(19, "No such device")
-
-    monkeypatch.setattr("gpt2.checkpoint.containers.mapped_file.mmap.mmap", no_mmap)
-    assert TorchFile(save(tmp_path / "a", {"a": torch.arange(5.0)})).read("a").tolist() == [0, 1, 2, 3, 4]
 
 
 @PROC
 @FORMS
 def test_an_optimizer_s_state_is_never_read(tmp_path: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """nanoGPT's ckpt.pt is three times the size of its weights, all of which torch.load reads in the old form."""
+    """nanoGPT's ckpt.pt has three times the size of its weights, and torch.load reads all of the old form."""
     # of the old form, so much is read to find the pickles
     monkeypatch.setattr("gpt2.checkpoint.containers.torch_file.PICKLE_LIMIT", 20_000)
     nanogpt(tmp_path / "a", type(TINY)(vocab_size=5000, n_positions=64, n_embd=48, n_layer=2, n_head=3), zipped=zipped)
@@ -911,90 +681,27 @@ def test_an_optimizer_s_state_is_never_read(tmp_path: Path, zipped: bool, monkey
     assert 3 * wanted < (tmp_path / "a").stat().st_size
 
 
-def test_a_disk_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback out of a network drive."""
-
-    class Broken:
-        def seek(self, *_: object) -> None:
-            pass
-
-        def read(self, *_: object) -> None:
-            raise OSError(5, "Input/output error")
-
-        readinto = read
-
-    file = TorchFile(save(tmp_path / "a", {"a": torch.ones(4)}))
-    monkeypatch.setattr(file._file, "file", Broken())
-    refused(lambda: file.read("a", mapped=False), "Input/output error")
-    refused(lambda: file._file.bytes(0, 4), "Input/output error")
-
-
-# Memory, and thousands of damaged files
-
-PEAK = """
-import json, re, sys
-from pathlib import Path
-import torch
+PEAK = (
+    MEMORY
+    + """
+import json, sys, torch
 from gpt2.checkpoint.containers.torch_file import TorchFile
-def memory(kind): return int(re.search(kind + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 torch.ones(1000).to(torch.bfloat16)
 before = memory("VmRSS")
 file = TorchFile(Path(sys.argv[1]))
 held = {name: file.read(name, torch.bfloat16) for name in file.entries}
-print(json.dumps({"above": memory("VmHWM") - before, "target": sum(tensor.nbytes for tensor in held.values())}))
+print(json.dumps([memory("VmHWM") - before, sum(tensor.nbytes for tensor in held.values())]))
 """
-
-
-def peak_of_bf16(path: Path, megabytes: int, zipped: bool) -> float:
-    """Peak memory while a float32 file of so many MB becomes bf16, above what the process began with, in target sizes."""
-    width = 1024
-    state = {f"h.{layer}.weight": torch.randn(width, width) for layer in range(megabytes // 4)}
-    save(path, state, zipped=zipped)
-    del state
-    child = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, check=True)
-    path.unlink()
-    row = json.loads(child.stdout)
-    assert row["target"] == (megabytes // 4) * width * width * 2
-    return row["above"] / row["target"]
-
-
-@PROC
-def test_converting_never_holds_the_source(tmp_path: Path) -> None:
-    """The float32 model beside the bf16 one: three times the memory that was asked for."""
-    assert peak_of_bf16(tmp_path / "a.bin", 64, zipped=True) < 1.15
-    assert peak_of_bf16(tmp_path / "a.bin", 64, zipped=False) < 1.40  # 16 MB of which is the search for the pickles' end
+)
 
 
 @PROC
 @pytest.mark.slow
-def test_converting_half_a_gigabyte(tmp_path: Path) -> None:
-    """The same at the size of the official gpt2."""
-    ratios = [peak_of_bf16(tmp_path / "a.bin", 512, zipped=zipped) for zipped in (True, False)]
-    print("peak memory of .bin -> bf16, in target sizes: zip {:.3f}, legacy {:.3f}".format(*ratios))
-    assert max(ratios) < 1.10
-
-
-def fuzz(count: int, seed: int, folder: Path) -> dict[str, Any]:
-    """What `torch_fuzz.py` found, in a process that may crash or hang without taking the tests along."""
-    command = [sys.executable, "-X", "faulthandler", "-m", "support.torch_fuzz", str(count), str(seed), str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
-    child = subprocess.run(command, capture_output=True, text=True, timeout=60 + count / 10, env=environment, check=False)
-    assert child.returncode == 0, child.stderr[-3000:]
-    found = json.loads(child.stdout.splitlines()[-1])
-    assert found["loaded"] + sum(found["refused"].values()) == count
-    assert found["slowest_s"] < 2
-    assert found["grown_mb"] < 50
-    return found
-
-
-def test_damaged_files_load_or_are_refused(tmp_path: Path) -> None:
-    """Any byte may be wrong. And the damage must go deep: enough files load still, and enough are refused for other reasons."""
-    found = fuzz(500, 0, tmp_path)
-    assert found["loaded"] > 50
-    assert len(found["refused"]) > 30
-
-
-@pytest.mark.slow
-def test_ten_thousand_damaged_files(tmp_path: Path) -> None:
-    """The same, longer, from another seed."""
-    assert fuzz(10_000, 1, tmp_path)["loaded"] > 1000
+@FORMS
+def test_converting_never_holds_the_source(tmp_path: Path, zipped: bool) -> None:
+    """The float32 model of half a gigabyte beside the bf16 one: three times the memory that was asked for."""
+    save(tmp_path / "a.bin", {f"h.{layer}.weight": torch.randn(1024, 1024) for layer in range(128)}, zipped=zipped)
+    peak, target = report_of(PEAK, tmp_path / "a.bin")
+    print(f"peak memory of .bin -> bf16, in target sizes: {peak / target:.3f}")
+    assert target == 128 << 21
+    assert peak < 1.10 * target

@@ -1,22 +1,17 @@
-"""Damaged safetensors headers, our reader beside the library: `python -m support.safetensors_fuzz COUNT SEED FOLDER`.
+"""Damaged safetensors headers for `support/fuzz.py`, our reader beside the library.
 
-Every file must open and read, or give one CheckpointError of one line. What we accept the library must accept, with the same
-names, dtypes, shapes and bytes; what it accepts and we refuse must break one of the rules in `STRICTER`, seen by other means
-than our reader's. The last line of stdout is a JSON object: how many both accept and refuse, how often each refusal was given
-(numbers and names taken out), how often each stricter rule, the slowest file, and the memory that the process grew by.
+What we accept the library must accept, with the same names, dtypes, shapes and bytes. What it accepts and we refuse must break
+one of the rules in `STRICTER`, which are checked by other means than our reader's.
 """
 
 import json
 import math
 import random
 import re
-import resource
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors
 import torch
@@ -25,104 +20,20 @@ from safetensors.torch import save
 from gpt2.checkpoint.containers import HEADER_LIMIT
 from gpt2.checkpoint.containers.safetensors_file import DTYPES, SafetensorsFile
 from gpt2.errors import CheckpointError
+from support.checks import bits, random_bits
+from support.fuzz import JUNK, NAMES, Subject, changed_json
 
-NUMBERS = [-1, 0, 1, 2, 3, 4, 7, 8, 12, 16, 24, 255, 2**16, 2**31, 2**32, 2**47, 2**48, 2**53, 2**62, 2**63, 2**64 - 1, 2**64]
-JUNK: list[Any] = [*NUMBERS, 10**30, 0.0, 1.0, 1.5, 1e300, -0.0, True, False, None, "", "F32", "F64", "BOOL", "F8_E4M3", "a\nb"]
-JUNK += ["\ud800", "\0", "é", "x" * 3000, "9" * 5000, [], [0], [1, 2], [[]], {}, {"dtype": "F32"}, float("nan"), float("inf")]
-JUNK += [{"dtype": "F32", "shape": [], "data_offsets": [0, 4]}, [1] * 9, [0, 2**40], [2**32, 2**32], [0, 2**63]]
-KINDS = [*DTYPES, "U16", "U32", "U64", "F8_E5M2", "C64", "F4", "f32", "F320", "E8M0", ""]
-NAMES = [
-    "wte.weight",
-    "h.0.attn.bias",
-    "__metadata__",
-    "",
-    "a",
-    "b",
-    "a\nb",
-    "\x1b[2J",
-    "é" * 40,
-    "x" * 5000,
-    "\ud800",
-    "\0",
-    "{",
-    '"',
-]
-PIECES = [
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b'"',
-    b",",
-    b":",
-    b"0",
-    b"-",
-    b"9",
-    b"1e9",
-    b"null",
-    b"true",
-    b"NaN",
-    b" ",
-    b"\n",
-    b"\t",
-    b"\\",
-    b"\\u",
-]
-PIECES += [
-    b"\x00",
-    b"\xff",
-    b"\xc3\xa9",
-    b"\xef\xbb\xbf",
-    b"\\ud800",
-    b'"a":',
-    b'{"a":',
-    b"//",
-    b"'",
-    b",,",
-    b"\x0b",
-    b"\xc2\xa0",
-]
+DTYPE_NAMES = [*DTYPES, "U16", "U32", "U64", "F8_E5M2", "C64", "F4", "f32", "F320", "E8M0", ""]
+PIECES = b"{ } [ ] \" , : 0 - 9 1e9 null true NaN \\ \\u \x00 \xff \xc3\xa9 \xef\xbb\xbf \\ud800 // ' ,, \xc2\xa0".split()
+PIECES += [b" ", b"\n", b"\t", b"\x0b", b'"a":', b'{"a":']
 
 
 def whole(pick: random.Random) -> bytes:
     """A file that the library wrote: up to six tensors of any dtype and shape, and perhaps metadata."""
-    tensors = {}
-    for name in pick.sample(["a", "b", "wte.weight", "ä b", "h.0.ln_1.bias", "__x__", ""], pick.randint(0, 6)):
-        shape = [pick.choice([0, 1, 2, 3, 5]) for _ in range(pick.randint(0, 4))]
-        dtype = pick.choice(list(DTYPES.values()))
-        raw = torch.tensor(list(pick.randbytes(torch.Size(shape).numel() * dtype.itemsize)), dtype=torch.uint8)
-        tensors[name] = (raw % 2 if dtype is torch.bool else raw).view(dtype).reshape(shape)
+    names = pick.sample(["a", "b", "wte.weight", "ä b", "h.0.ln_1.bias", "__x__", ""], pick.randint(0, 6))
+    tensors = {name: random_bits(pick, pick.choice(list(DTYPES.values()))) for name in names}
     metadata = pick.choice([None, {}, {"format": "pt"}, {"a": "", "é": "\n"}])
     return save(tensors, metadata=metadata or None)  # the library's own header for nothing and {} is not JSON
-
-
-def change(raw: Any, pick: random.Random) -> Any:
-    """One change somewhere in a JSON value: a number off by a little, a key away, renamed, twice or exchanged, or nonsense."""
-    if isinstance(raw, dict) and raw and pick.random() < 0.9:
-        key = pick.choice(list(raw))
-        match pick.randrange(10):
-            case 0:
-                return {name: value for name, value in raw.items() if name != key}
-            case 1:
-                return {(pick.choice(NAMES) if name == key else name): value for name, value in raw.items()}
-            case 2:
-                other = pick.choice(list(raw))
-                return raw | {key: raw[other], other: raw[key]}
-            case 3:
-                return raw | {pick.choice(NAMES): pick.choice([*JUNK, *raw.values()])}
-        return raw | {key: change(raw[key], pick)}
-    if isinstance(raw, list) and raw and pick.random() < 0.8:
-        place = pick.randrange(len(raw))
-        if pick.random() < 0.2:
-            return [
-                *raw[:place],
-                *pick.choice([[], [pick.choice(NUMBERS)], [raw[place]] * 2, [1, raw[place]]]),
-                *raw[place + 1 :],
-            ]
-        return [*raw[:place], change(raw[place], pick), *raw[place + 1 :]]
-    if type(raw) is int and pick.random() < 0.6:
-        return raw + pick.choice([-8, -4, -2, -1, 1, 2, 4, 8])
-    return pick.choice(KINDS if isinstance(raw, str) and pick.random() < 0.7 else JUNK)
 
 
 def harmless(text: bytes, raw: Any, pick: random.Random) -> bytes:
@@ -163,17 +74,15 @@ def huge(pick: random.Random) -> bytes:
     return len(text).to_bytes(8, "little") + text + bytes(pick.choice([0, 4]))
 
 
-def damaged(pick: random.Random) -> bytes:
-    if pick.random() < 0.01:
-        return huge(pick)
-    content = whole(pick)
+def damaged(pick: random.Random, content: bytes) -> bytes:
+    """A file with its header changed in meaning, in words or in bytes, its length changed, or itself cut or longer."""
     length = int.from_bytes(content[:8], "little")
     text, data = content[8 : 8 + length], content[8 + length :]
     action = pick.random()
     if action < 0.5:
         raw = json.loads(text)
         for _ in range(pick.choice([1, 1, 1, 2, 4])):
-            raw = change(raw, pick)
+            raw = changed_json(raw, pick, junk=[*JUNK, *DTYPE_NAMES * 3])
         text = json.dumps(raw, ensure_ascii=pick.random() < 0.7).encode("utf-8", "surrogatepass")
     elif action < 0.65:
         text = harmless(text, json.loads(text), pick)
@@ -181,18 +90,16 @@ def damaged(pick: random.Random) -> bytes:
         flipped = bytearray(text)
         for _ in range(pick.choice([1, 1, 2, 5])):
             place = pick.randrange(len(flipped) + 1)
-            width = pick.choice([0, 0, 1, 1, 2, 9])
-            flipped[place : place + width] = pick.choice(
-                [*PIECES, b"", pick.randbytes(2), text[place : place + pick.randrange(40)]]
-            )
+            new = pick.choice([*PIECES, b"", pick.randbytes(2), text[place : place + pick.randrange(40)]])
+            flipped[place : place + pick.choice([0, 0, 1, 1, 2, 9])] = new
         text = bytes(flipped)
+    length = len(text)
     if action < 0.9 and pick.random() < 0.85:
-        if pick.random() < 0.5:
-            text += b" " * (-len(text) % 8)
-        content = len(text).to_bytes(8, "little") + text + data
+        text += b" " * (-len(text) % 8 if pick.random() < 0.5 else 0)
+        length = len(text)
     else:
-        length = pick.choice([0, 1, 2, 8, len(text) - 1, len(text) + 1, len(content), 2**31, 2**32, 2**63, 2**64 - 1, len(text)])
-        content = (max(length, 0)).to_bytes(8, "little") + text + data
+        length = pick.choice([0, 1, 2, 8, length, length, length + 1, len(content), 2**31, 2**32, 2**63, 2**64 - 1])
+    content = length.to_bytes(8, "little") + text + data
     match pick.randrange(12):
         case 0:
             return content[: pick.randrange(len(content) + 1)]
@@ -220,24 +127,47 @@ def rows(raw: Any) -> list[dict[str, Any]]:
     return [dict(row) for name, row in raw if name != "__metadata__"]
 
 
-# What we refuse though the library accepts it, with the words we do it in. Each is a file that no GPT-2 comes in.
-STRICTER: dict[str, tuple[str, Callable[[Any, bytes], bool]]] = {
-    "a key occurs twice: which is meant?": (
+class Rule(NamedTuple):
+    """What we refuse though the library accepts it, since no GPT-2 comes in such a file: the words of the refusal, how other
+    means than our reader see it in a header, and the header's text of an example."""
+
+    words: str
+    broken: Callable[[Any, bytes], bool]
+    example: bytes
+
+
+ROW = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+NINE_AXES, EMPTY = (re.sub(rb"\[1\]", shape, ROW) for shape in (b"[1,1,1,1,1,1,1,1,1]", b"[0,16777216,16777216]"))
+STRICTER = {
+    "a key occurs twice: which is meant?": Rule(
         "a key occurs twice",
         lambda raw, _: any(len({name for name, _ in pairs}) < len(pairs) for pairs in objects(raw)),
+        ROW + b"," + ROW[1:] + b"}",
     ),
-    "no brace at its very beginning, as the format demands": ("not a JSON object", lambda _, content: content[8:9] != b"{"),
-    "__metadata__ that is null": ("__metadata__ that is not text", lambda raw, _: dict(raw).get("__metadata__", "") is None),
-    "a dtype that torch's GPT-2 has no use for": (
-        "has dtype",
-        lambda raw, _: any(row["dtype"] not in DTYPES for row in rows(raw)),
+    "no brace at its very beginning, as the format demands": Rule(
+        "not a JSON object", lambda _, content: content[8:9] != b"{", b"\n" + ROW + b"}"
     ),
-    "more than eight axes": ("contradicts itself", lambda raw, _: any(len(row["shape"]) > 8 for row in rows(raw))),
-    "an empty tensor whose other axes make 2**48 or more": (
+    "__metadata__ that is null": Rule(
+        "__metadata__ that is not text",
+        lambda raw, _: dict(raw).get("__metadata__", "") is None,
+        ROW + b',"__metadata__":null}',
+    ),
+    "a dtype that torch's GPT-2 has no use for": Rule(
+        "has dtype", lambda raw, _: any(row["dtype"] not in DTYPES for row in rows(raw)), ROW.replace(b"F32", b"U32") + b"}"
+    ),
+    "more than eight axes": Rule(
+        "contradicts itself", lambda raw, _: any(len(row["shape"]) > 8 for row in rows(raw)), NINE_AXES + b"}"
+    ),
+    "an empty tensor whose other axes make 2**48 or more": Rule(
         "contradicts itself",
         lambda raw, _: any(math.prod(axis or 1 for axis in row["shape"]) >= 2**48 for row in rows(raw)),
+        ROW + b"," + EMPTY[1:].replace(b'"a"', b'"b"').replace(b"[0,4]", b"[4,4]") + b"}",
     ),
-    "a header of more than 4 MB": ("claims a header", lambda _, content: int.from_bytes(content[:8], "little") > HEADER_LIMIT),
+    "a header of more than 4 MB": Rule(
+        "claims a header",
+        lambda _, content: int.from_bytes(content[:8], "little") > HEADER_LIMIT,
+        ROW + b"}" + b" " * HEADER_LIMIT,
+    ),
 }
 
 
@@ -254,59 +184,33 @@ def library(content: bytes) -> dict[str, tuple[str, list[int], bytes]] | None:
 def ours(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
     file = SafetensorsFile(path)
     kinds = {dtype: kind for kind, dtype in DTYPES.items()}
-    found = {}
-    for name, entry in file.entries.items():
-        tensor = file.read(name)
-        assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape)
-        found[name] = (kinds[tensor.dtype], [*tensor.shape], bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
-    return found
+    tensors = {name: file.read(name) for name in file.entries}
+    assert all((t.dtype, tuple(t.shape)) == (file.entries[name].dtype, file.entries[name].shape) for name, t in tensors.items())
+    return {name: (kinds[t.dtype], [*t.shape], bytes(bits(t).numpy())) for name, t in tensors.items()}
 
 
-def kind(message: str) -> str:
-    """A refusal without what is this file's own: names, numbers, dtypes and shapes."""
-    about = re.sub(r"^.* has dtype .*", "# has dtype #", message.partition(";")[0])
-    return re.sub(r"\d[\d,]*|\(.*\)|(?<=about ).*|(?<= for ).*|(?<=in which ).*(?= (leaves|overlaps))", "#", about)
+def prepare(folder: Path) -> Subject:
+    path, stricter = folder / "fuzz.safetensors", Counter[str]()
+    path.write_bytes(save({"a": torch.ones(2)}))
 
-
-def fuzz(count: int, seed: int, folder: Path) -> dict[str, Any]:
-    pick, path = random.Random(seed), folder / "fuzz.safetensors"
-    both, refusals, stricter, slowest, before = 0, Counter[str](), Counter[str](), 0.0, 0
-    with open(path, "wb") as file:
-        for number in range(count):
-            if number == min(500, count // 2):  # what python and torch allocate once
-                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            content = damaged(pick)
-            file.seek(0)
+    def damage(pick: random.Random) -> None:
+        content = huge(pick) if pick.random() < 0.01 else damaged(pick, whole(pick))
+        with open(path, "r+b") as file:  # in place: ext4 takes milliseconds for a file cut to nothing and written again
             file.write(content)
             file.truncate()
-            file.flush()
-            theirs = library(content)
-            begin = time.perf_counter()
-            try:
-                found = ours(path)
-            except CheckpointError as error:
-                message = str(error)
-                assert message.isprintable(), (number, message)
-                assert message.startswith(f"{path}: "), (number, message)
-                assert "; " in message, (number, message)
-                assert len(message) < 700, (number, message)
-                refusals[kind(message.removeprefix(f"{path}: "))] += 1
-                if theirs is not None:
-                    raw = header(content)
-                    rules = [rule for rule, (words, holds) in STRICTER.items() if words in message and holds(raw, content)]
-                    assert rules, (number, message, content)
-                    stricter[rules[0]] += 1
-            else:
-                both += 1
-                assert theirs is not None, (number, content)
-                assert found == theirs, (number, content)
-            slowest = max(slowest, time.perf_counter() - begin)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    return {"both": both, "refused": refusals, "stricter": stricter, "slowest_s": slowest, "grown_mb": grown}
 
+    def read() -> None:
+        content = path.read_bytes()
+        theirs = library(content)
+        try:
+            tensors = ours(path)
+        except CheckpointError as error:
+            if theirs is not None:
+                raw, message = header(content), str(error)
+                rules = [name for name, rule in STRICTER.items() if rule.words in message and rule.broken(raw, content)]
+                assert rules, (message, content)
+                stricter[rules[0]] += 1
+            raise
+        assert tensors == theirs, content
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    began = time.perf_counter()
-    found = fuzz(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    print(json.dumps(found | {"seconds": time.perf_counter() - began}))
+    return Subject(damage, read, stricter=stricter)

@@ -1,73 +1,22 @@
-"""Thousands of damaged torch files through the reader, in a process of its own: `python -m support.torch_fuzz COUNT SEED FOLDER`.
-
-Every file must load, or give one CheckpointError of one line. The last line of stdout is a JSON object: how many loaded, how
-often each refusal was given (numbers and names taken out), the slowest file, and the memory that the process grew by.
-"""
+"""Damaged torch files for `support/fuzz.py`: bytes, pickles, archives and the numbers in a zip's directory."""
 
 import io
 import itertools
-import json
 import pickletools
 import random
 import re
-import resource
-import sys
-import time
-import warnings
 import zipfile
-from collections import Counter
 from pathlib import Path
 
 import torch
 
 from gpt2.checkpoint.containers.torch_file import TorchFile
-from gpt2.errors import CheckpointError
-from support.hf_layouts import TINY
+from gpt2.config import GPT2Config
+from support.fuzz import Subject, changed_bytes, number_bytes, read_every_way
 from support.torch_layouts import hf_bin, lightning, mingpt, nanogpt
 
-SMALL = type(TINY)(vocab_size=5, n_positions=4, n_embd=4, n_layer=1, n_head=2, bos_token_id=4, eos_token_id=4)
-NUMBERS = [0, 1, 2, 3, 4, 127, 128, 255, 256, 65535, 2**31 - 1, 2**31, 2**32 - 1]
+SMALL = GPT2Config(vocab_size=5, n_positions=4, n_embd=4, n_layer=1, n_head=2, bos_token_id=4, eos_token_id=4)
 OPCODES = [opcode.code.encode("latin-1") for opcode in pickletools.opcodes]
-
-
-def originals(folder: Path) -> list[bytes]:
-    """One file of each kind, a few kB each."""
-    hf_bin(folder / "official", SMALL, zipped=False)
-    hf_bin(folder / "new", SMALL, prefix="transformer.", mask=torch.bool, head=True)
-    hf_bin(folder / "half", SMALL, dtype=torch.bfloat16, mask=None)
-    nanogpt(folder / "nano" / "ckpt.pt", SMALL, compiled=True)
-    nanogpt(folder / "old" / "ckpt.pt", SMALL, bias=False, zipped=False)
-    mingpt(folder / "min" / "model.pt", SMALL)
-    lightning(folder / "light" / "last.ckpt", SMALL)
-    odd = {"turned": torch.randn(3, 5).t(), "part": torch.randn(40)[3:30:2], "parameter": torch.nn.Parameter(torch.randn(2, 2))}
-    torch.save(odd, folder / "odd")
-    torch.save(odd, folder / "odd4", pickle_protocol=4)
-    files = [*folder.glob("*/*.bin"), *folder.glob("*/*.pt"), *folder.glob("*/*.ckpt"), folder / "odd", folder / "odd4"]
-    return [path.read_bytes() for path in sorted(files)]
-
-
-def damaged_bytes(pick: random.Random, data: bytes, other: bytes) -> bytes:
-    """Flip, cut, repeat, overwrite, or splice."""
-    result = bytearray(data)
-    for _ in range(pick.choice([1, 1, 1, 2, 5])):
-        at = pick.randrange(len(result) + 1)
-        match pick.randrange(6):
-            case 0:
-                result[at : at + 1] = bytes([pick.randrange(256)])
-            case 1:
-                del result[at : at + pick.choice([1, 2, 10, 200, 10**6])]
-            case 2:
-                width = pick.choice([1, 2, 4, 8])
-                result[at : at + width] = (pick.choice(NUMBERS) % 256**width).to_bytes(width, "little")
-            case 3:
-                start = pick.randrange(len(other))
-                result[at : at + pick.choice([0, 30])] = other[start : start + pick.choice([1, 30, 300])]
-            case 4:
-                result[at:at] = result[at : at + pick.choice([1, 5, 50, 500])]
-            case 5 if result:
-                at = pick.randrange(len(result))
-                result[at] ^= 1 << pick.randrange(8)
-    return bytes(result)
 
 
 def damaged_pickle(pick: random.Random, data: bytes, start: int = 0) -> bytes:
@@ -88,7 +37,7 @@ def damaged_pickle(pick: random.Random, data: bytes, start: int = 0) -> bytes:
             case 3:
                 parts[at], parts[other] = parts[other], parts[at]
             case 4:
-                parts[at] = b"J" + (pick.choice(NUMBERS) % 2**32).to_bytes(4, "little")
+                parts[at] = b"J" + number_bytes(pick, (4,))
             case 5:
                 numbers = [i for i, part in enumerate(parts) if part[:1] in (b"K", b"M", b"J")]
                 if numbers:
@@ -98,19 +47,18 @@ def damaged_pickle(pick: random.Random, data: bytes, start: int = 0) -> bytes:
 
 def damaged_zip(pick: random.Random, data: bytes) -> bytes:
     """A well-formed archive around damaged members."""
-    members = {
-        info.filename: zipfile.ZipFile(io.BytesIO(data)).read(info) for info in zipfile.ZipFile(io.BytesIO(data)).infolist()
-    }
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
     names = list(members)
     root = names[0].split("/")[0]
     match pick.randrange(8):
         case 0 | 1 | 2 | 3:
             members[f"{root}/data.pkl"] = damaged_pickle(pick, members[f"{root}/data.pkl"])
         case 4:
-            members[f"{root}/data.pkl"] = damaged_bytes(pick, members[f"{root}/data.pkl"], data)
+            members[f"{root}/data.pkl"] = changed_bytes(pick, members[f"{root}/data.pkl"], data)
         case 5:
             name = pick.choice(names)
-            members[name] = damaged_bytes(pick, members[name], data)
+            members[name] = changed_bytes(pick, members[name], data)
         case 6:
             del members[pick.choice(names)]
         case 7:
@@ -125,12 +73,12 @@ def damaged_zip(pick: random.Random, data: bytes) -> bytes:
 def damaged_tail(pick: random.Random, data: bytes) -> bytes:
     """A zip's directory with a few of its numbers changed."""
     result = bytearray(data)
-    directory = [found.start() for found in re.finditer(rb"PK\x01\x02|PK\x05\x06|PK\x06\x06|PK\x06\x07|PK\x03\x04", data)]
+    directory = [match.start() for match in re.finditer(rb"PK\x01\x02|PK\x05\x06|PK\x06\x06|PK\x06\x07|PK\x03\x04", data)]
     for _ in range(pick.choice([1, 1, 2, 3])):
-        at, width = pick.choice(directory) + pick.randrange(4, 60), pick.choice([1, 2, 4, 8])
-        old = int.from_bytes(result[at : at + width], "little")
-        new = pick.choice([*NUMBERS, old + 1, old + 64, abs(old - 1), pick.randrange(len(data))])
-        result[at : at + width] = (new % 256**width).to_bytes(width, "little")
+        at = pick.choice(directory) + pick.randrange(4, 60)
+        old = int.from_bytes(data[at : at + 4], "little")
+        number = number_bytes(pick, more=[old + 1, old + 64, abs(old - 1), pick.randrange(len(data))])
+        result[at : at + len(number)] = number
     return bytes(result)
 
 
@@ -146,7 +94,7 @@ def damaged_legacy(pick: random.Random, data: bytes) -> bytes:
 def damaged(pick: random.Random, data: bytes, other: bytes) -> bytes:
     kind = pick.randrange(10)
     if kind < 3:
-        return damaged_bytes(pick, data, other)
+        return changed_bytes(pick, data, other)
     if kind == 3:
         return data[: pick.randrange(len(data))]
     if not data.startswith(b"PK"):
@@ -154,53 +102,29 @@ def damaged(pick: random.Random, data: bytes, other: bytes) -> bytes:
     return damaged_zip(pick, data) if kind < 8 else damaged_tail(pick, data)
 
 
-def outcome(path: Path) -> str:
-    """ "loaded", or the refusal without its particulars; anything else is a bug, and raised."""
-    try:
-        file = TorchFile(path)
-        for name, entry in file.entries.items():
-            tensors = [file.read(name), file.read(name, mapped=False), file.read(name, torch.bfloat16)]
-            assert all(tensor.shape == entry.shape and tensor.is_contiguous() for tensor in tensors)
-            assert tensors[0].dtype == tensors[1].dtype == entry.dtype
-            assert sum(tensor.nbytes for tensor in tensors) < 4 * path.stat().st_size
-        return "loaded"
-    except CheckpointError as error:
-        message = str(error)
-        assert message.startswith(f"{path}: "), message
-        assert "; " in message, message
-        assert message.isprintable(), message
-        assert len(message) < 700, message
-        return re.sub(r"b?'.*'|b?\".*\"|tensor \S+|[\d,]+", "*", message.removeprefix(f"{path}: "))[:60]
+def prepare(folder: Path) -> Subject:
+    """One file of each kind, a few kB each."""
+    hf_bin(folder / "official", SMALL, zipped=False)
+    hf_bin(folder / "new", SMALL, prefix="transformer.", mask=torch.bool, head=True)
+    hf_bin(folder / "half", SMALL, dtype=torch.bfloat16, mask=None)
+    nanogpt(folder / "nano" / "ckpt.pt", SMALL, compiled=True)
+    nanogpt(folder / "old" / "ckpt.pt", SMALL, bias=False, zipped=False)
+    mingpt(folder / "min" / "model.pt", SMALL)
+    lightning(folder / "light" / "last.ckpt", SMALL)
+    odd = {"turned": torch.randn(3, 5).t(), "part": torch.randn(40)[3:30:2], "parameter": torch.nn.Parameter(torch.randn(2, 2))}
+    torch.save(odd, folder / "odd.pt")
+    torch.save(odd, folder / "odd4.pt", pickle_protocol=4)
+    paths = [path for path in sorted(folder.rglob("*.*")) if path.suffix in (".bin", ".pt", ".ckpt")]
+    files, path = [path.read_bytes() for path in paths], folder / "damaged.bin"
 
+    def damage(pick: random.Random) -> None:
+        path.write_bytes(damaged(pick, pick.choice(files), pick.choice(files)))
 
-def forbid(event: str, args: tuple[object, ...]) -> None:
-    if event == "pickle.find_class" or event.startswith(("os.system", "os.exec", "os.spawn", "subprocess")):
-        raise AssertionError(f"{event} {args}")
+    def read() -> None:
+        read_every_way(TorchFile(path), 4)
 
-
-def main(count: int, seed: int, folder: Path) -> None:
-    pick, outcomes, path = random.Random(seed), Counter(), folder / "damaged.bin"
-    torch.manual_seed(seed)
-    files = originals(folder)
+    assert len(files) == 9
     for content in files:
         path.write_bytes(content)
-        assert outcome(path) == "loaded"
-    warnings.simplefilter("error")
-    sys.addaudithook(forbid)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    slowest = 0.0
-    for number in range(count):
-        path.write_bytes(damaged(pick, pick.choice(files), pick.choice(files)))
-        begin = time.process_time()
-        try:
-            outcomes[outcome(path)] += 1
-        except BaseException:
-            print(f"file {number} of seed {seed}", file=sys.stderr)
-            raise
-        slowest = max(slowest, time.process_time() - begin)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) // 1024
-    print(json.dumps({"loaded": outcomes.pop("loaded", 0), "refused": outcomes, "slowest_s": slowest, "grown_mb": grown}))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+        read()
+    return Subject(damage, read)

@@ -1,0 +1,204 @@
+"""What holds for every container of weights: mapping, damage, and files that are something else than their name says."""
+
+import gc
+import gzip
+import os
+import pickle
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save as safetensors_save
+from support import gguf_layouts, hf_layouts, tf_bundle, torch_layouts
+from support.checks import PROC, refused
+from torch import Tensor
+
+from gpt2.checkpoint.containers.gguf_file import GGUFFile
+from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
+from gpt2.checkpoint.containers.tensorflow_file import TensorBundle
+from gpt2.checkpoint.containers.torch_file import TorchFile
+
+
+class Kind(NamedTuple):
+    """``write(path, tensors)`` writes a file by somebody else's code, ``read(path)`` opens it by ours."""
+
+    write: Callable[[Path, dict[str, Tensor]], object]
+    read: Callable[[Path], Any]
+    data: str = ""  # what follows the path in the name of the file that holds the data
+    directory: str = ""  # and in the name of the one that is opened first
+
+
+KINDS = {
+    "safetensors": Kind(partial(hf_layouts.write_weights, start=0), SafetensorsFile),
+    "torch": Kind(torch_layouts.save, TorchFile),
+    "torch before 1.6": Kind(partial(torch_layouts.save, zipped=False), TorchFile),
+    "gguf": Kind(gguf_layouts.write_tensors, GGUFFile),
+    "tensorflow": Kind(tf_bundle.write, TensorBundle, ".data-00000-of-00001", ".index"),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "weights"
+
+
+def data_file(kind: Kind, path: Path) -> Path:
+    return path.with_name(path.name + kind.data)
+
+
+def test_writing_to_a_tensor_leaves_the_file_alone(kind: Kind, path: Path) -> None:
+    """A shared mapping would train straight into the checkpoint."""
+    kind.write(path, {"a": torch.ones(3000)})
+    before, again = data_file(kind, path).read_bytes(), kind.read(path)
+    file = kind.read(path)
+    tensor = file.read("a")
+    tensor.mul_(5)
+    assert tensor.sum() == 15_000
+    file.read("a")  # the checksum of TensorFlow's files is not one of what was written
+    assert data_file(kind, path).read_bytes() == before
+    assert again.read("a").sum() == kind.read(path).read("a").sum() == 3000
+
+
+def test_directory_and_data_are_of_one_file(kind: Kind, path: Path) -> None:
+    """A training run renames a better checkpoint over the one that is being loaded: new data under the old header."""
+    kind.write(path, {"a": torch.ones(4), "b": torch.ones(4)})
+    file = kind.read(path)
+    new = path.with_name("new")
+    kind.write(new, {"x": torch.full((8,), 2.0)})
+    os.replace(data_file(kind, new), data_file(kind, path))
+    assert file.read("a").tolist() == file.read("b", mapped=False).tolist() == [1] * 4
+
+
+def test_a_file_cut_while_open_is_refused(kind: Kind, path: Path) -> None:
+    """`readinto` returns 0 at the end of a file, for ever; and touching a missing page of a mapping ends the process."""
+    kind.write(path, {"a": torch.ones(5000)})
+    file = kind.read(path)
+    os.truncate(data_file(kind, path), file.entries["a"].start + 5)
+    for way in ({"mapped": False}, {"dtype": torch.float16}, {}):
+        refused(lambda way=way: file.read("a", **way), "cut short while it was read", str(data_file(kind, path)))
+
+
+@PROC
+def test_a_mapped_tensor_lies_in_a_private_mapping_and_closes_its_file(kind: Kind, path: Path) -> None:
+    """A "mapped" read that copies; and descriptors that leak until the process may open no more."""
+    kind.write(path, {"a": torch.ones(5000), "b": torch.ones(5000)})
+    gc.collect()
+    data, descriptors = str(data_file(kind, path)), len(os.listdir("/proc/self/fd"))
+    file = kind.read(path)
+    copied = file.read("a", mapped=False)
+    assert data not in Path("/proc/self/maps").read_text()
+    a, b, aligned = file.read("a"), file.read("b"), file.entries["a"].start % 4 == 0
+
+    def rights(tensor: Tensor) -> list[str]:
+        rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if data in line]
+        spans = [(*(int(x, 16) for x in row[0].split("-")), row[1]) for row in rows]
+        return [rights for start, end, rights in spans if start <= tensor.data_ptr() < end]
+
+    assert aligned or kind is KINDS["torch before 1.6"]
+    assert rights(a) == rights(b) == (["rw-p"] if aligned else [])
+    assert rights(copied) == []
+    del file, b
+    assert a.sum() == 5000, "the mapping outlives the file object"
+    del a
+    assert data not in Path("/proc/self/maps").read_text()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_mapped_tensor_is_pickled_alone(kind: Kind, path: Path) -> None:
+    """Views of one storage over the whole file: saving a bias of 12 numbers would write gigabytes."""
+    kind.write(path, {"a": torch.ones(100_000), "b": torch.ones(3)})
+    assert len(pickle.dumps(kind.read(path).read("b"))) < 3000
+
+
+def test_a_file_that_cannot_be_mapped_is_read(kind: Kind, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network and FUSE file systems have no mmap."""
+
+    def no_mmap(*_: object, **__: object) -> None:
+        raise OSError(19, "No such device")
+
+    monkeypatch.setattr("mmap.mmap", no_mmap)
+    kind.write(path, {"a": torch.arange(5.0)})
+    assert kind.read(path).read("a").tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_disk_that_fails_is_one_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback out of a network drive."""
+
+    class Broken:
+        def seek(self, *_: object) -> None:
+            pass
+
+        def read(self, *_: object) -> None:
+            raise OSError(5, "Input/output error")
+
+        readinto = read
+
+    file = TorchFile(torch_layouts.save(path, {"a": torch.ones(4)}))
+    monkeypatch.setattr(file._file, "file", Broken())
+    refused(lambda: file.read("a", mapped=False), "Input/output error")
+    refused(lambda: file._file.bytes(0, 4), "Input/output error")
+
+
+def test_a_file_cut_anywhere_is_refused(kind: Kind, path: Path) -> None:
+    """A download that broke off, at every byte: in a count, in a name, between two tensors, in a zip's directory."""
+    kind.write(path, {"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.float16)})
+    padding = kind.write is gguf_layouts.write_tensors  # the last tensor's may be missing
+    for file in {path.with_name(path.name + end) for end in (kind.directory, kind.data)}:
+        whole = file.read_bytes()
+        for size in range(max(entry.end for entry in kind.read(path).entries.values()) if padding else len(whole)):
+            file.write_bytes(whole[:size])
+            refused(lambda: kind.read(path), str(file), " again")
+        file.write_bytes(whole)
+    assert len(kind.read(path).entries) == 2
+
+
+def test_a_file_that_cannot_be_opened_is_named(kind: Kind, path: Path) -> None:
+    opened = path.with_name(path.name + kind.directory)
+    refused(lambda: kind.read(path), f"{opened}: cannot be read (No such file or directory)")
+    opened.mkdir()
+    refused(lambda: kind.read(path), f"{opened}: cannot be read (Is a directory)")
+
+
+TEXT = b"To be, or not to be, that is the question:\n" * 9
+OTHER_FILES: list[tuple[str, bytes, str]] = [
+    *((name, b"<!DOCTYPE html><html><body>Not found</body></html>", "a web page") for name in KINDS if name != "gguf"),
+    *((name, b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull") for name in KINDS if name != "gguf"),
+    *((name, b"GGUF\x03\0\0\0\0\0\0\0", "GGUF") for name in ("safetensors", "torch")),
+    *((name, b"", "is empty") for name in ("safetensors", "torch", "gguf")),
+    ("safetensors", b"\0" * 7, "only 7 bytes"),
+    ("safetensors", b"\0" * 8, "not JSON"),
+    ("safetensors", random.Random(0).randbytes(5000), "claims a header"),
+    ("safetensors", TEXT, "claims a header"),
+    ("torch", b"\0" * 40, "neither a zip archive nor a pickle"),
+    ("torch", random.Random(0).randbytes(5000), "neither"),
+    ("torch", TEXT, "neither"),
+    ("torch", safetensors_save({"a": torch.ones(2)}), "neither"),
+    ("torch", b"\x89HDF\r\n\x1a\n" + bytes(90), "HDF5"),
+    ("torch", gzip.compress(bytes(99)), "gzip"),
+    ("torch", pickle.dumps({"a": 1}), "a pickle, but not one of torch.save"),
+    ("torch", pickle.dumps({"a": [1.0, 2.0]}, protocol=5), "a pickle, but not one of torch.save"),
+    ("torch", torch_layouts.pickled(torch_layouts.MAGIC) + torch_layouts.pickled(7), "version 7"),
+    ("torch", b"PK\x05\x06" + bytes(18), "neither"),
+    ("torch", b"PK\x03\x04", "File is not a zip file"),
+    ("gguf", b"GGU", "is cut short: 3 bytes"),
+    ("gguf", b"GGML" + bytes(60), "begins with b'GGML', not with GGUF"),
+    ("tensorflow", b"", "does not end as an index does"),
+    ("tensorflow", b"PK\x03\x04" + bytes(100), "torch.save"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "says"), OTHER_FILES, ids=[f"{name}: {says}" for name, _, says in OTHER_FILES])
+def test_a_file_of_another_kind_is_named(name: str, content: bytes, says: str, path: Path) -> None:
+    """A saved web page, or a git-lfs pointer, was reported as a "header of 7,310,577,365,312,239,177 bytes"."""
+    opened = path.with_name(path.name + KINDS[name].directory)
+    opened.write_bytes(content)
+    refused(lambda: KINDS[name].read(path), says, str(opened))

@@ -1,0 +1,54 @@
+"""Thousands of damaged files and answers: each is read or is refused in one line, in little time and memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.checks import python
+from support.safetensors_fuzz import STRICTER
+
+# How many files in a quick and in a slow run, which share of them must still load, and how many different refusals there must be:
+# so deep must the damage go.
+CASES = {
+    "torch": (500, 10_000, 0.1, 30),
+    "gguf": (500, 10_000, 0.06, 20),
+    "safetensors": (3000, 100_000, 0.15, 60),
+    "tensorflow": (500, 10_000, 0.02, 25),
+    "folder": (2000, 10_000, 0.1, 50),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "slow"])
+def test_damaged_files_load_or_are_refused(kind: str, slow: bool, tmp_path: Path) -> None:
+    """Any byte may be wrong: an IndexError, a minute of parsing, gigabytes of memory, or weights that nobody wrote.
+
+    In a process of its own, which may crash or hang without taking the tests along.
+    """
+    quick, many, share, kinds = CASES[kind]
+    count = many if slow else quick
+    arguments = (kind, str(count), str(int(slow)), tmp_path)
+    done = python("-X", "faulthandler", "-m", "support.fuzz", *arguments, timeout=120 + count / 10)
+    report = json.loads(done.stdout.splitlines()[-1])
+    print(report)
+    assert report["loaded"] + sum(report["refused"].values()) == count
+    assert report["slowest_s"] < 2, "of processor time, for one file"
+    assert report["grown_mb"] < 50
+    assert share * count < report["loaded"] < count / 2
+    assert len(report["refused"]) > kinds
+    assert not (slow and kind == "safetensors") or len(report["stricter"]) >= len(STRICTER) - 2
+
+
+@pytest.mark.parametrize(("count", "altered", "refusals"), [(60, 40, 4), pytest.param(1000, 600, 8, marks=pytest.mark.slow)])
+def test_damaged_answers_of_a_hub_are_refused_in_one_line_or_made_up_for(
+    count: int, altered: int, refusals: int, tmp_path: Path
+) -> None:
+    """Exit 0 or 2, one line, nothing beside the cache touched, no hang; `support/hub_fuzz.py` says how."""
+    done = python("-X", "faulthandler", "-m", "support.hub_fuzz", str(count), "0", tmp_path, timeout=120 + count)
+    report = json.loads(done.stdout.splitlines()[-1])
+    print(report)
+    assert report["cases"] == sum(report["refusals"].values()) == count
+    assert report["slowest_s"] < 45
+    assert report["altered"] > altered
+    assert len(report["refusals"]) > refusals
+    assert report["refusals"]["0"] > 10
