@@ -1,27 +1,18 @@
 """Large files over Xet, where the client can; over HTTP where that fails, or where a part is there already."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import hub_client
 from support.hub_standin import HubStandIn
 from support.xet_standin import XetStandIn
 
 pytest.importorskip("hf_xet")
 
-ROOT = Path(__file__).parents[2]
 WEIGHTS = bytes(range(251)) * 160_000  # 40 MB: three blocks
 FILES = {"config.json": b'{"model_type": "gpt2"}', "model.safetensors": WEIGHTS}
-RESOLVE = """
-import json, logging, sys
-logging.basicConfig(level="INFO", format="%(message)s")
-from gpt2.checkpoint import hub, xet
-xet.PATIENCE = 1.0
-print(json.dumps(str(hub.resolve("org/name", offline="offline" in sys.argv).path)))
-"""
+IMPATIENT = "from gpt2.checkpoint import xet; xet.PATIENCE = 1.0"
 
 
 @pytest.fixture
@@ -32,17 +23,15 @@ def hub():
         yield server
 
 
-def resolve(hub: HubStandIn, home: Path, *args: str, **environ: str) -> dict[str, Any]:
-    command = [sys.executable, "-W", "error", "-c", RESOLVE, *args]
-    environment = hub.environ(home, **{"HF_HUB_DISABLE_XET": "0"} | environ) | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 0, done.stderr
-    folder = Path(json.loads(done.stdout))
+def resolve(hub: HubStandIn, home: Path, offline: bool = False, **environ: str) -> dict[str, Any]:
+    settings = hub.environ(home, **{"HF_HUB_DISABLE_XET": "0"} | environ)
+    (result,) = hub_client.resolve(settings, {"name": "org/name", "offline": offline}, before=IMPATIENT)
+    folder = Path(result["path"])
     blobs = folder.parents[1] / "blobs"
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert (folder / "model.safetensors").resolve().parent == blobs
     assert len(list(blobs.iterdir())) == len(FILES), "nothing is left behind"
-    return {"stderr": done.stderr, "mode": (folder / "model.safetensors").stat().st_mode & 0o777}
+    return result
 
 
 def asked_over_http(hub: HubStandIn) -> list[str | None]:
@@ -54,9 +43,10 @@ def test_a_large_file_comes_over_xet_and_is_hashed(hub: HubStandIn, tmp_path: Pa
     result = resolve(hub, tmp_path)
     assert hub.xet.sent >= len(WEIGHTS)
     assert asked_over_http(hub) == []
-    assert result["mode"] == (tmp_path / "hub").stat().st_mode & 0o666, "readable to whom the cache is readable"
+    mode = Path(result["path"], "model.safetensors").stat().st_mode & 0o777
+    assert mode == (tmp_path / "hub").stat().st_mode & 0o666, "readable to whom the cache is readable"
     before = len(hub.requests)
-    resolve(hub, tmp_path, "offline")
+    resolve(hub, tmp_path, offline=True)
     assert len(hub.requests) == before
 
 

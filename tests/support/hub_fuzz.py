@@ -3,7 +3,7 @@
 Each case is `gpt2 info org/name` against the stand-in Hub, into a cache that is empty, filled, or half filled, where one to three
 kinds of answers are altered: the JSON, the raw body, headers, the status, the connection. It must exit 0 or 2. With 2 it says one
 line on stderr, beside waits for a rate limit. With 0 the weights are the right ones. Nothing beside the cache may be written,
-changed or deleted: the cache lies deep in a folder whose every level holds a file of the user's.
+changed or deleted: the cache lies deep in a folder, and every level above it holds a file of the user's.
 
 The last line of stdout is a JSON object: how many cases, how many answers were altered, how often each exit and each refusal
 (names and numbers taken out), and the slowest case. Time limits are 1 s here, not 10, and a stall is rare: so that thousands fit.
@@ -24,65 +24,23 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from support.hf_layouts import TINY, official
+from support.checks import content
+from support.fuzz import JUNK, changed_json
+from support.hf_layouts import official
+from support.hub_client import beside, plant
 from support.hub_standin import Answer, HubStandIn, Request
 
 WEIGHTS = "model.safetensors"
-PATHS = [
-    "../../../victim",
-    "../../victim",
-    "/tmp/gpt2-fuzz-victim",
-    "..",
-    ".",
-    "a/../../../../victim",
-    "C:\\victim",
-    "\0",
-    "a\0b",
-]
-WORDS = [
-    "",
-    "main",
-    "null",
-    "\x1b]0;title\x07\x1b[2J",
-    "a\nb",
-    "a\r\nX-Evil: 1",
-    "\ud800",
-    "ä",
-    "9" * 5000,
-    "x" * 70_000,
-    "<html>",
-]
+PATHS = ["../../../victim", "../../victim", "/tmp/gpt2-fuzz-victim", "..", ".", "a/../../../../victim", "C:\\victim", "\0"]
+WORDS = ["", "main", "null", "\x1b]0;title\x07\x1b[2J", "a\nb", "a\r\nX-Evil: 1", "\ud800", "9" * 5000, "x" * 70_000, "<html>"]
 HEXES = ["0" * 40, "f" * 64, "A" * 40, "0" * 39, "0" * 41, "g" * 40]
-NUMBERS: list[Any] = [-1, 0, 1, 2**31, 2**63, 10**30, 1.5, 1e308, float("nan"), True]
-JUNK: list[Any] = [None, [], {}, [[]], {"oid": None}, {"a": {"b": []}}, *PATHS, *WORDS, *HEXES, *NUMBERS]
-LOCATIONS = [
-    "",
-    "/",
-    "//",
-    "http://",
-    "http://[::1",
-    "file:///etc/passwd",
-    "ftp://127.0.0.1/x",
-    "http://127.0.0.1:1/x",
-    "../" * 9,
-]
-LOCATIONS += [
-    "http://127.0.0.1:1/x",
-    "http://127.0.0.1:99999/",
-    "javascript:x",
-    "/org/name/resolve/main/config.json",
-    "http://a b/",
-    "http://\x7f/",
-]
-LINKS = [
-    '<>; rel="next"',
-    '</x?cursor=MQ%3D%3D>; rel="next"',
-    "<",
-    "next",
-    '<http://[/?a=b>; rel="next"',
-    '<?>; rel=next; rel="next"',
-]
-LINKS += ['<http://127.0.0.1:1/?cursor=Mg%3D%3D>; rel="next"', ",;,;", '</?recursive=false&cursor=>; rel="next"']
+ANSWERS_JUNK: list[Any] = [*JUNK, {"oid": None}, {"a": {"b": []}}, *PATHS, *WORDS, *HEXES]
+LOCATIONS = ["", "/", "//", "http://", "http://[::1", "file:///etc/passwd", "ftp://127.0.0.1/x", "http://127.0.0.1:1/x"]
+LOCATIONS += ["../" * 9, "javascript:x", "/org/name/resolve/main/config.json", "http://a b/", "http://\x7f/"]
+LOCATIONS += ["http://127.0.0.1:99999/"]
+LINKS = ['<>; rel="next"', '</x?cursor=MQ%3D%3D>; rel="next"', "<", "next", '<http://[/?a=b>; rel="next"', ",;,;"]
+LINKS += ['<http://127.0.0.1:1/?cursor=Mg%3D%3D>; rel="next"', '<?>; rel=next; rel="next"']
+LINKS += ['</?recursive=false&cursor=>; rel="next"']
 HEADERS: dict[str, list[str]] = {
     "ETag": [f'"{word}"' for word in (*PATHS, *HEXES)] + ["W/", ""],
     "X-Linked-Etag": [f'"{word}"' for word in (*PATHS, *HEXES)],
@@ -106,53 +64,13 @@ HEADERS: dict[str, list[str]] = {
     "Connection": ["close", "upgrade"],
     "Upgrade": ["h2c"],
 }
-STATUSES = [
-    200,
-    201,
-    204,
-    206,
-    300,
-    301,
-    302,
-    304,
-    307,
-    308,
-    400,
-    401,
-    403,
-    404,
-    408,
-    410,
-    416,
-    418,
-    500,
-    502,
-    503,
-    511,
-    599,
-    999,
-]
+STATUSES = [200, 201, 204, 206, 300, 301, 302, 304, 307, 308, 400, 401, 403, 404, 408, 410, 416, 500, 502, 503, 511, 599, 999]
 RAW = [b"", b"\0", b"HTTP/1.1", b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/9.9 abc\r\n\r\n", b"HTTP/1.1 200 OK\r\nA: " + b"b" * 200_000]
 RAW += [b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", b"HTTP/1.1 100 Continue\r\n\r\n" * 50, b"SSH-2.0\r\n", b"\xff" * 5000]
+RAW += [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b"HTTP/1.1 200 OK\r\n\xff\xfe: \xff\r\n\r\n"]
 RAW += [b"HTTP/1.1 \xff\r\n\r\n"]
-RAW += [
-    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    b"HTTP/1.1 200 OK\r\n\xff\xfe: \xff\r\n\r\n",
-    b"HTTP/1.1 \xff\r\n\r\n",
-]
-BODIES = [
-    b"",
-    b"null",
-    b"{",
-    b"[" * 100_000,
-    b"9" * 5000,
-    b"<html></html>",
-    b"\xff\xfe",
-    b"\x1f\x8b\x08garbage",
-    b"{}",
-    b"[]",
-    b'"x"',
-]
+BODIES = [b"", b"null", b"{", b"[" * 100_000, b"9" * 5000, b"<html></html>", b"\xff\xfe", b"\x1f\x8b\x08garbage", b"{}", b"[]"]
+KEYS = ["path", "size", "oid", "lfs", "sha", "type", "../x"]
 
 
 class Damage:
@@ -179,23 +97,8 @@ class Damage:
         except (ValueError, RecursionError):
             return self.header(answer)
         for _ in range(self.rng.randint(1, 3)):
-            value = self._junk_in(value)
+            value = changed_json(value, self.rng, KEYS, ANSWERS_JUNK)
         return replace(answer, body=json.dumps(value).encode())
-
-    def _junk_in(self, value: Any) -> Any:
-        """The same with one node replaced, removed or doubled."""
-        rng = self.rng
-        if isinstance(value, dict) and value and rng.random() < 0.9:
-            key = rng.choice(list(value))
-            other = rng.choice(["path", "size", "oid", "lfs", "sha", "type", "../x"])
-            change = rng.randrange(4)
-            rest = {name: item for name, item in value.items() if name != key}
-            return rest if change == 0 else rest | {other if change == 1 else key: self._junk_in(value[key])}
-        if isinstance(value, list) and value and rng.random() < 0.9:
-            place = rng.randrange(len(value))
-            middle = rng.choice([[], [value[place]] * 2, [self._junk_in(value[place])], [self._junk_in(value[place])]])
-            return [*value[:place], *middle, *value[place + 1 :]]
-        return rng.choice(JUNK)
 
     def header(self, answer: Answer) -> Answer:
         name = self.rng.choice(list(HEADERS))
@@ -223,17 +126,6 @@ class Damage:
         return answer
 
 
-def tree_beside(top: Path, home: Path) -> dict[str, bytes | None]:
-    """All that lies beside the cache, and its bytes."""
-    found: dict[str, bytes | None] = {}
-    for folder, folders, files in os.walk(top):
-        here = Path(folder)
-        folders[:] = [name for name in folders if here / name != home]
-        found |= {str(here / name): None for name in folders}
-        found |= {str(here / name): (here / name).read_bytes() for name in files}
-    return found
-
-
 def run(home: Path, hub: HubStandIn) -> tuple[int, str]:
     """`gpt2 info org/name`, in this process: the exit code, and what it says on stderr."""
     from huggingface_hub import constants
@@ -246,37 +138,34 @@ def run(home: Path, hub: HubStandIn) -> tuple[int, str]:
         mock.patch.multiple(constants, ENDPOINT=hub.endpoint, **places),
         mock.patch.multiple(download, PAUSES=(0.01,) * 3),
         contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()) as said,
+        contextlib.redirect_stderr(io.StringIO()) as stderr,
     ):
         code = main(["info", "org/name"])
-    return code, said.getvalue()
+    return code, stderr.getvalue()
 
 
 def check(top: Path, home: Path, hub: HubStandIn, weights: bytes, outcome: tuple[int, str]) -> str:
     """What a case came to, in words that many cases share. AssertionError where it is not one of those allowed."""
-    code, said = outcome
-    lines = [line for line in said.splitlines() if not line.startswith("rate limited by")]
-    assert code in (0, 2), (code, said)
-    assert "Traceback" not in said, said
-    assert said.isprintable() or set(said) - set("\n") <= {char for char in said if char.isprintable()}, said
+    code, stderr = outcome
+    lines = [line for line in stderr.splitlines() if not line.startswith("rate limited by")]
+    assert code in (0, 2), (code, stderr)
+    assert "Traceback" not in stderr, stderr
+    assert stderr.isprintable() or set(stderr) - set("\n") <= {char for char in stderr if char.isprintable()}, stderr
     if code == 2:
-        assert len(lines) == 1, said
+        assert len(lines) == 1, stderr
         return re.sub(r"[0-9a-f]{39,}|\d[\d,.]*|/\S+|\(.*\)", "*", lines[0])[:90]
     files = list((home / "hub").glob(f"*/snapshots/*/{WEIGHTS}"))
-    assert any(file.read_bytes() == weights for file in files), said
+    assert any(file.read_bytes() == weights for file in files), stderr
     return "0"
 
 
 def main(count: int, seed: int, top: Path) -> None:
     home = top.joinpath(*"abcdef", "home")
-    home.mkdir(parents=True)
-    for folder in home.parents[: len(home.parents) - len(top.parents)]:
-        (folder / "victim").write_text("mine")
+    plant(top, home)
     source = top.parent / "source"
-    source.mkdir()
-    official(source, TINY)
-    files = {file.name: file.read_bytes() for file in source.iterdir()}
-    before = tree_beside(top, home)
+    official(source)
+    files = content(source)
+    before = beside(top, home)
     refusals: Counter[str] = Counter()
     altered, slowest = 0, (0.0, -1)
     with HubStandIn() as hub:
@@ -301,7 +190,7 @@ def main(count: int, seed: int, top: Path) -> None:
             try:
                 outcome = run(home, hub)
                 refusals[check(top, home, hub, files[WEIGHTS], outcome)] += 1
-                assert tree_beside(top, home) == before, "something beside the cache was touched"
+                assert beside(top, home) == before, "something beside the cache was touched"
                 assert not Path("/tmp/gpt2-fuzz-victim").exists()
             except BaseException as error:
                 raise AssertionError(f"case {number} of seed {seed}: {damage.plan}") from error
@@ -309,11 +198,8 @@ def main(count: int, seed: int, top: Path) -> None:
             altered += damage.altered
             hub.requests.clear()
         assert commit in hub.repos["org/name"].commits
-    print(
-        json.dumps(
-            {"cases": count, "altered": altered, "slowest_s": round(slowest[0], 1), "refusals": dict(refusals.most_common())}
-        )
-    )
+    report = {"cases": count, "altered": altered, "slowest_s": round(slowest[0], 1), "refusals": dict(refusals.most_common())}
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

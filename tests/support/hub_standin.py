@@ -10,7 +10,7 @@
 It answers as the real Hub does in 2026. A small file is a 307 to `/api/resolve-cache/...`. A large one ("lfs") is a 302 to a
 signed address on another host, which refuses an `Authorization` header. Large files have a Xet hash. A listing comes in pages,
 joined by a `Link` header. Every answer says how many requests are left (`RateLimit`). A gated repository shows its file list
-to everybody and its files to nobody. Files may be paths, or made up as they are read (:class:`Content`): they are hashed in
+and refuses its files. Files may be paths, or made up as they are read (:class:`Content`): they are hashed in
 one pass and streamed, so 6 GB cost no memory, nor a disk. `hub.rewrite` alters any answer before it is sent.
 """
 
@@ -27,10 +27,9 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 CHUNK = 1 << 20
@@ -144,13 +143,6 @@ def _pointer(sha256: str, size: int) -> bytes:
     return f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
 
 
-class XetStorage(Protocol):
-    """What holds the large files' chunks, on the large files' host (`xet_standin.py`)."""
-
-    def answer(self, path: str, headers: Message) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body for a request of the Xet client's."""
-
-
 @dataclass
 class Repo:
     commits: dict[str, dict[str, File]] = field(default_factory=dict)
@@ -175,12 +167,9 @@ class HubStandIn:
         self.rows_per_page = 1000  # of a listing
         self.lists_sha256 = True  # whether the listing has large files' sha256; some mirrors leave it out
         self.rewrite: Callable[[Request, Answer], Answer] | None = None
-        self.xet: XetStorage | None = None  # who serves files over Xet, if anybody
-        self.gzip = False  # compress for whoever accepts that, as the real Hub does with text: no length, no ranges
-        self._corrupt: dict[tuple[str, str], float] = {}  # (repo, path) -> how many more bodies to damage
-        self._failures: dict[tuple[str, str], tuple[int, float]] = {}  # (repo, path) -> status, how many more
-        self._cuts: dict[tuple[str, str], tuple[int, float, bool]] = {}  # (repo, path) -> after, how many more, hold?
-        self._limited: tuple[float, int | None] = (0, None)  # how many more questions to answer by 429, seconds to wait
+        self.xet: Any = None  # an `XetStandIn`, if large files are served over Xet
+        self.gzip = False  # compress for clients that accept it, as the real Hub does with text: no length, no ranges
+        self._orders: dict[tuple[str, str, str], tuple[float, Any]] = {}  # (fault, repo, path) -> for how many answers, and what
         self._closing = threading.Event()
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"hub": self})
@@ -241,23 +230,30 @@ class HubStandIn:
 
     def limit(self, seconds: int | None, times: float = float("inf")) -> None:
         """Answer the next ``times`` requests by 429, which says to wait ``seconds``, or does not say how long."""
-        self._limited = (times, seconds)
+        self._orders["limit", "", ""] = (times, (seconds,))
 
     def corrupt(self, name: str, path: str, times: float = float("inf")) -> None:
         """Flip a byte in the middle of the next ``times`` bodies of a file: same length, same headers, other content."""
-        self._corrupt[name, path] = times
-
-    def drop(self, name: str, path: str, after: int, times: float = float("inf")) -> None:
-        """Cut the connection after ``after`` bytes of the next ``times`` bodies of a file, if they are longer than that."""
-        self._cuts[name, path] = (after, times, False)
+        self._orders["corrupt", name, path] = (times, True)
 
     def fail(self, name: str, path: str, status: int, times: float = float("inf")) -> None:
         """Answer the next ``times`` questions for a file's bytes with ``status``."""
-        self._failures[name, path] = (status, times)
+        self._orders["fail", name, path] = (times, status)
+
+    def drop(self, name: str, path: str, after: int, times: float = float("inf")) -> None:
+        """Cut the connection after ``after`` bytes of the next ``times`` bodies of a file, if they are longer than that."""
+        self._orders["cut", name, path] = (times, (after, False))
 
     def hold(self, name: str, path: str, after: int, times: float = 1) -> None:
         """After ``after`` bytes of the next ``times`` bodies of a file, send nothing more until the client is gone."""
-        self._cuts[name, path] = (after, times, True)
+        self._orders["cut", name, path] = (times, (after, True))
+
+    def take(self, fault: str, name: str = "", path: str = "") -> Any:
+        """What was ordered for this answer; None if nothing was."""
+        with self._lock:
+            left, what = self._orders.get((fault, name, path), (0, None))
+            self._orders[fault, name, path] = (left - 1, what)
+            return what if left > 0 else None
 
     def environ(self, home: Path, **extra: str) -> dict[str, str]:
         """The environment of a process that knows this Hub alone, with its cache under ``home``."""
@@ -266,30 +262,6 @@ class HubStandIn:
         ours |= {"HF_XET_LOG_DEST": str(home / "xet.log")}
         quiet = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         return kept | ours | quiet | extra
-
-    def take_corruption(self, name: str, path: str) -> bool:
-        with self._lock:
-            left = self._corrupt.get((name, path), 0)
-            self._corrupt[name, path] = max(left - 1, 0)
-            return left > 0
-
-    def take_limit(self) -> tuple[bool, int | None]:
-        with self._lock:
-            left, seconds = self._limited
-            self._limited = (max(left - 1, 0), seconds)
-            return left > 0, seconds
-
-    def take_failure(self, name: str, path: str) -> int | None:
-        with self._lock:
-            status, left = self._failures.get((name, path), (0, 0))
-            self._failures[name, path] = (status, max(left - 1, 0))
-            return status if left > 0 else None
-
-    def take_cut(self, name: str, path: str) -> tuple[int, bool] | None:
-        with self._lock:
-            after, left, hold = self._cuts.get((name, path), (0, 0, False))
-            self._cuts[name, path] = (after, max(left - 1, 0), hold)
-            return (after, hold) if left > 0 else None
 
     def wait_until_closed(self, seconds: float) -> bool:
         return self._closing.wait(seconds)
@@ -301,7 +273,7 @@ class HubStandIn:
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hangs up is no error here; what else goes wrong is said where no test looks for its own output."""
+        """A client that hangs up is not an error here; other errors go to the real stderr, which no test captures."""
         if not isinstance(sys.exception(), ConnectionError):
             traceback.print_exc(file=sys.__stderr__)
 
@@ -324,11 +296,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.request_seen = Request(self.command, self.path, headers["Range"], headers["Authorization"], on_cdn)
         hub.requests.append(self.request_seen)
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-        limited, seconds = hub.take_limit()
+        limited = hub.take("limit")
         if hub.outage is not None:
             self._error(hub.outage, None, "the Hub is down")
         elif limited:
-            wait = {} if seconds is None else {"RateLimit": f'"api";r=0;t={seconds}'}
+            wait = {} if limited == (None,) else {"RateLimit": f'"api";r=0;t={limited[0]}'}
             self._error(429, None, "Too Many Requests", wait)
         elif on_cdn and parts[0] == "lfs":
             self._bridge(parts[1:])
@@ -357,7 +329,7 @@ class _Handler(BaseHTTPRequestHandler):
         return (*parts[: cut + 1], "/".join(parts[cut + 1 :]))
 
     def _bridge(self, parts: list[str]) -> None:
-        """The large files' host: whoever has the signed address is served, and nobody with a token for another host."""
+        """The large files' host: it serves signed addresses, and refuses a token, which is for another host."""
         *name, commit, path = self._split(parts)
         if self.headers["Authorization"]:
             return self._error(400, None, "Only one auth mechanism allowed")
@@ -375,7 +347,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(307, {"Location": self.path.replace(f"/{name}", f"/{new}", 1)}, b"")
         repo = self.hub.repos.get(name)
         if repo is None:
-            return self._error(401, "RepoNotFound", "Repository not found")  # so the Hub answers whoever is not logged in
+            return self._error(401, "RepoNotFound", "Repository not found")  # the Hub's answer to a client that is not logged in
         verb, revision, *path = rest if len(rest) > 1 else (None, "main")
         commit = repo.commit_of(revision)
         if commit is None:
@@ -437,7 +409,7 @@ class _Handler(BaseHTTPRequestHandler):
         """The file, or the range asked for, a chunk at a time, with a byte flipped or the connection cut where ordered."""
         hub = self.hub
         start, stop, status = 0, file.size, 200
-        if self.command == "GET" and (failure := hub.take_failure(name, path)):
+        if self.command == "GET" and (failure := hub.take("fail", name, path)):
             return self._error(failure, None, "so it was ordered")
         if hub.gzip and self.command == "GET" and "gzip" in (self.headers["Accept-Encoding"] or ""):
             self._send(200, headers | {"Content-Encoding": "gzip"}, gzip.compress(b"".join(file.content.read(0, stop))))
@@ -451,8 +423,8 @@ class _Handler(BaseHTTPRequestHandler):
             headers = headers | {"Accept-Ranges": "bytes"}
         if self._send(status, headers, None, stop - start).body is not None or self.command == "HEAD":
             return None
-        flip = file.size // 2 if hub.take_corruption(name, path) else -1
-        cut = hub.take_cut(name, path)
+        flip = file.size // 2 if hub.take("corrupt", name, path) else -1
+        cut = hub.take("cut", name, path)
         until = stop if cut is None else min(stop, start + cut[0])
         try:
             for chunk in file.content.read(start, until):

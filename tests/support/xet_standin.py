@@ -35,13 +35,13 @@ class XetStandIn:
             self.hub.wait_until_closed(120)
         if self.status is not None:
             return self.status, {}, b""
-        if found := re.fullmatch(r"/v1/reconstructions/([0-9a-f]{64})", path):
+        if match := re.fullmatch(r"/v1/reconstructions/([0-9a-f]{64})", path):
             if headers["Authorization"] != "Bearer xet-token":
                 return 401, {}, b""
-            return 200, {}, json.dumps(self._terms(self._file(found[1]), headers["Range"])).encode()
-        if found := re.fullmatch(r"/xorb/([0-9a-f]{64})/(\d+)", path):
+            return 200, {}, json.dumps(self._terms(self._file(match[1]), headers["Range"])).encode()
+        if match := re.fullmatch(r"/xorb/([0-9a-f]{64})/(\d+)", path):
             first, last = map(int, re.findall(r"\d+", headers["Range"]))
-            body = self._block(self._file(found[1]), int(found[2]))[first : last + 1]
+            body = self._block(self._file(match[1]), int(match[2]))[first : last + 1]
             self.sent += len(body)
             return 206, {}, body
         return 404, {}, b""

@@ -1,0 +1,100 @@
+"""Model names resolved by our own code, in a fresh process that knows the stand-in Hub alone.
+
+`huggingface_hub` reads its environment once, when it is imported. So whatever needs it runs in a process of its own; one process
+works through many names, since starting it costs more than all its downloads.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from support.checks import TESTS
+from support.hub_standin import HubStandIn
+
+# Resolves every case and prints what came of it, how long it took, and how many bytes were hashed for it.
+SCRIPT = """
+import contextlib, hashlib, json, logging, sys, threading, time
+hashed = []
+class Counting:
+    def __init__(self, real): self.real = real
+    def update(self, data): hashed.append(len(data)); self.real.update(data)
+    def hexdigest(self): return self.real.hexdigest()
+real_sha256 = hashlib.sha256
+from gpt2.checkpoint import hub, verified
+class Hashlib:
+    sha1 = hashlib.sha1
+    @staticmethod
+    def sha256(): return Counting(real_sha256())
+verified.hashlib = Hashlib
+logging.basicConfig(level="INFO", format="%(name)s %(levelname)s %(message)s")
+exec(sys.argv[2])
+for case in json.loads(sys.argv[1]):
+    hashed.clear()
+    start = time.monotonic()
+    try:
+        source = hub.resolve(**case)
+        out = dict(name=source.name, path=str(source.path), revision=source.revision)
+    except Exception as error:
+        out = dict(error=type(error).__name__, message=str(error))
+    print(json.dumps(out | dict(seconds=time.monotonic() - start, hashed=sum(hashed))))
+time.sleep(0.1 if threading.active_count() > 1 else 0)
+open_questions = threading.active_count() - 1
+loaded = [name for name in ("torch", "transformers", "huggingface_hub") if name in sys.modules]
+print(json.dumps(dict(loaded=loaded, open_questions=open_questions)))
+"""
+
+
+MINE = "mine, not the cache's"
+
+
+def start(environ: dict[str, str], *cases: str | dict[str, Any], before: str = "", within: list[str] | None = None) -> Any:
+    """Resolve each case in one fresh process, after the code ``before``; a plain string is a case with a name alone.
+
+    ``within`` is a command that runs the process, if not this machine.
+    """
+    asked = [{"name": case} if isinstance(case, str) else case for case in cases]
+    command = [*(within or []), sys.executable, "-W", "error", "-c", SCRIPT, json.dumps(asked), before]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environ | {"PYTHONPATH": str(TESTS.parent)}, **pipes)
+
+
+def finish(process: subprocess.Popen) -> list[dict[str, Any]]:
+    """What came of each case: ``path`` and ``revision``, or ``error`` and ``message``, which is one harmless line."""
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    *results, end = map(json.loads, out.splitlines())
+    for result in results:
+        result |= {"stderr": err} | end
+        assert result.get("message", "").isprintable()
+        assert "\x1b" not in err
+    return results
+
+
+def resolve(environ: dict[str, str], *cases: str | dict[str, Any], **settings: Any) -> list[dict[str, Any]]:
+    return finish(start(environ, *cases, **settings))
+
+
+def fetch_as_others(hub: HubStandIn, home: Path, call: str, **environ: str) -> str:
+    """What another program does with the Hub's own client, ``call`` being a function of it; what it prints."""
+    code = f"import huggingface_hub; print(huggingface_hub.{call})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=hub.environ(home, **environ), capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def plant(top: Path, home: Path) -> list[Path]:
+    """A file of the user's in every folder from ``home``, where the cache is, up to ``top``."""
+    home.mkdir(parents=True, exist_ok=True)
+    victims = [folder / "victim" for folder in home.parents if folder == top or top in folder.parents]
+    for victim in victims:
+        victim.write_text(MINE)
+    return victims
+
+
+def beside(top: Path, home: Path) -> dict[Path, bytes | None]:
+    """All files and folders below ``top`` that do not lie in ``home``, with the files' bytes."""
+    paths = [path for path in top.rglob("*") if home not in path.parents]
+    return {path: None if path.is_dir() else path.read_bytes() for path in paths}
