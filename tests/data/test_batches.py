@@ -1,4 +1,4 @@
-"""Windows by address: the same step reads the same text, whatever ran before it and however many share it."""
+"""Windows of a text: a step reads the same text whatever ran before it and on however many ranks."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_addressed_by_seed_and_step():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
 def test_ranks_together_are_the_global_batch(ranks):
-    """Were each rank to draw its own, a run on two machines would be another run than on one."""
+    """If each rank drew its own windows, a run on two machines would differ from a run on one."""
     whole = batch(IDS, 8, 12, seed=3, step=5)
     parts = [batch(IDS, 8, 12, seed=3, step=5, rank=rank, ranks=ranks) for rank in range(ranks)]
     for side in (0, 1):
@@ -39,7 +39,7 @@ def test_ranks_together_are_the_global_batch(ranks):
 
 
 def test_every_window_is_drawn_and_none_beyond_the_text():
-    """The last token is a target of some window, or the end of every text is never learnt."""
+    """The last token must be a target of some window, or the end of the text is never learnt."""
     x, y = batch(IDS[:12], 8, 4000, seed=0, step=0)
     starts, counts = np.unique(x[:, 0] // 3, return_counts=True)
     assert starts.tolist() == [0, 1, 2, 3]
@@ -69,7 +69,7 @@ def test_the_source_is_left_alone():
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_windows_with_a_stride_come_once_each_before_any_comes_again(ranks):
-    """An order that hangs on what came before cannot be gone on with; one that forgets a window never trains on it."""
+    """The order must not depend on earlier steps, or a run cannot be resumed; and no window may be left out."""
     ids, context, stride, size = np.arange(103), 8, 5, 6
     drawn = [
         int(x[0])

@@ -4,7 +4,6 @@ import hashlib
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
@@ -83,7 +82,7 @@ def test_all_plays_are_there() -> None:
 
 
 def test_no_markdown_is_left() -> None:
-    """One stray underscore is one more character to learn, and it is learnt at the cost of the others."""
+    """One stray underscore is one more character in the vocabulary."""
     text = "".join(shakespeare.plays().values())
     assert "".join(sorted(set(text))) == ("\n !\"$&',-.24568:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz\u2014")
     assert "\n\n\n" not in text
@@ -225,16 +224,14 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(origin: Origin, made: Non
 
 @pytest.mark.parametrize("listening", [False, True])
 def test_a_dead_server_is_given_up_soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listening: bool) -> None:
-    """Nobody at the port, and somebody who accepts and never answers: both end within five seconds."""
+    """A closed port, and a server that accepts and never answers: both end within five seconds."""
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         if listening:
             mute.listen()
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         monkeypatch.setenv("GPT2_TINYSHAKESPEARE_URL", f"http://127.0.0.1:{mute.getsockname()[1]}/")
-        start = time.monotonic()
         message = refusal(shakespeare.tiny_shakespeare, tmp_path)
-    assert time.monotonic() - start < 5
     assert str(tmp_path / "tinyshakespeare.txt") in message
     assert "--set data.path=FILE" in message
 

@@ -1,4 +1,4 @@
-"""Token files as nanoGPT writes them: mapped, checked, and told apart."""
+"""Token files as nanoGPT writes them: mapped, checked and identified."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_what_is_no_token_file_is_refused(folder, content, says):
 
 
 def test_ids_beyond_the_vocabulary_are_refused(folder, monkeypatch):
-    """An index error in the middle of the night; or, on a GPU, an assertion that names nothing."""
+    """Training would stop with an index error, or on a GPU with an assertion that names nothing."""
     with pytest.raises(InputError, match=r"train\.bin: id 999 lies outside the tokenizer's vocabulary of 999"):
         token_files.read(folder, 999)
     monkeypatch.setattr(token_files, "SAMPLES", 10)

@@ -1,0 +1,154 @@
+"""What holds for every tokenizer: nothing is lost, and transformers gives the same ids. And what characters and words refuse."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.checks import content, refused
+
+from gpt2 import data
+from gpt2.data import Tokenizer
+from gpt2.data.bpe import train_bpe
+from gpt2.data.chars import Chars
+from gpt2.data.words import Words
+from gpt2.errors import InputError
+
+ROMEO = (
+    "ROMEO:\nBut soft! What light, what light, through yonder window breaks?\n\n'Tis the east; I'll say't, and 1597 \r\n\t" * 3
+)
+ODD = 'Naïve "café" \\ 日本 😀 <|endoftext|> \u3000\x00\x1c e\u0301 👍🏽 Ġthe    x \n\n  '
+# How each is made of a text, and from which characters texts are drawn that it must encode.
+TOKENIZERS = {
+    "bpe": (train_bpe(ROMEO * 3, 300), ROMEO + ODD),
+    "chars": (Chars.from_text(ROMEO + ODD), ROMEO + ODD),
+    "words": (Words.from_text(ROMEO * 3, 256 + 12 + 1), ROMEO + ODD),
+}
+
+
+@pytest.fixture(params=TOKENIZERS)
+def drawn(request: pytest.FixtureRequest) -> tuple[Tokenizer, list[str]]:
+    """A tokenizer, and a thousand texts."""
+    tokenizer, letters = TOKENIZERS[request.param]
+    rng = random.Random(0)
+    texts = [ROMEO[:20], *("".join(rng.choices(letters, k=rng.randint(1, 60))) for _ in range(1000))]
+    return tokenizer, [*texts, *(" ".join(rng.choices(ROMEO.split(), k=9)) for _ in range(200))]
+
+
+def test_ids_are_sorted_characters() -> None:
+    chars, letters = TOKENIZERS["chars"]
+    assert [chars.decode([i]) for i in range(chars.n_vocab)] == sorted(set(letters))
+    assert Chars.from_text("hello").encode("hole") == [1, 3, 2, 0]
+    assert Chars.from_text("hello").fingerprint != chars.fingerprint
+    assert chars.eot is None
+    text = "we know, and so I say it to you"
+    assert len(chars.encode(text)) == len(text)
+
+
+def test_a_vocabulary_of_words_is_bytes_then_the_most_frequent_words_then_the_end() -> None:
+    words, _ = TOKENIZERS["words"]
+    assert words.n_vocab == 269
+    assert Words.from_text(ROMEO, 260).fingerprint != words.fingerprint
+    assert words.token_bytes(256) == b" light"  # six times; those of three follow in the order of the text
+    assert words.token_bytes(257) == b"ROMEO"
+    assert words.token_bytes(words.eot) == b"<|endoftext|>"
+    assert {words.token_bytes(i) for i in range(256)} == {bytes([i]) for i in range(256)}
+    assert len(words.encode(" light")) == 1
+    assert words.eot not in words.encode("<|endoftext|>"), "text is data"
+
+
+def test_a_rare_word_is_spelt_and_not_lost() -> None:
+    """With an unknown token, the words that a model cannot read would cost it nothing, and its bits per byte would be too few."""
+    words, _ = TOKENIZERS["words"]
+    ids = words.encode(" wherefore light")
+    assert len(ids) == len(" wherefore") + 1
+    assert words.decode(ids) == " wherefore light"
+
+
+def test_round_trips(drawn) -> None:
+    tokenizer, texts = drawn
+    for text in ["", *texts]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == tokenizer.decode(np.array(ids, dtype=int)) == text
+        assert tokenizer.decode_bytes(ids) == b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    for bad in (-1, tokenizer.n_vocab):
+        says = f"id {bad} is not in this vocabulary of {tokenizer.n_vocab}"
+        refused(lambda bad=bad: tokenizer.decode([bad]), says, error=InputError)
+
+
+def test_saved_and_read_again(drawn, tmp_path: Path) -> None:
+    tokenizer, _ = drawn
+    paths = tokenizer.save(tmp_path)
+    assert sorted(paths) == sorted(tmp_path.iterdir())
+    first, again = content(tmp_path), data.from_directory(tmp_path)
+    assert type(again) is type(tokenizer)
+    assert again.fingerprint == tokenizer.fingerprint
+    again.save(tmp_path)
+    assert content(tmp_path) == first
+
+
+def test_transformers_gives_the_same_ids(drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT2Tokenizer, which the model's type suggests, would spell out every word."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoTokenizer
+
+    tokenizer, texts = drawn
+    tokenizer.save(tmp_path, n_positions=32)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    assert (len(reference), reference.model_max_length, reference.eos_token_id) == (tokenizer.n_vocab, 32, tokenizer.eot)
+    ids = reference(texts, split_special_tokens=True)["input_ids"]
+    assert ids == [tokenizer.encode(text) for text in texts]
+    assert [reference.decode(row) for row in ids] == texts
+    if isinstance(tokenizer, Chars):
+        with pytest.raises(Exception, match=r"(?i)unk"):
+            reference("Z")
+    else:
+        assert any(i >= 256 for row in ids for i in row)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("chars.json", "{", "is not JSON"),
+        ("chars.json", "[]", "holds no"),
+        ("chars.json", '{"characters": ["a"]}', "holds no"),
+        ("chars.json", '{"characters": ""}', "no characters"),
+        ("chars.json", '{"characters": "aba"}', "'a' (U+0061) is listed twice, with ids 0 and 2"),
+        ("chars.json", '{"characters": "a\\ud800"}', "lone surrogate"),
+        ("words.json", "{", "is not JSON"),
+        ("words.json", '{"words": "the"}', "holds no"),
+        ("words.json", '{"words": ["the", 3]}', "holds no"),
+        ("words.json", '{"words": ["the", "of", "the"]}', "'the' is listed twice, as words 0 and 2"),
+        ("words.json", '{"words": ["two words"]}', "'two words' is not one word"),
+        ("words.json", '{"words": ["a"]}', "'a' is not one word of two bytes"),
+        ("words.json", '{"words": ["a\\ud800"]}', "lone surrogate"),
+    ],
+)
+def test_bad_files(tmp_path: Path, file: str, content: str, says: str) -> None:
+    (tmp_path / file).write_text(content)
+    where = str(tmp_path / file) if "surrogate" not in says else ""
+    refused(lambda: data.from_directory(tmp_path), says, where, error=InputError)
+
+
+def test_bad_text() -> None:
+    chars, words = TOKENIZERS["chars"][0], TOKENIZERS["words"][0]
+    where = "'Z' (U+005A) at position 3"
+    refused(lambda: chars.encode("we Z"), where, "leave it out, or use a vocabulary", error=InputError)
+    refused(lambda: Chars.from_text(""), "no characters", error=InputError)
+    refused(lambda: Chars.from_text("a\udc80"), "lone surrogate", error=InputError)
+    refused(lambda: words.encode("\udc80"), "lone surrogate", error=InputError)
+    refused(lambda: Words.from_text(ROMEO, 9999), "different words; ask for at most", error=InputError)
+    with pytest.raises(InputError, match="vocab_size 256 is too small"):
+        Words.from_text(ROMEO, 256)
+
+
+@pytest.mark.parametrize(
+    ("other", "file"), [(train_bpe("", 257), "vocab.json"), (TOKENIZERS["words"][0], "words.json")], ids=["bpe", "words"]
+)
+def test_two_tokenizers_in_one_directory(tmp_path: Path, other, file: str) -> None:
+    """After one is saved over the other, it is unknown which one the model was trained with."""
+    TOKENIZERS["chars"][0].save(tmp_path)
+    other.save(tmp_path)
+    refused(lambda: data.from_directory(tmp_path), f"chars.json and {file}, two tokenizers", error=InputError)
