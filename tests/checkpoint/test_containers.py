@@ -173,7 +173,7 @@ OTHER_FILES: list[tuple[str, bytes, str]] = [
     *((name, b"<!DOCTYPE html><html><body>Not found</body></html>", "a web page") for name in KINDS if name != "gguf"),
     *((name, b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull") for name in KINDS if name != "gguf"),
     *((name, b"GGUF\x03\0\0\0\0\0\0\0", "GGUF") for name in ("safetensors", "torch")),
-    *((name, b"", "is empty") for name in ("safetensors", "torch", "gguf")),
+    *((name, b"", "is empty") for name in ("safetensors", "torch", "gguf", "tensorflow")),
     ("safetensors", b"\0" * 7, "only 7 bytes"),
     ("safetensors", b"\0" * 8, "not JSON"),
     ("safetensors", random.Random(0).randbytes(5000), "claims a header"),
@@ -191,7 +191,6 @@ OTHER_FILES: list[tuple[str, bytes, str]] = [
     ("torch", b"PK\x03\x04", "File is not a zip file"),
     ("gguf", b"GGU", "is cut short: 3 bytes"),
     ("gguf", b"GGML" + bytes(60), "begins with b'GGML', not with GGUF"),
-    ("tensorflow", b"", "does not end as an index does"),
     ("tensorflow", b"PK\x03\x04" + bytes(100), "torch.save"),
 ]
 
