@@ -123,7 +123,7 @@ def runs(module: nn.Module, config: GPT2Config) -> bool:
 
 
 def right_ports(config: GPT2Config, directory: Path, model: nn.Module) -> dict:
-    """Name -> a function that builds and fills it: the architectures without faults, and tests/ports."""
+    """Name -> a function that builds and fills it: the architectures without faults, and tests/support/ports."""
     state = model.state_dict()
 
     def sound(port: Faulty) -> nn.Module:
@@ -134,15 +134,14 @@ def right_ports(config: GPT2Config, directory: Path, model: nn.Module) -> dict:
 
     def ported(port) -> nn.Module:
         module = port.build(config).float()
-        with torch.no_grad():
-            port.fill(module, state)
+        port.fill(module, state)
         return module
 
     ports = {name: lambda port=port: sound(port) for name, port in SOUND.items()}
     return ports | {
         f"ports: {name}": lambda port=port: ported(port)
         for name, port in PORTS.items()
-        if port.complete and name not in FAULTY_AFTER_ALL
+        if port.complete and not port.home and name not in FAULTY_AFTER_ALL
     }
 
 

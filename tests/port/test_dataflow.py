@@ -40,7 +40,7 @@ class Small(nn.Module):
 
 
 def evaluate(recording: Recording, module: nn.Module) -> Tensor:
-    """The output, computed from the recording alone: parameters by their ids, sums and products by the nodes."""
+    """Compute the output from the recording alone: parameters by their ids, sums and products by the nodes."""
     values = torch.full((recording.stop,), torch.nan, dtype=torch.float64)
     for source in recording.sources:
         values[source.region.ids()] = module.get_parameter(source.name).detach()
@@ -134,8 +134,8 @@ def test_a_table_read_by_the_tokens_is_a_lookup(look_up: Callable[[Small, Tensor
     assert {recording.owner(i) for i in recording.output.flatten()} <= {recording.nodes.index(n) for n in nodes}
 
 
-def test_positions_are_no_lookup_by_the_tokens() -> None:
-    """Positions are distinguished from words by this: rows chosen by arange are no lookup."""
+def test_positions_are_not_a_lookup_by_the_tokens() -> None:
+    """Rows chosen by arange are not a lookup: this distinguishes positions from words."""
     recording = record(Small(lambda m, x: x + m.square[torch.arange(3)]), IDS)
     assert [node.kind for node in recording.nodes] == [Kind.LOOKUP, Kind.ELEMENTWISE]
     ids = recording.sources[1].region.ids()[:3]
@@ -164,7 +164,7 @@ def test_constants_applied_to_a_parameter_are_recorded(change: Callable[[Tensor]
 
 
 def test_a_parameter_used_in_two_ways_has_two_uses() -> None:
-    """load_into must report that no value serves both."""
+    """No value serves both uses; load_into must report it."""
     recording = record(Small(lambda m, x: (x @ m.square) @ (m.square * 2)), IDS)
     assert recording.uses[recording.sources[1].storage] == {Use(), Use(2.0)}
 
@@ -194,7 +194,7 @@ def test_attention_is_two_products_of_activations_however_it_is_called(attend: C
 
 
 def test_inference_mode_is_taken_apart_too() -> None:
-    """Inference mode passes composite operators on undivided, linear and attention among them."""
+    """Inference mode does not split composite operators such as linear and attention."""
 
     def forward(m: Small, x: Tensor) -> Tensor:
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""`gpt2.diagnose` beside the ports of test_diagnose_ports.py: what it says of weights and behaviour, its order, its words."""
+"""`gpt2.diagnose`: wrong weights, wrong behaviour, the order of causes and the report. Ports: test_diagnosis_ports.py."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> gpt2.GPT2:
 def port(model: gpt2.GPT2) -> nn.Module:
     """nanoGPT's structure with the checkpoint in it."""
     module = PORTS["nano"].build(CONFIG)
-    with torch.no_grad():
-        PORTS["nano"].fill(module, model.state_dict())
+    PORTS["nano"].fill(module, model.state_dict())
     return module
 
 
@@ -77,8 +76,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_wrong_with_a_weight(name: str, model: gpt2.GPT2) -> None:
-    """Each is a mistake of loading that gives text, and the message must send its author to the right tensor."""
+def test_a_wrong_weight_is_named(name: str, model: gpt2.GPT2) -> None:
+    """Each is a mistake in loading after which the model still gives text; the cause must name the right tensor."""
     apply, id, where = CHANGES[name]
     module = port(model)
     apply(module)
@@ -89,11 +88,13 @@ def test_what_is_wrong_with_a_weight(name: str, model: gpt2.GPT2) -> None:
     assert found.causes[0].where.startswith(where)
     assert {one.id for one in found.causes} == {id}
     assert found.causes[0].confidence == 1.0
-    assert all(torch.equal(tensor, module.state_dict()[key]) for key, tensor in before.items()), "it is given back as it was"
+    assert all(torch.equal(tensor, module.state_dict()[key]) for key, tensor in before.items()), (
+        "the module must be given back unchanged"
+    )
 
 
 def test_a_single_entry_is_enough(model: gpt2.GPT2) -> None:
-    """The smallest fault of all, in a row that no probe of a few tokens reads."""
+    """One wrong number, in a row that a probe of a few tokens does not read, must be seen."""
     module = port(model)
     with torch.no_grad():
         module.transformer.wpe.weight[CONFIG.n_positions - 1, 3] += 0.5
@@ -101,7 +102,7 @@ def test_a_single_entry_is_enough(model: gpt2.GPT2) -> None:
 
 
 def test_a_module_that_was_never_loaded_gets_that_cause_and_is_diagnosed_as_filled(model: gpt2.GPT2) -> None:
-    """Whoever forgot to load wants to know that first, and whether the rest is right."""
+    """The author who forgot to load must learn that first, and then whether the rest is right."""
     module = PORTS["nano"].build(CONFIG)
     found = diagnose(module, model)
     assert (found.verdict, [one.id for one in found.causes]) == ("mismatch", ["not-loaded"])
@@ -111,7 +112,7 @@ def test_a_module_that_was_never_loaded_gets_that_cause_and_is_diagnosed_as_fill
 
 
 class Around(nn.Module):
-    """A right port, and what somebody put around it."""
+    """A right port, with a function applied to its logits."""
 
     def __init__(self, inner: nn.Module, after: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ class Around(nn.Module):
     ],
 )
 def test_behaviour(after: Callable[[Tensor], Tensor], id: str, model: gpt2.GPT2) -> None:
-    """What no single run of one batch can show."""
+    """A single run of one batch cannot show these."""
     assert diagnose(Around(port(model), after), model).causes[0].id == id
 
 
@@ -145,8 +146,8 @@ def test_behaviour(after: Callable[[Tensor], Tensor], id: str, model: gpt2.GPT2)
         lambda x: x[:, -1:],
     ],
 )
-def test_what_is_no_fault(after: Callable[[Tensor], Tensor], model: gpt2.GPT2) -> None:
-    """The controls of the above."""
+def test_a_harmless_change_is_not_a_fault(after: Callable[[Tensor], Tensor], model: gpt2.GPT2) -> None:
+    """Negative controls of the test above."""
     found = diagnose(Around(port(model), after), model)
     assert found.ok, found.table()
     assert found.causes == ()
@@ -160,18 +161,18 @@ def test_what_is_no_fault(after: Callable[[Tensor], Tensor], model: gpt2.GPT2) -
         (PORTS["nano"].build(gpt2.GPT2Config(**{**vars(CONFIG), "n_embd": 24})), "its width is 24, the checkpoint's 20"),
     ],
 )
-def test_what_cannot_be_diagnosed_is_told_in_one_line(module: nn.Module, said: str, model: gpt2.GPT2) -> None:
+def test_a_module_that_cannot_be_diagnosed_is_refused_in_one_line(module: nn.Module, said: str, model: gpt2.GPT2) -> None:
     """A traceback would look like a fault of ours."""
     with pytest.raises(gpt2.InputError) as caught:
         diagnose(module, model)
     assert said in str(caught.value)
 
 
-# The parts.
+# Parts of the diagnosis.
 
 
 def test_the_fingerprint_sees_values_and_no_order() -> None:
-    """It decides between "in another order" and "something else"."""
+    """The fingerprint decides between "in another order" and "something else"."""
     values = torch.randn(20, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert fingerprint(values) == fingerprint(values.t()) == fingerprint(values.flatten()[torch.randperm(600)])
     other = values.clone()
@@ -179,21 +180,21 @@ def test_the_fingerprint_sees_values_and_no_order() -> None:
     assert fingerprint(values) != fingerprint(other)
 
 
-def test_an_order_of_reading() -> None:
+def test_reading_gives_the_order_of_entries() -> None:
     """(head, q|k|v, unit) read as (q|k|v, head, unit)."""
     order = reading({"q|k|v": 3, "head": 2, "unit": 1}, ("head", "q|k|v", "unit"))
     assert order.tolist() == [0, 3, 1, 4, 2, 5]
 
 
-def test_what_numbers_look_like() -> None:
-    """A fresh layer is recognised by how it is drawn."""
+def test_likeness_describes_numbers() -> None:
+    """A layer that was never loaded is recognised by its initial distribution."""
     assert "all 1" in likeness(torch.ones(9, dtype=torch.float64))
     assert "as a fresh nn.Linear is" in likeness(nn.Linear(64, 64).weight.detach().double())
     assert "at random (std 0.02)" in likeness(torch.randn(4000, dtype=torch.float64) * 0.02)
 
 
-def test_calm_takes_out_chance_and_narrow_casts() -> None:
-    """Else nothing behind a dropout could be compared in float64."""
+def test_deterministic_mode_removes_randomness_and_narrow_casts() -> None:
+    """Otherwise nothing behind a dropout could be compared in float64."""
     x = torch.randn(4, 5, dtype=torch.float64)
     result, mode = run_deterministically(lambda: F.dropout(x, 0.5, True).float() + torch.randn(4, 5))
     assert torch.equal(result, x)
@@ -213,7 +214,7 @@ def placed(id: str, *places: Place, confidence: float = 1.0) -> PlacedCause:
 
 
 def test_the_same_fault_in_several_blocks_is_one_cause() -> None:
-    """Forty-eight equal causes would bury the others."""
+    """Forty-eight equal causes would hide the others."""
     causes = [placed("gelu-variant", Place(n, "mlp.act")) for n in range(3)]
     assert [joined(one.places) for one in merge_blocks(causes, 3)] == ["h.*.mlp.act"]
     assert [joined(one.places) for one in merge_blocks(causes[:2], 3)] == ["h.0.mlp.act, h.1.mlp.act"]
@@ -228,8 +229,8 @@ def test_causes_are_sorted_and_consequences_dropped() -> None:
     assert order == ["position-offset", "gelu-variant", "rmsnorm"]
 
 
-def test_places() -> None:
-    """What explains what, and where it is, is decided by places as values."""
+def test_places_contain_other_places() -> None:
+    """A cause at a place explains causes within that place; this is decided by values, not by text."""
     block, norm, bias = Place(1, ""), Place(1, "ln_1"), Place.of("h.1.ln_1.bias")
     assert [block.contains(norm), norm.contains(bias), bias.contains(norm), norm.contains(block)] == [True, True, True, False]
     assert Place(EVERY, "ln_1").contains(bias)
@@ -240,7 +241,7 @@ def test_places() -> None:
 
 
 def test_every_cause_has_a_fix_of_one_line() -> None:
-    """The person is to type it."""
+    """Users copy the fix from the terminal."""
     assert all(known.title and known.fix and "\n" not in known.fix for known in CAUSES.values())
 
 
@@ -256,7 +257,7 @@ FOUND = Diagnosis(
 
 
 def test_the_table() -> None:
-    """Verdict, where, cause, how we know, fix: in this order, and within the terminal."""
+    """The table gives verdict, place, cause, evidence and fix in this order, within 80 columns."""
     table = FOUND.table(80)
     words = ["MISMATCH  first at h.0.mlp.act (error 2.4e-04)", "gelu-variant", "how we know", "fix", "a note"]
     assert [table.index(word) for word in words] == sorted(table.index(word) for word in words)
@@ -265,7 +266,7 @@ def test_the_table() -> None:
 
 
 def test_the_json() -> None:
-    """The keys that others call; what is no number in JSON is null."""
+    """Other programs read these keys; infinity and NaN become null."""
     shown = json.loads(FOUND.to_json())
     assert shown["first_divergence"] == {"point": "h.0.mlp.act", "layer": 0, "error": 2.4e-4}
     assert set(shown["causes"][0]) == {"id", "where", "detail", "evidence", "confidence", "fix"}

@@ -123,7 +123,7 @@ class Block(nn.Module):
 
 
 class Faulty(nn.Module):
-    """A port with one fault, of its author's making."""
+    """A port with one fault, or with none."""
 
     def __init__(self, fault: str = "", config: GPT2Config = CONFIG) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Faulty(nn.Module):
 
 
 def by_hand(model: GPT2, name: str) -> Tensor:
-    """What the author of :class:`Faulty` would put into a parameter."""
+    """The tensor that the author of :class:`Faulty` would put into a parameter."""
     state, (kind, *rest) = model.state_dict(), name.split(".")
     if kind in ("tok", "pos"):
         return state[{"tok": "wte.weight", "pos": "wpe.weight"}[kind]]
@@ -232,7 +232,7 @@ def sentences(report: MappingReport) -> str:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_port_with_a_fault_is_filled_by_its_structure_and_refused(fault: str) -> None:
-    """A mapping that needs correct logits would fill no port with a fault, and these are the ports to diagnose."""
+    """A mapping that needs correct logits could not fill a port with a fault, and these are the ports to diagnose."""
     sentence, unfilled = FAULTS[fault]
     model, module = checkpoint(), Faulty(fault)
     before = copy.deepcopy(module)
@@ -345,7 +345,7 @@ def test_heads_in_another_order_are_the_same_function() -> None:
     ],
 )
 def test_another_size_is_reported(changes: dict[str, int], sentence: str, in_a_notebook: None) -> None:
-    """What fits is placed; what does not is a sentence, and no shape error."""
+    """Tensors that fit are placed; each difference gives a sentence instead of a shape error."""
     model, module = checkpoint(), Faulty(config=replace(CONFIG, **changes))
     before = copy.deepcopy(module)
     report = load_into(module, model)
@@ -371,7 +371,7 @@ def test_the_json_of_a_port_that_gives_nan_is_json() -> None:
 
 
 def test_a_larger_vocabulary_is_padded_with_zeros() -> None:
-    """nanoGPT's 50,304: what stood in the rest would be added to every softmax."""
+    """nanoGPT pads to 50,304: the initial values of the padding would be added to every softmax."""
     module = Faulty(config=replace(CONFIG, vocab_size=72))
     report = load_into(module, checkpoint())
     assert report.ok
@@ -380,7 +380,7 @@ def test_a_larger_vocabulary_is_padded_with_zeros() -> None:
 
 
 def test_more_positions_are_left_alone() -> None:
-    """The checkpoint has nothing to put there, and what the author has may be better than zeros."""
+    """The checkpoint has no values for these rows, and the author's may be better than zeros."""
     module = Faulty(config=replace(CONFIG, n_positions=30))
     rest = module.pos.weight[23:].clone()
     report = load_into(module, checkpoint())
@@ -391,7 +391,7 @@ def test_more_positions_are_left_alone() -> None:
 
 @pytest.mark.parametrize("port", ["lecture", "no_out_bias", "bare"])
 def test_a_missing_bias_is_named_and_measured(port: str) -> None:
-    """The sentence that the issue asks for, and the proof that nothing else is wrong."""
+    """The report names the bias that is missing, and shows that nothing else is wrong."""
     model = checkpoint()
     report = load_into(PORTS[port].build(CONFIG), model)
     text = sentences(report)
@@ -399,7 +399,7 @@ def test_a_missing_bias_is_named_and_measured(port: str) -> None:
     if port == "no_out_bias":
         norms = [float(block.attn.c_proj.bias.detach().norm()) for block in model.h]
         assert report.problems == (
-            "your attention (layers.0.attention and 2 more) has no output bias; the checkpoint's h.0.attn.c_proj.bias is not zero"
+            "your attention (blocks.0.attn and 2 more) has no output bias; the checkpoint's h.0.attn.c_proj.bias is not zero"
             f" (norm {norms[0]:.2g}; up to {max(norms[1:]):.2g} in other blocks)",
         )
 
@@ -414,7 +414,7 @@ def test_a_bias_of_the_keys_alone_is_not_missed() -> None:
     assert report.unused["h.0.attn.c_attn.bias"] == "k: without effect, as softmax does not see what is added to all keys alike"
 
 
-def test_what_is_neutral_is_not_missed() -> None:
+def test_a_neutral_parameter_is_not_missed() -> None:
     """A missing scale of one, or shift of zero, changes nothing."""
     report = load_into(PORTS["bare"].build(CONFIG), checkpoint(bias=0.0))
     assert report.ok
@@ -531,7 +531,7 @@ def test_a_constant_in_float32_is_distinguished_from_a_fault() -> None:
     assert "as if it kept a constant in float32" in sentences(report)
 
 
-# What cannot be filled at all.
+# Modules that cannot be filled.
 
 
 class Bigram(nn.Module):
@@ -645,21 +645,21 @@ def test_every_parameter_has_a_row_that_says_why() -> None:
     ("port", "name", "sources", "words"),
     [
         (
-            "heads_list",
-            "layers.1.looking.heads.3.query.weight",
+            "heads",
+            "all_blocks.1.sa.heads.3.query.weight",
             "h.1.attn.c_attn.weight",
             "columns 15:20 (head 3 of q), transposed",
         ),
-        ("heads_list", "to_vocabulary.bias", "", "zeros"),
-        ("einsum", "blocks.0.attn.W_K", "h.0.attn.c_attn.weight", "columns 20:40 (k), reshaped to (4, 20, 5)"),
+        ("channels", "proj.bias", "", "zeros"),
+        ("einsum3d", "blocks.0.attn.W_K", "h.0.attn.c_attn.weight", "columns 20:40 (k), reshaped to (4, 20, 5)"),
         ("interleaved", "layers.0.attention.query_key_value.bias", "h.0.attn.c_attn.bias", "entries by (head, q|k|v, unit)"),
         ("prenorm", "layers.0.0.fn.to_qkv.weight", "h.0.attn.c_attn.weight", "columns by (unit, head, q|k|v), transposed"),
         ("prenorm", "layers.0.0.fn.to_out.0.weight", "h.0.attn.c_proj.weight", "rows by (unit, head), transposed"),
         ("kqv", "gpt.transformer.decoder.layers.0.self_attn.kqv.bias", "h.0.attn.c_attn.bias", "entries 20:40, 0:20, 40:60"),
-        ("scan", "blocks.up_bias", "h.0.mlp.c_fc.bias h.1.mlp.c_fc.bias h.2.mlp.c_fc.bias", "stacked along the first axis"),
+        ("scanned", "wide_b", "h.0.mlp.c_fc.bias h.1.mlp.c_fc.bias h.2.mlp.c_fc.bias", "stacked along the first axis"),
         ("short", "wpe.weight", "wpe.weight", "first 11 positions"),
         ("centred", "final_norm.gamma", "ln_f.weight", "none, less 1"),
-        ("equalised", "h.0.out.weight", "h.0.attn.c_proj.weight", "transposed, divided by 0.2236"),
+        ("centred", "layers.0.1.to_out.weight", "h.0.attn.c_proj.weight", "transposed, divided by 0.2236"),
     ],
 )
 def test_transformations_in_words(port: str, name: str, sources: str, words: str) -> None:
@@ -673,7 +673,7 @@ def test_the_table_and_the_json() -> None:
     """The table groups parameters that are treated alike; the JSON has every one."""
     report = load_into(PORTS["no_out_bias"].build(CONFIG), checkpoint())
     table = report.table()
-    assert "✗  your attention (layers.0.attention and 2 more) has no output bias" in table
+    assert "✗  your attention (blocks.0.attn and 2 more) has no output bias" in table
     assert "NOT EQUAL: the logits differ, by what your module lacks (worst error" in table
     assert "h.*.mlp.c_fc.weight" in table
     body = json.loads(report.to_json())

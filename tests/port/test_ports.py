@@ -1,31 +1,19 @@
-"""The ports of tests/ports are right: filled by their own authors, they compute what our GPT-2 computes."""
+"""The ports of tests/support/ports are right: filled by their own authors, they compute what our GPT-2 computes."""
 
 import pytest
 import torch
 from support import hf_layouts
-from support.ports import PORTS, Port, logits
-from support.ports.sizes import CONFIGS, some_ids
+from support.ports import CONFIGS, PORTS, Port, logits
 from torch import Tensor, nn
 
 from gpt2 import GPT2
 from gpt2.config import GPT2Config
 
 
-def without(state: dict[str, Tensor], port: Port, config: GPT2Config) -> dict[str, Tensor]:
-    """The state with zeros for what the port has no place for."""
-    lacking = {family.format(layer) for family in port.lacks for layer in range(config.n_layer)}
-    return {name: tensor * 0 if name in lacking else tensor for name, tensor in state.items()}
-
-
-def ours(config: GPT2Config, state: dict[str, Tensor]) -> GPT2:
-    model = GPT2(config, initialise=False).double().eval()
-    model.load_state_dict(state)
-    return model
-
-
 def filled(port: Port, config: GPT2Config) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The port in float64, filled by its author, and with what."""
-    state = without(hf_layouts.weights(config, dtype=torch.float64), port, config)
+    """The port in float64, filled by its author, and with what: zeros where the port has no place."""
+    lacking = {family.format(layer) for family in port.lacks for layer in range(config.n_layer)}
+    state = {name: w * (name not in lacking) for name, w in hf_layouts.weights(config, dtype=torch.float64).items()}
     module = port.build(config).double()
     port.fill(module, state)
     return module, state
@@ -35,12 +23,14 @@ def filled(port: Port, config: GPT2Config) -> tuple[nn.Module, dict[str, Tensor]
 @pytest.mark.parametrize("name", PORTS)
 @torch.no_grad()
 def test_filled_by_its_author_a_port_computes_gpt2(name, sizes):
-    """A port with a fault of its own would let `load_into` be blamed, or let a wrong mapping pass for the port's fault."""
+    """If a port were wrong itself, `load_into` would be blamed for it, or a wrong mapping would be excused."""
     port, config = PORTS[name], CONFIGS[sizes]
     module, state = filled(port, config)
-    ids = some_ids(port, config, batch=3)
+    ids = port.some_ids(config, batch=3)
     tokens = ids.size(1)
-    expected = ours(config, state)(ids)
+    model = GPT2(config, initialise=False).double().eval()
+    model.load_state_dict(state)
+    expected = model(ids)
     for length in (tokens,) if port.whole_windows else (tokens, 1, tokens // 2):
         found = logits(module, ids[:, :length], config.vocab_size)
         assert found.shape == (3, length, config.vocab_size)
@@ -50,13 +40,13 @@ def test_filled_by_its_author_a_port_computes_gpt2(name, sizes):
 @pytest.mark.parametrize("name", PORTS)
 @torch.no_grad()
 def test_every_weight_matters_but_the_bias_of_the_keys(name):
-    """The control of the test above: a weight that the logits do not see could be filled with anything.
+    """Control of the test above: a weight without effect on the logits could be filled with anything.
 
-    The keys' bias alone is such: it adds the same q b to all of a query's scores, and the softmax takes that away again.
+    Only the bias of the keys has no effect: it adds the same q b to all scores of a query, and softmax removes that.
     """
     port, config = PORTS[name], hf_layouts.TINY
     module, _ = filled(port, config)
-    ids = some_ids(port, config, batch=1)[:, : None if port.whole_windows else 6]
+    ids = port.some_ids(config, batch=1)[:, : None if port.whole_windows else 6]
     right, unseen = logits(module, ids, config.vocab_size), 0
     weights = port.weights(module).values()
     for weight in weights:
@@ -67,12 +57,3 @@ def test_every_weight_matters_but_the_bias_of_the_keys(name):
         weight.copy_(kept)
     assert sum(weight.numel() for weight in weights) > 10 * unseen
     assert unseen in (0, config.n_layer * config.n_embd)
-
-
-@pytest.mark.parametrize("name", PORTS)
-def test_what_the_registry_says_is_so(name):
-    """A port that lacks something and does not say so would be expected to load, or to be explained, wrongly."""
-    port = PORTS[name]
-    assert port.description
-    if port.lacks or port.room < 1:
-        assert port.note

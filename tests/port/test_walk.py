@@ -1,7 +1,7 @@
 """The walk of `diagnose`: it recognises every wrong formula by value, in any layout, several at once.
 
-The port here is bare functions, each of which a test may replace by a wrong one; its own weights are the checkpoint's. Ports as
-people write them, and their loading, are in tests/support/faulty.
+The port here consists of functions that a test may replace by wrong ones, and has the checkpoint's weights. Ports as people
+write them, and their loading, are in tests/support/faulty.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IDS = torch.randperm(67, generator=torch.Generator().manual_seed(3))[:16].view(2
 
 
 def checkpoint(config: GPT2Config = CONFIG) -> GPT2:
-    """Our model in float64, with weights of the size of trained ones, so that an epsilon matters."""
+    """Our model in float64; its weights are as large as trained ones, so that an epsilon matters."""
     model = GPT2(config, initialise=False).eval().double()
     weights = hf_layouts.weights(config)
     model.load_state_dict(
@@ -40,7 +40,7 @@ def checkpoint(config: GPT2Config = CONFIG) -> GPT2:
 
 
 class Port(nn.Module):
-    """GPT-2 as methods; `wrong` are functions that take their places, and get the port first."""
+    """GPT-2 as methods; the functions in `wrong` replace methods, and get the port as their first argument."""
 
     def __init__(self, model: GPT2, layout: str = "batch", wrong: dict[str, Callable] | None = None) -> None:
         super().__init__()
@@ -131,11 +131,11 @@ def walked(layout: str = "batch", config: GPT2Config = CONFIG, **wrong: Callable
     return walk(pool, model.state_dict(), config, IDS, model)
 
 
-def said(found: Walk) -> list[tuple[str, str]]:
-    return [(cause.id, joined(cause.places)) for cause in found.causes]
+def causes_of(result: Walk) -> list[tuple[str, str]]:
+    return [(cause.id, joined(cause.places)) for cause in result.causes]
 
 
-# Formulas for the tests to put in.
+# Formulas that replace those of the port.
 
 
 def norm(eps: float = 1e-5, correction: int = 0, outside: bool = False, rms: bool = False, affine: str = "wb") -> Callable:
@@ -154,7 +154,7 @@ def act(function: Callable[[Tensor], Tensor], *blocks: int) -> Callable:
 
 
 def soft(function: Callable[[Tensor, Tensor], Tensor], *blocks: int) -> Callable:
-    """Of scores and the (T, T) triangle of what may be seen."""
+    """A softmax: a function of the scores and the (T, T) triangle of visible positions."""
 
     def formula(port: Port, scores: Tensor, n: int) -> Tensor:
         past = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
@@ -164,12 +164,12 @@ def soft(function: Callable[[Tensor, Tensor], Tensor], *blocks: int) -> Callable
 
 
 def at(*names: str) -> Callable[[Callable], Callable]:
-    """A norm's formula at some norms only."""
+    """Apply a norm's formula only at the norms with these names."""
     return lambda formula: lambda port, x, name: (formula if name in names else Port.do_norm)(port, x, name)
 
 
 def block(function: Callable[[Port, Tensor, int, Callable, Callable, Callable, Callable], Tensor], *blocks: int) -> Callable:
-    """A block out of its parts: (port, x, n, ln_1, attention, ln_2, feed-forward)."""
+    """A block as a function of x and its parts: (x, ln_1, attention, ln_2, feed-forward)."""
 
     def formula(port: Port, x: Tensor, n: int) -> Tensor:
         if blocks and n not in blocks:
@@ -335,6 +335,7 @@ WIRING = {
     "one left out": ({"order": lambda port: [0, 2]}, [("layer-missing", "h.1")]),
     "one twice": ({"order": lambda port: [0, 1, 1, 2]}, [("layer-repeated", "h.1")]),
 }
+ONE_FAULT = {**NORMS, **PARTS, **WIRING}
 TOGETHER = {
     "three": ({**PARTS["no scale"][0], **PARTS["erf"][0], **NORMS["rms last"][0]}, {"scale-missing", "gelu-variant", "rmsnorm"}),
     "a tutorial": (
@@ -360,7 +361,7 @@ TOGETHER = {
 }
 
 
-# Where some of these first show, against the reference's own trace: not one point late.
+# The first point at which some of these differ from the reference's trace.
 POINTS = {
     "epsilon in one": "h.1.ln_2",
     "quick": "h.1.mlp.act",
@@ -374,96 +375,76 @@ POINTS = {
     "no residual around attention": "h.0.mid",
     "no residual around the feed-forward": "h.2",
 }
-# Variants of others, which .ci/run tries.
-RARER = set(
-    [
-        "epsilon 1e-08",
-        "epsilon 1e-12",
-        "no bias",
-        "silu",
-        "cubic",
-        "by heads",
-        "mask after softmax",
-        "over the batch",
-        "heads interleaved",
-    ]
+# Variants of others: slow, run by .ci/run.
+RARER = (
+    "epsilon 1e-08; epsilon 1e-12; no bias; rms last; silu; cubic; by heads; twice; no mask; mask after softmax; over the batch; "
+    "heads viewed; heads interleaved; values from the input; position 0 for all; no positions; log-softmaxed; no residual; "
+    "no first norm; norm on a branch"
 )
-RARER |= set(
-    [
-        "values from the input",
-        "position 0 for all",
-        "no positions",
-        "no residual",
-        "no first norm",
-        "log-softmaxed",
-        "norm on a branch",
-    ]
-)
-RARER |= set(["rms last", "twice", "no mask", "heads viewed"])
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name in RARER)) for name in (*NORMS, *PARTS, *WIRING)]
+    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name in RARER.split("; "))) for name in ONE_FAULT]
 )
 def test_a_fault_is_named_where_it_is_and_nothing_else(fault: str) -> None:
-    """A cause beside the true one sends its reader to mend what is right."""
-    wrong, expected = {**NORMS, **PARTS, **WIRING}[fault]
-    found = walked(**wrong)
-    assert sorted(said(found)) == sorted(expected)
-    assert found.explained
+    """A cause beside the true one makes the reader change correct code."""
+    wrong, expected = ONE_FAULT[fault]
+    result = walked(**wrong)
+    assert sorted(causes_of(result)) == sorted(expected)
+    assert result.explained
     if fault in POINTS:
-        assert found.first_divergence.point == POINTS[fault]
-        assert found.first_divergence.error > 1e-9
+        assert result.first_divergence.point == POINTS[fault]
+        assert result.first_divergence.error > 1e-9
 
 
 @pytest.mark.parametrize("faults", TOGETHER)
 def test_several_faults_are_all_found(faults: str) -> None:
-    """The walk goes on from what the port computed, so the first fault does not hide the second."""
+    """The walk continues from the port's own values, so the first fault does not hide the second."""
     wrong, expected = TOGETHER[faults]
-    found = walked(**wrong)
-    assert {id for id, _ in said(found)} == expected
-    assert found.explained
+    result = walked(**wrong)
+    assert {id for id, _ in causes_of(result)} == expected
+    assert result.explained
 
 
 @pytest.mark.parametrize("layout", ["batch", "heads", "time", "fused"])
 def test_the_right_port_has_no_causes_in_any_layout(layout: str) -> None:
-    """The control of everything here."""
-    found = walked(layout)
-    assert (found.causes, found.first_divergence, found.lost, found.blocks) == ((), None, (), (0, 1, 2))
-    assert found.explained
-    assert set(found.points) == set(points(CONFIG.n_layer))
+    """Negative control of every test here."""
+    result = walked(layout)
+    assert (result.causes, result.first_divergence, result.lost, result.blocks) == ((), None, (), (0, 1, 2))
+    assert result.explained
+    assert set(result.points) == set(points(CONFIG.n_layer))
 
 
 @pytest.mark.parametrize("layout", ["heads", "time"])
 @pytest.mark.parametrize("fault", ["strict mask", "values from keys"])
-def test_layouts_are_seen_through(layout: str, fault: str) -> None:
-    """A module per head, and time before batch: the same numbers lie elsewhere."""
+def test_faults_are_named_in_other_layouts(layout: str, fault: str) -> None:
+    """With a module per head, or time before batch, the same numbers are in other places."""
     wrong, expected = PARTS[fault]
-    found = walked(layout, **wrong)
-    assert said(found) == expected
-    assert found.explained
+    result = walked(layout, **wrong)
+    assert causes_of(result) == expected
+    assert result.explained
 
 
 @pytest.mark.parametrize("layout", ["heads", "time", "fused"])
 def test_other_parts_are_found_in_every_layout(layout: str) -> None:
-    found = walked(layout, **PARTS["erf"][0], **NORMS["rms"][0])
-    assert set(said(found)) == {("gelu-variant", "h.*.mlp.act"), ("rmsnorm", EVERY_NORM)}
-    assert found.explained
+    result = walked(layout, **PARTS["erf"][0], **NORMS["rms"][0])
+    assert set(causes_of(result)) == {("gelu-variant", "h.*.mlp.act"), ("rmsnorm", EVERY_NORM)}
+    assert result.explained
 
 
-def test_the_config_says_what_is_right() -> None:
-    """A checkpoint with the exact GELU and scores divided by the layer's number: the usual port is the wrong one."""
+def test_the_config_decides_what_is_right() -> None:
+    """For a checkpoint with the exact GELU and scores divided by the layer's number, the usual port is wrong."""
     config = replace(CONFIG, activation_function="gelu", scale_attn_by_inverse_layer_idx=True)
-    found = walked(config=config)
-    assert set(said(found)) == {("gelu-variant", "h.*.mlp.act"), ("scale-inverse-layer", "h.1.attn, h.2.attn")}
-    assert "tanh" in next(cause.detail for cause in found.causes if cause.id == "gelu-variant")
-    found = walked(config=config, act=act(F.gelu), scale=lambda port, s, n: s / math.sqrt(7) / (n + 1))
-    assert found.causes == ()
-    assert found.explained
+    result = walked(config=config)
+    assert set(causes_of(result)) == {("gelu-variant", "h.*.mlp.act"), ("scale-inverse-layer", "h.1.attn, h.2.attn")}
+    assert "tanh" in next(cause.detail for cause in result.causes if cause.id == "gelu-variant")
+    result = walked(config=config, act=act(F.gelu), scale=lambda port, s, n: s / math.sqrt(7) / (n + 1))
+    assert result.causes == ()
+    assert result.explained
 
 
-def test_what_is_not_known_is_not_made_up() -> None:
-    """Attention by distance is none of the hypotheses: it is located, called unknown, and what follows is still found."""
+def test_an_unknown_formula_is_located_and_not_explained() -> None:
+    """Attention by distance is not among the hypotheses: the walk locates it, and still names the fault after it."""
 
     def distant(port: Port, x: Tensor, n: int) -> Tensor:
         if n != 1:
@@ -471,42 +452,42 @@ def test_what_is_not_known_is_not_made_up() -> None:
         q, k, v = (port.do_split(y, n) for y in port.affine(x, f"h.{n}.attn.c_attn").chunk(3, -1))
         return port.do_project(port.do_merge(Port.do_soft(port, -torch.cdist(q, k), n) @ v, n), n)
 
-    found = walked(attend=distant, act=act(torch.relu, 2))
-    assert not found.explained
-    assert found.lost == ("h.1.attn",)
-    assert found.first_divergence.point.startswith("h.1.attn")
-    assert said(found) == [("gelu-variant", "h.2.mlp.act")]
+    result = walked(attend=distant, act=act(torch.relu, 2))
+    assert not result.explained
+    assert result.lost == ("h.1.attn",)
+    assert result.first_divergence.point.startswith("h.1.attn")
+    assert causes_of(result) == [("gelu-variant", "h.2.mlp.act")]
 
 
 def test_an_unknown_wiring_is_located() -> None:
-    """A stream that is squared: no cause, and the place."""
-    found = walked(block=block(lambda x, l1, a, l2, f: (x := x + a(l1(x))) + f(l2(x)) ** 2, 0))
-    assert not found.explained
-    assert found.lost == ("h.0",)
-    assert found.first_divergence.point == "h.0"
-    assert found.causes == ()
+    """A squared branch has no cause, but a place."""
+    result = walked(block=block(lambda x, l1, a, l2, f: (x := x + a(l1(x))) + f(l2(x)) ** 2, 0))
+    assert not result.explained
+    assert result.lost == ("h.0",)
+    assert result.first_divergence.point == "h.0"
+    assert result.causes == ()
 
 
-def test_masks_that_are_right_in_effect() -> None:
+def test_large_negative_numbers_are_masks() -> None:
     """-1e4, -1e9, the lowest float, the log of a triangle: all are masks."""
     for fill in (-1e4, -1e9, torch.finfo(torch.float64).min):
         assert walked(soft=soft(lambda s, past, fill=fill: s.masked_fill(~past, fill).softmax(-1))).causes == ()
     assert walked(soft=soft(lambda s, past: (s + past.double().log()).softmax(-1))).causes == ()
 
 
-def test_an_epsilon_is_told_where_it_hardly_matters() -> None:
-    """Beside a variance of 100,000 it moves the eleventh digit: the best match is meant, not the first good one."""
+def test_an_epsilon_with_little_effect_is_named() -> None:
+    """Beside a variance of 100,000 it changes the eleventh digit: the walk must take the best match, not the first good one."""
     model = checkpoint()
     model.wte.weight.data *= 1000
     model.wpe.weight.data *= 1000
     pool = collect(Port(model, "batch", {"norm": norm(1e-6)}), IDS, CONFIG.n_embd, CONFIG.inner)
-    found = walk(pool, model.state_dict(), CONFIG, IDS, model)
-    assert said(found) == [("layernorm-eps", EVERY_NORM)]
-    assert "epsilon 1e-06" in found.causes[0].detail
+    result = walk(pool, model.state_dict(), CONFIG, IDS, model)
+    assert causes_of(result) == [("layernorm-eps", EVERY_NORM)]
+    assert "epsilon 1e-06" in result.causes[0].detail
 
 
-def test_evidence_and_fix_are_said() -> None:
-    """A diagnosis that gives no reason is an opinion."""
+def test_a_cause_has_evidence_and_a_fix() -> None:
+    """Users must be able to check the diagnosis."""
     (cause,) = walked(**PARTS["no scale"][0]).causes
     assert "computed so from your own weights and inputs, h.0.attn is what your module has there to " in cause.evidence
     assert "the walk ends at your own logits" in cause.evidence
@@ -527,7 +508,7 @@ def pool_of(*tensors: Tensor) -> Pool:
 
 
 def test_the_pool_finds_a_value_however_it_lies() -> None:
-    """Transposed, flattened, in heads; and not one that differs in a single number by a millionth."""
+    """A transposed, flattened or split tensor is the same value; one number that differs by a millionth makes another."""
     x = torch.randn(2, 8, 21, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for laid in (x.transpose(0, 1), x.flatten(), x.view(2, 8, 3, 7).transpose(1, 2)):
         assert pool_of(torch.randn(2, 8, 21).double(), laid).find(x).entries == (1,)
@@ -539,8 +520,8 @@ def test_the_pool_finds_a_value_however_it_lies() -> None:
     assert pool_of(other).find(x) is None
 
 
-def test_the_pool_finds_factors_and_lends_its_own_numbers() -> None:
-    """The factor of a scale need not be a known one; and the walk goes on from the port's rounding, not from its own."""
+def test_the_pool_finds_factors_and_gives_its_own_numbers() -> None:
+    """Any factor of a scale is recognised; and the walk continues from the port's rounding, not from its own."""
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     (factor,) = pool_of(x * -0.37).factors(x)
     assert factor == pytest.approx(-0.37)
@@ -550,8 +531,8 @@ def test_the_pool_finds_factors_and_lends_its_own_numbers() -> None:
     assert torch.equal(pool.adopt(x, pool.find(x)), theirs)
 
 
-def test_not_a_number_is_a_value_too() -> None:
-    """A strict mask of minus infinities leaves a row of NaN: to be matched, and to match nothing else."""
+def test_nan_is_matched() -> None:
+    """A strict mask of minus infinities gives a row of NaN, which must match NaN and nothing else."""
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     holed = x.clone()
     holed[:, :, 0] = math.nan
@@ -564,11 +545,11 @@ def test_arrays_of_another_program_are_walked_without_a_module() -> None:
     model = checkpoint()
     pool = collect(Port(model, "time", {**PARTS["erf"][0], **WIRING["post-norm"][0]}), IDS, CONFIG.n_embd, CONFIG.inner)
     arrays = [entry.float() for entry in reversed(pool.entries)]
-    found = walk_arrays(arrays, pool.logits.float(), IDS, model)
-    assert set(said(found)) == {("gelu-variant", "h.*.mlp.act"), ("post-norm", "h.*")}
-    assert found.explained
+    result = walk_arrays(arrays, pool.logits.float(), IDS, model)
+    assert set(causes_of(result)) == {("gelu-variant", "h.*.mlp.act"), ("post-norm", "h.*")}
+    assert result.explained
     right = collect(Port(model, "heads"), IDS, CONFIG.n_embd, CONFIG.inner)
-    found = walk_arrays([entry.float() for entry in right.entries], right.logits.float(), IDS, model)
-    assert (found.causes, found.first_divergence, found.explained) == ((), None, True)
-    found = walk_arrays([], pool.logits, IDS, model)
-    assert not found.explained
+    result = walk_arrays([entry.float() for entry in right.entries], right.logits.float(), IDS, model)
+    assert (result.causes, result.first_divergence, result.explained) == ((), None, True)
+    result = walk_arrays([], pool.logits, IDS, model)
+    assert not result.explained

@@ -1,7 +1,7 @@
-"""GPT-2s that are almost right: a hundred ports, in eight architectures, with what is wrong in each, for `diagnose` to find.
+"""Hundreds of GPT-2s that are almost right, in nine architectures, and the faults of each, to test `diagnose`.
 
 An architecture is a file with `build(config, faults)`, in the style of the people who write such a thing, and
-`load(module, state)`, its author's loading. A port is an architecture and a line of faults (`faults.py` says what the words
+`fill(module, state)`, its author's loading. A port is an architecture and a line of faults (`faults.py` says what the words
 mean); the faults of its weights are mistakes in reading the file (`loading.py`). tests/port/test_faulty_ports.py
 proves that every port here is really faulty, and that the architectures without faults are right.
 """
@@ -16,7 +16,6 @@ from torch import nn
 from gpt2.config import GPT2Config
 from support.faulty.faults import MEANINGS, Faults, Meaning, matches
 from support.faulty.loading import read, write
-from support.faulty.tutorials import KINDS
 
 __all__ = ["ARCHITECTURES", "CONFIG", "FAULTY", "MEANINGS", "SOUND", "Faults", "Faulty", "matches", "write"]
 
@@ -38,7 +37,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Faulty:
-    """A port and what is wrong with it.
+    """A port and its faults.
 
     ``line`` is the faults, "" for none; ``kind`` the class within tutorials.py. ``filled`` if the checkpoint goes in by
     `load_into` and not by the author's loading.
@@ -60,7 +59,7 @@ class Faulty:
 
     @property
     def causes(self) -> dict[str, tuple[str, ...]]:
-        """Word -> the ids that say it rightly, the best first."""
+        """Word of a fault -> the ids of causes that describe it, the best first."""
         return {word: MEANINGS[word].ids for word in self.faults.sites if word in MEANINGS}
 
     @staticmethod
@@ -73,13 +72,14 @@ class Faulty:
         return self.faults.first()
 
     def build(self, config: GPT2Config, directory: str | Path) -> nn.Module:
-        """The module after its author's loading, or for `load_into` to fill; from a fixed seed, in eval mode."""
+        """The module, filled by its author unless `load_into` is to fill it; from a fixed seed, in eval mode."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             file = importlib.import_module(f"{__name__}.{self.architecture}")
-            module = KINDS[self.kind](config) if self.kind else file.build(config, self.faults)
+            module = file.KINDS[self.kind](config) if self.kind else file.build(config, self.faults)
         if not self.filled:
-            file.load(module, read(directory, config, self.faults))
+            with torch.no_grad():
+                file.fill(module, read(directory, config, self.faults))
         return module.eval()
 
 
@@ -222,7 +222,7 @@ FAULTY: dict[str, Faulty] = {
             )
             for filled in (False, True)
         ),
-        # By `load_into`: what has no place is left as it was built.
+        # Filled by `load_into`: parts without a source stay as they were built.
         *(
             Faulty(name, line, filled=True)
             for name, line in (

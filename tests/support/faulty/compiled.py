@@ -9,5 +9,5 @@ def build(config, faults):
     return torch.compile(fused.build(config, faults), backend="eager")
 
 
-def load(model, state):
-    fused.load(model._orig_mod, state)
+def fill(model, state):
+    fused.fill(model._orig_mod, state)

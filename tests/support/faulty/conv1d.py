@@ -1,10 +1,12 @@
-"""In the manner of the Hub's models: Conv1D, the checkpoint's names, a cache of keys and values, a mask, an object out."""
+"""In the style of the Hub's models: Conv1D, the checkpoint's names, a cache of keys and values, a mask, an object out."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from support.faulty.loading import put
 
 
 @dataclass
@@ -136,10 +138,8 @@ def build(config, faults):
     return Model(config, faults)
 
 
-@torch.no_grad()
-def load(model, state):
-    own = model.state_dict()
-    for name, tensor in state.items():
-        own[name].copy_(tensor)
-    if "lm_head.weight" not in state:
-        model.lm_head.weight = model.wte.weight
+def fill(model, state):
+    put(model, state, {"wte": "wte", "wpe": "wpe", "ln_f": "ln_f", "lm_head": "head"})
+    for layer, block in enumerate(model.h):
+        put(block, state, {name: name for name in ("ln_1", "attn.c_attn", "attn.c_proj")}, f"h.{layer}.")
+        put(block, state, {name: name for name in ("ln_2", "mlp.c_fc", "mlp.c_proj")}, f"h.{layer}.")

@@ -1,4 +1,4 @@
-"""Ports with faults drawn at random: combinations that nobody has looked at while `diagnose` was written."""
+"""Ports with faults drawn at random: combinations that were not used to develop `diagnose`."""
 
 import random
 
@@ -9,7 +9,7 @@ from gpt2.config import GPT2Config
 from support.faulty import LINES, Faulty
 from support.ports import logits
 
-# Of the model as a whole: no block to draw.
+# Faults of the whole model: no block is drawn for them.
 WHOLE = (
     *("position-", "embedding-", "final-", "logits-", "untied", "padded", "extra-norm-embed", "not-loaded-wpe"),
     "not-loaded-ln_f",
@@ -18,7 +18,7 @@ WHOLE = (
     "wrong-tokens",
     "wrong-all",
 )
-# How a port behaves, and which blocks run: what these do to one another is no question of finding both.
+# Faults of behaviour and of the order of blocks: they interact with others, so they are not combined.
 APART = ("cache", "padding", "dropout", "noise", "counts", "batch", "layer-", "weights-reversed", "masked-first", "annotated")
 
 

@@ -1,7 +1,9 @@
-"""Every projection an einsum over a tensor with an axis for heads; biases by head too; an untied way back to words."""
+"""Every projection an einsum over a tensor with an axis for heads; biases by head too; an untied head."""
 
 import torch
 from torch import nn
+
+from support.faulty.loading import put
 
 
 class LayerNorm(nn.Module):
@@ -189,24 +191,15 @@ def build(config, faults):
     return Clear(config, faults)
 
 
-@torch.no_grad()
-def load(model, state):
-    model.W_E.copy_(state["wte.weight"])
-    model.W_pos.copy_(state["wpe.weight"])
-    model.W_U[:, : len(state["wte.weight"])] = state.get("lm_head.weight", state["wte.weight"]).t()
-    model.ln_final.w.copy_(state["ln_f.weight"])
-    model.ln_final.b.copy_(state["ln_f.bias"])
+def fill(model, state):
+    put(model, state, {"W_E": "wte.weight", "W_pos": "wpe.weight", "ln_final": "ln_f"})
+    model.W_U[:, : len(state["wte.weight"])] = state["head.weight"].t()
     for layer, block in enumerate(model.blocks):
-        p = {name.removeprefix(f"h.{layer}."): tensor for name, tensor in state.items() if name.startswith(f"h.{layer}.")}
-        n = block.attn.W_Q.size(0)
-        for letter, w, b in zip("QKV", p["attn.c_attn.weight"].chunk(3, 1), p["attn.c_attn.bias"].chunk(3), strict=True):
-            getattr(block.attn, "W_" + letter).copy_(w.unflatten(1, (n, -1)).transpose(0, 1))
-            getattr(block.attn, "b_" + letter).copy_(b.unflatten(0, (n, -1)))
-        block.attn.W_O.copy_(p["attn.c_proj.weight"].unflatten(0, (n, -1)))
-        block.attn.b_O.copy_(p["attn.c_proj.bias"])
-        for w, b, name in (("W_in", "b_in", "mlp.c_fc"), ("W_out", "b_out", "mlp.c_proj")):
-            getattr(block.mlp, w).copy_(p[name + ".weight"])
-            getattr(block.mlp, b).copy_(p[name + ".bias"])
-        for norm, name in ((block.ln1, "ln_1"), (block.ln2, "ln_2")):
-            norm.w.copy_(p[name + ".weight"])
-            norm.b.copy_(p[name + ".bias"])
+        put(block, state, {"ln1": "ln_1", "ln2": "ln_2"}, f"h.{layer}.")
+        put(block.attn, state, {"W_O": "c_proj.weight", "b_O": "c_proj.bias"}, f"h.{layer}.attn.")
+        put(block.mlp, state, {"W_in": "c_fc.weight", "b_in": "c_fc.bias"}, f"h.{layer}.mlp.")
+        put(block.mlp, state, {"W_out": "c_proj.weight", "b_out": "c_proj.bias"}, f"h.{layer}.mlp.")
+        put(block.attn, state, {f"b_{x.upper()}": f"{x}.bias" for x in "qkv"}, f"h.{layer}.")
+        for x in "qkv":
+            own = block.attn.get_parameter(f"W_{x.upper()}")
+            own.copy_(state[f"h.{layer}.{x}.weight"].unflatten(1, (len(own), -1)).transpose(0, 1))

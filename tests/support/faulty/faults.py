@@ -1,4 +1,4 @@
-"""The words for what can be wrong in a port of tests/faulty, what `diagnose` must call each, and where it first shows.
+"""Names of the faults in tests/support/faulty: the causes that `diagnose` must give for each, and where it first shows.
 
 A port's faults are one line: `gelu-erf rmsnorm@1.ln_2 scale-missing@0,2 eps-1e-6@f`. A word alone holds everywhere; `@1` in
 block 1 only, `@1.ln_2` in one norm of it, `@f` in the final norm.
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a word stands for.
+    """The meaning of a fault's name.
 
-    ``ids`` are the causes that say it rightly, the best first. ``points`` are the places where the port may first differ, each a
+    ``ids`` are the causes that describe it, the best first. ``points`` are the places where the port may first differ, each a
     traced point or the beginning of one (`h.{}.attn` is any of `h.1.attn.q`, ...), `=` before it if it is the point itself and
     none of its parts; `{}` is the first block that has the fault. No points: the logits need not differ.
     """
@@ -155,7 +155,7 @@ MEANINGS: dict[str, Meaning] = {
 }
 
 
-# Peculiarities that change nothing, and must not be called faults.
+# Differences that change nothing, and must not be called faults.
 HARMLESS = {
     "mask-1e4": "masked scores are -10,000, whose exponential is zero",
     "masked-first": "scores are masked before they are scaled",
@@ -172,7 +172,7 @@ HARMLESS = {
 
 
 class Faults:
-    """A line of words, and where each holds."""
+    """The faults of a line, and the places of each."""
 
     def __init__(self, line: str) -> None:
         self.line = line
@@ -180,7 +180,7 @@ class Faults:
         for word in line.split():
             name, _, sites = word.partition("@")
             if name not in MEANINGS and name not in HARMLESS:
-                raise KeyError(f"{name!r} is no fault that tests/faulty/faults.py knows")
+                raise KeyError(f"{name!r} is no fault that tests/support/faulty/faults.py knows")
             self.sites[name] = tuple(filter(None, sites.split(",")))
 
     def __contains__(self, name: str) -> bool:

@@ -8,6 +8,8 @@ import math
 import torch
 from torch import nn
 
+from support.faulty.loading import put
+
 
 def mean_of(x):
     return x.sum(dim=-1, keepdim=True) / x.shape[-1]
@@ -195,30 +197,15 @@ def build(config, faults):
     return Functional(config, faults)
 
 
-@torch.no_grad()
-def load(model, state):
-    def put(name, tensor):
-        getattr(model, name).copy_(tensor)
-
+def fill(model, state):
     model.words[: len(state["wte.weight"])] = state["wte.weight"]
     model.places[: len(state["wpe.weight"])] = state["wpe.weight"]
-    put("g_end", state["ln_f.weight"])
-    put("b_end", state["ln_f.bias"])
+    put(model, state, {"g_end": "ln_f.weight", "b_end": "ln_f.bias"})
     if hasattr(model, "unembed"):
-        put("unembed", state["lm_head.weight"])
+        put(model, state, {"unembed": "head.weight"})
+    letters = {"q": "q", "k": "k", "v": "v", "o": "attn.c_proj", "1": "mlp.c_fc", "2": "mlp.c_proj"}
+    norms = {"ga": "ln_1.weight", "ba": "ln_1.bias", "gb": "ln_2.weight", "bb": "ln_2.bias"}
     for layer in range(model.layers):
-        at = f"h.{layer}."
-        for letter, w, b in zip(
-            "qkv", state[at + "attn.c_attn.weight"].chunk(3, 1), state[at + "attn.c_attn.bias"].chunk(3), strict=True
-        ):
-            put(f"w{letter}_{layer}", w)
-            put(f"b{letter}_{layer}", b)
-        for w, b, name in (
-            ("wo", "bo", "attn.c_proj"),
-            ("w1", "b1", "mlp.c_fc"),
-            ("w2", "b2", "mlp.c_proj"),
-            ("ga", "ba", "ln_1"),
-            ("gb", "bb", "ln_2"),
-        ):
-            put(f"{w}_{layer}", state[f"{at}{name}.weight"])
-            put(f"{b}_{layer}", state[f"{at}{name}.bias"])
+        put(model, state, {f"w{letter}_{layer}": f"{name}.weight" for letter, name in letters.items()}, f"h.{layer}.")
+        put(model, state, {f"b{letter}_{layer}": f"{name}.bias" for letter, name in letters.items()}, f"h.{layer}.")
+        put(model, state, {f"{own}_{layer}": name for own, name in norms.items()}, f"h.{layer}.")

@@ -6,6 +6,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from support.faulty.loading import put
+
 
 class HandNorm(nn.Module):
     def __init__(self, width, kind):
@@ -244,27 +246,12 @@ def build(config, faults):
     return GPT(config, faults)
 
 
-@torch.no_grad()
-def load(model, state):
-    def put(part, name):
-        if getattr(part, "weight", None) is not None:
-            weight = state[name + ".weight"]
-            part.weight.copy_(weight.t() if weight.ndim == 2 else weight)
-        if getattr(part, "bias", None) is not None:
-            part.bias.copy_(state[name + ".bias"])
-
+def fill(model, state):
     model.wte.weight[: len(state["wte.weight"])] = state["wte.weight"]
     model.wpe.weight[: len(state["wpe.weight"])] = state["wpe.weight"]
     if model.head.weight is not model.wte.weight:
-        model.head.weight.copy_(state["lm_head.weight"])
-    put(model.ln_f, "ln_f")
+        model.head.weight.copy_(state["head.weight"])
+    put(model, state, {"ln_f": "ln_f"})
     for layer, block in enumerate(model.blocks):
-        for part, name in (
-            (block.ln_1, "ln_1"),
-            (block.attn.qkv, "attn.c_attn"),
-            (block.attn.proj, "attn.c_proj"),
-            (block.ln_2, "ln_2"),
-            (block.mlp.up, "mlp.c_fc"),
-            (block.mlp.down, "mlp.c_proj"),
-        ):
-            put(part, f"h.{layer}.{name}")
+        put(block, state, {"ln_1": "ln_1", "attn.qkv": "attn.c_attn.T", "attn.proj": "attn.c_proj.T"}, f"h.{layer}.")
+        put(block, state, {"ln_2": "ln_2", "mlp.up": "mlp.c_fc.T", "mlp.down": "mlp.c_proj.T"}, f"h.{layer}.")

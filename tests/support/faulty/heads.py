@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from support.faulty.loading import put
+
 
 class Head(nn.Module):
     def __init__(self, width, size, context, wrong):
@@ -25,7 +27,7 @@ class Head(nn.Module):
         if "mask-multiplied" in wrong:
             scores = scores * self.past[:t, :t]
         else:
-            scores = scores.masked_fill(self.past[:t, :t] == 0, float("-inf"))
+            scores[:, self.past[:t, :t] == 0] = float("-inf")
         if padding is not None and "padding-ignored" not in wrong:
             silent = padding[:, :, None] if "padding-queries" in wrong else padding[:, None, :]
             scores = scores.masked_fill(silent, -1e9)
@@ -103,7 +105,7 @@ class Mixing(nn.Module):
 
 
 class Always(nn.Module):
-    """Dropout that does not ask whether anybody trains."""
+    """Dropout in eval mode too."""
 
     def __init__(self, p):
         super().__init__()
@@ -154,27 +156,14 @@ def build(config, faults):
     return Lecture(config, faults)
 
 
-@torch.no_grad()
-def load(model, state):
-    model.tokens.weight.copy_(state["wte.weight"])
+def fill(model, state):
     model.positions.weight[: len(state["wpe.weight"])] = state["wpe.weight"]
-    model.to_words.weight.copy_(state.get("lm_head.weight", state["wte.weight"]))
-    model.ln.gamma.copy_(state["ln_f.weight"])
-    model.ln.beta.copy_(state["ln_f.bias"])
+    put(model, state, {"tokens": "wte", "to_words": "head", "ln": "ln_f"})
     for i, block in enumerate(model.all_blocks):
-        p = {name.removeprefix(f"h.{i}."): tensor for name, tensor in state.items() if name.startswith(f"h.{i}.")}
-        count = len(block.sa.heads)
-        for kind, w, b in zip(
-            ("query", "key", "value"), p["attn.c_attn.weight"].chunk(3, 1), p["attn.c_attn.bias"].chunk(3), strict=True
-        ):
-            for head, w_h, b_h in zip(block.sa.heads, w.chunk(count, 1), b.chunk(count), strict=True):
-                linear = getattr(head, kind)
-                linear.weight.copy_(w_h.t())
-                if linear.bias is not None:
-                    linear.bias.copy_(b_h)
-        for linear, name in ((block.sa.mix, "attn.c_proj"), (block.ffwd[0], "mlp.c_fc"), (block.ffwd[-1], "mlp.c_proj")):
-            linear.weight.copy_(p[name + ".weight"].t())
-            linear.bias.copy_(p[name + ".bias"])
-        for norm, name in ((block.ln1, "ln_1"), (block.ln2, "ln_2")):
-            norm.gamma.copy_(p[name + ".weight"])
-            norm.beta.copy_(p[name + ".bias"])
+        put(block, state, {"ln1": "ln_1", "ln2": "ln_2", "sa.mix": "attn.c_proj.T"}, f"h.{i}.")
+        put(block.ffwd, state, {"0": "mlp.c_fc.T", str(len(block.ffwd) - 1): "mlp.c_proj.T"}, f"h.{i}.")
+        for name in ("query", "key", "value"):
+            for leaf in ("weight", "bias"):
+                columns = state[f"h.{i}.{name[0]}.{leaf}"].chunk(len(block.sa.heads), -1)
+                for head, part in zip(block.sa.heads, columns, strict=True):
+                    put(head, {f"{name[0]}.{leaf}": part}, {name: f"{name[0]}.T"})

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from support.faulty.loading import put
+
 
 class Attenzione(nn.Module):
     def __init__(self, larghezza, teste, strato, sbagli):
@@ -138,27 +140,10 @@ def build(config, faults):
     return Modello(config, faults)
 
 
-@torch.no_grad()
-def load(modello, state):
-    modello.parole.weight.copy_(state["wte.weight"])
+def fill(modello, state):
     modello.posti.weight[: len(state["wpe.weight"])] = state["wpe.weight"]
-    modello.ultima.weight.copy_(state["ln_f.weight"])
-    modello.ultima.bias.copy_(state["ln_f.bias"])
+    put(modello, state, {"parole": "wte", "ultima": "ln_f"})
     for n, blocco in enumerate(modello.strati.values()):
-        p = {nome.removeprefix(f"h.{n}."): peso for nome, peso in state.items() if nome.startswith(f"h.{n}.")}
-        terzi = zip(p["attn.c_attn.weight"].chunk(3, 1), p["attn.c_attn.bias"].chunk(3), strict=True)
-        attenzione = blocco.attenzione
-        coppie = list(zip((attenzione.chiede, attenzione.offre, attenzione.porta), terzi, strict=True))
-        for parte, nome in (
-            (attenzione.uscita, "attn.c_proj"),
-            (blocco.allarga, "mlp.c_fc"),
-            (blocco.stringi, "mlp.c_proj"),
-            (blocco.norma_prima, "ln_1"),
-            (blocco.norma_seconda, "ln_2"),
-        ):
-            coppie.append((parte, (p[nome + ".weight"], p[nome + ".bias"])))
-        for parte, (peso, spinta) in coppie:
-            if parte.weight is not None:
-                parte.weight.copy_(peso.t() if peso.ndim == 2 else peso)
-            if getattr(parte, "bias", None) is not None:
-                parte.bias.copy_(spinta)
+        put(blocco, state, {"norma_prima": "ln_1", "attenzione.uscita": "attn.c_proj.T"}, f"h.{n}.")
+        put(blocco, state, {"norma_seconda": "ln_2", "allarga": "mlp.c_fc.T", "stringi": "mlp.c_proj.T"}, f"h.{n}.")
+        put(blocco.attenzione, state, {"chiede": "q.T", "offre": "k.T", "porta": "v.T"}, f"h.{n}.")

@@ -1,4 +1,4 @@
-"""A checkpoint on disk for the ports of tests/faulty, and how authors read it wrongly.
+"""Write a checkpoint for the ports of tests/support/faulty, read it with an author's mistakes, and fill modules from it.
 
 The weights resemble a trained GPT-2's in size (no score saturates, no norm is one, no bias zero), so that a wrong GELU and a
 wrong epsilon both show and nothing drowns in a softmax of ones.
@@ -7,11 +7,13 @@ wrong epsilon both show and nothing drowns in a softmax of ones.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpt2.checkpoint.keys import expected
 from gpt2.config import GPT2Config
@@ -42,7 +44,7 @@ def write(directory: Path, config: GPT2Config) -> Path:
 
 
 def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str, Tensor]:
-    """What the author of a port with these faults gets out of the checkpoint, still by the checkpoint's names and layout."""
+    """The tensors that the author of a port with these faults reads from the checkpoint, by `named_parts`."""
     state = {
         name: tensor for name, tensor in load_file(Path(directory) / "model.safetensors").items() if name in expected(config)
     }
@@ -118,11 +120,11 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
             state = {name: tensor.to(dtype).float() for name, tensor in state.items()}
     if "untied-head" in faults:
         state["lm_head.weight"] = initial("wte.weight")
-    return {name: tensor.contiguous() for name, tensor in state.items()}
+    return named_parts(state)
 
 
 def _permuted(right: dict[str, Tensor], config: GPT2Config) -> dict[str, Tensor]:
-    """The same heads, the last one first: another file, the same function."""
+    """The checkpoint with its heads in reverse order: the same function."""
     order = torch.arange(config.n_embd).view(config.n_head, -1).flip(0).flatten()
     moved = {}
     for layer in range(config.n_layer):
@@ -134,8 +136,34 @@ def _permuted(right: dict[str, Tensor], config: GPT2Config) -> dict[str, Tensor]
 
 
 def _relaid(columns: Tensor, config: GPT2Config, word: str) -> Tensor:
-    """The fused projection's columns as if the file had them in another order: the head's three parts together, or head last."""
+    """The fused projection's columns in another order: the three parts of a head together, or the head last."""
     heads, size = config.n_head, config.head_dim
-    if word == "head-interleaved":  # read as (H, 3, K); told in our own order (3, H, K)
+    if word == "head-interleaved":  # read as (H, 3, K), returned in our order (3, H, K)
         return columns.unflatten(-1, (heads, 3, size)).transpose(-3, -2).flatten(-3)
     return columns.unflatten(-1, (3, size, heads)).transpose(-2, -1).flatten(-3)
+
+
+def named_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The checkpoint's tensors; also q, k and v of each block apart (`h.0.q.weight`), and the `head`, whose bias is zero."""
+    parts = dict(state)
+    for name, tensor in state.items():
+        if ".attn.c_attn." in name:
+            parts |= {name.replace("attn.c_attn", x): part for x, part in zip("qkv", tensor.chunk(3, -1), strict=True)}
+    words = state.get("lm_head.weight", state["wte.weight"])
+    return parts | {"head.weight": words, "head.bias": torch.zeros(len(words))}
+
+
+def put(module: nn.Module, state: Mapping[str, Tensor], names: Mapping[str, str], prefix: str = "") -> None:
+    """Copy the checkpoint's tensors into parts of a module, reshaped: {path in the module: name in the checkpoint}.
+
+    A path leads to a tensor, or to a module whose first parameter is a weight, and the second, if there is one, a bias. A name
+    that ends in `.T` is a tensor to transpose.
+    """
+    for path, source in names.items():
+        part, name = attrgetter(path)(module), prefix + source.removesuffix(".T")
+        own = [part] if isinstance(part, Tensor) else [*part.parameters(recurse=False)]
+        keys = [name] if isinstance(part, Tensor) else [f"{name}.weight", f"{name}.bias"]
+        for key, target in zip(keys, own, strict=False):
+            if key in state:
+                tensor = state[key].t() if source.endswith(".T") else state[key]
+                target.copy_(tensor.reshape(target.shape))

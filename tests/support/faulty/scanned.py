@@ -5,6 +5,8 @@ import math
 import torch
 from torch import nn
 
+from support.faulty.loading import put
+
 
 class Scanned(nn.Module):
     def __init__(self, config, faults):
@@ -93,21 +95,16 @@ def build(config, faults):
     return Scanned(config, faults)
 
 
-@torch.no_grad()
-def load(model, state):
-    model.table.copy_(state["wte.weight"])
-    model.rows.copy_(state["wpe.weight"])
+def fill(model, state):
+    put(model, state, {"table": "wte.weight", "rows": "wpe.weight"})
     model.last.copy_(torch.stack([state["ln_f.weight"], state["ln_f.bias"]]))
+    stacked = {"out": "attn.c_proj", "wide": "mlp.c_fc", "narrow": "mlp.c_proj"}
     for layer in range(len(model.qkv)):
         at = f"h.{layer}."
         for which, name in enumerate(("ln_1", "ln_2")):
             model.norms[layer, which].copy_(torch.stack([state[f"{at}{name}.weight"], state[f"{at}{name}.bias"]]))
-        model.qkv[layer].copy_(torch.stack(state[at + "attn.c_attn.weight"].chunk(3, dim=1)))
-        model.qkv_b[layer].copy_(torch.stack(state[at + "attn.c_attn.bias"].chunk(3)))
-        for name, w, b in (
-            ("attn.c_proj", model.out, model.out_b),
-            ("mlp.c_fc", model.wide, model.wide_b),
-            ("mlp.c_proj", model.narrow, model.narrow_b),
-        ):
-            w[layer].copy_(state[f"{at}{name}.weight"])
-            b[layer].copy_(state[f"{at}{name}.bias"])
+        model.qkv[layer].copy_(torch.stack([state[f"{at}{x}.weight"] for x in "qkv"]))
+        model.qkv_b[layer].copy_(torch.stack([state[f"{at}{x}.bias"] for x in "qkv"]))
+        for own, name in stacked.items():
+            getattr(model, own)[layer].copy_(state[f"{at}{name}.weight"])
+            getattr(model, own + "_b")[layer].copy_(state[f"{at}{name}.bias"])

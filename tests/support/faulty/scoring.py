@@ -1,4 +1,4 @@
-"""Was a diagnosis right? One rule for the tests and for tools/diagnose_table.py."""
+"""Decide whether a diagnosis was right: one rule for the tests and for tools/diagnose_table.py."""
 
 import re
 from dataclasses import asdict, dataclass
@@ -13,14 +13,14 @@ WHOLE = re.compile(
 )
 
 
-# Ports of tests/ports that compute GPT-2's logits, and have a fault all the same: columns beyond the vocabulary whose logits are
-# zero and not minus infinity, and an attention mask that moves the positions and masks nothing.
+# Ports of tests/support/ports whose logits are GPT-2's, and which have a fault all the same: the logits of columns beyond the
+# vocabulary are zero and not minus infinity; an attention mask moves the positions and masks nothing.
 FAULTY_AFTER_ALL = {"interleaved": "padded-vocab", "shifted": "padding-wrong"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one port. ``missed`` are its faults that no cause names; ``beside`` the causes that it does not have."""
+    """The result of one port. ``missed`` are its faults that no cause names; ``beside`` the causes that it does not have."""
 
     name: str
     architecture: str
@@ -56,7 +56,7 @@ class Row:
 
 
 def score(port: Faulty, diagnosis, config: GPT2Config, seconds: float, cpu: float) -> Row:
-    """Hold a diagnosis against what is wrong with the port."""
+    """Compare a diagnosis with the faults of the port."""
     said, wanted = [cause.id for cause in diagnosis.causes], port.causes
     most = max(3, len(wanted))
     missed = tuple(word for word, ids in wanted.items() if not set(ids) & set(said))

@@ -4,7 +4,6 @@
 `translation`: norms behind each residual, ReLU, scores divided by the square root of the width.
 `notation`: einsum projections, a norm that returns its affine of what it was given, scores scaled twice, a mask that is the
 logarithm of a triangle.
-`bigrams`: a table of what follows what, and no GPT-2.
 """
 
 import math
@@ -12,6 +11,8 @@ import math
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from support.faulty.loading import put
 
 
 class LectureHead(nn.Module):
@@ -117,57 +118,30 @@ class Around(nn.Module):
         return self.lm_head(self.last(self.blocks(x)))
 
 
-class Bigrams(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.table = nn.Embedding(config.vocab_size, config.vocab_size)
-
-    def forward(self, idx):
-        return self.table(idx)
-
-
 KINDS = {
     "lecture": lambda config: Around(config, LectureBlock, nn.LayerNorm),
     "translation": lambda config: Around(config, TranslationBlock, nn.LayerNorm),
     "notation": lambda config: Around(config, NotationBlock, NotationNorm),
-    "bigrams": Bigrams,
 }
 
 
-@torch.no_grad()
-def load(model, state):
+def fill(model, state):
     """Each by its own names; what a kind has no place for is left out."""
-    model.tok.weight.copy_(state["wte.weight"])
-    model.pos.weight.copy_(state["wpe.weight"])
-    model.lm_head.weight.copy_(state["wte.weight"])
-    for own, tensor in zip(model.last.parameters(), (state["ln_f.weight"], state["ln_f.bias"]), strict=True):
-        own.copy_(tensor)
+    put(model, state, {"tok": "wte", "pos": "wpe", "lm_head": "head", "last": "ln_f"})
     for layer, block in enumerate(model.blocks):
-        p = {name.removeprefix(f"h.{layer}."): tensor for name, tensor in state.items() if name.startswith(f"h.{layer}.")}
-        ws, bs = p["attn.c_attn.weight"].chunk(3, 1), p["attn.c_attn.bias"].chunk(3)
-        put = {"attn.c_proj": None, "mlp.c_fc": None, "mlp.c_proj": None}
+        at = f"h.{layer}."
         if isinstance(block, LectureBlock):
-            for name, w in zip(("query", "key", "value"), ws, strict=True):
-                for head, part in zip(block.heads, w.chunk(len(block.heads), 1), strict=True):
+            put(block, state, {"ln1": "ln_1", "ln2": "ln_2", "proj": "attn.c_proj.T"}, at)
+            put(block.net, state, {"0": "mlp.c_fc.T", "2": "mlp.c_proj.T"}, at)
+            for name in ("query", "key", "value"):
+                columns = state[f"{at}{name[0]}.weight"].chunk(len(block.heads), 1)
+                for head, part in zip(block.heads, columns, strict=True):
                     getattr(head, name).weight.copy_(part.t())
-            put = {"attn.c_proj": block.proj, "mlp.c_fc": block.net[0], "mlp.c_proj": block.net[2]}
-            norms = block.ln1, block.ln2
         elif isinstance(block, TranslationBlock):
-            for linear, w, b in zip((block.w_q, block.w_k, block.w_v), ws, bs, strict=True):
-                linear.weight.copy_(w.t())
-                linear.bias.copy_(b)
-            put = {"attn.c_proj": block.w_o, "mlp.c_fc": block.inner, "mlp.c_proj": block.outer}
-            norms = block.norm1, block.norm2
+            put(block, state, {"norm1": "ln_1", "w_q": "q.T", "w_k": "k.T", "w_v": "v.T", "w_o": "attn.c_proj.T"}, at)
+            put(block, state, {"norm2": "ln_2", "inner": "mlp.c_fc.T", "outer": "mlp.c_proj.T"}, at)
         else:
-            block.qkv.copy_(torch.stack(ws))
-            block.qkv_bias.copy_(torch.stack(bs))
-            for name, own in (("attn.c_proj", "o"), ("mlp.c_fc", "up"), ("mlp.c_proj", "down")):
-                getattr(block, own).copy_(p[name + ".weight"])
-                getattr(block, own + "_bias").copy_(p[name + ".bias"])
-            norms, put = (block.n1, block.n2), {}
-        for name, linear in put.items():
-            linear.weight.copy_(p[name + ".weight"].t())
-            linear.bias.copy_(p[name + ".bias"])
-        for norm, name in zip(norms, ("ln_1", "ln_2"), strict=True):
-            for own, leaf in zip(norm.parameters(), ("weight", "bias"), strict=True):
-                own.copy_(p[f"{name}.{leaf}"])
+            block.qkv.copy_(torch.stack([state[f"{at}{x}.weight"] for x in "qkv"]))
+            put(block, state, {"n1": "ln_1", "n2": "ln_2", "qkv_bias": "attn.c_attn.bias"}, at)
+            for own, name in {"o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}.items():
+                put(block, state, {own: f"{name}.weight", f"{own}_bias": f"{name}.bias"}, at)

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from support.ports import put
+
 
 class LoRALinear(nn.Module):
     def __init__(self, n_in, n_out, rank=2, bias=True):
@@ -79,20 +81,9 @@ def build(config):
     return GPTModel(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    module.token_embedding.weight.copy_(state["wte.weight"])
-    module.position_embedding.weight.copy_(state["wpe.weight"])
-    module.lm_head.weight.copy_(state["wte.weight"])
-    module.final_norm.load_state_dict({"weight": state["ln_f.weight"], "bias": state["ln_f.bias"]})
+    put(module, state, {"token_embedding": "wte", "position_embedding": "wpe", "final_norm": "ln_f", "lm_head": "wte"})
     for i, block in enumerate(module.blocks):
-        for target, name in (
-            (block.attn_norm, "ln_1"),
-            (block.attn.qkv_projection, "attn.c_attn"),
-            (block.attn.output_projection, "attn.c_proj"),
-            (block.ffn_norm, "ln_2"),
-            (block.ffn["linear_in"], "mlp.c_fc"),
-            (block.ffn["linear_out"], "mlp.c_proj"),
-        ):
-            target.weight.copy_(state[f"h.{i}.{name}.weight"].t())
-            target.bias.copy_(state[f"h.{i}.{name}.bias"])
+        put(block, state, {"attn_norm": "ln_1", "ffn_norm": "ln_2"}, f"h.{i}.")
+        put(block.attn, state, {"qkv_projection": "c_attn.T", "output_projection": "c_proj.T"}, f"h.{i}.attn.")
+        put(block.ffn, state, {"linear_in": "c_fc.T", "linear_out": "c_proj.T"}, f"h.{i}.mlp.")

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from support.ports import put
+
 
 def one(x):
     return torch.cat((x, torch.ones_like(x[..., :1])), dim=-1)
@@ -52,22 +54,10 @@ def build(config):
     return GPT2(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    def norm(target, name):
-        target.weight.copy_(state[name + ".weight"])
-        target.bias.copy_(state[name + ".bias"])
-
-    module.words.weight.copy_(state["wte.weight"])
-    module.places.weight.copy_(state["wpe.weight"])
-    norm(module.norm, "ln_f")
+    put(module, state, {"words": "wte", "places": "wpe", "norm": "ln_f"})
     for i, block in enumerate(module.blocks):
-        norm(block.norm_a, f"h.{i}.ln_1")
-        norm(block.norm_b, f"h.{i}.ln_2")
-        for target, name in (
-            (block.qkv, "attn.c_attn"),
-            (block.out, "attn.c_proj"),
-            (block.up, "mlp.c_fc"),
-            (block.down, "mlp.c_proj"),
-        ):
-            target.matrix.copy_(torch.vstack((state[f"h.{i}.{name}.weight"], state[f"h.{i}.{name}.bias"])))
+        put(block, state, {"norm_a": "ln_1", "norm_b": "ln_2"}, f"h.{i}.")
+        parts = {"attn.c_attn": block.qkv, "attn.c_proj": block.out, "mlp.c_fc": block.up, "mlp.c_proj": block.down}
+        for name, part in parts.items():
+            part.matrix.copy_(torch.vstack((state[f"h.{i}.{name}.weight"], state[f"h.{i}.{name}.bias"])))

@@ -1,7 +1,8 @@
 """Everything is declared in the reverse of the order in which it runs, and whole groups sit outside the blocks."""
 
-import torch
 from torch import nn
+
+from support.ports import put
 
 
 class Block(nn.Module):
@@ -49,22 +50,8 @@ def build(config):
     return GPT2(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    module.tok.weight.copy_(state["wte.weight"])
-    module.pos.weight.copy_(state["wpe.weight"])
-    module.ln_f.weight.copy_(state["ln_f.weight"])
-    module.ln_f.bias.copy_(state["ln_f.bias"])
+    put(module, state, {"tok": "wte", "pos": "wpe", "ln_f": "ln_f"})
     for i, block in enumerate(reversed(module.blocks)):
-        for name, target in (
-            ("ln_1", block.ln_1),
-            ("attn.c_proj", block.o),
-            ("ln_2", block.ln_2),
-            ("mlp.c_fc", block.mlp_up),
-            ("mlp.c_proj", block.mlp_down),
-        ):
-            target.weight.copy_(state[f"h.{i}.{name}.weight"].t())
-            target.bias.copy_(state[f"h.{i}.{name}.bias"])
-        for j, target in enumerate((block.q, block.k, block.v)):
-            target.weight.copy_(state[f"h.{i}.attn.c_attn.weight"].chunk(3, 1)[j].t())
-            target.bias.copy_(state[f"h.{i}.attn.c_attn.bias"].chunk(3)[j])
+        put(block, state, {"ln_1": "ln_1", "q": "q.T", "k": "k.T", "v": "v.T", "o": "attn.c_proj.T"}, f"h.{i}.")
+        put(block, state, {"ln_2": "ln_2", "mlp_up": "mlp.c_fc.T", "mlp_down": "mlp.c_proj.T"}, f"h.{i}.")

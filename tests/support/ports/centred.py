@@ -1,7 +1,9 @@
-"""Everything is kept near zero for the sake of weight decay: norms store their distance from one, positions are scaled down."""
+"""Weights have a scale that suits the optimizer: norms store their distance from one, the rest is scaled when it is used."""
 
 import torch
 from torch import nn
+
+from support.ports import put
 
 
 class OffsetNorm(nn.Module):
@@ -13,6 +15,19 @@ class OffsetNorm(nn.Module):
 
     def forward(self, x):
         return self.norm(x) * (self.gamma + 1.0) + self.beta
+
+
+class Equalised(nn.Module):
+    """A Linear of weights at unit scale, as for equalised learning rates."""
+
+    def __init__(self, n_in, n_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n_out, n_in))
+        self.bias = nn.Parameter(torch.zeros(n_out))
+        self.gain = n_in**-0.5
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * self.gain, self.bias)
 
 
 class Positions(nn.Module):
@@ -29,7 +44,7 @@ class Attend(nn.Module):
     def __init__(self, dim, heads):
         super().__init__()
         self.heads = heads
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(dim, dim) for _ in range(4))
+        self.to_q, self.to_k, self.to_v, self.to_out = (Equalised(dim, dim) for _ in range(4))
 
     def forward(self, x):
         q, k, v = (to(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for to in (self.to_q, self.to_k, self.to_v))
@@ -46,7 +61,7 @@ class Wrapper(nn.Module):
         self.pos_emb = Positions(length, dim)
         self.layers = nn.ModuleList()
         for _ in range(depth):
-            feed_forward = nn.Sequential(nn.Linear(dim, inner), nn.GELU("tanh"), nn.Dropout(0.1), nn.Linear(inner, dim))
+            feed_forward = nn.Sequential(Equalised(dim, inner), nn.GELU("tanh"), nn.Dropout(0.1), Equalised(inner, dim))
             self.layers.append(nn.ModuleList([OffsetNorm(dim), Attend(dim, heads)]))
             self.layers.append(nn.ModuleList([OffsetNorm(dim), feed_forward]))
         self.final_norm = OffsetNorm(dim)
@@ -63,26 +78,18 @@ def build(config):
     return Wrapper(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    def norm(target, name):
-        target.gamma.copy_(state[name + ".weight"] - 1)
-        target.beta.copy_(state[name + ".bias"])
-
-    module.token_emb.weight.copy_(state["wte.weight"])
-    module.to_logits.weight.copy_(state["wte.weight"])
+    put(module, state, {"token_emb": "wte", "to_logits": "head"})
     module.pos_emb.emb.weight.copy_(state["wpe.weight"] / module.pos_emb.scale)
-    norm(module.final_norm, "ln_f")
+    norms = {"ln_f": module.final_norm}
     for i in range(len(module.layers) // 2):
-        p = {key.removeprefix(f"h.{i}."): value for key, value in state.items() if key.startswith(f"h.{i}.")}
         (norm_1, attend), (norm_2, feed_forward) = module.layers[2 * i : 2 * i + 2]
-        norm(norm_1, f"h.{i}.ln_1")
-        norm(norm_2, f"h.{i}.ln_2")
-        weights, biases = p["attn.c_attn.weight"].T.chunk(3), p["attn.c_attn.bias"].chunk(3)
-        for target, weight, bias in (
-            *zip((attend.to_q, attend.to_k, attend.to_v), weights, biases, strict=True),
-            (attend.to_out, p["attn.c_proj.weight"].T, p["attn.c_proj.bias"]),
-            (feed_forward[0], p["mlp.c_fc.weight"].T, p["mlp.c_fc.bias"]),
-            (feed_forward[3], p["mlp.c_proj.weight"].T, p["mlp.c_proj.bias"]),
-        ):
-            target.load_state_dict({"weight": weight, "bias": bias})
+        norms |= {f"h.{i}.ln_1": norm_1, f"h.{i}.ln_2": norm_2}
+        put(attend, state, {"to_q": "q.T", "to_k": "k.T", "to_v": "v.T", "to_out": "attn.c_proj.T"}, f"h.{i}.")
+        put(feed_forward, state, {"0": "mlp.c_fc.T", "3": "mlp.c_proj.T"}, f"h.{i}.")
+    for part in module.modules():
+        if isinstance(part, Equalised):
+            part.weight.div_(part.gain)
+    for name, norm in norms.items():
+        put(norm, state, {"gamma": f"{name}.weight", "beta": f"{name}.bias"})
+        norm.gamma.sub_(1)

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from support.ports import put
+
 
 class ChannelNorm(nn.Module):
     def __init__(self, channels, eps=1e-5):
@@ -77,26 +79,9 @@ def build(config):
     return Decoder(config.vocab_size, config.n_positions, config.n_embd, config.inner, config.n_head, config.n_layer)
 
 
-@torch.no_grad()
 def fill(module, state):
-    def conv(target, weight, bias):
-        target.weight.copy_(weight.T.unsqueeze(-1))
-        target.bias.copy_(bias)
-
-    def norm(target, name):
-        target.gamma.copy_(state[name + ".weight"].view(1, -1, 1))
-        target.beta.copy_(state[name + ".bias"].view(1, -1, 1))
-
-    module.emb.weight.copy_(state["wte.weight"])
-    module.pos[0].copy_(state["wpe.weight"].T)
-    conv(module.proj, state["wte.weight"].T, torch.zeros_like(module.proj.bias))
-    norm(module.last_norm, "ln_f")
+    put(module, state, {"emb": "wte", "pos": "wpe.weight.T", "last_norm": "ln_f", "proj": "head"})
     for i in range(module.n_layers):
-        attn, ffn = module.attn_layers[i], module.ffn_layers[i]
-        w, b = state[f"h.{i}.attn.c_attn.weight"].chunk(3, 1), state[f"h.{i}.attn.c_attn.bias"].chunk(3)
-        for j, target in enumerate((attn.conv_q, attn.conv_k, attn.conv_v)):
-            conv(target, w[j], b[j])
-        for target, name in ((attn.conv_o, "attn.c_proj"), (ffn.conv_1, "mlp.c_fc"), (ffn.conv_2, "mlp.c_proj")):
-            conv(target, state[f"h.{i}.{name}.weight"], state[f"h.{i}.{name}.bias"])
-        norm(module.norm_layers_1[i], f"h.{i}.ln_1")
-        norm(module.norm_layers_2[i], f"h.{i}.ln_2")
+        put(module, state, {f"norm_layers_1.{i}": "ln_1", f"norm_layers_2.{i}": "ln_2"}, f"h.{i}.")
+        put(module.attn_layers[i], state, {f"conv_{x}": f"{x}.T" for x in "qkv"} | {"conv_o": "attn.c_proj.T"}, f"h.{i}.")
+        put(module.ffn_layers[i], state, {"conv_1": "c_fc.T", "conv_2": "c_proj.T"}, f"h.{i}.mlp.")

@@ -5,6 +5,8 @@ import math
 import torch
 import torch.nn as nn
 
+from support.ports import put
+
 
 class Bend(nn.Module):
     def forward(self, x):
@@ -71,16 +73,9 @@ def build(config):
     return GPT(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    module.lm_head.weight.copy_(state["wte.weight"])
-    for name in ("wte", "wpe"):
-        module.transformer[name].weight.copy_(state[f"{name}.weight"])
-    own = dict(module.transformer.named_parameters())
-    renamed = {"attn.c_attn": "attn.qkv", "attn.c_proj": "attn.proj"}
-    for key, tensor in state.items():
-        name, kind = key.rsplit(".", 1)
-        for theirs, ours in renamed.items():
-            name = name.replace(theirs, ours)
-        matrix = kind == "weight" and name.startswith("h.") and ".ln_" not in name
-        own[f"{name}.{kind}"].copy_(tensor.T if matrix else tensor)
+    put(module, state, {"lm_head": "head"})
+    put(module.transformer, state, {name: name for name in ("wte", "wpe", "ln_f")})
+    for i, block in enumerate(module.transformer.h):
+        put(block, state, {"ln_1": "ln_1", "attn.qkv": "attn.c_attn.T", "attn.proj": "attn.c_proj.T"}, f"h.{i}.")
+        put(block, state, {"ln_2": "ln_2", "mlp.c_fc": "mlp.c_fc.T", "mlp.c_proj": "mlp.c_proj.T"}, f"h.{i}.")

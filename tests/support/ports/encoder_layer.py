@@ -5,6 +5,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from support.ports import put
+
 
 class GPT(nn.Module):
     def __init__(self, ntoken, max_len, d_model, nhead, nlayers, d_hid, dropout=0.1):
@@ -36,18 +38,7 @@ def build(config):
 
 
 def fill(module, state):
-    renamed = {
-        "self_attn.in_proj_": "attn.c_attn.",
-        "self_attn.out_proj.": "attn.c_proj.",
-        "linear1.": "mlp.c_fc.",
-        "linear2.": "mlp.c_proj.",
-        "norm1.": "ln_1.",
-        "norm2.": "ln_2.",
-    }
-    new = {"token.weight": state["wte.weight"], "position.weight": state["wpe.weight"]}
-    for kind in ("weight", "bias"):
-        new[f"encoder.norm.{kind}"] = state[f"ln_f.{kind}"]
-        for i in range(len(module.encoder.layers)):
-            for theirs, gpt2 in renamed.items():
-                new[f"encoder.layers.{i}.{theirs}{kind}"] = state[f"h.{i}.{gpt2}{kind}"].t().contiguous()
-    module.load_state_dict(new)
+    put(module, state, {"token": "wte", "position": "wpe", "encoder.norm": "ln_f"})
+    for i, layer in enumerate(module.encoder.layers):
+        put(layer, state, {"norm1": "ln_1", "self_attn": "attn.c_attn.T", "self_attn.out_proj": "attn.c_proj.T"}, f"h.{i}.")
+        put(layer, state, {"norm2": "ln_2", "linear1": "mlp.c_fc.T", "linear2": "mlp.c_proj.T"}, f"h.{i}.")

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from support.ports import put
+
 
 class Incrustacion(nn.Module):
     def __init__(self, vocabulario, posiciones, ancho):
@@ -64,25 +66,11 @@ def build(config):
     return construir(config.vocab_size, 2 * config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    def copiar(capa, nombre):
-        capa.weight.copy_(state[nombre + ".weight"].t())
-        capa.bias.copy_(state[nombre + ".bias"])
-
-    module[0].palabra.weight.copy_(state["wte.weight"])
-    module[0].posicion.weight[: len(state["wpe.weight"])].copy_(state["wpe.weight"])
+    put(module, state, {"0.palabra": "wte", str(len(module) - 2): "ln_f", str(len(module) - 1): "head"})
+    module[0].posicion.weight[: len(state["wpe.weight"])] = state["wpe.weight"]
     for i in range((len(module) - 4) // 2):
         atencion, red = module[2 + 2 * i].rama, module[3 + 2 * i].rama
-        copiar(atencion[0], f"h.{i}.ln_1")
-        q, k, v = state[f"h.{i}.attn.c_attn.weight"].t().chunk(3)
-        bq, bk, bv = state[f"h.{i}.attn.c_attn.bias"].chunk(3)
-        atencion[1].consulta.load_state_dict({"weight": q, "bias": bq})
-        atencion[1].clave.load_state_dict({"weight": k, "bias": bk})
-        atencion[1].valor.load_state_dict({"weight": v, "bias": bv})
-        copiar(atencion[1].salida, f"h.{i}.attn.c_proj")
-        copiar(red[0], f"h.{i}.ln_2")
-        copiar(red[1], f"h.{i}.mlp.c_fc")
-        copiar(red[3], f"h.{i}.mlp.c_proj")
-    copiar(module[-2], "ln_f")
-    module[-1].weight.copy_(state["wte.weight"])
+        put(atencion[1], state, {"consulta": "q.T", "clave": "k.T", "valor": "v.T", "salida": "attn.c_proj.T"}, f"h.{i}.")
+        put(atencion, state, {"0": "ln_1"}, f"h.{i}.")
+        put(red, state, {"0": "ln_2", "1": "mlp.c_fc.T", "3": "mlp.c_proj.T"}, f"h.{i}.")

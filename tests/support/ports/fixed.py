@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from support.ports import put
+
 
 class LayerNormFunction(torch.autograd.Function):
     @staticmethod
@@ -75,21 +77,8 @@ def build(config):
     return WindowGPT(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    module.word.weight.copy_(state["wte.weight"])
-    module.place.weight.copy_(state["wpe.weight"])
-    own = dict(module.named_parameters())
-    renamed = {
-        "norm_a": "ln_1",
-        "norm_m": "ln_2",
-        "qkv": "attn.c_attn",
-        "out": "attn.c_proj",
-        "up": "mlp.c_fc",
-        "down": "mlp.c_proj",
-    }
-    for kind in ("weight", "bias"):
-        own[f"norm.{kind}"].copy_(state[f"ln_f.{kind}"])
-        for i in range(len(module.blocks)):
-            for mine, theirs in renamed.items():
-                own[f"blocks.{i}.{mine}.{kind}"].copy_(state[f"h.{i}.{theirs}.{kind}"].t())
+    put(module, state, {"word": "wte", "place": "wpe", "norm": "ln_f"})
+    for i, block in enumerate(module.blocks):
+        put(block, state, {"norm_a": "ln_1", "qkv": "attn.c_attn.T", "out": "attn.c_proj.T"}, f"h.{i}.")
+        put(block, state, {"norm_m": "ln_2", "up": "mlp.c_fc.T", "down": "mlp.c_proj.T"}, f"h.{i}.")

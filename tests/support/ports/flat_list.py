@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from support.ports import put
+
 
 def ln(x, g, b):
     return F.layer_norm(x, g.shape, g, b, 1e-5)
@@ -40,12 +42,10 @@ def build(config):
     return M(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
     names = ["attn.c_attn.bias", "attn.c_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.bias"]
     names += ["ln_1.weight", "ln_2.weight", "ln_1.bias", "ln_2.bias"]
     names += ["attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"]
-    new = [state["wte.weight"].T, state["wpe.weight"].T, state["ln_f.weight"], state["ln_f.bias"]]
-    new += [state[f"h.{i}.{name}"] for i in range(len(module.w) // 12) for name in names]
-    for old, tensor in zip(module.w, new, strict=True):
-        old.copy_(tensor)
+    order = ["wte.weight.T", "wpe.weight.T", "ln_f.weight", "ln_f.bias"]
+    order += [f"h.{i}.{name}" for i in range(len(module.w) // 12) for name in names]
+    put(module.w, state, {str(i): name for i, name in enumerate(order)})

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from support.ports import put
+
 
 class Frozen(nn.Module):
     def __init__(self, **shapes):
@@ -61,16 +63,11 @@ def build(config):
 
 
 def fill(module, state):
-    new = {"wte": state["wte.weight"], "wpe": state["wpe.weight"]}
-    new |= {"last.g": state["ln_f.weight"], "last.b": state["ln_f.bias"]}
+    put(module, state, {"wte": "wte.weight", "wpe": "wpe.weight", "last.g": "ln_f.weight", "last.b": "ln_f.bias"})
     for i in range(len(module.steps) // 4):
-        one, attention, two, mlp = (f"steps.{4 * i + j}." for j in range(4))
-        for j, x in enumerate("qkv"):
-            new[f"{attention}w{x}"] = state[f"h.{i}.attn.c_attn.weight"].chunk(3, 1)[j]
-            new[f"{attention}b{x}"] = state[f"h.{i}.attn.c_attn.bias"].chunk(3)[j]
-        new[attention + "wo"], new[attention + "bo"] = state[f"h.{i}.attn.c_proj.weight"], state[f"h.{i}.attn.c_proj.bias"]
-        new[mlp + "w1"], new[mlp + "b1"] = state[f"h.{i}.mlp.c_fc.weight"], state[f"h.{i}.mlp.c_fc.bias"]
-        new[mlp + "w2"], new[mlp + "b2"] = state[f"h.{i}.mlp.c_proj.weight"], state[f"h.{i}.mlp.c_proj.bias"]
-        for norm, name in ((one, "ln_1"), (two, "ln_2")):
-            new[norm + "g"], new[norm + "b"] = state[f"h.{i}.{name}.weight"], state[f"h.{i}.{name}.bias"]
-    module.load_state_dict(new)
+        norm_1, attention, norm_2, mlp = module.steps[4 * i : 4 * i + 4]
+        for leaf in ("weight", "bias"):
+            put(norm_1, state, {"g" if leaf == "weight" else "b": f"ln_1.{leaf}"}, f"h.{i}.")
+            put(norm_2, state, {"g" if leaf == "weight" else "b": f"ln_2.{leaf}"}, f"h.{i}.")
+            put(attention, state, {leaf[0] + x: f"{x}.{leaf}" for x in "qkv"} | {leaf[0] + "o": f"attn.c_proj.{leaf}"}, f"h.{i}.")
+            put(mlp, state, {leaf[0] + "1": f"mlp.c_fc.{leaf}", leaf[0] + "2": f"mlp.c_proj.{leaf}"}, f"h.{i}.")

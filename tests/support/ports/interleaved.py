@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from support.ports import put
+
 
 def pad_to(n, multiple=64):
     return (n + multiple - 1) // multiple * multiple
@@ -75,24 +77,15 @@ def build(config):
     return GPTModel(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    vocab = state["wte.weight"].size(0)
     module.word_embeddings.weight.zero_()
-    module.word_embeddings.weight[:vocab] = state["wte.weight"]
-    module.position_embeddings.weight.copy_(state["wpe.weight"])
-    module.final_layernorm.load_state_dict({k: state[f"ln_f.{k}"] for k in ("weight", "bias")})
+    module.word_embeddings.weight[: len(state["wte.weight"])] = state["wte.weight"]
+    put(module, state, {"position_embeddings": "wpe", "final_layernorm": "ln_f"})
     for i, layer in enumerate(module.layers):
-        p = {key.removeprefix(f"h.{i}."): value for key, value in state.items() if key.startswith(f"h.{i}.")}
-        n, k = layer.attention.num_heads, layer.attention.head_dim
-        w = p["attn.c_attn.weight"].T.reshape(3, n, k, n * k).transpose(0, 1).reshape(3 * n * k, n * k)
-        b = p["attn.c_attn.bias"].reshape(3, n, k).transpose(0, 1).reshape(-1)
-        layer.attention.query_key_value.load_state_dict({"weight": w, "bias": b})
-        for target, name in (
-            (layer.attention.dense, "attn.c_proj"),
-            (layer.mlp.dense_h_to_4h, "mlp.c_fc"),
-            (layer.mlp.dense_4h_to_h, "mlp.c_proj"),
-        ):
-            target.load_state_dict({"weight": p[f"{name}.weight"].T, "bias": p[f"{name}.bias"]})
-        layer.input_layernorm.load_state_dict({k: p[f"ln_1.{k}"] for k in ("weight", "bias")})
-        layer.post_attention_layernorm.load_state_dict({k: p[f"ln_2.{k}"] for k in ("weight", "bias")})
+        put(layer, state, {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"}, f"h.{i}.")
+        put(layer, state, {"attention.dense": "attn.c_proj.T"}, f"h.{i}.")
+        put(layer.mlp, state, {"dense_h_to_4h": "c_fc.T", "dense_4h_to_h": "c_proj.T"}, f"h.{i}.mlp.")
+        own = layer.attention.query_key_value
+        for leaf in ("weight", "bias"):
+            rows = state[f"h.{i}.attn.c_attn.{leaf}"].t().unflatten(0, (3, layer.attention.num_heads, -1))
+            getattr(own, leaf).copy_(rows.transpose(0, 1).flatten(0, 2))

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from support.ports import put
+
 
 class KQVAttention(nn.Module):
     def __init__(self, width, n_heads):
@@ -83,25 +85,12 @@ def build(config):
     return LanguageModel(config.vocab_size, config.n_positions, config.n_embd, config.n_head, config.inner, config.n_layer)
 
 
-@torch.no_grad()
 def fill(module, state):
     transformer = module.gpt.transformer
-    transformer.embed_tokens.weight.copy_(state["wte.weight"])
-    transformer.embed_positions.weight.copy_(state["wpe.weight"])
-    transformer.decoder.layer_norm.weight.copy_(state["ln_f.weight"])
-    transformer.decoder.layer_norm.bias.copy_(state["ln_f.bias"])
+    put(transformer, state, {"embed_tokens": "wte", "embed_positions": "wpe", "decoder.layer_norm": "ln_f"})
     for i, layer in enumerate(transformer.decoder.layers):
-        parts = {
-            layer.fc1: "mlp.c_fc",
-            layer.fc2: "mlp.c_proj",
-            layer.final_layer_norm: "ln_2",
-            layer.self_attn_layer_norm: "ln_1",
-            layer.self_attn.unify: "attn.c_proj",
-        }
-        for part, name in parts.items():
-            part.weight.copy_(state[f"h.{i}.{name}.weight"].t())
-            part.bias.copy_(state[f"h.{i}.{name}.bias"])
-        q, k, v = state[f"h.{i}.attn.c_attn.weight"].t().chunk(3)
-        layer.self_attn.kqv.weight.copy_(torch.cat((k, q, v)))
-        q, k, v = state[f"h.{i}.attn.c_attn.bias"].chunk(3)
-        layer.self_attn.kqv.bias.copy_(torch.cat((k, q, v)))
+        put(layer, state, {"self_attn_layer_norm": "ln_1", "self_attn.unify": "attn.c_proj.T"}, f"h.{i}.")
+        put(layer, state, {"final_layer_norm": "ln_2", "fc1": "mlp.c_fc.T", "fc2": "mlp.c_proj.T"}, f"h.{i}.")
+        for leaf in ("weight", "bias"):
+            rows = torch.cat([state[f"h.{i}.{x}.{leaf}"].t() for x in "kqv"])
+            getattr(layer.self_attn.kqv, leaf).copy_(rows)

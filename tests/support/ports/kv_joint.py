@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from support.ports import put
+
 
 class CachedAttention(nn.Module):
     def __init__(self, dim, heads, **kw):
@@ -52,22 +54,11 @@ def build(config):
     return Server(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    def put(target, weight, bias):
-        target.weight.copy_(weight.t())
-        target.bias.copy_(bias)
-
-    module.embedding.weight.copy_(state["wte.weight"])
-    module.places.weight.copy_(state["wpe.weight"])
-    put(module.norms[-1], state["ln_f.weight"], state["ln_f.bias"])
-    for i, (attention, feed_forward) in enumerate(zip(module.attentions, module.feed_forwards, strict=True)):
-        p = {key.removeprefix(f"h.{i}."): value for key, value in state.items() if key.startswith(f"h.{i}.")}
-        dim = len(p["ln_1.bias"])
-        put(module.norms[2 * i], p["ln_1.weight"], p["ln_1.bias"])
-        put(module.norms[2 * i + 1], p["ln_2.weight"], p["ln_2.bias"])
-        put(attention.to_q, p["attn.c_attn.weight"][:, :dim], p["attn.c_attn.bias"][:dim])
-        put(attention.to_kv, p["attn.c_attn.weight"][:, dim:], p["attn.c_attn.bias"][dim:])
-        put(attention.to_out, p["attn.c_proj.weight"], p["attn.c_proj.bias"])
-        put(feed_forward[0], p["mlp.c_fc.weight"], p["mlp.c_fc.bias"])
-        put(feed_forward[2], p["mlp.c_proj.weight"], p["mlp.c_proj.bias"])
+    put(module, state, {"embedding": "wte", "places": "wpe", f"norms.{len(module.norms) - 1}": "ln_f"})
+    for i, attention in enumerate(module.attentions):
+        put(module.norms, state, {str(2 * i): "ln_1", str(2 * i + 1): "ln_2"}, f"h.{i}.")
+        put(attention, state, {"to_q": "q.T", "to_out": "attn.c_proj.T"}, f"h.{i}.")
+        put(module.feed_forwards[i], state, {"0": "mlp.c_fc.T", "2": "mlp.c_proj.T"}, f"h.{i}.")
+        for leaf in ("weight", "bias"):
+            getattr(attention.to_kv, leaf).copy_(torch.cat([state[f"h.{i}.{x}.{leaf}"].t() for x in "kv"]))

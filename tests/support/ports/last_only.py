@@ -1,8 +1,9 @@
 """For inference: without targets, only the last position's logits are computed. Blocks are called by name, first to last."""
 
-import torch
 from torch import nn
 from torch.nn import functional as F
+
+from support.ports import put
 
 
 def _attend(q, k, v):
@@ -57,20 +58,9 @@ def build(config):
     return Decoder(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    def put(target, weight, bias):
-        target.load_state_dict({"weight": weight, "bias": bias})
-
-    module.head.weight.copy_(state["wte.weight"])
-    module.embed["positions"].weight.copy_(state["wpe.weight"])
-    put(module.norm, state["ln_f.weight"], state["ln_f.bias"])
+    put(module, state, {"head": "wte", "embed.positions": "wpe", "norm": "ln_f"})
     for i, layer in enumerate(module.layers.values()):
-        p = {key.removeprefix(f"h.{i}."): value for key, value in state.items() if key.startswith(f"h.{i}.")}
-        put(layer.pre["attention"], p["ln_1.weight"], p["ln_1.bias"])
-        put(layer.pre["mlp"], p["ln_2.weight"], p["ln_2.bias"])
-        for name, w, b in zip("qkv", p["attn.c_attn.weight"].chunk(3, 1), p["attn.c_attn.bias"].chunk(3), strict=True):
-            put(layer.attention.proj[name], w.T, b)
-        put(layer.attention.proj["o"], p["attn.c_proj.weight"].T, p["attn.c_proj.bias"])
-        put(layer.mlp[0], p["mlp.c_fc.weight"].T, p["mlp.c_fc.bias"])
-        put(layer.mlp[2], p["mlp.c_proj.weight"].T, p["mlp.c_proj.bias"])
+        put(layer, state, {"pre.attention": "ln_1", "pre.mlp": "ln_2"}, f"h.{i}.")
+        put(layer.attention.proj, state, {"q": "q.T", "k": "k.T", "v": "v.T", "o": "attn.c_proj.T"}, f"h.{i}.")
+        put(layer.mlp, state, {"0": "mlp.c_fc.T", "2": "mlp.c_proj.T"}, f"h.{i}.")

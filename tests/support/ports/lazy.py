@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from support.ports import put
+
 
 class Attention(nn.Module):
     def __init__(self, d, heads):
@@ -43,25 +45,10 @@ def build(config):
     return LazyGPT(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
     module(torch.zeros(1, 1, dtype=torch.long))
-    module.tokens.weight.copy_(state["wte.weight"])
-    module.positions.copy_(state["wpe.weight"])
-    module.last[0].load_state_dict({"weight": state["ln_f.weight"], "bias": state["ln_f.bias"]})
-    module.last[1].weight.copy_(state["wte.weight"])
+    put(module, state, {"tokens": "wte", "positions": "wpe.weight", "last.0": "ln_f", "last.1": "head"})
     for i, block in enumerate(module.blocks):
-        attention = block.attn[1]
-        weights, biases = state[f"h.{i}.attn.c_attn.weight"].chunk(3, 1), state[f"h.{i}.attn.c_attn.bias"].chunk(3)
-        for target, weight, bias in zip((attention.to_q, attention.to_k, attention.to_v), weights, biases, strict=True):
-            target.weight.copy_(weight.T)
-            target.bias.copy_(bias)
-        for target, name in (
-            (block.attn[0], "ln_1"),
-            (attention.to_out, "attn.c_proj"),
-            (block.mlp[0], "ln_2"),
-            (block.mlp[1], "mlp.c_fc"),
-            (block.mlp[3], "mlp.c_proj"),
-        ):
-            target.weight.copy_(state[f"h.{i}.{name}.weight"].t())
-            target.bias.copy_(state[f"h.{i}.{name}.bias"])
+        put(block.attn, state, {"0": "ln_1", "1.to_out": "attn.c_proj.T"}, f"h.{i}.")
+        put(block.attn[1], state, {"to_q": "q.T", "to_k": "k.T", "to_v": "v.T"}, f"h.{i}.")
+        put(block.mlp, state, {"0": "ln_2", "1": "mlp.c_fc.T", "3": "mlp.c_proj.T"}, f"h.{i}.")

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from support.ports import put
+
 
 class G(nn.Module):
     def __init__(s, v, p, d, n, h, f):
@@ -36,16 +38,11 @@ def build(config):
     return G(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    def norm(name):
-        return torch.stack((state[name + ".weight"], state[name + ".bias"]))
-
     module.w["e"].copy_(torch.cat((state["wte.weight"], state["wpe.weight"])))
-    module.w["z"].copy_(norm("ln_f"))
     for i in range(module.n):
         for letters, name in (("qr", "attn.c_attn"), ("op", "attn.c_proj"), ("cg", "mlp.c_fc"), ("ab", "mlp.c_proj")):
-            module.w[f"{letters[0]}{i}"].copy_(state[f"h.{i}.{name}.weight"])
-            module.w[f"{letters[1]}{i}"].copy_(state[f"h.{i}.{name}.bias"])
-        module.w[f"s{i}"].copy_(norm(f"h.{i}.ln_1"))
-        module.w[f"m{i}"].copy_(norm(f"h.{i}.ln_2"))
+            put(module.w, state, {f"{letters[0]}{i}": f"{name}.weight", f"{letters[1]}{i}": f"{name}.bias"}, f"h.{i}.")
+        for letter, name in (("s", "ln_1"), ("m", "ln_2")):
+            module.w[f"{letter}{i}"].copy_(torch.stack((state[f"h.{i}.{name}.weight"], state[f"h.{i}.{name}.bias"])))
+    module.w["z"].copy_(torch.stack((state["ln_f.weight"], state["ln_f.bias"])))

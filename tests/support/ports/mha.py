@@ -3,6 +3,8 @@
 import torch
 import torch.nn as nn
 
+from support.ports import put
+
 
 class DecoderLayer(nn.Module):
     def __init__(self, emb_dim, num_heads, ff_dim, dropout):
@@ -51,22 +53,9 @@ def build(config):
     return GPT2(config.vocab_size, config.n_positions, config.n_embd, config.n_head, config.n_layer, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    module.tok_emb.weight.copy_(state["wte.weight"])
-    module.pos_emb[0].copy_(state["wpe.weight"])
-    module.norm.weight.copy_(state["ln_f.weight"])
-    module.norm.bias.copy_(state["ln_f.bias"])
+    put(module, state, {"tok_emb": "wte", "pos_emb": "wpe.weight", "norm": "ln_f"})
     for i in range(module.num_layers):
         layer = getattr(module, f"layer{i + 1}")
-        layer.attn.in_proj_weight.copy_(state[f"h.{i}.attn.c_attn.weight"].T)
-        layer.attn.in_proj_bias.copy_(state[f"h.{i}.attn.c_attn.bias"])
-        for target, name in (
-            (layer.attn.out_proj, "attn.c_proj"),
-            (layer.ff[0], "mlp.c_fc"),
-            (layer.ff[2], "mlp.c_proj"),
-            (layer.attn_norm, "ln_1"),
-            (layer.ff_norm, "ln_2"),
-        ):
-            target.weight.copy_(state[f"h.{i}.{name}.weight"].t())
-            target.bias.copy_(state[f"h.{i}.{name}.bias"])
+        put(layer, state, {"attn_norm": "ln_1", "attn": "attn.c_attn.T", "attn.out_proj": "attn.c_proj.T"}, f"h.{i}.")
+        put(layer, state, {"ff_norm": "ln_2", "ff.0": "mlp.c_fc.T", "ff.2": "mlp.c_proj.T"}, f"h.{i}.")

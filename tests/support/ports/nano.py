@@ -6,6 +6,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from support.ports import put
+
 
 @dataclass
 class Sizes:
@@ -97,14 +99,14 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def build(config):
+def build(config, bias=True):
     return GPT(
-        Sizes(config.vocab_size, config.n_positions, config.n_layer, config.n_head, config.n_embd, config.inner, bias=True)
+        Sizes(config.vocab_size, config.n_positions, config.n_layer, config.n_head, config.n_embd, config.inner, bias=bias)
     )
 
 
 def fill(module, state):
-    own = module.state_dict()
-    for key, tensor in state.items():
-        turned = key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-        own["transformer." + key].copy_(tensor.t() if turned else tensor)
+    put(module.transformer, state, {name: name for name in ("wte", "wpe", "ln_f")})
+    for i, layer in enumerate(module.transformer["h"]):
+        put(layer, state, {"ln_1": "ln_1", "attn.c_attn": "attn.c_attn.T", "attn.c_proj": "attn.c_proj.T"}, f"h.{i}.")
+        put(layer, state, {"ln_2": "ln_2", "mlp.c_fc": "mlp.c_fc.T", "mlp.c_proj": "mlp.c_proj.T"}, f"h.{i}.")

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn.functional import one_hot
 
+from support.ports import put
+
 
 class HeadWithOutput(nn.Module):
     """One head, from the stream back to the stream: its share of the output projection is its own."""
@@ -58,22 +60,13 @@ def build(config):
     return OneHotGPT2(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    module.we.weight.copy_(state["wte.weight"].T)
-    module.wp.weight.copy_(state["wpe.weight"].T)
-    module.wu.weight.copy_(state["wte.weight"])
-    module.n.load_state_dict({"weight": state["ln_f.weight"], "bias": state["ln_f.bias"]})
+    put(module, state, {"we": "wte.T", "wp": "wpe.T", "wu": "head", "n": "ln_f"})
     for i, layer in enumerate(module.layers):
-        p = {key.removeprefix(f"h.{i}."): value for key, value in state.items() if key.startswith(f"h.{i}.")}
-        n = len(layer.heads)
-        qkv, qkv_bias = p["attn.c_attn.weight"].T.unflatten(0, (3, n, -1)), p["attn.c_attn.bias"].view(3, n, -1)
+        put(layer, state, {"n1": "ln_1", "n2": "ln_2", "w1": "mlp.c_fc.T", "w2": "mlp.c_proj.T"}, f"h.{i}.")
+        put(layer, state, {"bo": "attn.c_proj.bias"}, f"h.{i}.")
         for j, head in enumerate(layer.heads):
-            for x, own in enumerate((head.wq, head.wk, head.wv)):
-                own.load_state_dict({"weight": qkv[x, j], "bias": qkv_bias[x, j]})
-            head.wo.weight.copy_(p["attn.c_proj.weight"].chunk(n)[j].T)
-        layer.bo.copy_(p["attn.c_proj.bias"])
-        layer.n1.load_state_dict({"weight": p["ln_1.weight"], "bias": p["ln_1.bias"]})
-        layer.n2.load_state_dict({"weight": p["ln_2.weight"], "bias": p["ln_2.bias"]})
-        layer.w1.load_state_dict({"weight": p["mlp.c_fc.weight"].T, "bias": p["mlp.c_fc.bias"]})
-        layer.w2.load_state_dict({"weight": p["mlp.c_proj.weight"].T, "bias": p["mlp.c_proj.bias"]})
+            head.wo.weight.copy_(state[f"h.{i}.attn.c_proj.weight"].chunk(len(layer.heads))[j].T)
+            for own, x in ((head.wq, "q"), (head.wk, "k"), (head.wv, "v")):
+                own.weight.copy_(state[f"h.{i}.{x}.weight"].chunk(len(layer.heads), 1)[j].T)
+                own.bias.copy_(state[f"h.{i}.{x}.bias"].chunk(len(layer.heads))[j])

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import nn
 
+from support.ports import put
+
 
 class GuiYiHua(nn.Module):
     def __init__(self, kuandu):
@@ -82,22 +84,9 @@ def build(config):
     return YuYanMoXing(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    xin = {"weizhi": state["wpe.weight"][None], "ci.weight": state["wte.weight"], "tou.weight": state["wte.weight"]}
-    xin |= {"zuihou.scale": state["ln_f.weight"], "zuihou.shift": state["ln_f.bias"]}
-    for i in range(len(module.ceng)):
-        for k, duan in enumerate(("zhuyili.chaxun", "zhuyili.jian", "zhuyili.zhi")):
-            xin[f"ceng.{i}.{duan}.weight"] = state[f"h.{i}.attn.c_attn.weight"].chunk(3, dim=1)[k].T
-            xin[f"ceng.{i}.{duan}.bias"] = state[f"h.{i}.attn.c_attn.bias"].chunk(3)[k]
-        for duan, name in (
-            ("zhuyili.shuchu", "attn.c_proj"),
-            ("qiankui.layers.0", "mlp.c_fc"),
-            ("qiankui.layers.2", "mlp.c_proj"),
-        ):
-            xin[f"ceng.{i}.{duan}.weight"] = state[f"h.{i}.{name}.weight"].T
-            xin[f"ceng.{i}.{duan}.bias"] = state[f"h.{i}.{name}.bias"]
-        for n in "12":
-            xin[f"ceng.{i}.guiyi{n}.scale"] = state[f"h.{i}.ln_{n}.weight"]
-            xin[f"ceng.{i}.guiyi{n}.shift"] = state[f"h.{i}.ln_{n}.bias"]
-    module.load_state_dict(xin)
+    put(module, state, {"ci": "wte", "weizhi": "wpe.weight", "zuihou": "ln_f", "tou": "head"})
+    for i, kuai in enumerate(module.ceng):
+        put(kuai, state, {"guiyi1": "ln_1", "guiyi2": "ln_2", "zhuyili.shuchu": "attn.c_proj.T"}, f"h.{i}.")
+        put(kuai.zhuyili, state, {"chaxun": "q.T", "jian": "k.T", "zhi": "v.T"}, f"h.{i}.")
+        put(kuai.qiankui.layers, state, {"0": "mlp.c_fc.T", "2": "mlp.c_proj.T"}, f"h.{i}.")

@@ -3,6 +3,8 @@
 import torch
 from torch import einsum, nn
 
+from support.ports import put
+
 
 class PreNorm(nn.Module):
     def __init__(self, dim, fn):
@@ -79,27 +81,14 @@ def build(config):
     )
 
 
-@torch.no_grad()
 def fill(module, state):
-    def affine(target, weight, bias):
-        target.weight.copy_(weight)
-        target.bias.copy_(bias)
-
-    module.token_emb.weight.copy_(state["wte.weight"])
-    module.pos_emb.weight.copy_(state["wpe.weight"])
-    affine(module.to_logits[0], state["ln_f.weight"], state["ln_f.bias"])
-    module.to_logits[1].weight.copy_(state["wte.weight"])
+    put(module, state, {"token_emb": "wte", "pos_emb": "wpe", "to_logits.0": "ln_f", "to_logits.1": "head"})
     for i, (attn, ff) in enumerate(module.layers):
-        get = {key.removeprefix(f"h.{i}."): value for key, value in state.items() if key.startswith(f"h.{i}.")}
-        h, dim = attn.fn.heads, len(get["ln_1.bias"])
-        affine(attn.norm, get["ln_1.weight"], get["ln_1.bias"])
-        affine(ff.norm, get["ln_2.weight"], get["ln_2.bias"])
-        affine(
-            attn.fn.to_qkv,
-            get["attn.c_attn.weight"].T.reshape(3, h, -1, dim).permute(2, 1, 0, 3).reshape(3 * dim, dim),
-            get["attn.c_attn.bias"].reshape(3, h, -1).permute(2, 1, 0).reshape(-1),
-        )
-        out = get["attn.c_proj.weight"].T.reshape(dim, h, -1).transpose(1, 2).reshape(dim, dim)
-        affine(attn.fn.to_out[0], out, get["attn.c_proj.bias"])
-        affine(ff.fn.net[0], get["mlp.c_fc.weight"].T, get["mlp.c_fc.bias"])
-        affine(ff.fn.net[3], get["mlp.c_proj.weight"].T, get["mlp.c_proj.bias"])
+        put(attn, state, {"norm": "ln_1"}, f"h.{i}.")
+        put(ff, state, {"norm": "ln_2", "fn.net.0": "mlp.c_fc.T", "fn.net.3": "mlp.c_proj.T"}, f"h.{i}.")
+        for leaf in ("weight", "bias"):
+            rows = state[f"h.{i}.attn.c_attn.{leaf}"].t().unflatten(0, (3, attn.fn.heads, -1))
+            getattr(attn.fn.to_qkv, leaf).copy_(rows.transpose(0, 2).flatten(0, 2))
+        out, rows = attn.fn.to_out[0], state[f"h.{i}.attn.c_proj.weight"].unflatten(0, (attn.fn.heads, -1))
+        out.weight.copy_(rows.transpose(0, 1).flatten(0, 1).T)
+        out.bias.copy_(state[f"h.{i}.attn.c_proj.bias"])

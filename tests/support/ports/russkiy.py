@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from support.ports import put
+
 
 class Normalizatsiya(nn.Module):
     def __init__(self, shirina):
@@ -11,9 +13,9 @@ class Normalizatsiya(nn.Module):
         self.beta = nn.Parameter(torch.zeros(shirina))
 
     def forward(self, x):
-        srednee = x.mean(dim=-1, keepdim=True)
-        dispersiya = x.var(dim=-1, keepdim=True, correction=0)
-        return (x - srednee) * torch.rsqrt(dispersiya + 1e-5) * self.gamma + self.beta
+        dispersiya, srednee = torch.var_mean(x, dim=-1, keepdim=True, correction=0)
+        mnozhitel = torch.rsqrt(dispersiya + 1e-5) * self.gamma
+        return x * mnozhitel + (self.beta - srednee * mnozhitel)
 
 
 class Vnimanie(nn.Module):
@@ -69,25 +71,9 @@ def build(config):
     return Model(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    module.golova.copy_(state["wte.weight"])
-    module.slova.copy_(state["wte.weight"])
-    module.mesta.copy_(state["wpe.weight"])
-    module.norma.gamma.copy_(state["ln_f.weight"])
-    module.norma.beta.copy_(state["ln_f.bias"])
-    for i in range(len(module.bloki)):
-        blok = module.bloki[f"blok{i}"]
-        weights = list(state[f"h.{i}.attn.c_attn.weight"].T.chunk(3))
-        biases = list(state[f"h.{i}.attn.c_attn.bias"].chunk(3))
-        for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-            weights.append(state[f"h.{i}.{name}.weight"].T)
-            biases.append(state[f"h.{i}.{name}.bias"])
-        v = blok.vnimanie
-        sloi = (v.zaprosy, v.klyuchi, v.znacheniya, v.vykhod, blok.set[0], blok.set[2])
-        for sloy, weight, bias in zip(sloi, weights, biases, strict=True):
-            sloy.weight.copy_(weight)
-            sloy.bias.copy_(bias)
-        for norma, name in ((blok.norma_vnimaniya, "ln_1"), (blok.norma_seti, "ln_2")):
-            norma.gamma.copy_(state[f"h.{i}.{name}.weight"])
-            norma.beta.copy_(state[f"h.{i}.{name}.bias"])
+    put(module, state, {"golova": "wte.weight", "slova": "wte.weight", "mesta": "wpe.weight", "norma": "ln_f"})
+    for i, blok in enumerate(module.bloki.values()):
+        put(blok.vnimanie, state, {"zaprosy": "q.T", "klyuchi": "k.T", "znacheniya": "v.T"}, f"h.{i}.")
+        put(blok, state, {"norma_vnimaniya": "ln_1", "vnimanie.vykhod": "attn.c_proj.T"}, f"h.{i}.")
+        put(blok, state, {"norma_seti": "ln_2", "set.0": "mlp.c_fc.T", "set.2": "mlp.c_proj.T"}, f"h.{i}.")

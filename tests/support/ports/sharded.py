@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from support.ports import put
+
 RANKS = 2
 
 
@@ -88,33 +90,18 @@ def build(config):
     return ParallelGPT(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    def norm(target, name):
-        target.load_state_dict({"weight": state[f"{name}.weight"], "bias": state[f"{name}.bias"]})
-
-    for shard, rows in zip(module.words.shards, state["wte.weight"].split([len(s) for s in module.words.shards]), strict=True):
+    for shard, rows in zip(module.words.shards, state["wte.weight"].split(cuts(len(state["wte.weight"]))), strict=True):
         shard.copy_(rows)
-    module.places.weight.copy_(state["wpe.weight"])
-    norm(module.norm, "ln_f")
+    put(module, state, {"places": "wpe", "norm": "ln_f"})
     for i, block in enumerate(module.blocks):
-        h = f"h.{i}."
-        norm(block.ln1, h + "ln_1")
-        norm(block.ln2, h + "ln_2")
-        widths = [rank.in_features for rank in block.out.ranks]
-        weights = [w.split(widths, dim=1) for w in state[h + "attn.c_attn.weight"].chunk(3, dim=1)]
-        biases = [b.split(widths) for b in state[h + "attn.c_attn.bias"].chunk(3)]
-        for r, rank in enumerate(block.qkv.ranks):
-            rank.weight.copy_(torch.cat([w[r] for w in weights], dim=1).T)
-            rank.bias.copy_(torch.cat([b[r] for b in biases]))
-        start = 0
-        for rank in block.up.ranks:
-            stop = start + rank.out_features
-            rank.weight.copy_(state[h + "mlp.c_fc.weight"][:, start:stop].T)
-            rank.bias.copy_(state[h + "mlp.c_fc.bias"][start:stop])
-            start = stop
-        for target, name in ((block.out, "attn.c_proj"), (block.down, "mlp.c_proj")):
-            target.bias.copy_(state[f"{h}{name}.bias"])
-            rows = state[f"{h}{name}.weight"].split([rank.in_features for rank in target.ranks])
-            for rank, part in zip(target.ranks, rows, strict=True):
-                rank.weight.copy_(part.T)
+        put(block, state, {"ln1": "ln_1", "ln2": "ln_2"}, f"h.{i}.")
+        put(block, state, {"out.bias": "attn.c_proj.bias", "down.bias": "mlp.c_proj.bias"}, f"h.{i}.")
+        widths, inner = ([rank.in_features for rank in part.ranks] for part in (block.out, block.down))
+        for r in range(RANKS):
+            for leaf in ("weight", "bias"):
+                shares = [state[f"h.{i}.{x}.{leaf}"].split(widths, -1)[r] for x in "qkv"]
+                getattr(block.qkv.ranks[r], leaf).copy_(torch.cat(shares, -1).t())
+                getattr(block.up.ranks[r], leaf).copy_(state[f"h.{i}.mlp.c_fc.{leaf}"].split(inner, -1)[r].t())
+            block.out.ranks[r].weight.copy_(state[f"h.{i}.attn.c_proj.weight"].split(widths)[r].t())
+            block.down.ranks[r].weight.copy_(state[f"h.{i}.mlp.c_proj.weight"].split(inner)[r].t())

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from support.ports import put
+
 
 class Places(nn.Embedding):
     """Two rows more than there are positions; padding reads row 1, and row 0 is nobody's."""
@@ -71,22 +73,11 @@ def build(config):
     return Decoder(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    def put(target, weight, bias):
-        target.load_state_dict({"weight": weight, "bias": bias})
-
     module.embed_tokens.weight[1:] = state["wte.weight"]
     module.embed_positions.weight[2:] = state["wpe.weight"]
-    put(module.final_layer_norm, state["ln_f.weight"], state["ln_f.bias"])
+    put(module, state, {"final_layer_norm": "ln_f"})
     for i, layer in enumerate(module.layers):
-        p = {key.removeprefix(f"h.{i}."): value for key, value in state.items() if key.startswith(f"h.{i}.")}
-        attention = layer.self_attn
-        weights, biases = p["attn.c_attn.weight"].T.chunk(3), p["attn.c_attn.bias"].chunk(3)
-        for target, weight, bias in zip((attention.q_proj, attention.k_proj, attention.v_proj), weights, biases, strict=True):
-            put(target, weight, bias)
-        put(attention.out_proj, p["attn.c_proj.weight"].T, p["attn.c_proj.bias"])
-        put(layer.self_attn_layer_norm, p["ln_1.weight"], p["ln_1.bias"])
-        put(layer.final_layer_norm, p["ln_2.weight"], p["ln_2.bias"])
-        put(layer.fc1, p["mlp.c_fc.weight"].T, p["mlp.c_fc.bias"])
-        put(layer.fc2, p["mlp.c_proj.weight"].T, p["mlp.c_proj.bias"])
+        put(layer.self_attn, state, {f"{x}_proj": f"{x}.T" for x in "qkv"} | {"out_proj": "attn.c_proj.T"}, f"h.{i}.")
+        put(layer, state, {"self_attn_layer_norm": "ln_1", "final_layer_norm": "ln_2"}, f"h.{i}.")
+        put(layer, state, {"fc1": "mlp.c_fc.T", "fc2": "mlp.c_proj.T"}, f"h.{i}.")

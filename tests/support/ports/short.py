@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from support.ports import put
+
 
 class Attn(nn.Module):
     def __init__(self, n_state, n_head, n_ctx):
@@ -59,24 +61,12 @@ def build(config):
     return Model(config.vocab_size, config.n_positions // 2, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    module.wte.weight.copy_(state["wte.weight"])
+    put(module, state, {"wte": "wte", "norm": "ln_f"})
     module.wpe.weight.copy_(state["wpe.weight"][: module.wpe.num_embeddings])
-    module.norm.weight.copy_(state["ln_f.weight"])
-    module.norm.bias.copy_(state["ln_f.bias"])
     for i, block in enumerate(module.h):
-        p = {key.removeprefix(f"h.{i}."): value for key, value in state.items() if key.startswith(f"h.{i}.")}
-        _, n_head, n_state, d_head = block.attn.w_qkv.shape
-        w = p["attn.c_attn.weight"].view(n_state, 3, n_head, d_head)
-        block.attn.w_qkv.copy_(w.permute(1, 2, 0, 3))
-        block.attn.b_qkv.copy_(p["attn.c_attn.bias"].view(3, n_head, 1, d_head))
-        block.attn.w_out.copy_(p["attn.c_proj.weight"].view(n_head, d_head, n_state))
-        block.attn.b_out.copy_(p["attn.c_proj.bias"])
-        for j in range(2):
-            block.g[j].copy_(p[f"ln_{j + 1}.weight"])
-            block.b[j].copy_(p[f"ln_{j + 1}.bias"])
-        block.fc.weight.copy_(p["mlp.c_fc.weight"].t())
-        block.fc.bias.copy_(p["mlp.c_fc.bias"])
-        block.proj.weight.copy_(p["mlp.c_proj.weight"].t())
-        block.proj.bias.copy_(p["mlp.c_proj.bias"])
+        put(block, state, {"fc": "mlp.c_fc.T", "proj": "mlp.c_proj.T"}, f"h.{i}.")
+        put(block, state, {"g.0": "ln_1.weight", "b.0": "ln_1.bias", "g.1": "ln_2.weight", "b.1": "ln_2.bias"}, f"h.{i}.")
+        put(block.attn, state, {"w_out": "c_proj.weight", "b_out": "c_proj.bias", "b_qkv": "c_attn.bias"}, f"h.{i}.attn.")
+        by_head = state[f"h.{i}.attn.c_attn.weight"].unflatten(1, (3, block.attn.w_qkv.size(1), -1))
+        block.attn.w_qkv.copy_(by_head.permute(1, 2, 0, 3))

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from support.ports import put
+
 
 class Cell(nn.Module):
     """One block, one time step."""
@@ -50,20 +52,8 @@ def build(config):
     return RecurrentGPT2(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    module.emb.weight.copy_(state["wte.weight"])
-    module.pos.weight.copy_(state["wpe.weight"])
-    module.head.weight.copy_(state["wte.weight"])
-    module.norm.load_state_dict({"weight": state["ln_f.weight"], "bias": state["ln_f.bias"]})
+    put(module, state, {"emb": "wte", "pos": "wpe", "head": "head", "norm": "ln_f"})
     for i, cell in enumerate(module.cells):
-        for target, name in (
-            (cell.norm1, "ln_1"),
-            (cell.norm2, "ln_2"),
-            (cell.qkv, "attn.c_attn"),
-            (cell.out, "attn.c_proj"),
-            (cell.inner, "mlp.c_fc"),
-            (cell.outer, "mlp.c_proj"),
-        ):
-            weight, bias = state[f"h.{i}.{name}.weight"], state[f"h.{i}.{name}.bias"]
-            target.load_state_dict({"weight": weight.t(), "bias": bias})
+        put(cell, state, {"norm1": "ln_1", "qkv": "attn.c_attn.T", "out": "attn.c_proj.T"}, f"h.{i}.")
+        put(cell, state, {"norm2": "ln_2", "inner": "mlp.c_fc.T", "outer": "mlp.c_proj.T"}, f"h.{i}.")

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from support.ports import put
+
 
 def flash(q, k, v, tile=4):
     """(B, H, T, K) each; never holds more than a tile of scores."""
@@ -60,16 +62,9 @@ def build(config):
     return ActorCritic(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    module.embedding[0].weight.copy_(state["wte.weight"])
-    module.embedding[1].weight.copy_(state["wpe.weight"])
-    module.norm.load_state_dict({"weight": state["ln_f.weight"], "bias": state["ln_f.bias"]})
-    names = {"qkv": "attn.c_attn", "out": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
+    put(module, state, {"embedding.0": "wte", "embedding.1": "wpe", "norm": "ln_f"})
     for i, layer in enumerate(module.layers):
-        for key, name in names.items():
-            weight, bias = state[f"h.{i}.{name}.weight"].T, state[f"h.{i}.{name}.bias"]
-            layer.matrices[key].load_state_dict({"weight": weight, "bias": bias})
-        for j, norm in enumerate(layer.norms):
-            weight, bias = state[f"h.{i}.ln_{j + 1}.weight"], state[f"h.{i}.ln_{j + 1}.bias"]
-            norm.load_state_dict({"weight": weight, "bias": bias})
+        put(layer.norms, state, {"0": "ln_1", "1": "ln_2"}, f"h.{i}.")
+        put(layer.matrices, state, {"qkv": "attn.c_attn.T", "out": "attn.c_proj.T"}, f"h.{i}.")
+        put(layer.matrices, state, {"up": "mlp.c_fc.T", "down": "mlp.c_proj.T"}, f"h.{i}.")

@@ -81,28 +81,22 @@ def build(config):
     return Vmapped(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
 
 
-@torch.no_grad()
 def fill(module, state):
-    def norm_of(target, name):
-        target["scale"].copy_(state[name + ".weight"])
-        target["offset"].copy_(state[name + ".bias"])
+    def write(leaves, names, at=""):
+        for leaf, name in names.items():
+            leaves[leaf].copy_(state[at + name].reshape(leaves[leaf].shape))
 
     p = module.parameters_.tree()
-    p["words"].copy_(state["wte.weight"])
-    p["places"].copy_(state["wpe.weight"])
-    norm_of(p["norm"], "ln_f")
+    write(p, {"words": "wte.weight", "places": "wpe.weight"})
+    write(p["norm"], {"scale": "ln_f.weight", "offset": "ln_f.bias"})
     for i, layer in enumerate(p["layers"]):
-        heads, d, k = layer["heads"]["w_q"].shape
-        weight = state[f"h.{i}.attn.c_attn.weight"].view(d, 3, heads, k)
-        bias = state[f"h.{i}.attn.c_attn.bias"].view(3, heads, k)
-        for j, name in enumerate("qkv"):
-            layer["heads"][f"w_{name}"].copy_(weight[:, j].transpose(0, 1))
-            layer["heads"][f"b_{name}"].copy_(bias[j])
-        layer["heads"]["w_o"].copy_(state[f"h.{i}.attn.c_proj.weight"].view(heads, k, d))
-        layer["bias_o"].copy_(state[f"h.{i}.attn.c_proj.bias"])
-        layer["w_in"].copy_(state[f"h.{i}.mlp.c_fc.weight"])
-        layer["b_in"].copy_(state[f"h.{i}.mlp.c_fc.bias"])
-        layer["w_out"].copy_(state[f"h.{i}.mlp.c_proj.weight"])
-        layer["b_out"].copy_(state[f"h.{i}.mlp.c_proj.bias"])
-        norm_of(layer["norm_1"], f"h.{i}.ln_1")
-        norm_of(layer["norm_2"], f"h.{i}.ln_2")
+        for n in "12":
+            write(layer[f"norm_{n}"], {"scale": f"ln_{n}.weight", "offset": f"ln_{n}.bias"}, f"h.{i}.")
+        write(
+            layer, {"w_in": "c_fc.weight", "b_in": "c_fc.bias", "w_out": "c_proj.weight", "b_out": "c_proj.bias"}, f"h.{i}.mlp."
+        )
+        write(layer, {"bias_o": "attn.c_proj.bias"}, f"h.{i}.")
+        write(layer["heads"], {f"b_{x}": f"{x}.bias" for x in "qkv"} | {"w_o": "attn.c_proj.weight"}, f"h.{i}.")
+        for x in "qkv":
+            heads = layer["heads"][f"w_{x}"]
+            heads.copy_(state[f"h.{i}.{x}.weight"].unflatten(1, (len(heads), -1)).transpose(0, 1))

@@ -20,6 +20,4 @@ class Talks(sound.Sound):
 def build(checkpoint_dir):
     print("building ...")
     atexit.register(print, "a last word")
-    model = Talks(sound.sizes(checkpoint_dir))
-    model.load_state_dict(sound.build(checkpoint_dir).state_dict())
-    return model
+    return sound.load(Talks, checkpoint_dir)

@@ -9,6 +9,4 @@ class Flat(sound.Sound):
 
 
 def build(checkpoint_dir):
-    model = Flat(sound.sizes(checkpoint_dir))
-    model.load_state_dict(sound.build(checkpoint_dir).state_dict())
-    return model
+    return sound.load(Flat, checkpoint_dir)

@@ -12,6 +12,4 @@ class Headless(sound.Sound):
 
 
 def build(checkpoint_dir):
-    model = Headless(sound.sizes(checkpoint_dir))
-    model.load_state_dict(sound.build(checkpoint_dir).state_dict())
-    return model
+    return sound.load(Headless, checkpoint_dir)

@@ -9,6 +9,4 @@ class Argmax(sound.Sound):
 
 
 def build(checkpoint_dir):
-    model = Argmax(sound.sizes(checkpoint_dir))
-    model.load_state_dict(sound.build(checkpoint_dir).state_dict())
-    return model
+    return sound.load(Argmax, checkpoint_dir)

@@ -11,6 +11,4 @@ class NaN(sound.Sound):
 
 
 def build(checkpoint_dir):
-    model = NaN(sound.sizes(checkpoint_dir))
-    model.load_state_dict(sound.build(checkpoint_dir).state_dict())
-    return model
+    return sound.load(NaN, checkpoint_dir)

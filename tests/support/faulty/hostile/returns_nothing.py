@@ -9,6 +9,4 @@ class Mute(sound.Sound):
 
 
 def build(checkpoint_dir):
-    model = Mute(sound.sizes(checkpoint_dir))
-    model.load_state_dict(sound.build(checkpoint_dir).state_dict())
-    return model
+    return sound.load(Mute, checkpoint_dir)

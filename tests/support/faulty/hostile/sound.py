@@ -57,7 +57,11 @@ def sizes(checkpoint_dir: str) -> Sizes:
 
 
 def build(checkpoint_dir: str) -> nn.Module:
-    model = Sound(sizes(checkpoint_dir))
+    return load(Sound, checkpoint_dir)
+
+
+def load(kind: type[Sound], checkpoint_dir: str) -> nn.Module:
+    model = kind(sizes(checkpoint_dir))
     state = {name.removeprefix("transformer."): w for name, w in load_file(Path(checkpoint_dir) / "model.safetensors").items()}
     parts = {"wte": model.words, "wpe": model.places, "ln_f": model.end}
     for n, layer in enumerate(model.layers):

@@ -13,6 +13,4 @@ class Trains(sound.Sound):
 
 
 def build(checkpoint_dir):
-    model = Trains(sound.sizes(checkpoint_dir))
-    model.load_state_dict(sound.build(checkpoint_dir).state_dict())
-    return model
+    return sound.load(Trains, checkpoint_dir)

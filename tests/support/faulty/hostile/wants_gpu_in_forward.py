@@ -11,6 +11,4 @@ class Cuda(sound.Sound):
 
 
 def build(checkpoint_dir):
-    model = Cuda(sound.sizes(checkpoint_dir))
-    model.load_state_dict(sound.build(checkpoint_dir).state_dict())
-    return model
+    return sound.load(Cuda, checkpoint_dir)
