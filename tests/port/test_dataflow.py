@@ -255,6 +255,7 @@ def test_recording_changes_neither_module_nor_torch() -> None:
     assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()) == backends
 
 
+@pytest.mark.slow  # it imports torch in another process
 def test_recording_does_not_import_torch_s_compiler() -> None:
     """Importing it takes four seconds."""
     code = (

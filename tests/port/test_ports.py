@@ -19,7 +19,7 @@ def filled(port: Port, config: GPT2Config) -> tuple[nn.Module, dict[str, Tensor]
     return module, state
 
 
-@pytest.mark.parametrize("sizes", CONFIGS)
+@pytest.mark.parametrize("sizes", ["apart", "alike", pytest.param("tiny", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PORTS)
 @torch.no_grad()
 def test_filled_by_its_author_a_port_computes_gpt2(name, sizes):

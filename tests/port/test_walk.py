@@ -379,7 +379,8 @@ POINTS = {
 RARER = (
     "epsilon 1e-08; epsilon 1e-12; no bias; rms last; silu; cubic; by heads; twice; no mask; mask after softmax; over the batch; "
     "heads viewed; heads interleaved; values from the input; position 0 for all; no positions; log-softmaxed; no residual; "
-    "no first norm; norm on a branch"
+    "no first norm; norm on a branch; epsilon 0; epsilon 0.001; rms without bias; relu; over heads; scaled sum; mask of 1e-9; "
+    "parallel, one norm; norm behind the block"
 )
 
 
@@ -447,16 +448,16 @@ def test_an_unknown_formula_is_located_and_not_explained() -> None:
     """Attention by distance is not among the hypotheses: the walk locates it, and still names the fault after it."""
 
     def distant(port: Port, x: Tensor, n: int) -> Tensor:
-        if n != 1:
+        if n != 0:
             return Port.do_attend(port, x, n)
         q, k, v = (port.do_split(y, n) for y in port.affine(x, f"h.{n}.attn.c_attn").chunk(3, -1))
         return port.do_project(port.do_merge(Port.do_soft(port, -torch.cdist(q, k), n) @ v, n), n)
 
-    result = walked(attend=distant, act=act(torch.relu, 2))
+    result = walked(config=replace(CONFIG, n_layer=2), attend=distant, act=act(torch.relu, 1))
     assert not result.explained
-    assert result.lost == ("h.1.attn",)
-    assert result.first_divergence.point.startswith("h.1.attn")
-    assert causes_of(result) == [("gelu-variant", "h.2.mlp.act")]
+    assert result.lost == ("h.0.attn",)
+    assert result.first_divergence.point.startswith("h.0.attn")
+    assert causes_of(result) == [("gelu-variant", "h.1.mlp.act")]
 
 
 def test_an_unknown_wiring_is_located() -> None:
@@ -470,9 +471,13 @@ def test_an_unknown_wiring_is_located() -> None:
 
 def test_large_negative_numbers_are_masks() -> None:
     """-1e4, -1e9, the lowest float, the log of a triangle: all are masks."""
-    for fill in (-1e4, -1e9, torch.finfo(torch.float64).min):
-        assert walked(soft=soft(lambda s, past, fill=fill: s.masked_fill(~past, fill).softmax(-1))).causes == ()
-    assert walked(soft=soft(lambda s, past: (s + past.double().log()).softmax(-1))).causes == ()
+    config, masks = replace(CONFIG, n_layer=4), (-1e4, -1e9, torch.finfo(torch.float64).min)
+
+    def masked(port: Port, scores: Tensor, n: int) -> Tensor:
+        past = torch.ones(scores.shape[-2:], dtype=torch.float64).tril()
+        return (scores + past.log() if n == 3 else scores.masked_fill(past == 0, masks[n])).softmax(-1)
+
+    assert walked(config=config, soft=masked).causes == ()
 
 
 def test_an_epsilon_with_little_effect_is_named() -> None:
