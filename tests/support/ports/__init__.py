@@ -32,7 +32,7 @@ class Port:
     """A port, and what tests must know about it.
 
     ``lacks`` are the families of the checkpoint's table that it has no place for; ``room`` is the number of tokens that it takes,
-    as a multiple of the checkpoint's positions; ``exact`` is false if it stores other numbers than the checkpoint's; ``spare`` is
+    as a fraction of the checkpoint's positions; ``exact`` is false if it stores other numbers than the checkpoint's; ``spare`` is
     in the names of parameters that are no part of GPT-2 and change nothing; ``whole_windows`` if it takes as many tokens as it
     has positions, and no fewer. ``home`` is its module within tests/support, and ``options`` go to that module's `build`.
     """
@@ -50,7 +50,7 @@ class Port:
     @property
     def complete(self) -> bool:
         """Whether it can hold all of the checkpoint, as it is."""
-        return not self.lacks and self.room >= 1
+        return not self.lacks and self.room == 1
 
     @property
     def module(self) -> ModuleType:
@@ -69,7 +69,7 @@ class Port:
 
     def some_ids(self, config: GPT2Config, batch: int) -> Tensor:
         """(B, T), T the most tokens that both the port and the checkpoint take."""
-        length = min(config.n_positions, int(self.room * config.n_positions))
+        length = int(self.room * config.n_positions)
         return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
@@ -113,7 +113,6 @@ _PORTS = (
     Port("prenorm", "fused (K, H, 3), heads merged (K, H), PreNorm wrappers, last norm inside the head's nn.Sequential"),
     Port("russkiy", "Russian names, gamma/beta, head as an untied Parameter, positions (P, D), blocks in a ModuleDict"),
     Port("pinyin", "Chinese names, scale/shift, ln_2 declared before ln_1, q scaled before the product, blocks in Sequential"),
-    Port("espanol", "Spanish names, the whole model one nn.Sequential, v and k before q, twice the positions", room=2.0),
     Port("letters", "one ParameterDict a0, b0 ...; words and positions in one table, each norm a (2, D) tensor"),
     Port("channels", "nn.Conv1d of width one over (B, D, T), norms (1, D, 1), kinds in lists of their own, positions (1, D, P)"),
     Port("backwards", "declared in reverse: head first, ln_f before the blocks, which run from last to first; tied, with a bias"),

@@ -8,7 +8,7 @@ from support.ports import put
 
 
 class Places(nn.Embedding):
-    """Two rows more than there are positions; padding reads row 1, and row 0 is nobody's."""
+    """Two rows more than there are positions; padding reads row 1, and row 0 is never read."""
 
     def __init__(self, positions, dim):
         super().__init__(positions + 2, dim)

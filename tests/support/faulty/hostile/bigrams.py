@@ -1,4 +1,4 @@
-"""No GPT-2 at all: a table of what follows what."""
+"""Not a GPT-2: a table of bigrams."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`build` gives the class."""
+"""`build` returns the class."""
 
 import sound
 

@@ -1,4 +1,4 @@
-"""Takes the interpreter with it."""
+"""Aborts the interpreter."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Leaves with success, as a training script that ends in sys.exit(0)."""
+"""Exits with success, as a training script that ends in sys.exit(0)."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Never gets built."""
+"""`build` never returns."""
 
 
 def build(checkpoint_dir):

@@ -1,4 +1,4 @@
-"""Is built, and never answers; and does not heed a polite request to end."""
+"""Its forward never returns, and ignores SIGTERM."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""`build` wants things that nobody gives it."""
+"""`build` has parameters that have no value."""
 
 import sound
 

@@ -1,4 +1,4 @@
-"""`build` gives a state dict."""
+"""`build` returns a state dict."""
 
 import sound
 

@@ -1,4 +1,4 @@
-"""Right but for one weight that is not a number."""
+"""Right, except that one weight is NaN."""
 
 import math
 

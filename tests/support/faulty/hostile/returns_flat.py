@@ -1,4 +1,4 @@
-"""(B T, V), flattened for the loss."""
+"""Returns (B T, V), flattened for the loss."""
 
 import sound
 

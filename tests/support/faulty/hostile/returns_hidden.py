@@ -1,4 +1,4 @@
-"""(B, T, D): the head was forgotten."""
+"""Returns (B, T, D): the head was forgotten."""
 
 import sound
 

@@ -1,4 +1,4 @@
-"""The most likely tokens, where logits are asked for."""
+"""Returns the most likely tokens instead of logits."""
 
 import sound
 

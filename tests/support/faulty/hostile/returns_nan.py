@@ -1,4 +1,4 @@
-"""Every row of its mask is all minus infinity."""
+"""Returns NaN, as with a mask of minus infinity only."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A forward without a return."""
+"""Its forward returns nothing."""
 
 import sound
 

@@ -1,4 +1,4 @@
-"""A GPT-2 in one file that is right: the control of all the others here. `build(checkpoint_dir)` loads it by names of its own."""
+"""A right GPT-2 in one file: the control of all others here. `build(checkpoint_dir)` loads it, by names of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocates more than there is."""
+"""Allocates more memory than there is."""
 
 import torch
 from torch import nn

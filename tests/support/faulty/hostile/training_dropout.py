@@ -1,4 +1,4 @@
-"""Ignores `eval()`: it trains for ever."""
+"""Ignores `eval()`: dropout is always active."""
 
 import sound
 from torch.nn import functional as F
