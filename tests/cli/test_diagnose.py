@@ -233,7 +233,7 @@ def test_an_answer_that_is_none_is_one_line(answer: str, tmp_path: Path) -> None
 def test_a_build_without_arguments_is_filled(tmp_path: Path) -> None:
     """`build()` hands over a fresh module, and `random:` models have no folder of their own."""
     (tmp_path / "gpt2.py").write_text(  # a name that must not shadow ours
-        f"import sys; sys.path.insert(0, {str(FILES.parents[1])!r})\nfrom ports import PORTS\n"
+        f"import sys; sys.path.insert(0, {str(FILES.parents[2])!r})\nfrom support.ports import PORTS\n"
         "def build():\n    import gpt2\n    return PORTS['nano'].build(gpt2.load('shakespeare-mini').config)\n"
     )
     found = runner.run(str(tmp_path / "gpt2.py"), "shakespeare-mini")
