@@ -144,8 +144,7 @@ class RandomCheckpoint(Checkpoint):
 def open_checkpoint(name: ModelName, *, offline: bool = False) -> Checkpoint:
     """Open the model that a name means, fetched from the Hub if need be.
 
-    Raises:
-        InputError: no such model. CheckpointError: it, or the base of an adapter, cannot be read or does not fit its config.
+    Raises InputError: no such model. CheckpointError: it, or the base of an adapter, cannot be read or does not fit its config.
     """
     dtype = None if name.dtype is None else getattr(torch, name.dtype)
     if name.random is not None:

@@ -65,8 +65,7 @@ class Description:
 def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool = False) -> Description:
     """Read a model's config, file headers and hashes; names as in :func:`gpt2.load`.
 
-    Raises:
-        InputError: no such model. CheckpointError: its tensors do not fit its config.
+    Raises InputError: no such model. CheckpointError: its tensors do not fit its config.
     """
     checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
     dtype = str(checkpoint.dtype).removeprefix("torch.")

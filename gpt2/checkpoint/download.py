@@ -35,8 +35,7 @@ def fetch(repo: str, file: Path, declared: Declared, *, tries: int = 2) -> None:
     Of two processes the second waits for the first. Where locks do not work (some network file systems), both write the same
     bytes at the same places, and the hash decides. After ``tries`` whole files with a wrong hash it gives up.
 
-    Raises:
-        CheckpointError: the Hub sends other bytes than it declares. The client's HTTPError: no answer, or a refusal. OSError.
+    Raises CheckpointError: the Hub sends other bytes than it declares. The client's HTTPError: no answer, or a refusal. OSError.
     """
     from huggingface_hub import constants
     from huggingface_hub.file_download import are_symlinks_supported

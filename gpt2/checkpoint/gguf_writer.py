@@ -37,8 +37,7 @@ Row = tuple[str, Tensor, int, Kind]  # name in the file, values, GGUF's number o
 def gguf_pieces(model: GPT2, tokenizer: Tokenizer | None, type: str, name: str) -> tuple[Iterator[bytes | memoryview], list[str]]:
     """The file's pieces in order, and notes on what the file does not express. ``type`` is one of ``TYPES``.
 
-    Raises:
-        InputError: GGUF cannot express the model ``name``, or (while the pieces are taken) ``type`` cannot hold its values.
+    Raises InputError: GGUF cannot express the model ``name``, or (while the pieces are taken) ``type`` cannot hold its values.
     """
     config, notes = model.config, []
     departures = {

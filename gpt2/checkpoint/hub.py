@@ -58,8 +58,7 @@ def resolve(name: str, *, revision: str | None = None, offline: bool = False) ->
     An official short name means the official repository even where a folder of that name exists: write ``./gpt2`` for the
     folder. Any other existing path comes before a repository ``org/name``.
 
-    Raises:
-        InputError: no such model, or the Hub does not answer. CheckpointError: the files are not what the Hub declared.
+    Raises InputError: no such model, or the Hub does not answer. CheckpointError: the files are not what the Hub declared.
     """
     return locate(ModelName.parse(name, revision=revision), offline=offline)
 
@@ -213,8 +212,7 @@ class DatasetFile:
 def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
     """The file in the Hub's cache on this machine, its hash verified; downloaded where it is not there yet.
 
-    Raises:
-        InputError: it is not in the cache, and the Hub does not answer or must not be asked. CheckpointError: wrong bytes.
+    Raises InputError: it is not in the cache, and the Hub does not answer or must not be asked. CheckpointError: wrong bytes.
     """
     with explained(file.repo, file.commit):
         from huggingface_hub import constants

@@ -55,8 +55,7 @@ def matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> Assignment:
     """Assign every tensor of a checkpoint, exactly once, to a parameter or to a stated reason for dropping it.
 
-    Raises:
-        CheckpointError: one line with everything that is missing, unexpected, misshapen, or not what it claims to be.
+    Raises CheckpointError: one line with everything that is missing, unexpected, misshapen, or not what it claims to be.
     """
     wanted = keys.expected(config)
     sources: dict[str, str] = {}

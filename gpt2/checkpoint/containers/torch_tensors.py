@@ -113,8 +113,7 @@ def storage(id: Any) -> Storage:
 def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
     """The tensor that ``call`` would have made, checked to lie within its storage; ``places`` are key -> (first byte, bytes).
 
-    Raises:
-        Damaged: it contradicts itself or ``places``. NotDense: it is a tensor of another kind.
+    Raises Damaged: it contradicts itself or ``places``. NotDense: it is a tensor of another kind.
     """
     for _ in range(4):  # a parameter, of a tensor with attributes
         if call.name in WRAPPED and call.args and type(call.args[0]) is Call:
