@@ -1,14 +1,14 @@
 """A text and a recipe so small that a run takes a fraction of a second."""
 
-import json
 import os
 import random
-from collections.abc import Callable
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gpt2.train.loop import train
 from gpt2.train.recipe import Data, Model, Optim, Recipe
 
 WORDS = ["thou", "art", "a", "villain", "and", "the", "king", "doth", "sleep", "while", "night", "so", "speak", "no", "more"]
@@ -63,25 +63,15 @@ def quiet(recipe: Recipe) -> Recipe:
     return replace(recipe, dropout=0.0)
 
 
-TIMINGS = ("tokens_per_second", "seconds_left", "mfu")
-
-
 @pytest.fixture(scope="session")
-def told() -> Callable[[Path], list[dict]]:
-    """The lines of a run's metrics, without what the clock decides."""
-    return lambda folder: [
-        {key: value for key, value in json.loads(line).items() if key not in TIMINGS}
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
+def whole(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the recipe's run when nothing happens to it; to be read."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert train(recipe, folder).stopped == "finished"
+    return folder
 
 
-@pytest.fixture(scope="session")
-def stored() -> Callable[[Path], dict[str, bytes]]:
-    """Every byte a run goes on from, or is used for: its newest step's weights and optimizer, and its best weights."""
-
-    def read(folder: Path) -> dict[str, bytes]:
-        newest = max(folder.glob("step-*"), key=lambda path: int(path.name[5:]))
-        files = [newest / name for name in ("model.safetensors", "optimizer.safetensors", "progress.json", "manifest.json")]
-        return {f"{path.parent.name}/{path.name}": path.read_bytes() for path in [*files, folder / "best" / "model.safetensors"]}
-
-    return read
+@pytest.fixture
+def init(whole: Path, tmp_path: Path) -> Path:
+    """A model to begin a fine-tune with, which a test may change."""
+    return Path(shutil.copytree(whole / "best", tmp_path / "init"))

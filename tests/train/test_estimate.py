@@ -1,9 +1,10 @@
-"""The memory told before a run, against what autograd keeps and what AdamW holds."""
+"""The memory estimated before a run, against what autograd keeps and what AdamW holds."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from support.training import stored
 
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2
@@ -13,6 +14,11 @@ from gpt2.train.loop import train
 from gpt2.train.loss import Scored
 from gpt2.train.optim import adamw
 from gpt2.train.recipe import Recipe
+
+
+def sized(context: int, width: int, layers: int, dropout: float = 0.0, attn_dropout: float = 0.0) -> GPT2Config:
+    rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": attn_dropout}
+    return GPT2Config(65, context, width, layers, 4, **rates, bos_token_id=0, eos_token_id=0)
 
 
 def kept(model, ids, precision="float32") -> int:
@@ -38,18 +44,7 @@ def kept(model, ids, precision="float32") -> int:
 def test_activations_are_what_autograd_keeps(dropout, attn_dropout, width, layers, context):
     """An estimate that is off by half sends a night's run into the swap file."""
     recipe = Recipe(batch_size=8, grad_accum=2, context=context, dropout=dropout, attn_dropout=attn_dropout)
-    config = GPT2Config(
-        65,
-        context,
-        width,
-        layers,
-        4,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=attn_dropout,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    config = sized(context, width, layers, dropout, attn_dropout)
     measured = kept(GPT2(config).train(), torch.zeros(4, context, dtype=torch.long))
     logits = 4 * context * 65 * 4  # alive for a moment; none of them waits for the backward pass
     assert estimate.passing(config, recipe) - logits == pytest.approx(measured, rel=0.12)
@@ -59,7 +54,7 @@ def test_activations_are_what_autograd_keeps(dropout, attn_dropout, width, layer
 def test_activations_in_bf16_and_computed_again(checkpointing):
     """What makes gpt2-medium fit 8 GB is these two; if they are not there, neither is the memory."""
     recipe = Recipe(batch_size=4, context=128, dropout=0.0, precision="bf16", checkpointing=checkpointing)
-    model = GPT2(GPT2Config(65, 128, 64, 8, 4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0))
+    model = GPT2(sized(128, 64, 8))
     if checkpointing:
         for block in model.h:
             block.forward = models._checkpointed(block.forward)
@@ -72,7 +67,7 @@ def test_activations_in_bf16_and_computed_again(checkpointing):
         assert estimate.passing(recipe=recipe, config=model.config) - logits + casts == pytest.approx(measured, rel=0.15)
 
 
-def test_computed_again_is_computed_the_same(recipe, tmp_path, stored):
+def test_computed_again_is_computed_the_same(recipe, tmp_path):
     """Dropout drawn anew on the way back would make gradients of another function."""
     steps = replace(recipe, steps=4)
     train(steps, tmp_path / "kept")
@@ -84,7 +79,7 @@ def test_computed_again_is_computed_the_same(recipe, tmp_path, stored):
 
 
 def test_what_stands_is_weights_gradients_and_moments():
-    model = GPT2(GPT2Config(65, 16, 32, 2, 2, bos_token_id=0, eos_token_id=0))
+    model = GPT2(sized(16, 32, 2))
     optimizer = adamw(model, Recipe().optim)
     model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
     optimizer.step()

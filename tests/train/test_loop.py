@@ -4,70 +4,57 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from support.commands import refusal
+from support.training import metrics, outcome, stop_at
 
 from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.saving import save
 from gpt2.config import GPT2Config
 from gpt2.data import from_directory
-from gpt2.errors import InputError
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
-from gpt2.train import feed, loop, models, state
+from gpt2.train import adapted, loop, state
 from gpt2.train.corpus import texts
 from gpt2.train.feed import Feed
 from gpt2.train.loop import Evaluated, Logged, Started, train
 from gpt2.train.loss import Scored
 from gpt2.train.optim import adamw, learning_rate
-from gpt2.train.recipe import Data, Model, Optim, Recipe
-
-
-def refusal(*args, **kwargs) -> str:
-    with pytest.raises(InputError) as error:
-        train(*args, **kwargs)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
+from gpt2.train.recipe import Data, Optim, Recipe
 
 # Learning
 
 
-def memorising(tmp_path, lr: float) -> list[Evaluated]:
+def memorising(quiet, tmp_path, lr: float) -> list[Evaluated]:
     path = tmp_path / "text.txt"
     path.write_text("To be, or not to be: that is the question.\n" * 60)
-    recipe = Recipe(
-        steps=40,
-        batch_size=8,
-        context=16,
-        dropout=0.0,
-        eval_every=40,
-        sample_tokens=20,
-        data=Data(path=str(path), tokenizer="chars"),
-        model=Model(n_layer=1, n_embd=32, n_head=2, n_positions=16),
-        optim=Optim(lr=lr, min_lr=0.0, warmup=5, weight_decay=0.0),
-    )
+    optim = Optim(lr=lr, min_lr=0.0, warmup=5, weight_decay=0.0)
+    longer = replace(quiet, steps=40, batch_size=8, eval_every=40, sample_tokens=20, optim=optim)
     events = []
-    train(recipe, tmp_path / "run", report=events.append)
+    data, model = replace(quiet.data, path=str(path)), replace(quiet.model, n_embd=32)
+    train(replace(longer, data=data, model=model), tmp_path / "run", report=events.append)
     return [event for event in events if isinstance(event, Evaluated)]
 
 
-def test_a_repeated_text_is_learnt(tmp_path):
+def test_a_repeated_text_is_learnt(quiet, tmp_path):
     """A loop that runs without learning (gradients dropped, optimizer not stepped, targets unshifted) looks alive otherwise."""
-    before, after = memorising(tmp_path, lr=2e-2)
+    before, after = memorising(quiet, tmp_path, lr=2e-2)
     assert abs(before.val.loss - math.log(20)) < 0.3  # 20 characters, none preferred yet
     assert after.val.loss < 1.0
     assert after.best
     assert after.sample.startswith("To be, o")
 
 
-def test_with_rate_zero_nothing_is_learnt(tmp_path):
+def test_with_rate_zero_nothing_is_learnt(quiet, tmp_path):
     """The control: were the bound above reached without a step, it would prove nothing."""
-    before, after = memorising(tmp_path, lr=0.0)
+    before, after = memorising(quiet, tmp_path, lr=0.0)
     assert after.val.loss == before.val.loss > 2.5
     assert not after.best  # equal is not better
     progress = json.loads((tmp_path / "run" / "best" / "progress.json").read_text())
@@ -93,10 +80,9 @@ def ids() -> np.ndarray:
 
 
 @pytest.fixture
-def model(quiet) -> GPT2:
-    config = GPT2Config(13, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, n_layer=2, n_embd=16, n_head=2, n_positions=16)
+def model() -> GPT2:
     torch.manual_seed(1)
-    return GPT2(config).double()
+    return GPT2(GPT2Config(13, 16, 16, 2, 2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -121,7 +107,7 @@ def test_clipping_scales_the_gradient_to_the_norm_and_reports_the_norm_before(qu
         torch.testing.assert_close(roomy[name], free[name], rtol=0, atol=0)
 
 
-def test_every_step_runs_at_its_scheduled_rate(recipe, tmp_path, told, monkeypatch):
+def test_every_step_runs_at_its_scheduled_rate(recipe, tmp_path, monkeypatch):
     """A schedule that is computed, logged, and never reaches the optimizer trains well enough for nobody to notice."""
     used = []
 
@@ -134,16 +120,7 @@ def test_every_step_runs_at_its_scheduled_rate(recipe, tmp_path, told, monkeypat
     train(recipe, tmp_path / "run")
     scheduled = [learning_rate(step, recipe.steps, recipe.optim) for step in range(recipe.steps)]
     assert used == [[lr, lr] for lr in scheduled]
-    assert [row["lr"] for row in told(tmp_path / "run") if "lr" in row] == scheduled
-
-
-def test_dropout_of_a_step_depends_on_the_step_alone(recipe, ids):
-    """Dropout from the global generator's state would make a resumed run another run."""
-    torch.manual_seed(1)
-    model = GPT2(GPT2Config(13, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.0, n_layer=1, n_embd=16, n_head=2, n_positions=16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    losses = [loop._step(Scored(model), optimizer, Feed(ids), recipe, step, 0.0)[0] for step in (3, 4, 3)]
-    assert losses[0] == losses[2] != losses[1]
+    assert [row["lr"] for row in metrics(tmp_path / "run") if "lr" in row] == scheduled
 
 
 def test_seeding_a_step_is_torchs_own():
@@ -155,14 +132,14 @@ def test_seeding_a_step_is_torchs_own():
         assert torch.equal(torch.rand(4), expected)
 
 
-def test_events_and_metrics_tell_the_same_run(recipe, tmp_path, told):
+def test_events_and_metrics_report_the_same_run(recipe, tmp_path):
     """Tools read metrics.jsonl: every logged step once, with val_loss at evaluations, in order."""
     events = []
     result = train(replace(recipe, log_every=5), tmp_path / "run", report=events.append)
     assert isinstance(events[0], Started)
     assert events[0].step == 0
-    rows = told(tmp_path / "run")
-    assert [row["step"] for row in rows if "loss" in row] == [5, 10, 12]  # the last step is told whatever log_every says
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows if "loss" in row] == [5, 10, 12]  # the last step is logged whatever log_every says
     assert [row["step"] for row in rows if "val_loss" in row] == [0, 3, 6, 9, 12]
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
     assert [e.step for e in events if isinstance(e, Logged)] == [5, 10, 12]
@@ -171,19 +148,11 @@ def test_events_and_metrics_tell_the_same_run(recipe, tmp_path, told):
     assert result.best_loss == min(e.val.loss for e in evaluated)
     assert (result.step, result.stopped) == (12, "finished")
     assert all(len(e.sample) == 8 + 4 for e in evaluated)
-
-
-def test_best_is_the_model_of_the_lowest_loss(recipe, tmp_path):
-    """`best/` must score what metrics say: not the last model, not one from before the step."""
-    events = []
-    result = train(recipe, tmp_path / "run", report=events.append)
+    # The best model scores what the metrics say: it is not the last one, nor one from before the step.
     model, tokenizer = load_path(tmp_path / "run" / "best"), from_directory(tmp_path / "run" / "best")
-    _, val = texts(recipe)
-    val_ids = torch.tensor(tokenizer.encode(val))
-    lengths = torch.ones(tokenizer.n_vocab, dtype=torch.long)
-    score = loop.language_score(model, val_ids, lengths, Windows(recipe.context), batch_size=recipe.batch_size)
-    assert score.loss == result.best_loss
-    assert result.best_loss < next(e.val.loss for e in events if isinstance(e, Evaluated))
+    ids, lengths = torch.tensor(tokenizer.encode(texts(recipe)[1])), torch.ones(tokenizer.n_vocab, dtype=torch.long)
+    score = loop.language_score(model, ids, lengths, Windows(recipe.context), batch_size=recipe.batch_size)
+    assert score.loss == result.best_loss < evaluated[0].val.loss
 
 
 def test_patience_counts_evaluations_without_a_better_one(recipe, tmp_path, monkeypatch):
@@ -200,17 +169,16 @@ def test_patience_counts_evaluations_without_a_better_one(recipe, tmp_path, monk
 
 
 def test_texts_too_short_are_refused_in_numbers(recipe, tmp_path):
-    path = tmp_path / "short.txt"
+    path, run = tmp_path / "short.txt", tmp_path / "run"
     data = replace(recipe.data, path=str(path))
     path.write_text("abcdefghij")
-    says = refusal(replace(recipe, data=data), tmp_path / "run")
+    says = refusal(train, replace(recipe, data=data), run)
     assert "the training text has 9 tokens, too few for a context of 16" in says
     assert "--set context=8" in says
-    assert not (tmp_path / "run").exists()  # a start that failed leaves nothing to be refused by the next
+    assert not run.exists()  # a start that failed leaves nothing to be refused by the next
     path.write_text("abcdefghij" * 2)
-    assert "the validation text has 1 tokens" in refusal(
-        replace(recipe, data=replace(data, held_out=0.05), context=8), tmp_path / "run"
-    )
+    shorter = replace(recipe, data=replace(data, held_out=0.05), context=8)
+    assert "the validation text has 1 tokens" in refusal(train, shorter, run)
 
 
 def test_validation_text_shorter_than_a_window_is_scored_in_a_shorter_one(recipe, tmp_path):
@@ -224,56 +192,45 @@ def test_validation_text_shorter_than_a_window_is_scored_in_a_shorter_one(recipe
     assert [e.val.tokens for e in events if isinstance(e, Evaluated)] == [9, 9]
 
 
-def test_context_beyond_the_positions_is_refused(recipe, tmp_path):
-    assert "context 17 exceeds the 16 positions" in refusal(replace(recipe, context=17), tmp_path / "run")
-
-
-def test_unknown_source_is_refused(recipe, tmp_path):
+def test_settings_that_do_not_fit_are_refused(recipe, tmp_path):
+    assert "context 17 exceeds the 16 positions" in refusal(train, replace(recipe, context=17), tmp_path / "run")
     wrong = replace(recipe, data=Data(source="shakespeare"))
-    assert "data.source is 'shakespeare'; give plays, all-plays, play:NAME" in refusal(wrong, tmp_path / "run")
+    assert "data.source is 'shakespeare'; give plays, all-plays, play:NAME" in refusal(train, wrong, tmp_path / "run")
 
 
-def test_fine_tune_uses_the_models_own_vocabulary(recipe, text, tmp_path):
+def test_fine_tune_uses_the_models_own_vocabulary(recipe, text, init, tmp_path):
     """New ids for old rows of the embedding would train on nonsense; a character it lacks must be named."""
-    train(replace(recipe, steps=4), tmp_path / "first")
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[::-1])
     tuned = replace(recipe, steps=2, data=replace(recipe.data, path=str(other)), dropout=0.25)
     events = []
-    train(tuned, tmp_path / "second", init=str(tmp_path / "first" / "best"), report=events.append)
-    first, second = (from_directory(tmp_path / name / "best") for name in ("first", "second"))
-    assert second.fingerprint == first.fingerprint
+    train(tuned, tmp_path / "run", init=str(init), report=events.append)
+    assert from_directory(tmp_path / "run" / "best").fingerprint == from_directory(init).fingerprint
     assert events[0].config.n_embd == 16
     other.write_text(text.read_text() + "Z" * 9)
-    assert "'Z' (U+005A)" in refusal(tuned, tmp_path / "third", init=str(tmp_path / "first" / "best"))
+    assert "'Z' (U+005A)" in refusal(train, tuned, tmp_path / "other", init=str(init))
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(recipe, tmp_path):
+def test_a_tokenizer_larger_than_the_model_is_refused(recipe, init, tmp_path):
     """Otherwise the first rare token is an index error in the middle of the night."""
-    train(replace(recipe, steps=1), tmp_path / "first")
-    init = tmp_path / "first" / "best"
     chars = json.loads((init / "chars.json").read_text())["characters"]
     (init / "chars.json").write_text(json.dumps({"characters": chars + "Z"}))
-    assert f"the tokenizer has {len(chars) + 1} entries, the model {len(chars)}" in refusal(
-        recipe, tmp_path / "run", init=str(init)
-    )
+    says = refusal(train, recipe, tmp_path / "run", init=str(init))
+    assert f"the tokenizer has {len(chars) + 1} entries, the model {len(chars)}" in says
 
 
-def test_fine_tuning_leaves_the_file_it_starts_from_alone(recipe, tmp_path):
+def test_fine_tuning_leaves_the_file_it_starts_from_alone(recipe, init, tmp_path):
     """Weights are views of the mapped file; training in place must not write through."""
-    train(replace(recipe, steps=2), tmp_path / "first")
-    init = tmp_path / "first" / "best"
     before = {path.name: path.read_bytes() for path in init.iterdir()}
-    train(replace(recipe, steps=2), tmp_path / "second", init=str(init))
+    train(replace(recipe, steps=2), tmp_path / "run", init=str(init))
     assert {path.name: path.read_bytes() for path in init.iterdir()} == before
-    assert (tmp_path / "second" / "best" / "model.safetensors").read_bytes() != before["model.safetensors"]
+    after = load_file(tmp_path / "run" / "step-2" / "model.safetensors")
+    assert any(not torch.equal(tensor, after[name]) for name, tensor in load_file(init / "model.safetensors").items())
 
 
-def test_a_file_that_changes_under_a_fine_tune_does_not_reach_it(recipe, tmp_path, stored):
+def test_a_file_that_changes_under_a_fine_tune_does_not_reach_it(recipe, init, tmp_path):
     """A mapped page that was not yet written to shows what is in the file now: another program's new weights, half of them."""
-    train(replace(recipe, steps=2), tmp_path / "first")
-    init = tmp_path / "first" / "best"
-    train(recipe, tmp_path / "calm", init=str(init))
+    train(recipe, tmp_path / "undisturbed", init=str(init))
 
     def overwrite(event):
         if isinstance(event, Started):
@@ -281,68 +238,57 @@ def test_a_file_that_changes_under_a_fine_tune_does_not_reach_it(recipe, tmp_pat
                 file.write(bytes((init / "model.safetensors").stat().st_size))
 
     train(recipe, tmp_path / "run", init=str(init), report=overwrite)
-    assert stored(tmp_path / "run") == stored(tmp_path / "calm")
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_dropout_is_the_recipes_and_not_the_models(recipe, tmp_path, monkeypatch, goes_on):
+def test_dropout_is_the_recipes_and_not_the_models(recipe, init, tmp_path, monkeypatch, goes_on):
     """GPT-2's config says 0.1 for all three; who asks for another must get it, also after a resume."""
-    train(replace(recipe, steps=1), tmp_path / "first")
     tuned = replace(recipe, dropout=0.25, attn_dropout=0.5)
     if goes_on:
-        with pytest.raises(RuntimeError):
-            train(tuned, tmp_path / "run", init=str(tmp_path / "first" / "best"), report=stop_after(5))
+        train(tuned, tmp_path / "run", init=str(init), report=stop_at(5))
     models = []
     monkeypatch.setattr(loop, "adamw", lambda model, optim: models.append(model) or adamw(model, optim))
-    train(tuned, tmp_path / "run", init=str(tmp_path / "first" / "best"))
+    train(tuned, tmp_path / "run", init=str(init))
     (model,) = models
     assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.25}
     assert [block.attn.attn_pdrop for block in model.h] == [0.5]
 
 
-def stop_after(step):
-    """A report that fails there."""
-
-    def report(event):
-        if isinstance(event, Logged) and event.step == step:
-            raise RuntimeError("stop")
-
-    return report
-
-
 # Whose folder
 
 
-def test_another_recipes_folder_is_refused_and_fresh_clears_it(recipe, tmp_path, told):
+@pytest.fixture
+def run(whole, tmp_path):
+    """A finished run of the recipe, which a test may change."""
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+def test_another_recipes_folder_is_refused_and_fresh_clears_it(recipe, run):
     """Training over another run mixes two metrics and loses weights that took a night."""
-    run = tmp_path / "run"
-    train(recipe, run)
     (run / "notes.txt").write_text("mine")
     other = replace(recipe, steps=3, optim=replace(recipe.optim, lr=2e-2))
     before = (run / "step-12" / "model.safetensors").read_bytes()
-    says = refusal(other, run)
+    says = refusal(train, other, run)
     assert "holds a run of another recipe (steps 12 there, 3 here; optim.lr 0.01 there, 0.02 here)" in says
     assert "--fresh" in says
-    assert "init None there" in refusal(recipe, run, init=str(run / "best"))
-    assert "is in" in refusal(other, run, init=str(run / "best"), fresh=True)
+    assert "init None there" in refusal(train, recipe, run, init=str(run / "best"))
+    assert "is in" in refusal(train, other, run, init=str(run / "best"), fresh=True)
     assert (run / "step-12" / "model.safetensors").read_bytes() == before
     train(other, run, fresh=True)
     assert sorted(path.name for path in run.iterdir()) == ["best", "metrics.jsonl", "notes.txt", "recipe.json", "step-3"]
-    assert [row["step"] for row in told(run) if "loss" in row] == [1, 2, 3]
+    assert [row["step"] for row in metrics(run) if "loss" in row] == [1, 2, 3]
 
 
-def test_fresh_computes_what_a_first_run_computes(recipe, tmp_path, stored, told):
-    run = tmp_path / "run"
-    train(recipe, run)
-    first = stored(run), told(run)
+def test_fresh_computes_what_a_first_run_computes(recipe, run):
+    first = outcome(run)
     assert train(recipe, run, fresh=True).stopped == "finished"
-    assert (stored(run), told(run)) == first
+    assert outcome(run) == first
 
 
-def test_a_changed_description_is_the_same_run(recipe, tmp_path):
+def test_a_changed_description_is_the_same_run(recipe, run):
     """Stating a recipe's expected loss after training it must not orphan the run that found it."""
-    train(recipe, tmp_path / "run")
-    assert train(replace(recipe, name="x", description="y", expect=1.0), tmp_path / "run").stopped == "finished"
+    assert train(replace(recipe, name="x", description="y", expect=1.0), run).stopped == "finished"
 
 
 def test_a_changed_text_is_another_run(recipe, text, tmp_path):
@@ -352,13 +298,11 @@ def test_a_changed_text_is_another_run(recipe, text, tmp_path):
     mine.write_text(text.read_text())
     train(recipe, tmp_path / "run")
     mine.write_text(text.read_text().replace("villain", "nillaiv"))  # as long, and of the same characters
-    assert "the text is not the one this run began with" in refusal(recipe, tmp_path / "run")
+    assert "the text is not the one this run began with" in refusal(train, recipe, tmp_path / "run")
 
 
-def test_an_older_recipe_file_is_still_this_run(recipe, tmp_path):
+def test_an_older_recipe_file_is_still_this_run(recipe, run):
     """A run of last week lacks the text's hash and any key added since; it goes on with their defaults."""
-    run = tmp_path / "run"
-    train(recipe, run)
     raw = json.loads((run / "recipe.json").read_text())
     del raw["text_sha256"], raw["attn_dropout"], raw["optim"]["beta1"]
     (run / "recipe.json").write_text(json.dumps(raw))
@@ -369,33 +313,29 @@ def test_an_older_recipe_file_is_still_this_run(recipe, tmp_path):
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_strangers_files_are_not_clobbered(recipe, tmp_path, name, fresh):
     """`--out .` in a project that has a `best/` of its own deleted it."""
-    folder = tmp_path / "project"
-    folder.mkdir()
-    (folder / name).mkdir()
-    (folder / name / "keep").write_text("mine")
-    assert f"holds {name} but no recipe.json" in refusal(recipe, folder, fresh=fresh)
-    (folder / "recipe.json").write_text('{"flour": 500}')
-    assert "not the recipe of a run;" in refusal(recipe, folder, fresh=fresh)
-    (folder / "recipe.json").write_bytes(b"\xff{")
-    assert "not the recipe of a run;" in refusal(recipe, folder, fresh=fresh)
-    assert (folder / name / "keep").read_text() == "mine"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "keep").write_text("mine")
+    assert f"holds {name} but no recipe.json" in refusal(train, recipe, tmp_path, fresh=fresh)
+    for foreign in (b'{"flour": 500}', b"\xff{"):
+        (tmp_path / "recipe.json").write_bytes(foreign)
+        assert "not the recipe of a run;" in refusal(train, recipe, tmp_path, fresh=fresh)
+    assert (tmp_path / name / "keep").read_text() == "mine"
 
 
-def test_two_processes_do_not_share_a_folder(recipe, tmp_path):
+def test_two_processes_do_not_share_a_folder(recipe, run):
     """The same command in two terminals: each would rename the other's checkpoints away."""
-    run = tmp_path / "run"
     with state.locked(run):
-        assert "another process is training there" in refusal(recipe, run)
+        assert "another process is training there" in refusal(train, recipe, run)
     assert train(recipe, run).stopped == "finished"
 
 
 def test_a_file_in_the_folders_place(recipe, tmp_path):
     (tmp_path / "file").write_text("")
-    assert "cannot write there (Not a directory)" in refusal(recipe, tmp_path / "file" / "run")
-    assert "cannot write there (File exists)" in refusal(recipe, tmp_path / "file")
+    assert "cannot write there (Not a directory)" in refusal(train, recipe, tmp_path / "file" / "run")
+    assert "cannot write there (File exists)" in refusal(train, recipe, tmp_path / "file")
 
 
-def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path, stored, told):
+def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path):
     """A half-written checkpoint under a whole one's name, or the old one deleted before the new one is there."""
     wide = replace(recipe, model=replace(recipe.model, n_embd=32))
     train(wide, tmp_path / "undisturbed")
@@ -407,22 +347,21 @@ def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path, 
             resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, soft_hard[1]))
 
     try:
-        says = refusal(wide, run, report=fill)
+        says = refusal(train, wide, run, report=fill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
     assert "cannot write there (File too large); make room" in says
     assert sorted(path.name for path in run.iterdir()) == ["best", "metrics.jsonl", "recipe.json", "step-4"]
     train(wide, run)
-    assert (stored(run), told(run)) == (stored(tmp_path / "undisturbed"), told(tmp_path / "undisturbed"))
+    assert outcome(run) == outcome(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("what", ["metrics", "best", "recipe"])
 def test_writes_that_fail_anywhere_are_one_line(recipe, tmp_path, monkeypatch, what):
     """Not only checkpoints are written: a traceback out of a log line is still a traceback."""
-    no_room = OSError(28, "No space left on device")
 
     def fail(*args, **kwargs):
-        raise no_room
+        raise OSError(28, "No space left on device")
 
     if what == "metrics":
         monkeypatch.setattr(json, "dumps", fail)
@@ -432,38 +371,15 @@ def test_writes_that_fail_anywhere_are_one_line(recipe, tmp_path, monkeypatch, w
         monkeypatch.setattr(models.saving, "save", fail)
     else:
         monkeypatch.setattr(state, "write_json", fail)
-    assert "cannot write there (No space left on device); make room" in refusal(recipe, tmp_path / "run")
+    assert "cannot write there (No space left on device); make room" in refusal(train, recipe, tmp_path / "run")
 
 
-# What must not be saved
-
-
-def test_a_diverged_step_is_named_and_not_saved(recipe, tmp_path, monkeypatch):
-    """NaN weights in `best/` and in every checkpoint, and a run that trains on for hours with them."""
-    real = feed.batch
-
-    def poisoned(ids, *args, step, **kwargs):
-        if step == 9:
-            for parameter in models[0].parameters():
-                parameter.data.fill_(math.nan)
-        return real(ids, *args, step=step, **kwargs)
-
-    models = []
-    monkeypatch.setattr(loop, "adamw", lambda model, optim: models.append(model) or adamw(model, optim))
-    monkeypatch.setattr(feed, "batch", poisoned)
-    assert "step 10: loss nan" in refusal(recipe, tmp_path / "run")
-    for name in ("best", "step-8"):
-        assert all(p.isfinite().all() for p in load_path(tmp_path / "run" / name).parameters())
-    assert not (tmp_path / "run" / "step-10").exists()
-
-
-def test_a_model_that_is_not_finite_is_never_the_best(recipe, tmp_path):
+def test_a_model_that_is_not_finite_is_never_the_best(recipe, init, tmp_path):
     """The first evaluation has nothing to beat, so a NaN would have become the best, and nothing is below NaN."""
-    train(replace(recipe, steps=1), tmp_path / "first")
-    model, tokenizer = load_path(tmp_path / "first" / "best"), from_directory(tmp_path / "first" / "best")
+    model = load_path(init)
     model.ln_f.weight.data[0] = math.nan
-    save(model, tokenizer, tmp_path / "broken")
-    says = refusal(recipe, tmp_path / "run", init=str(tmp_path / "broken"))
+    save(model, from_directory(init), tmp_path / "broken")
+    says = refusal(train, recipe, tmp_path / "run", init=str(tmp_path / "broken"))
     assert "step 0: the validation loss is nan; the initial model is broken" in says
     assert not (tmp_path / "run" / "best").exists()
 
@@ -473,18 +389,22 @@ def test_a_model_that_is_not_finite_is_never_the_best(recipe, tmp_path):
 
 def test_handlers_are_put_back(recipe, tmp_path):
     """After a run in a notebook, Ctrl-C must interrupt again, whichever way the run ended."""
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    def handlers():
+        return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    before = handlers()
     during = []
     train(recipe, tmp_path / "run", report=lambda event: during.append(signal.getsignal(signal.SIGTERM)))
     assert during[0] != before[1]
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert handlers() == before
 
     def fail(event):
         raise RuntimeError("a bug in a report")
 
     with pytest.raises(RuntimeError):
         train(recipe, tmp_path / "other", report=fail)
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert handlers() == before
 
 
 def test_a_second_interrupt_acts_at_once(recipe, tmp_path):

@@ -11,9 +11,7 @@ from gpt2.config import GPT2Config
 from gpt2.lora import inject
 from gpt2.model import GPT2
 from gpt2.train import loss
-from gpt2.train.bigram import Bigram, BigramConfig
 from gpt2.train.loss import Scored
-from gpt2.train.models import _checkpointed as checkpointed
 
 V, B, T = 101, 3, 16
 
@@ -108,21 +106,14 @@ def test_rounding_is_no_worse_than_the_plain_loss(model, windows, precision):
     assert theirs > (1e-3 if precision == torch.bfloat16 else 1e-8)  # else the precision was never reached
 
 
-@pytest.mark.parametrize("shift", [0.0, 300.0])
-def test_logits_far_from_zero_do_not_overflow(windows, shift):
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_large_logits_do_not_overflow(model, windows, scale):
     """exp(300) is infinite in float32, and a target that is 300 below the top has a probability of zero, not an infinite loss."""
-    torch.manual_seed(0)
-    hidden, wte = torch.randn(40, 8, requires_grad=True), torch.randn(V, 8, requires_grad=True)
-    targets = torch.randint(0, V, (40,))
-    with torch.no_grad():
-        wte[:, 0] += shift
-        wte[5, 0] += shift
-    tie = loss._Tie()
-    value = loss._Loss.apply(hidden, wte, targets, tie)
-    value.backward()
-    reference = F.cross_entropy(F.linear(hidden, wte), targets)
-    assert value.item() == pytest.approx(reference.item(), rel=1e-6)
-    torch.testing.assert_close(tie.grad, torch.autograd.grad(reference, wte)[0], rtol=1e-4, atol=1e-6)
+    model.ln_f.weight.data *= scale
+    single = model.float()
+    ours, theirs = gradients(single, lambda m: Scored(m)(*windows)), gradients(single, lambda m: plain(m, *windows))
+    assert ours["loss"].item() == pytest.approx(theirs["loss"].item(), rel=1e-6)
+    assert distance(ours, theirs) < 1e-4
 
 
 def test_beside_adapters_the_frozen_embedding_gets_no_gradient(model, windows):
@@ -134,22 +125,6 @@ def test_beside_adapters_the_frozen_embedding_gets_no_gradient(model, windows):
     ours = gradients(adapted, lambda m: Scored(m)(*windows))
     assert "wte.weight" not in ours
     assert distance(ours, gradients(adapted, lambda m: plain(m, *windows))) < 1e-13
-
-
-def test_with_blocks_computed_again(model, windows):
-    reference = gradients(model, lambda m: plain(m, *windows))
-
-    def again(m):
-        for block in m.h:
-            block.forward = checkpointed(block.forward)
-        return Scored(m)(*windows)
-
-    assert distance(gradients(model, again), reference) < 1e-13
-
-
-def test_a_model_without_a_stream_takes_the_plain_way(windows):
-    bigram = Bigram(BigramConfig(V)).double()
-    assert torch.equal(Scored(bigram)(*windows), plain(bigram, *windows))
 
 
 def test_parts_are_equal_and_small_enough():
@@ -179,37 +154,6 @@ def test_the_logits_are_never_whole(model, windows, monkeypatch):
         plain(model, *windows).backward()
     assert ours.rows == 10
     assert theirs.rows == B * T
-
-
-def test_names_are_the_models_own(model):
-    """Optimizer and checkpoints speak of the model; the loss adds nothing of its own."""
-    scored = Scored(model)
-    assert [id(p) for p in scored.parameters()] == [id(p) for p in model.parameters()]
-    assert not list(scored.buffers())
-
-
-def test_through_ddps_hooks(model, windows, tmp_path):
-    """A loss beside the wrapped forward would train each rank alone. One rank: the same numbers, and every hook called."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        reference = gradients(model, lambda m: plain(m, *windows))
-        wrapped = torch.nn.parallel.DistributedDataParallel(Scored(model))
-        seen = []
-        wrapped.register_comm_hook(
-            None,
-            lambda state, bucket: (
-                seen.append(1) or dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
-            ),
-        )
-        value = wrapped(*windows)
-        value.backward()
-        found = {"loss": value.detach()} | {name: p.grad for name, p in model.named_parameters()}
-        assert seen
-        assert distance(found, reference) < 1e-13
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_second_way_back_is_refused(model, windows):

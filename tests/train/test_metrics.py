@@ -1,11 +1,12 @@
-"""What a run tells beside its losses: that they part, how long it will take, and all of it to TensorBoard."""
+"""What a run reports beside its losses: overfitting, the time left, and all metrics in TensorBoard."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
+from support.training import metrics
 
-from gpt2.train import metrics
 from gpt2.train.loop import Estimated, Evaluated, train
 from gpt2.train.metrics import Pace, overfitting
 from gpt2.train.recipe import Recipe
@@ -13,13 +14,13 @@ from gpt2.train.recipe import Recipe
 
 def rows(train_losses, val_losses):
     """Ten steps between evaluations, a training loss in the middle of each ten."""
-    told = [{"step": 0, "val_loss": val_losses[0]}]
+    found = [{"step": 0, "val_loss": val_losses[0]}]
     for i, (loss, val) in enumerate(zip(train_losses, val_losses[1:], strict=True)):
-        told += [{"step": 10 * i + 5, "loss": loss}, {"step": 10 * i + 10, "val_loss": val}]
-    return told
+        found += [{"step": 10 * i + 5, "loss": loss}, {"step": 10 * i + 10, "val_loss": val}]
+    return found
 
 
-def test_losses_that_part_are_told_with_both_figures():
+def test_losses_that_part_are_reported_with_both_figures():
     said = overfitting(rows([2.0, 1.5, 1.0], [3.0, 2.0, 2.1, 2.3]), best_step=10)
     assert said == (
         "overfitting: since step 10 the training loss fell from 2.0000 to 1.0000 and the held-out loss rose from 2.0000 to 2.3000"
@@ -46,9 +47,8 @@ def test_a_text_known_by_heart_is_warned_of_and_stopped(recipe, tmp_path):
     few = tmp_path / "few.txt"
     few.write_text("the king doth sleep, and so speak no more,\n" * 3 + "while villains art, thou villain, night and art,\n")
     train(replace(recipe, steps=1), tmp_path / "first")
-    heart = replace(
-        recipe, steps=400, eval_every=10, dropout=0.0, patience=-1, data=replace(recipe.data, path=str(few), held_out=0.25)
-    )
+    data = replace(recipe.data, path=str(few), held_out=0.25)
+    heart = replace(recipe, steps=400, eval_every=10, dropout=0.0, patience=-1, data=data)
     events = []
     result = train(heart, tmp_path / "run", init=str(tmp_path / "first" / "best"), report=events.append)
     assert result.stopped == "early"
@@ -60,7 +60,7 @@ def test_a_text_known_by_heart_is_warned_of_and_stopped(recipe, tmp_path):
 def test_time_left_counts_steps_and_evaluations(monkeypatch):
     """Evaluations left out of the estimate are a third of a short run."""
     now = [100.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     pace = Pace(0, Recipe(steps=100, eval_every=30, batch_size=2, context=5))
     with pace.paused(0):
         now[0] += 7
@@ -75,12 +75,12 @@ def test_an_estimate_comes_once_after_ten_steps(recipe, tmp_path):
     assert [event.step for event in events if isinstance(event, Estimated)] == [10]
 
 
-def test_tensorboard_is_told_what_the_file_is(recipe, tmp_path):
+def test_tensorboard_holds_what_the_file_does(recipe, tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     train(replace(recipe, tensorboard=True), tmp_path / "run")
     board = reader.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     board.Reload()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path / "run")
     for name in ("loss", "val_loss", "lr", "grad_norm"):
-        told = [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in lines if name in row]
-        assert [(event.step, event.value) for event in board.Scalars(name)] == told
+        logged = [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in lines if name in row]
+        assert [(event.step, event.value) for event in board.Scalars(name)] == logged

@@ -1,7 +1,6 @@
 """Several real processes: what they compute together, what they agree on, and what becomes of them when one is lost."""
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.training import forkserver, logged_steps, metrics, outcome
 
 from gpt2.errors import InputError
 from gpt2.train import feed, loop, parallel, state
@@ -23,31 +23,30 @@ from gpt2.train.recipe import Lora, Recipe
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def member(rank, size, port, work, told):
+def member(rank, size, port, work, results):
     """One rank of a job, in a process of its own."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
-        told.put((rank, work(rank)))
+        results.put((rank, work(rank)))
     except InputError as error:
-        told.put((rank, f"error: {error}"))
+        results.put((rank, f"error: {error}"))
     except parallel.PeerLost:
-        told.put((rank, "lost"))
+        results.put((rank, "lost"))
 
 
 def job(size, work) -> list[object]:
     """What ``work(rank)`` returned on every rank, or its error in one line."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gpt2.train.loop", "torch._dynamo", "torch.distributed.fsdp"])
+    context = forkserver()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    told = context.Queue()
-    ranks = [context.Process(target=member, args=(rank, size, port, work, told)) for rank in range(size)]
+    results = context.Queue()
+    ranks = [context.Process(target=member, args=(rank, size, port, work, results)) for rank in range(size)]
     for process in ranks:
         process.start()
-    found = dict(told.get(timeout=120) for _ in ranks)
+    found = dict(results.get(timeout=120) for _ in ranks)
     for process in ranks:
         process.join(30)
         assert process.exitcode == 0
@@ -86,13 +85,9 @@ class Run:
         return train(self.recipe, self.folder, init=self.init).stopped
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def furthest(a: Path, b: Path) -> float:
     """The largest difference of any loss or held-out loss of two runs, relative to the first."""
-    pairs = list(zip(rows(a), rows(b), strict=True))
+    pairs = list(zip(metrics(a), metrics(b), strict=True))
     assert [row.keys() for row, _ in pairs] == [row.keys() for _, row in pairs]
     return max(abs(x[key] - y[key]) / x[key] for x, y in pairs for key in ("loss", "val_loss") if key in x)
 
@@ -115,9 +110,9 @@ def alone(shared, tmp_path_factory) -> Path:
     [(2, "ddp", 1), (2, "fsdp", 2), *(pytest.param(3, how, 3, marks=pytest.mark.slow) for how in ("ddp", "fsdp"))],
 )
 def test_many_compute_what_one_does(shared, alone, tmp_path, size, how, parts):
-    """Gradients summed instead of averaged, or over other rows, train another model and tell nobody."""
-    told = job(size, Run(replace(shared, parallel=how, grad_accum=parts), tmp_path / "run"))
-    assert told == ["finished"] * size
+    """Gradients summed instead of averaged, or over other rows, train another model without a sign of it."""
+    run = Run(replace(shared, parallel=how, grad_accum=parts), tmp_path / "run")
+    assert job(size, run) == ["finished"] * size
     assert furthest(alone, tmp_path / "run") < 1e-6
     mine, theirs = (load_file(folder / "best" / "model.safetensors") for folder in (tmp_path / "run", alone))
     assert {name: tensor.shape for name, tensor in mine.items()} == {name: tensor.shape for name, tensor in theirs.items()}
@@ -157,43 +152,39 @@ def one(run: Run) -> str:
     ("size", "how"),
     [(2, "ddp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "fsdp"), (3, "ddp"), (3, "fsdp")))],
 )
-def test_a_run_that_goes_on_is_the_run_that_never_stopped(recipe, tmp_path, stored, told, size, how):
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(recipe, tmp_path, size, how):
     """With dropout. DDP sums its first step's gradients in other buckets than the later ones, and so a resumed run's."""
     shared = replace(recipe, batch_size=6, parallel=how, device="cpu")
     assert job(size, Run(shared, tmp_path / "whole")) == ["finished"] * size
     assert job(size, Run(shared, tmp_path / "run", stop=6, by=size - 1)) == ["interrupted"] * size
     assert job(size, Run(shared, tmp_path / "run")) == ["finished"] * size
-    assert stored(tmp_path / "run") == stored(tmp_path / "whole")
-    assert told(tmp_path / "run") == told(tmp_path / "whole")
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
 def test_what_one_rank_cannot_do_stops_all(shared, tmp_path):
-    """The others would wait for it for ten minutes, and then tell of a lost connection."""
+    """The others would wait for it for ten minutes, and then report a lost connection."""
     (tmp_path / "file").write_text("")
-    told = job(2, Run(shared, tmp_path, change="no folder on rank 0"))
-    assert len(set(told)) == 1
-    assert told[0].startswith(f"error: {tmp_path}/file/run: cannot write there")
+    says = job(2, Run(shared, tmp_path, change="no folder on rank 0"))
+    assert len(set(says)) == 1
+    assert says[0].startswith(f"error: {tmp_path}/file/run: cannot write there")
 
 
-def test_ranks_that_read_different_texts_are_told_so(shared, text, tmp_path):
+def test_ranks_that_read_different_texts_are_refused(shared, text, tmp_path):
     Path(f"{text}.other").write_text(text.read_text()[::-1])
-    told = job(2, Run(shared, tmp_path / "run", change="another text on rank 1"))
-    assert told == ["error: rank 1 reads another text than rank 0; put the same files on every machine"] * 2
+    says = job(2, Run(shared, tmp_path / "run", change="another text on rank 1"))
+    assert says == ["error: rank 1 reads another text than rank 0; put the same files on every machine"] * 2
 
 
 def test_a_loss_that_one_rank_cannot_count_is_everyones(shared, tmp_path):
     """A rank that skips a step alone has other weights than the rest from then on."""
     run = Run(replace(shared, on_divergence="skip"), tmp_path / "run", change="nan on rank 1")
     assert job(2, run) == ["finished"] * 2
-    assert [row["step"] for row in rows(tmp_path / "run") if "diverged" in row] == [6]  # the warm-up pass was the first call
+    assert [row["step"] for row in metrics(tmp_path / "run") if "diverged" in row] == [6]  # the warm-up pass was the first call
 
 
 def test_a_batch_that_does_not_divide_is_refused(shared, tmp_path):
-    told = job(2, Run(replace(shared, batch_size=5), tmp_path / "run"))
-    assert (
-        told
-        == ["error: recipe: batch_size 5 in 1 parts does not divide among 2 processes; set batch_size to a multiple of 2"] * 2
-    )
+    says = "error: recipe: batch_size 5 in 1 parts does not divide among 2 processes; set batch_size to a multiple of 2"
+    assert job(2, Run(replace(shared, batch_size=5), tmp_path / "run")) == [says] * 2
 
 
 @pytest.mark.slow
@@ -227,17 +218,14 @@ def said(folder: Path) -> Path:
 
 
 def reached(folder: Path, step: int, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    metrics = folder / "metrics.jsonl"
-    while not metrics.is_file() or metrics.read_text().count('"loss"') < step:
+    while logged_steps(folder) < step:
         assert process.poll() is None, said(folder).read_text()
-        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(recipe, tmp_path, stored, told, victim):
+def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(recipe, tmp_path, victim):
     shared = replace(recipe, batch_size=4, steps=40)
     whole = command(shared, tmp_path / "whole")
     assert whole.wait(300) == 0, said(tmp_path / "whole").read_text()
@@ -253,8 +241,7 @@ def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(recipe, tmp_p
     assert process.returncode == 0, err
     assert "restarted after a process was lost" in err
     assert "Traceback" not in err
-    assert stored(tmp_path / "run") == stored(tmp_path / "whole")
-    assert told(tmp_path / "run") == told(tmp_path / "whole")
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -269,7 +256,7 @@ def test_ctrl_c_of_a_job_saves_once_and_ends(recipe, tmp_path, number):
     err = said(tmp_path / "run").read_text()
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    steps = [row["step"] for row in rows(tmp_path / "run") if "loss" in row]
+    steps = [row["step"] for row in metrics(tmp_path / "run") if "loss" in row]
     found, skipped = state.newest_intact(tmp_path / "run")
     assert (found, skipped) == (tmp_path / "run" / f"step-{steps[-1]}", [])
     assert f"interrupted and saved at step {steps[-1]}" in err

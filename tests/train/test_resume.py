@@ -1,69 +1,63 @@
 """A run that is stopped, killed or damaged computes, bit for bit, what it would have computed undisturbed."""
 
-import json
-import multiprocessing
 import os
 import random
 import shutil
 import signal
 import time
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from support.training import flip, logged_steps, metrics, outcome, start, stop_at
 
 from gpt2.train import loop, state
 from gpt2.train.loop import Evaluated, Logged, Started, train
 from gpt2.train.metrics import Metrics
+from gpt2.train.recipe import Lora
 
 
 @pytest.fixture(scope="module")
-def undisturbed(recipe, tmp_path_factory, stored, told):
-    """What the recipe's run stores and tells when nothing happens to it."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert train(recipe, folder).stopped == "finished"
-    return stored(folder), told(folder)
+def undisturbed(whole):
+    """What the recipe's run leaves when nothing happens to it."""
+    return outcome(whole)
 
 
 @pytest.fixture(scope="module")
 def stopped(recipe, tmp_path_factory):
-    """A run that was stopped after step 10, with checkpoints of steps 10 and 8; to be copied."""
+    """A run that was stopped after step 10, with checkpoints of steps 10 and 8; to be read."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
-    train(recipe, folder, report=stop_at(Logged, 10))
+    train(recipe, folder, report=stop_at(10))
     assert [path.name for path in state.checkpoints(folder)] == ["step-10", "step-8"]
     return folder
 
 
-def stop_at(kind, step, number=signal.SIGTERM):
-    """A report that sends this process a signal, once."""
-    sent = []
-
-    def report(event):
-        if isinstance(event, kind) and event.step == step and not sent:
-            sent.append(os.kill(os.getpid(), number))
-
-    return report
+@pytest.fixture
+def run(stopped, tmp_path):
+    """A copy of the stopped run, which a test may damage."""
+    return shutil.copytree(stopped, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     ("step", "number"), [(1, signal.SIGINT), (4, signal.SIGTERM), (5, signal.SIGTERM), (6, signal.SIGINT), (11, signal.SIGTERM)]
 )
-def test_an_orderly_stop_finishes_the_step_and_saves_it(recipe, tmp_path, stored, told, undisturbed, step, number):
-    """Steps that are saved anyway, evaluated anyway, both, and neither: each had its own way of telling a step twice."""
+def test_an_orderly_stop_finishes_the_step_and_saves_it(recipe, tmp_path, undisturbed, step, number):
+    """Steps that are saved anyway, evaluated anyway, both, and neither: each had its own way of logging a step twice."""
     run = tmp_path / "run"
-    result = train(recipe, run, report=stop_at(Logged, step, number))
+    result = train(recipe, run, report=stop_at(step, number))
     assert (result.stopped, result.step) == ("interrupted", step)
     assert state.newest_intact(run)[0] == run / f"step-{step}"
     events = []
     assert train(recipe, run, report=events.append).stopped == "finished"
     assert events[0].step == step
     assert [e.step for e in events if isinstance(e, Logged)] == list(range(step + 1, 13))
-    assert (stored(run), told(run)) == undisturbed
+    assert outcome(run) == undisturbed
 
 
 @pytest.mark.parametrize("step", [0, 6])
-def test_a_stop_in_the_middle_of_an_evaluation(recipe, tmp_path, stored, told, undisturbed, monkeypatch, step):
-    """The score that was under way must be counted, saved and told once; step 0 is before anything else was saved."""
+def test_a_stop_in_the_middle_of_an_evaluation(recipe, tmp_path, undisturbed, monkeypatch, step):
+    """The score that was under way must be counted, saved and logged once; step 0 is before anything else was saved."""
     real, run, at = loop.language_score, tmp_path / "run", iter(range(0, 99, 3))
 
     def interrupted(*args, **kwargs):
@@ -79,16 +73,16 @@ def test_a_stop_in_the_middle_of_an_evaluation(recipe, tmp_path, stored, told, u
     train(recipe, run, report=events.append)
     assert events[0].step == step
     assert [e.step for e in events if isinstance(e, Evaluated)] == list(range(step + 3, 13, 3))
-    assert (stored(run), told(run)) == undisturbed
+    assert outcome(run) == undisturbed
 
 
-def test_a_stop_after_every_single_step(recipe, tmp_path, stored, told, undisturbed):
+def test_a_stop_after_every_single_step(recipe, tmp_path, undisturbed):
     """A machine that is taken away all the time still gets there, and by the same way."""
     run = tmp_path / "run"
     for step in range(1, 12):
-        assert train(recipe, run, report=stop_at(Logged, step)).stopped == "interrupted"
+        assert train(recipe, run, report=stop_at(step)).stopped == "interrupted"
     assert train(recipe, run).stopped == "finished"
-    assert (stored(run), told(run)) == undisturbed
+    assert outcome(run) == undisturbed
 
 
 @pytest.mark.parametrize("patience", [0, 2])
@@ -105,26 +99,16 @@ def test_a_run_that_ended_stays_as_it_is(recipe, tmp_path, patience):
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
 
 
-def test_a_fine_tune_goes_on_without_the_model_it_began_with(recipe, tmp_path, stored, told):
+def test_a_fine_tune_goes_on_without_the_model_it_began_with(recipe, init, tmp_path):
     """Everything needed is in the folder: a moved or changed --init must not change or stop the run."""
-    train(replace(recipe, steps=3), tmp_path / "first")
-    init = tmp_path / "init"
-    shutil.copytree(tmp_path / "first" / "best", init)
     train(recipe, tmp_path / "undisturbed", init=str(init))
-    train(recipe, tmp_path / "run", init=str(init), report=stop_at(Logged, 7))
+    train(recipe, tmp_path / "run", init=str(init), report=stop_at(7))
     shutil.rmtree(init)
     assert train(recipe, tmp_path / "run", init=str(init)).stopped == "finished"
-    assert stored(tmp_path / "run") == stored(tmp_path / "undisturbed")
-    assert told(tmp_path / "run") == told(tmp_path / "undisturbed")
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "undisturbed")
 
 
 # Damage
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
 
 
 DAMAGE = {
@@ -141,52 +125,42 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over_with_the_reason(recipe, tmp_path, stored, told, undisturbed, stopped, what):
+def test_a_damaged_checkpoint_is_passed_over_with_the_reason(recipe, run, undisturbed, what):
     """safetensors has no checksum: without the manifest, a flipped bit trains on without a word."""
-    run, (damage, reason) = tmp_path / "run", DAMAGE[what]
-    shutil.copytree(stopped, run)
+    damage, reason = DAMAGE[what]
     damage(run / "step-10")
     events = []
     train(recipe, run, report=events.append)
     assert events[0].step == 8
     assert [note for note in events[0].notes if "step-10" in note and reason in note and "skipped" in note]
-    assert (stored(run), told(run)) == undisturbed
+    assert outcome(run) == undisturbed
 
 
-def test_with_every_checkpoint_damaged_the_run_begins_again(recipe, tmp_path, stored, told, undisturbed, stopped):
-    """Step 0 is evaluated and told again, and must not be told twice."""
-    run = tmp_path / "run"
-    shutil.copytree(stopped, run)
+def test_with_every_checkpoint_damaged_the_run_begins_again(recipe, run, undisturbed):
+    """Step 0 is evaluated and logged again; it must not stand in the metrics twice."""
     for path in state.checkpoints(run):
         flip(path / "model.safetensors")
     events = []
     train(recipe, run, report=events.append)
     assert events[0].step == 0
     assert len([note for note in events[0].notes if "skipped" in note]) == 2
-    assert (stored(run), told(run)) == undisturbed
+    assert outcome(run) == undisturbed
 
 
 def test_damaged_newer_checkpoints_do_not_push_out_whole_ones(recipe, tmp_path):
     """Keeping 'the newest two' by number kept two damaged ones, and deleted the one just written."""
     run = tmp_path / "run"
-    train(recipe, run, report=stop_at(Logged, 4))
+    train(recipe, run, report=stop_at(4))
     for name in ("step-98", "step-99"):
         shutil.copytree(run / "step-4", run / name)
         flip(run / name / "model.safetensors")
-    train(recipe, run, report=stop_at(Logged, 5))
+    train(recipe, run, report=stop_at(5))
     assert state.newest_intact(run)[0] == run / "step-5"
     assert [path.name for path in state.checkpoints(run)] == ["step-99", "step-98", "step-5", "step-4"]
 
 
-def test_the_newest_two_are_kept(recipe, tmp_path):
-    train(replace(recipe, save_every=1), tmp_path / "run")
-    assert [path.name for path in state.checkpoints(tmp_path / "run")] == ["step-12", "step-11"]
-
-
-def test_leftovers_of_a_kill_are_cleared(recipe, tmp_path, stored, told, undisturbed, stopped):
+def test_leftovers_of_a_kill_are_cleared(recipe, run, undisturbed):
     """A `best/` killed between its two renames comes back; half-written directories do not fill the disk for ever."""
-    run = tmp_path / "run"
-    shutil.copytree(stopped, run)
     best = (run / "best" / "model.safetensors").read_bytes()
     os.rename(run / "best", run / ".best.old")
     shutil.copytree(run / "step-8", run / ".step-11.partial")
@@ -200,19 +174,18 @@ def test_leftovers_of_a_kill_are_cleared(recipe, tmp_path, stored, told, undistu
     train(recipe, run, report=look)
     assert seen == [best]
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
-    assert (stored(run), told(run)) == undisturbed
+    assert outcome(run) == undisturbed
 
 
 @pytest.mark.parametrize("torn", ['{"step": 5, "lo', '{"step"', "\x00\x00", "5", "[]", '"step"'])
-def test_a_line_torn_by_the_kill_is_cut_off(tmp_path, stopped, torn):
+def test_a_line_torn_by_the_kill_is_cut_off(run, torn):
     """Half a line in the middle of the file, and every reader of it fails from then on."""
-    shutil.copy(stopped / "metrics.jsonl", tmp_path)
-    before = (tmp_path / "metrics.jsonl").read_text()
-    with open(tmp_path / "metrics.jsonl", "a") as file:
+    before = (run / "metrics.jsonl").read_text()
+    with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 11, "loss": 9.9}\n' + torn)
-    with Metrics(tmp_path, state.Progress(10)) as metrics:
+    with Metrics(run, state.Progress(10)) as metrics:
         metrics.write(step=11, loss=1.0)
-    assert (tmp_path / "metrics.jsonl").read_text() == before + '{"step": 11, "loss": 1.0}\n'
+    assert (run / "metrics.jsonl").read_text() == before + '{"step": 11, "loss": 1.0}\n'
 
 
 def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it_appears(recipe, tmp_path, monkeypatch):
@@ -238,30 +211,20 @@ def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it_appears(recipe, tm
 # Killed
 
 
-def start(recipe, folder) -> multiprocessing.Process:
-    """A process of its own that trains: forked from a server that has the imports and nothing else."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gpt2.train.loop", "torch._dynamo"])  # the latter, or the first step imports it: 2 s
-    process = context.Process(target=train, args=(recipe, folder))
-    process.start()
-    return process
+RUNS = [("weights", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in product(("weights", "adapters"), (2, 3, 4)))]
 
 
-def newest_step(folder) -> int:
-    path = folder / "metrics.jsonl"
-    return path.read_text().count('"loss"') if path.is_file() else -1
-
-
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
-def test_killed_at_random_moments(recipe, tmp_path, stored, told, seed):
+@pytest.mark.parametrize(("trains", "seed"), RUNS)
+def test_killed_at_random_moments(recipe, init, tmp_path, trains, seed):
     """SIGKILL in the middle of a step, a rename, a line, an evaluation: whatever is on the disk must do to go on exactly."""
-    long = replace(recipe, steps=45, eval_every=2, save_every=3)
-    whole, run, rng, reached = tmp_path / "whole", tmp_path / "run", random.Random(seed), []
-    train(long, whole)
+    long = replace(recipe, steps=45, eval_every=2, save_every=3, lora=Lora(r=2 if trains == "adapters" else 0, dropout=0.1))
+    init = str(init) if trains == "adapters" else None
+    run, rng, reached = tmp_path / "run", random.Random(seed), []
+    train(long, tmp_path / "whole", init=init)
     for _ in range(6):
-        process = start(long, run)
+        process = start(long, run, init=init)
         aim = (reached[-1] if reached else 0) + rng.randint(4, 7)  # past one checkpoint or two
-        while process.is_alive() and newest_step(run) < aim:
+        while process.is_alive() and logged_steps(run) < aim:
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.1))
         process.kill()
@@ -270,28 +233,25 @@ def test_killed_at_random_moments(recipe, tmp_path, stored, told, seed):
         reached.append(max((int(path.name[5:]) for path in state.checkpoints(run)), default=0))
     assert reached == sorted(reached)
     assert len(set(reached) - {45}) >= 3  # it was killed on its way, and did go on from where it had been
-    process = start(long, run)
+    process = start(long, run, init=init)
     process.join()
     assert process.exitcode == 0
-    assert (stored(run), told(run)) == (stored(whole), told(whole))
+    assert outcome(run) == outcome(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_process_that_is_told_to_stop_saves_and_ends_well(recipe, tmp_path, number):
+def test_a_process_that_is_asked_to_stop_saves_and_ends_well(recipe, tmp_path, number):
     long = replace(recipe, steps=100_000, save_every=100_000, eval_every=100_000)
     process = start(long, tmp_path / "run")
-    deadline = time.monotonic() + 60
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while newest_step(tmp_path / "run") < 5:
+    while logged_steps(tmp_path / "run") < 5:
         assert process.is_alive()
-        assert time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == 0
     found, skipped = state.newest_intact(tmp_path / "run")
     assert skipped == []
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    steps = [row["step"] for row in metrics(tmp_path / "run")]
     assert steps == list(range(steps[-1] + 1))
     assert found == tmp_path / "run" / f"step-{steps[-1]}"
 

@@ -1,0 +1,43 @@
+"""Refusals of commands and functions, scripts of tools/ as modules, and the embedded checkpoint as files."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import gpt2
+from gpt2.cli.main import main
+from gpt2.errors import InputError
+
+ASSET = Path(gpt2.__file__).parent / "assets" / "shakespeare-mini"
+
+
+def load_script(name: str) -> ModuleType:
+    """``tools/NAME.py`` as a module."""
+    path = Path(__file__).parents[2] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def refusal(call: Callable, *args: object, **kwargs: object) -> str:
+    """The one line with which ``call`` refuses its input."""
+    with pytest.raises(InputError) as error:
+        call(*args, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What the command says of a user's mistake: exit code 2, nothing on stdout, and this one line on stderr."""
+    assert main([*argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert err.startswith("gpt2 ")
+    return err
