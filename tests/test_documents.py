@@ -1,0 +1,219 @@
+"""The documents hold: each command, example and Python block runs and prints what is shown, and files they name exist."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpt2
+from gpt2.cli.main import COMMANDS, parser
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
+SERVES = "gpt2 explore shakespeare-mini out/macbeth/best"  # until Ctrl-C; tests/cli/test_explore.py
+PORT = f"""
+import sys
+
+sys.path.insert(0, {str(ROOT / "tests")!r})
+
+import gpt2
+from support.faulty.tutorials import KINDS
+
+
+def build():
+    return KINDS["lecture"](gpt2.load("shakespeare-mini").config)
+"""
+
+
+def blocks(language: str) -> list[str]:
+    """The README's fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def shown() -> list[tuple[str, str]]:
+    """Each command of the README and what is shown below it; training first, because others read what it writes."""
+    parts = [part for block in blocks("console") for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
+    found = [part.partition("\n")[::2] for part in parts]
+    return sorted(found, key=lambda each: not each[0].startswith("gpt2 train"))
+
+
+def words(text: str) -> list[str]:
+    """The words of an output, however it is wrapped, without what depends on the machine: times, speeds, and the last digits
+    of rounding with the place where it is largest.
+    """
+    text = re.sub(r"(\d\.\de[-+]\d\d|× \d\.\d\d).*(\n {40}.*)?", "ROUNDING", text)  # and what is wrapped in its column
+    text = re.sub(r"[\d,]+ tok/s .*left|[\d.]+ s\b", "TIME", text)
+    text = re.sub(r"\d+ threads?\b", "THREADS", text)
+    return [word for word in text.split() if set(word) != {"─"}]
+
+
+def holds(output: str, wanted: str) -> str:
+    """What of ``wanted`` does not come in ``output``, in order; ``...`` stands for any number of lines."""
+    there, at = words(output), 0
+    for chunk in re.split(r"^\.\.\.$", wanted, flags=re.MULTILINE):
+        part = words(chunk)
+        while at + len(part) <= len(there) and there[at : at + len(part)] != part:
+            at += 1
+        if at + len(part) > len(there):
+            return chunk
+        at += len(part)
+    return ""
+
+
+def run(command: list[str], folder: Path, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess:
+    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=stderr, text=True)
+
+
+@pytest.mark.slow
+def test_every_command_of_the_readme_prints_what_is_shown(tmp_path: Path) -> None:
+    """Output that was pasted once and changed since is a promise that nobody keeps."""
+    (tmp_path / "my_port.py").write_text(PORT)
+    commands = [(command, output) for command, output in shown() if command != SERVES]
+    assert len(commands) >= 7
+    for command, output in commands:
+        done = run([sys.executable, "-m", *shlex.split(command)], tmp_path, stderr=subprocess.STDOUT)
+        assert done.returncode == (1 if "MISMATCH" in output else 0), done.stdout
+        missing = holds(done.stdout, output)
+        assert not missing, f"{command}\n{missing}\n--- is not in what it printed ---\n{done.stdout}"
+
+
+@pytest.mark.slow
+def test_the_python_shown_runs(tmp_path: Path) -> None:
+    block = next(block for block in blocks("python") if block.startswith("import gpt2\n"))
+    code = block.replace("logits = ", "import torch\nids_tensor = torch.tensor([[1, 2]])\nlogits = ") + "\nassert report.ok\n"
+    done = run([sys.executable, "-c", code], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_comparison_sees_a_difference() -> None:
+    """The control: a figure changed, a line left out, two chunks exchanged; but not a time, a wrapped line, or a rounding."""
+    output = "best 3.3490 at step 200\nin 41 s\nworst 2.6e-08 wte\nabout one\ntwo three\nend\n"
+    assert not holds(output, "best 3.3490 at step 200\nin 7 s\n...\nabout one two\nthree\n")
+    assert not holds(output, "worst 9.9e-09 ln_f\n...\nend\n")
+    assert holds(output, "best 3.3491 at step 200\n")
+    assert holds(output, "best 3.3490 at step 200\nworst 2.6e-08\n")
+    assert holds(output, "end\n...\nbest 3.3490 at step 200\n")
+
+
+def test_ci_runs_the_readme_s_test_command() -> None:
+    """Otherwise a dependency that only CI installs would never be missed."""
+    extract = re.search(r"command=\$\((.*)\)\n", (ROOT / ".ci" / "run").read_text())[1]
+    command = run(["bash", "-c", extract], ROOT).stdout.strip()
+    assert command == blocks("sh")[1].strip()
+    assert "-m pytest" in command
+
+
+# What an example takes that is not here, by what stands in it; the rest is run.
+NEEDS = {
+    r"^(verify|bench) random:": "minutes",
+    r"^torchrun": "several machines",
+    r"\bgpt2(-medium|-xl)?(:bf16|:int8)?( |$)": "the official weights",
+    r"out/(macbeth|step|mini)|\./my-model|ckpt\.pt|my\.txt": "files of the reader's",
+    r"^train (?!--list)": "minutes",
+    r"^explore(?!.*(--html|--json))": "a browser",
+}
+
+
+def examples() -> list[str]:
+    """The commands in the examples of every help, without what is said beside them."""
+    lines = [line for command in COMMANDS for line in command.EXAMPLES.splitlines() if line.startswith("  ")]
+    return [re.split(r" {3,}", line.strip())[0] for line in lines if re.search(r"^  (gpt2|torchrun|echo) ", line)]
+
+
+def needs(example: str) -> str | None:
+    command = example.rpartition("| ")[2].removeprefix("gpt2 ")
+    return next((why for pattern, why in NEEDS.items() if re.search(pattern, command)), None)
+
+
+IN_README = [command for command, _ in shown() if command.startswith("gpt2")]
+IN_README += [command for command in re.findall(r"`(gpt2 [a-z][^`]*)`", README) if "..." not in command]
+
+
+@pytest.mark.parametrize("example", sorted({*IN_README, *examples()}))
+def test_every_command_shown_parses(example: str) -> None:
+    """A command in a README or a help that does not run is the first thing a newcomer meets."""
+    words = shlex.split(example.partition("gpt2 ")[2])
+    assert example.startswith("torchrun") or words[-1] == "--help" or parser().parse_args(words).run
+
+
+RUN = [example for example in examples() if needs(example) is None]
+
+
+def test_every_command_s_help_has_examples_that_are_run() -> None:
+    """A rule that excuses too much would leave nothing to run."""
+    ran = {example.rpartition("gpt2 ")[2].split()[0] for example in RUN}
+    assert ran >= {command.__name__.rpartition(".")[2].removesuffix("_command") for command in COMMANDS}, RUN
+    assert len(RUN) >= 14
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", RUN)
+def test_an_example_of_the_help_runs(example: str, tmp_path: Path) -> None:
+    """That it parses does not say that it works."""
+    shutil.copy(ROOT / "tests" / "support" / "faulty" / "hostile" / "sound.py", tmp_path / "port.py")
+    command = re.sub(r"(^|\| )gpt2 ", rf"\1{shlex.quote(sys.executable)} -m gpt2 ", example)
+    done = run(["bash", "-euc", command], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    if "--json -" in example:
+        json.loads(done.stdout)
+    for file in re.findall(r"--(?:html|json|out) (\S+\.\w+)", example):
+        assert (tmp_path / file).stat().st_size > 1000, file
+
+
+def public() -> list[tuple[str, object]]:
+    """Every public name, and every public method and property that its class defines itself."""
+    found = []
+    for name in gpt2.__all__:
+        thing = getattr(gpt2, name)
+        found.append((name, thing))
+        if inspect.isclass(thing):
+            own = {part: value for part, value in vars(thing).items() if not part.startswith("_")}
+            kinds = (property, classmethod, staticmethod)
+            found += [(f"{name}.{part}", v) for part, v in own.items() if inspect.isfunction(v) or isinstance(v, kinds)]
+    return found
+
+
+@pytest.mark.parametrize(("name", "thing"), public(), ids=[name for name, _ in public()])
+def test_every_public_name_says_what_it_is(name: str, thing: object) -> None:
+    """pydoc shows a bare signature where nobody wrote a line; of a dataclass it shows the signature as if someone had."""
+    text = thing.__doc__ or ""
+    assert len(text) > 15, name
+    assert not text.startswith(f"{name}("), f"{name}: only the signature that dataclass writes"
+
+
+def test_functions_say_what_they_raise() -> None:
+    """What can go wrong with a user's input is part of what a function is."""
+    for name in ("load", "load_tokenizer", "load_into", "verify", "diagnose", "generate", "save"):
+        assert "Raises:" in getattr(gpt2, name).__doc__, name
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_files_that_are_spoken_of_are_there(name: str) -> None:
+    """A guide that sends people to a file of last month's name loses them."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / target).exists(), target
+    if name == "CONTRIBUTING.md":
+        for path in re.findall(r"`((?:gpt2|tests|tools|\.ci)/[\w/.]+)", text):
+            assert (ROOT / path).exists(), path
+        for word, path in re.findall(r"`([A-Z_]{4,})` (?:of|in) `([\w/.]+\.py)`", text):
+            found = [ROOT / path] if "/" in path else list(ROOT.glob(f"gpt2/**/{path}"))
+            assert any(re.search(rf"^{word}\b", file.read_text(), re.MULTILINE) for file in found), (word, path)
+
+
+def test_the_changelog_has_this_version_and_the_licence_its_name() -> None:
+    """A release without a word of what changed."""
+    assert f"\n## {gpt2.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert (ROOT / "LICENSE").read_text().startswith("MIT License")
+    assert 'license = "MIT"' in (ROOT / "pyproject.toml").read_text()
