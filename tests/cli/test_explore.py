@@ -18,7 +18,8 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 import pytest
-from support.browser import CHROMIUM, Browser
+from support.browser import Browser, in_a_browser
+from support.commands import mistake
 
 import gpt2
 from gpt2.cli.explore_command import application
@@ -176,36 +177,13 @@ def test_a_request_that_another_site_caused_is_not_computed() -> None:
 
 def test_a_file_and_json_instead_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The page to share, and the same figures for a script."""
-    assert (
-        main(["explore", "shakespeare-mini", "shakespeare-mini:bf16", "--prompt", "O", "--html", str(tmp_path / "p.html")]) == 0
-    )
-    assert (tmp_path / "p.html").read_text().count('role="grid"') == 2
+    models, page = ["shakespeare-mini", "shakespeare-mini:bf16"], tmp_path / "p.html"
+    assert main(["explore", *models, "--prompt", "O", "--html", str(page)]) == 0
+    assert page.read_text().count('role="grid"') == 2
     assert capsys.readouterr().out == ""
     assert main(["explore", "--prompt", PROMPT, "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert "".join(body["lenses"][0]["tokens"]) == PROMPT
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--port", "99999"], "--port 99999: a port is 0 .. 65535; choose another"),
-        (["--port", "1", "--html", "x.html"], "--port has no effect with --html"),
-        (["no/such/folder"], "no/such/folder"),
-        (["--prompt", "", "--port", "0"], "the prompt is empty"),
-        (["--html", "no/such/folder/x.html"], "cannot be written"),
-    ],
-)
-def test_mistakes_are_one_line(
-    args: list[str], said: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before anything is served."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert main(["explore", "--offline", *args]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert said in err
 
 
 def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(capsys: pytest.CaptureFixture) -> None:
@@ -213,18 +191,15 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(capsys: pytest.
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        assert main(["explore", "--port", str(port)]) == 2
-    assert (
-        capsys.readouterr().err == f"gpt2 explore: --port {port}: address already in use; choose another, or 0 for a free one\n"
-    )
+        port = str(taken.getsockname()[1])
+        said = mistake(capsys, "explore", "--port", port)
+    assert said == f"gpt2 explore: --port {port}: address already in use; choose another, or 0 for a free one\n"
 
 
 def test_without_the_extra_it_says_how_to_get_it(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain install has no server, and still writes files."""
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["explore"]) == 2
-    assert "pip install 'gpt2-toolkit[explore]'; or write it with --html FILE" in capsys.readouterr().err
+    assert "pip install 'gpt2-toolkit[explore]'; or write it with --html FILE" in mistake(capsys, "explore")
 
 
 # --- in a browser
@@ -251,8 +226,7 @@ CHOSEN = """(side => ({
 }))"""
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@in_a_browser
 @pytest.mark.parametrize("width", [1280, 420])
 def test_the_keyboard_reaches_everything(browser: Browser, served: Page, width: int) -> None:
     """Typed, tabbed and walked with arrows alone: what is chosen is what is told."""
@@ -302,13 +276,11 @@ def test_the_keyboard_reaches_everything(browser: Browser, served: Page, width: 
         expected = f"looks at “{lens.tokens[best].strip()}” {100 * row[best]:.0f}\xa0%"
         assert expected in chosen["says"]
     assert browser.value("document.documentElement.scrollWidth") <= width
-    assert all(
-        url.startswith((f"http://127.0.0.1:{served.port}{served.path}", "file:", "data:", "about:")) for url in browser.asked
-    )
+    own = (f"http://127.0.0.1:{served.port}{served.path}", "file:", "data:", "about:")
+    assert all(url.startswith(own) for url in browser.asked)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@in_a_browser
 @pytest.mark.parametrize("width", [1280, 420])
 def test_two_models_move_together_where_they_correspond(browser: Browser, tmp_path: Path, width: int) -> None:
     """Of the same tokens a choice on one side holds on both; of other tokens or layers it must not."""
@@ -332,8 +304,7 @@ def test_two_models_move_together_where_they_correspond(browser: Browser, tmp_pa
         assert (tops[0] == tops[1]) == (width > 1000)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@in_a_browser
 def test_light_and_dark_are_both_drawn(browser: Browser, tmp_path: Path) -> None:
     """Maps painted for a white page are a glare on a dark one; they are painted anew when the scheme changes."""
     assert main(["explore", "--prompt", PROMPT, "--html", str(tmp_path / "p.html")]) == 0

@@ -10,20 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.commands import ASSET
 
 import gpt2
-from gpt2.cli.main import main, parser
-
-ASSET = Path(gpt2.__file__).parent / "assets" / "shakespeare-mini"
-
-
-def one_line(capsys: pytest.CaptureFixture) -> str:
-    """What a mistake printed: nothing on stdout, one line on stderr."""
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1, err
-    assert err.startswith("gpt2 export: ")
-    return err
+from gpt2.cli.main import main
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -49,9 +39,7 @@ def test_hf_is_the_default(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
 
 
 @pytest.mark.parametrize(("type", "size"), [(None, 7_731_808), ("q8_0", 2_300_000)])
-def test_gguf_is_one_file_that_loads_and_writes_the_same_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture, type: str | None, size: int
-) -> None:
+def test_gguf_is_one_file_that_loads_and_writes_the_same_text(tmp_path: Path, capsys, type: str | None, size: int) -> None:
     """Written, opened, and typed into."""
     flags = ["--format", "gguf", *([] if type is None else ["--type", type])]
     assert main(["export", "shakespeare-mini", str(tmp_path / "a" / "b"), *flags]) == 0
@@ -95,32 +83,6 @@ def test_a_padded_vocabulary_is_cropped_and_said(tmp_path: Path, capsys: pytest.
     assert same_weights(tmp_path / "out", ASSET)
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["no-such-model", "{}"], "unknown model 'no-such-model'"),
-        (["./none", "{}"], "no such file or directory"),
-        (["shakespeare-mini", "{}", "--type", "q8_0"], "is for gguf"),
-        (["shakespeare-mini", ""], "an empty name"),
-        (["shakespeare-mini", "{}/file"], "cannot write the checkpoint"),
-        (["shakespeare-mini", "{}/file", "--format", "gguf"], "cannot write the checkpoint"),
-        (["shakespeare-mini", "{}", "--json", "{}/none/x"], "--json"),
-        (["shakespeare-mini", "{}", "--revision", "main"], "has no revisions"),
-        (["shakespeare-mini:f99", "{}"], "unknown dtype"),
-        (["openai-community/gpt2", "{}", "--offline"], "offline"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, argv: list[str], says: str
-) -> None:
-    """A traceback, or an exit code that a script takes for success."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "file").write_text("mine")
-    assert main(["export", *(arg.format(tmp_path) for arg in argv)]) == 2
-    assert says in one_line(capsys)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == ["file"]
-
-
 @pytest.mark.parametrize("argv", [[], ["gpt2"], ["gpt2", "x", "--format", "onnx"], ["gpt2", "x", "--type", "q4_k"]])
 def test_a_directory_and_a_model_are_required(argv: list[str], capsys: pytest.CaptureFixture) -> None:
     """With a default model, `gpt2 export gpt2` would write the embedded one into a folder called gpt2."""
@@ -128,13 +90,3 @@ def test_a_directory_and_a_model_are_required(argv: list[str], capsys: pytest.Ca
         main(["export", *argv])
     assert caught.value.code == 2
     assert "usage: gpt2 export" in capsys.readouterr().err
-
-
-def test_the_examples_in_the_help_parse(capsys: pytest.CaptureFixture) -> None:
-    """An example with a flag of last month."""
-    with pytest.raises(SystemExit):
-        main(["export", "--help"])
-    examples = re.findall(r"^  gpt2 (export .*?)(?:   .*)?$", capsys.readouterr().out, re.MULTILINE)
-    assert len(examples) == 6
-    for example in examples:
-        assert parser().parse_args(example.split()).command == "export"

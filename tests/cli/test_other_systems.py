@@ -73,9 +73,10 @@ os.symlink, os.open, os.fsync, os.replace, os.rename = symlink, open_, fsync, mo
 """
 TRAINING = {
     **{"steps": 2, "eval_every": 1, "save_every": 1, "context": 16, "batch_size": 1, "sample_tokens": 4, "eval_tokens": 64},
-    **{"data.source": "play:hamlet", "optim.warmup": 1},
+    **{"data.path": "FOLDER/text.txt", "optim.warmup": 1},
 }
-SETTINGS = [f"--set={key}={value}" for key, value in TRAINING.items()]
+SMALL = {"data.tokenizer": "chars", "model.n_layer": 1, "model.n_embd": 16, "model.n_head": 2, "model.n_positions": 16}
+SETTINGS, FROM_SCRATCH = ([f"--set={key}={value}" for key, value in each.items()] for each in (TRAINING, TRAINING | SMALL))
 PORT = """
 import gpt2
 def build():
@@ -89,6 +90,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "sitecustomize.py").write_text(ELSEWHERE)
     (folder / "port.py").write_text(PORT)
+    (folder / "text.txt").write_text("To be, or not to be, that is the question.\n" * 400)
     return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).parents[2]}", "FOLDER": str(folder)}
 
 
@@ -97,13 +99,10 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     [
         [["info"]],
         [["generate", "--max-new-tokens", "3", "--prompt", "O"]],
-        [["compare", "shakespeare-mini", "shakespeare-mini:bf16", "--tokens", "300"]],
+        [["compare", "shakespeare-mini", "shakespeare-mini:bf16", "--tokens", "64"]],
         pytest.param([["verify", "FOLDER/other"]], marks=pytest.mark.slow),
         [["diagnose", "FOLDER/port.py"]],
-        [
-            ["train", "shakespeare-mini", "--out", "FOLDER/run", *SETTINGS],
-            ["train", "shakespeare-mini", "--out", "FOLDER/run", *SETTINGS],
-        ],
+        [["train", "shakespeare-mini", "--out", "FOLDER/run", *FROM_SCRATCH]] * 2,
         [["train", "finetune-lora", "--init", "shakespeare-mini", "--out", "FOLDER/lora", *SETTINGS]],
     ],
     ids=["info", "generate", "compare", "verify", "diagnose", "train", "finetune"],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.random_models import TEXT, write_checkpoint
 
 import gpt2
 from gpt2.checkpoint.loading import load
@@ -15,30 +16,10 @@ from gpt2.cli.main import main
 from gpt2.comparison.pair import compare
 from gpt2.comparison.results import Comparison
 from gpt2.config import GPT2Config
-from gpt2.data.bpe import BPE, train_bpe
-from gpt2.errors import InputError
+from gpt2.data.bpe import train_bpe
 from gpt2.model import GPT2
 
-TEXT = "First Witch:\nWhen shall we three meet again\nIn thunder, lightning, or in rain?\n\n" * 20
 OTHER = "Enter GHOST. Who's there? Nay, answer me: stand, and unfold yourself. Long live the king!\n" * 20
-
-
-def write(folder: Path, seed: int = 0, tokenizer: BPE | None = None, **changes) -> Path:
-    tokenizer = tokenizer or train_bpe(TEXT, 300)
-    sizes = {
-        "n_positions": 32,
-        "n_embd": 48,
-        "n_layer": 2,
-        "n_head": 4,
-        "bos_token_id": tokenizer.eot,
-        "eos_token_id": tokenizer.eot,
-    }
-    torch.manual_seed(seed)
-    model = GPT2(GPT2Config(tokenizer.n_vocab, **{**sizes, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return gpt2.save(model, tokenizer, folder)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("base"))
+    return write_checkpoint(tmp_path_factory.mktemp("base"))
 
 
 def changed(base: Path, folder: Path, change) -> Path:
@@ -154,7 +135,7 @@ def test_two_implementations_of_one_model(base: Path, text: str, monkeypatch: py
 
 def test_another_size_shares_the_text_and_the_distributions(base: Path, text: str, tmp_path: Path) -> None:
     """Said before anything runs; weights cannot be subtracted, streams can be likened."""
-    found = run(base, write(tmp_path, n_embd=24, n_layer=3, n_head=2), text)
+    found = run(base, write_checkpoint(tmp_path, n_embd=24, n_layer=3, n_head=2), text)
     assert found.weights is None
     assert found.compatibility.impossible == {"weights": "the models differ in n_layer, n_embd, n_head, n_inner"}
     assert found.activations.points == ()
@@ -165,7 +146,7 @@ def test_another_size_shares_the_text_and_the_distributions(base: Path, text: st
 
 def test_another_vocabulary_leaves_bits_per_byte(base: Path, text: str, tmp_path: Path) -> None:
     """KL between distributions over different things would be a number without a meaning."""
-    found = run(base, write(tmp_path, tokenizer=train_bpe(OTHER, 290)), text)
+    found = run(base, write_checkpoint(tmp_path, tokenizer=train_bpe(OTHER, 290)), text)
     assert (found.distributions, found.activations, found.words) == (None, None, None)
     assert len(found.alone) == 2
     assert abs(found.alone[0].bytes - found.alone[1].bytes) <= 8  # the first token of each is not scored
@@ -232,37 +213,3 @@ def test_the_command(base: Path, text: str, tmp_path: Path, capsys: pytest.Captu
     assert json.loads((tmp_path / "out.json").read_text())["verdict"] == "different"
     assert main([*argv, "--json", "-"]) == 0
     json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize(
-    ("extra", "says"),
-    [
-        (["--tokens", "1"], "1 tokens are too few"),
-        (["--threshold", "nan"], "--threshold nan"),
-        (["--on", "/nowhere/text.txt"], "/nowhere/text.txt"),
-        (["--html", "-"], "--html -: only --json goes to stdout"),
-        (["--html", "/nowhere/x.html"], "--html /nowhere/x.html: cannot be written"),
-    ],
-)
-def test_mistakes_are_one_line(base: Path, extra: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", str(base), str(base), *extra]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1, told
-    assert says in told
-
-
-def test_no_such_model_is_reported_first(base: Path) -> None:
-    with pytest.raises(InputError, match="no such file or directory"):
-        compare(str(base), "./nowhere")
-    with pytest.raises(InputError, match="unknown model 'hf/'"):
-        compare(str(base), "hf/")
-
-
-def test_the_package_is_its_function(base: Path, text: str) -> None:
-    assert gpt2.compare(str(base), str(base), on=text, tokens=60).ok
-
-
-def test_vocabularies_that_cannot_be_one_are_refused(tmp_path: Path) -> None:
-    """Without a tokenizer nobody knows what an id means: cutting 50,257 logits to 2,048 gave a perplexity without meaning."""
-    with pytest.raises(InputError, match="vocabularies of 2,048 and 50,257 ids, and one has no tokenizer"):
-        compare("shakespeare-mini", "random:distilgpt2", tokens=64)

@@ -8,11 +8,19 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 KEYS = {"Tab": 9, "Enter": 13, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+
+
+def in_a_browser(test: Callable) -> Callable:
+    """Mark a test as slow, and skip it where there is no Chromium."""
+    return pytest.mark.slow(pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")(test))
 
 
 class Browser:

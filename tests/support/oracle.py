@@ -1,8 +1,10 @@
 """GPT-2 a second time, slowly: written from the papers' formulas and nothing else, for where no library can be the judge."""
 
 import math
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.config import GPT2Config
@@ -57,6 +59,28 @@ def oracle(weights: dict[str, Tensor], config: GPT2Config, ids: list[int]) -> Te
             stream[t] = stream[t] + affine(bent, f"{at}.mlp.c_proj")
     final = [norm(x, "ln_f") for x in stream]
     return torch.stack([(weights["wte.weight"] * x).sum(1) for x in final])
+
+
+def as_the_guide_does(logits_of: Callable[[Tensor], Tensor], ids: Tensor, context: int, stride: int) -> float:
+    """The loss of ``ids`` (T,) by the loop of Hugging Face's guide to perplexity: labels, masked but for the new ones.
+
+    The guide weighs each window by its labels less one. That is next to no difference, so this is the mean over scored tokens.
+    """
+    total = count = previous = 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + context, len(ids))
+        labels = ids[begin:end].clone()
+        labels[: previous - end] = -100
+        with torch.inference_mode():
+            logits = logits_of(ids[None, begin:end])[0]
+        scored = int((labels[1:] != -100).sum())
+        if scored:
+            loss = F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100).item()
+            total, count = total + loss * scored, count + scored
+        previous = end
+        if end == len(ids):
+            break
+    return total / count
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:

@@ -1,12 +1,20 @@
 """Models with random weights in which every parameter matters: no bias is 0, no norm's weight is 1."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import gpt2
 from gpt2.config import GPT2Config
+from gpt2.data.bpe import BPE, train_bpe
 from gpt2.model import GPT2
+
+TEXT = "First Witch:\nWhen shall we three meet again\nIn thunder, lightning, or in rain?\n\n" * 20
 
 
 def random_model(
@@ -28,3 +36,25 @@ def model_of(config: GPT2Config, weights: Mapping[str, Tensor]) -> GPT2:
     model = GPT2(config, initialise=False).to(weights["wte.weight"].dtype)
     model.load_state_dict(weights)
     return model.eval()
+
+
+def uneven_model(vocab: int, positions: int = 8, seed: int = 0) -> GPT2:
+    """A float64 model whose predictions are far from uniform, so that positions and context change them."""
+    torch.manual_seed(seed)
+    model = GPT2(GPT2Config(vocab, positions, 16, 2, 2))
+    for parameter in model.parameters():
+        parameter.data.mul_(6 if parameter.ndim > 1 else 1)
+    return model.double().eval()
+
+
+def write_checkpoint(folder: Path, tokenizer: BPE | None = None, seed: int = 0, **changes: Any) -> Path:
+    """Save a tiny model with random weights, and a tokenizer trained on :data:`TEXT` unless one is given."""
+    tokenizer = tokenizer or train_bpe(TEXT, 300)
+    eot = tokenizer.eot
+    sizes = {"n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 4, "bos_token_id": eot, "eos_token_id": eot}
+    torch.manual_seed(seed)
+    model = GPT2(GPT2Config(tokenizer.n_vocab, **{**sizes, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return gpt2.save(model, tokenizer, folder)
