@@ -1,18 +1,21 @@
 """Activations of two models walked side by side: what is found, where, and what it costs."""
 
 import math
-import threading
+import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
-from support.hf_layouts import TINY, weights
+from support.hf_layouts import TINY, official, weights
 from torch import Tensor
 
+from gpt2.checkpoint.loading import load
 from gpt2.comparison import activations as module
 from gpt2.comparison.activations import compare_activations
 from gpt2.config import GPT2Config
 from gpt2.measure.tracing import points, trace, trace_blocks
-from gpt2.model import GPT2, eager_attention_upcast
+from gpt2.model import GPT2
+from gpt2.parity.reference import load_reference
 
 
 def model(seed: int = 0, config: GPT2Config = TINY) -> GPT2:
@@ -22,35 +25,6 @@ def model(seed: int = 0, config: GPT2Config = TINY) -> GPT2:
 
 
 IDS = torch.randint(TINY.vocab_size, (1, 11), generator=torch.Generator().manual_seed(0))
-
-
-def test_a_block_at_a_time_is_the_whole_trace() -> None:
-    """A point emitted with the wrong block, twice, or not at all."""
-    ours = model()
-    whole = trace(ours, IDS)
-    blocks = list(trace_blocks(ours, IDS))
-    assert len(blocks) == TINY.n_layer + 2
-    assert [name for block in blocks for name in block] == points(TINY.n_layer) == list(whole)
-    assert all(torch.equal(block[name], whole[name]) for block in blocks for name in block)
-    assert list(blocks[1])[-1] == "h.0"
-    assert list(blocks[-1]) == ["ln_f", "logits"]
-
-
-def test_a_walk_given_up_leaves_nothing_behind() -> None:
-    """A thread that waits for ever, or hooks that stay on the model."""
-    ours, before = model(), threading.active_count()
-    walk = trace_blocks(ours, IDS)
-    next(walk)
-    next(walk)
-    walk.close()
-    assert threading.active_count() == before
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in ours.modules())
-    assert [len(block) for block in trace_blocks(ours, IDS)] == [3, 14, 14, 2]
-
-
-def test_what_a_model_raises_reaches_the_caller() -> None:
-    with pytest.raises(ValueError, match="do not fit the model's 16 positions"):
-        list(trace_blocks(model(), torch.zeros(1, 17, dtype=torch.int64)))
 
 
 def test_a_model_against_itself_is_exactly_zero() -> None:
@@ -92,34 +66,30 @@ def test_noise_is_located_where_it_was_put(parameter: str, point: str) -> None:
     """The first point past the threshold, in the order of computation."""
     b = model()
     with torch.no_grad():
-        tensor = b.get_parameter(parameter)
-        tensor.mul_(1.05)
+        b.get_parameter(parameter).mul_(1.05)
     found = compare_activations(model(), b, IDS, same_shape=True)
     assert found.first_past.point == point
-    before = [p for p in found.points if points(TINY.n_layer).index(p.point) < points(TINY.n_layer).index(point)]
+    before = found.points[: points(TINY.n_layer).index(point)]
     assert all(p.error == 0 for p in before)
     assert compare_activations(model(), b, IDS, same_shape=True, threshold=1e9).first_past is None
 
 
 def test_memory_is_one_block_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was compared must not be kept: for gpt2-xl all points of both are gigabytes."""
-    import weakref
+    seen: list[weakref.ref] = []
+    alive: list[int] = []
 
-    alive: list[weakref.ref] = []
-    most = 0
-    original = module._change
+    def watched(model: GPT2, ids: Tensor) -> Iterator[dict[str, Tensor]]:
+        for block in trace_blocks(model, ids):
+            seen.extend(map(weakref.ref, block.values()))
+            alive.append(sum(reference() is not None for reference in seen))
+            yield block
 
-    def counted(name: str, a: Tensor, b: Tensor):
-        nonlocal most
-        alive.extend((weakref.ref(a), weakref.ref(b)))
-        most = max(most, sum(ref() is not None for ref in alive))
-        return original(name, a, b)
-
-    monkeypatch.setattr(module, "_change", counted)
+    monkeypatch.setattr(module, "trace_blocks", watched)
     config = GPT2Config(vocab_size=61, n_positions=16, n_embd=12, n_layer=6, n_head=3, bos_token_id=None, eos_token_id=None)
     compare_activations(model(0, config), model(1, config), IDS, same_shape=True)
-    assert len(alive) == 2 * len(points(6))
-    assert most <= 2 * 14 * 2  # a block of each, and the next one on its way
+    assert len(seen) == 2 * len(points(6))
+    assert max(alive) <= 2 * 14 * 2  # a block of each, and the next one on its way
 
 
 def test_cka_by_its_formula_where_widths_differ() -> None:
@@ -140,21 +110,9 @@ def test_cka_by_its_formula_where_widths_differ() -> None:
 def test_transformers_is_walked_the_same_way(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """`hf/` on one side: the same points, in the same order, within rounding; its attention implementation stays as it was."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    from support.hf_layouts import official
-
-    from gpt2.checkpoint.loading import load
-    from gpt2.parity.reference import load_reference
-
     official(tmp_path)
     theirs = load_reference(tmp_path, torch.float64)
     found = compare_activations(load(str(tmp_path), dtype="f64"), theirs, IDS, same_shape=True)
     assert [point.point for point in found.points] == points(TINY.n_layer)
     assert max(point.error for point in found.points) < 1e-12
     assert theirs.config._attn_implementation == "sdpa"
-
-
-def test_an_upcast_attention_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracing switches the fused kernel for the readable path, and nothing else."""
-    ours = model().use_attention(eager_attention_upcast)
-    list(trace_blocks(ours, IDS))
-    assert all(block.attn.attend is eager_attention_upcast for block in ours.h)

@@ -6,15 +6,14 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.nn.functional as F
+from support.random_models import uneven_model
 from torch import Tensor
 
-from gpt2.config import GPT2Config
 from gpt2.data.bpe import train_bpe
 from gpt2.data.chars import Chars
 from gpt2.errors import InputError
 from gpt2.measure import last_words
 from gpt2.measure.last_words import last_words_change, score_last_words
-from gpt2.model import GPT2
 
 PASSAGES = (
     "the cat sat on the mat",
@@ -79,42 +78,13 @@ def test_a_word_is_wrong_where_one_of_its_tokens_is(tokenizer):
     assert found.perplexity.value == pytest.approx(math.exp(math.fsum(expected) / len(expected)), rel=1e-12)
 
 
-@pytest.mark.parametrize("tokenizer", [BPE, CHARS], ids=["bpe", "chars"])
-def test_an_indifferent_model_has_the_vocabulary_to_the_power_of_the_words_length(tokenizer):
-    """Perplexity is per word, not per token: divided by tokens this would be the vocabulary's size."""
-    found = score_last_words(
-        lambda ids: torch.zeros(*ids.shape, tokenizer.n_vocab, dtype=torch.float64), tokenizer, PASSAGES, context=64
-    )
-    lengths = [len(tokenizer.encode(p)) - len(tokenizer.encode(words_of(p)[0])) for p in PASSAGES]
-    assert found.perplexity.value == pytest.approx(tokenizer.n_vocab ** (sum(lengths) / len(lengths)), rel=1e-12)
-
-
-def test_a_table_of_bigrams_by_hand():
-    table = torch.randn(CHARS.n_vocab, CHARS.n_vocab, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = score_last_words(lambda ids: table[ids], CHARS, ["a cat", "to be"], context=64)
-    ids = {char: CHARS.encode(char)[0] for char in "a catobe"}
-    expected = []
-    for pairs in ((("a", " "), (" ", "c"), ("c", "a"), ("a", "t")), (("o", " "), (" ", "b"), ("b", "e"))):
-        rows = [(table[ids[before]].tolist(), ids[after]) for before, after in pairs]
-        expected.append(sum(math.log(sum(map(math.exp, row))) - row[after] for row, after in rows))
-    assert found.losses == pytest.approx(expected, rel=1e-12)
-
-
-def tiny(vocab: int) -> GPT2:
-    torch.manual_seed(0)
-    model = GPT2(GPT2Config(vocab, 64, 16, 2, 2))
-    for parameter in model.parameters():
-        parameter.data.mul_(6 if parameter.ndim > 1 else 1)
-    return model.double().eval()
-
-
 @pytest.mark.parametrize("context", [64, 12])
 @pytest.mark.parametrize("batch", [1, 40, 1024])
 @pytest.mark.parametrize("tokenizer", [BPE, CHARS], ids=["bpe", "chars"])
 def test_in_any_batch_and_cut_from_the_left(tokenizer, batch, context, monkeypatch):
     """A padded row that sees its padding, a passage cut at its end, positions off by one: against one passage at a time."""
     monkeypatch.setattr(last_words, "BATCH", batch)
-    model = tiny(tokenizer.n_vocab)
+    model = uneven_model(tokenizer.n_vocab, 64)
     told, cut = [], []
 
     def bounded(ids: Tensor) -> Tensor:
@@ -141,23 +111,23 @@ def test_a_single_word_is_predicted_from_end_of_text():
     """lm-evaluation-harness's prefix token; without one there is nothing to predict from."""
     vocab = {token: i for token, i in BPE.vocab.items() if token not in BPE.special_tokens}
     ended = type(BPE)(vocab | {"<|endoftext|>": len(vocab)}, BPE.merges)
-    model = tiny(ended.n_vocab)
+    model = uneven_model(ended.n_vocab, 64)
     found = score_last_words(model, ended, ["question"], context=64)
     ids = [ended.eot, *ended.encode(" question")]
     with torch.inference_mode():
         logits = model(torch.tensor([ids[:-1]]))[0]
     assert found.losses[0] == pytest.approx(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item(), rel=1e-10)
     with pytest.raises(InputError, match=r"^passage 1 is the single word 'mat'; give passages of two words or more$"):
-        score_last_words(tiny(CHARS.n_vocab), CHARS, ["the mat", "mat"], context=64)
+        score_last_words(uneven_model(CHARS.n_vocab, 64), CHARS, ["the mat", "mat"], context=64)
 
 
 def test_what_cannot_be_scored():
     with pytest.raises(InputError, match="no passages"):
-        score_last_words(tiny(CHARS.n_vocab), CHARS, [], context=64)
+        score_last_words(uneven_model(CHARS.n_vocab, 64), CHARS, [], context=64)
     with pytest.raises(
         InputError, match=r"^passage 0: its last word 'question' is 9 tokens, not 1 .. 8; leave this passage out$"
     ):
-        score_last_words(tiny(CHARS.n_vocab), CHARS, ["the question"], context=8)
+        score_last_words(uneven_model(CHARS.n_vocab, 64), CHARS, ["the question"], context=8)
 
 
 def test_two_models_are_compared_passage_by_passage():

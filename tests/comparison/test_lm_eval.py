@@ -24,60 +24,47 @@ pytestmark = [
     pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm_eval is not installed: pip install gpt2-toolkit[eval]"),
 ]
 
-TASK = """\
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-test_split: test
-metadata: {{version: 1}}
-"""
+ROOT = Path(__file__).parents[2]
+
+
+def measured(metric: str, aggregation: str = "mean", higher_is_better: bool = True) -> dict:
+    return {"metric": metric, "aggregation": aggregation, "higher_is_better": higher_is_better}
+
+
+def generated(until: list[str], length: int) -> dict:
+    prompt = {"output_type": "generate_until", "doc_to_text": "{{prompt}}", "doc_to_target": "{{answer}}"}
+    settings = {"until": until, "max_gen_toks": length}
+    return {**prompt, "generation_kwargs": settings, "metric_list": [measured("exact_match")]}
+
+
 TASKS = {
-    # lm_eval's own lambada_openai, but for where the passages are
-    "last_word": """\
-output_type: loglikelihood
-doc_to_text: "{{text.split(' ')[:-1]|join(' ')}}"
-doc_to_target: "{{' '+text.split(' ')[-1]}}"
-metric_list:
-  - {metric: perplexity, aggregation: perplexity, higher_is_better: false}
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-""",
-    "choice": """\
-output_type: multiple_choice
-doc_to_text: "{{prompt}}"
-doc_to_target: gold
-doc_to_choice: choices
-metric_list:
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
-""",
-    "rolling": """\
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list:
-  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
-  - {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}
-""",
-    "go_on": """\
-output_type: generate_until
-doc_to_text: "{{prompt}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["\\n\\n", "king"], max_gen_toks: 40}
-metric_list:
-  - {metric: exact_match, aggregation: mean, higher_is_better: true}
-""",
-    # lm_eval asks for both in one call, and their settings are not to be mixed
-    "one_line": """\
-output_type: generate_until
-doc_to_text: "{{prompt}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["\\n"], max_gen_toks: 9}
-metric_list:
-  - {metric: exact_match, aggregation: mean, higher_is_better: true}
-""",
+    "last_word": {  # lm_eval's own lambada_openai, with other passages
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{text.split(' ')[:-1]|join(' ')}}",
+        "doc_to_target": "{{' '+text.split(' ')[-1]}}",
+        "metric_list": [measured("perplexity", "perplexity", False), measured("acc")],
+    },
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "gold",
+        "doc_to_choice": "choices",
+        "metric_list": [measured("acc"), measured("acc_norm")],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [
+            measured("word_perplexity", "weighted_perplexity", False),
+            measured("bits_per_byte", "bits_per_byte", False),
+        ],
+    },
+    # lm_eval asks for both in one call, and must not mix their settings
+    "go_on": generated(["\n\n", "king"], 40),
+    "one_line": generated(["\n"], 9),
 }
+PAIRS = pytest.mark.parametrize("pair", [(0, 1), (3, 2)], ids=["as it is", "batches, short context, ends"])
 
 # Every task through each model, in float64, so that what is left of a difference is no rounding; metrics and answers as JSON.
 SCRIPT = """
@@ -99,8 +86,8 @@ for model, args, batch_size in models:
     )
     metrics = {
         f"{task} {name.removesuffix(',none')}": float(value)
-        for task, told in results["results"].items()
-        for name, value in told.items()
+        for task, values in results["results"].items()
+        for name, value in values.items()
         if name.endswith(",none") and "_stderr" not in name
     }
     answers = {t: [sample["resps"] for sample in s] for t, s in results["samples"].items()}
@@ -109,10 +96,12 @@ json.dump(found, open(out, "w"))
 """
 
 
-def environ(home: Path) -> dict[str, str]:
+def run(arguments: list[str], home: Path) -> subprocess.CompletedProcess:
+    """Python in a process of its own, offline, that keeps its settings and caches in ``home``."""
     quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
     places = {"HOME": str(home), "HF_HOME": str(home / "hf"), "XDG_CACHE_HOME": str(home / "cache")}
-    return os.environ | quiet | places | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environ = os.environ | quiet | places | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=900, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +139,9 @@ def folder(tmp_path_factory):
     for name, task in TASKS.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
-        (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=data) + task)
+        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+        whole = {"task": name, **source, "metadata": {"version": 1}, **task}
+        (folder / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML
     return folder
 
 
@@ -164,18 +155,14 @@ def results(folder, tmp_path_factory):
         ("gpt2-toolkit", f"pretrained={folder / 'curt'}:float64,max_length=100", "auto"),
         ("hf", f"pretrained={folder / 'curt'},dtype=float64,max_length=100", 4),
     ]
-    asked = json.dumps(dict.fromkeys(TASKS, str(folder))), json.dumps(models)
-    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    entries = json.dumps(declared["project"]["entry-points"]["lm_eval.models"])
-    command = [sys.executable, "-c", SCRIPT, *asked, str(out), entries]
-    done = subprocess.run(
-        command, env=environ(tmp_path_factory.mktemp("home")), capture_output=True, text=True, timeout=900, check=False
-    )
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lm_eval.models"]
+    arguments = json.dumps(dict.fromkeys(TASKS, str(folder))), json.dumps(models), str(out), json.dumps(declared)
+    done = run(["-c", SCRIPT, *arguments], tmp_path_factory.mktemp("home"))
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("pair", [(0, 1), (3, 2)], ids=["as it is", "batches, short context, ends"])
+@PAIRS
 def test_the_numbers_are_those_of_the_hf_model(results, pair):
     """A prefix token forgotten, windows that overlap otherwise, a cut at the wrong end: each moves one of these numbers."""
     theirs, ours = (results[i] for i in pair)
@@ -186,7 +173,7 @@ def test_the_numbers_are_those_of_the_hf_model(results, pair):
     assert 0 < ours["metrics"]["last_word acc"] < 1
 
 
-@pytest.mark.parametrize("pair", [(0, 1), (3, 2)], ids=["as it is", "batches, short context, ends"])
+@PAIRS
 def test_every_answer_is_that_of_the_hf_model(results, pair):
     """Equal means may hide unequal answers."""
     theirs, ours = (results[i]["answers"] for i in pair)
@@ -231,8 +218,7 @@ def test_last_words_are_scored_as_lm_eval_scores_them(results, folder):
 def test_the_command(folder, tmp_path):
     """lm_eval's own, with our models; it asks for a GPU unless told otherwise, and this machine may have none."""
     args = ["--model", "gpt2-toolkit", "--model_args", "pretrained=shakespeare-mini", "--tasks", "rolling"]
-    command = [sys.executable, "-m", "gpt2.comparison.lm_eval_adapter", *args, "--include_path", str(folder)]
-    done = subprocess.run(command, env=environ(tmp_path), capture_output=True, text=True, timeout=900, check=False)
+    done = run(["-m", "gpt2.comparison.lm_eval_adapter", *args, "--include_path", str(folder)], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "|bits_per_byte  |" in done.stdout
 
@@ -274,24 +260,19 @@ lm_eval_adapter.main()
 
 
 def test_mistakes_are_one_line(tmp_path):
-    characters = Chars.from_text("abc")
-    gpt2.save(gpt2.GPT2(gpt2.GPT2Config(3, 8, 4, 1, 1)), characters, tmp_path / "chars")
-    command = [sys.executable, "-c", MISTAKES, str(tmp_path / "chars")]
-    done = subprocess.run(command, env=environ(tmp_path), capture_output=True, text=True, timeout=900, check=False)
+    gpt2.save(gpt2.GPT2(gpt2.GPT2Config(3, 8, 4, 1, 1)), Chars.from_text("abc"), tmp_path / "chars")
+    done = run(["-c", MISTAKES, str(tmp_path / "chars")], tmp_path)
     assert done.returncode == 2
-    for line, says in zip(
-        done.stdout.splitlines(),
-        [
-            "max_length 257 is not within the model's 1 .. 256 positions",
-            "batch_size 0: give 1 or more, or auto",
-            "random:gpt2: random weights come without a tokenizer",
-            "generation option 'num_beams' is not supported",
-            "256 new tokens leave no room for a prompt in 256; give --gen_kwargs max_gen_toks=128",
-            "tokens leaves no room for its context; shorten the continuation",
-            "this vocabulary has no end-of-text token to put before a text; give prefix_token_id=N",
-        ],
-        strict=True,
-    ):
+    expected = [
+        "max_length 257 is not within the model's 1 .. 256 positions",
+        "batch_size 0: give 1 or more, or auto",
+        "random:gpt2: random weights come without a tokenizer",
+        "generation option 'num_beams' is not supported",
+        "256 new tokens leave no room for a prompt in 256; give --gen_kwargs max_gen_toks=128",
+        "tokens leaves no room for its context; shorten the continuation",
+        "this vocabulary has no end-of-text token to put before a text; give prefix_token_id=N",
+    ]
+    for line, says in zip(done.stdout.splitlines(), expected, strict=True):
         assert says in line
     assert done.stderr.splitlines()[-1].startswith("gpt2: unknown model 'shakespeare-mni' (did you mean shakespeare-mini?)")
     assert "Traceback" not in done.stderr

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpt2.comparison import weights as module
-from gpt2.comparison.weights import compare_weights, effective_rank, singular_values, ulps
+from gpt2.comparison.weights import compare_weights, ulps
 
 
 def one(a: Tensor, b: Tensor):
@@ -112,19 +112,6 @@ def test_rounding_to_the_coarser_dtype_is_no_step() -> None:
     found = one(a, a.bfloat16())
     assert found.ulp_max == 0
     assert 1e-3 < found.distance < 3e-3
-
-
-def test_singular_values_are_the_svds() -> None:
-    for shape in ((20, 31), (31, 20), (1, 5), (6, 6)):
-        a, b = draw(*shape, seed=1), draw(*shape, seed=2)
-        expected = torch.linalg.svdvals(b.double() - a.double())
-        torch.testing.assert_close(singular_values(a, b), expected, rtol=1e-7, atol=1e-7)
-
-
-def test_effective_rank_by_its_definition() -> None:
-    assert effective_rank(torch.tensor([3.0, 0.0, 0.0])) == pytest.approx(1)
-    assert effective_rank(torch.ones(5)) == pytest.approx(5)
-    assert effective_rank(torch.zeros(5)) == 0
 
 
 def test_nan_is_no_equality() -> None:

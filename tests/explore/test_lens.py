@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import math
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
+from support.pages import ATTACK, Parts, assert_whole_by_itself
 
 import gpt2
 from gpt2.comparison.words import Choice
@@ -26,7 +25,6 @@ from gpt2.measure.windows import Windows
 from gpt2.model import eager_attention
 
 TEXT = "JULIET:\nO Romeo, Romeo! wherefore art"
-ATTACK = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\'"&'
 
 
 @pytest.fixture(scope="module")
@@ -145,26 +143,12 @@ def test_the_page_carries_the_same_figures(found: Exploration) -> None:
     assert rank == reading.rank
 
 
-class Parts(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value for name, value in attributes if name in ("src", "href", "action") or name.startswith("on")]
-
-
 def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Exploration) -> None:
     """It is mailed around and opened on a train."""
     text = page(found)
     assert text == page(found)
-    assert Parts(text).links == ["data:,"]
-    assert not re.search(r"url\(|@import|https?:", text)
-    script = text[text.rindex("<script>") + 8 : text.rindex("</script>")]
-    assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in text  # or the policy forbids our own
+    assert_whole_by_itself(text)
+    assert not re.search(r"url\(|https?:", text)
     assert "<form" not in text
     assert "<form" in page(found, served=True)
 
