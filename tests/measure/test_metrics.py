@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from support.random_models import uneven_model
 
-from gpt2.config import GPT2Config
 from gpt2.data.bpe import train_bpe
 from gpt2.data.chars import Chars
 from gpt2.errors import InputError
@@ -30,17 +30,9 @@ NAN, INF = math.nan, math.inf
 TEXT = "Now is the winter of our discontent\nMade glorious summer by this sun of York;\n" * 3 + "– café 😀\n"
 
 
-def tiny(vocab: int = 13, positions: int = 8) -> GPT2:
-    torch.manual_seed(0)
-    model = GPT2(GPT2Config(vocab, positions, 16, 2, 2))
-    for parameter in model.parameters():
-        parameter.data.mul_(6 if parameter.ndim > 1 else 1)  # far from uniform, so that positions and context matter
-    return model.double().eval()
-
-
 def uniform(vocab: int) -> GPT2:
     """A model that prefers nothing: every logit is zero."""
-    model = tiny(vocab)
+    model = uneven_model(vocab)
     model.ln_f.weight.data.zero_()
     model.ln_f.bias.data.zero_()
     return model
@@ -191,7 +183,7 @@ def brute_force(model: GPT2, ids: torch.Tensor, context: int, stride: int) -> fl
 @pytest.mark.parametrize("length", [2, 5, 9, 10, 17, 61])
 def test_language_score_equals_a_loop_over_tokens(ids, context, stride, length, batch_size):
     """Tokens skipped at a window's edge, counted twice where windows overlap, or a short tail weighed as a full window."""
-    model = tiny()
+    model = uneven_model(13)
     score = language_score(model, ids[:length], torch.full((13,), 2), Windows(context, stride), batch_size=batch_size)
     assert score.loss == pytest.approx(brute_force(model, ids[:length], context, stride), rel=1e-12)
     assert (score.tokens, score.bytes) == (length - 1, 2 * (length - 1))
@@ -220,7 +212,7 @@ def test_windows_score_every_token_but_the_first_once(context, stride):
 
 
 def test_a_callable_is_scored_as_the_model_is(ids):
-    model, lengths = tiny(), torch.arange(13)
+    model, lengths = uneven_model(13), torch.arange(13)
     expected = language_score(model, ids, lengths, Windows(8, 3))
     assert language_score(lambda inputs: model(inputs), ids, lengths, Windows(8, 3)) == expected
     with pytest.raises(InputError, match="context 0: a token is predicted from at least 1"):
@@ -229,7 +221,7 @@ def test_a_callable_is_scored_as_the_model_is(ids):
 
 def test_a_padded_vocabulary_is_cut_before_it_is_normalised(ids):
     """Perplexity over 50,304 entries of which 47 are padding is not the tokenizer's."""
-    model, lengths = tiny(), torch.arange(13)
+    model, lengths = uneven_model(13), torch.arange(13)
     expected = language_score(model, ids, lengths, Windows(8))
     padded = lambda inputs: F.pad(model(inputs), (0, 3), value=40.0)  # noqa: E731
     assert language_score(padded, ids, lengths, Windows(8), vocab=13) == expected
@@ -240,19 +232,11 @@ def test_a_padded_vocabulary_is_cut_before_it_is_normalised(ids):
 
 def test_more_overlap_is_more_context(ids):
     """A control of the above: the protocols give different numbers, so a perplexity without one is not a number."""
-    model = tiny()
+    model = uneven_model(13)
     scores = {s: language_score(model, ids, torch.ones(13).long(), Windows(8, s)).loss for s in (1, 4, 8)}
     assert len(set(scores.values())) == 3
     default = language_score(model, ids, torch.ones(13).long(), Windows(8))
     assert (default.loss, default.stride) == (scores[8], 8)
-
-
-def test_a_model_that_prefers_nothing_has_the_vocabularys_size_as_perplexity(ids):
-    """A mean over windows instead of tokens, bits for nats, a base forgotten: each moves this number, and it has one answer."""
-    score = language_score(uniform(13), ids, torch.full((13,), 4), Windows(8))
-    assert score.perplexity == pytest.approx(13, rel=1e-12)
-    assert score.loss == pytest.approx(math.log(13), rel=1e-12)
-    assert score.bits_per_byte == pytest.approx(math.log2(13) / 4, rel=1e-12)
 
 
 def test_bits_per_byte_of_characters_and_bpe_compare():
@@ -264,13 +248,12 @@ def test_bits_per_byte_of_characters_and_bpe_compare():
         first = len(tokenizer.token_bytes(int(tokens[0])))
         assert score.bytes == len(TEXT.encode()) - first  # not characters: the dash alone is three
         whole = math.log2(tokenizer.n_vocab) * (len(tokens) - 1)
+        assert score.perplexity == pytest.approx(tokenizer.n_vocab, rel=1e-12)
         assert score.bits_per_byte == pytest.approx(whole / (len(TEXT.encode()) - first), rel=1e-12)
-    one = Chars.from_text(TEXT)
-    assert language_score(uniform(one.n_vocab), torch.tensor(one.encode("eee")), torch.ones(one.n_vocab).long(), Windows(8))
 
 
 def test_dropout_is_off_while_scoring_and_the_mode_is_put_back(ids):
-    model = tiny()
+    model = uneven_model(13)
     expected = language_score(model, ids, torch.ones(13).long(), Windows(8)).loss
     for block in model.h:
         block.mlp.resid_dropout.p = 0.5
@@ -298,7 +281,7 @@ def test_dropout_is_off_while_scoring_and_the_mode_is_put_back(ids):
 def test_protocols_that_skip_tokens_are_refused(ids, length, context, stride, says):
     """A stride beyond the context used to read losses from the wrong end of a window."""
     with pytest.raises(InputError, match=says):
-        language_score(tiny(), ids[:length], torch.ones(13).long(), Windows(context, stride))
+        language_score(uneven_model(13), ids[:length], torch.ones(13).long(), Windows(context, stride))
 
 
 def test_a_hopeless_loss_is_an_infinite_perplexity_not_an_error():

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 import zipfile
@@ -11,18 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
+from support.commands import refusal
 from support.hub_standin import HubStandIn
+from support.oracle import as_the_guide_does
+from support.random_models import uneven_model
 
-from gpt2.config import GPT2Config
 from gpt2.data import shakespeare
-from gpt2.data.chars import Chars
 from gpt2.errors import InputError
 from gpt2.measure import texts
 from gpt2.measure.metrics import language_score
 from gpt2.measure.texts import LAMBADA, WIKITEXT2, open_text
 from gpt2.measure.windows import Windows
-from gpt2.model import GPT2
 from gpt2.train.recipe import read
 
 WIKI = " \n = Robert = \n \n Robert is a film , television 8 @,@ 600 actor . \n She said : é \n"
@@ -55,17 +55,16 @@ def test_the_default_needs_no_network():
     text = open_text(offline=True)
     assert text == open_text("twelfth-night")
     assert (text.name, len(text.text), text.passages) == ("twelfth-night", 110_828, ())
+    assert text.text == shakespeare.play("twelfth-night") == open_text("plays:play=twelfth-night").text
     assert text.sha256 == hashlib.sha256(text.text.encode()).hexdigest()
     assert (text.protocol.context, text.protocol.stride, text.protocol.guide) == (None, None, False)
     assert text.protocol.description == "every token but the first; the text as it stands"
-
-
-def test_the_default_is_held_out():
-    """A default that the embedded model, or the recipe to fine-tune it, was trained on would flatter one of the two."""
-    assert open_text().text == shakespeare.play("twelfth-night") == open_text("plays:play=twelfth-night").text
-    assert open_text("macbeth").text == shakespeare.play("macbeth")
     assert "twelfth-night" in shakespeare.HELD_OUT
     assert "twelfth-night" not in read("finetune-shakespeare").data.source
+
+
+def test_plays_by_name():
+    assert open_text("macbeth").text == shakespeare.play("macbeth")
     assert open_text("plays").text == shakespeare.held_out_text()
 
 
@@ -154,10 +153,7 @@ def test_offline_makes_no_request(monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        (
-            "wikitex2",
-            r"^no text 'wikitex2' \(did you mean wikitext2\?\): give a text file, - for stdin, or twelfth-night,",
-        ),
+        ("wikitex2", r"^no text 'wikitex2' \(did you mean wikitext2\?\): give a text file, - for stdin, or twelfth-night,"),
         ("LAMBADA", r"did you mean lambada\?"),
         ("mine.text", r"did you mean mine.txt\?"),
         ("./mine.text", r"did you mean mine.txt\?"),
@@ -197,9 +193,7 @@ def test_what_cannot_be_opened_is_one_line(spec, says):
     Path("latin.txt").write_bytes("café".encode("latin-1"))
     Path("nul.txt").write_bytes(b"a\0b")
     Path("folder").mkdir()
-    with pytest.raises(InputError, match=says) as caught:
-        open_text(spec, offline=True)
-    assert "\n" not in str(caught.value)
+    assert re.search(says, refusal(open_text, spec, offline=True))
 
 
 def test_without_the_extra_the_plays_say_how_to_get_them(monkeypatch):
@@ -214,18 +208,17 @@ def test_without_the_extra_the_plays_say_how_to_get_them(monkeypatch):
 
 # The client reads its environment once, at import: one process for all cases. The real commits and paths, made contents.
 SCRIPT = """
-import dataclasses, json, sys, time
+import dataclasses, json, sys
 from gpt2.measure import texts
 pins = json.loads(sys.argv[1])
 texts.WIKITEXT2 = dataclasses.replace(texts.WIKITEXT2, **pins["wikitext2"])
 texts.LAMBADA = dataclasses.replace(texts.LAMBADA, **pins["lambada"])
 for case in json.loads(sys.argv[2]):
-    start = time.monotonic()
     try:
-        told = dataclasses.asdict(texts.open_text(**case))
+        found = dataclasses.asdict(texts.open_text(**case))
     except Exception as error:
-        told = dict(error=type(error).__name__, message=str(error))
-    print(json.dumps(told | dict(seconds=time.monotonic() - start)))
+        found = dict(error=type(error).__name__, message=str(error))
+    print(json.dumps(found))
 """
 
 
@@ -290,7 +283,7 @@ def test_wikitext_and_lambada_from_the_hub(hub, tmp_path):
     assert tuple(lambada["passages"]) == PASSAGES
     assert two["passages"] == list(PASSAGES[:2])
     assert lambada["text"] == "\n\n".join(PASSAGES)
-    assert {**warm, "seconds": 0} == {**lambada, "seconds": 0}
+    assert warm == lambada
     downloads = [request.path for request in hub.requests if "/resolve/" in request.path]
     assert downloads == [
         f"/datasets/ggml-org/ci/resolve/{WIKITEXT2.commit}/{WIKITEXT2.path}",
@@ -320,10 +313,11 @@ def test_a_damaged_download_is_never_scored(hub, tmp_path):
     assert tuple(mended["passages"]) == PASSAGES
 
 
-def test_no_hub_is_said_within_seconds(hub, tmp_path):
-    """The client alone tries a dead server for 23 seconds."""
+def test_no_hub_is_said_after_few_requests(hub, tmp_path):
+    """The client alone asks a broken server for 23 seconds."""
     hub.outage = 503
     [down] = hub.open(tmp_path / "home", "lambada")
+    assert len(hub.requests) <= 3
     hub.outage = None
     hub.repos[f"datasets/{LAMBADA.repo}"].commits.clear()
     [gone] = hub.open(tmp_path / "home", "lambada")
@@ -332,7 +326,6 @@ def test_no_hub_is_said_within_seconds(hub, tmp_path):
     [nonsense] = hub.open(tmp_path / "home", "wikitext2", HF_ENDPOINT="http://[")
     for result in (down, gone, dead, nonsense):
         assert result["error"] == "InputError"
-        assert result["seconds"] < 5
     assert "cannot reach the Hub" in down["message"]
     assert "put it at" in dead["message"]
     assert LAMBADA.commit in gone["message"]
@@ -342,96 +335,24 @@ def test_no_hub_is_said_within_seconds(hub, tmp_path):
 # ---- protocols -------------------------------------------------------------------------------------------------------
 
 
-def tiny(vocab: int, positions: int) -> GPT2:
-    torch.manual_seed(0)
-    model = GPT2(GPT2Config(vocab, positions, 16, 2, 2))
-    for parameter in model.parameters():
-        parameter.data.mul_(6 if parameter.ndim > 1 else 1)
-    return model.double().eval()
-
-
-def as_the_guide_does(model: GPT2, ids: torch.Tensor, context: int, stride: int) -> tuple[float, float]:
-    """Hugging Face's loop in its own terms: labels, masked but for the new ones, shifted inside the model.
-
-    Returns the mean over scored tokens, and the guide's own, which weighs each window by its labels less one.
-    """
-    total = weighted = count = weights = previous = 0
-    for begin in range(0, len(ids), stride):
-        end = min(begin + context, len(ids))
-        new = end - previous
-        labels = ids[begin:end].clone()
-        labels[:-new] = -100
-        with torch.inference_mode():
-            logits = model(ids[None, begin:end])[0]
-        scored = int((labels[1:] != -100).sum())
-        if scored:
-            loss = F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100).item()
-            total, count = total + loss * scored, count + scored
-            weighted, weights = weighted + loss * (new - 1), weights + new - 1
-        previous = end
-        if end == len(ids):
-            break
-    return total / count, weighted / weights
-
-
 @pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 4), (8, 3), (8, 1), (2, 1), (2, 2), (5, 2)])
 @pytest.mark.parametrize("length", [2, 7, 8, 9, 16, 17, 18, 61])
 def test_the_guides_windows(context, stride, length):
     """A context that does not count the scored token, a token scored at a seam, a last window that reaches back: 29.94 is not
     reached by any of them."""
     ids = torch.randint(13, (length,), generator=torch.Generator().manual_seed(4))
-    model = tiny(13, 8)
+    model = uneven_model(13)
     score = language_score(model, ids, torch.ones(13).long(), Windows(context, stride, guide=True))
-    mine, theirs = as_the_guide_does(model, ids, context, stride)
     assert all(window.start <= window.first < window.end for window in Windows(context, stride, guide=True).of(length))
-    assert score.loss == pytest.approx(mine, rel=1e-12)
-    if stride == context:
-        assert score.loss == pytest.approx(theirs, rel=1e-12)
-        assert score.tokens == length - math.ceil(length / context)
-    else:
-        assert score.tokens == length - 1
-
-
-def test_the_guides_own_weights_make_next_to_no_difference():
-    """Where windows overlap, its code weighs a window of 512 new tokens by 511. That moves all but the first and last alike,
-    so the mean over tokens, which is what is computed here, is the guide's to five digits on WikiText-2."""
-    ids = torch.randint(13, (4000,), generator=torch.Generator().manual_seed(4))
-    mine, theirs = as_the_guide_does(tiny(13, 32), ids, 32, 16)
-    assert mine == pytest.approx(theirs, rel=2e-3)
-    assert mine != theirs
+    assert score.loss == pytest.approx(as_the_guide_does(model, ids, context, stride), rel=1e-12)
+    assert score.tokens == length - (math.ceil(length / context) if stride == context else 1)
 
 
 def test_the_guide_differs_from_our_own_windows():
     """The control: were the two one protocol, the name of it would mean nothing."""
     ids = torch.randint(13, (61,), generator=torch.Generator().manual_seed(4))
-    model, lengths = tiny(13, 8), torch.ones(13).long()
-    assert (
-        language_score(model, ids, lengths, Windows(8)).loss != language_score(model, ids, lengths, Windows(8, guide=True)).loss
-    )
+    model, lengths = uneven_model(13), torch.ones(13).long()
+    losses = {language_score(model, ids, lengths, Windows(8, guide=guide)).loss for guide in (False, True)}
+    assert len(losses) == 2
     with pytest.raises(InputError, match="context 1: a token is predicted from at least 1; give 2 or more"):
         next(Windows(1, guide=True).of(9))
-
-
-@pytest.mark.parametrize("options", ["", ":stride=3", ":context=8,stride=5", ":context=6"])
-def test_made_texts_have_the_perplexity_that_they_were_made_to_have(options):
-    """A uniform model scores exactly its vocabulary; a table of bigrams what a loop over the text adds up."""
-    Path("made.txt").write_text(JOINED)
-    text = open_text(f"made.txt{options}")
-    tokenizer = Chars.from_text(text.text)
-    ids, vocab = torch.tensor(tokenizer.encode(text.text)), tokenizer.n_vocab
-    table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    lengths = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(vocab)])
-    for guide in (False, True):
-        context, stride = text.protocol.context or 8, text.protocol.stride
-        windows = Windows(context, stride, guide)
-        uniform = language_score(lambda ids: torch.zeros(*ids.shape, vocab, dtype=torch.float64), ids, lengths, windows)
-        assert uniform.perplexity == pytest.approx(vocab, rel=1e-12)
-        bigrams = language_score(lambda ids: table[ids], ids, lengths, windows)
-        skipped = range(context, len(ids), context) if guide and stride in (None, context) else ()
-        expected = [
-            math.log(sum(math.exp(x) for x in table[ids[i - 1]].tolist())) - table[ids[i - 1], ids[i]].item()
-            for i in range(1, len(ids))
-            if i not in skipped
-        ]
-        assert bigrams.loss == pytest.approx(math.fsum(expected) / len(expected), rel=1e-12)
-        assert bigrams.tokens == len(expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -70,20 +69,3 @@ def test_samples_read_like_drama() -> None:
     assert sum(word in known for word in words) / len(words) > 0.9
     assert len(re.findall(r"^[A-Z][A-Za-z ]+:$", text, re.MULTILINE)) >= 16
     assert len(text.splitlines()) > 8 * 10
-
-
-def test_transformers_opens_it_unedited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exact HF layout means that nobody needs this package to use the model."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer, model = AutoTokenizer.from_pretrained(FOLDER), AutoModelForCausalLM.from_pretrained(FOLDER).eval()
-    ids = tokenizer("ROMEO:\nBut soft", return_tensors="pt")["input_ids"]
-    assert ids[0].tolist() == gpt2.load_tokenizer().encode("ROMEO:\nBut soft")
-    with torch.no_grad():
-        torch.testing.assert_close(gpt2.load()(ids), model(ids).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_paths_are_those_of_the_package() -> None:
-    """Embedded means inside the package, wherever that is installed."""
-    assert Path(gpt2.__file__).parent / "assets" / "shakespeare-mini" == FOLDER

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from support.official_repositories import small_files
+from support.oracle import as_the_guide_does
+from support.random_models import TEXT, write_checkpoint
 
-import gpt2
 from gpt2.checkpoint import official_files
 from gpt2.checkpoint.checkpoint import open_path, random_model
 from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.names import OFFICIAL, RandomWeights
 from gpt2.cli.main import main
-from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
-from gpt2.data.bpe import BPE, train_bpe
+from gpt2.data.bpe import BPE
 from gpt2.errors import InputError
 from gpt2.measure.texts import GUIDE, LAST_WORD, RUNNING, Protocol, Text
-from gpt2.model import GPT2
 from gpt2.parity import record as records
 from gpt2.parity import reference, run
 from gpt2.parity.record import AdamW, Kind, Record, Setup, Source, compute, parse, public_record
 
-TEXT = "First Witch:\nWhen shall we three meet again\nIn thunder, lightning, or in rain?\n\n" * 20
 PASSAGES = ("when shall we three meet again", "in thunder, lightning, or in rain", "fair is foul and foul is fair")
 SOURCES = [Source(f"someone/{name}", f"https://example.org/{name}") for name in "abc"]
 
@@ -44,19 +46,6 @@ def texts(spec: str | None, *, offline: bool = False) -> Text:
     return Text(str(spec), "here", TEXT, "", forms[spec], PASSAGES if spec == "lambada" else ())
 
 
-def write_checkpoint(folder: Path) -> Path:
-    """A tiny checkpoint of random weights, biases and norms included, with a tokenizer of its own."""
-    tokenizer = train_bpe(TEXT, 300)
-    torch.manual_seed(0)
-    eot = tokenizer.eot
-    sizes = {"n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 4, "bos_token_id": eot, "eos_token_id": eot}
-    model = GPT2(GPT2Config(tokenizer.n_vocab, **sizes))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return gpt2.save(model, tokenizer, folder)
-
-
 def stand_in(folder: Path, tokenizer: Tokenizer, *, length: int = 12, steps: int = 4) -> tuple[Record, ...]:
     """A record of every kind, as transformers and loops over it give the numbers; none of our model's code is used."""
     model = reference.load_reference(folder, torch.float32)
@@ -69,7 +58,8 @@ def stand_in(folder: Path, tokenizer: Tokenizer, *, length: int = 12, steps: int
     losses = -logp[:-1].gather(1, torch.tensor(ids[1:])[:, None])
     greedy = reference.reference_generate(model, torch.tensor([ids]), 8, use_cache=True)[0, len(ids) :].tolist()
     added = reference.reference_generate(model, torch.tensor([tokenizer.encode("When shall")]), 5, use_cache=True)[0].tolist()
-    guided = perplexity(model, tokenizer, n_positions)
+    loss = as_the_guide_does(lambda ids: model(ids).logits, torch.tensor(tokenizer.encode(TEXT)), n_positions, stride=8)
+    guided = math.exp(loss)
     accuracy, of_words = last_words(model, tokenizer, n_positions)
     columns = (0, 5, model.config.vocab_size - 1)
     optimizer = AdamW(1e-3, 0.9, 0.95, 1e-8, 0.1, clip=1.0)
@@ -77,6 +67,8 @@ def stand_in(folder: Path, tokenizer: Tokenizer, *, length: int = 12, steps: int
     def made(kind: Kind, **fields: object) -> Record:
         return Record("gpt2", kind, SOURCES[len(kind.value) % 3], "stand-in", **fields)  # type: ignore[arg-type]
 
+    trained = adamw(folder, tokenizer.encode(TEXT)[: 2 * length + 1], length, steps, optimizer)
+    training = {"text": "tinyshakespeare:split=all", "batch": 2, "length": length, "optimizer": optimizer}
     return (
         made(Kind.LOGITS, ids=tuple(ids), position=3, columns=columns, values=taken(logits[3], columns), tolerance=1e-4),
         made(Kind.MEAN_LOGIT, ids=tuple(ids), values=(logits.double().mean().item(),), tolerance=1e-4),
@@ -85,15 +77,7 @@ def stand_in(folder: Path, tokenizer: Tokenizer, *, length: int = 12, steps: int
         made(Kind.LOSS, ids=tuple(ids), values=(losses.mean().item(),), tolerance=1e-4),
         made(Kind.GREEDY_IDS, ids=tuple(ids), values=tuple(greedy)),
         made(Kind.GREEDY_TEXT, prompt="When shall", continuation=tokenizer.decode(added[len(tokenizer.encode("When shall")) :])),
-        made(
-            Kind.ADAMW_LOSSES,
-            text="tinyshakespeare:split=all",
-            batch=2,
-            length=length,
-            optimizer=optimizer,
-            values=adamw(folder, tokenizer.encode(TEXT)[: 2 * length + 1], length, steps, optimizer),
-            tolerance=1e-3,
-        ),
+        made(Kind.ADAMW_LOSSES, **training, values=trained, tolerance=1e-3),
         made(Kind.PERPLEXITY, text="wikitext2:stride=8", values=(guided,), tolerance=1e-5 * guided),
         made(Kind.LAST_WORD_ACCURACY, text="lambada", values=(accuracy,), tolerance=1e-3),
         made(Kind.LAST_WORD_PERPLEXITY, text="lambada", values=(of_words,), tolerance=1e-5 * of_words),
@@ -107,14 +91,8 @@ def taken(values: torch.Tensor, which: tuple[int, ...]) -> tuple[float, ...]:
 def adamw(folder: Path, ids: list[int], length: int, steps: int, settings: AdamW) -> tuple[float, ...]:
     model = reference.load_reference(folder, torch.float32)
     x, y = torch.tensor(ids[:-1]).view(-1, length), torch.tensor(ids[1:]).view(-1, length)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        settings.lr,
-        (settings.beta1, settings.beta2),
-        settings.eps,
-        settings.weight_decay,
-        foreach=False,
-    )
+    betas = settings.beta1, settings.beta2
+    optimizer = torch.optim.AdamW(model.parameters(), settings.lr, betas, settings.eps, settings.weight_decay, foreach=False)
     losses = []
     for _ in range(steps):
         loss = F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten())
@@ -126,24 +104,6 @@ def adamw(folder: Path, ids: list[int], length: int, steps: int, settings: AdamW
             parameter.grad *= min(1.0, settings.clip / norm)
         optimizer.step()
     return tuple(losses)
-
-
-@torch.no_grad()
-def perplexity(model: torch.nn.Module, tokenizer: Tokenizer, n_positions: int) -> float:
-    """The perplexity guide's loop, stride 8."""
-    ids = torch.tensor([tokenizer.encode(TEXT)])
-    total, count, before = 0.0, 0, 0
-    for start in range(0, ids.size(1), 8):
-        end = min(start + n_positions, ids.size(1))
-        labels = ids[:, start:end].clone()
-        labels[:, : -(end - before)] = -100
-        kept = int((labels[:, 1:] != -100).sum())
-        if kept:
-            total, count = total + model(ids[:, start:end], labels=labels).loss.item() * kept, count + kept
-        before = end
-        if end == ids.size(1):
-            break
-    return torch.tensor(total / count).exp().item()
 
 
 @torch.no_grad()
@@ -177,15 +137,19 @@ def own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def setup_of(folder: Path) -> Setup:
-    return Setup(
-        lambda: load_path(folder, dtype=torch.float32), load_path(folder, dtype=torch.float32), open_path(folder).own_tokenizer()
-    )
+    load = partial(load_path, folder, dtype=torch.float32)
+    return Setup(load, load(), open_path(folder).own_tokenizer())
 
 
-def test_every_kind_is_reproduced(checkpoint: Path, recorded: tuple[Record, ...]) -> None:
+@pytest.fixture(scope="module")
+def setup(checkpoint: Path) -> Setup:
+    return setup_of(checkpoint)
+
+
+def test_every_kind_is_reproduced(setup: Setup, recorded: tuple[Record, ...]) -> None:
     """A function that computes something else than was recorded would refuse the official weights."""
     assert [record.kind for record in recorded] == list(Kind), "a kind without a stand-in is not proved"
-    report = compute("gpt2", recorded, setup_of(checkpoint), everything=True)
+    report = compute("gpt2", recorded, setup, everything=True)
     assert [outcome.record.kind for outcome in report.outcomes if not outcome.ok or outcome.not_computed] == []
     assert report.ok
     assert report.line() == "18 of 18 numbers recorded by 3 other projects"
@@ -200,52 +164,50 @@ def wrong(record: Record) -> Record:
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_a_wrong_record_is_refused(checkpoint: Path, recorded: tuple[Record, ...], kind: Kind) -> None:
+def test_a_wrong_record_is_refused(setup: Setup, recorded: tuple[Record, ...], kind: Kind) -> None:
     """A comparison that accepts any number confirms everything."""
     record = wrong(next(record for record in recorded if record.kind is kind))
-    report = compute("gpt2", [record], setup_of(checkpoint), everything=True)
+    report = compute("gpt2", [record], setup, everything=True)
     assert not report.ok
     assert report.reproduced == record.numbers - 1
     assert f"first that differs: {kind.value}" in report.line()
 
 
-def test_a_wrong_model_is_refused_by_every_kind(checkpoint: Path, recorded: tuple[Record, ...]) -> None:
+def test_a_wrong_model_is_refused_by_every_kind(checkpoint: Path, setup: Setup, recorded: tuple[Record, ...]) -> None:
     """Records that a broken model reproduces would say nothing about it: here every position is read as the next one."""
     model = load_path(checkpoint, dtype=torch.float32)
     with torch.no_grad():
         model.wpe.weight.copy_(model.wpe.weight.roll(1, 0))
-    setup = replace(setup_of(checkpoint), model=model, build=lambda: model)
-    report = compute("gpt2", recorded, setup, everything=True)
+    wrong = replace(setup, model=model, build=lambda: model)
+    report = compute("gpt2", recorded, wrong, everything=True)
     # Greedy continuations and a guess of three words are coarse: they may survive. Every measured number does not.
     coarse = {Kind.GREEDY_IDS, Kind.GREEDY_TEXT, Kind.LAST_WORD_ACCURACY}
     assert {outcome.record.kind for outcome in report.outcomes if outcome.ok} <= coarse
 
 
-def test_what_is_nan_is_not_reproduced(checkpoint: Path, recorded: tuple[Record, ...]) -> None:
+def test_what_is_nan_is_not_reproduced(checkpoint: Path, setup: Setup, recorded: tuple[Record, ...]) -> None:
     """NaN compares as False, which a careless comparison takes for within the tolerance."""
     model = load_path(checkpoint, dtype=torch.float32)
     with torch.no_grad():
         model.ln_f.weight.fill_(torch.nan)
-    report = compute("gpt2", recorded[:5], replace(setup_of(checkpoint), model=model))
+    report = compute("gpt2", recorded[:5], replace(setup, model=model))
     assert report.reproduced == 0
     assert "nan" in replace(report, everything=True).table(80)
 
 
-def test_what_cannot_be_computed_is_counted_as_such(
-    checkpoint: Path, recorded: tuple[Record, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_computed_is_counted_as_such(setup: Setup, recorded: tuple[Record, ...], monkeypatch) -> None:
     """Seven numbers out of reach must neither fail the model nor be said to hold."""
 
     def out_of_reach(spec: str | None, *, offline: bool = False) -> Text:
         raise InputError("offline, and the text is not here")
 
     monkeypatch.setattr(records, "open_text", out_of_reach)
-    report = compute("gpt2", recorded, setup_of(checkpoint), everything=True)
+    report = compute("gpt2", recorded, setup, everything=True)
     assert report.ok
     assert report.line() == ("11 of 11 numbers recorded by 3 other projects; 7 not computed: offline, and the text is not here")
-    without = compute("gpt2", recorded, replace(setup_of(checkpoint), tokenizer=None), everything=True)
+    without = compute("gpt2", recorded, replace(setup, tokenizer=None), everything=True)
     assert "8 not computed: the checkpoint comes without a tokenizer" in without.line()
-    cheap = compute("gpt2", recorded, setup_of(checkpoint))
+    cheap = compute("gpt2", recorded, setup)
     assert cheap.line() == "11 of 11 numbers recorded by 3 other projects; 7 more with --record"
 
 
@@ -258,13 +220,7 @@ def known_here(checkpoint: Path, recorded: tuple[Record, ...], monkeypatch: pyte
     monkeypatch.setattr(run.training, "training", lambda subject: [])
 
 
-def test_verify_of_official_files(
-    checkpoint: Path,
-    recorded: tuple[Record, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_verify_of_official_files(checkpoint: Path, recorded: tuple[Record, ...], monkeypatch, tmp_path: Path, capsys) -> None:
     """The line, the table and the JSON of the command; exit 1 where a recorded number is not reproduced."""
     known_here(checkpoint, recorded, monkeypatch)
     monkeypatch.setenv("COLUMNS", "80")
@@ -334,7 +290,7 @@ tolerance = 0.1
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "says"),
     [
         (lambda text: text.replace("position = 0\n", ""), "position missing or unknown"),
         (lambda text: text + "lr = 1.0\n", "lr missing or unknown"),
@@ -342,10 +298,10 @@ tolerance = 0.1
         (lambda text: text.replace('"logits"', '"logit"'), "logit"),
     ],
 )
-def test_a_record_that_does_not_fit_its_kind(change: Callable[[str], str], told: str) -> None:
+def test_a_record_that_does_not_fit_its_kind(change: Callable[[str], str], says: str) -> None:
     """A misspelt field would leave its default in place, and the number would be compared with something else."""
     assert len(parse(LOGITS)) == 1
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=says):
         parse(change(LOGITS))
 
 

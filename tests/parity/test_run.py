@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,44 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.commands import load_script
 from support.hf_layouts import TINY, weights
-from torch import Tensor
+from support.random_models import write_checkpoint
 
 import gpt2
 from gpt2.checkpoint.checkpoint import StoredCheckpoint
 from gpt2.checkpoint.loading import load_path
 from gpt2.config import GPT2Config
-from gpt2.data.bpe import train_bpe
 from gpt2.model import GPT2, eager_attention, sdpa_attention
 from gpt2.parity import training
 from gpt2.parity.checks import Probe
 from gpt2.parity.run import verify
 
-ROOT = Path(__file__).parents[2]
-TEXT = "First Witch:\nWhen shall we three meet again\nIn thunder, lightning, or in rain?\n\n" * 20
-
-
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 CONTROLS = load_script("verify_parity").CONTROLS
-
-
-def write_checkpoint(folder: Path, **changes) -> Path:
-    """A tiny checkpoint of random weights, biases and norms included, with a tokenizer of its own."""
-    tokenizer = train_bpe(TEXT, 300)
-    eot = tokenizer.eot
-    sizes = {"n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 4, "bos_token_id": eot, "eos_token_id": eot}
-    torch.manual_seed(0)
-    model = GPT2(GPT2Config(tokenizer.n_vocab, **{**sizes, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return gpt2.save(model, tokenizer, folder)
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +56,8 @@ def test_an_honest_model_is_equal(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"activation_function": "gelu", "n_inner": 100},
+        {"activation_function": "gelu", "n_inner": 100, "scale_attn_by_inverse_layer_idx": True, "n_head": 3},
         {"activation_function": "relu", "scale_attn_weights": False},
-        {"scale_attn_by_inverse_layer_idx": True, "n_head": 3},
         {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
     ],
     ids=lambda changes: ",".join(changes),
@@ -117,7 +91,7 @@ def test_the_ten_controls_are_refused_at_the_right_point(checkpoint: Path, name:
     assert json.loads(report.to_json())["first_divergence"]["point"] == EXPECTED_FIRST[name]
 
 
-def coarse_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+def coarse_attention(q, k, v, mask, scale, dropout):
     """Right in float64, needlessly rounded in float32."""
     if q.dtype == torch.float64:
         return eager_attention(q, k, v, mask, scale, dropout)
@@ -127,7 +101,7 @@ def coarse_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
 def fused_path_without_mask(model: GPT2) -> None:
     """The readable path right, the default one wrong: a trace alone would never see it."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+    def attend(q, k, v, mask, scale, dropout):
         everything = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool)
         return sdpa_attention(q, k, v, everything, scale, dropout)
 
@@ -148,7 +122,7 @@ def fused_path_without_mask(model: GPT2) -> None:
 def forgetful_cache(model: GPT2) -> None:
     """Single tokens do not see the one before them."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+    def attend(q, k, v, mask, scale, dropout):
         if q.size(-2) == 1 and k.size(-2) > 1:
             mask = torch.ones(1, k.size(-2), dtype=torch.bool)
             mask[0, -2] = False
@@ -178,7 +152,7 @@ def noisy_gradients(model: GPT2) -> None:
 def coarse_cache(model: GPT2) -> None:
     """Keys and values kept in bfloat16: right in float64, and in float32 as long as nothing is cached."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+    def attend(q, k, v, mask, scale, dropout):
         if q.dtype == torch.float32 and q.size(-2) != k.size(-2):
             k, v = k.bfloat16().float(), v.bfloat16().float()
         return sdpa_attention(q, k, v, mask, scale, dropout)
@@ -190,7 +164,7 @@ def coarse_cache(model: GPT2) -> None:
 def every_row_reads_the_first(model: GPT2) -> None:
     """A cache that mixes up the rows of a batch: nothing run with one row can show it."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+    def attend(q, k, v, mask, scale, dropout):
         if q.size(-2) != k.size(-2):
             k, v = k[:1].expand_as(k), v[:1].expand_as(v)
         return eager_attention(q, k, v, mask, scale, dropout)
@@ -201,7 +175,7 @@ def every_row_reads_the_first(model: GPT2) -> None:
 def no_softmax(model: GPT2) -> None:
     """Attention weights without a softmax call: points of the trace that never appear."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+    def attend(q, k, v, mask, scale, dropout):
         causal = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril(k.size(-2) - q.size(-2))
         scores = (q @ k.mT * scale).masked_fill(~causal, -torch.inf).exp()
         return scores / scores.sum(-1, keepdim=True) @ v
