@@ -50,11 +50,8 @@ def test_official_sizes_have_the_published_counts(size: str) -> None:
 def test_counts_follow_an_unusual_feed_forward() -> None:
     """`12 d^2` holds for a feed-forward of 4 d only; rinna's and Cerebras' differ."""
     config = GPT2Config(vocab_size=7, n_positions=5, n_embd=6, n_layer=3, n_head=2, n_inner=11)
-    assert (
-        config.num_parameters()
-        == sum(p.numel() for p in GPT2(config).parameters())
-        == 7 * 6 + 5 * 6 + 3 * (4 * 36 + 24 + 2 * 66 + 17 + 24) + 12
-    )
+    by_hand = 7 * 6 + 5 * 6 + 3 * (4 * 36 + 24 + 2 * 66 + 17 + 24) + 12
+    assert config.num_parameters() == sum(p.numel() for p in GPT2(config).parameters()) == by_hand
     assert {name.replace("{}", "0") for name in TABLE} <= set(expected(config))
 
 
@@ -218,17 +215,7 @@ def test_an_unknown_size_is_answered_with_the_known_ones() -> None:
 
 def test_quoted_is_short_and_printable() -> None:
     """A message that carries an attacker's escape codes to the terminal, or a megabyte of digits."""
-    for value in (
-        "a\nb",
-        "\x1b[31m",
-        "\ud800",
-        "x" * 10**6,
-        10**4000,
-        10**5000,
-        [10**5000],
-        [[[[[1]]]]],
-        {"k" * 999: "v"},
-        {1, 2},
-    ):
+    texts, numbers = ("a\nb", "\x1b[31m", "\ud800", "x" * 10**6), (10**4000, 10**5000, [10**5000])
+    for value in (*texts, *numbers, [[[[[1]]]]], {"k" * 999: "v"}, {1, 2}):
         assert quoted(value).isprintable()
         assert len(quoted(value)) < 300

@@ -1,12 +1,14 @@
 """Generation against its plainest statement: read the window, take the best, append, again."""
 
 import itertools
+import re
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.commands import refusal
 from support.random_models import random_model
 from torch import Tensor
 
@@ -38,12 +40,14 @@ def plainly(model: GPT2, ids: list[int], new: int) -> list[int]:
     return text
 
 
+SHAPES = [*itertools.product([8], [1, 2, 7, 8, 9, 20], [1, 5, 30]), (1, 3, 9), (2, 3, 9), (3, 3, 9)]
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 20])
-@pytest.mark.parametrize("new", [1, 5, 30])
-def test_greedy_is_the_plain_loop(use_cache: bool, length: int, new: int) -> None:
-    """A cache that survives the restart, a window that is cut one token late, a long prompt read from its wrong end."""
-    model = lively()
+@pytest.mark.parametrize(("positions", "length", "new"), SHAPES)
+def test_greedy_is_the_plain_loop(use_cache: bool, positions: int, length: int, new: int) -> None:
+    """A cache that survives the restart, a window cut one token late or to `ids[-0:]`, a long prompt read from its wrong end."""
+    model = lively(replace(CONFIG, n_positions=positions))
     prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     expected = plainly(model, prompt, new)
     assert generate(model, prompt, new, temperature=0, use_cache=use_cache) == expected
@@ -103,14 +107,6 @@ def test_a_draft_that_cannot_guess(ids: list[int] | Tensor, change: dict, settin
     """An index error from inside, one row of a batch continued for all, or padding read as if it were text."""
     with pytest.raises(InputError, match=message):
         generate(lively(), ids, 3, draft=lively(replace(CONFIG, **change)), **settings)
-
-
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("positions", [1, 2, 3])
-def test_tiny_windows(use_cache: bool, positions: int) -> None:
-    """Half of one position is none, and `ids[-0:]` is everything."""
-    model = lively(replace(CONFIG, n_positions=positions))
-    assert generate(model, [3, 4, 5], 9, temperature=0, use_cache=use_cache) == plainly(model, [3, 4, 5], 9)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -234,9 +230,7 @@ def test_bad_input_is_refused_before_any_work(ids: object, settings: dict, messa
     """A truncated 1.5, an id past the embedding, right padding continued from nothing: one line, and no pass of the model."""
     model = lively()
     model.wte.register_forward_hook(lambda *_: pytest.fail("the model ran"))
-    with pytest.raises(InputError, match=message) as caught:
-        generate(model, ids, **settings)
-    assert "\n" not in str(caught.value)
+    assert re.search(message, refusal(generate, model, ids, **settings))
 
 
 # The caller's world between two tokens

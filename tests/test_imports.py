@@ -128,26 +128,23 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
+UNUSED = {"transformers", "huggingface_hub", "safetensors", "numpy.random"}  # by loading a model
+HEAVY = UNUSED | {"torch", "numpy", "tiktoken", "tokenizers", "rich"}
+
+
 @pytest.mark.parametrize(
-    "code",
+    ("code", "unused"),
     [
-        "import gpt2",
-        "import gpt2.cli.main as m; m.parser().format_help()",
-        "import gpt2.data, gpt2.data.bpe, gpt2.config, gpt2.errors",
-        "from gpt2.checkpoint import hub; hub.resolve('shakespeare-mini'); hub.resolve('.')",
+        ("import gpt2", HEAVY),
+        ("import gpt2.cli.main as m; m.parser().format_help()", HEAVY),
+        ("import gpt2.data, gpt2.data.bpe, gpt2.config, gpt2.errors", HEAVY),
+        ("from gpt2.checkpoint import hub; hub.resolve('shakespeare-mini'); hub.resolve('.')", HEAVY),
+        ("import gpt2; gpt2.load(); gpt2.load_tokenizer()", UNUSED),
     ],
 )
-def test_nothing_heavy_is_imported_before_it_is_used(code: str) -> None:
+def test_nothing_heavy_is_imported_before_it_is_used(code: str, unused: set[str]) -> None:
     """`gpt2 --help` that waits a second for torch feels broken."""
-    heavy = "{'torch', 'transformers', 'numpy', 'tiktoken', 'tokenizers', 'huggingface_hub', 'rich', 'safetensors'}"
-    assert run(f"import sys; {code}; print(sorted({heavy} & set(sys.modules)))").strip() == "[]"
-
-
-def test_loading_a_model_imports_no_reference() -> None:
-    """transformers takes seconds, and is only ever a yardstick."""
-    others = "{'transformers', 'huggingface_hub', 'safetensors', 'numpy.random'}"
-    code = f"import sys, gpt2; gpt2.load(); gpt2.load_tokenizer(); print({others} & set(sys.modules))"
-    assert run(code).strip() == "set()"
+    assert run(f"import sys; {code}; print(sorted({unused} & set(sys.modules)))").strip() == "[]"
 
 
 def test_every_public_name_is_there() -> None:

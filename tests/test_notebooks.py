@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import nbformat
@@ -15,9 +14,9 @@ import gpt2
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2
 
-MINUTES = 5  # that each may take on two cores
 LINE = 'MODEL = "shakespeare-mini"'  # the one that is changed for official weights
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+assert NOTEBOOKS, "a glob that finds nothing passes everything"
 QUICK = [path for path in NOTEBOOKS if path.stem[:2] not in ("04", "05")]  # those two train
 ROUNDING = re.compile(r"to the last\s+bit|(to )?\d(\.\d)?e-1\d")  # what another processor's last digits make of an error
 
@@ -53,11 +52,9 @@ def test_a_notebook_is_committed_whole(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_shows_what_it_prints(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook that was last run a year ago teaches what was true a year ago; and one that takes ten minutes is not read."""
+    """A notebook that was last run a year ago teaches what was true a year ago."""
     committed, fresh = nbformat.read(path, 4), nbformat.read(path, 4)
-    began = time.monotonic()
     execute(fresh, tmp_path, monkeypatch)
-    assert time.monotonic() - began < 60 * MINUTES
     for now, then in zip(printed(fresh), printed(committed), strict=True):
         assert now == then
 
@@ -79,9 +76,4 @@ def test_one_line_changes_the_model(path: Path, tmp_path: Path, monkeypatch: pyt
 def execute(notebook: nbformat.NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR", "MPLCONFIGDIR"):
         monkeypatch.setenv(name, str(folder / name.lower()))
-    NotebookClient(notebook, timeout=60 * MINUTES, resources={"metadata": {"path": str(folder)}}).execute()
-
-
-def test_there_are_notebooks() -> None:
-    """A glob that finds nothing passes everything."""
-    assert NOTEBOOKS
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()

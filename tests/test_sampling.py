@@ -1,9 +1,11 @@
 """Candidates against brute force, draws against exact probabilities."""
 
 import math
+import re
 
 import pytest
 import torch
+from support.commands import refusal
 from torch import Tensor
 
 from gpt2.errors import InputError
@@ -160,9 +162,7 @@ BAD = [
 def test_bad_settings_are_refused(settings: dict, message: str) -> None:
     """A negative temperature samples the least likely; top-k 0 crashes inside torch; greedy must not hide a mistake."""
     for refuses in (Sampling, lambda **s: restrict(torch.zeros(1, 4), **s)):
-        with pytest.raises(InputError, match=message) as caught:
-            refuses(**settings)
-        assert "\n" not in str(caught.value)
+        assert re.search(message, refusal(refuses, **settings))
 
 
 def test_no_distribution_at_temperature_zero() -> None:
