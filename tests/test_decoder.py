@@ -117,21 +117,12 @@ def test_gelu_is_as_precise_for_many_rows(rows: int) -> None:
     assert errors[1] <= 1.5 * errors[0]
 
 
-def tokens_read_by_the_model(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each pass through the model itself reads, from now on."""
-    read: list[int] = []
-    hidden = GPT2.hidden
-    monkeypatch.setattr(
-        GPT2, "hidden", lambda self, ids, **settings: (read.append(ids.size(1)), hidden(self, ids, **settings))[1]
-    )
-    return read
-
-
 def test_generation_uses_the_fast_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fast path that nothing takes, and dropout in the middle of training, which it must not need the model for."""
     model = drawn(replace(CONFIG, attn_pdrop=0.9, resid_pdrop=0.9, embd_pdrop=0.9))
     expected = generate(model, [1, 2, 3], 30, temperature=0, use_cache=False)
-    read = tokens_read_by_the_model(monkeypatch)
+    read, hidden = [], GPT2.hidden  # how many tokens each pass through the model itself reads
+    monkeypatch.setattr(GPT2, "hidden", lambda self, ids, **rest: read.append(ids.size(1)) or hidden(self, ids, **rest))
     assert generate(model, [1, 2, 3], 30, temperature=0) == expected
     assert generate(model.train(), [1, 2, 3], 30, temperature=0) == expected
     assert read == []

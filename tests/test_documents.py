@@ -190,12 +190,8 @@ def test_every_public_name_says_what_it_is(name: str, thing: object) -> None:
     text = thing.__doc__ or ""
     assert len(text) > 15, name
     assert not text.startswith(f"{name}("), f"{name}: only the signature that dataclass writes"
-
-
-def test_functions_say_what_they_raise() -> None:
-    """What can go wrong with a user's input is part of what a function is."""
-    for name in ("load", "load_tokenizer", "load_into", "verify", "diagnose", "generate", "save"):
-        assert "Raises:" in getattr(gpt2, name).__doc__, name
+    if name in ("load", "load_tokenizer", "load_into", "verify", "diagnose", "generate", "save"):
+        assert "Raises:" in text  # what can go wrong with a user's input is part of what a function is
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])

@@ -127,14 +127,6 @@ def test_a_padded_batch_continues_each_row_as_if_alone(use_cache: bool, new: int
                 assert result[width - len(row) :] == plainly(model, row, new)
 
 
-def test_equal_rows_need_no_mask() -> None:
-    """A batch is its rows; a mask of ones is no mask."""
-    model, ids = lively(), torch.arange(12).view(4, 3)
-    found = generate(model, ids, 20, temperature=0)
-    assert found.tolist() == [plainly(model, row, 20) for row in ids.tolist()]
-    assert torch.equal(found, generate(model, ids, 20, temperature=0, attention_mask=torch.ones_like(ids)))
-
-
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 9}, {"top_p": 0.8}])
 def test_seed_repeats_and_cache_does_not_matter(settings: dict) -> None:
     """A generator made anew at each step draws the same number for ever; a cached pass must not change what is drawn."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.commands import refusal
+from support.random_models import random_model
 
 import gpt2
 from gpt2 import lora
@@ -123,12 +124,7 @@ def test_what_is_no_number_stays_so(processor: str) -> None:
 
 
 def drawn() -> GPT2:
-    torch.manual_seed(0)
-    model = GPT2(CONFIG).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model
+    return random_model(CONFIG, 0.3, dtype=torch.float32)
 
 
 def test_it_is_the_model_of_its_rounded_weights() -> None:

@@ -13,12 +13,8 @@ from gpt2.model import GPT2, AttentionFunction, eager_attention, eager_attention
 CONFIG = GPT2Config(vocab_size=29, n_positions=11, n_embd=12, n_layer=3, n_head=3, bos_token_id=None, eos_token_id=None)
 
 
-def splits(length: int, generator: torch.Generator) -> list[int]:
-    """Random sizes of at least one that sum to ``length``."""
-    sizes = []
-    while (left := length - sum(sizes)) > 0:
-        sizes.append(int(torch.randint(1, left + 1, (), generator=generator)))
-    return sizes
+SPLITS = [[11], [1] * 11, [10, 1], [1, 10], [5, 6], [8, 3], [3, 5, 3], [2, 2, 7], [7, 1, 3], [1, 9, 1]]
+SPLITS += [[4, 1, 1, 5], [6, 2, 2, 1], [3, 3, 3, 2], [1, 1, 4, 5], [2, 3, 1, 4, 1], [1, 2, 1, 2, 1, 4]]
 
 
 def read_in_parts(model: GPT2, ids: Tensor, sizes: list[int], cache: KVCache, mask: Tensor | None = None) -> Tensor:
@@ -48,7 +44,7 @@ def test_any_split_computes_what_one_pass_does(attend: AttentionFunction, padded
     with torch.no_grad():
         expected = model(ids, attention_mask=mask)
         real = torch.ones(3, 11, dtype=torch.bool) if mask is None else mask.bool()
-        for sizes in ([11], [1] * 11, [10, 1], [1, 10], *(splits(11, generator) for _ in range(12))):
+        for sizes in SPLITS:
             cache = poisoned(model, 3)
             found = read_in_parts(model, ids, sizes, cache, mask)
             assert cache.length == 11

@@ -58,15 +58,6 @@ def test_config_picks_the_attention(flag: bool) -> None:
     assert {block.attn.attend for block in model.h} == {eager_attention_upcast if flag else sdpa_attention}
 
 
-@pytest.mark.parametrize("length", range(1, TINY.n_positions + 1))
-def test_every_length_sees_only_its_past(length: int) -> None:
-    """A mask or a position off by one at the edges: any prefix computes what it computes inside the whole text."""
-    model = random_model(TINY)
-    ids = torch.arange(TINY.n_positions)[None] % TINY.vocab_size
-    with torch.no_grad():
-        assert_same(model(ids[:, :length]), model(ids)[:, :length])
-
-
 @pytest.mark.parametrize("attend", [sdpa_attention, eager_attention, eager_attention_upcast])
 def test_a_padded_row_computes_what_it_computes_alone(attend: module.AttentionFunction) -> None:
     """Padding that is looked at, or that shifts the positions; and rows of nothing but padding that end in nan."""

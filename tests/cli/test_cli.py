@@ -34,9 +34,6 @@ def copy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(ASSET, tmp_path / "model"))
 
 
-# --- verify
-
-
 def test_verify_exits_0_prints_a_table_and_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The first command a newcomer runs."""
     model = str(write_checkpoint(tmp_path / "model"))
@@ -62,9 +59,6 @@ def test_verify_exits_1_on_a_model_that_differs(tmp_path: Path, capsys, monkeypa
     body = json.loads(capsys.readouterr().out)
     assert body["first_divergence"]["point"] == "h.1.ln_2"
     assert body["first_divergence"]["layer"] == 1
-
-
-# --- bad input: exit 2, one line
 
 
 def truncate(folder: Path) -> None:
@@ -176,9 +170,6 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
         main(["verify"])
 
 
-# --- info, generate, train
-
-
 def test_info_json_holds_the_whole_description(capsys: pytest.CaptureFixture) -> None:
     """Parameters, memory, and the hash of every file."""
     assert main(["info", "--json", "-"]) == 0
@@ -268,9 +259,6 @@ def test_ctrl_c_while_training_saves_and_exits_130(tmp_path: Path) -> None:
     assert "interrupted and saved" in out
     assert "Traceback" not in err
     assert list((tmp_path / "run").glob("step-*"))
-
-
-# --- the program as a whole
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.hf_layouts import TINY, official, weights
+from support.hf_layouts import TINY, official
+from support.random_models import random_model
 from torch import Tensor
 
 from gpt2.checkpoint.loading import load
@@ -19,9 +20,7 @@ from gpt2.parity.reference import load_reference
 
 
 def model(seed: int = 0, config: GPT2Config = TINY) -> GPT2:
-    made = GPT2(config, initialise=False)
-    made.load_state_dict(weights(config, seed))
-    return made.double().eval()
+    return random_model(config, seed=seed)
 
 
 IDS = torch.randint(TINY.vocab_size, (1, 11), generator=torch.Generator().manual_seed(0))

@@ -299,14 +299,6 @@ def test_the_likeliest_tokens_and_the_lower_id_first_of_equals(vocab, k):
     assert torch.equal(values, table.double().gather(1, ids))
 
 
-def test_the_likeliest_of_many_equal_torchs():
-    table = draw(4, 50257).bfloat16().float()  # with ties
-    ids, values = per_token.likeliest(table, 5)
-    assert torch.equal(values, table.double().topk(5).values)
-    assert ids.tolist() == [likeliest(row, 5) for row in table.tolist()]
-    assert torch.equal(per_token.likeliest(table[:, 100:50000], 5)[0], per_token.likeliest(table[:, 100:50000].clone(), 5)[0])
-
-
 # The text
 
 

@@ -11,23 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import refusal
+from support.random_models import random_model
 
 import gpt2
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.explore.attention import attention_maps, compare_attention, summarise_attention
-from gpt2.model import GPT2
 
 CONFIG = GPT2Config(61, n_positions=16, n_embd=24, n_layer=2, n_head=3, bos_token_id=None, eos_token_id=None)
 TEXT = "But soft, what light <b>"
 
 
 def maps_of(seed: int, n: int = 9) -> torch.Tensor:
-    torch.manual_seed(seed)
-    model = GPT2(CONFIG).eval()
-    for parameter in model.parameters():
-        parameter.data.mul_(8)  # heads of a fresh model look everywhere alike
-    return attention_maps(model, torch.arange(n)[None] * 5)
+    return attention_maps(random_model(CONFIG, dtype=torch.float32, seed=seed), torch.arange(n)[None] * 5)
 
 
 def test_rows_sum_to_one_and_nothing_lies_above_the_diagonal() -> None:

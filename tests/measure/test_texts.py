@@ -47,9 +47,6 @@ def stdin(monkeypatch):
     return feed
 
 
-# ---- what is opened --------------------------------------------------------------------------------------------------
-
-
 def test_the_default_needs_no_network():
     """`gpt2 compare A B` must not begin with a download, and the text must be one that the embedded model never saw."""
     text = open_text(offline=True)
@@ -94,12 +91,14 @@ def test_a_path_that_exists_wins(tmp_path):
     assert len(open_text("macbeth").text) == 95_856
 
 
-def test_standard_input(stdin):
+def test_standard_input(stdin, monkeypatch):
     stdin(b"as said\n")
     text = open_text("-")
     assert (text.text, text.source, text.name) == ("as said\n", "stdin", "-")
     stdin(b"\xef\xbb\xbfmarked")
     assert open_text("-:stride=2").text == "marked"
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "no standard input" in refusal(open_text, "-")
 
 
 def test_a_text_without_end_ends(stdin, monkeypatch):
@@ -122,12 +121,6 @@ def test_a_text_without_end_ends(stdin, monkeypatch):
         open_text("/dev/zero")
 
 
-def test_no_standard_input(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(InputError, match="no standard input"):
-        open_text("-")
-
-
 def test_tiny_shakespeare_is_split_as_others_split_it(tmp_path, monkeypatch):
     body = "".join(f"line {i}\n" for i in range(100))
     (tmp_path / "cache").mkdir()
@@ -145,9 +138,6 @@ def test_offline_makes_no_request(monkeypatch):
     monkeypatch.setattr(shakespeare, "_download", lambda url: pytest.fail("a request"))
     with pytest.raises(InputError, match=r"^offline, and .*tinyshakespeare.txt is not .*--on FILE$"):
         open_text("tinyshakespeare", offline=True)
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -203,8 +193,6 @@ def test_without_the_extra_the_plays_say_how_to_get_them(monkeypatch):
         open_text("plays")
     shakespeare._plays.cache_clear()
 
-
-# ---- from the Hub ----------------------------------------------------------------------------------------------------
 
 # The client reads its environment once, at import: one process for all cases. The real commits and paths, made contents.
 SCRIPT = """
@@ -330,9 +318,6 @@ def test_no_hub_is_said_after_few_requests(hub, tmp_path):
     assert "put it at" in dead["message"]
     assert LAMBADA.commit in gone["message"]
     assert "is not a URL" in nonsense["message"]
-
-
-# ---- protocols -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 4), (8, 3), (8, 1), (2, 1), (2, 2), (5, 2)])

@@ -24,7 +24,7 @@ from gpt2.model import GPT2
 from gpt2.train import adapted, loop, state
 from gpt2.train.corpus import texts
 from gpt2.train.feed import Feed
-from gpt2.train.loop import Evaluated, Logged, Started, train
+from gpt2.train.loop import Estimated, Evaluated, Logged, Started, train
 from gpt2.train.loss import Scored
 from gpt2.train.optim import adamw, learning_rate
 from gpt2.train.recipe import Data, Optim, Recipe
@@ -143,6 +143,7 @@ def test_events_and_metrics_report_the_same_run(recipe, tmp_path):
     assert [row["step"] for row in rows if "val_loss" in row] == [0, 3, 6, 9, 12]
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
     assert [e.step for e in events if isinstance(e, Logged)] == [5, 10, 12]
+    assert [e.step for e in events if isinstance(e, Estimated)] == [10]
     evaluated = [e for e in events if isinstance(e, Evaluated)]
     assert [row["val_loss"] for row in rows if "val_loss" in row] == [e.val.loss for e in evaluated]
     assert result.best_loss == min(e.val.loss for e in evaluated)
@@ -286,8 +287,11 @@ def test_fresh_computes_what_a_first_run_computes(recipe, run):
     assert outcome(run) == first
 
 
-def test_a_changed_description_is_the_same_run(recipe, run):
-    """Stating a recipe's expected loss after training it must not orphan the run that found it."""
+def test_a_changed_description_or_an_older_recipe_file_is_the_same_run(recipe, run):
+    """A run of last week lacks the text's hash and any key added since; stating its expected loss must not orphan it."""
+    raw = json.loads((run / "recipe.json").read_text())
+    del raw["text_sha256"], raw["attn_dropout"], raw["optim"]["beta1"]
+    (run / "recipe.json").write_text(json.dumps(raw))
     assert train(replace(recipe, name="x", description="y", expect=1.0), run).stopped == "finished"
 
 
@@ -299,14 +303,6 @@ def test_a_changed_text_is_another_run(recipe, text, tmp_path):
     train(recipe, tmp_path / "run")
     mine.write_text(text.read_text().replace("villain", "nillaiv"))  # as long, and of the same characters
     assert "the text is not the one this run began with" in refusal(train, recipe, tmp_path / "run")
-
-
-def test_an_older_recipe_file_is_still_this_run(recipe, run):
-    """A run of last week lacks the text's hash and any key added since; it goes on with their defaults."""
-    raw = json.loads((run / "recipe.json").read_text())
-    del raw["text_sha256"], raw["attn_dropout"], raw["optim"]["beta1"]
-    (run / "recipe.json").write_text(json.dumps(raw))
-    assert train(recipe, run).stopped == "finished"
 
 
 @pytest.mark.parametrize("name", ["best", "metrics.jsonl", "step-5"])

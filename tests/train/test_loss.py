@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from support.random_models import random_model
 
 from gpt2.config import GPT2Config
 from gpt2.lora import inject
@@ -25,12 +26,8 @@ def chunks(monkeypatch):
 @pytest.fixture
 def model() -> GPT2:
     """Parameters so large that the softmax is far from even, and no gradient is small beside its rounding."""
-    torch.manual_seed(0)
-    sizes = {"n_positions": T, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    model = GPT2(GPT2Config(V, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
-    for parameter in model.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    return model
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return random_model(GPT2Config(V, T, 16, 2, 2, **rates, bos_token_id=0, eos_token_id=0), 0.3)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.training import metrics
 
-from gpt2.train.loop import Estimated, Evaluated, train
+from gpt2.train.loop import Evaluated, train
 from gpt2.train.metrics import Pace, overfitting
 from gpt2.train.recipe import Recipe
 
@@ -67,12 +67,6 @@ def test_time_left_counts_steps_and_evaluations(monkeypatch):
     now[0] += 10 * 0.5
     assert pace.seconds_left(10) == pytest.approx(90 * 0.5 + 4 * 7)  # after steps 30, 60, 90 and 100
     assert pace(10) == (pytest.approx(10 * 10 / 5), pytest.approx(90 * 0.5 + 4 * 7), 0.0)
-
-
-def test_an_estimate_comes_once_after_ten_steps(recipe, tmp_path):
-    events = []
-    train(recipe, tmp_path / "run", report=events.append)
-    assert [event.step for event in events if isinstance(event, Estimated)] == [10]
 
 
 def test_tensorboard_holds_what_the_file_does(recipe, tmp_path):

@@ -21,9 +21,7 @@ def test_schedule_has_its_closed_form_values():
     assert learning_rate(104, 104, optim) == learning_rate(999, 104, optim) == pytest.approx(0.1, abs=1e-12)
     rates = [learning_rate(step, 104, optim) for step in range(4, 105)]
     assert rates == sorted(rates, reverse=True)
-
-
-def test_schedule_without_warmup_or_longer_than_the_run():
+    # without warm-up, and with one that is longer than the run
     assert learning_rate(0, 10, Optim(lr=1.0, min_lr=0.0, warmup=0)) == 1.0
     assert learning_rate(4, 5, Optim(lr=1.0, min_lr=0.0, warmup=10)) == 0.5
     assert learning_rate(10, 10, Optim(lr=1.0, min_lr=0.0, warmup=10)) == 1.0
