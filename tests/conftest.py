@@ -1,4 +1,4 @@
-"""Tests run on both cores, one process each: a process then keeps to one thread, or the two would wait for each other."""
+"""Tests run in one process per core, so each process keeps to one thread."""
 
 import os
 
@@ -19,5 +19,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in Jupyter, where rich shows what it is given instead of writing it to the file it was told: a table came back empty."""
+    """As in Jupyter, where rich displays a table instead of writing it to the given file: a table came back empty."""
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)

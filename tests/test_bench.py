@@ -1,4 +1,4 @@
-"""What gpt2 bench measures, on the embedded model: that the figures are of what they say, not that they are good."""
+"""``gpt2 bench`` on the embedded model: both sides do the same work, and each figure is computed from it as named."""
 
 from __future__ import annotations
 

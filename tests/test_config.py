@@ -1,4 +1,4 @@
-"""Shapes without weights: counts in closed form, and a config.json from a stranger."""
+"""The config: parameter counts in closed form, and a strange or hostile config.json refused in one line."""
 
 import json
 import random

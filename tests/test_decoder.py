@@ -1,4 +1,4 @@
-"""The decoder against the model itself: the same numbers, and the model's own forward pass wherever they could differ."""
+"""The decoder computes the model's own numbers, and leaves the forward pass to the model wherever they could differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents hold: each command, example and Python block runs and prints what is shown, and files they name exist."""
+"""README, help and docstrings: every command and example shown parses, runs and prints what is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation against its plainest statement: read the window, take the best, append, again."""
+"""Generation against a plain loop: read the window, take the likeliest token, append it, repeat."""
 
 import itertools
 import re

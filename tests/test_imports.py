@@ -1,4 +1,4 @@
-"""What importing costs, and in which direction it goes."""
+"""Imports go one way, without circles, and load nothing heavy before it is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eight-bit weights: as near as eight bits come, the same however they are run, and refused where they will not do."""
+"""Int8 weights: rounded to the nearest step, the same result for any number of rows, and refused where they do not work."""
 
 from __future__ import annotations
 

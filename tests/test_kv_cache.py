@@ -1,4 +1,4 @@
-"""The cache by itself, and under the model: whatever the split into passes, the numbers are those of one pass."""
+"""The key-value cache: however a text is split into passes, the numbers are those of one pass."""
 
 import pytest
 import torch

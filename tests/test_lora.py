@@ -1,4 +1,4 @@
-"""Adapters beside frozen projections: the function they compute, and that merging and unmerging lose nothing."""
+"""LoRA adapters: they compute the paper's function, and merging and unmerging lose nothing."""
 
 import re
 
@@ -38,7 +38,7 @@ def test_training_begins_at_the_model_itself() -> None:
 
 
 def test_the_function_is_the_papers() -> None:
-    """Scale, order and orientation, from the definition: x (W + alpha / r Aᵀ Bᵀ) + b; every wrong one is told apart."""
+    """Scale, order and orientation, from the definition: x (W + alpha / r Aᵀ Bᵀ) + b; each wrong formula is refused."""
     adapted = trained(r=3, alpha=5.0)
     x = torch.randn(7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     module = adapted.h[1].attn.c_proj
@@ -50,7 +50,7 @@ def test_the_function_is_the_papers() -> None:
 
 
 def test_merging_changes_no_logit_and_unmerging_gives_back_every_bit() -> None:
-    """Subtracting what was added leaves a model that is nobody's: off by a rounding in nearly every weight."""
+    """Subtracting what was added leaves another model: off by a rounding in nearly every weight."""
     adapted = trained().float()
     before, logits = bits(adapted), adapted(IDS)
     once = bits(merge(adapted))

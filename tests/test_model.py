@@ -1,4 +1,4 @@
-"""The model against a slow oracle, written from the papers' formulas and nothing else, and the rest of what it promises."""
+"""The model against a slow oracle written from the papers' formulas; initialisation, dropout and masks."""
 
 import math
 import subprocess

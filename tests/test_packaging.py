@@ -1,4 +1,4 @@
-"""What is built is whole, and works where no repository is around."""
+"""The wheel holds every file of the package, and works in an empty folder."""
 
 from __future__ import annotations
 

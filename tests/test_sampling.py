@@ -1,4 +1,4 @@
-"""Candidates against brute force, draws against exact probabilities."""
+"""Sampling: candidates against brute force, draws against exact probabilities."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What a user's type checker sees."""
+"""A type checker accepts the public API and refuses a wrong use of it."""
 
 from __future__ import annotations
 

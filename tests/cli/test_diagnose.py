@@ -21,7 +21,7 @@ from gpt2.port.diagnosis import runner
 from gpt2.port.diagnosis.report import Diagnosis, Divergence
 
 FILES = Path(__file__).parents[1] / "support" / "faulty" / "hostile"
-# What each that is refused must be told.
+# What the message must say about each file that is refused.
 SAID = {
     "crashes_hard": "killed by SIGABRT in its forward (crashes_hard.py, line 10, in forward)",
     "hangs_in_build": "its build() did not end in 3 s (hangs_in_build.py, line ",
@@ -104,8 +104,8 @@ def test_json_to_a_file_and_the_table_to_the_terminal(tmp_path: Path, monkeypatc
     monkeypatch.setattr(runner, "run", lambda *args, **kwargs: FOUND)
     assert main(["diagnose", "port.py:build", "--json", str(tmp_path / "out.json")]) == 1
     assert "MISMATCH  first at h.0.ln_1" in capsys.readouterr().out
-    told = json.loads((tmp_path / "out.json").read_text())
-    assert told["first_divergence"] == {"point": "h.0.ln_1", "layer": 0, "error": 0.5}
+    body = json.loads((tmp_path / "out.json").read_text())
+    assert body["first_divergence"] == {"point": "h.0.ln_1", "layer": 0, "error": 0.5}
 
 
 def alive(pid: int) -> bool:

@@ -229,7 +229,7 @@ CHOSEN = """(side => ({
 @in_a_browser
 @pytest.mark.parametrize("width", [1280, 420])
 def test_the_keyboard_reaches_everything(browser: Browser, served: Page, width: int) -> None:
-    """Typed, tabbed and walked with arrows alone: what is chosen is what is told."""
+    """Typed, tabbed and walked with arrows alone: the text describes what is chosen."""
     browser.open(f"http://127.0.0.1:{served.port}{served.path}", width)
     assert browser.value("document.documentElement.scrollWidth") <= width
     browser.value("document.querySelector('textarea').select(), document.querySelector('textarea').focus()")

@@ -1,4 +1,4 @@
-"""Activations of two models walked side by side: what is found, where, and what it costs."""
+"""Activations of two models compared block by block: the figures, the first difference, and the memory it takes."""
 
 import math
 import weakref

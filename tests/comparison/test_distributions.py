@@ -381,11 +381,11 @@ def test_only_one_batch_of_logits_of_each_model_is_alive():
         alive.append(weakref.ref(logits))
         return logits
 
-    told: list[str] = []
-    measure_pair(model, model, text(20, 100), Windows(5), vocab=20, batch_size=2, progress=told.append)
+    reported: list[str] = []
+    measure_pair(model, model, text(20, 100), Windows(5), vocab=20, batch_size=2, progress=reported.append)
     assert len(alive) == 2 * 10
-    assert told[-1] == "distributions: 99 of 99 tokens"
-    assert len(told) == 10
+    assert reported[-1] == "distributions: 99 of 99 tokens"
+    assert len(reported) == 10
     alive.clear()
     language_score(model, text(20, 100), torch.ones(20), Windows(5), batch_size=2)
     assert len(alive) == 10

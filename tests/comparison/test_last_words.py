@@ -1,4 +1,4 @@
-"""The last word of a passage: against models that are right, wrong or indifferent by construction, and a loop over passages."""
+"""The last word of a passage, scored with models that are right or wrong by construction, and by a loop over passages."""
 
 import math
 from dataclasses import asdict
@@ -48,8 +48,8 @@ def knows(tokenizer, passages, *, but: int | None = None, gap: float = 40.0):
         out = torch.zeros(*ids.shape, tokenizer.n_vocab, dtype=torch.float64)
         for row, line in enumerate(ids.tolist()):
             for end in range(1, len(line) + 1):
-                if (told := then.get(tuple(line[:end]))) is not None:
-                    out[row, end - 1, told] = gap
+                if (following := then.get(tuple(line[:end]))) is not None:
+                    out[row, end - 1, following] = gap
         return out
 
     return logits
@@ -85,13 +85,13 @@ def test_in_any_batch_and_cut_from_the_left(tokenizer, batch, context, monkeypat
     """A padded row that sees its padding, a passage cut at its end, positions off by one: against one passage at a time."""
     monkeypatch.setattr(last_words, "BATCH", batch)
     model = uneven_model(tokenizer.n_vocab, 64)
-    told, cut = [], []
+    reported, cut = [], []
 
     def bounded(ids: Tensor) -> Tensor:
         assert ids.numel() <= batch or len(ids) == 1
         return model(ids)
 
-    found = score_last_words(bounded, tokenizer, PASSAGES, context=context, progress=told.append)
+    found = score_last_words(bounded, tokenizer, PASSAGES, context=context, progress=reported.append)
     for passage, loss, right in zip(PASSAGES, found.losses, found.right, strict=True):
         before, target = words_of(passage)
         whole, length = tokenizer.encode(before + target), len(tokenizer.encode(before))
@@ -103,7 +103,7 @@ def test_in_any_batch_and_cut_from_the_left(tokenizer, batch, context, monkeypat
         assert loss == pytest.approx(F.cross_entropy(logits, targets, reduction="sum").item(), rel=1e-10)
         assert right == bool((logits.argmax(-1) == targets).all())
     assert any(cut) == (context < 64)
-    assert told[-1] == "last words: 6 of 6 passages"
+    assert reported[-1] == "last words: 6 of 6 passages"
     assert len(set(found.losses)) == 5  # the two that are the same passage
 
 

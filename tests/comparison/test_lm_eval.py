@@ -66,7 +66,7 @@ TASKS = {
 }
 PAIRS = pytest.mark.parametrize("pair", [(0, 1), (3, 2)], ids=["as it is", "batches, short context, ends"])
 
-# Every task through each model, in float64, so that what is left of a difference is no rounding; metrics and answers as JSON.
+# Every task through each model, in float64, so that no difference is rounding; metrics and answers as JSON.
 SCRIPT = """
 import json, sys
 import lm_eval
@@ -213,7 +213,7 @@ def test_last_words_are_scored_as_lm_eval_scores_them(results, folder):
 
 
 def test_the_command(folder, tmp_path):
-    """lm_eval's own, with our models; it asks for a GPU unless told otherwise, and this machine may have none."""
+    """lm_eval's own, with our models; it asks for a GPU by default, and this machine may have none."""
     args = ["--model", "gpt2-toolkit", "--model_args", "pretrained=shakespeare-mini", "--tasks", "rolling"]
     done = run(["-m", "gpt2.comparison.lm_eval_adapter", *args, "--include_path", str(folder)], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The page of a comparison: whole by itself, the same each time, safe with any text, and there whatever is missing."""
+"""The page of a comparison loads nothing, is the same each time, shows any text safely, and copes with missing parts."""
 
 from __future__ import annotations
 

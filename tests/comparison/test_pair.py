@@ -35,7 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(base: Path, folder: Path, change) -> Path:
-    """A copy of a checkpoint whose parameters were changed by ``change(model)``."""
+    """A copy of a checkpoint with parameters changed by ``change(model)``."""
     model = load(str(base))
     with torch.no_grad():
         change(model)
@@ -88,7 +88,7 @@ def test_noise_in_one_tensor_is_found_located_and_sized(base: Path, text: str, t
 
 
 def test_a_model_that_broke_is_compared_all_the_same(base: Path, text: str, tmp_path: Path) -> None:
-    """A run that diverged is what one compares; sampling from its NaN ended in a traceback, and its cosine was told as 1."""
+    """A run that diverged is what one compares; sampling from its NaN ended in a traceback, and its cosine was given as 1."""
     broken = changed(base, tmp_path / "nan", lambda model: model.h[1].mlp.c_fc.weight[3, 3].fill_(math.nan))
     found = run(base, broken, text)
     assert found.distributions.undefined == 199
@@ -102,13 +102,13 @@ def test_a_model_that_broke_is_compared_all_the_same(base: Path, text: str, tmp_
 def test_what_was_zero_did_not_move_by_inf_percent(base: Path, text: str, tmp_path: Path) -> None:
     """Biases start at zero: the first step of a run moves each of them infinitely far."""
     start = changed(base, tmp_path, lambda model: model.h[0].ln_1.bias.zero_())
-    told = run(start, base, text).table()
-    assert "h.0.ln_1.bias, from zero" in told
-    assert "inf%" not in told
+    table = run(start, base, text).table()
+    assert "h.0.ln_1.bias, from zero" in table
+    assert "inf%" not in table
 
 
 def test_two_dtypes_of_one_model(base: Path, text: str) -> None:
-    """Rounding is told from training: the weights are equal in the coarser dtype, and a float64 run is the ruler."""
+    """Rounding is not mistaken for training: the weights are equal in the coarser dtype, and a float64 run is the reference."""
     found = run(base, f"{base}:bf16", text)
     assert found.weights.same_numbers
     assert "rounded to bfloat16" in found.table()
@@ -208,8 +208,8 @@ def test_the_command(base: Path, text: str, tmp_path: Path, capsys: pytest.Captu
     other = changed(base, tmp_path / "other", lambda model: model.wpe.weight.mul_(1.1))
     argv = ["compare", str(base), str(other), "--on", text, "--tokens", "100"]
     assert main([*argv, "--json", str(tmp_path / "out.json")]) == 0
-    told = capsys.readouterr()
-    assert "perplexity" in told.out
+    printed = capsys.readouterr()
+    assert "perplexity" in printed.out
     assert json.loads((tmp_path / "out.json").read_text())["verdict"] == "different"
     assert main([*argv, "--json", "-"]) == 0
     json.loads(capsys.readouterr().out)

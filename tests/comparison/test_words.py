@@ -1,4 +1,4 @@
-"""Passages and continuations, on models whose every answer is known."""
+"""Passages and continuations, on models with known answers."""
 
 import pytest
 import torch

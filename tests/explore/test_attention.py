@@ -1,4 +1,4 @@
-"""Attention: what a reader of a tutorial expects to see, told in figures that a brute-force loop gives too."""
+"""Attention maps and their summary, compared with brute-force loops."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_heads_made_by_hand_are_told_apart() -> None:
     first[:, 0] = 1
     even = torch.ones(n, n).tril() / torch.arange(1, n + 1)[:, None]
     report = summarise_attention("a", None, tuple("abcdef"), torch.stack((before, first, itself, even))[None])
-    told = {head.head: why for head, why in report.notable()}
-    assert "token before" in told[0]
-    assert "first token" in told[1]
-    assert "itself" in told[2]
-    assert "widest" in told[3]
+    kinds = {head.head: why for head, why in report.notable()}
+    assert "token before" in kinds[0]
+    assert "first token" in kinds[1]
+    assert "itself" in kinds[2]
+    assert "widest" in kinds[3]
     assert report.heads[0].distance == 1
     assert report.heads[0].entropy == 0
     assert report.heads[2].distance == 0
@@ -117,7 +117,7 @@ def test_a_text_too_long_to_be_seen_can_still_be_had_as_numbers(tmp_path: Path) 
     for save in (found.save_html, found.save_png):
         with pytest.raises(InputError, match="25 heads has room for 173: give a shorter text, or take the weights as --json"):
             save(tmp_path / "page")
-    told = json.loads(found.to_json(maps=True))
-    assert torch.tensor(told["maps"]).shape == (5, 5, 200, 200)
-    assert told["models"][0]["files"]["model.safetensors"]
-    assert torch.__version__.startswith(told["environment"]["versions"]["torch"])  # without a local +cu130
+    body = json.loads(found.to_json(maps=True))
+    assert torch.tensor(body["maps"]).shape == (5, 5, 200, 200)
+    assert body["models"][0]["files"]["model.safetensors"]
+    assert torch.__version__.startswith(body["environment"]["versions"]["torch"])  # without a local +cu130

@@ -1,4 +1,4 @@
-"""A forward pass opened up: what the page shows is what the model computes, and text stays text."""
+"""The logit lens: the page shows what the model computes, and text stays text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every number against its definition, written out; and the numbers that have a right answer before any model is trained."""
+"""Every metric against its definition written out, and against models with a known score."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Texts by name: what is opened, what is refused, and that the protocol named is the one that is scored."""
+"""Texts by name: what is opened, what is refused, and that the named protocol is the one that is scored."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""The checkpoint in the wheel: complete, small, honest about itself, and it writes something like drama."""
+"""The embedded checkpoint: complete, small, described by its card, and able to write something like drama."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_the_held_out_loss_is_the_card_s() -> None:
     lengths = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab)])
     score = language_score(model, torch.tensor(tokenizer.encode(held_out_text())), lengths, Windows(256))
     card = (FOLDER / "README.md").read_text()
-    told = float(re.search(r"\| held-out loss \| ([\d.]+) nats", card)[1])
+    loss = float(re.search(r"\| held-out loss \| ([\d.]+) nats", card)[1])
     bits = float(re.search(r"\| bits per byte \| ([\d.]+)", card)[1])
-    assert score.loss == pytest.approx(told, abs=1e-3)
+    assert score.loss == pytest.approx(loss, abs=1e-3)
     assert score.bits_per_byte == pytest.approx(bits, abs=1e-3)
 
 

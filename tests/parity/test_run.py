@@ -44,7 +44,7 @@ def failing(report: gpt2.Report) -> list[str]:
 
 
 def test_an_honest_model_is_equal(checkpoint: Path) -> None:
-    """A judge that cries wolf is switched off: every check passes, none is skipped, none is empty."""
+    """Nobody trusts a check that refuses good models: every check passes, none is skipped, none is empty."""
     report = verify(str(checkpoint))
     assert failing(report) == []
     assert report.ok
@@ -212,7 +212,7 @@ def gradient_cut_late(model: GPT2) -> None:
     ],
 )
 def test_every_check_can_fail_alone(checkpoint: Path, control: Callable, must_fail: str, must_pass: str) -> None:
-    """A check that no broken model fails is decoration."""
+    """A check proves nothing unless some broken model fails it."""
     failed = failing(verify(str(checkpoint), build=broken(control)))
     assert must_fail in failed
     assert must_pass not in failed
@@ -305,7 +305,7 @@ def test_the_probe_shows_every_id_and_position_it_claims() -> None:
 
 @pytest.mark.slow
 def test_an_honest_model_is_equal_whatever_the_seed(checkpoint: Path) -> None:
-    """Rounding is luck: a judge whose verdict hangs on the seed judges nothing. Both a random model and the trained one."""
+    """The verdict must not depend on how the seed happens to round. Both a random model and the trained one."""
     for seed in (1, 2):
         assert failing(verify(str(checkpoint), seed=seed)) == [], seed
         assert failing(verify("shakespeare-mini", seed=seed)) == [], seed

@@ -1,4 +1,4 @@
-"""A run of adapters: they alone change, they alone are stored, and every promise of other runs holds."""
+"""A run of adapters trains and stores the adapters alone, and resumes like any other run."""
 
 import json
 import os
@@ -145,7 +145,7 @@ def test_a_table_that_makes_no_sense_is_refused(lora, init, tmp_path, settings, 
 
 
 def test_adapters_need_a_model(lora, tmp_path):
-    """Beside random frozen weights they learn next to nothing, for as long as one lets them."""
+    """Beside random frozen weights they learn next to nothing."""
     assert "lora: adapters need a pretrained model; name one with --init" in refusal(train, lora, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

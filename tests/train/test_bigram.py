@@ -1,4 +1,4 @@
-"""The baseline: the same loop, its own files, and no pretence of being a GPT-2."""
+"""The bigram baseline: trained by the same loop, saved in files of its own, and refused as a GPT-2."""
 
 from dataclasses import replace
 

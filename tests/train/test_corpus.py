@@ -47,7 +47,7 @@ def files(text, tmp_path):
 
 
 def test_token_files_train_as_their_text_does(recipe, files, whole, tmp_path):
-    """Mapped uint16 and int32 in memory must give the same windows, or a corpus is not what it was."""
+    """Mapped uint16 and int32 in memory must give the same windows."""
     mapped = replace(recipe, data=Data(tokens=str(files)))
     assert isinstance(corpus(mapped).train_ids, np.memmap)
     train(mapped, tmp_path / "files")
@@ -107,7 +107,7 @@ def test_what_was_sent_ahead_is_what_the_step_draws(recipe):
 
 
 def test_a_run_in_sliding_windows(recipe, tmp_path, monkeypatch):
-    """The recipe's stride must reach the windows, and be part of what makes a run this run."""
+    """The recipe's stride must reach the windows."""
     strides = []
     monkeypatch.setattr(feed, "batch", lambda *args, **rest: strides.append(rest["stride"]) or batch(*args, **rest))
     train(replace(recipe, steps=2, data=replace(recipe.data, stride=16)), tmp_path / "run")

@@ -1,4 +1,4 @@
-"""What a run does about a loss or a gradient that is not finite, or a loss that explodes: never does it reach the weights."""
+"""A loss or a gradient that is not finite, or a loss that explodes, never reaches the weights."""
 
 import json
 import math

@@ -52,7 +52,7 @@ def test_activations_are_what_autograd_keeps(dropout, attn_dropout, width, layer
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_in_bf16_and_computed_again(checkpointing):
-    """What makes gpt2-medium fit 8 GB is these two; if they are not there, neither is the memory."""
+    """Bfloat16 and checkpointing make gpt2-medium fit 8 GB; an estimate without them would refuse it."""
     recipe = Recipe(batch_size=4, context=128, dropout=0.0, precision="bf16", checkpointing=checkpointing)
     model = GPT2(sized(128, 64, 8))
     if checkpointing:

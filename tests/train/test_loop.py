@@ -53,7 +53,7 @@ def test_a_repeated_text_is_learnt(quiet, tmp_path):
 
 
 def test_with_rate_zero_nothing_is_learnt(quiet, tmp_path):
-    """The control: were the bound above reached without a step, it would prove nothing."""
+    """The control: without a step, the bound above is not reached."""
     before, after = memorising(quiet, tmp_path, lr=0.0)
     assert after.val.loss == before.val.loss > 2.5
     assert not after.best  # equal is not better

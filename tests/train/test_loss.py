@@ -1,4 +1,4 @@
-"""The loss that never holds the logits: equal to the plain one, in value, in gradient, and in what it leaves alone."""
+"""The loss that never holds all logits equals the plain one, in value and in gradient."""
 
 import copy
 import math
@@ -81,7 +81,7 @@ def test_what_is_broken_is_seen(model, windows, monkeypatch, where, broken):
 
 
 def test_a_lost_part_is_seen(model, windows, monkeypatch):
-    """Were the parts not to cover every row, the test above must say so."""
+    """The control: parts that do not cover every row change the loss."""
     monkeypatch.setattr(loss, "even", lambda rows, n_vocab: rows.chunk(5)[:-1])
     assert Scored(model)(*windows).item() != pytest.approx(plain(model, *windows).item(), rel=1e-6)
 
@@ -132,7 +132,7 @@ def test_parts_are_equal_and_small_enough():
 
 
 def test_the_logits_are_never_whole(model, windows, monkeypatch):
-    """What it is for: nothing as large as the logits is ever made, and the backward pass waits with nothing of the vocabulary."""
+    """Nothing as large as the logits is ever made, and the backward pass keeps nothing of the vocabulary's size."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):

@@ -38,7 +38,7 @@ def test_losses_that_part_are_reported_with_both_figures():
     ],
 )
 def test_no_warning_where_nothing_parts(train_losses, val_losses, best_step):
-    """A warning that comes anyway is one that nobody reads."""
+    """Nobody reads a warning that always comes."""
     assert overfitting(rows(train_losses, val_losses), best_step) == ""
 
 

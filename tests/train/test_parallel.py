@@ -1,4 +1,4 @@
-"""Several real processes: what they compute together, what they agree on, and what becomes of them when one is lost."""
+"""Training in several real processes: they compute what one does, agree on errors, and survive the loss of one."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def furthest(a: Path, b: Path) -> float:
 
 @pytest.fixture(scope="module")
 def shared(recipe) -> Recipe:
-    """A batch that two and three processes can share; no dropout, whose masks depend on whose rows they are for."""
+    """A batch that two and three processes can share; no dropout, because its masks depend on the rank."""
     return replace(recipe, batch_size=6, dropout=0.0, device="cpu", model=replace(recipe.model, n_layer=2))
 
 
