@@ -43,9 +43,19 @@ def failing(report: gpt2.Report) -> list[str]:
     return [check.id for check in report.checks if not check.ok]
 
 
-def test_an_honest_model_is_equal(checkpoint: Path) -> None:
+@pytest.fixture(scope="module")
+def report(checkpoint: Path) -> gpt2.Report:
+    return verify(str(checkpoint), seed=3)
+
+
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the training steps, which take most of a verdict's time, where the forward pass decides."""
+    monkeypatch.setattr(training, "training", lambda subject: [])
+
+
+def test_an_honest_model_is_equal(report: gpt2.Report) -> None:
     """Nobody trusts a check that refuses good models: every check passes, none is skipped, none is empty."""
-    report = verify(str(checkpoint))
     assert failing(report) == []
     assert report.ok
     assert report.first_divergence is None
@@ -83,7 +93,7 @@ EXPECTED_FIRST = {
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_the_ten_controls_are_refused_at_the_right_point(checkpoint: Path, name: str) -> None:
+def test_the_ten_controls_are_refused_at_the_right_point(checkpoint: Path, name: str, untrained: None) -> None:
     """The faults of real ports. One that slipped through would make every other verdict worthless."""
     report = verify(str(checkpoint), build=broken(CONTROLS[name]))
     assert not report.ok
@@ -255,9 +265,8 @@ def test_bfloat16_is_judged_by_bfloat16(checkpoint: Path) -> None:
     assert failing(report) == []
 
 
-def test_the_report_says_what_it_takes_to_rerun_it(checkpoint: Path, tmp_path: Path, in_a_notebook: None) -> None:
+def test_the_report_says_what_it_takes_to_rerun_it(report: gpt2.Report, tmp_path: Path, in_a_notebook: None) -> None:
     """JSON with versions, hashes and seed; strict JSON, so other tools read it; and HTML that holds the verdict."""
-    report = verify(str(checkpoint), seed=3)
     body = json.loads(report.to_json())
     assert body["ok"] is True
     assert body["verdict"] == "equal"
