@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from support.official_repositories import small_files
 from support.oracle import as_the_guide_does
 from support.random_models import TEXT, write_checkpoint
