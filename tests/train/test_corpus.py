@@ -8,7 +8,7 @@ import torch
 from support.commands import refusal
 from support.training import outcome
 
-from gpt2.data import from_directory, token_files
+from gpt2.data import from_directory
 from gpt2.data.batches import batch
 from gpt2.data.chars import Chars
 from gpt2.train import feed
@@ -59,7 +59,7 @@ def test_token_files_that_changed_are_another_run(recipe, files, tmp_path):
     train(mapped, tmp_path / "run")
     ids = np.fromfile(files / "train.bin", dtype="<u2")
     ids[7] = (ids[7] + 1) % 10
-    token_files.write(files / "train.bin", ids)
+    ids.tofile(files / "train.bin")
     assert "the text is not the one this run began with" in refusal(train, mapped, tmp_path / "run")
 
 

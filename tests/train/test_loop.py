@@ -21,7 +21,7 @@ from gpt2.config import GPT2Config
 from gpt2.data import from_directory
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
-from gpt2.train import adapted, loop, state
+from gpt2.train import loop, models, state
 from gpt2.train.corpus import texts
 from gpt2.train.feed import Feed
 from gpt2.train.loop import Estimated, Evaluated, Logged, Started, train

@@ -1,7 +1,7 @@
 """Recipes: what is misspelt or of the wrong type is refused, never replaced by a default."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from support.commands import refusal
