@@ -338,6 +338,7 @@ def test_code_that_is_popped_again_is_refused(tmp_path: Path) -> None:
         (b"\x8c\x02osN\x93.", "makes no sense"),
         (b"c" + b"a" * 1001 + b"\nsystem\n.", "aaa"),
         (b"cos\n\xff\n.", "not UTF-8"),
+        (b"co\\x73\nsyst\\hem\n.", "x73"),  # no escape: unpickling would look for a module of this very name
     ],
 )
 def test_names_beyond_torch_s_list_are_refused(tmp_path: Path, code: bytes, says: str) -> None:

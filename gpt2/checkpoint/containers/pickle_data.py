@@ -124,7 +124,7 @@ class Pickle:
         """The text, bytes or number behind an instruction."""
         assert opcode.arg is not None
         try:
-            argument = opcode.arg.reader(self.stream)
+            argument = self.names() if opcode.name in ("GLOBAL", "INST") else opcode.arg.reader(self.stream)
             if isinstance(argument, str):
                 argument.encode()  # fails on half a surrogate pair, which is not text
         except UnicodeError:
@@ -132,6 +132,13 @@ class Pickle:
         except ValueError:
             raise Damaged("has a pickle that is cut short") from None
         return argument
+
+    def names(self) -> str:
+        """A module and a name in it, each on a line, a backslash as it stands: pickletools would read it as an escape."""
+        lines = [self.stream.readline() for _ in range(2)]
+        if not all(line.endswith(b"\n") for line in lines):
+            raise ValueError
+        return " ".join(line[:-1].decode() for line in lines)
 
     def run(self) -> Any:
         stack, memo = self.stack, self.memo
