@@ -53,6 +53,7 @@ def prepare(folder: Path) -> Subject:
             with safe_open(path, "pt") as file:
                 theirs |= {from_file(key): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
         state = model.state_dict()
-        assert all_same(state, {name: theirs[name].to(state[name].dtype) for name in state})
+        # A leading axis of one, as OpenAI's files have it, is let through.
+        assert all_same(state, {name: theirs[name].to(t.dtype).reshape(t.shape) for name, t in state.items()})
 
     return Subject(damage, read, limit=2000)
