@@ -1,6 +1,6 @@
 """Damaged folders of checkpoints for `support/fuzz.py`: the weights, the config or the index of shards, through the loader.
 
-What loads must be what the safetensors library reads from the same bytes.
+What loads must be what the safetensors library reads from the same bytes, but for a leading axis of one, which is let through.
 """
 
 import json
@@ -53,7 +53,6 @@ def prepare(folder: Path) -> Subject:
             with safe_open(path, "pt") as file:
                 theirs |= {from_file(key): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
         state = model.state_dict()
-        # A leading axis of one, as OpenAI's files have it, is let through.
         assert all_same(state, {name: theirs[name].to(t.dtype).reshape(t.shape) for name, t in state.items()})
 
     return Subject(damage, read, limit=2000)
