@@ -86,12 +86,8 @@ def collapsed(places: Iterable[Place], layers: int) -> tuple[Place, ...]:
 
 
 @cache
-def _points(n_layer: int) -> list[Place]:
-    return [Place.of(point) for point in points(n_layer)]
-
-
 def forward_rank(place: Place, n_layer: int) -> int:
     """The number of the first traced point that is at a place, in it or around it; beyond all points if there is none."""
     place = replace(place, layer=0) if place.layer == EVERY else place
-    order = _points(n_layer)
+    order = [Place.of(point) for point in points(n_layer)]
     return next((number for number, point in enumerate(order) if place.contains(point) or point.contains(place)), len(order))

@@ -69,7 +69,10 @@ class WeightComparison:
             self._add("qkv-order", words, self._holder_evidence(*pieces[0]), place)
         self._head()
         for dtype, places in self._rounded.items():
-            self._rounding(dtype, places)
+            some, many = replace(places[0], others=len(places) - 1), len(places) > 1
+            words = f"your {'weights hold' if many else 'weight holds'} the checkpoint's values rounded to {dtype}"
+            place = ALL_WEIGHTS if many and len(places) >= len(self.state) / 2 else some
+            self._add("reduced-precision", words, f"rounding the checkpoint to {dtype} gives them to the bit ({some})", place)
         for name, norm in self.own.extra.items():
             words = f"your {name} (norm {norm:.2g}) is added where GPT-2 adds nothing"
             self._add("extra-bias", words, "its values are not zero", Place(None, name), confidence=0.7, kind="a parameter")
@@ -84,12 +87,6 @@ class WeightComparison:
         self.causes.append(PlacedCause(id, places, f"{called} {words}".strip(), evidence, confidence, None, kind or words))
 
     # Many causes as one
-
-    def _rounding(self, dtype: str, places: list[Place]) -> None:
-        some = replace(places[0], others=len(places) - 1)
-        place = ALL_WEIGHTS if 1 < len(places) >= len(self.state) / 2 else some
-        words = f"your {'weights hold' if len(places) > 1 else 'weight holds'} the checkpoint's values rounded to {dtype}"
-        self._add("reduced-precision", words, f"rounding the checkpoint to {dtype} gives them to the bit ({some})", place)
 
     def _combine_missing_biases(self) -> None:
         absent = [cause for cause in self.causes if cause.id == "missing-bias"]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, Checkpoint, StoredCheckpoint, open_checkpoint
+from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.errors import InputError
 from gpt2.model import GPT2
@@ -85,12 +85,8 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
 
 def _directory(checkpoint: Checkpoint, model: GPT2, place: Path) -> Path:
     """A folder with ``config.json`` and weights: the checkpoint's own, or one written as the official repositories have it."""
-    if (
-        isinstance(checkpoint, StoredCheckpoint)
-        and not isinstance(checkpoint, AdaptedCheckpoint)
-        and checkpoint.dtype == checkpoint.stored
-        and (checkpoint.path / "config.json").is_file()
-    ):
+    as_stored = type(checkpoint) is StoredCheckpoint and checkpoint.dtype == checkpoint.stored  # no adapter, no other dtype
+    if isinstance(checkpoint, StoredCheckpoint) and as_stored and (checkpoint.path / "config.json").is_file():
         return checkpoint.path
     from safetensors.torch import save_file
 
