@@ -136,7 +136,7 @@ class Comparison(Printed):
         from rich.markup import escape
 
         yield f"\n[bold]{escape(self.a.name)}[/bold]  →  [bold]{escape(self.b.name)}[/bold]"
-        yield f"[dim]{self._subjects()}[/dim]\n"
+        yield f"[dim]{escape(self._subjects())}[/dim]\n"
         yield self._summary()
         for field, a, b in self.compatibility.architecture:
             yield f"[yellow]differs[/yellow]  {field}: {a} → {b}"

@@ -134,14 +134,14 @@ def attention_maps(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.stack([block[name][0].float() for block in blocks for name in block if name.endswith(".attn.weights")])
 
 
-def compare_attention(a: str, b: str | None, text: str, *, dtype: str | None = None, offline: bool = False) -> AttentionReport:
+def compare_attention(a: str, b: str | None, text: str, *, offline: bool = False) -> AttentionReport:
     """Attention weights of one model on ``text``, or of two by name; names as in :func:`~gpt2.comparison.pair.compare`.
 
     Raises:
         InputError: no such model, one without a tokenizer, a text too short or too long, or two models whose heads or tokens do
             not correspond. CheckpointError: a checkpoint whose tensors do not fit its config.
     """
-    sides = [Side.open(name, offline=offline, dtype=dtype) for name in (a, b) if name is not None]
+    sides = [Side.open(name, offline=offline) for name in (a, b) if name is not None]
     tokenizers = text_tokenizers(sides)
     ids = tokenizers[0].encode(text)
     most = min(side.config.n_positions for side in sides)

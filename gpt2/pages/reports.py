@@ -33,13 +33,13 @@ class Environment:
     machine: str
 
 
-def environment(dtypes: Iterable[torch.dtype], device: str = "cpu") -> Environment:
+def environment(dtypes: Iterable[torch.dtype]) -> Environment:
     """The environment of this process; ``dtypes`` are those of the models, in order."""
     import torch
 
     versions = {"gpt2-toolkit": __version__, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
     dtype = " and ".join(dict.fromkeys(dtype_label(dtype) for dtype in dtypes))
-    return Environment(versions, dtype, device, torch.get_num_threads(), f"{platform.machine()}, {os.cpu_count()} cores")
+    return Environment(versions, dtype, "cpu", torch.get_num_threads(), f"{platform.machine()}, {os.cpu_count()} cores")
 
 
 def dtype_label(dtype: torch.dtype) -> str:

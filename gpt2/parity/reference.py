@@ -80,8 +80,8 @@ def directory(checkpoint: Checkpoint, progress: Progress = silent) -> Iterator[P
         yield folder
 
 
-def load_reference(path: Path, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:
-    """``GPT2LMHeadModel`` from a local directory, in eval mode, with ``attention`` "sdpa" (its default) or "eager".
+def load_reference(path: Path, dtype: torch.dtype) -> nn.Module:
+    """``GPT2LMHeadModel`` from a local directory, in eval mode, with its default attention, "sdpa".
 
     ``reorder_and_upcast_attn`` is switched off in float64, where transformers' version of it would compute in float32.
     """
@@ -92,7 +92,7 @@ def load_reference(path: Path, dtype: torch.dtype, attention: str = "sdpa") -> n
     safe = any((path / name).is_file() for name in (WEIGHTS, INDEX))
     with _opening(path):
         model = library.GPT2LMHeadModel.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=safe
+            path, config=config, dtype=dtype, attn_implementation="sdpa", local_files_only=True, use_safetensors=safe
         )
     return model.eval()
 
