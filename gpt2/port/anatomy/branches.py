@@ -7,7 +7,7 @@ results, and not the stream, is the second layer of a feed-forward, and that oth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -41,10 +41,11 @@ class Norm:
     at: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Branch:
-    """An attention or a feed-forward: ``ups`` are its projections from the stream, ``downs`` those back to it."""
+    """An attention ("attn") or a feed-forward ("mlp"). ``ups`` are the projections from the stream, ``downs`` those back to it."""
 
+    part: str
     base: int  # the element of the stream that it starts from
     weight: int  # the id of its first weight; a branch that runs twice has the same both times
     norms: list[Norm]  # between the stream and the branch, the nearest first
@@ -53,13 +54,18 @@ class Branch:
     downs: list[int] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)
     times: int = 1  # how often it runs
+    layer: int = -1  # the block's number in the checkpoint
+
+    @property
+    def norm(self) -> str:
+        """The norm that GPT-2 has before it."""
+        return "ln_1" if self.part == "attn" else "ln_2"
 
 
 class Branches:
     """``attentions`` and ``feed_forwards`` in the order in which they run, each once.
 
-    ``order`` has the index of each attention, as often as it runs. ``adapters`` are the ids of the first weights of low-rank
-    adapters: pairs of projections that are added to others.
+    ``adapters`` are the ids of the first weights of low-rank adapters: pairs of projections that are added to others.
 
     Raises:
         NotGPT2: there is no attention.
@@ -75,8 +81,8 @@ class Branches:
         if not attentions:
             raise NotGPT2("nothing in its forward weighs projections of the tokens by one another, as attention does")
         known = {number for branch in attentions for number in branch.ups + branch.downs}
-        self.attentions, self.order = _each_once(attentions)
-        self.feed_forwards, _ = _each_once(self._feed_forwards([number for number in self._inputs if number not in known]))
+        self.attentions = _each_once(attentions)
+        self.feed_forwards = _each_once(self._feed_forwards([number for number in self._inputs if number not in known]))
 
     def norms(self, ids: Tensor) -> tuple[list[Norm], int]:
         """The norms between the stream and a projection's inputs ``ids``, nearest first, and an element of the stream."""
@@ -100,11 +106,11 @@ class Branches:
             ids = next(operand for operand in operands if bool((self.flow.origins(operand) >= 0).all()))
         return [Norm(by.get(Effect.MUL), by.get(Effect.ADD), places, number) for number, by in met], int(ids[0])
 
-    def _branch(self, branches: dict[int, Branch], result: Tensor) -> Branch:
+    def _branch(self, branches: dict[int, Branch], part: str, result: Tensor) -> Branch:
         """The branch that starts where the projection of ``result`` does; a new one, if there is none."""
         ids = self.flow.inputs(result)
         norms, base = self.norms(ids)
-        new = Branch(base, int(self.flow.first_weights(result[None])), norms, self.flow.state_of(ids) is State.NORMED)
+        new = Branch(part, base, int(self.flow.first_weights(result[None])), norms, self.flow.state_of(ids) is State.NORMED)
         return branches.setdefault(base, new)
 
     def _remove_adapters(self) -> set[int]:
@@ -147,7 +153,7 @@ class Branches:
         branches: dict[int, Branch] = {}
         by_result: dict[int, Branch] = {}
         for head in self._heads():
-            branch = self._branch(branches, head.q[0])
+            branch = self._branch(branches, "attn", head.q[0])
             branch.heads.append(head)
             owners = self.recording.owners(torch.cat((head.q, head.k, head.v))).unique().tolist()
             branch.ups += [number for number in owners if self.flow.is_projection(number) and number not in branch.ups]
@@ -164,17 +170,16 @@ class Branches:
             if self.flow.state_of(self.flow.inputs(self.flow.results(down)[0])) not in (State.PROJECTED, State.NONLINEAR):
                 continue  # it starts from the stream
             for up in sorted(set(self.recording.owners(self._inputs[down]).tolist()) & set(rest)):
-                branch = self._branch(branches, self.flow.results(up)[0])
+                branch = self._branch(branches, "mlp", self.flow.results(up)[0])
                 branch.ups += [up] if up not in branch.ups else []
                 branch.downs += [down] if down not in branch.downs else []
         return list(branches.values())
 
 
-def _each_once(branches: list[Branch]) -> tuple[list[Branch], list[int]]:
-    """Every branch once, with how often it runs; and the index of each, in the order in which they run."""
+def _each_once(branches: Iterable[Branch]) -> list[Branch]:
+    """Every branch once, with how often it runs."""
     by_weight: dict[int, Branch] = {}
     for branch in branches:
         first = by_weight.setdefault(branch.weight, branch)
         first.times += first is not branch
-    weights = list(by_weight)
-    return list(by_weight.values()), [weights.index(branch.weight) for branch in branches]
+    return list(by_weight.values())

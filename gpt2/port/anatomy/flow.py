@@ -150,7 +150,7 @@ class Flow:
         for number in owners.unique().tolist():
             if self.is_projection(number):
                 node, mine = self.nodes[number], owners == number
-                weights[mine] = node.weights[node.place(results[mine])][:, 0]
+                weights[mine] = node.weights[(*node.place(results[mine]), torch.tensor(0))]
         return weights
 
     # Reading the nodes

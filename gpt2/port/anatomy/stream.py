@@ -5,13 +5,12 @@ Coordinates of the stream are those of the token embedding. What is added to it 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gpt2.port.anatomy.flow import Effect, Flow, State, Touch
-from gpt2.port.anatomy.parts import Table, Vector
 from gpt2.port.recording.dataflow import Kind
 
 
@@ -19,11 +18,41 @@ class NotGPT2(Exception):
     """The module lacks something that every GPT-2 has; the message says what."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a GPT-2: parameters that are some rows and columns of one of the checkpoint's tensors.
+
+    The parameter with the id ``row_ids[i] + column_ids[j]`` is the tensor's entry at row ``rows[i]`` and column ``columns[j]``. A
+    row or column -1 is none of the tensor's. A vector is a single row. ``part`` is the tensor's name without the layer and
+    ".weight": "wte", "ln_1.bias"; of c_attn it is "attn.q", "attn.k" or "attn.v", and the output head, which is the token
+    embedding again, is "head". ``skipped``: how many rows of an embedding's parameter lie before the first that is used.
+    """
+
+    part: str
+    layer: int | None
+    rows: Tensor  # (N,)
+    row_ids: Tensor  # (N,)
+    columns: Tensor  # (M,)
+    column_ids: Tensor  # (M,)
+    skipped: int = 0
+
+    @property
+    def ids(self) -> Tensor:
+        """(M,) parameters in the first row."""
+        return self.row_ids[0] + self.column_ids
+
+
+def vector(part: str, layer: int | None, ids: Tensor, places: Tensor) -> Part:
+    """A bias, or a norm's scale or shift: the parameters ``ids`` (M,) are the entries ``places`` of the checkpoint's tensor."""
+    row = torch.zeros(1, dtype=torch.int64)
+    return Part(part, layer, row, row, places, ids)
+
+
 class Stream:
     """``width``; ``words`` and ``positions``, the embedding tables (words perhaps in shards; positions None if none are learned).
 
     ``biases`` is a table of :class:`Flow`: the parameter that is added to each projection result. ``late_biases``: by projection,
-    what is added to the stream right after the projection's result.
+    the parameters that are added to the stream right after its result, and their coordinates.
 
     Raises:
         NotGPT2: no table is looked up by the token ids.
@@ -31,10 +60,10 @@ class Stream:
 
     def __init__(self, flow: Flow) -> None:
         self.flow, self.recording = flow, flow.recording
-        self.words: list[Table] = []
-        self.positions: Table | None = None
+        self.words: list[Part] = []
+        self.positions: Part | None = None
         self.biases = flow.blank()
-        self.late_biases: dict[int, Vector] = {}
+        self.late_biases: dict[int, tuple[Tensor, Tensor]] = {}
         self._coordinates = flow.blank()  # by origin
         self._read_tables()
         self._read_additions()
@@ -42,7 +71,7 @@ class Stream:
     @property
     def vocabulary(self) -> int:
         """How many tokens have an embedding."""
-        return max(table.begin + table.rows for table in self.words)
+        return max(int(table.rows[-1]) + 1 for table in self.words)
 
     def coordinates(self, ids: Tensor) -> Tensor:
         """The stream coordinates of elements; -1 for elements that are not in the stream.
@@ -79,23 +108,18 @@ class Stream:
         self._start = next(results for number in sorted(self._starts) if len(results := self.flow.results(number)))
         self.flow.put(self._coordinates, self.flow.root(self._start), torch.arange(self.width))
         for name, begin in words.items():
-            self.words.append(self._word_table(name, read[name], rows[name], begin))
+            if (table := self._table("wte", read[name], rows[name], begin)) is None:
+                raise NotGPT2(f"its token embedding ({name}) is no table with a row for each token")
+            self.words.append(table)
         for name in [name for name in rows if name not in words]:
             if self.positions is None and len(set(rows[name].values())) == self.recording.ids.size(1):
                 self.positions = self._table("wpe", read[name], rows[name])
 
-    def _word_table(self, name: str, read: dict[int, Tensor], rows: dict[int, int], begin: int) -> Table:
-        table = self._table("wte", read, rows)
-        if table is None:
-            raise NotGPT2(f"its token embedding ({name}) is no table with a row for each token")
-        unread = max(0, -begin)  # rows before the first token's
-        first = table.first + unread * table.stride
-        return replace(table, first=first, rows=table.rows - unread, skipped=table.skipped + unread, begin=max(0, begin))
-
-    def _table(self, part: str, read: dict[int, Tensor], rows: dict[int, int]) -> Table | None:
+    def _table(self, part: str, read: dict[int, Tensor], rows: dict[int, int], begin: int = 0) -> Part | None:
         """The table of which parameters (D,) were read in some rows, by place; None if they do not form one.
 
-        Ids in a table rise evenly with the row. The parameter's axis with the same stride says how many rows there are.
+        Ids in a table rise evenly with the row. The parameter's axis with the same stride says how many rows there are. Row 0 is
+        row ``begin`` of the checkpoint's table; rows before the checkpoint's first are skipped.
         """
         places = self.coordinates(self._start)
         if any(len(x) != self.width or bool((x < 0).any()) for x in read.values()) or len(set(rows.values())) < 2:
@@ -108,8 +132,10 @@ class Stream:
         region = self.recording.source(int(read[low][0])).region
         axes = [axis for axis, n in enumerate(region.shape) if n > 1 and region.strides[axis] == stride]
         size = region.shape[axes[0]] if axes else rows[high] + 1
-        skipped = int(first.min() - region.start) // stride % size if axes else 0
-        return Table(part, torch.empty_like(first).index_copy_(0, places, first), stride, size - skipped, skipped)
+        before = int(first.min() - region.start) // stride % size if axes else 0
+        number = torch.arange(max(0, -begin), size - before)
+        columns, ids = torch.arange(self.width), torch.empty_like(first).index_copy_(0, places, first)
+        return Part(part, None, number + begin, number * stride, columns, ids, before + max(0, -begin))
 
     def _read_additions(self) -> None:
         """Biases, and positions that are not looked up but added as they are: they differ from place to place."""
@@ -141,7 +167,7 @@ class Stream:
             free = self.flow.at(self.biases, origins) < 0
             self.flow.put(self.biases, origins[free], ids[free])
         elif touch.before is State.SUMMED and self.flow.newest[number] not in self.late_biases:
-            self.late_biases[self.flow.newest[number]] = Vector("", None, ids, self.coordinates(results))
+            self.late_biases[self.flow.newest[number]] = ids, self.coordinates(results)
 
 
 def _begin(rows: list[int | None], tokens: list[int]) -> int | None:

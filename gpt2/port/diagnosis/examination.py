@@ -185,7 +185,7 @@ class Examination:
     # What the module returns
 
     def _probes(self, anatomy: Anatomy | None) -> list[Tensor]:
-        rows = self.config.n_positions if anatomy is None or anatomy.positions is None else anatomy.positions.rows
+        rows = self.config.n_positions if anatomy is None or anatomy.positions is None else len(anatomy.positions.rows)
         vocabulary = self.config.vocab_size if anatomy is None else min(self.config.vocab_size, anatomy.stream.vocabulary)
         context = min(self.config.n_positions, rows)
         lengths = [min(length, context) for length in LENGTHS]

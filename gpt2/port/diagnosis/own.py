@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gpt2.port.anatomy.parts import Matrix
 from gpt2.port.mapping.mapping import ZERO, Mapping
 from gpt2.port.recording.dataflow import Use
 
@@ -50,13 +49,13 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
     extra: dict[str, float] = {}
     shared: dict[tuple[str, str], tuple[str, str]] = {}
     recording = mapping.anatomy.recording
-    words = {recording.source(int(table.first[0])).storage for table in mapping.anatomy.words}
+    words = {recording.source(int(table.ids[0])).storage for table in mapping.anatomy.words}
     for source in mapping.sources:
         use, entries, value = mapping.uses(source)[0], mapping.entries(source), tensors[source.name].detach().cpu().double()
         value = value if use == Use() else value * use.scale + use.shift  # what the computation sees of it
         parts = mapping.parts(source)
         if source.storage not in words and parts:
-            if all(isinstance(part, Matrix) and part.part == "head" for part in parts):
+            if all(part.part == "head" for part in parts):
                 head.scatter(entries, value)
                 head_name = head_name or source.name
                 continue

@@ -40,7 +40,7 @@ class Check:
         self.vocabulary = min(rows)
         self.fits = anatomy.width == self.config.n_embd
         positions = self.config.n_positions
-        context = positions if anatomy.positions is None else min(positions, anatomy.positions.rows)
+        context = positions if anatomy.positions is None else min(positions, len(anatomy.positions.rows))
         lengths = {min(length, context) for length in (1, 7, 32)}
         if self.config.num_parameters() * context <= MAX_COST or anatomy.recording.ids.size(1) == context:
             lengths.add(context)

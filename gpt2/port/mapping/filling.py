@@ -1,18 +1,43 @@
-"""Write a checkpoint's entries into a module's parameters, as the mapping says."""
+"""Write a checkpoint's entries into a module's parameters, as the mapping says, and say in words where they are from."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping as MappingType
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from gpt2.port.anatomy.parts import evidence
+from gpt2.config import GPT2Config
+from gpt2.port.anatomy.stream import Part
 from gpt2.port.mapping.mapping import KEEP, MAX_ENTRIES, ZERO, Mapping
 from gpt2.port.mapping.report import Row
-from gpt2.port.mapping.transformations import describe
 from gpt2.port.recording.borrowed import Borrowed
 from gpt2.port.recording.dataflow import Source, Use
+
+# What a part does in the forward pass, by which it is recognised.
+EVIDENCE = {
+    "wte": "the token ids choose its rows",
+    "wpe": "added to the stream, other rows at other positions",
+    "attn.q": "its results are matched against the keys, for the position that the mix is for",
+    "attn.k": "its results are matched against the queries, for the positions that are mixed",
+    "attn.v": "its results are what attention mixes",
+    "attn.c_proj": "takes the mix back to the stream",
+    "mlp.c_fc": "takes the stream to units that only the next projection reads",
+    "mlp.c_proj": "takes the hidden units back to the stream",
+    "attn.q.bias": "added to the queries",
+    "attn.k.bias": "added to the keys",
+    "attn.v.bias": "added to the values",
+    "attn.c_proj.bias": "added to what attention gives back",
+    "mlp.c_fc.bias": "added to the hidden units",
+    "mlp.c_proj.bias": "added to what the feed-forward gives back",
+    "ln_1": "the normed stream before the queries",
+    "ln_2": "the normed stream before the feed-forward",
+    "ln_f": "the normed stream at the end",
+    "head": "its results are the logits; GPT-2's head is its token embedding",
+    "head.bias": "added to the logits, where GPT-2 adds nothing",
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +63,7 @@ def fill(borrowed: Borrowed, mapping: Mapping, state: MappingType[str, Tensor]) 
             put(borrowed.tensors[source.name], entries, mapping, state, use)
             change = f", less {use.shift:.4g}" if use.shift else ""
             change += f", divided by {use.scale:.4g}" if use.scale != 1 else ""
-            reasons = dict.fromkeys(evidence(part) for part in mapping.parts(source))
+            reasons = dict.fromkeys(_evidence(part) for part in mapping.parts(source))
             row = Row(source.name, source.region.shape, names, words + change, "; ".join(reasons))
         results.append(Filled(source, row, low != KEEP, words))
     return results
@@ -59,3 +84,128 @@ def put(target: Tensor, entries: Tensor, mapping: Mapping, state: MappingType[st
             target.copy_(values.view(target.shape)).sub_(use.shift).div_(use.scale)
         else:
             target[mine] = (values - use.shift) / use.scale
+
+
+# The words
+
+
+def _evidence(part: Part) -> str:
+    """Why a parameter is this part of GPT-2."""
+    stem, _, leaf = part.part.partition(".")
+    does = f"{'scales' if leaf == 'weight' else 'shifts'} {EVIDENCE[stem]}" if stem.startswith("ln_") else EVIDENCE[part.part]
+    return does if part.layer is None else f"block {part.layer}: {does}"
+
+
+def describe(entries: Tensor, mapping: Mapping) -> tuple[tuple[str, ...], str]:
+    """The checkpoint's tensors in a parameter, and what was done to them, in words."""
+    segments = _segments(entries, mapping)
+    names = tuple(dict.fromkeys(name for _, name, _ in segments if name))
+    words = [(where, name, _words(part, name, mapping)) for where, name, part in segments]
+    if len(words) == 1:
+        return names, words[0][2]
+    if len({text for _, _, text in words}) == 1 and len(names) == len(words):
+        each = f", each {words[0][2]}" if words[0][2] != "none" else ""
+        return names, f"stacked along the first axis{each}"
+    return names, "; ".join(f"{where}: {f'{name}, {text}' if name else text}" for where, name, text in words)
+
+
+def _segments(entries: Tensor, mapping: Mapping) -> list[tuple[str, str, Tensor]]:
+    """Pieces along one axis that come from one tensor each: (where, tensor's name or "", entries)."""
+
+    def owner(low: int, high: int) -> str | int | None:
+        """The one tensor, or the one number below zero, that all entries from low to high belong to; None for several."""
+        if low < 0:
+            return low if high == low else None
+        return name if (name := mapping.owner(low)) == mapping.owner(high) else None
+
+    whole = owner(int(entries.min()), int(entries.max()))
+    if whole is not None:
+        return [("", whole if isinstance(whole, str) else "", entries)]
+    for axis in range(entries.ndim):
+        others = [other for other in range(entries.ndim) if other != axis]
+        ends = (entries.amin(others), entries.amax(others)) if others else (entries, entries)
+        owners = [owner(*ends) for ends in zip(*(end.tolist() for end in ends), strict=True)]
+        if None in owners:
+            continue
+        result, start = [], 0
+        for name, run in itertools.groupby(owners):
+            stop = start + len(list(run))
+            what = ("rows" if axis == 0 else "columns") if entries.ndim > 1 else "entries"
+            part = entries.narrow(axis, start, stop - start)
+            part = part.squeeze(axis) if stop - start == 1 and entries.ndim > 1 else part
+            result.append((f"{what} {start}:{stop}", name if isinstance(name, str) else "", part))
+            start = stop
+        return result
+    return [("", mapping.owner(int(entries.max())), entries)]
+
+
+def _words(entries: Tensor, name: str, mapping: Mapping) -> str:
+    """What was done to one tensor to get ``entries``."""
+    if not name:
+        return {ZERO: "zeros", KEEP: "left as they are"}[int(entries.flatten()[0])]
+    if int(entries.min()) < 0:
+        return "in part"
+    shape, start = mapping.shapes[name], mapping.starts[name]
+    rows, columns = (torch.arange(n, dtype=entries.dtype) for n in (shape if len(shape) == 2 else (1, *shape)))
+    whole = start + rows[:, None] * len(columns) + columns
+    if entries.shape == shape and torch.equal(entries, whole.view(shape)):
+        return "none"
+    if entries.ndim == 2 and entries.shape == whole.mT.shape and torch.equal(entries, whole.mT):
+        return "transposed"
+    places = torch.unravel_index(entries - start, shape)
+    moves = [[axis for axis in range(entries.ndim) if not bool((p == p.narrow(axis, 0, 1)).all())] for p in places]
+    order = [axis for axes in moves for axis in axes]
+    if len(set(order)) < len(order):
+        return "rearranged entry by entry"
+    words = []
+    for number, (place, axes) in enumerate(zip(places, moves, strict=True)):
+        for axis in range(entries.ndim):
+            place = place if axis in axes else place.narrow(axis, 0, 1)
+        kind = "entries" if len(shape) == 1 else ("rows", "columns")[number]
+        words.append(_span(place.flatten().tolist(), kind, shape[number], mapping.config, name))
+    words = [word for word in words if word]
+    if order != sorted(order) and entries.ndim == 2:
+        words.append("transposed")
+    elif entries.ndim > len(shape):
+        words.append(f"reshaped to ({', '.join(map(str, entries.shape))})")
+    return ", ".join(words) or "none"
+
+
+def _span(index: list[int], kind: str, size: int, config: GPT2Config, name: str) -> str:
+    """Which rows, columns or entries of the checkpoint's tensor were taken, and in which order; "" for all in order."""
+    if index == list(range(size)):
+        return ""
+    cuts = [0, *(i for i in range(1, len(index)) if index[i] != index[i - 1] + 1), len(index)]
+    runs = [(index[a], index[b - 1] + 1) for a, b in itertools.pairwise(cuts)]
+    if name == "wpe.weight" and kind == "rows" and len(runs) == 1 and runs[0][0] == 0:
+        return f"first {runs[0][1]} positions"
+    order = _order(index, config, name, kind)
+    if order:
+        return f"{kind} by ({order})"
+    shown = ", ".join(f"{a}:{b}" if b - a > 1 else str(a) for a, b in runs[:4])
+    of = f" ({_share(runs[0], size, config)})" if ".c_attn." in name and kind != "rows" and len(runs) == 1 else ""
+    return f"{kind} {shown}{', ...' if len(runs) > 4 else ''}{of}"
+
+
+def _order(index: list[int], config: GPT2Config, name: str, kind: str) -> str:
+    """The order of the axes q|k|v, head and unit, if the selection only reorders them; "" otherwise."""
+    axes = {"head": config.n_head, "unit": config.head_dim}
+    if ".c_attn." in name and kind != "rows":
+        axes = {"q|k|v": 3, **axes}
+    elif not (name.endswith("attn.c_proj.weight") and kind == "rows"):
+        return ""
+    natural = torch.arange(torch.Size(axes.values()).numel()).view(*axes.values())
+    for order in itertools.permutations(range(len(axes))):
+        if index == natural.permute(order).flatten().tolist():
+            return ", ".join(list(axes)[axis] for axis in order)
+    return ""
+
+
+def _share(run: tuple[int, int], size: int, config: GPT2Config) -> str:
+    """Which of q, k and v, and which head, a run of columns of c_attn is."""
+    width, (start, stop) = size // 3, run
+    parts = [part for number, part in enumerate("qkv") if start < (number + 1) * width and stop > number * width]
+    inside = start % width
+    if len(parts) == 1 and stop - start == config.head_dim and inside % config.head_dim == 0:
+        return f"head {inside // config.head_dim} of {parts[0]}"
+    return ", ".join(parts)

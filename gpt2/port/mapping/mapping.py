@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import EllipsisType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,29 +16,16 @@ from torch import Tensor
 from gpt2.checkpoint.keys import expected
 from gpt2.config import GPT2Config
 from gpt2.port.anatomy.anatomy import Anatomy
-from gpt2.port.anatomy.parts import Part, Table, Vector, sample
+from gpt2.port.anatomy.stream import Part
 from gpt2.port.recording.dataflow import Region, Source, Use
 
 ZERO, KEEP = -1, -2  # instead of an entry's number: set to zero; leave as it is
 MAX_ENTRIES = 1 << 22  # entries that are computed at a time, to save memory
-
-# Part -> tensor of the checkpoint. The head is the token embedding again, transposed.
-TARGETS = {
-    "wte": "wte.weight",
-    "wpe": "wpe.weight",
-    "head": "wte.weight",
-    **{f"attn.{part}": "h.{}.attn.c_attn.weight" for part in "qkv"},
-    **{f"attn.{part}.bias": "h.{}.attn.c_attn.bias" for part in "qkv"},
-    **{part: f"h.{{}}.{part}.weight" for part in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
-    **{f"{part}.bias": f"h.{{}}.{part}.bias" for part in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
-    **{f"{norm}.{kind}": f"h.{{}}.{norm}.{kind}" for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")},
-    **{f"ln_f.{kind}": f"ln_f.{kind}" for kind in ("weight", "bias")},
-}
-SHARES = {"attn.q": 0, "attn.k": 1, "attn.v": 2}
+TABLES = ("wte", "wpe")
+SHARE = re.compile(r"attn\.([qkv])\b")  # a third of c_attn
 
 
-@dataclass(frozen=True)
-class Rectangle:
+class Rectangle(NamedTuple):
     """A piece of a parameter and what fills it.
 
     For (i, j) below ``shape``, the place ``start + i * strides[0] + j * strides[1]`` takes the entry
@@ -84,12 +73,11 @@ class Mapping:
         self.dtype = torch.int32 if sum(sizes) < 2**31 else torch.int64
         self.placed = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in self.shapes.items()}
         self.conflicts: list[Conflict] = []
+        self.misfits: list[Part] = []
         self._storages = sorted({source.storage for source in anatomy.recording.sources})
         self._rectangles: dict[int, list[tuple[Rectangle, Part]]] = {storage: [] for storage in self._storages}
-        self.misfits: list[Part] = []
-        self.in_buffers: list[tuple[Part, str]] = []
         shared: dict[str, Tensor] = {}
-        for part in sorted(self._parts(), key=lambda part: isinstance(part, Table)):  # tables last: they set what is left to zero
+        for part in sorted(self._parts(), key=lambda part: part.part in TABLES):  # tables last: they set what is left to zero
             if not self._fits(part):
                 self.misfits.append(part)
                 continue
@@ -104,8 +92,10 @@ class Mapping:
         return self.names[bisect.bisect_right(list(self.starts.values()), entry) - 1] if entry >= 0 else ""
 
     def target(self, part: Part) -> str:
-        """The checkpoint's tensor that a part is; "" for none."""
-        return TARGETS.get(part.part, "").format(part.layer)
+        """The name of the checkpoint's tensor that a part is; "" for a bias of the head."""
+        name = re.sub(r"^attn\.[qkv]\b", "attn.c_attn", "wte" if part.part == "head" else part.part)
+        name += "" if name.endswith((".weight", ".bias")) else ".weight"
+        return "" if part.part == "head.bias" else name if part.layer is None else f"h.{part.layer}.{name}"
 
     @property
     def sources(self) -> list[Source]:
@@ -164,95 +154,72 @@ class Mapping:
         """Whether the module has such a part, but of another size than the checkpoint's."""
         return any(self.target(part) == name for part in self.misfits)
 
-    def is_shifted(self, table: Table) -> bool:
-        """Whether a table is used from a later row on, although it then has fewer rows than the checkpoint: a mistake."""
-        spare = table.rows >= self.shapes[self.target(table)][0]
-        words = {self.anatomy.recording.name(int(words.first[0])) for words in self.anatomy.words}
-        return table.skipped > 0 and not spare and self.anatomy.recording.name(int(table.first[0])) not in words
+    @property
+    def skips_positions(self) -> bool:
+        """Whether positions are read from a later row on, of a table with no rows to spare for that: a mistake."""
+        table = self.anatomy.positions
+        if table is None or not table.skipped or len(table.rows) >= self.config.n_positions:
+            return False
+        name = self.anatomy.recording.name
+        return name(int(table.ids[0])) not in {name(int(words.ids[0])) for words in self.anatomy.words}
 
     def _parts(self) -> list[Part]:
         """All parts, without those that lie in buffers, unless the module keeps all of its weights in buffers."""
         sources = self.anatomy.recording.sources
         parameters = {source.storage for source in sources if source.is_parameter}
         names = {source.storage: source.name for source in sources}
-        places = [(part, self._storage(int(sample(part)[0]))) for part in self.anatomy.parts]
+        places = [(part, self._storage(int(part.ids[0]))) for part in self.anatomy.parts]
         self.fills_buffers = not any(storage in parameters for _, storage in places)
-        if not self.fills_buffers:
-            self.in_buffers = [(part, names[storage]) for part, storage in places if storage not in parameters]
-            places = [(part, storage) for part, storage in places if storage in parameters]
-        return [part for part, _ in places]
+        others = [] if self.fills_buffers else [(part, storage) for part, storage in places if storage not in parameters]
+        self.in_buffers = [(part, names[storage]) for part, storage in others]
+        return [part for part, storage in places if self.fills_buffers or storage in parameters]
+
+    def _size(self, part: Part) -> tuple[int, int]:
+        """How many rows and columns the checkpoint has of a part; a vector is one row."""
+        *rows, columns = self.shapes.get(self.target(part), (0, 0))
+        return (rows[0] if rows else 1), columns // 3 if SHARE.match(part.part) else columns
 
     def _fits(self, part: Part) -> bool:
-        """Whether the checkpoint has such a part, of that size."""
-        name = self.target(part)
-        if self.anatomy.width != self.config.n_embd or (part.part != "head.bias" and name not in self.shapes):
+        """Whether the checkpoint has such a part, of that size; tables may have more rows or fewer."""
+        if self.anatomy.width != self.config.n_embd:
             return False
         if part.part == "head.bias":
             return True
-        *_, columns = shape = self.shapes[name]
-        if isinstance(part, Table):
-            return len(part.first) == columns
-        if part.part.removesuffix(".bias") in SHARES:
-            columns //= 3
-        if isinstance(part, Vector):
-            return bool((part.places >= 0).all() and (part.places < columns).all())
-        if part.part == "head":
-            return int(part.inputs.max()) < columns
-        return int(part.inputs.max()) < shape[0] and 0 <= int(part.outputs.min()) <= int(part.outputs.max()) < columns
+        height, width = self._size(part)
+        has_columns = bool((part.columns < width).all()) and (part.part == "head" or bool((part.columns >= 0).all()))
+        return has_columns and (part.part in (*TABLES, "head") or bool((part.rows < height).all()))
 
     def _is_surplus(self, part: Part, shared: dict[str, Tensor]) -> bool:
         """Whether an earlier part is this bias already: of several parameters (one for each head), the first is filled."""
-        if not isinstance(part, Vector) or not part.part.endswith(("c_proj.bias", "c_fc.bias")):
+        if not part.part.endswith(("c_proj.bias", "c_fc.bias")):
             return False
         name = self.target(part)
         taken = shared.setdefault(name, torch.zeros(self.shapes[name], dtype=torch.bool))
-        again = bool(taken[part.places].all())
-        taken[part.places] = True
+        again = bool(taken[part.columns].all())
+        taken[part.columns] = True
         return again
 
     def _cut(self, part: Part, surplus: bool) -> Iterator[Rectangle]:
-        """A part as rectangles; a surplus bias, and one of the head, is set to zero."""
-        if isinstance(part, Vector) and (surplus or part.part == "head.bias"):
-            for i, n, stride, _ in _runs(part.ids, torch.zeros_like(part.ids)):
-                yield Rectangle(int(part.ids[i]), (stride, 0), ZERO, (0, 0), (n, 1))
-            return
-        name = self.target(part)
-        start, shape = self.starts[name], self.shapes[name]
-        row = shape[-1]  # from one row of the tensor to the next
-        shift = start + SHARES.get(part.part.removesuffix(".bias"), 0) * row // 3
-        if isinstance(part, Vector):
-            zero = torch.zeros(1, dtype=torch.int64)
-            yield from self._outer(name, part.ids, part.places + shift, zero, zero)
-        elif isinstance(part, Table):
-            if self.is_shifted(part):
-                part = replace(part, first=part.first - part.skipped * part.stride, rows=part.rows + part.skipped)
-            rows = torch.arange(part.rows)
-            beyond = ZERO if part.part == "wte" else KEEP
-            yield from self._outer(
-                name, rows * part.stride, (part.begin + rows) * row + start, part.first, torch.arange(row), shape[0], beyond
-            )
-        else:
-            known = part.inputs >= 0
-            inputs = part.inputs[known]
-            for f, g, outputs in part.outer_sums():
-                if part.part == "head":
-                    yield from self._outer(name, f, outputs * row + shift, g[known], inputs, shape[0])
-                else:
-                    yield from self._outer(name, f, outputs + shift, g[known], inputs * row)
-
-    def _outer(
-        self, name: str, f: Tensor, to_f: Tensor, g: Tensor, to_g: Tensor, limit: int | None = None, beyond: int = ZERO
-    ) -> Iterator[Rectangle]:
-        """Places ``f + g`` take entries ``to_f + to_g``: of f, those below row ``limit`` of the tensor; the others ``beyond``."""
-        cut = len(f) if limit is None else int((to_f < self.starts[name] + limit * self.shapes[name][-1]).sum())
-        order = torch.argsort(to_f, stable=True)
-        f, to_f = f[order], to_f[order]
-        for j, m, b, d in _runs(g, to_g):
-            for i, n, a, c in _runs(f[:cut], to_f[:cut]):
-                yield (r := Rectangle(int(f[i] + g[j]), (a, b), int(to_f[i] + to_g[j]), (c, d), (n, m)))
-                self.placed[name].as_strided(r.shape, r.steps, r.entry - self.starts[name]).fill_(True)
-            for i, n, a, _ in _runs(f[cut:], torch.zeros_like(f[cut:])):
-                yield Rectangle(int(f[cut + i] + g[j]), (a, b), beyond, (0, 0), (n, m))
+        """A part as rectangles. Set to zero: rows beyond the checkpoint's, but for positions; a surplus bias; a head's bias."""
+        name, rows, row_ids = self.target(part), part.rows, part.row_ids
+        if part is self.anatomy.positions and self.skips_positions:
+            rows = torch.arange(len(rows) + part.skipped)
+            row_ids = (rows - part.skipped) * (row_ids[1] - row_ids[0])
+        height, width = (0, 0) if surplus else self._size(part)
+        first = self.starts.get(name, 0)
+        step, start = width, first
+        if share := SHARE.match(part.part):
+            step, start = 3 * width, first + "qkv".index(share[1]) * width
+        inside, known = (rows >= 0) & (rows < height), part.columns >= 0
+        beyond = row_ids[rows >= height]
+        for j, m, b, d in _runs(part.column_ids[known], part.columns[known]):
+            column_id, column = int(part.column_ids[known][j]), int(part.columns[known][j])
+            for i, n, a, c in _runs(row_ids[inside], rows[inside] * step):
+                entry = start + int(rows[inside][i]) * step + column
+                yield (r := Rectangle(int(row_ids[inside][i]) + column_id, (a, b), entry, (c, d), (n, m)))
+                self.placed[name].as_strided(r.shape, r.steps, entry - first).fill_(True)
+            for i, n, a, _ in _runs(beyond, torch.zeros_like(beyond)):
+                yield Rectangle(int(beyond[i]) + column_id, (a, b), KEEP if part.part == "wpe" else ZERO, (0, 0), (n, m))
 
 
 def _runs(places: Tensor, entries: Tensor) -> list[tuple[int, int, int, int]]:

@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import layer as layer_of
-from gpt2.port.anatomy.parts import sample
-from gpt2.port.mapping.departures import (
-    Departure,
-    DepartureKind,
-    MissingEntries,
-    find_departures,
-    missing_entries,
-    module_name,
-)
+from gpt2.port.mapping.departures import Departure, DepartureKind, find_departures, module_name
 from gpt2.port.mapping.filling import Filled
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.dataflow import Source, Use
@@ -92,57 +84,62 @@ class Remarks:
     # Left over of the checkpoint
 
     def _missing_tensors(self, unnormed: set[tuple[int | None, str]]) -> None:
-        families: dict[tuple[str, str], list[MissingEntries]] = {}
-        for missing in missing_entries(self.mapping.placed, self.state):
-            name, layer = missing.name, layer_of(missing.name)
-            family = re.sub(r"^h\.\d+\.", "", name)
+        families: dict[tuple[str, str], list[tuple[str, float]]] = {}
+        for name, present in self.mapping.placed.items():
+            layer, family = layer_of(name), re.sub(r"^h\.\d+\.", "", name)
+            if bool(present.all()):
+                continue
             if layer is not None and layer not in self.anatomy.layers:
                 self.unused[name] = "a block that your module does not run"
             elif self.mapping.refused(name):
                 self.unused[name] = "of another size in your module"
             elif family in ("wte.weight", "wpe.weight"):
-                self._missing_rows(name)
+                self._missing_rows(name, int(present.all(1).sum()))
             else:
-                self._missing_entries(missing, family)
-                if missing.norm and (layer, family.rpartition(".")[0]) not in unnormed:  # a missing norm is said already
-                    families.setdefault((family, missing.shares), []).append(missing)
-        self.problems += [self._lack(family, alike) for (family, _), alike in families.items()]
+                shares, size = self._missing_entries(name, present)
+                if size and (layer, family.rpartition(".")[0]) not in unnormed:  # a missing norm is said already
+                    families.setdefault((family, shares), []).append((name, size))
+        self.problems += [self._lack(*key, alike) for key, alike in families.items()]
 
-    def _missing_rows(self, name: str) -> None:
-        placed = self.mapping.placed[name]
-        rows = int(placed.all(1).sum())
-        self.unused[name] = f"rows {rows}:{len(placed)}" if rows else "all of it"
+    def _missing_rows(self, name: str, rows: int) -> None:
+        every = len(self.state[name])
+        self.unused[name] = f"rows {rows}:{every}" if rows else "all of it"
         if name == "wpe.weight" and rows:
-            self.notes.append(
-                f"your module has {rows:,} positions, the checkpoint {len(placed):,}: the first {rows:,} are filled"
-            )
+            self.notes.append(f"your module has {rows:,} positions, the checkpoint {every:,}: the first {rows:,} are filled")
         elif name == "wpe.weight":
             self.neutral[name] = torch.zeros_like(self.state[name])
 
-    def _missing_entries(self, missing: MissingEntries, family: str) -> None:
-        name, shares = missing.name, missing.shares
-        part = "in part" if self.mapping.placed[name].any() else "all of it"
+    def _missing_entries(self, name: str, present: Tensor) -> tuple[str, float]:
+        """Which of q, k and v have no place at all, of c_attn; the norm of what is missing, 0 if the port computes the same."""
+        tensor, shares = self.state[name], ""
+        if ".c_attn." in name:
+            shares = "".join(share for share, third in zip("qkv", present.chunk(3, -1), strict=True) if not bool(third.any()))
+        part = "in part" if present.any() else "all of it"
         self.unused[name] = " and ".join(shares) if 0 < len(shares) < 3 else part
-        if missing.neutral is None:
-            return
-        self.neutral[name] = missing.neutral
+        if tensor.ndim > 1:
+            return shares, float(torch.linalg.vector_norm(tensor[~present].double()))
+        value = 1.0 if name.endswith(".weight") else 0.0
+        self.neutral[name] = torch.where(present, tensor, value)
+        lost = (tensor.double() - value).masked_fill(present, 0.0)
+        if shares:
+            lost.chunk(3)[1].zero_()  # softmax does not change when the same is added to all scores of a query
+        size = float(torch.linalg.vector_norm(lost))
         if shares == "k":
             self.unused[name] += ": without effect, as softmax does not see what is added to all keys alike"
-        elif not missing.norm:
-            value = "one" if family.endswith(".weight") else "zero"
-            self.unused[name] += f": it is {value}, so nothing is lost"
+        elif not size:
+            self.unused[name] += f": it is {'one' if value else 'zero'}, so nothing is lost"
+        return shares, size
 
-    def _lack(self, family: str, alike: list[MissingEntries]) -> str:
+    def _lack(self, family: str, shares: str, alike: list[tuple[str, float]]) -> str:
         """One sentence for the same missing tensor in all blocks."""
         part, lack = LACKS[family]
-        first, rest = alike[0], alike[1:]
-        words = [SHARES[letter] for letter in first.shares]
+        (name, size), *rest = alike
+        words = [SHARES[letter] for letter in shares]
         lack = lack.format(share=" and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]])))
-        module = module_name(self.anatomy, part, layer_of(first.name)) if part else ""
-        others = f"; up to {max(missing.norm for missing in rest):.2g} in other blocks" if rest else ""
+        module = module_name(self.anatomy, part, layer_of(name)) if part else ""
+        others = f"; up to {max(size for _, size in rest):.2g} in other blocks" if rest else ""
         value = "one (off by" if family.endswith(".weight") and family.startswith("ln") else "zero (norm"
-        subject = _subject(part, module, len(rest))
-        return f"your {subject} has {lack}; the checkpoint's {first.name} is not {value} {first.norm:.2g}{others})"
+        return f"your {_subject(part, module, len(rest))} has {lack}; the checkpoint's {name} is not {value} {size:.2g}{others})"
 
     # Left over of the module
 
@@ -163,9 +160,9 @@ class Remarks:
             self.idle[source.name] = "never used in the forward pass"
         elif whole:
             self.unfilled[source.name] = self._why(source)
-        elif any(source.region.overlaps(table.first) for table in self.anatomy.words):
+        elif any(source.region.overlaps(table.ids) for table in self.anatomy.words):
             self.notes.append(f"{source.name} has rows that no token reads: they are left as they are")
-        elif positions is not None and self.anatomy.recording.name(int(positions.first[0])) == source.name:
+        elif positions is not None and self.anatomy.recording.name(int(positions.ids[0])) == source.name:
             most = self.mapping.config.n_positions
             self.notes.append(f"{source.name} has more positions than the checkpoint's {most:,}: the rest is left as it is")
         else:
@@ -176,7 +173,7 @@ class Remarks:
         if any(region.start <= id <= region.last for id in self.anatomy.adapters):
             return "a pair of low rank beside a projection, which GPT-2 does not have"
         for part in self.mapping.misfits:
-            if region.overlaps(sample(part)):
+            if region.overlaps(part.ids):
                 beyond = part.layer not in (None, *range(self.mapping.config.n_layer))
                 return "the checkpoint has no such block" if beyond else "of another size in the checkpoint"
         return UNKNOWN

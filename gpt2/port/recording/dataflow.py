@@ -45,18 +45,15 @@ class Region:
 
     def ids(self) -> Tensor:
         """All ids, int64, in ``shape``."""
-        index = torch.meshgrid(*(torch.arange(n) for n in self.shape), indexing="ij") if self.shape else ()
-        return sum((i * stride for i, stride in zip(index, self.strides, strict=True)), torch.tensor(self.start))
+        return torch.arange(self.start, max(self.last, self.start) + 1).as_strided(self.shape, self.strides)
 
     def overlaps(self, ids: Tensor) -> bool:
         """Whether any of these ids lies between the smallest and the largest id."""
         return bool(((ids >= self.start) & (ids <= self.last)).any())
 
     def __getitem__(self, index: tuple[Tensor, ...]) -> Tensor:
-        """As ``tensor[index]``, where ``index`` fixes all axes but the last."""
-        *leading, last = self.strides
-        start = sum((i * stride for i, stride in zip(index, leading, strict=True)), torch.tensor(self.start))
-        return start[..., None] + torch.arange(self.shape[-1]) * last
+        """As ``tensor[index]``, where ``index`` fixes all axes."""
+        return sum((i * stride for i, stride in zip(index, self.strides, strict=True)), torch.tensor(self.start))
 
 
 @dataclass(frozen=True)
