@@ -26,7 +26,7 @@ from gpt2.port.mapping import check, load_into
 from gpt2.port.mapping.departures import Departure, DepartureKind, find_departures
 from gpt2.port.mapping.mapping import ZERO, Mapping
 from gpt2.port.mapping.report import MappingReport
-from gpt2.port.recording.probe import record_probe
+from gpt2.port.recording.recorder import record_probe
 
 CONFIG = GPT2Config(vocab_size=67, n_positions=23, n_embd=20, n_layer=3, n_head=4, n_inner=52, bos_token_id=0, eos_token_id=0)
 

@@ -43,7 +43,7 @@ class Norm:
 
 @dataclass(eq=False)
 class Branch:
-    """An attention ("attn") or a feed-forward ("mlp"). ``ups`` are the projections from the stream, ``downs`` those back to it."""
+    """An attention ("attn") or feed-forward ("mlp"). ``ups`` are the projections from the stream, ``downs`` those back to it."""
 
     part: str
     base: int  # the element of the stream that it starts from

@@ -29,7 +29,7 @@ from gpt2.port.recording.dataflow import Use
 from gpt2.port.recording.deterministic import run_deterministically
 from gpt2.port.recording.forward import ForwardError, error_line, logits_of, plain_attention
 from gpt2.port.recording.pool import collect
-from gpt2.port.recording.probe import give_shapes, record_probe
+from gpt2.port.recording.recorder import give_shapes, record_probe
 
 SLACK = 10  # for what refuses float64: how much farther from the float64 run it may be than our model is in its dtype
 LENGTHS = (8, 1, 32)  # of the token sequences; the walk uses the first

@@ -23,7 +23,7 @@ from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.remarks import Remarks
 from gpt2.port.mapping.report import MappingReport
 from gpt2.port.recording.borrowed import Borrowed
-from gpt2.port.recording.probe import give_shapes, record_probe
+from gpt2.port.recording.recorder import give_shapes, record_probe
 
 __all__ = ["MappingReport", "load_into"]
 

@@ -7,10 +7,10 @@ einsum, ``nn.MultiheadAttention`` and hand-written layer norms are recorded alik
 
 from __future__ import annotations
 
-import operator
+import math
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -76,7 +76,7 @@ class Node:
 
     @property
     def stop(self) -> int:
-        return self.start + reduce(operator.mul, self.shape, 1)
+        return self.start + math.prod(self.shape)
 
     def place(self, ids: Tensor) -> tuple[Tensor, ...]:
         """The indices in ``shape`` of these results."""
@@ -128,7 +128,7 @@ class Recording:
     tokens: int  # the id of the first token; every smaller id belongs to a parameter or buffer
     nodes: tuple[Node, ...]
     output: Tensor  # ids of the logits
-    uses: dict[int, frozenset[Use]]  # the storages that were used, and how
+    uses: dict[int, set[Use]]  # the storages that were used, and how
     unfollowed: tuple[str, ...]  # operators that could not be followed: their results have no ids
 
     @property

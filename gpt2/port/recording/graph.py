@@ -1,4 +1,9 @@
-"""Build the nodes of a recording, one for each operator that computes something."""
+"""Build a recording: give every element of every tensor an id, and add a node for each operator that computes something.
+
+Beside each storage lies a tensor of the ids of its elements; memory debuggers do the same and call it shadow memory. Views share
+a storage and so share its ids: transposing, slicing, splitting and writing in place need no code. Parameters are never written
+to, so their ids follow from strides and take no memory.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gpt2.port.recording.dataflow import Kind, Node, Region, without_repeats
-from gpt2.port.recording.element_ids import ElementIds
+from gpt2.port.recording.dataflow import NO_ID, Kind, Node, Region, Source, Use, without_repeats
 
 Factor = tuple[Tensor, Callable[[Tensor], Tensor]]  # of a contraction: a tensor, and how to view it as (*results, summed)
 
@@ -23,13 +27,106 @@ class Dependence(NamedTuple):
 
 
 class Graph:
-    """``nodes`` in the order in which they were added; ``ids`` are the ids of all tensors so far."""
+    """The ids of all tensors so far, and ``nodes`` in the order in which they were added.
 
-    def __init__(self, ids: ElementIds) -> None:
-        self.ids = ids
+    Sources have the ids below ``tokens``; the token ids come next, and then the results of each node.
+    """
+
+    def __init__(self, module: nn.Module, ids: Tensor) -> None:
         self.nodes: list[Node] = []
-        self._starts: list[int] = []
-        self._from_sources: list[bool] = []  # of each node: whether it depends on a source
+        self.sources: list[Source] = []
+        self.uses: dict[int, set[Use]] = {}
+        self._next = 0
+        self._copies: dict[int, tuple[frozenset[int], Use]] = {}  # storage of a copy -> storages of its sources, and its change
+        self._first_ids: dict[int, int] = {}  # storage of a source -> its first id
+        self._ids: dict[int, tuple[Tensor, int]] = {}  # storage -> ids of its elements, and their size in bytes
+        self._alive: list[torch.UntypedStorage] = []  # keeps addresses from being used again
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        buffers = {name: b for name, b in module.named_buffers(remove_duplicate=False) if b.is_floating_point()}
+        for name, tensor in (parameters | buffers).items():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._first_ids:
+                self._alive.append(storage)
+                self._first_ids[storage._cdata] = self._next
+                self._next += storage.nbytes() // tensor.element_size()
+            first = self._first_ids[storage._cdata]
+            self.sources.append(Source(name, _region(first, tensor), first, name in parameters))
+        self.tokens = self._next
+        self._starts = [0, self.tokens]  # the first id of the sources, of the tokens, and of each node
+        self._dependences = [Dependence(False, True), Dependence(True, False)]
+        self.write(ids, self._new(ids.shape))
+
+    def _new(self, shape: tuple[int, ...]) -> Tensor:
+        """New ids, in order."""
+        numel = torch.Size(shape).numel()
+        self._next += numel
+        return torch.arange(self._next - numel, self._next).view(shape)
+
+    # Tensors
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether any element of its storage may have an id."""
+        storage = tensor.untyped_storage()._cdata
+        return storage in self._first_ids or storage in self._ids
+
+    def region(self, tensor: Tensor) -> Region | None:
+        """The ids of a view into a source; None for other tensors."""
+        first = self._first_ids.get(tensor.untyped_storage()._cdata)
+        return None if first is None else _region(first, tensor)
+
+    def copied_from(self, tensor: Tensor) -> tuple[frozenset[int], Use] | None:
+        """Of a source, or of a copy of sources: their storages, and how the values were changed. None for all else."""
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._first_ids:
+            return frozenset({self._first_ids[storage]}), Use()
+        return self._copies.get(storage)
+
+    def mark_copy(self, tensor: Tensor, inputs: list[Tensor], scale: float = 1.0, shift: float = 0.0) -> None:
+        """Note that a tensor is a copy of ``inputs``, scaled and shifted, if these are sources or copies of sources."""
+        origins = [self.copied_from(x) for x in inputs if self.has(x)]
+        copies = [origin for origin in origins if origin is not None]
+        if copies and len(copies) == len(origins) and len({use for _, use in copies}) == 1:
+            before = copies[0][1]
+            use = Use(before.scale * scale, before.shift * scale + shift)
+            self._copies[tensor.untyped_storage()._cdata] = frozenset().union(*(sources for sources, _ in copies)), use
+
+    def mark_use(self, tensor: Tensor) -> None:
+        """Note that an operator computed with a source, or with a copy of one."""
+        sources, use = self.copied_from(tensor) or ((), Use())
+        for source in sources:
+            self.uses.setdefault(source, set()).add(use)
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """A copy of the ids of a tensor's elements as they are now; None where no element has one."""
+        region = self.region(tensor)
+        if region is not None:
+            return region.ids()
+        ids = self._view(tensor)
+        return None if ids is None else ids.clone()
+
+    def or_blank(self, tensor: Tensor) -> Tensor:
+        """As :meth:`of`, with ``NO_ID`` everywhere where no element has an id."""
+        ids = self.of(tensor)
+        return torch.full(tensor.shape, NO_ID) if ids is None else ids
+
+    def write(self, tensor: Tensor, ids: Tensor) -> None:
+        """Give a tensor's elements these ids."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._ids:
+            self._alive.append(storage)
+            elements = storage.nbytes() // tensor.element_size()
+            self._ids[storage._cdata] = torch.full((elements,), NO_ID), tensor.element_size()
+        view = self._view(tensor)
+        if view is not None:
+            view.copy_(ids)
+
+    def _view(self, tensor: Tensor) -> Tensor | None:
+        ids, size = self._ids.get(tensor.untyped_storage()._cdata, (None, 0))
+        if ids is None or size != tensor.element_size():
+            return None
+        return ids.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    # Nodes
 
     def add(
         self,
@@ -42,13 +139,11 @@ class Graph:
     ) -> Tensor:
         """Add a node and return the ids of its results."""
         needs = [self.dependence(operand) for operand in operands]
-        ids = self.ids.new(shape)
-        start = self.ids.next - ids.numel()
-        self._starts.append(start)
-        self._from_sources.append(any(need.sources for need in needs))
         live = kind is Kind.LOOKUP or any(need.tokens for need in needs)
-        self.nodes.append(Node(kind, op, start, tuple(shape), operands, live, weight, index))
-        return ids
+        self._starts.append(self._next)
+        self._dependences.append(Dependence(live, any(need.sources for need in needs)))
+        self.nodes.append(Node(kind, op, self._next, tuple(shape), operands, live, weight, index))
+        return self._new(shape)
 
     def elementwise(self, op: str, shape: tuple[int, ...], *operands: Tensor | None) -> Tensor:
         """Add a node over ids that broadcast to ``shape``; None is an operand without ids."""
@@ -56,12 +151,10 @@ class Graph:
 
     def contraction(self, op: str, a: Factor, b: Factor) -> Tensor:
         """Add sums of products of two tensors."""
-        taken = self._one_hot_lookup(op, a, b)
-        if taken is None:
-            taken = self._one_hot_lookup(op, b, a)
-        if taken is not None:
-            return taken
-        operands = [self.ids.operand(*factor) for factor in (a, b)]
+        for hot, table in ((a, b), (b, a)):
+            if (taken := self._one_hot_lookup(op, hot, table)) is not None:
+                return taken
+        operands = [self._operand(*factor) for factor in (a, b)]
         shape = tuple(operands[0].shape[:-1])
         known = [operand for operand in operands if any(self.dependence(operand))]
         if len(known) < 2:  # the other factor is a constant
@@ -69,14 +162,32 @@ class Graph:
         weights = [number for number, operand in enumerate(operands) if self.is_source(operand)]
         return self.add(Kind.CONTRACTION, op, shape, *operands, weight=weights[0] if len(weights) == 1 else None)
 
+    def _operand(self, tensor: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor | Region:
+        """The ids of ``view(tensor)``, where ``view`` makes views only; as a region for a source."""
+        region = self.region(view(tensor)) if self.region(tensor) is not None else None
+        return view(self.or_blank(tensor)) if region is None else region
+
+    def _one_hot_lookup(self, op: str, hot: Factor, table: Factor) -> Tensor | None:
+        """A product with one-hot vectors takes elements of the other factor: a lookup, if the vectors depend on tokens."""
+        if self.region(hot[0]) is not None or not self.has(table[0]):
+            return None
+        need = self.dependence(self.or_blank(hot[0]))
+        once = without_repeats(values := hot[1](hot[0]))
+        if need.sources or not once.numel() or not bool((((once == 1).sum(-1) == 1) & ((once != 0).sum(-1) == 1)).all()):
+            return None
+        index = once.argmax(-1).expand(values.shape[:-1])
+        operand = self._operand(*table)
+        entries = operand.ids() if isinstance(operand, Region) else operand
+        taken = entries.gather(-1, index[..., None])[..., 0]
+        return self.add(Kind.LOOKUP, op, taken.shape, taken, index=index) if need.tokens else taken
+
     def owner(self, ids: Tensor) -> Node | None:
         """The one node that computed all these elements, if there is one."""
-        if not ids.numel():
-            return None
-        first, last = (self._owner(int(id)) for id in ids.aminmax())
-        return self.nodes[first] if first == last >= 0 else None
+        owners = {self._owner(int(id)) for id in ids.aminmax()} if ids.numel() else set()
+        return self.nodes[owners.pop() - 2] if len(owners) == 1 and min(owners) >= 2 else None
 
     def _owner(self, id: int) -> int:
+        """Where in ``_starts`` the sources, the tokens or the node begin that an element belongs to; -1 for one without an id."""
         return bisect.bisect_right(self._starts, id) - 1
 
     def dependence(self, operand: Tensor | Region) -> Dependence:
@@ -84,41 +195,19 @@ class Graph:
         if isinstance(operand, Region):
             return Dependence(False, True)
         ids = without_repeats(operand)
-        if not ids.numel():
-            return Dependence(False, False)
-        low, high = (int(end) for end in ids.aminmax())
-        tokens, computed = self.ids.tokens, self.ids.computed
-        if high < tokens:
-            return Dependence(False, high >= 0)
-        owners = [self._owner(high)]
-        if self._owner(low) != owners[0]:
-            owners = (torch.searchsorted(torch.tensor(self._starts), ids.contiguous(), right=True) - 1).unique().tolist()
-        token = bool(((ids >= tokens) & (ids < computed)).any())
-        source = 0 <= low < tokens or bool(((ids >= 0) & (ids < tokens)).any())
-        return Dependence(
-            token or any(self.nodes[number].live for number in owners if number >= 0),
-            source or any(self._from_sources[number] for number in owners if number >= 0),
-        )
+        owners = {self._owner(int(id)) for id in ids.aminmax()} if ids.numel() else set()
+        if len(owners) > 1:
+            owners = set((torch.searchsorted(torch.tensor(self._starts), ids.contiguous(), right=True) - 1).unique().tolist())
+        known = [self._dependences[number] for number in owners if number >= 0]
+        return Dependence(any(one.tokens for one in known), any(one.sources for one in known))
 
     def is_source(self, operand: Tensor | Region) -> bool:
         """Whether all elements are parameters or buffers themselves."""
         if isinstance(operand, Region) or not operand.numel():
             return isinstance(operand, Region)
         low, high = without_repeats(operand).aminmax()
-        return int(low) >= 0 and int(high) < self.ids.tokens
+        return int(low) >= 0 and int(high) < self.tokens
 
-    def _one_hot_lookup(self, op: str, hot: Factor, table: Factor) -> Tensor | None:
-        """A product with one-hot vectors takes elements of the other factor: a lookup, if the vectors depend on tokens."""
-        ids = None if self.ids.region(hot[0]) is not None else self.ids.of(hot[0])
-        need = Dependence(False, False) if ids is None else self.dependence(ids)
-        if self.ids.region(hot[0]) is not None or need.sources or self.ids.of(table[0]) is None:
-            return None
-        values = hot[1](hot[0])
-        once = without_repeats(values)
-        if not values.numel() or not bool((((once == 1).sum(-1) == 1) & ((once != 0).sum(-1) == 1)).all()):
-            return None
-        index = once.argmax(-1).expand(values.shape[:-1])
-        operand = self.ids.operand(*table)
-        entries = operand.ids() if isinstance(operand, Region) else operand
-        taken = entries.gather(-1, index[..., None])[..., 0]
-        return self.add(Kind.LOOKUP, op, taken.shape, taken, index=index) if need.tokens else taken
+
+def _region(first: int, tensor: Tensor) -> Region:
+    return Region(first + int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())

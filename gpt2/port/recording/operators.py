@@ -59,7 +59,7 @@ def _mm(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
 
 def _addmm(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
     a, b = (named[name] for name in ("mat1", "mat2", "batch1", "batch2") if name in named)
-    return graph.elementwise("add", shape, _product(graph, a, b), graph.ids.of(named["self"]))
+    return graph.elementwise("add", shape, _product(graph, a, b), graph.of(named["self"]))
 
 
 def _mv(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
@@ -77,30 +77,30 @@ def _convolution(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tens
         (named["input"], lambda x: x.movedim(1, -1).unsqueeze(1).expand(*shape, -1)),
         (kernel, lambda x: x.view(1, shape[1], *ones, -1).expand(*shape, -1)),
     )
-    return result if bias is None else graph.elementwise("add", shape, result, graph.ids.of(bias.view(-1, *ones)))
+    return result if bias is None else graph.elementwise("add", shape, result, graph.of(bias.view(-1, *ones)))
 
 
 def _layer_norm(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
-    result = graph.add(Kind.ROWWISE, "layer_norm", shape, graph.ids.or_blank(named["input"]))
+    result = graph.add(Kind.ROWWISE, "layer_norm", shape, graph.or_blank(named["input"]))
     for op, parameter in (("mul", named.get("weight")), ("add", named.get("bias"))):
         if parameter is not None:
-            result = graph.elementwise(op, shape, result, graph.ids.of(parameter))
+            result = graph.elementwise(op, shape, result, graph.of(parameter))
     return result
 
 
 def _addcmul(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
-    product = graph.elementwise("mul", shape, graph.ids.of(named["tensor1"]), graph.ids.of(named["tensor2"]))
-    return graph.elementwise("add", shape, graph.ids.of(named["self"]), product)
+    product = graph.elementwise("mul", shape, graph.of(named["tensor1"]), graph.of(named["tensor2"]))
+    return graph.elementwise("add", shape, graph.of(named["self"]), product)
 
 
 def _dropout(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
-    return graph.elementwise("dropout", shape, graph.ids.of(named["input"]))
+    return graph.elementwise("dropout", shape, graph.of(named["input"]))
 
 
 def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
     """A sum of products is a contraction; a sum of contractions (over heads, for example) is a longer contraction."""
     x, dims = named["self"], named.get("dim")
-    ids = graph.ids.of(x)
+    ids = graph.of(x)
     node = None if ids is None else graph.owner(ids)
     if ids is None or node is None:
         return None

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
+from gpt2.config import GPT2Config
 from gpt2.port.recording.dataflow import NO_ID, Kind, Recording
 from gpt2.port.recording.dispatch import Call, OperatorMode, tensors
-from gpt2.port.recording.element_ids import ElementIds
-from gpt2.port.recording.forward import logits_of, plain_attention
+from gpt2.port.recording.forward import ForwardError, error_line, logits_of, plain_attention
 from gpt2.port.recording.graph import Graph
 from gpt2.port.recording.operators import CONSTANTS, COPIED_ARGUMENTS, COPIES, HANDLERS, REDUCTIONS, ROWWISE, TABLES
 
@@ -31,20 +32,12 @@ def record(module: nn.Module, ids: Tensor) -> Recording:
     Raises:
         whatever the module raises, and ValueError where its output holds no logits.
     """
-    with plain_attention():
-        recorder = Recorder(module, ids)
-        with recorder:
-            output = logits_of(module(ids))
-    elements = recorder.ids
-    return Recording(
-        sources=tuple(elements.sources),
-        ids=ids,
-        tokens=elements.tokens,
-        nodes=tuple(recorder.graph.nodes),
-        output=elements.or_blank(output),
-        uses={storage: frozenset(uses) for storage, uses in elements.uses.items()},
-        unfollowed=tuple(sorted(recorder.unfollowed)),
-    )
+    recorder = Recorder(module, ids)
+    with plain_attention(), recorder:
+        output = logits_of(module(ids))
+    graph, unfollowed = recorder.graph, tuple(sorted(recorder.unfollowed))
+    nodes, sources = tuple(graph.nodes), tuple(graph.sources)
+    return Recording(sources, ids, graph.tokens, nodes, graph.or_blank(output), graph.uses, unfollowed)
 
 
 class Recorder(OperatorMode):
@@ -52,8 +45,7 @@ class Recorder(OperatorMode):
 
     def __init__(self, module: nn.Module, ids: Tensor) -> None:
         super().__init__()
-        self.ids = ElementIds(module, ids)
-        self.graph = Graph(self.ids)
+        self.graph = Graph(module, ids)
         self.unfollowed: set[str] = set()
 
     def handle(self, call: Call) -> Any:
@@ -63,7 +55,7 @@ class Recorder(OperatorMode):
         except Exception:  # an operator used in an unforeseen way must not keep the module from running
             self.unfollowed.add(str(call.func))
             for tensor in tensors(result):
-                self.ids.write(tensor, torch.full(tensor.shape, NO_ID))
+                self.graph.write(tensor, torch.full(tensor.shape, NO_ID))
         return result
 
     def _follow(self, call: Call, result: Any) -> None:
@@ -71,30 +63,30 @@ class Recorder(OperatorMode):
         if not call.writes:  # what lies in an input's storage is a view of the input
             known = {tensor.untyped_storage()._cdata for tensor in inputs}
             outputs = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
-        if not outputs or call.name in CONSTANTS or not any(self.ids.has(tensor) for tensor in inputs):
+        if not outputs or call.name in CONSTANTS or not any(self.graph.has(tensor) for tensor in inputs):
             return
         output, named = outputs[0], call.named
         op = call.name.removesuffix("_") if call.writes and not call.name.startswith("__") else call.name
         if not call.writes and (changed := self._changed_source(op, named)) is not None:
             source, scale, shift = changed
-            self.ids.write(output, self.ids.or_blank(source))
-            self.ids.mark_copy(output, [source], scale, shift)
+            self.graph.write(output, self.graph.or_blank(source))
+            self.graph.mark_copy(output, [source], scale, shift)
             return
         if call.name in COPIES:
-            self.ids.write(output, self._copied(call.func, op, named, output))
+            self.graph.write(output, self._copied(call.func, op, named, output))
             return
         for tensor in inputs:
-            self.ids.mark_use(tensor)
+            self.graph.mark_use(tensor)
         if op in HANDLERS and (ids := HANDLERS[op](self.graph, named, output.shape)) is not None:
-            self.ids.write(output, ids)
+            self.graph.write(output, ids)
         elif torch.Tag.pointwise in call.func.tags:
-            self.ids.write(output, self.graph.elementwise(op, output.shape, *map(self.ids.of, inputs)))
+            self.graph.write(output, self.graph.elementwise(op, output.shape, *map(self.graph.of, inputs)))
         else:
             self._follow_other(op, inputs, outputs)
 
     def _follow_other(self, op: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Operators without a rule of their own: rowwise if a result has an input's shape."""
-        known = [(tensor, ids) for tensor in inputs if (ids := self.ids.of(tensor)) is not None]
+        known = [(tensor, ids) for tensor in inputs if (ids := self.graph.of(tensor)) is not None]
         for number, output in enumerate(outputs):
             alike = [ids for tensor, ids in known if tensor.shape == output.shape and tensor.is_floating_point()]
             if op in REDUCTIONS or number > 0:
@@ -103,7 +95,7 @@ class Recorder(OperatorMode):
                 ids = self.graph.add(Kind.ROWWISE, op, output.shape, alike[0])
             else:
                 ids = self.graph.add(Kind.OTHER, op, output.shape, *(ids for _, ids in known))
-            self.ids.write(output, ids)
+            self.graph.write(output, ids)
 
     # Copies
 
@@ -112,11 +104,11 @@ class Recorder(OperatorMode):
         x, constant = named.get("self"), named.get("other", 0.0)
         if op not in ("mul", "div", "add", "sub", "neg") or not isinstance(x, Tensor) or named.get("rounding_mode"):
             return None
-        if op in ("mul", "add") and isinstance(constant, Tensor) and self.ids.copied_from(x) is None:
+        if op in ("mul", "add") and isinstance(constant, Tensor) and self.graph.copied_from(x) is None:
             x, constant = constant, x  # the constant came first
         if isinstance(constant, Tensor):
-            constant = constant.item() if constant.numel() == 1 and not self.ids.has(constant) else None
-        if constant is None or self.ids.copied_from(x) is None or (op in ("mul", "div") and not constant):
+            constant = constant.item() if constant.numel() == 1 and not self.graph.has(constant) else None
+        if constant is None or self.graph.copied_from(x) is None or (op in ("mul", "div") and not constant):
             return None
         constant = float(constant) * (named.get("alpha", 1) if op in ("add", "sub") else 1)
         scale = {"mul": constant, "div": 1 / (constant or 1), "neg": -1.0}.get(op, 1.0)
@@ -128,16 +120,16 @@ class Recorder(OperatorMode):
             return taken
         copied = {name: value for name, value in named.items() if name in COPIED_ARGUMENTS}
         if op != "copy":
-            self.ids.mark_copy(output, tensors(copied))
+            self.graph.mark_copy(output, tensors(copied))
         if op in ("_to_copy", "copy"):
-            return self.ids.or_blank(named["src" if op == "copy" else "self"]).expand(output.shape)
-        on_ids = named | tree_map(lambda x: self.ids.or_blank(x) if isinstance(x, Tensor) else x, copied)
+            return self.graph.or_blank(named["src" if op == "copy" else "self"]).expand(output.shape)
+        on_ids = named | tree_map(lambda x: self.graph.or_blank(x) if isinstance(x, Tensor) else x, copied)
         return func(**on_ids | ({"value": NO_ID} if op == "constant_pad_nd" else {}))
 
     def _taken(self, func: Callable[..., Tensor], op: str, named: dict[str, Any], output: Tensor) -> Tensor | None:
         """The ids of what was taken from a table of sources: a lookup, if the index depends on tokens. None for another table."""
         table, index = named[TABLES[op]], named["indices" if "indices" in named else "index"]
-        if self.ids.copied_from(table) is None:
+        if self.graph.copied_from(table) is None:
             return None
 
         def take(numbers: Tensor) -> Tensor:
@@ -147,21 +139,68 @@ class Recorder(OperatorMode):
             n = table.shape[axis]
             return take(torch.arange(n).view([-1 if i == axis else 1 for i in range(table.ndim)]).expand(table.shape))
 
-        region = self.ids.region(table)
+        region = self.graph.region(table)
         if region is None:
-            ids = take(self.ids.or_blank(table))
+            ids = take(self.graph.or_blank(table))
         else:  # a large table takes no id for every entry
             steps = [coordinates(axis) * stride for axis, stride in enumerate(region.strides)]
             ids = torch.stack(steps).sum(0) + region.start
         numbers = enumerate(index if isinstance(index, list | tuple) else [index])
-        with_ids = [(axis, by) for axis, x in numbers if x is not None and (by := self.ids.of(x)) is not None]
+        with_ids = [(axis, by) for axis, x in numbers if x is not None and (by := self.graph.of(x)) is not None]
         chosen = [(axis, by) for axis, by in with_ids if self.graph.dependence(by).tokens]
         if not chosen:
-            self.ids.mark_copy(output, [table])
+            self.graph.mark_copy(output, [table])
             return ids
-        self.ids.mark_use(table)
+        self.graph.mark_use(table)
         axis, by = chosen[0]
         axis = named.get("dim", axis) % table.ndim
         if by.shape != ids.shape:
             by = by.view([1] * axis + [*by.shape] + [1] * (ids.ndim - axis - by.ndim)).expand(ids.shape)
         return self.graph.add(Kind.LOOKUP, op, ids.shape, ids, by, index=coordinates(axis))
+
+
+# Somebody else's module on a few tokens
+
+
+def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
+    """Make a module register its parameters (keras does so when asked), and give lazy ones a shape by calling the module.
+
+    Raises:
+        ForwardError: that call fails; ``name`` is the module's in the message.
+    """
+    for part in list(module.modules()):
+        part.named_parameters()
+    if any(is_lazy(tensor) for tensor in [*module.parameters(), *module.buffers()]):
+        try:
+            module(_probe(config.vocab_size, 2, min(5, config.n_positions)))
+        except Exception as error:
+            reason = error_line(error)
+            raise ForwardError(f"{name}: its parameters have no shapes yet, and its forward fails ({reason})") from None
+
+
+def record_probe(module: nn.Module, config: GPT2Config, name: str) -> Recording:
+    """Record a forward pass on a few tokens.
+
+    If the module refuses them, it is given small token ids, which every vocabulary has, and then a window of full length.
+
+    Raises:
+        ForwardError: its forward fails on all of them; ``name`` is the module's in the message.
+    """
+    device = next(module.parameters(), torch.empty(0)).device
+    failures = []
+    short = min(5, config.n_positions)
+    small = min(6 * short, config.vocab_size)
+    attempts = [(2, short, config.vocab_size), (2, short, small), (1, config.n_positions, config.vocab_size)]
+    for batch, length, vocabulary in dict.fromkeys(attempts):
+        try:
+            return record(module, _probe(vocabulary, batch, length).to(device))
+        except Exception as error:
+            failures.append(error_line(error))
+    raise ForwardError(f"{name}: its forward fails on ids of shape (2, {short}): {failures[0]}")
+
+
+def _probe(vocabulary: int, batch: int, length: int) -> Tensor:
+    """(B, T) ids, distinct where the vocabulary allows, and none of them the number of a position."""
+    low = length if vocabulary >= length * (batch + 1) else 0
+    order = torch.randperm(vocabulary - low, generator=torch.Generator().manual_seed(0)) + low
+    return order.repeat(length * batch // len(order) + 1)[: length * batch].view(batch, length)
