@@ -15,8 +15,9 @@ from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.logits import Reference
 from gpt2.port.diagnosis.places import EVERY, Place, collapsed
 from gpt2.port.diagnosis.report import SURE, Divergence
-from gpt2.port.recording.deterministic import DeterministicMode, Dropout, run_deterministically
+from gpt2.port.recording.dispatch import DeterministicMode, Dropout, run_deterministically
 from gpt2.port.recording.forward import error_line, logits_of
+from gpt2.port.recording.pool import Pool
 
 MIN_BOUND = 1e-9  # relative, in float64: other shapes are summed in another order
 PASTS = ("past_key_values", "past_key_value", "past", "layer_past", "kv_cache", "cache", "past_kv", "kv_caches", "caches")
@@ -76,8 +77,7 @@ class Behaviour:
     def _repeat(self, ids: Tensor) -> None:
         mode = DeterministicMode(keep_casts=True, keep_random=True)
         with mode:
-            first = logits_of(self.module(ids)).double()
-        second = logits_of(self.module(ids)).double()
+            first, second = (logits_of(self.module(ids)).double() for _ in range(2))
         if torch.equal(first, second) and not mode.dropouts:
             self._repeat_after_others(ids)
             return
@@ -108,7 +108,11 @@ class Behaviour:
         """Where the dropouts are: their inputs are compared with the traced values, with all dropouts passing everything."""
         _, mode = run_deterministically(lambda: self.module(ids))
         traced = trace(self.expected.model, ids.cpu())
-        points = [next((point for point, value in traced.items() if _is_of(one, value)), "") for one in mode.dropouts]
+        heads = [(point, head) for point, value in traced.items() if value.ndim == 4 for head in value.unbind(1)]
+        named = [*traced.items(), *heads]
+        pool = Pool.of((value for _, value in named), traced["logits"])
+        matches = [pool.find(one.value.double()) for one in mode.dropouts]
+        points = ["" if match is None else named[match.entries[0]][0] for match in matches]
         pairs = zip(points, mode.dropouts, strict=True)
         inside = all(".mlp." in point if point else self._is_inside_feed_forward(one) for point, one in pairs)
         places = [Place.of(point) for point in points if point]
@@ -123,7 +127,7 @@ class Behaviour:
     def _is_inside_feed_forward(self, dropout: Dropout) -> bool:
         """Whether it is applied to the hidden units, or to a product that sums over them."""
         inner = self.config.inner
-        return inner != self.config.n_embd and inner in (dropout.width, dropout.after)
+        return inner != self.config.n_embd and inner in (*dropout.value.shape[-1:], dropout.after)
 
     # A row alone
 
@@ -236,11 +240,6 @@ class Behaviour:
         Where the port departs from GPT-2 even without padding, this cannot be decided, and is assumed.
         """
         return bool(self._differ(alone, self.expected(ids))) or not self._differ(padded, self.expected(ids, gap))
-
-
-def _is_of(dropout: Dropout, value: Tensor) -> bool:
-    """Whether a dropout was applied to a traced value, or to one head of it."""
-    return dropout.is_of(value) or (value.ndim == 4 and any(dropout.is_of(head) for head in value.unbind(1)))
 
 
 def _cache_of(output: Any) -> Any:

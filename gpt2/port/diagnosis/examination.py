@@ -24,10 +24,9 @@ from gpt2.port.diagnosis.walk import walk
 from gpt2.port.diagnosis.weights import WeightComparison
 from gpt2.port.mapping.filling import fill, put
 from gpt2.port.mapping.mapping import Mapping
-from gpt2.port.recording.borrowed import Borrowed
 from gpt2.port.recording.dataflow import Use
-from gpt2.port.recording.deterministic import run_deterministically
-from gpt2.port.recording.forward import ForwardError, error_line, logits_of, plain_attention
+from gpt2.port.recording.dispatch import run_deterministically
+from gpt2.port.recording.forward import Borrowed, ForwardError, error_line, logits_of, plain_attention
 from gpt2.port.recording.pool import collect
 from gpt2.port.recording.recorder import give_shapes, record_probe
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping as MappingType
 from dataclasses import dataclass
 
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.port.anatomy.stream import Part
-from gpt2.port.mapping.mapping import KEEP, MAX_ENTRIES, ZERO, Mapping
+from gpt2.port.mapping.mapping import KEEP, ZERO, Mapping
 from gpt2.port.mapping.report import Row
-from gpt2.port.recording.borrowed import Borrowed
 from gpt2.port.recording.dataflow import Source, Use
+from gpt2.port.recording.forward import Borrowed
+
+MAX_ENTRIES = 1 << 22  # entries that are filled at a time, to save memory
 
 # What a part does in the forward pass, by which it is recognised.
 EVIDENCE = {
@@ -86,9 +89,6 @@ def put(target: Tensor, entries: Tensor, mapping: Mapping, state: MappingType[st
             target[mine] = (values - use.shift) / use.scale
 
 
-# The words
-
-
 def _evidence(part: Part) -> str:
     """Why a parameter is this part of GPT-2."""
     stem, _, leaf = part.part.partition(".")
@@ -111,29 +111,27 @@ def describe(entries: Tensor, mapping: Mapping) -> tuple[tuple[str, ...], str]:
 
 def _segments(entries: Tensor, mapping: Mapping) -> list[tuple[str, str, Tensor]]:
     """Pieces along one axis that come from one tensor each: (where, tensor's name or "", entries)."""
+    names, starts = list(mapping.starts), torch.tensor(list(mapping.starts.values()), dtype=entries.dtype)
 
-    def owner(low: int, high: int) -> str | int | None:
-        """The one tensor, or the one number below zero, that all entries from low to high belong to; None for several."""
-        if low < 0:
-            return low if high == low else None
-        return name if (name := mapping.owner(low)) == mapping.owner(high) else None
+    def owners(entries: Tensor) -> Tensor:
+        """The number of the tensor that each entry belongs to; ZERO and KEEP as they are."""
+        return torch.where(entries < 0, entries, torch.searchsorted(starts, entries.contiguous(), right=True) - 1)
 
-    whole = owner(int(entries.min()), int(entries.max()))
-    if whole is not None:
-        return [("", whole if isinstance(whole, str) else "", entries)]
     for axis in range(entries.ndim):
         others = [other for other in range(entries.ndim) if other != axis]
-        ends = (entries.amin(others), entries.amax(others)) if others else (entries, entries)
-        owners = [owner(*ends) for ends in zip(*(end.tolist() for end in ends), strict=True)]
-        if None in owners:
+        low, high = (owners(end) for end in ((entries.amin(others), entries.amax(others)) if others else (entries, entries)))
+        if not torch.equal(low, high):
             continue
+        numbers, counts = low.unique_consecutive(return_counts=True)
+        parts = entries.split(counts.tolist(), axis)
+        if len(parts) == 1:
+            return [("", names[int(numbers)] if int(numbers) >= 0 else "", entries)]
         result, start = [], 0
-        for name, run in itertools.groupby(owners):
-            stop = start + len(list(run))
+        for number, part in zip(numbers.tolist(), parts, strict=True):
+            stop = start + part.size(axis)
             what = ("rows" if axis == 0 else "columns") if entries.ndim > 1 else "entries"
-            part = entries.narrow(axis, start, stop - start)
             part = part.squeeze(axis) if stop - start == 1 and entries.ndim > 1 else part
-            result.append((f"{what} {start}:{stop}", name if isinstance(name, str) else "", part))
+            result.append((f"{what} {start}:{stop}", names[number] if number >= 0 else "", part))
             start = stop
         return result
     return [("", mapping.owner(int(entries.max())), entries)]
@@ -189,23 +187,20 @@ def _span(index: list[int], kind: str, size: int, config: GPT2Config, name: str)
 
 def _order(index: list[int], config: GPT2Config, name: str, kind: str) -> str:
     """The order of the axes q|k|v, head and unit, if the selection only reorders them; "" otherwise."""
-    axes = {"head": config.n_head, "unit": config.head_dim}
+    sizes = {"head": config.n_head, "unit": config.head_dim}
     if ".c_attn." in name and kind != "rows":
-        axes = {"q|k|v": 3, **axes}
+        sizes = {"q|k|v": 3, **sizes}
     elif not (name.endswith("attn.c_proj.weight") and kind == "rows"):
         return ""
-    natural = torch.arange(torch.Size(axes.values()).numel()).view(*axes.values())
-    for order in itertools.permutations(range(len(axes))):
-        if index == natural.permute(order).flatten().tolist():
-            return ", ".join(list(axes)[axis] for axis in order)
-    return ""
+    natural = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    orders = itertools.permutations(range(len(sizes)))
+    order = next((order for order in orders if index == natural.permute(order).flatten().tolist()), ())
+    return ", ".join(list(sizes)[axis] for axis in order)
 
 
 def _share(run: tuple[int, int], size: int, config: GPT2Config) -> str:
     """Which of q, k and v, and which head, a run of columns of c_attn is."""
     width, (start, stop) = size // 3, run
-    parts = [part for number, part in enumerate("qkv") if start < (number + 1) * width and stop > number * width]
-    inside = start % width
-    if len(parts) == 1 and stop - start == config.head_dim and inside % config.head_dim == 0:
-        return f"head {inside // config.head_dim} of {parts[0]}"
-    return ", ".join(parts)
+    head, unit = divmod(start % width, config.head_dim)
+    parts = "qkv"[start // width : (stop - 1) // width + 1]
+    return f"head {head} of {parts}" if stop - start == config.head_dim and not unit and len(parts) == 1 else ", ".join(parts)

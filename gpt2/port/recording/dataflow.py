@@ -52,8 +52,10 @@ class Region:
         return bool(((ids >= self.start) & (ids <= self.last)).any())
 
     def __getitem__(self, index: tuple[Tensor, ...]) -> Tensor:
-        """As ``tensor[index]``, where ``index`` fixes all axes."""
-        return sum((i * stride for i, stride in zip(index, self.strides, strict=True)), torch.tensor(self.start))
+        """As ``tensor[index]``, where ``index`` fixes all axes or the leading ones."""
+        start = sum((i * stride for i, stride in zip(index, self.strides, strict=False)), torch.tensor(self.start))
+        rest = Region(0, self.shape[len(index) :], self.strides[len(index) :]).ids()
+        return start.view(*start.shape, *[1] * rest.ndim) + rest
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,9 @@ class Use(NamedTuple):
     scale: float = 1.0
     shift: float = 0.0
 
+    def __str__(self) -> str:
+        return f"times {self.scale:.4g}" + (f" plus {self.shift:.4g}" if self.shift else "")
+
 
 @dataclass(frozen=True)
 class Source:
@@ -159,14 +164,11 @@ class Recording:
     @cached_property
     def needed(self) -> frozenset[int]:
         """The indices of the nodes that the output depends on."""
-        needed: set[int] = set()
-        pending = set(self.owners(self.output).unique().tolist()) - {-1}
-        while pending:
-            number = pending.pop()
-            needed.add(number)
-            for operand in self.nodes[number].tensors:
-                pending |= set(self.owners(without_repeats(operand)).unique().tolist()) - {-1} - needed
-        return frozenset(needed)
+        needed = set(self.owners(self.output).unique().tolist())
+        for number in reversed(range(len(self.nodes))):
+            for operand in self.nodes[number].tensors if number in needed else ():
+                needed |= set(self.owners(without_repeats(operand)).unique().tolist())
+        return frozenset(needed - {-1})
 
 
 def without_repeats(tensor: Tensor) -> Tensor:

@@ -62,8 +62,6 @@ class Graph:
         self._next += numel
         return torch.arange(self._next - numel, self._next).view(shape)
 
-    # Tensors
-
     def has(self, tensor: Tensor) -> bool:
         """Whether any element of its storage may have an id."""
         storage = tensor.untyped_storage()._cdata
@@ -125,8 +123,6 @@ class Graph:
         if ids is None or size != tensor.element_size():
             return None
         return ids.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    # Nodes
 
     def add(
         self,

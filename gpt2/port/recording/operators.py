@@ -24,12 +24,7 @@ COPIES = set(
     """.split()  # noqa: SIM905
 )
 COPIED_ARGUMENTS = {"self", "tensors", "src", "source", "values", "value", "weight", "input"}
-TABLES = {
-    "embedding": "weight",
-    "index": "self",
-    "index_select": "self",
-    "gather": "self",
-}  # this argument, by an index
+TABLES = {"embedding": "weight", "index": "self", "index_select": "self", "gather": "self"}  # this argument, by an index
 CONSTANTS = set(  # results that depend on no input's values
     "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty".split()  # noqa: SIM905
 )
@@ -53,17 +48,9 @@ def _product(graph: Graph, a: Tensor, b: Tensor) -> Tensor:
     )
 
 
-def _mm(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
-    return _product(graph, named["self"], named["mat2"])
-
-
 def _addmm(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
     a, b = (named[name] for name in ("mat1", "mat2", "batch1", "batch2") if name in named)
     return graph.elementwise("add", shape, _product(graph, a, b), graph.of(named["self"]))
-
-
-def _mv(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
-    return graph.contraction("mv", (named["self"], lambda x: x), (named["vec"], lambda x: x.expand(*shape, -1)))
 
 
 def _convolution(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
@@ -93,10 +80,6 @@ def _addcmul(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
     return graph.elementwise("add", shape, graph.of(named["self"]), product)
 
 
-def _dropout(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
-    return graph.elementwise("dropout", shape, graph.of(named["input"]))
-
-
 def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
     """A sum of products is a contraction; a sum of contractions (over heads, for example) is a longer contraction."""
     x, dims = named["self"], named.get("dim")
@@ -120,14 +103,14 @@ def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | Non
 
 
 HANDLERS: dict[str, Handler] = {
-    "mm": _mm,
-    "bmm": _mm,
+    "mm": lambda graph, named, shape: _product(graph, named["self"], named["mat2"]),
+    "bmm": lambda graph, named, shape: _product(graph, named["self"], named["mat2"]),
     "addmm": _addmm,
     "baddbmm": _addmm,
-    "mv": _mv,
+    "mv": lambda graph, named, shape: _product(graph, named["self"], named["vec"][:, None])[..., 0],
     "convolution": _convolution,
     "native_layer_norm": _layer_norm,
     "addcmul": _addcmul,
-    "native_dropout": _dropout,
+    "native_dropout": lambda graph, named, shape: graph.elementwise("dropout", shape, graph.of(named["input"])),
     "sum": _sum,
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -32,24 +31,6 @@ class Match(NamedTuple):
     axes: tuple[int, ...]
 
 
-@dataclass
-class _Shelf:
-    """All entries of one size: their numbers, and the sums and sums of squares of their finite elements."""
-
-    numbers: list[int] = field(default_factory=list)
-    sums: list[tuple[float, float]] = field(default_factory=list)
-    table: Tensor | None = None
-
-    def near(self, first: float, second: float, bound: float, n: int) -> list[int]:
-        """Candidate entries: their sums agree within the tolerance."""
-        if self.table is None:
-            self.table = torch.tensor(self.sums, dtype=torch.float64)
-        scale = max(math.sqrt(second / n), 1e-300)
-        close = (self.table[:, 0] - first).abs() <= (bound + 1e-14) * scale * n
-        close &= (self.table[:, 1] - second).abs() <= (2 * bound + 1e-14) * second + 1e-290
-        return [self.numbers[i] for i in close.nonzero()[:, 0].tolist()]
-
-
 class Pool:
     """The tensors, by size and sums.
 
@@ -62,7 +43,9 @@ class Pool:
         self.logits = torch.empty(0)
         self.narrow = False
         self.operators: set[str] = set()
-        self._shelves: dict[int, _Shelf] = {}
+        self._by_size: dict[int, list[int]] = {}
+        self._sums: list[tuple[float, float]] = []  # of each entry: sum and sum of squares of the finite elements
+        self._tables: dict[int, Tensor] = {}  # the sums of all entries of a size
         self._sorted: dict[int, Tensor] = {}
 
     @classmethod
@@ -78,10 +61,9 @@ class Pool:
     def add(self, tensor: Tensor) -> None:
         """Keep a copy, in float64."""
         entry = tensor.detach().to("cpu", torch.float64, copy=True).contiguous()
-        shelf = self._shelves.setdefault(entry.numel(), _Shelf())
-        shelf.numbers.append(len(self.entries))
-        shelf.sums.append(_sums(entry))
-        shelf.table = None
+        self._by_size.setdefault(entry.numel(), []).append(len(self.entries))
+        self._tables.pop(entry.numel(), None)
+        self._sums.append(_sums(entry))
         self.entries.append(entry)
 
     @property
@@ -91,7 +73,7 @@ class Pool:
 
     def of_size(self, numel: int) -> list[Tensor]:
         """The entries of a size, in the order in which they were computed."""
-        return [self.entries[i] for i in self._shelves[numel].numbers] if numel in self._shelves else []
+        return [self.entries[number] for number in self._by_size.get(numel, [])]
 
     def find(self, value: Tensor, *axes: int) -> Match | None:
         """The best match of a value: whole, or else slice by slice, along one of the ``axes`` or all. None if there is none."""
@@ -100,7 +82,7 @@ class Pool:
             return Match(whole[0], (whole[1],), ())
         for cut in [*((axis,) for axis in axes), *([tuple(axes)] if len(axes) > 1 else [])]:
             matches = []
-            if value.numel() // max(math.prod(value.shape[axis] for axis in cut), 1) not in self._shelves:
+            if value.numel() // max(math.prod(value.shape[axis] for axis in cut), 1) not in self._by_size:
                 continue
             for part in _slices(value, cut):
                 match = self._find(part)
@@ -125,14 +107,15 @@ class Pool:
         factors: list[float] = []
         for part in [value, *(next(iter(_slices(value, (axis,)))) for axis in axes)]:
             first, second = _sums(part)
-            if part.numel() not in self._shelves or not second > 0:
+            if not second > 0:
                 continue
-            shelf = self._shelves[part.numel()]
-            for number, (mine, squares) in zip(shelf.numbers, shelf.sums, strict=True):
+            for number in self._by_size.get(part.numel(), []):
+                mine, squares = self._sums[number]
                 size = math.sqrt(squares / second) if squares < math.inf else 0.0
                 for factor in (size, -size) if size > 0 else ():
                     scale = math.sqrt(squares / part.numel()) * part.numel()
-                    if abs(mine - factor * first) > self.bound * scale or any(_same(factor, f) for f in factors):
+                    known = any(math.isclose(factor, f, rel_tol=1e-7) for f in factors)
+                    if known or abs(mine - factor * first) > self.bound * scale:
                         continue
                     if _error(self._in_order(number), (factor * part).flatten().sort().values) <= self.bound:
                         factors.append(factor)
@@ -141,15 +124,19 @@ class Pool:
         return factors
 
     def _find(self, value: Tensor) -> tuple[float, int] | None:
-        shelf = self._shelves.get(value.numel())
-        if shelf is None or value.numel() == 0:
+        """The error and the number of the best entry for a whole value: sums first, since they are compared fast."""
+        n, (first, second) = value.numel(), _sums(value)
+        if not n or n not in self._by_size:
             return None
-        near = shelf.near(*_sums(value), self.bound, value.numel())
-        if not near:
-            return None
-        mine = value.flatten().sort().values
-        error, number = min((_error(self._in_order(number), mine), number) for number in near)
-        return (error, number) if error <= self.bound else None
+        if n not in self._tables:
+            self._tables[n] = torch.tensor([self._sums[number] for number in self._by_size[n]], dtype=torch.float64)
+        sums, squares = self._tables[n].unbind(1)
+        near = (sums - first).abs() <= (self.bound + 1e-14) * max(math.sqrt(second / n), 1e-300) * n
+        near &= (squares - second).abs() <= (2 * self.bound + 1e-14) * second + 1e-290
+        numbers = [self._by_size[n][i] for i in near.nonzero()[:, 0].tolist()]
+        mine = value.flatten().sort().values if numbers else value
+        best = min(((_error(self._in_order(number), mine), number) for number in numbers), default=None)
+        return best if best is not None and best[0] <= self.bound else None
 
     def _in_order(self, number: int) -> Tensor:
         if number not in self._sorted:
@@ -158,11 +145,14 @@ class Pool:
 
 
 class _Collector(OperatorMode):
-    """While entered, adds every operator's floating-point results to the pool."""
+    """While entered, adds results to ``pool``: up to ``largest`` elements, and up to ``views`` of a weight."""
 
-    def __init__(self, pool: Pool, weights: dict[int, int], largest: int, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, views: int, largest: int) -> None:
         super().__init__()
-        self.pool, self.weights, self.largest, self.dtype = pool, weights, largest, dtype
+        held = [tensor for tensor in [*module.parameters(), *module.buffers()] if tensor.is_floating_point()]
+        self.pool, self.largest = Pool(), largest
+        self.pool.narrow = bool(held) and held[0].dtype != torch.float64
+        self.limits = {tensor.untyped_storage()._cdata: views for tensor in held}
 
     def handle(self, call: Call) -> Any:
         result = call.run()
@@ -171,13 +161,11 @@ class _Collector(OperatorMode):
         if not call.writes:  # a view of all of an input adds nothing
             seen = {(tensor.untyped_storage()._cdata, tensor.numel()) for tensor in call.inputs}
         for tensor in tensors(result):
-            if not tensor.is_floating_point() or not 1 < tensor.numel() <= self.largest:
-                continue
             storage = tensor.untyped_storage()._cdata
-            if (storage, tensor.numel()) in seen or tensor.numel() > self.weights.get(storage, self.largest):
-                continue
-            self.pool.narrow |= tensor.dtype != self.dtype and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
-            self.pool.add(tensor)
+            largest = min(self.largest, self.limits.get(storage, self.largest))
+            if tensor.is_floating_point() and 1 < tensor.numel() <= largest and (storage, tensor.numel()) not in seen:
+                self.pool.narrow |= tensor.dtype != torch.float64
+                self.pool.add(tensor)
         return result
 
 
@@ -190,17 +178,12 @@ def collect(module: nn.Module, ids: Tensor, width: int, inner: int) -> Pool:
     Raises:
         whatever the module raises, and ValueError where its output holds no logits.
     """
-    pool = Pool()
-    held = [tensor for tensor in [*module.parameters(), *module.buffers()] if tensor.is_floating_point()]
-    dtype = held[0].dtype if held else torch.float64
-    pool.narrow = dtype != torch.float64
-    views = VIEWS_PER_TOKEN * ids.numel() * width
-    weights = {tensor.untyped_storage()._cdata: views for tensor in held}
     largest = 4 * ids.numel() * max(inner, 3 * width, ids.size(1) * 64)
-    with plain_attention(), _Collector(pool, weights, largest, dtype):
+    collector = _Collector(module, VIEWS_PER_TOKEN * ids.numel() * width, largest)
+    with plain_attention(), collector:
         output = logits_of(module(ids))
-    pool.logits = output.detach().to("cpu", torch.float64)
-    return pool
+    collector.pool.logits = output.detach().to("cpu", torch.float64)
+    return collector.pool
 
 
 def _sums(tensor: Tensor) -> tuple[float, float]:
@@ -215,10 +198,6 @@ def _error(a: Tensor, b: Tensor) -> float:
         return worst_relative_error(a, b)
     same_places = torch.equal(missing, a.isnan()) and not missing.all()
     return worst_relative_error(a[~missing], b[~missing]) if same_places else math.inf
-
-
-def _same(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-7 * max(abs(a), abs(b))
 
 
 def _slices(value: Tensor, axes: tuple[int, ...]) -> list[Tensor]:

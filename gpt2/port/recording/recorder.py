@@ -24,10 +24,7 @@ from gpt2.port.recording.operators import CONSTANTS, COPIED_ARGUMENTS, COPIES, H
 
 @torch.no_grad()
 def record(module: nn.Module, ids: Tensor) -> Recording:
-    """Run ``module`` on (B, T) ``ids``, distinct from each other, and record where each element comes from.
-
-    The module runs as it is, in its dtype and mode; switch dropout off. Values are read for one purpose only: to recognise a
-    product with one-hot vectors as a lookup.
+    """Run ``module`` as it is on (B, T) ``ids``, distinct from each other, and record where each element comes from.
 
     Raises:
         whatever the module raises, and ValueError where its output holds no logits.
@@ -97,8 +94,6 @@ class Recorder(OperatorMode):
                 ids = self.graph.add(Kind.OTHER, op, output.shape, *(ids for _, ids in known))
             self.graph.write(output, ids)
 
-    # Copies
-
     def _changed_source(self, op: str, named: dict[str, Any]) -> tuple[Tensor, float, float] | None:
         """A source, or a copy of one, that a constant is applied to; the scale and the shift. Its ids stay."""
         x, constant = named.get("self"), named.get("other", 0.0)
@@ -157,9 +152,6 @@ class Recorder(OperatorMode):
         if by.shape != ids.shape:
             by = by.view([1] * axis + [*by.shape] + [1] * (ids.ndim - axis - by.ndim)).expand(ids.shape)
         return self.graph.add(Kind.LOOKUP, op, ids.shape, ids, by, index=coordinates(axis))
-
-
-# Somebody else's module on a few tokens
 
 
 def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
