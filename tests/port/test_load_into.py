@@ -22,7 +22,7 @@ import gpt2
 from gpt2 import GPT2, InputError
 from gpt2.config import GPT2Config
 from gpt2.port.anatomy.anatomy import Anatomy
-from gpt2.port.mapping import check, load_into
+from gpt2.port.mapping import Check, load_into
 from gpt2.port.mapping.departures import Departure, DepartureKind, find_departures
 from gpt2.port.mapping.mapping import ZERO, Mapping
 from gpt2.port.mapping.report import MappingReport
@@ -266,20 +266,20 @@ def test_blocks_are_numbered_as_they_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "departure", "run_order"),
+    ("fault", "departure", "layers"),
     [
         ("", None, [0, 1, 2]),
-        ("a block twice", Departure(DepartureKind.REPEATED, 1, "attn", theirs=2, ours=1, module="blocks.1.sa"), [0, 1, 1, 2]),
+        ("a block twice", Departure(DepartureKind.REPEATED, 1, "attn", theirs=2, ours=1, module="blocks.1.sa"), [0, 1, 2]),
         ("a block left out", Departure(DepartureKind.BLOCK_COUNT, theirs=2, ours=3, names=("h.1",)), [0, 2]),
         ("no norm before attention", Departure(DepartureKind.NORM_MISSING, 2, "ln_1", module="blocks.2.sa"), [0, 1, 2]),
     ],
 )
-def test_departures_are_values(fault: str, departure: Departure | None, run_order: list[int]) -> None:
+def test_departures_are_values(fault: str, departure: Departure | None, layers: list[int]) -> None:
     """`diagnose` makes causes of the same departures: it must not have to read a place out of a sentence."""
     anatomy = Anatomy(record_probe(Faulty(fault).eval(), CONFIG, "Faulty"))
     departures = find_departures(Mapping(anatomy, CONFIG))
     assert departure in departures if departure else departures == []
-    assert anatomy.run_order == run_order
+    assert anatomy.layers == layers
 
 
 # A wrong mapping must be refused.
@@ -459,7 +459,7 @@ def test_all_is_put_back_but_the_weights(fails: bool, monkeypatch: pytest.Monkey
     weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     generator = torch.get_rng_state()
     if fails:
-        monkeypatch.setattr(check.Check, "judge", lambda *_: 1 / 0)
+        monkeypatch.setattr(Check, "judge", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             load_into(module, checkpoint())
         assert all(torch.equal(tensor, weights[name]) for name, tensor in module.state_dict().items())

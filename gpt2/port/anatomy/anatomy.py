@@ -37,8 +37,8 @@ class Anatomy:
         self.recording, self.flow = recording, Flow(recording)
         self.stream = Stream(self.flow)
         self.width, self.words, self.positions = self.stream.width, self.stream.words, self.stream.positions
-        found = Branches(self.flow, self.stream)
-        self.attentions, self.feed_forwards, self.adapters = found.attentions, found.feed_forwards, found.adapters
+        reader = Branches(self.flow, self.stream)
+        self.attentions, self.feed_forwards, self.adapters = reader.attentions, reader.feed_forwards, reader.adapters
         self.branches: list[Branch] = []
         self.mixed_layers: set[int] = set()
         self.parts: list[Part] = [*self.words, *([] if self.positions is None else [self.positions])]
@@ -62,7 +62,7 @@ class Anatomy:
             self._place("head", None, self.head, torch.arange(len(self.head)))
         end = end if self.head is None else self.flow.inputs(self.head[0])
         self.final_norm = self.flow.state_of(end) is State.NORMED
-        self._place_norms(found.norms(end)[0])
+        self._place_norms(reader.norms(end)[0])
 
     def _layers(self) -> list[int]:
         """0, 1, ... as blocks run. If some blocks' parameters are unused and names are numbered, the names give the numbers."""

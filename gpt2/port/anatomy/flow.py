@@ -34,9 +34,6 @@ class Effect(Enum):
     OTHER = "other"
 
 
-EFFECTS = {"add": Effect.ADD, "mul": Effect.MUL}
-
-
 @dataclass(frozen=True)
 class Touch:
     """Parameters that act on single elements of an activation."""
@@ -79,14 +76,12 @@ class Flow:
             Kind.CONTRACTION: self._contraction,
             Kind.ELEMENTWISE: self._elementwise,
             Kind.ROWWISE: self._rowwise,
-            Kind.OTHER: self._other,
+            Kind.OTHER: lambda number, node: self._new_origin(number, node, State.NONLINEAR),
         }
         for number in sorted(recording.needed):
             node = self.nodes[number]
             if node.live and node.kind in readers:
                 readers[node.kind](number, node)
-
-    # Tables and queries
 
     def blank(self) -> Tensor:
         """An empty table over all computed elements."""
@@ -153,14 +148,9 @@ class Flow:
                 weights[mine] = node.weights[(*node.place(results[mine]), torch.tensor(0))]
         return weights
 
-    # Reading the nodes
-
     def _new_origin(self, number: int, node: Node, state: State = State.PROJECTED) -> None:
         self.of(self.origin, node).copy_(torch.arange(node.start, node.stop).view(node.shape))
         self.state[number] = state
-
-    def _other(self, number: int, node: Node) -> None:
-        self._new_origin(number, node, State.NONLINEAR)
 
     def _lookup(self, number: int, node: Node) -> None:
         self._new_origin(number, node)
@@ -277,7 +267,7 @@ class Flow:
     def _touches(self, op: str, side: Tensor) -> list[Touch]:
         """The parameters that reach an activation through ``side``, the other operand of ``op``."""
         if bool((side < self.recording.tokens).all()):
-            return [Touch(EFFECTS.get(op, Effect.OTHER), side)] if bool((side >= 0).any()) else []
+            return [Touch(Effect(op) if op in ("add", "mul") else Effect.OTHER, side)] if bool((side >= 0).any()) else []
         number = self.owner(side)
         node = self.nodes[number] if number >= 0 else None
         if node is None or node.kind is not Kind.ELEMENTWISE or bool((side < node.start).any() or (side >= node.stop).any()):

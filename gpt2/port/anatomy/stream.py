@@ -147,7 +147,8 @@ class Stream:
                 continue
             by_place = self.flow.by_place(number, touch.ids)
             place = self.flow.here if self.flow.here in by_place else next(iter(by_place))
-            ids, results = by_place[place], self._results(number, place)
+            node = self.recording.nodes[number]
+            ids, results = by_place[place], self.flow.by_place(number, torch.arange(node.start, node.stop))[place]
             if len(ids) == self.width and self.flow.owner(self.flow.root(results)) in self._starts:
                 name = self.recording.name(int(ids[0]))
                 added[name] = by_place | added.get(name, {})
@@ -156,10 +157,6 @@ class Stream:
             if self.positions is None and all(p in read for p in window) and not torch.equal(read[window[0]], read[window[-1]]):
                 rows = {place: place - window[0] for place in window}
                 self.positions = self._table("wpe", {place: read[place] for place in window}, rows)
-
-    def _results(self, number: int, place: int) -> Tensor:
-        node = self.recording.nodes[number]
-        return self.flow.by_place(number, torch.arange(node.start, node.stop))[place]
 
     def _read_bias(self, number: int, touch: Touch, ids: Tensor, results: Tensor) -> None:
         origins = self.flow.origins(results)

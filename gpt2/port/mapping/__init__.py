@@ -2,30 +2,39 @@
 
 The module runs once on a few tokens while every operator is recorded. GPT-2's parts are recognised in the recording by what they
 compute, never by names (:mod:`gpt2.port.anatomy`). From the parts follows which entry of the checkpoint belongs in each place
-(:mod:`.mapping`). Then the module's logits are compared with our model's in float64 (:mod:`.check`).
+(:mod:`.mapping`). Then the module's logits are compared with our model's in float64 (:class:`Check`).
 """
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Mapping as MappingType
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
+from torch import Tensor, nn
+
+from gpt2.checkpoint.checkpoint import model_with
 from gpt2.checkpoint.loading import load
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.errors import InputError
 from gpt2.int8 import require_float
+from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
-from gpt2.port.mapping.check import Check
 from gpt2.port.mapping.filling import fill
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.remarks import Remarks
 from gpt2.port.mapping.report import MappingReport
-from gpt2.port.recording.borrowed import Borrowed
+from gpt2.port.recording.forward import Borrowed, error_line, logits_of
 from gpt2.port.recording.recorder import give_shapes, record_probe
 
 __all__ = ["MappingReport", "load_into"]
+
+ROUNDED_CONSTANT = 1e-6  # the error that a constant in float32 can cause
+MAX_RATIO = 10  # where a port refuses float64: its error in its own dtype over our model's
+MAX_COST = 4e9  # parameters times tokens in one forward pass; above it, the full context is not tried
 
 
 @torch.no_grad()
@@ -86,3 +95,99 @@ def load_into(
         logits_note=verdict.words,
         agrees=verdict.agrees,
     )
+
+
+class Verdict(NamedTuple):
+    """Whether it agrees; the worst error of a logit over the root mean square of all, None if unknown; and in words."""
+
+    agrees: bool
+    error: float | None
+    words: str
+
+
+class Check:
+    """Our model's outputs for a few probes, with the checkpoint as it is, and with ``neutral`` tensors in place of its own."""
+
+    def __init__(self, mapping: Mapping, state: MappingType[str, Tensor], neutral: dict[str, Tensor]) -> None:
+        anatomy, self.config, self.state = mapping.anatomy, mapping.config, state
+        self.hidden_only = anatomy.head is None
+        head = [] if anatomy.head is None else [len(anatomy.head)]
+        self.vocabulary = min(anatomy.stream.vocabulary, self.config.vocab_size, *head)
+        self.fits = anatomy.width == self.config.n_embd
+        rows = self.config.n_positions if anatomy.positions is None else len(anatomy.positions.rows)
+        context = min(self.config.n_positions, rows)
+        lengths = {min(length, context) for length in (1, 7, 32)}
+        if self.config.num_parameters() * context <= MAX_COST or anatomy.recording.ids.size(1) == context:
+            lengths.add(context)
+        generator = torch.Generator().manual_seed(1)
+        self.probes = [torch.randint(self.vocabulary, (2, length), generator=generator) for length in sorted(lengths)]
+        self.expected = self._ours(state)
+        self.expected_without = self._ours({**state, **neutral}) if neutral else []
+
+    def _ours(self, state: MappingType[str, Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+        model = model_with(self.config, ((name, tensor.to("cpu", dtype)) for name, tensor in state.items()))
+        model.requires_grad_(False)
+        return [model.hidden(ids) if self.hidden_only else model(ids)[..., : self.vocabulary] for ids in self.probes]
+
+    def judge(self, borrowed: Borrowed, remarks: Remarks) -> Verdict:
+        """Run the filled module in float64; add what is wrong with it to ``remarks``."""
+        if not self.fits:
+            return Verdict(False, None, "the logits cannot be compared, the module being of another size")
+        theirs, failures = self._theirs(borrowed.module)
+        if len(failures) == len(theirs):
+            return self._judge_rounding(borrowed, failures[0])
+        if failures:
+            lengths = ", ".join(str(ids.size(1)) for ids, output in zip(self.probes, theirs, strict=True) if output is not None)
+            remarks.notes.append(f"your forward fails on other lengths than {lengths} ({failures[0]})")
+        error = _worst(theirs, self.expected)
+        if error <= FLOAT64_BOUND:
+            return Verdict(True, error, "the logits agree with our model's")
+        if self.expected_without and (rest := _worst(theirs, self.expected_without)) <= FLOAT64_BOUND:
+            lack = "what your module lacks is the only difference from the checkpoint: without that, logits agree"
+            remarks.notes.append(f"{lack} ({rest:.1e})")
+            return Verdict(False, error, "the logits differ, by what your module lacks")
+        again, _ = self._theirs(borrowed.module)
+        if any(x is not None and y is not None and not torch.equal(x, y) for x, y in zip(theirs, again, strict=True)):
+            remarks.problems.append("your module gives other logits every time: is dropout active in eval mode?")
+        if error <= ROUNDED_CONSTANT:
+            kept = f"your module is GPT-2 but for {error:.1e}, as if it kept a constant in float32"
+            remarks.problems.append(f"{kept}; `gpt2 diagnose` says which")
+            return Verdict(False, error, "the logits nearly agree")
+        placed = "what could be placed is placed" if remarks.unfilled or remarks.unused else "all weights are placed"
+        other = "but your module computes something else than GPT-2; `gpt2 diagnose` says where it departs"
+        remarks.problems.append(f"{placed}, {other}")
+        return Verdict(False, error, "the logits differ")
+
+    def _judge_rounding(self, borrowed: Borrowed, failure: str) -> Verdict:
+        """For a module that refuses float64: its error in its own dtype, compared with our model's error in that dtype."""
+        borrowed.to_own_dtype()
+        dtype = next(tensor.dtype for tensor in borrowed.tensors.values() if tensor.is_floating_point())
+        theirs, failures = self._theirs(borrowed.module)
+        if len(failures) == len(theirs):
+            return Verdict(False, None, f"the logits cannot be compared: the forward fails ({failures[0]})")
+        error, ours = _worst(theirs, self.expected), _worst(self._ours(self.state, dtype), self.expected)
+        agrees, name = error <= MAX_RATIO * ours, str(dtype).removeprefix("torch.")
+        errors = f"{error:.1e} from our model in float64; our model in {name} is {ours:.1e} from it"
+        words = f"the logits {'agree' if agrees else 'differ'} in {name}, {errors} (in float64 yours fails: {failure})"
+        return Verdict(agrees, None, words)
+
+    def _theirs(self, module: nn.Module) -> tuple[list[Tensor | None], list[str]]:
+        """The module's output for each probe, None where it fails; and the errors."""
+        outputs: list[Tensor | None] = []
+        failures = []
+        device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
+        for ids in self.probes:
+            try:
+                output = logits_of(module(ids.to(device))).to("cpu", torch.float64)
+                output = output.reshape(len(ids), -1, output.shape[-1])
+                outputs.append(output if self.hidden_only else output[..., : self.vocabulary])
+            except Exception as error:
+                outputs.append(None)
+                failures.append(error_line(error))
+        return outputs, failures
+
+
+def _worst(outputs: Sequence[Tensor | None], references: list[Tensor]) -> float:
+    """The worst relative error of any output; some ports return the last positions only."""
+    pairs = zip(outputs, references, strict=True)
+    return max(worst_relative_error(x, reference[:, -x.shape[1] :]) for x, reference in pairs if x is not None)

@@ -6,7 +6,6 @@ import bisect
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import EllipsisType
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ from gpt2.port.anatomy.stream import Part
 from gpt2.port.recording.dataflow import Region, Source, Use
 
 ZERO, KEEP = -1, -2  # instead of an entry's number: set to zero; leave as it is
-MAX_ENTRIES = 1 << 22  # entries that are computed at a time, to save memory
 TABLES = ("wte", "wpe")
 SHARE = re.compile(r"attn\.([qkv])\b")  # a third of c_attn
 
@@ -38,17 +36,8 @@ class Rectangle(NamedTuple):
     steps: tuple[int, int]
     shape: tuple[int, int]
 
-    def strips(self, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """The first place and the entries of a few rows at a time, so that a large rectangle needs little memory."""
-        height = max(1, MAX_ENTRIES // self.shape[1])
-        for i in range(0, self.shape[0], height):
-            rows = torch.arange(i, min(i + height, self.shape[0]), dtype=dtype) * self.steps[0]
-            entries = rows[:, None] + torch.arange(self.shape[1], dtype=dtype) * self.steps[1] + self.entry
-            yield self.start + i * self.strides[0], entries
 
-
-@dataclass(frozen=True)
-class Conflict:
+class Conflict(NamedTuple):
     """Places of a parameter that the forward pass uses as two sets of the checkpoint's entries: it holds ``taken``."""
 
     source: str
@@ -69,19 +58,17 @@ class Mapping:
         self.shapes = expected(config)
         sizes = [torch.Size(shape).numel() for shape in self.shapes.values()]
         self.starts = dict(zip(self.shapes, itertools.accumulate(sizes, initial=0), strict=False))
-        self.names = list(self.shapes)
         self.dtype = torch.int32 if sum(sizes) < 2**31 else torch.int64
         self.placed = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in self.shapes.items()}
         self.conflicts: list[Conflict] = []
         self.misfits: list[Part] = []
         self._storages = sorted({source.storage for source in anatomy.recording.sources})
         self._rectangles: dict[int, list[tuple[Rectangle, Part]]] = {storage: [] for storage in self._storages}
-        shared: dict[str, Tensor] = {}
         for part in sorted(self._parts(), key=lambda part: part.part in TABLES):  # tables last: they set what is left to zero
             if not self._fits(part):
                 self.misfits.append(part)
                 continue
-            for rectangle in self._cut(part, self._is_surplus(part, shared)):
+            for rectangle in self._cut(part):
                 self._rectangles[self._storage(rectangle.start)].append((rectangle, part))
 
     def _storage(self, id: int) -> int:
@@ -89,7 +76,7 @@ class Mapping:
 
     def owner(self, entry: int) -> str:
         """The checkpoint's tensor that an entry belongs to; "" below zero."""
-        return self.names[bisect.bisect_right(list(self.starts.values()), entry) - 1] if entry >= 0 else ""
+        return list(self.starts)[bisect.bisect_right(list(self.starts.values()), entry) - 1] if entry >= 0 else ""
 
     def target(self, part: Part) -> str:
         """The name of the checkpoint's tensor that a part is; "" for a bias of the head."""
@@ -133,14 +120,16 @@ class Mapping:
         size = (rest[0] if rest else self.anatomy.recording.tokens) - source.storage
         filled = torch.full((size,), KEEP, dtype=self.dtype)
         for r, _ in self._rectangles[source.storage]:
-            for start, entries in r.strips(self.dtype):
-                view = filled.as_strided(entries.shape, r.strides, start - source.storage)
-                if bool((view != KEEP).any()):  # filled by another part before
-                    differ = (view >= 0) & (entries >= 0) & (view != entries)
-                    if bool(differ.any()):
-                        self.conflicts.append(Conflict(source.name, view[differ], entries[differ]))
-                    entries = torch.where((view >= 0) | ((view == ZERO) & (entries == KEEP)), view, entries)
-                view.copy_(entries)
+            view = filled.as_strided(r.shape, r.strides, r.start - source.storage)
+            rows, columns = (torch.arange(n, dtype=self.dtype) * step for n, step in zip(r.shape, r.steps, strict=True))
+            if int(view.max()) == KEEP:
+                torch.add(rows[:, None] + r.entry, columns, out=view)
+                continue
+            entries = rows[:, None] + r.entry + columns
+            differ = (view >= 0) & (entries >= 0) & (view != entries)  # filled by another part before
+            if bool(differ.any()):
+                self.conflicts.append(Conflict(source.name, view[differ], entries[differ]))
+            view.copy_(torch.where((view >= 0) | ((view == ZERO) & (entries == KEEP)), view, entries))
         region = source.region
         return filled.as_strided(region.shape, region.strides, region.start - source.storage)
 
@@ -149,10 +138,6 @@ class Mapping:
         region = source.region
         parts = [part for r, part in self._rectangles[source.storage] if region.start <= r.start <= region.last]
         return list({id(part): part for part in parts}.values())
-
-    def refused(self, name: str) -> bool:
-        """Whether the module has such a part, but of another size than the checkpoint's."""
-        return any(self.target(part) == name for part in self.misfits)
 
     @property
     def skips_positions(self) -> bool:
@@ -189,53 +174,40 @@ class Mapping:
         has_columns = bool((part.columns < width).all()) and (part.part == "head" or bool((part.columns >= 0).all()))
         return has_columns and (part.part in (*TABLES, "head") or bool((part.rows < height).all()))
 
-    def _is_surplus(self, part: Part, shared: dict[str, Tensor]) -> bool:
-        """Whether an earlier part is this bias already: of several parameters (one for each head), the first is filled."""
-        if not part.part.endswith(("c_proj.bias", "c_fc.bias")):
-            return False
-        name = self.target(part)
-        taken = shared.setdefault(name, torch.zeros(self.shapes[name], dtype=torch.bool))
-        again = bool(taken[part.columns].all())
-        taken[part.columns] = True
-        return again
-
-    def _cut(self, part: Part, surplus: bool) -> Iterator[Rectangle]:
-        """A part as rectangles. Set to zero: rows beyond the checkpoint's, but for positions; a surplus bias; a head's bias."""
+    def _cut(self, part: Part) -> Iterator[Rectangle]:
+        """A part as rectangles. Set to zero: rows that the checkpoint lacks, except positions; a bias of the head; a bias that
+        has a place already, since of several parameters (one for each head) the first is filled."""
         name, rows, row_ids = self.target(part), part.rows, part.row_ids
         if part is self.anatomy.positions and self.skips_positions:
             rows = torch.arange(len(rows) + part.skipped)
             row_ids = (rows - part.skipped) * (row_ids[1] - row_ids[0])
-        height, width = (0, 0) if surplus else self._size(part)
+        again = part.part.endswith(("c_proj.bias", "c_fc.bias")) and bool(self.placed[name][part.columns].all())
+        height, width = (0, 0) if again else self._size(part)
         first = self.starts.get(name, 0)
         step, start = width, first
         if share := SHARE.match(part.part):
             step, start = 3 * width, first + "qkv".index(share[1]) * width
-        inside, known = (rows >= 0) & (rows < height), part.columns >= 0
-        beyond = row_ids[rows >= height]
-        for j, m, b, d in _runs(part.column_ids[known], part.columns[known]):
-            column_id, column = int(part.column_ids[known][j]), int(part.columns[known][j])
-            for i, n, a, c in _runs(row_ids[inside], rows[inside] * step):
-                entry = start + int(rows[inside][i]) * step + column
-                yield (r := Rectangle(int(row_ids[inside][i]) + column_id, (a, b), entry, (c, d), (n, m)))
-                self.placed[name].as_strided(r.shape, r.steps, entry - first).fill_(True)
-            for i, n, a, _ in _runs(beyond, torch.zeros_like(beyond)):
-                yield Rectangle(int(beyond[i]) + column_id, (a, b), KEEP if part.part == "wpe" else ZERO, (0, 0), (n, m))
+        inside, known, beyond = (rows >= 0) & (rows < height), part.columns >= 0, rows >= height
+        in_tensor, outside = _runs(row_ids[inside], rows[inside] * step), _runs(row_ids[beyond], 0 * rows[beyond])
+        for column_id, column, m, b, d in _runs(part.column_ids[known], part.columns[known]):
+            for row_id, row, n, a, c in in_tensor:
+                yield (r := Rectangle(row_id + column_id, (a, b), start + row + column, (c, d), (n, m)))
+                self.placed[name].as_strided(r.shape, r.steps, r.entry - first).fill_(True)
+            for row_id, _, n, a, _ in outside:
+                yield Rectangle(row_id + column_id, (a, b), KEEP if part.part == "wpe" else ZERO, (0, 0), (n, m))
 
 
-def _runs(places: Tensor, entries: Tensor) -> list[tuple[int, int, int, int]]:
-    """Cut two sequences into runs in which both rise evenly: (first index, length, step of the first, step of the second)."""
-    n = len(places)
-    steps = torch.stack((places.diff(), entries.diff()), dim=1)
-    even = torch.zeros(n, dtype=torch.bool)  # whether the step to an element equals the step before
-    even[2:] = (steps[1:] == steps[:-1]).all(1)
-    rises = torch.zeros(n, dtype=torch.bool)
-    rises[1:] = (steps[:, 0] > 0) & (steps[:, 1] >= 0)
-    is_even, is_rising, pairs = even.tolist(), rises.tolist(), steps.tolist()
+def _runs(places: Tensor, entries: Tensor) -> list[tuple[int, int, int, int, int]]:
+    """Cut two sequences into runs in which both rise evenly: (first place, first entry, length, step of places, of entries)."""
+    points = list(zip(places.tolist(), entries.tolist(), strict=True))
+    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(points)]
     runs, i = [], 0
-    while i < n:
-        stop = i + 1
-        while stop < n and is_rising[stop] and (stop == i + 1 or is_even[stop]):
-            stop += 1
-        runs.append((i, stop - i, *(pairs[i] if stop - i > 1 else (0, 0))))
+    while i < len(points):
+        step, stop = (0, 0), i + 1
+        if i < len(steps) and steps[i][0] > 0 and steps[i][1] >= 0:
+            step = steps[i]
+            while stop < len(points) and steps[stop - 1] == step:
+                stop += 1
+        runs.append((*points[i], stop - i, *step))
         i = stop
     return runs

@@ -13,9 +13,7 @@ from gpt2.checkpoint.keys import layer as layer_of
 from gpt2.port.mapping.departures import Departure, DepartureKind, find_departures, module_name
 from gpt2.port.mapping.filling import Filled
 from gpt2.port.mapping.mapping import Mapping
-from gpt2.port.recording.dataflow import Source, Use
-
-UNKNOWN = "used in the forward pass, but as no part of GPT-2 that is known here"
+from gpt2.port.recording.dataflow import Source
 
 # What a port lacks that has no place for a tensor of the checkpoint: where, and the predicate.
 LACKS = {
@@ -64,24 +62,17 @@ class Remarks:
         for departure in departures:
             groups.setdefault((departure.kind if departure.kind in TOGETHER else departure, departure.part), []).append(departure)
         for first, *rest in groups.values():
-            self._add_departure(first, len(rest))
+            if first.kind is DepartureKind.EXTRA_NORM:
+                self.unfilled |= dict.fromkeys(first.names, sentence(first))
+            else:
+                sentences = self.notes if first.kind is DepartureKind.VOCABULARY_PADDED else self.problems
+                sentences.append(sentence(first, len(rest)))
         if self.anatomy.head is None:
             self.notes.append("your forward returns no logits: its hidden states are compared with ours")
         if self.anatomy.recording.unfollowed:
             self.notes.append(f"not followed: {', '.join(self.anatomy.recording.unfollowed)}")
-        unnormed = {(d.layer, d.part) for d in departures if d.kind is DepartureKind.NORM_MISSING}
-        unnormed |= {(None, "ln_f")} if not self.anatomy.final_norm else set()
-        self._missing_tensors(unnormed)
-
-    def _add_departure(self, departure: Departure, more: int) -> None:
-        if departure.kind is DepartureKind.EXTRA_NORM:
-            self.unfilled |= dict.fromkeys(departure.names, sentence(departure))
-        elif departure.kind is DepartureKind.VOCABULARY_PADDED:
-            self.notes.append(sentence(departure))
-        else:
-            self.problems.append(sentence(departure, more))
-
-    # Left over of the checkpoint
+        no_norm = (DepartureKind.NORM_MISSING, DepartureKind.FINAL_NORM_MISSING)
+        self._missing_tensors({(d.layer, d.part) for d in departures if d.kind in no_norm})
 
     def _missing_tensors(self, unnormed: set[tuple[int | None, str]]) -> None:
         families: dict[tuple[str, str], list[tuple[str, float]]] = {}
@@ -91,7 +82,7 @@ class Remarks:
                 continue
             if layer is not None and layer not in self.anatomy.layers:
                 self.unused[name] = "a block that your module does not run"
-            elif self.mapping.refused(name):
+            elif name in map(self.mapping.target, self.mapping.misfits):
                 self.unused[name] = "of another size in your module"
             elif family in ("wte.weight", "wpe.weight"):
                 self._missing_rows(name, int(present.all(1).sum()))
@@ -141,18 +132,21 @@ class Remarks:
         value = "one (off by" if family.endswith(".weight") and family.startswith("ln") else "zero (norm"
         return f"your {_subject(part, module, len(rest))} has {lack}; the checkpoint's {name} is not {value} {size:.2g}{others})"
 
-    # Left over of the module
-
     def left_over(self, filled: list[Filled]) -> None:
         """Say which parameters were not filled, or not whole, or used in two ways."""
         for one in filled:
-            uses = self.mapping.uses(one.source)
-            if len(uses) > 1:
-                ways = " and ".join(_way(use) for use in uses[:2])
-                self.ambiguous.append(f"{one.source.name} is used {ways}; it is filled for the first")
+            first, *others = self.mapping.uses(one.source)
+            if others:
+                self.ambiguous.append(f"{one.source.name} is used {first} and {others[0]}; it is filled for the first")
             if not one.complete and one.source.name not in self.unfilled:
                 self._left_out(one.source, one.row is None, one.words)
-        self._conflicts()
+        alike: dict[str, list[str]] = {}  # parameters that serve as two different parts, whose weights differ
+        for conflict in self.mapping.conflicts:
+            if not torch.equal(self._values(conflict.taken), self._values(conflict.refused)):
+                one_part, other = (self._label(int(entries[0])) for entries in (conflict.taken, conflict.refused))
+                words = f"{conflict.source} serves as {one_part} and as {other}, which differ; it holds the first"
+                alike.setdefault(re.sub(r"\d+", "#", words), []).append(words)
+        self.ambiguous += [words + (f"; so do {len(rest)} more" if rest else "") for words, *rest in alike.values()]
 
     def _left_out(self, source: Source, whole: bool, words: str) -> None:
         positions = self.anatomy.positions
@@ -169,26 +163,13 @@ class Remarks:
             self.unfilled[source.name] = f"in part ({words})"
 
     def _why(self, source: Source) -> str:
-        region = source.region
-        if any(region.start <= id <= region.last for id in self.anatomy.adapters):
+        if source.region.overlaps(torch.tensor(list(self.anatomy.adapters))):
             return "a pair of low rank beside a projection, which GPT-2 does not have"
-        for part in self.mapping.misfits:
-            if region.overlaps(part.ids):
-                beyond = part.layer not in (None, *range(self.mapping.config.n_layer))
-                return "the checkpoint has no such block" if beyond else "of another size in the checkpoint"
-        return UNKNOWN
-
-    def _conflicts(self) -> None:
-        """Parameters that serve as two different parts, whose weights differ."""
-        alike: dict[str, list[str]] = {}
-        for conflict in self.mapping.conflicts:
-            taken, refused = (self._values(entries) for entries in (conflict.taken, conflict.refused))
-            if not torch.equal(taken, refused):
-                first, second = (self._label(int(entries[0])) for entries in (conflict.taken, conflict.refused))
-                words = f"{conflict.source} serves as {first} and as {second}, which differ; it holds the first"
-                alike.setdefault(re.sub(r"\d+", "#", words), []).append(words)
-        for first, *rest in alike.values():
-            self.ambiguous.append(first + (f"; so do {len(rest)} more" if rest else ""))
+        misfit = next((part for part in self.mapping.misfits if source.region.overlaps(part.ids)), None)
+        if misfit is None:
+            return "used in the forward pass, but as no part of GPT-2 that is known here"
+        beyond = misfit.layer not in (None, *range(self.mapping.config.n_layer))
+        return "the checkpoint has no such block" if beyond else "of another size in the checkpoint"
 
     def _values(self, entries: Tensor) -> Tensor:
         values = torch.empty(entries.shape, dtype=torch.float64)
@@ -204,10 +185,9 @@ class Remarks:
     def settle(self, agrees: bool) -> None:
         """Where the logits agree, what was left as it is changes nothing: it is no problem then."""
         if agrees:
-            partly = {name: why for name, why in self.unfilled.items() if why.startswith("in part")}
-            whole = {name: why for name, why in self.unfilled.items() if name not in partly}
+            whole = {name: why for name, why in self.unfilled.items() if not why.startswith("in part")}
             self.idle |= {name: f"{why}; without effect as it is" for name, why in whole.items()}
-            self.unfilled = partly
+            self.unfilled = {name: why for name, why in self.unfilled.items() if name not in whole}
             self.problems = [problem for problem in self.problems if problem not in self._in_buffers]
             self.notes += self._in_buffers  # such as a bias of zeros
 
@@ -232,7 +212,3 @@ def _subject(part: str, module: str, more: int = 0) -> str:
     """ "attention (blocks.0.attn and 2 more)" """
     others = f" and {more} more" if more else ""
     return SUBJECTS.get(part, "") + (f" ({module}{others})" if module else "")
-
-
-def _way(use: Use) -> str:
-    return f"times {use.scale:.4g}" + (f" plus {use.shift:.4g}" if use.shift else "")

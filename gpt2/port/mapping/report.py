@@ -65,21 +65,25 @@ class MappingReport(Printed):
         from rich.padding import Padding
         from rich.text import Text
 
-        for names, rows in self._grouped_rows():
+        groups: dict[tuple[str, ...], list[Row]] = {}
+        for row in self.rows:
+            alike = [re.sub(r"\d+", "#", text) for text in (row.name, row.transformation)]
+            alike += [re.sub(r"^h\.\d+", "h.#", source) for source in row.sources]
+            groups.setdefault(tuple(alike), []).append(row)
+        for rows in groups.values():
             many = f"  ({len(rows)})" if len(rows) > 1 else ""
-            sources = [_starred([row.sources[i] for row in rows]) for i in range(len(rows[0].sources))]
+            sources = [_starred(list(texts)) for texts in zip(*(row.sources for row in rows), strict=True)]
             shown = ", ".join(sources[:3]) + (", ..." if len(sources) > 3 else "")
-            transformation, evidence = (
-                _starred([getattr(row, field) for row in rows]) for field in ("transformation", "evidence")
-            )
-            yield Text(f"{names}{many}")
-            yield Padding(Text(f"from {shown}; {transformation}; {evidence}" if shown else evidence), (0, 0, 0, 4))
+            evidence = _starred([row.evidence for row in rows])
+            words = f"from {shown}; {_starred([row.transformation for row in rows])}; {evidence}" if shown else evidence
+            yield Text(f"{_starred([row.name for row in rows])}{many}")
+            yield Padding(Text(words), (0, 0, 0, 4))
         yield ""
         for sign, sentences in (
             ("?", self.ambiguous),
             ("✗", self.problems),
-            ("✗", _grouped_sentences(self.unfilled, "left as it is")),
-            ("·", _grouped_sentences(self.idle, "left as it is")),
+            ("✗", _grouped(self.unfilled)),
+            ("·", _grouped(self.idle)),
             ("·", self.notes),
         ):
             for sentence in sentences:
@@ -87,15 +91,6 @@ class MappingReport(Printed):
         error = "" if self.logits_error is None else f" (worst error {self.logits_error:.1e} in float64)"
         verdict = "EQUAL:" if self.ok else "NOT ALL IN PLACE, though" if self.agrees else "NOT EQUAL:"
         yield Text(f"\n{verdict} {self.logits_note}{error}")
-
-    def _grouped_rows(self) -> Iterator[tuple[str, list[Row]]]:
-        groups: dict[tuple[str, ...], list[Row]] = {}
-        for row in self.rows:
-            sources = [re.sub(r"^h\.\d+", "h.#", source) for source in row.sources]
-            key = (*(re.sub(r"\d+", "#", text) for text in (row.name, row.transformation)), *sources)
-            groups.setdefault(key, []).append(row)
-        for rows in groups.values():
-            yield _starred([row.name for row in rows]), rows
 
 
 def _starred(texts: list[str]) -> str:
@@ -106,8 +101,9 @@ def _starred(texts: list[str]) -> str:
     return "".join(column[0] if len(set(column)) == 1 else "*" for column in zip(*parts, strict=True))
 
 
-def _grouped_sentences(reasons: dict[str, str], what: str) -> list[str]:
+def _grouped(reasons: dict[str, str]) -> list[str]:
+    """A sentence for each reason why parameters are left as they are, and each kind of name."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, reason in reasons.items():
         groups.setdefault((re.sub(r"\d+", "#", name), reason), []).append(name)
-    return [f"{_starred(names)} {what}: {reason}" for (_, reason), names in groups.items()]
+    return [f"{_starred(names)} left as it is: {reason}" for (_, reason), names in groups.items()]
