@@ -6,6 +6,7 @@ only place where activations are multiplied with activations.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -71,7 +72,7 @@ class Flow:
         self.mixes_places: set[int] = set()
         self._scores: set[int] = set()
         self.place[: recording.ids.numel()] = torch.arange(recording.ids.numel())
-        readers = {
+        readers: dict[Kind, Callable[[int, Node], None]] = {
             Kind.LOOKUP: self._lookup,
             Kind.CONTRACTION: self._contraction,
             Kind.ELEMENTWISE: self._elementwise,

@@ -113,7 +113,6 @@ class Check:
         self.hidden_only = anatomy.head is None
         head = [] if anatomy.head is None else [len(anatomy.head)]
         self.vocabulary = min(anatomy.stream.vocabulary, self.config.vocab_size, *head)
-        self.fits = anatomy.width == self.config.n_embd
         rows = self.config.n_positions if anatomy.positions is None else len(anatomy.positions.rows)
         context = min(self.config.n_positions, rows)
         lengths = {min(length, context) for length in (1, 7, 32)}
@@ -131,7 +130,7 @@ class Check:
 
     def judge(self, borrowed: Borrowed, remarks: Remarks) -> Verdict:
         """Run the filled module in float64; add what is wrong with it to ``remarks``."""
-        if not self.fits:
+        if remarks.anatomy.width != self.config.n_embd:
             return Verdict(False, None, "the logits cannot be compared, the module being of another size")
         theirs, failures = self._theirs(borrowed.module)
         if len(failures) == len(theirs):

@@ -157,16 +157,14 @@ def _words(entries: Tensor, name: str, mapping: Mapping) -> str:
         return "rearranged entry by entry"
     words = []
     for number, (place, axes) in enumerate(zip(places, moves, strict=True)):
-        for axis in range(entries.ndim):
-            place = place if axis in axes else place.narrow(axis, 0, 1)
+        index = place[tuple(slice(None) if axis in axes else slice(1) for axis in range(entries.ndim))]
         kind = "entries" if len(shape) == 1 else ("rows", "columns")[number]
-        words.append(_span(place.flatten().tolist(), kind, shape[number], mapping.config, name))
-    words = [word for word in words if word]
+        words.append(_span(index.flatten().tolist(), kind, shape[number], mapping.config, name))
     if order != sorted(order) and entries.ndim == 2:
         words.append("transposed")
     elif entries.ndim > len(shape):
         words.append(f"reshaped to ({', '.join(map(str, entries.shape))})")
-    return ", ".join(words) or "none"
+    return ", ".join(filter(None, words)) or "none"
 
 
 def _span(index: list[int], kind: str, size: int, config: GPT2Config, name: str) -> str:

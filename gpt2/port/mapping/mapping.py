@@ -64,7 +64,13 @@ class Mapping:
         self.misfits: list[Part] = []
         self._storages = sorted({source.storage for source in anatomy.recording.sources})
         self._rectangles: dict[int, list[tuple[Rectangle, Part]]] = {storage: [] for storage in self._storages}
-        for part in sorted(self._parts(), key=lambda part: part.part in TABLES):  # tables last: they set what is left to zero
+        holders = {source.storage: source for source in anatomy.recording.sources if not source.is_parameter}
+        holders |= {source.storage: source for source in anatomy.recording.sources if source.is_parameter}
+        places = [(part, holders[self._storage(int(part.ids[0]))]) for part in anatomy.parts]
+        self.fills_buffers = not any(holder.is_parameter for _, holder in places)
+        self.in_buffers = [(part, holder.name) for part, holder in places if not (self.fills_buffers or holder.is_parameter)]
+        parts = [part for part, holder in places if self.fills_buffers or holder.is_parameter]
+        for part in sorted(parts, key=lambda part: part.part in TABLES):  # tables last: they set what is left to zero
             if not self._fits(part):
                 self.misfits.append(part)
                 continue
@@ -147,17 +153,6 @@ class Mapping:
             return False
         name = self.anatomy.recording.name
         return name(int(table.ids[0])) not in {name(int(words.ids[0])) for words in self.anatomy.words}
-
-    def _parts(self) -> list[Part]:
-        """All parts, without those that lie in buffers, unless the module keeps all of its weights in buffers."""
-        sources = self.anatomy.recording.sources
-        parameters = {source.storage for source in sources if source.is_parameter}
-        names = {source.storage: source.name for source in sources}
-        places = [(part, self._storage(int(part.ids[0]))) for part in self.anatomy.parts]
-        self.fills_buffers = not any(storage in parameters for _, storage in places)
-        others = [] if self.fills_buffers else [(part, storage) for part, storage in places if storage not in parameters]
-        self.in_buffers = [(part, names[storage]) for part, storage in others]
-        return [part for part, storage in places if self.fills_buffers or storage in parameters]
 
     def _size(self, part: Part) -> tuple[int, int]:
         """How many rows and columns the checkpoint has of a part; a vector is one row."""

@@ -24,9 +24,8 @@ def logits_of(output: Any) -> Tensor:
         ValueError: there are none.
     """
     named = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
-    parts = [output, named] if named is None else [named]
-    if not isinstance(output, Tensor) and named is None:
-        parts = tree_leaves(dict(output) if isinstance(output, dict) else getattr(output, "__dict__", output))
+    inside = dict(output) if isinstance(output, dict) else getattr(output, "__dict__", None) or output
+    parts = tree_leaves(inside) if named is None else [named]
     candidates = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point() and part.ndim >= 2]
     if not candidates:
         raise ValueError(f"its forward returns {type(output).__name__} with no logits in it")
