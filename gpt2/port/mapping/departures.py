@@ -9,8 +9,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from collections.abc import Mapping as MappingType
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.port.anatomy.anatomy import Anatomy
@@ -112,3 +117,34 @@ def module_name(anatomy: Anatomy, part: str, layer: int | None) -> str:
     names = [anatomy.recording.name(int(matrix.ids[0])).split(".")[:-1] for matrix in matrices]
     shared = itertools.takewhile(lambda pieces: len(set(pieces)) == 1, zip(*names, strict=False))
     return ".".join(pieces[0] for pieces in shared)
+
+
+class MissingEntries(NamedTuple):
+    """What of a checkpoint's tensor has no place in a port.
+
+    ``shares``: which of "q", "k" and "v" have no place at all, of c_attn. ``norm``: how large the missing entries are; 0 if the
+    port computes the same without them. ``neutral``: the tensor as the port behaves, with a bias of zero or a scale of one in
+    place of the missing entries; None for a matrix.
+    """
+
+    name: str
+    shares: str
+    norm: float
+    neutral: Tensor | None
+
+
+def missing_entries(placed: MappingType[str, Tensor], state: MappingType[str, Tensor]) -> Iterator[MissingEntries]:
+    """Compare a checkpoint, ``state``, with where a port has its entries: ``placed``, bool tensors of the same shapes."""
+    for name, present in placed.items():
+        if bool(present.all()):
+            continue
+        tensor, shares = state[name], ""
+        if ".c_attn." in name:
+            thirds = zip("qkv", present.chunk(3, -1), strict=True)
+            shares = "".join(share for share, third in thirds if not bool(third.any()))
+        value = 1.0 if name.endswith(".weight") and tensor.ndim == 1 else 0.0
+        lost = (tensor.double() - value).masked_fill(present, 0.0)
+        if shares and tensor.ndim == 1:
+            lost.chunk(3)[1].zero_()  # softmax does not change when the same is added to all scores of a query
+        neutral = torch.where(present, tensor, value) if tensor.ndim == 1 else None
+        yield MissingEntries(name, shares, float(torch.linalg.vector_norm(lost)), neutral)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import layer as layer_of
-from gpt2.port.mapping.departures import Departure, DepartureKind, find_departures, module_name
+from gpt2.port.mapping.departures import Departure, DepartureKind, MissingEntries, find_departures, missing_entries, module_name
 from gpt2.port.mapping.filling import Filled
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.dataflow import Source
@@ -75,22 +75,21 @@ class Remarks:
         self._missing_tensors({(d.layer, d.part) for d in departures if d.kind in no_norm})
 
     def _missing_tensors(self, unnormed: set[tuple[int | None, str]]) -> None:
-        families: dict[tuple[str, str], list[tuple[str, float]]] = {}
-        for name, present in self.mapping.placed.items():
+        families: dict[tuple[str, str], list[MissingEntries]] = {}
+        for missing in missing_entries(self.mapping.placed, self.state):
+            name = missing.name
             layer, family = layer_of(name), re.sub(r"^h\.\d+\.", "", name)
-            if bool(present.all()):
-                continue
             if layer is not None and layer not in self.anatomy.layers:
                 self.unused[name] = "a block that your module does not run"
             elif name in map(self.mapping.target, self.mapping.misfits):
                 self.unused[name] = "of another size in your module"
             elif family in ("wte.weight", "wpe.weight"):
-                self._missing_rows(name, int(present.all(1).sum()))
+                self._missing_rows(name, int(self.mapping.placed[name].all(1).sum()))
             else:
-                shares, size = self._missing_entries(name, present)
-                if size and (layer, family.rpartition(".")[0]) not in unnormed:  # a missing norm is said already
-                    families.setdefault((family, shares), []).append((name, size))
-        self.problems += [self._lack(*key, alike) for key, alike in families.items()]
+                self._missing_entries(missing)
+                if missing.norm and (layer, family.rpartition(".")[0]) not in unnormed:  # a missing norm is said already
+                    families.setdefault((family, missing.shares), []).append(missing)
+        self.problems += [self._lack(family, alike) for (family, _), alike in families.items()]
 
     def _missing_rows(self, name: str, rows: int) -> None:
         every = len(self.state[name])
@@ -100,37 +99,28 @@ class Remarks:
         elif name == "wpe.weight":
             self.neutral[name] = torch.zeros_like(self.state[name])
 
-    def _missing_entries(self, name: str, present: Tensor) -> tuple[str, float]:
-        """Which of q, k and v have no place at all, of c_attn; the norm of what is missing, 0 if the port computes the same."""
-        tensor, shares = self.state[name], ""
-        if ".c_attn." in name:
-            shares = "".join(share for share, third in zip("qkv", present.chunk(3, -1), strict=True) if not bool(third.any()))
-        part = "in part" if present.any() else "all of it"
+    def _missing_entries(self, missing: MissingEntries) -> None:
+        name, shares = missing.name, missing.shares
+        part = "in part" if self.mapping.placed[name].any() else "all of it"
         self.unused[name] = " and ".join(shares) if 0 < len(shares) < 3 else part
-        if tensor.ndim > 1:
-            return shares, float(torch.linalg.vector_norm(tensor[~present].double()))
-        value = 1.0 if name.endswith(".weight") else 0.0
-        self.neutral[name] = torch.where(present, tensor, value)
-        lost = (tensor.double() - value).masked_fill(present, 0.0)
-        if shares:
-            lost.chunk(3)[1].zero_()  # softmax does not change when the same is added to all scores of a query
-        size = float(torch.linalg.vector_norm(lost))
+        if missing.neutral is None:
+            return
+        self.neutral[name] = missing.neutral
         if shares == "k":
             self.unused[name] += ": without effect, as softmax does not see what is added to all keys alike"
-        elif not size:
-            self.unused[name] += f": it is {'one' if value else 'zero'}, so nothing is lost"
-        return shares, size
+        elif not missing.norm:
+            self.unused[name] += f": it is {'one' if name.endswith('.weight') else 'zero'}, so nothing is lost"
 
-    def _lack(self, family: str, shares: str, alike: list[tuple[str, float]]) -> str:
+    def _lack(self, family: str, alike: list[MissingEntries]) -> str:
         """One sentence for the same missing tensor in all blocks."""
         part, lack = LACKS[family]
-        (name, size), *rest = alike
-        words = [SHARES[letter] for letter in shares]
+        first, *rest = alike
+        words = [SHARES[letter] for letter in first.shares]
         lack = lack.format(share=" and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]])))
-        module = module_name(self.anatomy, part, layer_of(name)) if part else ""
-        others = f"; up to {max(size for _, size in rest):.2g} in other blocks" if rest else ""
+        subject = _subject(part, module_name(self.anatomy, part, layer_of(first.name)) if part else "", len(rest))
+        others = f"; up to {max(missing.norm for missing in rest):.2g} in other blocks" if rest else ""
         value = "one (off by" if family.endswith(".weight") and family.startswith("ln") else "zero (norm"
-        return f"your {_subject(part, module, len(rest))} has {lack}; the checkpoint's {name} is not {value} {size:.2g}{others})"
+        return f"your {subject} has {lack}; the checkpoint's {first.name} is not {value} {first.norm:.2g}{others})"
 
     def left_over(self, filled: list[Filled]) -> None:
         """Say which parameters were not filled, or not whole, or used in two ways."""
