@@ -120,10 +120,10 @@ class Check:
             lengths.add(context)
         generator = torch.Generator().manual_seed(1)
         self.probes = [torch.randint(self.vocabulary, (2, length), generator=generator) for length in sorted(lengths)]
-        self.expected = self._ours(state)
-        self.expected_without = self._ours({**state, **neutral}) if neutral else []
+        self.expected = self._reference(state)
+        self.expected_without = self._reference({**state, **neutral}) if neutral else []
 
-    def _ours(self, state: MappingType[str, Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    def _reference(self, state: MappingType[str, Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
         model = model_with(self.config, ((name, tensor.to("cpu", dtype)) for name, tensor in state.items()))
         model.requires_grad_(False)
         return [model.hidden(ids) if self.hidden_only else model(ids)[..., : self.vocabulary] for ids in self.probes]
@@ -132,21 +132,21 @@ class Check:
         """Run the filled module in float64; add what is wrong with it to ``remarks``."""
         if remarks.anatomy.width != self.config.n_embd:
             return Verdict(False, None, "the logits cannot be compared, the module being of another size")
-        theirs, failures = self._theirs(borrowed.module)
-        if len(failures) == len(theirs):
+        outputs, failures = self._outputs(borrowed.module)
+        if len(failures) == len(outputs):
             return self._judge_rounding(borrowed, failures[0])
         if failures:
-            lengths = ", ".join(str(ids.size(1)) for ids, output in zip(self.probes, theirs, strict=True) if output is not None)
+            lengths = ", ".join(str(ids.size(1)) for ids, output in zip(self.probes, outputs, strict=True) if output is not None)
             remarks.notes.append(f"your forward fails on other lengths than {lengths} ({failures[0]})")
-        error = _worst(theirs, self.expected)
+        error = _worst(outputs, self.expected)
         if error <= FLOAT64_BOUND:
             return Verdict(True, error, "the logits agree with our model's")
-        if self.expected_without and (rest := _worst(theirs, self.expected_without)) <= FLOAT64_BOUND:
+        if self.expected_without and (rest := _worst(outputs, self.expected_without)) <= FLOAT64_BOUND:
             lack = "what your module lacks is the only difference from the checkpoint: without that, logits agree"
             remarks.notes.append(f"{lack} ({rest:.1e})")
             return Verdict(False, error, "the logits differ, by what your module lacks")
-        again, _ = self._theirs(borrowed.module)
-        if any(x is not None and y is not None and not torch.equal(x, y) for x, y in zip(theirs, again, strict=True)):
+        again, _ = self._outputs(borrowed.module)
+        if any(x is not None and y is not None and not torch.equal(x, y) for x, y in zip(outputs, again, strict=True)):
             remarks.problems.append("your module gives other logits every time: is dropout active in eval mode?")
         if error <= ROUNDED_CONSTANT:
             kept = f"your module is GPT-2 but for {error:.1e}, as if it kept a constant in float32"
@@ -161,16 +161,16 @@ class Check:
         """For a module that refuses float64: its error in its own dtype, compared with our model's error in that dtype."""
         borrowed.to_own_dtype()
         dtype = next(tensor.dtype for tensor in borrowed.tensors.values() if tensor.is_floating_point())
-        theirs, failures = self._theirs(borrowed.module)
-        if len(failures) == len(theirs):
+        outputs, failures = self._outputs(borrowed.module)
+        if len(failures) == len(outputs):
             return Verdict(False, None, f"the logits cannot be compared: the forward fails ({failures[0]})")
-        error, ours = _worst(theirs, self.expected), _worst(self._ours(self.state, dtype), self.expected)
-        agrees, name = error <= MAX_RATIO * ours, str(dtype).removeprefix("torch.")
-        errors = f"{error:.1e} from our model in float64; our model in {name} is {ours:.1e} from it"
+        error, rounding = _worst(outputs, self.expected), _worst(self._reference(self.state, dtype), self.expected)
+        agrees, name = error <= MAX_RATIO * rounding, str(dtype).removeprefix("torch.")
+        errors = f"{error:.1e} from our model in float64; our model in {name} is {rounding:.1e} from it"
         words = f"the logits {'agree' if agrees else 'differ'} in {name}, {errors} (in float64 yours fails: {failure})"
         return Verdict(agrees, None, words)
 
-    def _theirs(self, module: nn.Module) -> tuple[list[Tensor | None], list[str]]:
+    def _outputs(self, module: nn.Module) -> tuple[list[Tensor | None], list[str]]:
         """The module's output for each probe, None where it fails; and the errors."""
         outputs: list[Tensor | None] = []
         failures = []
