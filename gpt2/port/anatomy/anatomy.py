@@ -43,7 +43,7 @@ class Anatomy:
         self.mixed_layers: set[int] = set()
         self.parts: list[Part] = [*self.words, *([] if self.positions is None else [self.positions])]
         self.layers = self._layers()
-        for layer, *branches in itertools.zip_longest(self.layers, self.attentions, self.feed_forwards):
+        for layer, branches in zip(self.layers, itertools.zip_longest(self.attentions, self.feed_forwards), strict=False):
             for branch in filter(None, branches):
                 branch.layer = layer
                 self.branches.append(branch)

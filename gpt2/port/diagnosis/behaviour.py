@@ -111,7 +111,7 @@ class Behaviour:
         heads = [(point, head) for point, value in traced.items() if value.ndim == 4 for head in value.unbind(1)]
         named = [*traced.items(), *heads]
         pool = Pool.of((value for _, value in named), traced["logits"])
-        matches = [pool.find(one.value.double()) for one in mode.dropouts]
+        matches = [pool.find(one.value.to("cpu", torch.float64)) for one in mode.dropouts]
         points = ["" if match is None else named[match.entries[0]][0] for match in matches]
         pairs = zip(points, mode.dropouts, strict=True)
         inside = all(".mlp." in point if point else self._is_inside_feed_forward(one) for point, one in pairs)

@@ -117,8 +117,8 @@ class DeterministicMode(OperatorMode):
     """Removes randomness (unless ``keep_random``) and casts to narrower dtypes (unless ``keep_casts``).
 
     Dropout passes everything through, normal noise is zero, and casts from float64 to a narrower dtype stay float64. Differences
-    from GPT-2 that remain come from the module's own formulas and weights.
-    ``dropouts`` are those that were active, ``draws`` the names of other random operators, ``casts`` the narrower dtypes.
+    from GPT-2 that remain come from the module's own formulas and weights. ``dropouts`` are those that were active, ``draws`` the
+    names of other random operators, ``casts`` the narrower dtypes.
     """
 
     def __init__(self, *, keep_casts: bool = False, keep_random: bool = False) -> None:
