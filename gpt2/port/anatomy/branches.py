@@ -41,7 +41,7 @@ class Norm:
     at: int
 
 
-@dataclass(eq=False)
+@dataclass
 class Branch:
     """An attention ("attn") or feed-forward ("mlp"). ``ups`` are the projections from the stream, ``downs`` those back to it."""
 

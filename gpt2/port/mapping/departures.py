@@ -86,9 +86,9 @@ def _sizes(anatomy: Anatomy, config: GPT2Config) -> Iterator[Departure]:
 
 
 def _connections(anatomy: Anatomy, mapping: Mapping) -> Iterator[Departure]:
-    modules = {branch: module_name(anatomy, branch.part, branch.layer) for branch in anatomy.branches}
-    for branch, module in modules.items():
+    for branch in anatomy.branches:
         if branch.times > 1:
+            module = module_name(anatomy, branch.part, branch.layer)
             yield Departure(DepartureKind.REPEATED, branch.layer, branch.part, theirs=branch.times, ours=1, module=module)
     for layer in sorted(anatomy.mixed_layers):
         yield Departure(DepartureKind.HEADS_MIXED, layer, "attn", module=module_name(anatomy, "attn", layer))
@@ -103,8 +103,9 @@ def _connections(anatomy: Anatomy, mapping: Mapping) -> Iterator[Departure]:
         yield Departure(DepartureKind.IN_BUFFER, part.layer, part.part, names=(name,))
     if anatomy.positions is None and not any(part.part == "wpe" for part, _ in mapping.in_buffers):
         yield Departure(DepartureKind.POSITIONS_MISSING, part="wpe")
-    for branch, module in modules.items():
+    for branch in anatomy.branches:
         if not branch.normed and not anatomy.post_norm:
+            module = module_name(anatomy, branch.part, branch.layer)
             yield Departure(DepartureKind.NORM_MISSING, branch.layer, branch.norm, module=module)
     if not anatomy.final_norm:
         yield Departure(DepartureKind.FINAL_NORM_MISSING, part="ln_f")
