@@ -100,7 +100,7 @@ MISTAKES = [
     ("verify random:gpt3", "sizes are"),
     ("verify gpt2:int3", "unknown dtype"),
     ("verify --json /no/such/folder/r.json", "cannot be written"),
-    ("info file", "no file of weights"),
+    ("info file", "does not begin as weights do"),
     ("info shakespeare-mini:int8", "int8"),
     ("generate --prompt ''", "prompt is empty"),
     ("generate --temperature -1", "temperature"),
