@@ -147,13 +147,24 @@ def generate(
 
 
 def generate(
-    model: GPT2, ids: Sequence[int] | Tensor, max_new_tokens: int = 64, *, stop: int | None = None, **settings: Unpack[Settings]
+    model: GPT2,
+    ids: Sequence[int] | Tensor,
+    max_new_tokens: int = 64,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: int | None = None,
+    attention_mask: Tensor | None = None,
+    use_cache: bool = True,
+    draft: GPT2 | None = None,
 ) -> list[int] | Tensor:
     """Return the prompt and its continuation; :func:`stream` says how it is computed.
 
     Args:
         ids: a list of ids, or a (B, T) integer tensor of prompts of one length (shorter ones padded on the left).
-        temperature: 1.0 by default; 0 is greedy, and ``top_k`` and ``top_p`` then have no effect.
+        temperature: 0 is greedy, and ``top_k`` and ``top_p`` then have no effect.
         seed: makes sampling repeatable; without it torch's global generator is used.
         stop: end after this id; a batch ends when every row has had it.
         attention_mask: (B, T), zero at padding.
@@ -169,13 +180,22 @@ def generate(
     prompt = _prompt(ids, model)
     if max_new_tokens < 0:
         raise InputError(f"generate: max_new_tokens is {max_new_tokens}; give 0 or more")
-    mask = settings.get("attention_mask")
-    if mask is not None:
-        if mask.shape != prompt.shape:
-            raise InputError(f"generate: attention_mask is {tuple(mask.shape)}; make it {tuple(prompt.shape)}, as the ids")
-        if not bool(mask[:, -1].all()):
+    if attention_mask is not None:
+        if attention_mask.shape != prompt.shape:
+            given = tuple(attention_mask.shape)
+            raise InputError(f"generate: attention_mask is {given}; make it {tuple(prompt.shape)}, as the ids")
+        if not bool(attention_mask[:, -1].all()):
             raise InputError("generate: a row ends in padding and cannot be continued; pad on the left")
-        settings["attention_mask"] = mask.to(prompt.device)
+        attention_mask = attention_mask.to(prompt.device)
+    settings = Settings(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        attention_mask=attention_mask,
+        use_cache=use_cache,
+        draft=draft,
+    )
     out, finished = [prompt], torch.zeros(prompt.size(0), dtype=torch.bool, device=prompt.device)
     for chosen in stream(model, prompt, max_new_tokens, **settings):
         out.append(chosen[:, None])
