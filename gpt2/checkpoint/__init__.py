@@ -1,1 +1,1 @@
-"""A MODEL name becomes a checkpoint: config, tensors by name, tokenizer, files, revision; and back to files."""
+"""Open a checkpoint by its MODEL name (config, tensors, tokenizer, files), and write models to files."""

@@ -1,7 +1,7 @@
-"""The Hub's cache on this machine: the folders of a repository, and what the Hub declared of its files.
+"""The Hub's cache on this machine: where a repository's files lie, and which hashes the Hub declared for them.
 
-The layout is `huggingface_hub`'s. A cache may be shared, and a server may be hostile: so a path is made only of a repository's
-name, 40 hex digits, a declared hash, and a file's name that we ask for.
+The layout is `huggingface_hub`'s. A cache may be shared and a server hostile, so a path is made only of a repository's name, a
+40-hex commit, a declared hash, and a file name that we ask for.
 """
 
 import contextlib
@@ -23,20 +23,20 @@ XET_HASH = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Declared:
-    """What the Hub says a file is."""
+    """What the Hub declares of a file."""
 
-    digest: str  # sha256 of a large file or git's blob hash, in hex; "" where the Hub gives none
+    digest: str  # sha256 of a large file or git's blob hash, in hex; "" if the Hub gives none
     size: int  # bytes
-    xet: str = ""  # the name to ask the Xet storage for, if it lies there
+    xet: str = ""  # the file's hash in the Xet storage, if it is stored there
 
     @property
     def lacks_sha256(self) -> bool:
-        """Whether it is too large for git, where git's hash is that of a pointer; some mirrors list only that."""
+        """Whether only a git hash is declared of a file too large for git: that is a pointer's hash. Some mirrors do this."""
         return len(self.digest) == 40 and self.size > 10 << 20
 
 
 def storage(repo: str, kind: str = "model") -> Path:
-    """The folder of a repository, for instance ``.../hub/models--org--name``."""
+    """Return the folder of a repository, for instance ``.../hub/models--org--name``."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -44,19 +44,18 @@ def storage(repo: str, kind: str = "model") -> Path:
 
 
 def snapshot(repo: str, commit: str, kind: str = "model") -> Path:
-    """The folder of a commit's files."""
     assert COMMIT.fullmatch(commit), commit
     return storage(repo, kind) / "snapshots" / commit
 
 
 def place(file: Path) -> tuple[Path, str, str]:
-    """The parts of ``.../models--org--name/snapshots/<commit>/<path>`` (or ``datasets--``): first folder, commit, path."""
+    """Split ``.../models--org--name/snapshots/<commit>/<path>`` into repository folder, commit and path."""
     folder = next(folder for folder in file.parents if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name))
     return folder.parents[1], folder.name, file.relative_to(folder).as_posix()
 
 
 def cached_snapshot(repo: str, revision: str) -> Path | None:
-    """The folder of a commit, or of the last known commit of a branch or tag."""
+    """Return the folder of a commit, or of the last known commit of a branch or tag; None if it is not cached."""
     commit = revision
     if not COMMIT.fullmatch(revision):
         try:
@@ -67,7 +66,7 @@ def cached_snapshot(repo: str, revision: str) -> Path | None:
 
 
 def make_folder(top: Path, folder: Path) -> None:
-    """Make a folder below ``top``. Raises CheckpointError where one on the way is a link: it could lead out of the cache."""
+    """Make a folder below ``top``. Raises CheckpointError if a part of the path is a symlink: it could lead out of the cache."""
     for step in (folder, *folder.parents):
         if step == top:
             break
@@ -79,7 +78,7 @@ def make_folder(top: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def written_aside(path: Path) -> Iterator[BinaryIO]:
-    """A new file beside ``path`` that becomes ``path`` when all is written and synced. A link is replaced, not followed."""
+    """Open a temporary file that replaces ``path`` once it is written and synced. A symlink is replaced, not followed."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.incomplete")
     try:
         with new.open("xb") as stream:
@@ -92,20 +91,19 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
 
 
 def remember_ref(repo: str, revision: str, commit: str) -> None:
-    """Record what a branch or tag points to, as the client does, so that it can be resolved offline."""
+    """Record the commit of a branch or tag, as `huggingface_hub` does, so that it can be resolved offline."""
     ref = storage(repo) / "refs" / revision
     if not COMMIT.fullmatch(revision) and cached_snapshot(repo, revision) != snapshot(repo, commit):
         _note(storage(repo), ref, commit.encode())
 
 
 def remember_listing(folder: Path, declared: Mapping[str, Declared]) -> None:
-    """Record what the Hub declared of a snapshot's files."""
     rows = {name: asdict(row) for name, row in sorted(declared.items())}
     _note(folder.parents[1], _listing(folder), json.dumps({"files": rows}, indent=1).encode())
 
 
 def recorded_listing(folder: Path) -> dict[str, Declared]:
-    """What was recorded of a snapshot's files; empty in a cache that another program filled."""
+    """Return what :func:`remember_listing` recorded; empty if another program filled the cache."""
     try:
         files = json.loads(_listing(folder).read_bytes())["files"]
         rows = {name: Declared(**row) for name, row in files.items()}
@@ -116,7 +114,7 @@ def recorded_listing(folder: Path) -> dict[str, Declared]:
 
 
 def declared_by_links(folder: Path) -> dict[str, Declared]:
-    """The hashes that are the names of the blobs, for a snapshot that another program filled; "" where there is none."""
+    """Take the hashes from the blobs' names, for a snapshot that another program filled; "" where a file has none."""
     rows = {}
     for file in folder.iterdir():
         blob = Path(os.readlink(file)).name if file.is_symlink() else ""
@@ -126,7 +124,7 @@ def declared_by_links(folder: Path) -> dict[str, Declared]:
 
 
 def discard(file: Path) -> None:
-    """Remove a snapshot's entry, and the blob of the same repository that it points to; never what the blob may link to."""
+    """Remove a snapshot's entry and its blob in the same repository; never a file outside, even if the blob links to it."""
     blobs = place(file)[0] / "blobs"
     if file.is_symlink():
         blob = Path(os.path.normpath(file.parent / os.readlink(file)))
@@ -140,7 +138,7 @@ def _listing(folder: Path) -> Path:
 
 
 def _note(top: Path, path: Path, content: bytes) -> None:
-    """Write a record. In a read-only cache nothing is written, and the next load makes one more request."""
+    """Write a record. In a read-only cache this does nothing; the next load then makes one more request."""
     with contextlib.suppress(OSError, CheckpointError):
         make_folder(top, path.parent)
         with written_aside(path) as stream:

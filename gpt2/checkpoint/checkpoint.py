@@ -1,6 +1,6 @@
-"""Open a model by its name as a Checkpoint: stored in files, files with a LoRA adapter merged in, or random weights.
+"""Open a model by name as a Checkpoint: stored files, files plus a LoRA adapter, or random weights.
 
-Opening reads headers and checks that every tensor fits the config. Weights are read later.
+Opening reads only headers, and checks that every tensor fits the config.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Reader = Callable[[str, torch.dtype], Tensor]  # (parameter's name, dtype) -> th
 
 @dataclass(frozen=True)
 class Checkpoint(ABC):
-    """A model that can be loaded. Its weights are not in memory yet.
+    """A model that can be loaded; its weights are not in memory yet.
 
-    ``name`` is the repository, the path as it was written, or ``random:SIZE``; ``revision`` is the commit of a Hub repository;
-    the model runs in ``dtype``, its weights are stored in ``stored``.
+    ``name`` is the repository, the path as written, or ``random:SIZE``; ``revision`` is the commit of a Hub repository. The
+    model runs in ``dtype``; its weights are stored in ``stored``.
     """
 
     name: str
@@ -51,28 +51,27 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def reader(self, *, mapped: bool = True) -> Reader:
-        """A function that reads one parameter by its name: a view of the mapped file where that can be and ``mapped`` allows."""
+        """Return a function that reads one parameter: a view of the mapped file if possible and ``mapped``."""
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's own tokenizer. Raises InputError: there is none, or it is damaged."""
+        """Return the checkpoint's own tokenizer. Raises InputError: it has none, or it is damaged."""
 
     @abstractmethod
     def files(self) -> dict[str, Path]:
-        """The files of config, weights and tokenizer, by the names that a report gives them."""
+        """Return the files of config, weights and tokenizer, by their names in a report."""
 
     def load(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> GPT2:
-        """The model in memory, in eval mode; ``dtype`` instead of its own."""
         dtype, read = dtype or self.dtype, self.reader()
         if dtype == torch.int8:
             small = Int8GPT2(self.config)
-            for name in expected(self.config):  # one at a time: all of them in float32 would be four times what is kept
+            for name in expected(self.config):  # one at a time: all of them in float32 need four times the result's memory
                 small.put(name, read(name, torch.float32), device)
             return small
         return model_with(self.config, ((name, read(name, dtype).to(device)) for name in expected(self.config)))
 
     def own_tokenizer(self) -> Tokenizer | None:
-        """:meth:`tokenizer`; None where the checkpoint comes without one. Raises InputError: it is damaged."""
+        """Return :meth:`tokenizer`, or None if the checkpoint has none. Raises InputError: it is damaged."""
         try:
             return self.tokenizer()
         except gguf_file.NoTokenizer:
@@ -81,14 +80,14 @@ class Checkpoint(ABC):
 
 @dataclass(frozen=True)
 class StoredCheckpoint(Checkpoint):
-    """A checkpoint in a local directory or file; ``assignment`` says which tensor is which parameter."""
+    """A checkpoint in a local directory or file; ``assignment`` maps parameters to tensors."""
 
     path: Path
     assignment: Assignment
 
     @property
     def container(self) -> str:
-        """The format of the files that hold the weights: "safetensors", "GGUF" ..."""
+        """The format of the weights' files: "safetensors", "GGUF" ..."""
         return next(iter(self.assignment.files.values())).kind
 
     def reader(self, *, mapped: bool = True) -> Reader:
@@ -103,7 +102,7 @@ class StoredCheckpoint(Checkpoint):
 
 @dataclass(frozen=True)
 class AdaptedCheckpoint(StoredCheckpoint):
-    """A LoRA adapter that PEFT wrote (in ``path``), merged into its ``base`` as the weights are read."""
+    """A LoRA adapter in PEFT's format (in ``path``), merged into its ``base`` while the weights are read."""
 
     adapter: Adapter
     base: StoredCheckpoint
@@ -113,7 +112,7 @@ class AdaptedCheckpoint(StoredCheckpoint):
         return lambda name, dtype: self.adapter.merge(name, lambda wide: read(name, wide), dtype)
 
     def tokenizer(self) -> Tokenizer:
-        """The base's, unless one lies beside the adapter."""
+        """Return the tokenizer beside the adapter, else the base's."""
         return super().tokenizer() if holds_tokenizer(self.path) else self.base.tokenizer()
 
     def files(self) -> dict[str, Path]:
@@ -122,7 +121,7 @@ class AdaptedCheckpoint(StoredCheckpoint):
 
 @dataclass(frozen=True)
 class RandomCheckpoint(Checkpoint):
-    """Weights that are drawn when they are read, the same ones each time."""
+    """Random weights, drawn when they are read; the same ones each time."""
 
     random: RandomWeights
 
@@ -142,9 +141,10 @@ class RandomCheckpoint(Checkpoint):
 
 
 def open_checkpoint(name: ModelName, *, offline: bool = False) -> Checkpoint:
-    """Open the model that a name means, fetched from the Hub if need be.
+    """Open the model of a parsed name, downloaded from the Hub if needed.
 
-    Raises InputError: no such model. CheckpointError: it, or the base of an adapter, cannot be read or does not fit its config.
+    Raises InputError: no such model. CheckpointError: the model or its adapter's base cannot be read or does not fit its
+    config.
     """
     dtype = None if name.dtype is None else getattr(torch, name.dtype)
     if name.random is not None:
@@ -157,7 +157,7 @@ def open_checkpoint(name: ModelName, *, offline: bool = False) -> Checkpoint:
 def open_path(
     path: Path, *, name: str | None = None, revision: str | None = None, dtype: torch.dtype | None = None, offline: bool = False
 ) -> StoredCheckpoint:
-    """:func:`open_checkpoint` for a local directory or file. (The base of an adapter may lie elsewhere.)"""
+    """Open a local directory or file as :func:`open_checkpoint` does; only an adapter's base may come from elsewhere."""
     name = str(path) if name is None else name
     if not is_adapter(path):
         files = open_weights(path)
@@ -175,7 +175,7 @@ def open_path(
 
 
 def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:
-    """The tokenizer beside the weights, in a GGUF file, or in an adapter's base. Raises InputError: there is none, or damaged."""
+    """Return the tokenizer beside the weights, in a GGUF file, or of an adapter's base. Raises InputError: none, or damaged."""
     if is_adapter(path) and not holds_tokenizer(path):
         path = base_of(read_adapter(path), offline=offline)
     if path.is_file() or any(path.glob("*.gguf")):
@@ -191,9 +191,9 @@ def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:
 
 
 def model_with(config: GPT2Config, tensors: Iterable[tuple[str, Tensor]]) -> GPT2:
-    """A GPT2 whose parameters are the given ones by name, not copies, in eval mode. Those not given stay uninitialised."""
+    """Build a GPT2 in eval mode around the given tensors, without copying them. Missing parameters stay uninitialised."""
     collects = gc.isenabled()
-    gc.disable()  # a model's thousands of objects would trigger a collection, which walks all that torch imported: 0.1 s
+    gc.disable()  # thousands of new objects would trigger a collection that walks all of torch: 0.1 s
     try:
         model = GPT2(config, initialise=False)
         for name, tensor in tensors:
@@ -206,10 +206,10 @@ def model_with(config: GPT2Config, tensors: Iterable[tuple[str, Tensor]]) -> GPT
 
 
 def random_model(random: RandomWeights) -> GPT2:
-    """A model of official shape with every parameter drawn, in float32 on the CPU.
+    """Build a model of an official size with random float32 parameters on the CPU.
 
-    Matrices and embeddings as GPT-2 initialises them; biases N(0, 0.02) and norm weights 1 + N(0, 0.02), so that no fault hides
-    behind a zero.
+    Matrices and embeddings are initialised as GPT-2's. Biases are N(0, 0.02) and norm weights 1 + N(0, 0.02): zeros would hide
+    bugs.
     """
     config = official_size(random.size)
     model = GPT2(config, initialise=False)

@@ -1,7 +1,7 @@
-"""Find a checkpoint's config: in config.json, in the container itself, or in the tensors' shapes.
+"""Find a checkpoint's config: in config.json, in the container itself, or from the tensors' shapes.
 
-A container that states its own sizes (nanoGPT's `model_args`, OpenAI's `hparams.json`, GGUF's metadata) needs no config.json.
-Where both are there, they must agree: the number of heads shows in no tensor, and a wrong one loads silently.
+Some containers state their sizes: nanoGPT's `model_args`, OpenAI's `hparams.json`, GGUF's metadata. If config.json is there
+too, both must agree, because no tensor's shape shows the number of heads: a wrong number would load without an error.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from gpt2.checkpoint.keys import from_file, sizes
 from gpt2.config import OFFICIAL_SIZES, GPT2Config
 from gpt2.errors import CheckpointError, InputError
 
-# (layers, width) -> heads, of published shapes: OpenAI's, and minGPT's own (karpathy/minGPT, mingpt/model.py); its state
-# dicts say nothing about their heads.
+# (layers, width) -> heads of published shapes: OpenAI's and minGPT's (karpathy/minGPT, mingpt/model.py), whose state dicts do
+# not contain the number of heads.
 HEADS = {(size.n_layer, size.n_embd): size.n_head for size in OFFICIAL_SIZES.values()}
 HEADS |= {(8, 512): 16, (6, 192): 6, (4, 128): 4, (3, 48): 3}
 SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
-# Where these names differ: in OpenAI's hparams.json (openai/gpt-2, src/model.py: default_hparams), in nanoGPT's model_args.
+# Different names for the same sizes: OpenAI's hparams.json (openai/gpt-2, src/model.py: default_hparams); nanoGPT's model_args.
 OPENAI = {"vocab_size": "n_vocab", "n_positions": "n_ctx"}
 NANOGPT = {"n_positions": "block_size"}
 
 
 def read_config(path: Path) -> GPT2Config:
-    """The config.json of a checkpoint directory, or of the directory around a file."""
     where = folder_of(path) / "config.json"
     if not where.is_file():
         raise CheckpointError(f"{path}: no config.json there; {what_is_there(where.parent)}")
@@ -38,7 +37,7 @@ def read_config(path: Path) -> GPT2Config:
 
 
 def config_of(path: Path, files: Mapping[str, Container]) -> GPT2Config:
-    """The config of an opened checkpoint. Raises CheckpointError: nothing states it, sources disagree, or it makes no GPT-2."""
+    """Return the config of an opened checkpoint. Raises CheckpointError: no source, sources that disagree, or not a GPT-2."""
     file = next(iter(files.values()), None)
     if isinstance(file, gguf_file.GGUFFile):
         return gguf_file.config_of(file)
@@ -61,7 +60,7 @@ def _sizes(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _from_nanogpt(raw: Mapping[str, Any], where: Path, files: Mapping[str, Container]) -> GPT2Config:
-    """nanoGPT's model_args (karpathy/nanoGPT, train.py and model.py; the MLP has the exact GELU)."""
+    """Convert nanoGPT's model_args (karpathy/nanoGPT, train.py and model.py; the MLP uses the exact GELU)."""
     known = _shown(files) | _sizes(raw, NANOGPT)
     config = _checked({name: known[name] for name in SIZES if name in known}, where)
     dropout = raw.get("dropout", 0.0)
@@ -70,7 +69,7 @@ def _from_nanogpt(raw: Mapping[str, Any], where: Path, files: Mapping[str, Conta
 
 
 def _from_shapes(path: Path, files: Mapping[str, Container]) -> GPT2Config:
-    """A bare state dict of a published shape; any other could have any number of heads."""
+    """Return the config of a bare state dict of a published shape; other shapes do not determine the number of heads."""
     shown = _shown(files)
     heads = HEADS.get((shown.get("n_layer", 0), shown.get("n_embd", 0)))
     if heads is None or not {"vocab_size", "n_positions"} <= shown.keys():
@@ -87,7 +86,7 @@ def _shown(files: Mapping[str, Container]) -> dict[str, int]:
 
 
 def _checked(fields: Mapping[str, Any], where: Path) -> GPT2Config:
-    """A config with the end-of-text token where the vocabulary has one, or one line that says what is wrong."""
+    """Build a config with GPT-2's end-of-text token if the vocabulary contains it; a bad field raises CheckpointError."""
     missing = [name for name in SIZES if name not in fields]
     if missing:
         raise CheckpointError(f"{where}: does not say {listed(missing)}; put a config.json beside it")

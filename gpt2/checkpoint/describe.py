@@ -1,4 +1,4 @@
-"""Describe a checkpoint without running it: config, memory, files and their hashes."""
+"""Describe a checkpoint without running it: config, memory, files and hashes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class File:
 
 @dataclass(frozen=True)
 class Description:
-    """One checkpoint.
+    """The description of one checkpoint.
 
-    ``dtype`` is the dtype it would be loaded in, ``container`` the format of the weights; ``notes`` say how they differ from
-    transformers' layout, and ``dropped`` are tensors without information of their own. ``official`` is None without files.
+    ``dtype`` is what it would be loaded in, ``container`` the weights' format; ``notes`` are differences from transformers'
+    layout, ``dropped`` the tensors without information of their own. ``official`` is None without files.
     """
 
     name: str
@@ -52,13 +52,13 @@ class Description:
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values of one full context."""
+        """The key-value cache's size for one full context."""
         config = self.config
         return 2 * config.n_layer * config.n_positions * config.n_embd * BYTES[self.dtype]
 
     @property
     def training_bytes(self) -> int:
-        """Weights, gradients and AdamW's two moments in float32; activations come on top."""
+        """Weights, gradients and AdamW's two moments in float32, without activations."""
         return 16 * self.config.num_parameters()
 
 

@@ -1,7 +1,7 @@
-"""Download one file of a Hub repository to the cache: resumed where it broke off, and hashed before it gets its name there.
+"""Download one file of a Hub repository into the cache; resume a broken download; check the hash before the file gets its name.
 
-`huggingface_hub` (2.4) begins a broken download again. Here the unfinished blob has one name for all tries, and the next try asks
-for the rest by ``Range``. No header of an answer is used as a name.
+`huggingface_hub` (2.4) restarts a broken download. Here the partial blob has one name for all tries, and the next try asks for
+the rest by ``Range``. No header of a response is used as a name.
 """
 
 import contextlib
@@ -21,21 +21,22 @@ from gpt2.checkpoint.verified import digest_of, mismatch, remember
 from gpt2.checkpoint.xet import fetch_by_xet
 from gpt2.errors import InputError
 
-PAUSES = (0.5, 1.0, 1.5)  # seconds before a broken download is taken up again, as long as nothing more arrives
-STALLED = 25.0  # seconds, over all tries, in which less than `LITTLE` arrives: then the download ends
+PAUSES = (0.5, 1.0, 1.5)  # seconds between retries without progress
+STALLED = 25.0  # give up after so many seconds with less than `LITTLE` received, over all tries
 LITTLE = 1 << 12  # bytes
-ABANDONED = 24 * 3600  # seconds: a partial download that was not written to for so long is abandoned
+ABANDONED = 24 * 3600  # seconds since the last write: then a partial download counts as abandoned
 
 log = logging.getLogger("gpt2")
 
 
 def fetch(repo: str, file: Path, declared: Declared, *, tries: int = 2) -> None:
-    """Download ``file``, an entry of a snapshot of a model or data set, as the client would lay it out.
+    """Download ``file``, an entry of a snapshot, in `huggingface_hub`'s layout.
 
-    Of two processes the second waits for the first. Where locks do not work (some network file systems), both write the same
-    bytes at the same places, and the hash decides. After ``tries`` whole files with a wrong hash it gives up.
+    A second process waits for the first. Without working locks (some network file systems) both write the same bytes, and the
+    hash decides. It gives up after ``tries`` complete files with a wrong hash.
 
-    Raises CheckpointError: the Hub sends other bytes than it declares. The client's HTTPError: no answer, or a refusal. OSError.
+    Raises CheckpointError: the Hub sends other bytes than it declares. HTTPError (`huggingface_hub`): no answer, or a refusal.
+    OSError.
     """
     from huggingface_hub import constants
     from huggingface_hub.file_download import are_symlinks_supported
@@ -61,10 +62,10 @@ def fetch(repo: str, file: Path, declared: Declared, *, tries: int = 2) -> None:
                     remember(kept, declared.digest, kept.stat())
             except FileNotFoundError:
                 if not kept.exists():
-                    raise  # else the lock held nobody off, and the other process was faster
-        part.unlink(missing_ok=True)  # another program was faster
+                    raise  # else the lock did not work, and the other process finished first
+        part.unlink(missing_ok=True)  # another program finished first
         if not file.is_file():
-            file.unlink(missing_ok=True)  # a link to nothing
+            file.unlink(missing_ok=True)  # a dangling symlink
             if links:
                 with contextlib.suppress(FileExistsError):  # as above
                     file.symlink_to(os.path.relpath(blob, file.parent))
@@ -74,7 +75,7 @@ def fetch(repo: str, file: Path, declared: Declared, *, tries: int = 2) -> None:
 
 
 def sweep(snapshot: Path, wanted: Iterable[Declared]) -> None:
-    """Remove old leftovers of broken downloads, the client's too, except those that the ``wanted`` files can be resumed from."""
+    """Remove abandoned partial downloads, also `huggingface_hub`'s, unless the ``wanted`` files can resume from them."""
     blobs = snapshot.parents[1] / "blobs"
     keep = {_part(blobs / declared.digest) for declared in wanted}
     if not blobs.is_symlink():
@@ -86,12 +87,11 @@ def sweep(snapshot: Path, wanted: Iterable[Declared]) -> None:
 
 
 def _part(blob: Path) -> Path:
-    """The unfinished blob, under one name for all tries."""
     return blob.with_name(f"{blob.name}.gpt2-toolkit.incomplete")
 
 
 def _complete(repo: str, file: Path, part: Path, declared: Declared, tries: int) -> None:
-    """Fill ``part`` until its hash is the declared one. A whole file with another hash is deleted, and fetched anew."""
+    """Fill ``part`` until its hash is the declared one. A complete file with another hash is deleted and downloaded again."""
     from huggingface_hub import hf_hub_url
 
     storage, commit, name = place(file)
@@ -111,7 +111,7 @@ def _complete(repo: str, file: Path, part: Path, declared: Declared, tries: int)
 
 
 def _open_part(part: Path) -> BinaryIO:
-    """The unfinished file, to read and write. Somebody could plant a link or pipe under its name: that is removed."""
+    """Open the partial file to read and write. A link or pipe under its name may be an attack, and is removed."""
 
     def opener(path: str, flags: int) -> int:
         safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # where the system has them
@@ -132,10 +132,10 @@ def _is_own(entry: os.stat_result) -> bool:
 
 
 def _download(url: str, out: BinaryIO, size: int) -> None:
-    """Append to ``out`` what is missing of a file of ``size`` bytes, over as many connections as that takes.
+    """Append the missing bytes of a file of ``size`` bytes to ``out``, over as many connections as needed.
 
-    Each chunk is on disk at once. A server that refuses a ``Range`` is asked for all of the file from then on. Raises the
-    client's HTTPError when the server refuses that, or when nothing new arrives any more.
+    Each chunk is flushed at once. A server that refuses a ``Range`` is then asked for the whole file. Raises
+    `huggingface_hub`'s HTTPError if the server refuses that too, or sends nothing new any more.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
@@ -151,7 +151,7 @@ def _download(url: str, out: BinaryIO, size: int) -> None:
                 with get(url, constants.HF_HUB_DOWNLOAD_TIMEOUT, headers=headers) as answer:
                     if answer.status_code not in (200, 206):
                         raise HTTPError(f"answer {answer.status_code} without a file")
-                    if answer.status_code == 200:  # all of it, whatever was asked for
+                    if answer.status_code == 200:  # the whole file, even if a range was requested
                         end = out.seek(0)
                         out.truncate()
                     for chunk in answer.iter_raw():
@@ -172,10 +172,10 @@ def _download(url: str, out: BinaryIO, size: int) -> None:
                         continue
                     if firm(error) and "Range" not in headers:
                         raise
-                    ranges = ranges and not firm(error)  # it may be about the range: once more, for all of it
+                    ranges = ranges and not firm(error)  # it may refuse the range: retry with the whole file
             except (InputError, OSError):
                 raise
-            except Exception as error:  # whatever the client makes of such an answer
+            except Exception as error:  # any error of huggingface_hub for a malformed response
                 raise no_hub(one_line(error)) from error
             if end < size and (ranges or "Range" not in headers):
                 broken = broken or HTTPError(f"the connection ended at byte {end:,} of {size:,}")

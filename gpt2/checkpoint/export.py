@@ -1,4 +1,4 @@
-"""Export any model that loads to a directory that other programs open: in Hugging Face's layout, or as one GGUF file."""
+"""Export any model that loads, in Hugging Face's layout or as one GGUF file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OF_DTYPE = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", to
 
 @dataclass(frozen=True)
 class Export:
-    """What was written. ``type`` is how the matrices are stored; ``notes`` say what differs from the source."""
+    """What was written. ``type`` is how the matrices are stored; ``notes`` list differences from the source."""
 
     model: str
     directory: str
@@ -55,16 +55,15 @@ def export(
     revision: str | None = None,
     offline: bool = False,
 ) -> Export:
-    """Write the model ``name`` (as in :func:`gpt2.load`) to ``directory``, with its tokenizer where it has one.
+    """Write the model ``name`` (as in :func:`gpt2.load`) to ``directory``, with its tokenizer if it has one.
 
-    ``hf`` is what :func:`gpt2.save` writes, in the model's dtype: transformers, vLLM, CTranslate2 and llama.cpp's converter
-    open it. ``gguf`` is one file, ``model.gguf``, its matrices stored as ``type`` ("f32", "f16", "bf16", "q8_0"; default: the
-    model's dtype). An embedding with more rows than the tokenizer has tokens is cropped. The same model gives the same bytes,
-    also when it was loaded from such an export. A reader sees an old file or a new one and never half of one.
+    ``hf`` writes what :func:`gpt2.save` writes, in the model's dtype. ``gguf`` writes ``model.gguf`` with its matrices as
+    ``type`` ("f32", "f16", "bf16", "q8_0"; default: the model's dtype). An embedding with more rows than the tokenizer has
+    tokens is cropped. The same model gives the same bytes, also when loaded from such an export. A reader never sees a
+    half-written file.
 
-    Raises:
-        InputError: no such model, a format that cannot express it, a directory that cannot be written or holds another
-            tokenizer. CheckpointError: the model cannot be read.
+    Raises InputError: no such model, a format that cannot express it, a directory that cannot be written or holds another
+    tokenizer. CheckpointError: the model cannot be read.
     """
     if format not in FORMATS:
         raise InputError(f"unknown format {quoted(format)}; known: {', '.join(FORMATS)}")
@@ -93,7 +92,6 @@ def export(
 
 
 def _load(name: str, revision: str | None, offline: bool) -> tuple[GPT2, Tokenizer | None, list[str]]:
-    """The model as it is to be written, its tokenizer, and what was changed."""
     checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
     model = checkpoint.load()
     try:
@@ -116,7 +114,7 @@ def _load(name: str, revision: str | None, offline: bool) -> tuple[GPT2, Tokeniz
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of a checkpoint. Raises NoTokenizer: there is none, or a foreign one. InputError: it is damaged."""
+    """Return a checkpoint's tokenizer. Raises NoTokenizer: none, or an unsupported one. InputError: it is damaged."""
     if isinstance(checkpoint, RandomCheckpoint):
         raise NoTokenizer("the weights are random")
     assert isinstance(checkpoint, StoredCheckpoint)
@@ -131,7 +129,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _refuse_other_tokenizer(directory: Path, tokenizer: Tokenizer | None) -> None:
-    """Refuse a directory with another tokenizer's files, which would stay there and be read as this model's."""
+    """Raise InputError if the directory keeps another tokenizer's files, which would be read as this model's."""
     own: set[str] = set()
     if tokenizer is not None:
         own = {"tokenizer.json", "tokenizer_config.json", *((*FILES[0], ADDED) if isinstance(tokenizer, BPE) else (CHARS,))}
@@ -141,7 +139,7 @@ def _refuse_other_tokenizer(directory: Path, tokenizer: Tokenizer | None) -> Non
 
 
 def _unlike_others(config: GPT2Config) -> list[str]:
-    """What readers of Hugging Face's layout get wrong about a config, according to their sources."""
+    """List what other readers of Hugging Face's layout get wrong about a config, according to their sources."""
     notes = []
     if config.scale_attn_by_inverse_layer_idx or not config.scale_attn_weights:
         notes.append(

@@ -1,4 +1,4 @@
-"""Open the weights at a path: find out which container it is, and which file holds which tensor."""
+"""Open the weights at a path: detect the container, and find the file that holds each tensor."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from gpt2.errors import CheckpointError
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-# The names that transformers gives to weights, the preferred ones first: one file, or an index of its shards.
+# transformers' names of weights, preferred ones first: one file, or an index of shards.
 LAYOUTS = ((WEIGHTS, INDEX, ".safetensors"), ("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin"))
-# How a single file of weights may end, where a folder holds none of the names above.
+# Suffixes of a single weights file in a folder without the names above.
 LONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 TENSORFLOW = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})", re.ASCII)
 
 
 def open_weights(path: Path) -> dict[str, Container]:
-    """The open file that holds each tensor of a checkpoint, given a directory or a file.
+    """Return the open file of each tensor of a checkpoint, given a directory or a file.
 
-    The formats are safetensors and torch.save's (HF's ``.bin``, nanoGPT's ``ckpt.pt``, minGPT's), each in one file or in shards
-    with an index, OpenAI's TensorFlow files, and GGUF. A file's content decides, not its name. Of several in a directory,
-    safetensors come first. Raises CheckpointError: no weights, a shard missing, or shards that disagree with their index.
+    The formats are safetensors and torch.save's (HF's ``.bin``, nanoGPT's ``ckpt.pt``, minGPT's), in one file or in shards with
+    an index; OpenAI's TensorFlow files; GGUF. The content decides, not the name. In a directory safetensors come first.
+
+    Raises CheckpointError: no weights, a shard missing, or shards that disagree with their index.
     """
     if path.is_file():
         return _by_tensor([open_file(path)])
@@ -49,7 +50,7 @@ def open_weights(path: Path) -> dict[str, Container]:
 
 
 def open_file(path: Path) -> Container:
-    """Open one file of weights in the format that its first bytes show."""
+    """Open one weights file in the format that its first bytes show."""
     if (bundle := TENSORFLOW.fullmatch(path.name)) and path.with_name(f"{bundle[1]}.index").is_file():
         return TensorBundle(path.with_name(bundle[1]))
     head = MappedFile(path).bytes(0, 9)
@@ -78,7 +79,7 @@ def _shards(index: Path, suffix: str) -> dict[str, Container]:
 
 
 def what_is_there(path: Path) -> str:
-    """What a directory holds instead of a checkpoint, and what to do about it."""
+    """Say what a directory holds instead of a checkpoint, and what to do about it."""
     try:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
@@ -97,12 +98,12 @@ def what_is_there(path: Path) -> str:
 
 
 def folder_of(path: Path) -> Path:
-    """The directory of a checkpoint that is given as a directory or as a file in it."""
+    """Return the directory of a checkpoint that is given as a directory or a file."""
     return path if path.is_dir() else path.parent
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a checkpoint: weights, configs, vocabularies."""
+    """List the files of a checkpoint: weights, configs, vocabularies."""
     if path.is_file():
         return [path]
     return [file for file in _files(path) if file.suffix in (".json", ".txt", ".bpe", *LONE) or TENSORFLOW.fullmatch(file.name)]

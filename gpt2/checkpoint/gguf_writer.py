@@ -1,7 +1,7 @@
-"""Write a GPT-2 as one GGUF file for llama.cpp, piece by piece.
+"""Write a GPT-2 as one GGUF file for llama.cpp, in pieces.
 
-The file is what llama.cpp's convert_hf_to_gguf.py makes of the same model under the name "GPT-2", byte for byte: matrices
-[out, in], norms, biases and positions always in float32, tensors in the order of their Hugging Face names.
+The file equals, byte for byte, what llama.cpp's convert_hf_to_gguf.py writes under the name "GPT-2": matrices [out, in]; norms,
+biases and positions in float32; tensors in the order of their Hugging Face names.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from gpt2.model import GPT2
 
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-# How the matrices are stored -> llama.cpp's number for such a file (llama.h, llama_ftype).
+# Type of the matrices -> llama.cpp's number of the file type (llama.h, llama_ftype).
 TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
 KIND = {kind.name.lower(): (number, kind) for number, kind in KINDS.items()}
-U32, I32, F32, BOOL = 4, 5, 6, 7  # numbers of GGUF's types of metadata
+U32, I32, F32, BOOL = 4, 5, 6, 7  # GGUF's numbers of metadata types
 SCALARS = {U32: "<I", I32: "<i", F32: "<f", BOOL: "<?"}
 PIECE = 1 << 20  # weights converted at a time
-Metadata = dict[str, tuple[int, Any]]  # name -> (type, value); for an array its elements' type, and a list
+Metadata = dict[str, tuple[int, Any]]  # name -> (type, value); for an array the type of its elements, and a list
 Row = tuple[str, Tensor, int, Kind]  # name in the file, values, GGUF's number of the kind, kind
 
 
 def gguf_pieces(model: GPT2, tokenizer: Tokenizer | None, type: str, name: str) -> tuple[Iterator[bytes | memoryview], list[str]]:
-    """The file's pieces in order, and notes on what the file does not express. ``type`` is one of ``TYPES``.
+    """Return the file's pieces in order, and notes on what GGUF cannot express. ``type`` is a key of ``TYPES``.
 
-    Raises InputError: GGUF cannot express the model ``name``, or (while the pieces are taken) ``type`` cannot hold its values.
+    Raises InputError: GGUF cannot express the model ``name``, or (while iterating) ``type`` cannot hold its values.
     """
     config, notes = model.config, []
     departures = {
@@ -70,7 +70,7 @@ def gguf_pieces(model: GPT2, tokenizer: Tokenizer | None, type: str, name: str) 
 
 
 def _metadata(config: GPT2Config, tokenizer: BPE | None, file_type: int) -> Metadata:
-    """The metadata, in the converter's order."""
+    """Return the metadata in the order of llama.cpp's converter."""
     sizes = ("n_layer", "n_positions", "n_embd", "n_inner", "n_head")
     metadata: Metadata = {
         "general.architecture": (STRING, "gpt2"),
@@ -82,7 +82,7 @@ def _metadata(config: GPT2Config, tokenizer: BPE | None, file_type: int) -> Meta
         "general.file_type": (U32, file_type),
         "general.quantization_version": (U32, 2),
     }
-    # Without an end, llama.cpp takes token 11, GPT-2's comma, for the end of the text.
+    # Without an end-of-text id, llama.cpp uses token 11, GPT-2's comma.
     eot = None if tokenizer is None else tokenizer.eot
     ids = {"bos": config.bos_token_id, "eos": config.eos_token_id, "unknown": None}
     ids = {end: eot if id is None else id for end, id in ids.items()}
@@ -103,7 +103,7 @@ def _metadata(config: GPT2Config, tokenizer: BPE | None, file_type: int) -> Meta
 
 
 def _size_label(count: int) -> str:
-    """A number of parameters as GGUF's naming convention writes it: 124M, 1.6B."""
+    """Format a parameter count by GGUF's naming convention: 124M, 1.6B."""
     units = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
     unit, letter = next((row for row in units if count > row[0]), (1e3, "K"))
     digits = len(str(round(count / unit)).lstrip("0"))
@@ -111,7 +111,7 @@ def _size_label(count: int) -> str:
 
 
 def _pieces(metadata: Mapping[str, tuple[int, Any]], rows: list[Row]) -> Iterator[bytes | memoryview]:
-    """The file, piece by piece: no tensor is converted as a whole."""
+    """Yield the file in pieces; no tensor is converted as a whole."""
     header = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, len(rows), len(metadata)))
     for name, (kind, value) in metadata.items():
         values = value if isinstance(value, list) else [value]
@@ -138,7 +138,6 @@ def _text(text: str) -> bytes:
 
 
 def _encoded(rows: Tensor, kind: Kind, name: str) -> Tensor:
-    """Rows as ``kind`` stores them, contiguous."""
     stored = _quantised(rows.float()) if kind.block > 1 else rows.to(kind.dtype)
     scales = stored[:, :2].contiguous().view(torch.float16) if kind.block > 1 else stored
     if not scales.isfinite().all() and (kind.block > 1 or rows.isfinite().all()):
@@ -147,10 +146,10 @@ def _encoded(rows: Tensor, kind: Kind, name: str) -> Tensor:
 
 
 def _quantised(rows: Tensor) -> Tensor:
-    """float32 to blocks of Q8_0: the largest of 32 numbers becomes 127, the others are rounded, halves away from zero.
+    """Quantise float32 to Q8_0: blocks of 32, the largest becomes 127, halves round away from zero.
 
-    As in ggml-quants.c, except for a scale below float16's smallest: there the 32 numbers become zeros too. Otherwise the same
-    weights, written again, would be other bytes.
+    As ggml-quants.c, but a block whose scale underflows in float16 becomes zeros; else writing such weights again changes the
+    bytes.
     """
     blocks = rows.reshape(-1, 32)
     scales = blocks.abs().amax(1, keepdim=True) / 127

@@ -1,7 +1,7 @@
-"""Find the local files behind a model's name: embedded, a path, or a repository on the Hub; and single files of data sets.
+"""Find the local files of a model name: embedded, a path, or a Hub repository; and single files of data sets.
 
-The room's README says what is downloaded, checked and asked. `hub_api.py` asks, `download.py` fetches and resumes, `verified.py`
-hashes, `cache.py` knows the folders; `huggingface_hub` lends its session, its settings and the layout of its cache.
+The README of this folder says what is downloaded and checked. `hub_api.py` sends requests, `download.py` fetches and resumes,
+`verified.py` hashes, `cache.py` knows the folders; session, settings and cache layout are `huggingface_hub`'s.
 """
 
 import functools
@@ -22,12 +22,12 @@ from gpt2.checkpoint.official_files import other_than_official
 from gpt2.checkpoint.verified import digest, mismatch
 from gpt2.errors import CheckpointError, InputError
 
-# What is downloaded beside the weights. Repositories also hold TensorFlow, Flax, Rust and ONNX copies of everything.
+# Files to download beside the weights. Repositories also hold TensorFlow, Flax, Rust and ONNX copies.
 SMALL = (
     *("config.json", "generation_config.json", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json"),
 )
-# The weights: the first of these that is there, with what belongs to it, and none of the others.
+# Weights: only the first name that exists, with the files that match its pattern.
 WEIGHTS = {
     "model.safetensors": "",
     "model.safetensors.index.json": r"model-\d+-of-\d+\.safetensors",
@@ -35,9 +35,9 @@ WEIGHTS = {
     "pytorch_model.bin.index.json": r"pytorch_model-\d+-of-\d+\.bin",
     "model.ckpt.index": r"model\.ckpt\.data-\d+-of-\d+|checkpoint|hparams\.json|encoder\.json|vocab\.bpe",  # OpenAI's own
 }
-# Without any of those: an adapter of PEFT's; its base is another repository.
+# If none exists: a PEFT adapter, whose base is another repository.
 ADAPTER, ADAPTED = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
-# Without that too: the one file there that could be a whole model, such as a GGUF or nanoGPT's ckpt.pt.
+# Else the only file that can be a whole model, such as a GGUF or nanoGPT's ckpt.pt.
 ALONE = r"(?!adapter_)[\w.+-]+\.(gguf|safetensors|pth?|ckpt)"
 
 log = logging.getLogger("gpt2")
@@ -53,10 +53,10 @@ class Source:
 
 
 def resolve(name: str, *, revision: str | None = None, offline: bool = False) -> Source:
-    """The local files behind a model name, downloaded and verified where they come from the Hub.
+    """Return the local files of a model name, downloaded and verified if they come from the Hub.
 
-    An official short name means the official repository even where a folder of that name exists: write ``./gpt2`` for the
-    folder. Any other existing path comes before a repository ``org/name``.
+    An official short name means the official repository even if a folder has that name: write ``./gpt2`` for the folder. Any
+    other existing path has priority over a repository ``org/name``.
 
     Raises InputError: no such model, or the Hub does not answer. CheckpointError: the files are not what the Hub declared.
     """
@@ -64,7 +64,7 @@ def resolve(name: str, *, revision: str | None = None, offline: bool = False) ->
 
 
 def locate(parsed: ModelName, *, offline: bool = False) -> Source:
-    """:func:`resolve` for a name that is parsed."""
+    """Do what :func:`resolve` does for a parsed name."""
     name = parsed.base
     if parsed.local:
         path = Path(__file__).parent.parent / "assets" / DEFAULT if name == DEFAULT else Path(name).expanduser()
@@ -99,12 +99,12 @@ def locate(parsed: ModelName, *, offline: bool = False) -> Source:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    """A command resolves a name several times: for the model, its tokenizer, a report."""
+    """Log each warning once: a command resolves the same name for the model, its tokenizer and a report."""
     log.warning("%s", message)
 
 
 def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, Declared], bool]:
-    """The folder with the files, their declared hashes, and whether the Hub may be asked for one of them again."""
+    """Return the folder of the files, their declared hashes, and whether the Hub may be asked for a file again."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HTTPError
 
@@ -143,20 +143,20 @@ def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, 
 
 
 def _complete(repo: str, revision: str) -> tuple[Path, dict[str, Declared]] | None:
-    """The cached snapshot and its files' declared hashes; None where it, or a file of it, is missing. Makes no request."""
+    """Return the cached snapshot and its declared hashes, or None if it or one of its files is missing. Makes no request."""
     folder = cache.cached_snapshot(repo, revision)
     if folder is None:
         return None
     declared = cache.recorded_listing(folder) or cache.declared_by_links(folder)
     try:
         complete = all((folder / name).is_file() for name in _choose(repo, declared))
-    except CheckpointError:  # another program fetched a part, a tokenizer for instance
+    except CheckpointError:  # another program downloaded only a part, such as the tokenizer
         return None
     return (folder, declared) if complete else None
 
 
 def _choose(repo: str, names: Collection[str]) -> list[str]:
-    """The files of a repository to download, the weights last. Raises CheckpointError for one that cannot be loaded."""
+    """Choose the files to download, weights last. Raises CheckpointError: the repository has nothing that can be loaded."""
     small = [name for name in SMALL if name in names]
     first = next((name for name in WEIGHTS if name in names), None)
     if first is not None:
@@ -179,7 +179,7 @@ def _choose(repo: str, names: Collection[str]) -> list[str]:
 
 
 def _verify(repo: str, folder: Path, files: list[str], declared: Mapping[str, Declared], online: bool) -> None:
-    """Hash the files that were not hashed before. A damaged one is fetched once more if ``online``, then refused."""
+    """Hash the files that were not verified before. If ``online``, a damaged file is downloaded once more, then refused."""
     for name in files:
         file, expected = folder / name, declared[name].digest
         if not HASH.fullmatch(expected):
@@ -200,7 +200,7 @@ def _verify(repo: str, folder: Path, files: list[str], declared: Mapping[str, De
 
 @dataclass(frozen=True)
 class DatasetFile:
-    """A file of a data set on the Hub, known by its hash, so that what is measured on it means the same everywhere."""
+    """A file of a Hub data set, pinned by its hash so that measurements on it stay comparable."""
 
     repo: str  # "org/name"
     commit: str  # 40 hex
@@ -210,9 +210,9 @@ class DatasetFile:
 
 
 def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
-    """The file in the Hub's cache on this machine, its hash verified; downloaded where it is not there yet.
+    """Return the file in the local Hub cache, hash verified; download it if missing.
 
-    Raises InputError: it is not in the cache, and the Hub does not answer or must not be asked. CheckpointError: wrong bytes.
+    Raises InputError: not in the cache, and the Hub does not answer or ``offline``. CheckpointError: wrong bytes.
     """
     with explained(file.repo, file.commit):
         from huggingface_hub import constants
@@ -228,7 +228,7 @@ def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
                 f"offline, and the cache {constants.HF_HUB_CACHE} holds {what} of {file.path} of {file.repo}: run once online "
                 f"(no --offline, no HF_HUB_OFFLINE=1), or {way_out}"
             )
-        try:  # this question is limited in time, the download is not
+        try:  # this request has a time limit, the download has none
             commit_of(file.repo, file.commit, "dataset")
         except HTTPError as error:
             if firm(error):

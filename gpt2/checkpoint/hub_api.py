@@ -1,7 +1,7 @@
-"""Ask a Hub which commit a branch is, and which files it holds.
+"""Ask a Hub for the commit of a branch, and for the files of a commit.
 
-The client's own functions are not used: they take a commit and a hash from the answer as parts of a path, follow the next page
-of a listing to any host with the token, and have no limit on time or size. Here every part of an answer is checked.
+`huggingface_hub`'s functions are not used: they build paths from a commit and hash in the response, follow a listing's next
+page to any host with the token, and limit neither time nor size. Here every part of a response is checked.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 
-WARM_PATIENCE = 3.0  # seconds for an answer, where the cache can serve
-MAX_WAIT = 60.0  # seconds that a Hub may ask to wait, in all
-MAX_ANSWER = 32 << 20  # bytes of one answer; a page of a listing has a thousand rows of 200 bytes
-MAX_LISTING = 3  # a listing may take so many times as long as an answer, over all its pages
+WARM_PATIENCE = 3.0  # seconds for a response if the cache can serve instead
+MAX_WAIT = 60.0  # seconds in total that a Hub may ask to wait
+MAX_ANSWER = 32 << 20  # bytes of one response; a listing's page has a thousand rows of 200 bytes
+MAX_LISTING = 3  # time limit of a whole listing, in multiples of one response's
 MAX_FILES = 200_000  # of a repository
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 
@@ -37,9 +37,9 @@ log = logging.getLogger("gpt2")
 
 
 def commit_of(repo: str, revision: str, kind: Literal["model", "dataset"] = "model", *, warm: bool = False) -> str:
-    """The commit that a branch, a tag or a short commit stands for; in less time where ``warm``: the cache can serve.
+    """Return the commit of a branch, tag or short commit; the time limit is shorter if the cache can serve (``warm``).
 
-    Raises InputError: the answer is not a Hub's. The client's HTTPError: no answer, or a refusal.
+    Raises InputError: the response is not a Hub's. HTTPError (`huggingface_hub`): no answer, or a refusal.
     """
     url = f"{_endpoint()}/api/{kind}s/{repo}/revision/{quote(revision, safe='')}"
     answer, _ = _ask(url, {}, _patience(warm), warm)
@@ -50,7 +50,7 @@ def commit_of(repo: str, revision: str, kind: Literal["model", "dataset"] = "mod
 
 
 def list_files(repo: str, commit: str, *, warm: bool = False) -> dict[str, Declared]:
-    """All files of a commit by path, over all pages of the listing. Raises as :func:`commit_of` does."""
+    """Return all files of a commit by path. Raises as :func:`commit_of` does."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     files: dict[str, Declared] = {}
@@ -70,7 +70,7 @@ def list_files(repo: str, commit: str, *, warm: bool = False) -> dict[str, Decla
         if not isinstance(rows, list):
             raise no_hub("its listing is no list")
         files |= dict(_row(row) for row in rows if not (isinstance(row, dict) and row.get("type") == "directory"))
-        try:  # only the place in the listing is taken: the address could lead to another host
+        try:  # security: use only the query, since the URL may point to another host
             query = dict(parse_qsl(urlsplit(link).query))
         except ValueError as error:
             raise no_hub("its listing has no next page") from error
@@ -83,7 +83,7 @@ def list_files(repo: str, commit: str, *, warm: bool = False) -> dict[str, Decla
 
 
 def _row(row: JSON) -> tuple[str, Declared]:
-    """A file of a listing: its path, and what is declared of it."""
+    """Parse one file of a listing: its path and its declared hash and size."""
     if not isinstance(row, dict):
         raise no_hub("its listing has a row that is no file")
     path, oid, size, xet, lfs = (row.get(key) for key in ("path", "oid", "size", "xetHash", "lfs"))
@@ -107,7 +107,7 @@ def _patience(warm: bool) -> float:
 
 
 def _ask(url: str, query: dict[str, str], seconds: float, warm: bool) -> tuple[JSON, str]:
-    """One JSON answer and the address of the next page, in limited time. Where the cache can serve, no wait is granted."""
+    """Return one JSON response and the next page's URL. With ``warm`` (the cache can serve), do not wait for a rate limit."""
     from huggingface_hub.errors import HfHubHTTPError
 
     waited = 0.0
@@ -121,11 +121,11 @@ def _ask(url: str, query: dict[str, str], seconds: float, warm: bool) -> tuple[J
 
 
 def wait_for_rate_limit(error: "HfHubHTTPError", waited: float) -> float:
-    """Wait as long as a 429 asks for, and say so; the seconds. Raises InputError where that is more than a minute in all."""
+    """Wait as long as a 429 asks, log it, return the seconds. Raises InputError: more than a minute in total."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
     limit, after = parse_ratelimit_headers(error.response.headers), error.response.headers.get("Retry-After", "")
-    seconds = 10.0  # where nothing is said
+    seconds = 10.0  # if the response names no time
     if limit is not None and limit.remaining == 0:
         seconds = float(min(limit.reset_in_seconds, 10**9))
     elif after.isascii() and after.isdecimal() and len(after) < 10:
@@ -141,7 +141,7 @@ def wait_for_rate_limit(error: "HfHubHTTPError", waited: float) -> float:
 
 
 def _answer(url: str, query: dict[str, str], seconds: float) -> tuple[JSON, str]:
-    """In a thread: a socket's timeout begins anew for every byte and every address of a name, and does not cover its lookup."""
+    """Request in a thread: a socket's timeout restarts at each byte and address, and does not cover the DNS lookup."""
     from huggingface_hub.errors import HTTPError
 
     end = time.monotonic() + seconds
@@ -162,7 +162,7 @@ def _answer(url: str, query: dict[str, str], seconds: float) -> tuple[JSON, str]
         body, link = future.result()
     except (HTTPError, OSError, InputError):
         raise
-    except Exception as error:  # whatever the client makes of such an answer
+    except Exception as error:  # any error of huggingface_hub for a malformed response
         raise no_hub(one_line(error)) from error
     if time.monotonic() > end:
         raise HTTPError(f"no whole answer in {seconds:g} s")
@@ -173,7 +173,7 @@ def _answer(url: str, query: dict[str, str], seconds: float) -> tuple[JSON, str]
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """What ``work`` will return; the program does not wait for its thread."""
+    """Run ``work`` in a daemon thread, which does not block the program's exit."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -190,31 +190,31 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 def get(
     url: str, seconds: float, query: dict[str, str] | None = None, headers: dict[str, str] | None = None
 ) -> "Iterator[Response]":
-    """A streamed answer; ``seconds`` limit each step. Raises the client's exception for a refusal, whose body is not read."""
+    """Stream a response; ``seconds`` limit each step. A refusal raises `huggingface_hub`'s exception; its body is not read."""
     from huggingface_hub.utils import hf_raise_for_status
 
     sent = request_headers() | (headers or {})
     with _session().stream("GET", url, params=query or None, headers=sent, timeout=seconds) as answer:
         if answer.status_code >= 400:
             known = ("X-Error-Code", "X-Error-Message", "RateLimit", "RateLimit-Policy", "Retry-After")
-            said = {name: answer.headers[name][:200] for name in known if name in answer.headers}  # a number has a limit too
+            said = {name: answer.headers[name][:200] for name in known if name in answer.headers}  # also limits a number's digits
             hf_raise_for_status(type(answer)(answer.status_code, headers=said, request=answer.request))
         yield answer
 
 
 def _session() -> "Client":
-    """The client's session. Raises InputError where a proxy or a certificate of the environment cannot be used."""
+    """Return `huggingface_hub`'s session. Raises InputError: a proxy or certificate of the environment cannot be used."""
     from huggingface_hub.utils import get_session
 
     try:
         return get_session()
-    except Exception as error:  # a URL, a file or a scheme that the HTTP library refuses
+    except Exception as error:  # the HTTP library refuses a URL, a file or a scheme
         names = ", ".join(name for name in (*PROXIES, *CERTIFICATES) if os.environ.get(name)) or "the proxy's settings"
         raise InputError(f"no connection can be set up ({one_line(error)}): correct or unset {names}") from error
 
 
 def request_headers() -> dict[str, str]:
-    """The client's headers, with its token. Raises InputError for a token that cannot be sent."""
+    """Return `huggingface_hub`'s headers with its token. Raises InputError: the token cannot be sent."""
     from huggingface_hub.utils import build_hf_headers
 
     try:

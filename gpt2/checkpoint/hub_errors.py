@@ -1,4 +1,4 @@
-"""Turn every failure of the Hub into one line that says what happened, where, and what to do."""
+"""Convert every failure of the Hub into one line: what happened, where, and what to do."""
 
 import contextlib
 import os
@@ -12,13 +12,13 @@ from gpt2.errors import CheckpointError, InputError, printable
 if TYPE_CHECKING:
     from huggingface_hub.errors import HTTPError
 
-BUSY = (408, 429, 500, 502, 503, 504)  # answers that may change in a moment
+BUSY = (408, 429, 500, 502, 503, 504)  # status codes of temporary failures
 PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy", "http_proxy", "all_proxy")
 
 
 @contextlib.contextmanager
 def explained(repo: str, revision: str) -> Iterator[None]:
-    """Turn every failure of the Hub inside into an InputError or CheckpointError of one line."""
+    """Convert every Hub failure inside into a one-line InputError or CheckpointError."""
     check_environment()
     from huggingface_hub.errors import HFValidationError, HTTPError
 
@@ -31,7 +31,7 @@ def explained(repo: str, revision: str) -> Iterator[None]:
 
 
 def check_environment() -> None:
-    """Raise InputError for a variable with which the client's own import, and transformers', would fail."""
+    """Raise InputError for a variable that would make importing `huggingface_hub` or transformers fail."""
     try:
         urlsplit(os.environ.get("HF_ENDPOINT", "")).port  # noqa: B018
     except ValueError as error:
@@ -43,21 +43,21 @@ def check_environment() -> None:
 
 
 def no_hub(why: str) -> InputError:
-    """The error of an answer that no Hub gives."""
+    """Return the error for a response that no Hub sends."""
     from huggingface_hub import constants
 
     return InputError(f"{constants.ENDPOINT} does not answer as a Hub does ({why}): check HF_ENDPOINT, or use --offline")
 
 
 def firm(error: "HTTPError") -> bool:
-    """Whether the answer is final: no such repository, no such revision, no access."""
+    """Return whether the refusal is final: no such repository or revision, or no access."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return isinstance(error, HfHubHTTPError) and error.response.status_code not in BUSY
 
 
 def unreachable(repo: str, error: "HTTPError", way_out: str) -> InputError:
-    """The error of a Hub that does not answer, where the cache cannot serve."""
+    """Return the error for a Hub that does not answer while the cache cannot serve."""
     from huggingface_hub import constants
 
     proxies = [name for name in PROXIES if os.environ.get(name)]
@@ -66,7 +66,7 @@ def unreachable(repo: str, error: "HTTPError", way_out: str) -> InputError:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message on one line, made safe to print, or its class where it has none."""
+    """Return an exception's message as one printable line, or its class name if it has none."""
     return printable(" ".join(str(error).split()), one_line=True)[:300] or type(error).__name__
 
 

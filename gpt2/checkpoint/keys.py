@@ -1,7 +1,7 @@
-"""The key table: every tensor of a GPT-2 checkpoint by its own name, its shape, and its names in other formats.
+"""The key table: each tensor of a GPT-2 checkpoint with its shape and its names in our model, Hugging Face, OpenAI and GGUF.
 
-Our modules bear Hugging Face's names, so such a key maps to itself, but for a prefix. Reading, writing and the question whether a
-checkpoint is complete all go through this table.
+Our modules have Hugging Face's names, so those keys differ only by a prefix. Reading, writing and the check for completeness
+use this table.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from gpt2.config import GPT2Config
 
 PREFIX = "transformer."  # written by transformers, absent from the official files
-# What torch.compile, DistributedDataParallel and Lightning put in front of every key, in any order.
+# Prefixes that torch.compile, DistributedDataParallel and Lightning add to every key, in any order.
 WRAPPERS = ("_orig_mod.", "module.", "model.", PREFIX)
 
-# A row per parameter: our name, where "{}" is the layer; its shape in the symbols V vocabulary, P positions, D width,
-# F feed-forward; OpenAI's name (openai/gpt-2, src/model.py), where `w` has a leading axis of one, the width of a convolution;
-# GGUF's name (ggml-org/llama.cpp, gguf-py/gguf/constants.py), where matrices are [out, in].
+# One row per parameter: our name ("{}" is the layer); its shape in the symbols V vocabulary, P positions, D width, F
+# feed-forward; OpenAI's name (openai/gpt-2, src/model.py), where `w` has a leading axis of one, a convolution's width; GGUF's
+# name (ggml-org/llama.cpp, gguf-py/gguf/constants.py), where matrices are [out, in].
 _ROWS = (
     ("wte.weight", ("V", "D"), "model/wte", "token_embd.weight"),
     ("wpe.weight", ("P", "D"), "model/wpe", "position_embd.weight"),
@@ -40,16 +40,16 @@ TABLE: dict[str, tuple[str, ...]] = {ours: shape for ours, shape, _, _ in _ROWS}
 _GGUF = {ours: gguf for ours, _, _, gguf in _ROWS} | {"lm_head.weight": "output.weight"}
 _OURS = {openai: ours for ours, _, openai, _ in _ROWS} | {gguf: ours for ours, gguf in _GGUF.items()}
 
-# Tensors that carry no information of their own. Each is dropped only after its content is checked.
+# Redundant tensors, dropped only after their content is checked.
 CAUSAL_MASK = re.compile(r"h\.\d{1,5}\.attn\.bias", re.ASCII)  # (1, 1, P, P), ones on and below the diagonal
-MASKED_SCORE = re.compile(r"h\.\d{1,5}\.attn\.masked_bias", re.ASCII)  # scalar, what older code wrote over masked scores
-TIED_HEADS = ("lm_head.weight", "lm_head.decoder.weight")  # the token embedding once more
-# What TensorFlow's Saver writes beside a model that was trained: a counter, AdamW's moments.
+MASKED_SCORE = re.compile(r"h\.\d{1,5}\.attn\.masked_bias", re.ASCII)  # scalar that older code wrote over masked scores
+TIED_HEADS = ("lm_head.weight", "lm_head.decoder.weight")  # a copy of the token embedding
+# TensorFlow's training state beside a model: a counter, Adam's moments.
 TRAINING_STATE = re.compile(r"global_step|beta[12]_power|model/[\w/]{1,40}/Adam(_1)?", re.ASCII)
 
 
 def expected(config: GPT2Config) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the model and its shape, in the order of the forward pass."""
+    """Return the shape of every parameter, in the order of the forward pass."""
     sizes = {"V": config.vocab_size, "P": config.n_positions, "D": config.n_embd, "3D": 3 * config.n_embd, "F": config.inner}
     shapes = {name: tuple(sizes[symbol] for symbol in symbols) for name, symbols in TABLE.items()}
     layers = {name.format(layer): shape for layer in range(config.n_layer) for name, shape in shapes.items() if "{}" in name}
@@ -58,9 +58,9 @@ def expected(config: GPT2Config) -> dict[str, tuple[int, ...]]:
 
 
 def sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """The model's sizes that tensors show, whichever way the matrices lie: the inverse of :func:`expected`.
+    """Return the config sizes that the tensors' shapes show, in either orientation of the matrices.
 
-    A size is left out where its tensor is missing or has another number of axes. The number of heads shows in no shape.
+    A size is omitted if its tensor is missing or has another number of axes. No shape shows the number of heads.
     """
     shown: dict[str, int] = {}
     for field, name, axis in (("vocab_size", "wte.weight", 0), ("n_embd", "wte.weight", 1), ("n_positions", "wpe.weight", 0)):
@@ -76,18 +76,18 @@ def sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def without_leading_one(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A matrix's shape without the axis that OpenAI's files put first."""
+    """Return a matrix's shape without the leading axis of OpenAI's files."""
     return shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
 
 
 def layer(name: str) -> int | None:
-    """The layer that a per-layer tensor of the table belongs to, counted from zero; None for all other names."""
+    """Return the layer of a per-layer parameter, counted from zero; None for other names."""
     match = re.match(r"h\.(\d{1,5})\.", name, re.ASCII)
     return int(match[1]) if match and f"h.{{}}.{name[match.end() :]}" in TABLE else None
 
 
 def from_file(key: str) -> str:
-    """The model's own name for a key of a file, of any writer; an unknown key comes back as it is."""
+    """Return our name for a file's key in any known format; an unknown key is returned unchanged."""
     number = re.match(r"(?:blk\.|model/h)(\d{1,5})(?=[./])", key, re.ASCII)
     template = key if number is None else key[: number.start(1)] + "{}" + key[number.end(1) :]
     if template in _OURS:
@@ -98,11 +98,11 @@ def from_file(key: str) -> str:
 
 
 def to_file(name: str) -> str:
-    """The key that transformers writes for the model's own name: the inverse of :func:`from_file`."""
+    """Return transformers' key for one of our names."""
     return PREFIX + name
 
 
 def to_gguf(name: str) -> str:
-    """The key that GGUF has for the model's own name: the inverse of :func:`from_file`."""
+    """Return GGUF's key for one of our names."""
     number = layer(name)
     return _GGUF[name] if number is None else _GGUF[f"h.{{}}.{name.split('.', 2)[2]}"].format(number)

@@ -1,4 +1,4 @@
-"""Load a model or its tokenizer by name: the functions behind ``gpt2.load`` and ``gpt2.load_tokenizer``."""
+"""Load a model or its tokenizer by name: ``gpt2.load`` and ``gpt2.load_tokenizer``."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def load(
         name: ``shakespeare-mini`` (embedded), ``gpt2`` and its official siblings, ``org/name[@revision]``, a directory or
             file in any container that :mod:`gpt2.checkpoint.files` opens, or ``random:SIZE[:SEED]``; each with an optional
             ``:dtype`` suffix.
-        dtype: "float32", "bf16", ..., or "int8", which is for inference alone (:mod:`gpt2.int8`); default: as stored, and where
-            that differs between tensors the narrowest that holds all.
+        dtype: "float32", "bf16", ..., or "int8" (inference only, :mod:`gpt2.int8`). Default: the stored dtype; if tensors
+            differ, the narrowest dtype that holds all of them.
         device: where the weights go: "cpu", "cuda", "cuda:1", "mps".
         revision: branch, tag or commit of a Hub repository.
-        offline: make no request; use the cache alone.
+        offline: make no request; use only the cache.
 
-    On the CPU in the stored dtype, weights are views of the mapped file: pages are read when they are used, and changes stay in
-    this process. (The data of the official gpt2's file is not aligned, so it is read once instead.) Matrices stored [out, in]
-    become transposed views. A conversion holds a few megabytes of the source at a time beside the result. If a mapped file is
-    cut short, the process ends (:mod:`gpt2.checkpoint.containers.mapped_file` says how much of that is noticed before).
+    On the CPU in the stored dtype, weights are views of the memory-mapped file: pages are read on first use, and changes stay
+    in this process. (The official gpt2's file is not aligned, so it is read at once.) Matrices stored [out, in] become
+    transposed views. A conversion holds a few megabytes of the source at a time. If a mapped file is truncated while in use,
+    the process may end (:mod:`gpt2.checkpoint.containers.mapped_file`).
 
     Raises:
         InputError: no such model, dtype or device. CheckpointError: it cannot be read, or its tensors do not fit its config.
@@ -52,27 +52,27 @@ def load(
 
 
 def load_path(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", offline: bool = False) -> GPT2:
-    """:func:`load` for a local directory or file. (The base of an adapter may lie elsewhere.)"""
+    """Load a local directory or file; only an adapter's base may come from elsewhere."""
     return open_path(path, offline=offline).load(dtype, device)
 
 
 def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline: bool = False) -> Tokenizer:
-    """The tokenizer of a model; names as in :func:`load`. Raises InputError: no such model, or no intact tokenizer files."""
+    """Load a model's tokenizer; names as in :func:`load`. Raises InputError: no such model, or no intact tokenizer files."""
     parsed = ModelName.parse(name, RUNS, revision=revision)
     if parsed.random is not None:
-        return open_checkpoint(parsed).tokenizer()  # says that there is none
+        return open_checkpoint(parsed).tokenizer()  # raises InputError
     return tokenizer_of(locate(parsed, offline=offline).path, offline=offline)
 
 
 def require_vocabulary(tokenizer: Tokenizer, config: GPT2Config, name: str) -> None:
-    """Raise InputError for a tokenizer with ids that the model has no embedding for. (Fewer are fine: some models are padded.)"""
+    """Raise InputError if the tokenizer has ids without an embedding. (Fewer ids are fine: some models are padded.)"""
     if tokenizer.n_vocab > config.vocab_size:
         entries = f"the tokenizer has {tokenizer.n_vocab:,} entries, the model {config.vocab_size:,}"
         raise InputError(f"{name}: wrong vocabulary, {entries}; put the model's own vocab.json and merges.txt there")
 
 
 def require_device(asked: str | torch.device) -> torch.device:
-    """The device, checked before gigabytes are fetched for it. Raises InputError: this machine has no such device."""
+    """Return the device, checked before gigabytes are downloaded. Raises InputError: this machine lacks it."""
     try:
         device = torch.device(asked)
         torch.empty(0, device=device)

@@ -1,8 +1,7 @@
-"""Match every tensor of a checkpoint to a parameter of the model, and report all that does not fit at once.
+"""Match every tensor of a checkpoint to a parameter of the model; report all mismatches at once.
 
-Files differ in names (:mod:`gpt2.checkpoint.keys`), in the orientation of the matrices, and in what they leave out. The
-orientation is decided once for the whole file, from the matrices that are not square: the square `attn.c_proj` fits either way,
-so a loader that turns only what does not fit corrupts that one silently.
+Files differ in names (:mod:`gpt2.checkpoint.keys`), orientation and omissions. The orientation is decided once per file, from
+the matrices that are not square: the square `attn.c_proj` fits both ways, so a decision per tensor would load it transposed.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from gpt2.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which tensor of the files fills which parameter."""
+    """The mapping from parameters to tensors of the files."""
 
     files: Mapping[str, Container]  # key -> the open file that holds it
     sources: Mapping[str, str]  # parameter -> key
     shapes: Mapping[str, tuple[int, ...]]  # parameter -> shape, in the order of the forward pass
-    turned: bool  # the blocks' matrices lie [out, in], as nn.Linear keeps them
-    absent: tuple[str, ...]  # biases, where the file has not a single one: zeros
-    dropped: tuple[str, ...]  # keys that carry no information of their own
+    turned: bool  # the blocks' matrices are stored [out, in], as in nn.Linear
+    absent: tuple[str, ...]  # all biases, if the file has none: zeros
+    dropped: tuple[str, ...]  # redundant keys
 
     @property
     def dtype(self) -> torch.dtype:
-        """The narrowest that holds every tensor as stored."""
+        """The narrowest dtype that holds every stored tensor."""
         return reduce(torch.promote_types, (self.files[key].entries[key].dtype for key in self.sources.values()))
 
     def read(self, name: str, dtype: torch.dtype, *, mapped: bool = True) -> Tensor:
-        """One parameter, on the CPU: a view of the mapped file where its dtype and alignment allow, unless not ``mapped``."""
+        """Read one parameter to the CPU: a view of the mapped file if dtype and alignment allow it and ``mapped``."""
         if name in self.absent:
             return torch.zeros(self.shapes[name], dtype=dtype)
         key = self.sources[name]
@@ -48,14 +47,14 @@ class Assignment:
 
 
 def matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The parameters that nn.Linear would keep the other way round; an embedding on its side is another mistake."""
+    """Return the parameters that nn.Linear stores transposed. Embeddings are not among them."""
     return [name for name, shape in shapes.items() if len(shape) == 2 and name.startswith("h.")]
 
 
 def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> Assignment:
-    """Assign every tensor of a checkpoint, exactly once, to a parameter or to a stated reason for dropping it.
+    """Assign every tensor to exactly one parameter, or to a reason for dropping it.
 
-    Raises CheckpointError: one line with everything that is missing, unexpected, misshapen, or not what it claims to be.
+    Raises CheckpointError: one line with every missing, unexpected, misshapen or wrong tensor.
     """
     wanted = keys.expected(config)
     sources: dict[str, str] = {}
@@ -75,7 +74,7 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
         "there with and without prefix": twice,
         "not floating point": [key for name, key in sources.items() if not entries[name].dtype.is_floating_point],
     }
-    # Where tensors agree among themselves on another size than the config's, that explains many misfits in a few words.
+    # If the tensors agree on another size than the config's, one statement explains many mismatches.
     stated = {**vars(config), "n_inner": config.inner}
     actual = keys.sizes({name: entry.shape for name, entry in entries.items()})
     problems = [f"config says {key} {stated[key]}, the tensors {size}" for key, size in actual.items() if size != stated[key]]
@@ -103,7 +102,7 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
 def _drop(
     files: Mapping[str, Container], extras: Mapping[str, str], embedding: str | None
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """The keys beside the parameters that carry nothing, as their names say, and what is wrong with the others."""
+    """Return the redundant keys, and the faults of all other extra keys."""
     dropped: list[str] = []
     faults: dict[str, list[str]] = {}
     for name, key in extras.items():
@@ -121,7 +120,7 @@ def _drop(
 
 
 def _is_causal_mask(file: Container, key: str) -> bool:
-    """Ones on and below the diagonal, zeros above; of any dtype and size."""
+    """Return whether it has ones on and below the diagonal and zeros above, in any dtype and size."""
     shape = file.entries[key].shape
     if len(shape) != 4 or shape[:2] != (1, 1) or shape[2] != shape[3] or shape[3] == 0:
         return False
@@ -130,7 +129,7 @@ def _is_causal_mask(file: Container, key: str) -> bool:
 
 
 def _same(files: Mapping[str, Container], one: str, other: str) -> bool:
-    """Whether two tensors are the same bits."""
+    """Return whether two tensors are equal bit by bit."""
     a, b = files[one].entries[one], files[other].entries[other]
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False

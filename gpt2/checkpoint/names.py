@@ -1,4 +1,4 @@
-"""Parse a MODEL as users write it: an official name, a repository, a path or random weights, with a revision and a dtype."""
+"""Parse a MODEL argument: an official name, a repository, a path or random weights, with optional revision and dtype."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ OFFICIAL = {
     "gpt2-xl": "openai-community/gpt2-xl",
     "distilgpt2": "distilbert/distilgpt2",
 }
-PATHS = (".", "/", "~")  # a name that begins with one of these is a path, even where nothing lies there
+PATHS = (".", "/", "~")  # a name with such a prefix is a path, even if it does not exist
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # org/name on the Hub
-# How a dtype may be written -> torch's name of it.
+# Spelling of a dtype -> torch's name.
 FLOATS = {
     **dict.fromkeys(("fp32", "float32", "f32"), "float32"),
     **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "float16", "f16"), "float16"),
     **dict.fromkeys(("fp64", "float64", "f64"), "float64"),
 }
-RUNS = {**FLOATS, "int8": "int8"}  # to run a model: weights are quantised to int8 when they are loaded (gpt2.int8)
-VERIFIES = FLOATS  # to verify one: the dtypes that transformers computes in
-EXPORTS = FLOATS  # to write one: the dtypes that the files of other programs hold
+RUNS = {**FLOATS, "int8": "int8"}  # dtypes to run a model; int8 quantises the weights on loading (gpt2.int8)
+VERIFIES = FLOATS  # dtypes that transformers computes in
+EXPORTS = FLOATS  # dtypes that other programs' files hold
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """A hint at the known name that is most similar; "" if none is."""
+    """Return a hint at the most similar known name; "" if none is similar."""
     close = difflib.get_close_matches(name.lower(), known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def dtype_name(text: str, use: Mapping[str, str], where: str = "") -> str:
-    """torch's name of a dtype that is written as ``text``: ``"bf16"`` -> ``"bfloat16"``. Raises InputError: not in ``use``.
+    """Return torch's name of a dtype: ``"bf16"`` -> ``"bfloat16"``. Raises InputError: ``text`` is not in ``use``.
 
-    ``use`` is ``RUNS``, ``VERIFIES`` or ``EXPORTS``; ``where`` is the model's name that ends in ``text``.
+    ``use`` is ``RUNS``, ``VERIFIES`` or ``EXPORTS``; ``where`` is the model name that ends in ``text``.
     """
     if text in use:
         return use[text]
@@ -55,7 +55,7 @@ def dtype_name(text: str, use: Mapping[str, str], where: str = "") -> str:
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """Weights that are drawn from ``seed`` in the shape of the official ``size``."""
+    """Weights drawn from ``seed`` in the shape of the official ``size``."""
 
     size: str
     seed: int
@@ -63,11 +63,11 @@ class RandomWeights:
 
 @dataclass(frozen=True)
 class ModelName:
-    """A MODEL, parsed.
+    """A parsed MODEL argument.
 
-    ``base`` has neither revision nor dtype; ``revision`` is a branch, tag or commit; ``dtype`` is torch's name of one, None for
-    the dtype that the weights are stored in; ``random`` is set for ``random:SIZE[:SEED]``; ``local`` says that ``base`` is the
-    embedded model or a path on this machine.
+    ``base`` is the name without revision and dtype; ``revision`` is a branch, tag or commit; ``dtype`` is torch's name, None
+    for the stored dtype; ``random`` is set for ``random:SIZE[:SEED]``; ``local`` means the embedded model or a path on this
+    machine.
     """
 
     base: str
@@ -80,10 +80,10 @@ class ModelName:
     def parse(
         cls, text: str | os.PathLike[str], use: Mapping[str, str] = RUNS, *, dtype: str | None = None, revision: str | None = None
     ) -> ModelName:
-        """Parse ``"org/name@v1:bf16"``, ``"random:gpt2:7"``, ``"./folder"``; a path that exists is not split.
+        """Parse ``"org/name@v1:bf16"``, ``"random:gpt2:7"``, ``"./folder"``; an existing path is not split.
 
-        ``use`` is ``RUNS``, ``VERIFIES`` or ``EXPORTS``; ``dtype`` and ``revision`` are given beside the name. Raises InputError:
-        an unknown dtype, size or seed, or a contradiction.
+        ``dtype`` and ``revision`` may also be given beside the name; ``use`` is as in :func:`dtype_name`. Raises InputError: an
+        unknown dtype, size or seed, or a contradiction.
         """
         text = os.fspath(text)
         base, suffix = _split_dtype(text, use)

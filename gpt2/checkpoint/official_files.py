@@ -1,7 +1,7 @@
-"""The sha256 of the official files, and whether a checkpoint's files are those.
+"""The sha256 of the official GPT-2 files, and the comparison of a checkpoint's files with them.
 
-Every hash below stands in at least two public sources that do not copy from each other: the repository's own listing on the
-Hub, as other projects pinned it, or a sha256sum that somebody computed over the file. Sources of the weights:
+At least two independent public sources state each hash: the Hub's listing, as other projects pinned it, or a sha256sum of the
+file. Sources of the weights:
 
     gpt2          conformance notes and lock files of several projects, for revision 607a30d
     gpt2-medium   ALLPROTO/core-lm-cross-model-lab ``models.json``, soyuniverse/NetLLM's artifact manifest: revision 6dcaa7a
@@ -10,8 +10,8 @@ Hub, as other projects pinned it, or a sha256sum that somebody computed over the
     gpt2-xl       mikepfrank/GPT-2-tools, whose author hashed the file, and hyunjun1127/ODE-edit: revision 15ea56d
     distilgpt2    two projects' download manifests, for revision 2290a62
 
-Only one source was found for gpt2-large's ``pytorch_model.bin``, and none for those of gpt2-medium and gpt2-xl: they are left
-out, and a checkpoint that holds them is called unknown, never wrong.
+Not listed: ``pytorch_model.bin`` of gpt2-large (one source), gpt2-medium and gpt2-xl (none). A checkpoint with such a file is
+reported as unknown, never as wrong.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ OFFICIAL_FILES: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-# The hash by which git, and so the Hub's listing, knows a small file, by its sha256.
+# sha256 of a small file -> its git blob hash, which the Hub lists instead.
 GIT_BLOBS: Mapping[str, str] = {
     "0daed7749b4f02b8f76240d5444551d7b08712dab4d0adb8239c56ba823bb7b4": "10c66461e4c109db5a2196bff4bb59be30396ed8",
     "ed0b32ac72c0f5f44a719abb2d7786ea5146c871f83717b7f2018065954de02b": "3dc481ecc3b2c47a06ab4e20dba9d7f4b447bdf3",
@@ -79,15 +79,14 @@ GIT_BLOBS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Official:
-    """A checkpoint's files beside the official ones of ``model``; None where nothing says which model's they might be."""
+    """A comparison with the official files of ``model``; None if the model is unknown."""
 
     model: str | None
-    weights: tuple[str, ...]  # the files of weights that are official
-    same: tuple[str, ...]  # all files that are official
-    different: tuple[str, ...]  # files of an official file's name with other content
+    weights: tuple[str, ...]  # official weight files
+    same: tuple[str, ...]  # all official files
+    different: tuple[str, ...]  # files with an official name and other content
 
     def __str__(self) -> str:
-        """One line: whether the weights are the official file, and which files differ."""
         differing = f"{', '.join(self.different)} differ{'s' * (len(self.different) == 1)} from {self.model}'s"
         if self.weights and not set(self.different) & set(WEIGHTS):
             return f"the official file of {self.model}" + (f"; {differing}" if self.different else "")
@@ -97,15 +96,15 @@ class Official:
 
 
 def official_name(name: str) -> str | None:
-    """``"gpt2"``, ``"openai-community/gpt2"`` and either with ``@revision`` -> ``"gpt2"``; None for any other name."""
+    """Return ``"gpt2"`` for ``"gpt2"`` or ``"openai-community/gpt2"``, with or without ``@revision``; None for other names."""
     plain = name.partition("@")[0]
     return next((model for model, repository in OFFICIAL.items() if plain in (model, repository)), None)
 
 
 def official_files(hashes: Mapping[str, str], name: str = "") -> Official:
-    """Compare a checkpoint's files, name to sha256, with the official ones of the model that they claim to be.
+    """Compare a checkpoint's files (name -> sha256) with the official ones of its model.
 
-    That model is the one that ``name`` says (:func:`official_name`), or whose weights are there, or whose config.json is.
+    The model is the one of ``name`` (:func:`official_name`), else the one with these weights, else with this config.json.
     """
     by_content = [*_holding(hashes, WEIGHTS), *_holding(hashes, ("config.json",))]
     model = official_name(name) or next(iter(by_content), None)
@@ -117,15 +116,15 @@ def official_files(hashes: Mapping[str, str], name: str = "") -> Official:
 
 
 def _holding(hashes: Mapping[str, str], files: tuple[str, ...]) -> list[str]:
-    """The models with one of their ``files`` among the hashes, under any name."""
+    """Return the models that have one of their ``files`` among the hashes, under any name."""
     there = set(hashes.values())
     return [model for model, known in OFFICIAL_FILES.items() if there & {known[file] for file in files if file in known}]
 
 
 def other_than_official(repository: str, declared: Mapping[str, str]) -> tuple[str, ...]:
-    """The files of an official repository that are not the official ones, by the hashes that the Hub declares.
+    """Return the files of an official repository whose declared hashes are not the official ones.
 
-    Those are sha256 for large files and git's for small ones. A large file that a mirror declares by git's hash is left out.
+    The Hub declares sha256 for large files, git's hash for small ones. A large file with only a git hash is skipped.
     """
     known = OFFICIAL_FILES.get(official_name(repository) or "", {})
     official = {name: digest for name, digest in known.items() if len(declared.get(name, "")) == 64}

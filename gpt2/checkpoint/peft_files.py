@@ -1,7 +1,7 @@
-"""Read and write LoRA adapters in PEFT's own two files: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Read and write LoRA adapters in PEFT's files: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-The tensors always lie as nn.Linear's: A is (r, in) and B (out, r), named after the module they stand beside. ``fan_in_fan_out``
-tells PEFT that the base is a Conv1D, as GPT-2's always is, so that it transposes their product before it adds it.
+Tensors have nn.Linear's orientation: A is (r, in), B (out, r). ``fan_in_fan_out`` tells PEFT that the base is a Conv1D, as in
+GPT-2, so PEFT transposes their product before it adds it.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
     from gpt2.model import GPT2
 
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
-PREFIX = "base_model.model."  # PeftModel's and LoraModel's own attributes
+PREFIX = "base_model.model."  # attributes of PeftModel and LoraModel
 TENSOR = re.compile(r"(h\.\d{1,5}\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj))\.lora_([AB])(?:\.weight)?", re.ASCII)
-# What a config may say without changing what A and B mean. All else that is set to something is refused.
+# Config keys that do not change what A and B mean. Any other key with a value is refused.
 WITHOUT_EFFECT = {
     *("peft_type", "peft_version", "task_type", "inference_mode", "auto_mapping", "runtime_config", "lora_dropout"),
     *("base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "eva_config", "ensure_weight_tying"),
     *("megatron_core", "qalora_group_size", "init_lora_weights", "bias"),
 }
-# Other ways to begin (pissa, olora, loftq, corda ...) change the base's own weights, which the adapter then counts on.
+# Other initialisations (pissa, olora, loftq, corda ...) change the base's weights.
 INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload, save_pretrained) and load what that writes"
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """PEFT's two files, checked: what is added to which weight of the base they name."""
+    """The checked content of a PEFT directory: which factors are added to which weights of the base."""
 
     path: Path
     base: str | None
@@ -58,7 +58,7 @@ class Adapter:
     factors: Mapping[str, tuple[str, str, float]]  # parameter ("h.0.attn.c_attn.weight") -> names of A and B, scale
 
     def require_fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError where the base's parameters have other ``shapes`` than the adapter needs."""
+        """Raise CheckpointError if the base's ``shapes`` are not those that the adapter needs."""
         entries = self.file.entries
         made_for = {name: (entries[a].shape[1], entries[b].shape[0]) for name, (a, b, _) in self.factors.items()}
         odd = [
@@ -72,7 +72,7 @@ class Adapter:
             raise CheckpointError(f"{self.path}: {what}")
 
     def merge(self, name: str, read: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
-        """One parameter with the adapter added, in ``dtype``; ``read`` gives the base's. Summed in float64 and rounded once."""
+        """Return one parameter with the adapter added, summed in float64 and rounded once; ``read`` reads the base's."""
         if name not in self.factors:
             return read(dtype)
         key_a, key_b, scale = self.factors[name]
@@ -81,14 +81,14 @@ class Adapter:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a directory holds an adapter and no model; where it holds both, the model is meant."""
+    """Return whether a directory holds an adapter and no model; with both, the model is used."""
     return (path / CONFIG).is_file() and not any((path / name).is_file() for pair in LAYOUTS for name in pair[:2])
 
 
 def read_adapter(path: Path) -> Adapter:
-    """Read a directory that PEFT wrote, or :func:`save_adapter`.
+    """Read a directory written by PEFT or :func:`save_adapter`.
 
-    Raises CheckpointError: a file is missing or damaged, the two disagree, or the adapter does more than LoRA on projections.
+    Raises CheckpointError: a missing or damaged file, files that disagree, or more than LoRA on projections.
     """
     where, config = path / CONFIG, read_json(path / CONFIG)
     if config.get("peft_type") != "LORA":
@@ -121,11 +121,11 @@ def read_adapter(path: Path) -> Adapter:
 
 
 def base_of(adapter: Adapter, *, offline: bool = False) -> Path:
-    """The path of the base model, fetched if need be. Raises CheckpointError: none is named, or it cannot be loaded."""
+    """Return the base model's path, downloaded if needed. Raises CheckpointError: no base is named, or it cannot be loaded."""
     remedy = f"put the base model's name or path into base_model_name_or_path of {adapter.path / CONFIG}"
     if adapter.base is None:
         raise CheckpointError(f"it names none; {remedy}")
-    # A revision means the Hub's repository, also where a folder of that name happens to lie.
+    # With a revision, the name is a Hub repository, even if a folder has that name.
     pinned = adapter.revision is not None and (adapter.base in OFFICIAL or REPOSITORY.fullmatch(adapter.base))
     try:
         path = resolve(f"{adapter.base}@{adapter.revision}" if pinned else adapter.base, offline=offline).path
@@ -137,7 +137,7 @@ def base_of(adapter: Adapter, *, offline: bool = False) -> Path:
 
 
 def _scale(config: Mapping[str, Any], file: Container, pair: Mapping[str, str], where: Path) -> float:
-    """alpha / r, or alpha / √r for rsLoRA (Kalajdzievski, arXiv:2312.03732), as the config says it for this module."""
+    """Return alpha / r, or alpha / √r for rsLoRA (Kalajdzievski, arXiv:2312.03732), as configured for this module."""
     name = pair["A"].removeprefix(PREFIX).rpartition(".lora_")[0]
     r = _number(config, "r", 8, "rank_pattern", name, where)
     alpha = _number(config, "lora_alpha", 8, "alpha_pattern", name, where)
@@ -149,11 +149,11 @@ def _scale(config: Mapping[str, Any], file: Container, pair: Mapping[str, str], 
 
 
 def _number(config: Mapping[str, Any], key: str, default: float, patterns: str, name: str, where: Path) -> float:
-    """A number of the config, or the one of the first pattern that fits the name: PEFT's rule."""
+    """Return a number of the config, or that of the first pattern that matches the name, as PEFT does."""
     value = config.get(key, default)
     table = config.get(patterns) or {}
     for pattern, special in table.items() if isinstance(table, dict) else ():
-        if not re.fullmatch(r"[\w.^\\$]{1,200}", pattern, re.ASCII):  # nothing that repeats: such a pattern can take for ever
+        if not re.fullmatch(r"[\w.^\\$]{1,200}", pattern, re.ASCII):  # security: no repetition, which can take forever to match
             what = f"{patterns} has the pattern {quoted(pattern)}, which is not a plain name; {MERGE_WITH_PEFT}"
             raise CheckpointError(f"{where}: {what}")
         with contextlib.suppress(re.error):
@@ -166,10 +166,10 @@ def _number(config: Mapping[str, Any], key: str, default: float, patterns: str, 
 
 
 def save_adapter(model: GPT2, directory: Path, base: str | None) -> Path:
-    """Write the adapters of ``model`` into ``directory`` as PEFT does; ``base`` is the name of the model that has them.
+    """Write the adapters of ``model`` to ``directory`` as PEFT does; ``base`` is the name of the base model.
 
-    ``PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), directory)`` opens it, and so does :func:`gpt2.load`.
-    Raises InputError: the model has no adapters.
+    ``PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), directory)`` and :func:`gpt2.load` open it. Raises
+    InputError: the model has no adapters.
     """
     adapted = adapters(model)
     if not adapted:
@@ -205,7 +205,7 @@ def save_adapter(model: GPT2, directory: Path, base: str | None) -> Path:
 
 
 def _portable(base: str | None) -> tuple[str | None, str | None]:
-    """A model's name as others know it, and its revision: a path is made absolute, an official name a repository's."""
+    """Return a name and revision that work elsewhere: an absolute path, or a repository for an official name."""
     if base is None:
         return None, None
     name = ModelName.parse(base)

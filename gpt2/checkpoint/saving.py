@@ -1,4 +1,4 @@
-"""Write a directory that transformers, vLLM, llama.cpp and CTranslate2 open unedited."""
+"""Write a model directory that transformers, vLLM, llama.cpp and CTranslate2 open without changes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 FORMAT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-ALIGNMENT = 64  # bytes, a cache line: what is written here can be mapped in place when it is read
+ALIGNMENT = 64  # bytes, a cache line: the files can be mapped in place
 
 
 def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path) -> Path:
     """Write ``model`` and ``tokenizer`` to ``directory`` in Hugging Face's layout; return the directory.
 
-    Weights keep their dtype and Conv1D orientation, under transformers' names, without the tied head, and are written without
-    a second copy in memory. The same weights give the same bytes. All of the model is written and synced aside before any of
-    it is renamed into place, so a full disk changes nothing, and a reader sees an old file or a new one, never half of one.
+    Weights keep their dtype and Conv1D orientation, under transformers' names, without the tied head and without a second copy
+    in memory. The same weights give the same bytes. All files are written and synced aside, then renamed: a full disk changes
+    nothing, and a reader never sees a half-written file.
 
     Raises:
         InputError: the directory cannot be written, or ``model`` is not a plain GPT2 (wrapped, quantised, adapters unmerged).
@@ -58,7 +58,7 @@ def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path) -> Pat
 
 @contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Make a directory to write a checkpoint to. Raises InputError where that, or what is written inside, fails."""
+    """Make a checkpoint's directory. Raises InputError if this or a write inside the block fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         yield
@@ -72,7 +72,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> None:
-    """Write aside, sync, rename. ``content`` is all of it, or its pieces in order."""
+    """Write aside, sync, rename. ``content`` is all bytes, or pieces in order."""
     with written_aside(path) as file:
         file.writelines([content] if isinstance(content, bytes) else content)
 
@@ -83,7 +83,7 @@ def sha256(path: Path) -> str:
 
 
 def _plain(model: GPT2) -> dict[str, Tensor]:
-    """The model's parameters in the key table's order; raises InputError where they are not exactly the key table's."""
+    """Return the parameters in the key table's order. Raises InputError: they are not exactly the table's."""
     state, wanted = model.state_dict(), expected(model.config)
     odd = list(state.keys() ^ wanted.keys()) or [name for name, shape in wanted.items() if state[name].shape != shape]
     odd = odd or [name for name, tensor in state.items() if tensor.dtype not in DTYPE_NAMES or tensor.is_meta]
@@ -94,7 +94,7 @@ def _plain(model: GPT2) -> dict[str, Tensor]:
 
 
 def safetensors_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """A safetensors file, piece by piece; wider dtypes first, so that every tensor is aligned to its own."""
+    """Yield a safetensors file in pieces; wider dtypes come first, so every tensor is aligned."""
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

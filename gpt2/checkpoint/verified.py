@@ -1,7 +1,7 @@
-"""Compute a file's hash once: a file whose hash was right is remembered, so that a warm load reads no weights.
+"""Hash a file once and remember a correct hash, so that later loads read no weights.
 
-The Hub declares sha256 for a large file, git's blob hash (sha1 over ``blob <size>\\0`` + data) for a small one. In git a large
-file is only a pointer, three lines of text with the sha256; some mirrors list only the hash of that pointer, and it serves too.
+The Hub declares sha256 for a large file, and git's blob hash (sha1 over ``blob <size>\\0`` + data) for a small one. Some
+mirrors declare for a large file only the blob hash of its git pointer, three lines with the sha256; that is accepted too.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ log = logging.getLogger("gpt2")
 
 
 def digest(file: Path, expected: str) -> str:
-    """The file's hash, of the kind of ``expected``; remembered when it agrees, and then not computed again."""
+    """Return the file's hash, of the same kind as ``expected``. A remembered hash is not computed again."""
     with file.open("rb") as stream:
         stat = os.fstat(stream.fileno())
         if _stamp(file, stat) in _stamps(expected):
@@ -30,7 +30,7 @@ def digest(file: Path, expected: str) -> str:
 
 
 def digest_of(stream: BinaryIO, expected: str, file: Path) -> str:
-    """The hash of an open file: sha256, or git's if ``expected`` has 40 digits; that of its pointer if that is ``expected``."""
+    """Hash an open file: sha256, or git's for a 40-digit ``expected``; return ``expected`` if it is the git pointer's hash."""
     if len(expected) == 64:
         return _hashed(stream, hashlib.sha256())
     size = os.fstat(stream.fileno()).st_size
@@ -46,16 +46,15 @@ def digest_of(stream: BinaryIO, expected: str, file: Path) -> str:
 
 
 def remember(file: Path, expected: str, stat: os.stat_result) -> None:
-    """Note that the file, as ``stat`` shows it, has the hash that it should have."""
+    """Record that the file, in the state ``stat``, has the expected hash."""
     record = _record(expected)
-    with contextlib.suppress(OSError, ValueError):  # a read-only HF_HOME costs a rehash each time, nothing more
+    with contextlib.suppress(OSError, ValueError):  # a read-only HF_HOME only costs a rehash each time
         record.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(record) as new:
             new.write("\n".join([*_stamps(expected), _stamp(file, stat), ""]).encode())
 
 
 def mismatch(repo: str, name: str, actual: str, expected: str, advice: str) -> CheckpointError:
-    """What to say of a file with another hash than the Hub declares."""
     return CheckpointError(f"{repo}: {name} hashes to {actual}, the Hub declares {expected}: {advice}")
 
 
@@ -71,7 +70,7 @@ def _stamp(file: Path, stat: os.stat_result) -> str:
 
 
 def _record(expected: str) -> Path:
-    """The file with the stamps of all files that had this hash, a line each."""
+    """Return the file that lists all files with this hash, one per line."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HOME, "gpt2-toolkit", "verified", expected)

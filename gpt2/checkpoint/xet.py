@@ -1,7 +1,7 @@
-"""Download one large file over Xet, the Hub's storage by chunks, through the client's own library (`hf_xet`).
+"""Download one large file over Xet, the Hub's chunked storage, through Hugging Face's library `hf_xet`.
 
-The library checks no sha256, keeps nothing of a transfer that breaks off, and retries a dead storage for minutes. So its result
-is hashed here, and a transfer that brings nothing for a while is given up for :mod:`gpt2.checkpoint.download`.
+The library checks no sha256, keeps nothing of a broken transfer, and retries a dead storage for minutes. So the result is
+hashed here, and a transfer that stalls falls back to :mod:`gpt2.checkpoint.download`.
 """
 
 import logging
@@ -20,13 +20,13 @@ from gpt2.checkpoint.verified import digest_of
 if TYPE_CHECKING:
     from hf_xet import XetFileDownloadGroup
 
-PATIENCE = 10.0  # seconds in which nothing arrives
+PATIENCE = 10.0  # seconds without data
 
 log = logging.getLogger("gpt2")
 
 
 def fetch_by_xet(repo: str, file: Path, part: Path, declared: Declared) -> bool:
-    """Try to download to ``part``, where no part is there yet; return whether the bytes have the declared sha256."""
+    """Download to ``part`` if it does not exist yet; return whether the bytes have the declared sha256."""
     from huggingface_hub.file_download import is_xet_available
 
     started = part.is_symlink() or part.exists()
@@ -43,7 +43,7 @@ def fetch_by_xet(repo: str, file: Path, part: Path, declared: Declared) -> bool:
             os.replace(aside, part)
             return True
         reason = "the bytes are not the declared ones"
-    except Exception as error:  # whatever that library raises: the file is fetched in our own way
+    except Exception as error:  # hf_xet raises many types; the caller downloads over HTTP instead
         reason = one_line(error)
     finally:
         aside.unlink(missing_ok=True)
@@ -52,7 +52,7 @@ def fetch_by_xet(repo: str, file: Path, part: Path, declared: Declared) -> bool:
 
 
 def _transfer(repo: str, commit: str, aside: Path, declared: Declared) -> None:
-    """Let the library write the file, in a thread, as long as something arrives."""
+    """Run the download in a thread; abort it if no data arrives for `PATIENCE` seconds."""
     from huggingface_hub.utils import tqdm
     from huggingface_hub.utils._xet import abort_xet_session
 
@@ -76,7 +76,7 @@ def _transfer(repo: str, commit: str, aside: Path, declared: Declared) -> None:
 
 
 def _download(repo: str, commit: str, aside: Path, declared: Declared, groups: "list[XetFileDownloadGroup]") -> None:
-    """Have the library write the file; its group is put into ``groups``, to be asked for its progress."""
+    """Download with `hf_xet`; append the transfer's group to ``groups``, which reports progress."""
     from hf_xet import XetFileInfo
     from huggingface_hub.utils._xet import (
         XetTokenType,

@@ -1,6 +1,6 @@
-"""What every container of weights offers: the name, dtype and shape of each tensor when it is opened, its data when it is read.
+"""The interface of every weights container: open it for each tensor's name, dtype and shape; then read its data.
 
-Each module beside this one reads one container, and checks everything that its file says before it uses it.
+Each module here reads one container, and checks everything in the file before using it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gpt2.checkpoint.containers.mapped_file import MappedFile
 from gpt2.config import quoted
 from gpt2.errors import CheckpointError
 
-# The largest GPT-2 has 580 tensors and 60 kB of header; a header of megabytes is an attack on the JSON parser.
+# The largest GPT-2 has 580 tensors and a header of 60 kB; megabytes are an attack on the JSON parser.
 HEADER_LIMIT = 4_000_000
-# How files of other formats begin, what they are, and what to do.
+# First bytes of other formats, and what to say about them.
 OTHER_FORMATS = (
     (b"version https://git-lfs", "is a git-lfs pointer, not the file it points to; run `git lfs pull`"),
     (b"PK\x03\x04", "was written by torch.save; convert it to safetensors (transformers' save_pretrained does)"),
@@ -36,12 +36,12 @@ OTHER_FORMATS = (
 
 
 class Damaged(ValueError):
-    """A file is damaged or contradicts itself. The message follows the file's name: "is cut short"."""
+    """A damaged or contradictory file. The message continues the file's name: "is cut short"."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file, as it will be read; ``start`` and ``end`` count bytes from the beginning of the file."""
+    """One tensor of a file, as it will be read; ``start`` and ``end`` are byte offsets in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,10 +53,10 @@ class Entry:
 
 
 class Container(ABC):
-    """An open file (or set of files) of tensors, its directory checked; it stays open, so that all is read from one file.
+    """An open file (or set of files) of tensors, its directory checked; kept open, so that all reads see the same file.
 
-    ``kind`` is the format's name, for `gpt2 info`; ``entries`` has every tensor by its name in the file. Raises CheckpointError:
-    the file cannot be read, is damaged, contradicts itself, or holds what this project does not read.
+    ``kind`` is the format's name; ``entries`` maps the file's names to tensors. Raises CheckpointError: unreadable, damaged,
+    contradictory or unsupported.
     """
 
     kind: str
@@ -73,20 +73,21 @@ class Container(ABC):
 
     @abstractmethod
     def _directory(self) -> Mapping[str, Entry]:
-        """Every tensor of the file; raises Damaged or CheckpointError."""
+        """Return every tensor of the file. Raises Damaged or CheckpointError."""
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
-        """One tensor on the CPU, contiguous, as stored or converted to ``dtype``. Raises CheckpointError: the data is damaged.
+        """Return one contiguous CPU tensor, as stored or converted to ``dtype`` in pieces. Raises CheckpointError: damaged
+        data.
 
-        As stored, it is a view of the mapped file, private to this process when written to, unless the data is not aligned or
-        ``mapped`` is false: then it is read into memory of its own. A conversion goes piece by piece.
+        As stored, it is a private (copy-on-write) view of the mapped file; not aligned or with ``mapped=False``, it is read
+        into memory.
         """
         entry = self.entries[name]
         return self._file.tensor(entry.start, entry.shape, entry.dtype, dtype, mapped=mapped)
 
 
 def refuse_other_format(file: MappedFile) -> None:
-    """Raise CheckpointError where a file begins as one of another format does."""
+    """Raise CheckpointError if a file begins like another format."""
     head = file.bytes(0, 32)
     for start, what in OTHER_FORMATS:
         if head.startswith(start):
@@ -94,12 +95,12 @@ def refuse_other_format(file: MappedFile) -> None:
 
 
 def countable(shape: Iterable[int]) -> bool:
-    """Whether torch can hold a tensor of this shape. torch multiplies the other sizes even where one is zero."""
+    """Return whether torch can hold this shape. torch multiplies the other sizes even if one is zero."""
     return math.prod(n or 1 for n in shape) < 1 << 48
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A small JSON object from outside, or a CheckpointError."""
+    """Read a small JSON object from an untrusted file, or raise CheckpointError."""
     file = MappedFile(path)
     if file.size > HEADER_LIMIT:
         raise CheckpointError(f"{path}: is {file.size:,} bytes, and a checkpoint's JSON has a few thousand; fetch it again")
@@ -113,11 +114,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def shown(name: str) -> str:
-    """A name from outside, for a message: bare if it looks like a tensor's or a file's, else quoted and cut."""
+    """Format an untrusted name for a message: quoted and shortened unless it looks like a tensor's or file's name."""
     return name if re.fullmatch(r"[\w./-]{1,80}", name, re.ASCII) else quoted(name)
 
 
 def listed(names: list[str], limit: int = 4) -> str:
-    """The first few of many names, and how many more."""
+    """Join the first ``limit`` names, and say how many more there are."""
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return ", ".join(shown(name) for name in names[:limit]) + more

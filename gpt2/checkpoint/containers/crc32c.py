@@ -1,9 +1,9 @@
-"""CRC-32C, TensorFlow's checksum of index blocks and of tensors, at gigabytes a second in numpy.
+"""Compute CRC-32C, the checksum of TensorFlow's files, at gigabytes a second in numpy.
 
-The checksum is the remainder of the data, read as one polynomial over GF(2), on division by Castagnoli's P (RFC 3720, 12.1).
-P divides S(x) = x^5685 + x^1362 + x^426 + 1, so the data may be divided by S first: three XORs of the data with itself, shifted,
-leave 5,685 bits. Squaring over GF(2) only doubles the exponents, so S(x)^64 = S(x^64), and the same XORs work on units of 64
-bits, or of 8. The 5,685 bytes that remain go through a table, byte by byte.
+The checksum is the remainder of the data, a polynomial over GF(2), modulo Castagnoli's P (RFC 3720, 12.1). P divides S(x) =
+x^5685 + x^1362 + x^426 + 1, so the data may be reduced modulo S first: three XORs of the data with itself, shifted, leave 5,685
+bits. Squaring over GF(2) doubles the exponents, S(x)^64 = S(x^64), so the same XORs work on 64-bit words, or on bytes. A table
+reduces the last 5,685 bytes one by one.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from functools import reduce
 
 import numpy as np
 
-POLYNOMIAL = 0x82F63B78  # the first bit, x^31's, is the lowest
+POLYNOMIAL = 0x82F63B78  # the lowest bit is x^31's
 DEGREE = 5685
 SHIFTS = (DEGREE - 1362, DEGREE - 426, DEGREE)
 CHUNK = 1 << 17  # words of 64 bits folded at a time
 
 
 def crc32c(data: bytes | mmap.mmap | np.ndarray, crc: int = 0) -> int:
-    """The checksum of ``data``; given ``crc``, the checksum of what came before, of both together."""
+    """Return the checksum of ``data``, continued from ``crc``."""
     units, register = np.frombuffer(data, np.uint8), crc ^ 0xFFFFFFFF
     if units.size > DEGREE:
         units, register = _folded(units, register), 0
@@ -30,7 +30,7 @@ def crc32c(data: bytes | mmap.mmap | np.ndarray, crc: int = 0) -> int:
 
 
 def _folded(data: np.ndarray, register: int) -> np.ndarray:
-    """``DEGREE`` bytes that have the remainder of ``data``, the register added to its first four bytes."""
+    """Return ``DEGREE`` bytes with the same remainder as ``data``, after XOR of the register into its first four bytes."""
     words = data.size // 8
     work = np.zeros(DEGREE + min(words, CHUNK), np.uint64)
     for start in range(0, words, CHUNK):
@@ -47,7 +47,7 @@ def _folded(data: np.ndarray, register: int) -> np.ndarray:
 
 
 def _fold(units: np.ndarray) -> None:
-    """Add every unit but the last ``DEGREE`` to those that it equals modulo S."""
+    """Reduce the units modulo S, in place: only the last ``DEGREE`` count afterwards."""
     end = len(units) - DEGREE
     for start in range(0, end, SHIFTS[0]):
         stop = min(start + SHIFTS[0], end)

@@ -1,11 +1,8 @@
-"""Read the GGUF format: the tensors, the config and the tokenizer of a GPT-2.
+"""Read the GGUF format: tensors, config and tokenizer of a GPT-2.
 
-A file is a magic number, a version and two counts; the metadata, typed values under names; the directory of tensors, each with
-its shape, type and place; and, from the next multiple of the alignment on, the data (ggml-org/ggml, docs/gguf.md). Every count
-and length is compared with the bytes that are left before it is used.
-
-The `gguf` package is not used: its reader makes one NumPy view for each part of each token, and believes a count of up to 2**30.
-The tests compare this reader with it.
+The file has a magic number, a version and two counts; typed metadata; the tensors' directory of shapes, types and offsets;
+then, aligned, the data (ggml-org/ggml, docs/gguf.md). Every count and length is checked against the remaining bytes before use.
+The `gguf` package is not used: it makes a NumPy view per part of each token, and trusts counts up to 2**30.
 """
 
 from __future__ import annotations
@@ -27,17 +24,17 @@ from gpt2.errors import CheckpointError, InputError
 if TYPE_CHECKING:
     from gpt2.data.bpe import BPE
 
-# Vocabularies of GPT-2 have up to 100,000 tokens and as many merges, in 5 MB; what is far beyond that is an attack.
+# GPT-2 vocabularies have up to 100,000 tokens and as many merges, in 5 MB; far more is an attack.
 METADATA_LIMIT, ELEMENTS_LIMIT = 32_000_000, 2_000_000
 TEXT_LIMIT = 1000  # characters of a token; GPT-2's longest has 128
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # to struct's letter
 STRING, ARRAY = 8, 9
-ALIGNMENT = 32  # unless general.alignment says otherwise
+ALIGNMENT = 32  # default of general.alignment
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How numbers are stored: ``block`` of them in ``size`` bytes; ``dtype`` holds them exactly."""
+    """A storage format: ``block`` numbers in ``size`` bytes; ``dtype`` holds them exactly."""
 
     name: str
     block: int
@@ -45,7 +42,7 @@ class Kind:
     dtype: torch.dtype
 
 
-# By ggml's number for the type. A Q8_0 block is one float16 scale and 32 int8; their products have 18 bits, exact in float32.
+# ggml's type number -> format. A Q8_0 block is one float16 scale and 32 int8; their products have 18 bits, exact in float32.
 KINDS = {
     0: Kind("F32", 1, 4, torch.float32),
     1: Kind("F16", 1, 2, torch.float16),
@@ -60,7 +57,7 @@ OTHER_KINDS = {
 }
 PIECE = 1 << 16  # blocks converted at a time
 
-# Our config's fields, by the metadata that holds them.
+# Our config's fields -> metadata keys.
 CONFIG_KEYS = {
     "n_positions": "gpt2.context_length",
     "n_embd": "gpt2.embedding_length",
@@ -74,7 +71,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 
 @dataclass(frozen=True)
 class Stored(Entry):
-    """A tensor that the file stores as ``kind``."""
+    """A tensor stored as ``kind``."""
 
     kind: Kind
 
@@ -86,9 +83,9 @@ class Stored(Entry):
 class GGUFFile(Container):
     """A GGUF file.
 
-    ``entries`` bear GGUF's names (``token_embd.weight``, ``blk.0.attn_qkv.weight``) and torch's order of dimensions, slowest
-    first, so a matrix is [out, in]. F32, F16 and BF16 are of their own dtype; Q8_0 is float32, which holds it exactly.
-    ``metadata`` has every value, arrays as lists.
+    ``entries`` have GGUF's names (``token_embd.weight``, ``blk.0.attn_qkv.weight``) and torch's order of dimensions, so a
+    matrix is [out, in]. F32, F16 and BF16 keep their dtype; Q8_0 becomes float32, which is exact. ``metadata`` has every value,
+    arrays as lists.
     """
 
     kind = "GGUF"
@@ -107,7 +104,7 @@ class GGUFFile(Container):
             raise CheckpointError(f"{self.path}: is GGUF version {version}, and 2 and 3 are read; fetch or make a newer file")
         count, values = header.number("Q"), header.number("Q")
         self.metadata = self._values(header, values)
-        header.require(count, 24, "tensors")  # a name's length, the number of dimensions, a type, a place
+        header.require(count, 24, "tensors")  # at least a name's length, the number of dimensions, a type, an offset
         rows = []
         for _ in range(count):
             name, ndim = header.text(), header.number("I")
@@ -137,7 +134,7 @@ class GGUFFile(Container):
         return entries
 
     def _values(self, header: _Header, count: int) -> dict[str, Any]:
-        header.require(count, 13, "metadata values")  # a name's length, a type, a byte at least
+        header.require(count, 13, "metadata values")  # at least a name's length, a type, a byte
         values: dict[str, Any] = {}
         for _ in range(count):
             name = header.text()
@@ -174,10 +171,10 @@ class GGUFFile(Container):
 
 
 def config_of(file: GGUFFile) -> GPT2Config:
-    """The config that a GPT-2's metadata stands for, as llama.cpp computes it: tanh GELU, scaled attention, tied head.
+    """Return the config of a GPT-2's metadata as llama.cpp computes it: tanh GELU, scaled attention, tied head.
 
-    The vocabulary is the embedding's; an epsilon stored in float32 becomes the decimal it was written from. Raises
-    CheckpointError: another architecture, a size missing, or one that makes no model.
+    The vocabulary size is the embedding's; a float32 epsilon becomes the decimal that it was written from. Raises
+    CheckpointError: another architecture, a missing size, or sizes that make no model.
     """
     metadata = file.metadata
     architecture = metadata.get("general.architecture")
@@ -208,13 +205,13 @@ def config_of(file: GGUFFile) -> GPT2Config:
 
 
 class NoTokenizer(InputError):
-    """A file without a tokenizer, or with another one than a byte-level BPE."""
+    """There is no tokenizer, or not a byte-level BPE."""
 
 
 def tokenizer_of(file: GGUFFile) -> BPE:
-    """The byte-level BPE in a GPT-2's metadata, without tokens at the end that only fill up the embedding (``[PAD50300]``).
+    """Return the byte-level BPE of a GPT-2's metadata, without trailing padding tokens (``[PAD50300]``).
 
-    Raises NoTokenizer: there is none, or one of another kind. InputError: tokens and merges do not fit each other.
+    Raises NoTokenizer: none, or another kind. InputError: tokens and merges do not fit.
     """
     from gpt2.data import bpe_files
     from gpt2.data.bpe import BPE
@@ -249,13 +246,13 @@ def _texts(file: GGUFFile, name: str) -> list[str]:
 
 
 class _Header:
-    """The bytes before the data, read when they are asked for, and never more than the file has or the limit allows."""
+    """The bytes before the data, read on demand, within the file's size and the limit."""
 
     def __init__(self, file: MappedFile) -> None:
         self._file, self._bytes, self._elements, self.at = file, bytearray(), 0, 0
 
     def _reach(self, end: int) -> None:
-        """Have everything before ``end`` in memory."""
+        """Read everything before ``end`` into memory."""
         if end > self._file.size:
             raise Damaged(f"is cut short: {self._file.size:,} bytes")
         if end > METADATA_LIMIT:
@@ -279,7 +276,7 @@ class _Header:
         return self.numbers(1, letter)[0]
 
     def require(self, count: int, size: int, what: str) -> None:
-        """Refuse a count of things of at least ``size`` bytes each that the file cannot hold, or that no GPT-2 has."""
+        """Refuse a count of items of at least ``size`` bytes each that exceeds the file's size or any GPT-2's."""
         if count * size > self._file.size - self.at:
             raise Damaged(f"claims {count:,} {what}, and has {self._file.size:,} bytes")
         self._elements += count
@@ -287,7 +284,7 @@ class _Header:
             raise Damaged(f"claims more than {ELEMENTS_LIMIT:,} values, and no GPT-2 has as many")
 
     def texts(self, count: int) -> list[str]:
-        """The next ``count`` texts, each a length and UTF-8. One loop without calls: vocabularies and merges are long."""
+        """Read ``count`` strings, each a length and UTF-8, in one loop without calls: vocabularies are long."""
         read, at, texts = self._bytes, self.at, []
         for _ in range(count):
             if at + 8 > len(read):
@@ -307,7 +304,7 @@ class _Header:
         return self.texts(1)[0]
 
     def value(self, name: str) -> Any:
-        """The next typed value; an array is a list."""
+        """Read the next typed value; an array becomes a list."""
         kind = self.number("I")
         if array := kind == ARRAY:
             kind = self.number("I")
@@ -315,7 +312,7 @@ class _Header:
             raise Damaged(f"has metadata {shown(name)}{', an array' * array} of the type {kind:,}, which GGUF does not have")
         count = self.number("Q") if array else 1
         if array:
-            size = struct.calcsize("<" + SCALARS.get(kind, "Q"))  # of a text its length, at least
+            size = struct.calcsize("<" + SCALARS.get(kind, "Q"))  # at least a string's length
             self.require(count, size, f"{'texts' if kind == STRING else 'values'} in {shown(name)}")
         values = self.texts(count) if kind == STRING else self.numbers(count, SCALARS[kind])
         return values if array else values[0]

@@ -1,9 +1,9 @@
-"""Map a file of raw tensors, or read it where that cannot be, and convert a few megabytes at a time.
+"""Memory-map a file of raw tensors, or read it if it cannot be mapped; convert a few megabytes at a time.
 
-A mapped file is read when its weights are used. If somebody shortens it in place before that, Linux and macOS end the process
-with SIGBUS (exit code 135) at the first missing page, and Python cannot catch that. So :func:`require_whole_files` looks at the
-sizes before a long job and between its parts; a file that is cut within one part still ends the process. Loading in another
-dtype, or as int8, maps nothing, and Windows does not let a mapped file be shortened.
+A mapped file is read when its weights are used. If another process truncates it before, Linux and macOS end this process with
+SIGBUS (exit code 135), which Python cannot catch. So :func:`require_whole_files` checks the sizes before and within long jobs;
+a truncation between two checks still ends the process. A conversion to another dtype maps nothing; Windows allows no
+truncation.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from gpt2.errors import CheckpointError
 
 PIECE = 1 << 21  # bytes converted at a time
-_MAPPINGS: weakref.WeakKeyDictionary[mmap.mmap, Path] = weakref.WeakKeyDictionary()  # all in use in this process
+_MAPPINGS: weakref.WeakKeyDictionary[mmap.mmap, Path] = weakref.WeakKeyDictionary()  # all mappings of this process
 
 
 def require_whole_files() -> None:
-    """Raise CheckpointError where a mapped file has become shorter: using the missing part would end the process."""
+    """Raise CheckpointError if a mapped file was truncated: reading the missing part would end the process."""
     for mapping, path in list(_MAPPINGS.items()):
         _require_whole(mapping, path)
 
@@ -38,7 +38,7 @@ def _require_whole(mapping: mmap.mmap, path: Path) -> None:
 
 
 class MappedFile:
-    """An open file whose bytes become tensors, even if another is renamed over it. Raises CheckpointError: it cannot be read."""
+    """An open file that gives tensors, also after another file replaced it. Raises CheckpointError: it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,7 +51,7 @@ class MappedFile:
             raise CheckpointError(f"{path}: {what}") from None
 
     def bytes(self, start: int, count: int) -> bytes:
-        """``count`` bytes from ``start``, or as many as there are; none where ``start`` lies outside the file."""
+        """Read up to ``count`` bytes from ``start``; none if ``start`` is outside the file."""
         if not 0 <= start < self.size:
             return b""
         try:
@@ -63,12 +63,12 @@ class MappedFile:
     def tensor(
         self, start: int, shape: tuple[int, ...], stored: torch.dtype, dtype: torch.dtype | None = None, *, mapped: bool = True
     ) -> Tensor:
-        """The contiguous tensor whose ``stored`` values begin at byte ``start``; see :meth:`Container.read`."""
+        """Return a contiguous tensor of the ``stored`` values at byte ``start``; see :meth:`Container.read`."""
         dtype, count = dtype or stored, math.prod(shape)
         aligned = start % stored.itemsize == 0
         if mapped and count and aligned and dtype == stored and self._mapping is not None:
             _require_whole(self._mapping, self.path)
-            # From the buffer, not a slice of one storage: a tensor pickled on its own must not take the whole file along.
+            # Not a slice of one storage: pickling one tensor would write the whole file.
             return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=start).view(shape)
         tensor = torch.empty(shape, dtype=dtype)
         flat = tensor.view(-1)
@@ -85,7 +85,7 @@ class MappedFile:
 
     @cached_property
     def _mapping(self) -> mmap.mmap | None:
-        """The file, copied on write. None where it cannot be mapped."""
+        """Map the file copy-on-write; None if that is impossible."""
         try:
             mapping = mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_COPY)
         except (OSError, ValueError):
@@ -95,11 +95,11 @@ class MappedFile:
 
     @cached_property
     def _scratch(self) -> Tensor:
-        """One buffer for all conversions: new ones leave holes in malloc's heap, a sixth of the weights' size in all."""
+        """One buffer for all conversions: new ones would fragment malloc's heap by a sixth of the weights' size."""
         return torch.empty(PIECE, dtype=torch.uint8)
 
     def _fill(self, flat: Tensor) -> None:
-        """Read from where the file stands until ``flat`` is full."""
+        """Fill ``flat`` from the current position."""
         room = flat.view(torch.uint8).numpy().data
         while room:
             try:

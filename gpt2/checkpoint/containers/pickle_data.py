@@ -1,11 +1,10 @@
-"""Read a pickle as data: nothing in it is imported, nothing is called.
+"""Read a pickle as data: nothing is imported, nothing is called.
 
-A pickle is a program for a small stack machine (CPython's `pickletools.py` describes it). GLOBAL fetches any Python object by
-name, and REDUCE calls it. Here GLOBAL makes a :class:`Name` and REDUCE a :class:`Call`: records of what the pickle asked for, and
-only for names that the caller expects. `torch.load(weights_only=True)` instead calls a list of torch's functions with numbers
-from outside: it allocates what the file claims, and has been made to corrupt memory (CVE-2026-24747).
-
-Only the instructions that tensors and plain values take are read, in protocols 2 to 5 (torch.save's own is 2).
+A pickle is a program for a stack machine (CPython's `pickletools.py`): GLOBAL imports any Python object, REDUCE calls it. Here
+GLOBAL makes a :class:`Name` and REDUCE a :class:`Call`, which only record the request, and only for allowed names.
+`torch.load(weights_only=True)` calls torch functions with untrusted numbers: it allocates what the file claims, and such files
+could corrupt memory (CVE-2026-24747). Only the instructions of tensors and plain values are read, in protocols 2 to 5
+(torch.save writes 2).
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from typing import Any
 from gpt2.checkpoint.containers import Damaged
 
 OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
-UNKNOWN = OPCODES[b"I"]  # of protocol 0, which is not read
-# Per pickle. nanoGPT's ckpt.pt of GPT-2 XL, with the optimizer's state, takes 70,000 instructions.
+UNKNOWN = OPCODES[b"I"]  # of protocol 0, which is refused
+# Per pickle. nanoGPT's ckpt.pt of GPT-2 XL with the optimizer's state has 70,000 instructions.
 INSTRUCTIONS_LIMIT = 1_000_000
-# Of a dict's keys. Not tuples: hashing one nested a million deep overflows C's stack.
+# Types of a dict's keys. Not tuples: hashing one nested a million deep overflows C's stack.
 KEY_TYPES = (str, int, float, bytes, type(None))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Name:
-    """A Python object that a pickle mentions, as ``module.name``; never looked up."""
+    """A Python object that a pickle names as ``module.name``; never looked up."""
 
     name: str
 
@@ -38,17 +37,17 @@ class Name:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Call(Name):
-    """What a pickle would have called, and with what."""
+    """A recorded call: function and arguments."""
 
     args: tuple[Any, ...]
 
-    def __repr__(self) -> str:  # without the arguments, which may contain each other over and over
+    def __repr__(self) -> str:  # without the arguments, which may contain each other many times
         return f"{self.name}(...)"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Persistent:
-    """An object that the pickle leaves to its surroundings: for torch, a storage."""
+    """An object that the pickle stores elsewhere: for torch, a storage."""
 
     id: Any
 
@@ -57,16 +56,15 @@ class Persistent:
 
 
 class ForbiddenName(Exception):
-    """The pickle mentions a Python object that is not expected; loading it would run code. The message is its name."""
+    """The pickle names an object that is not allowed; loading it would run code. The message is the name."""
 
 
 class Pickle:
-    """The pickle at byte ``start``, read as data; time and memory are bounded by ``INSTRUCTIONS_LIMIT`` and the data.
+    """Read the pickle at byte ``start`` as data; ``INSTRUCTIONS_LIMIT`` and the data's size bound time and memory.
 
-    In ``value`` plain values are themselves; an OrderedDict is a dict; all else is a Name, Call or Persistent. State set on
-    objects (``__setstate__``) is left out. ``persistent`` are the ids of all objects left to its surroundings, used or not;
-    ``end`` is the byte after it. Raises ForbiddenName: at the first mention of a global that is not in ``allowed``, called or
-    not. Damaged: anything else.
+    ``value`` has plain values as themselves, an OrderedDict as a dict, all else as Name, Call or Persistent. State set on
+    objects (``__setstate__``) is dropped. ``persistent`` are the ids of all objects stored elsewhere; ``end`` is the byte after
+    the pickle. Raises ForbiddenName: at the first global not in ``allowed``, called or not. Damaged: any other fault.
     """
 
     def __init__(self, data: bytes, allowed: Collection[str], start: int = 0) -> None:
@@ -101,7 +99,7 @@ class Pickle:
     def store(self, target: Any, keys: list[Any], values: list[Any]) -> None:
         if type(target) is not dict or len(keys) != len(values) or not all(isinstance(key, KEY_TYPES) for key in keys):
             raise TypeError
-        if any(isinstance(key, int) and abs(key) >= 1 << 60 for key in keys):  # such can be made to share one hash
+        if any(isinstance(key, int) and abs(key) >= 1 << 60 for key in keys):  # security: attackers can make them share one hash
             raise Damaged("has a dict with huge numbers as keys in its pickle")
         before = len(target)
         target.update(zip(keys, values, strict=True))
@@ -113,7 +111,7 @@ class Pickle:
             raise TypeError
         if function.name != "collections.OrderedDict":
             return Call(function.name, args)
-        pairs = args[0] if args else []  # as Python 2 wrote it: a list of [key, value]
+        pairs = args[0] if args else []  # Python 2's form: a list of [key, value]
         if len(args) > 1 or type(pairs) is not list or not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
             raise TypeError
         result: dict[Any, Any] = {}
@@ -121,12 +119,12 @@ class Pickle:
         return result
 
     def argument(self, opcode: pickletools.OpcodeInfo) -> Any:
-        """The text, bytes or number behind an instruction."""
+        """Read the text, bytes or number after an opcode."""
         assert opcode.arg is not None
         try:
             argument = self.names() if opcode.name in ("GLOBAL", "INST") else opcode.arg.reader(self.stream)
             if isinstance(argument, str):
-                argument.encode()  # fails on half a surrogate pair, which is not text
+                argument.encode()  # fails on a lone surrogate, which is not text
         except UnicodeError:
             raise Damaged(f"has text that is not UTF-8 at byte {self.stream.tell():,} of its pickle") from None
         except ValueError:
@@ -134,7 +132,7 @@ class Pickle:
         return argument
 
     def names(self) -> str:
-        """A module and a name in it, each on a line, a backslash as it stands: pickletools would read it as an escape."""
+        """Read module and name, a line each; keep backslashes, which pickletools would unescape."""
         lines = [self.stream.readline() for _ in range(2)]
         if not all(line.endswith(b"\n") for line in lines):
             raise ValueError

@@ -1,6 +1,6 @@
-"""Read the safetensors format: eight bytes of header length, a JSON header with each tensor's dtype, shape and span, the data.
+"""Read the safetensors format: 8 bytes of header length, a JSON header with dtype, shape and offsets of each tensor, the data.
 
-Source: huggingface/safetensors, README. The header comes from outside, so everything in it is checked before it is used.
+Source: huggingface/safetensors, README. The header is untrusted, so everything in it is checked before use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES = {
 
 
 class SafetensorsFile(Container):
-    """A safetensors file. (The official gpt2's data begins at byte 14,291, where no float is aligned, so it is never mapped.)"""
+    """A safetensors file. (The official gpt2's data begins at byte 14,291, not aligned for floats, so it is never mapped.)"""
 
     kind = "safetensors"
 
@@ -71,12 +71,12 @@ class SafetensorsFile(Container):
 
 
 def _parse(header: bytes) -> dict[str, Any]:
-    """The header's JSON object without its metadata, by stricter rules than Python's own."""
+    """Parse the header's JSON object, more strictly than Python does, and drop its metadata."""
     try:
         text = header.decode()
         # int refuses the constants NaN and Infinity, which are not JSON
         raw = json.loads(text, object_pairs_hook=_without_repeats, parse_int=_int, parse_float=_float, parse_constant=int)
-        json.dumps(raw, ensure_ascii=False).encode()  # fails on half a surrogate pair, which is not text
+        json.dumps(raw, ensure_ascii=False).encode()  # fails on a lone surrogate, which is not text
     except (ValueError, RecursionError) as error:
         raise Damaged(f"has a header that is not JSON ({str(error)[:80]})") from None
     if not isinstance(raw, dict) or not text.startswith("{"):
@@ -95,7 +95,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _int(text: str) -> float:
-    """Minus zero becomes a float, so that it cannot be a size. JSON readers that keep its sign do the same."""
+    """Return minus zero as a float, so that it is refused as a size, as in JSON readers that keep its sign."""
     _float(text)
     return -0.0 if text == "-0" else int(text)
 

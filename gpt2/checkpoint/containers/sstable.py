@@ -1,11 +1,11 @@
-"""Read LevelDB's table, the form of TensorFlow's indexes: sorted keys and their values, in blocks with checksums.
+"""Read LevelDB's table format, used by TensorFlow's indexes: sorted keys and values in blocks with checksums.
 
-A file is data blocks, one block about them (not used), one that lists them, and 48 bytes of footer that say where these two
-lie (google/leveldb, doc/table_format.md; tensorflow, ``core/lib/io/format.cc``). In a block each entry leaves out what its key
-shares with the key before; at some, the *restarts*, it leaves out nothing, so that a search can begin there.
+A file has data blocks, a meta block (not used), an index block, and a footer of 48 bytes that locates these two
+(google/leveldb, doc/table_format.md; tensorflow, ``core/lib/io/format.cc``). Each entry omits the prefix that its key shares
+with the key before, except at *restarts*, where a search can begin.
 
-These files come from outside, so more is checked than LevelDB checks: blocks follow one another, keys rise, and the restarts are
-true. Then no byte is read twice, no key occurs twice, and a search gives what a scan gives.
+The files are untrusted, so this checks more than LevelDB: blocks are consecutive, keys rise, restarts are correct. So no byte
+is read twice, no key occurs twice, and a search would find what a scan finds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gpt2.checkpoint.containers.crc32c import crc32c
 
 MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 FOOTER = 48
-TRAILER = 5  # after a block: a byte for its compression, and the checksum of both
-MAX_KEY = 512  # bytes: keys that share much with the one before grow far beyond the file
+TRAILER = 5  # after a block: a byte for its compression, and a checksum of both
+MAX_KEY = 512  # bytes; shared prefixes can make keys far larger than the file
 
 
 def pairs(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Every key with its value, the keys in strictly rising order. Raises Damaged, at the latest at the table's end."""
+    """Yield every key and value, keys strictly rising. Raises Damaged, at the latest at the table's end."""
     if len(data) < FOOTER or not data.endswith(MAGIC):
         raise Damaged("does not end as an index does")
     footer = data[-FOOTER:]
@@ -46,7 +46,7 @@ def pairs(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """The unsigned number at ``at``, seven bits to a byte, the lowest first; and where the next byte is."""
+    """Read an unsigned number, seven bits per byte, lowest first; return it and the next offset."""
     number = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
@@ -61,12 +61,12 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def masked(crc: int) -> int:
-    """A checksum as it is stored (``core/lib/hash/crc32c.h``)."""
+    """Return a checksum in its stored form (``core/lib/hash/crc32c.h``)."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _handle(data: bytes, at: int) -> tuple[int, int, int]:
-    """Where a block begins, its size, and where the next byte is."""
+    """Return a block's offset and size, and the next offset."""
     start, at = varint(data, at)
     size, at = varint(data, at)
     return start, size, at
@@ -85,7 +85,7 @@ def _block(data: bytes, start: int, size: int) -> bytes:
 
 
 def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Each entry is how much of the key before is kept, how much is new, how long the value is; the new part; the value."""
+    """Yield keys and values. An entry has three lengths (shared prefix, rest of the key, value), then the rest and the value."""
     count = int.from_bytes(block[-4:], "little")
     end = len(block) - 4 * (count + 1)
     if end < 0 or count < 1:

@@ -1,10 +1,9 @@
 """Read OpenAI's TensorFlow checkpoints without TensorFlow.
 
-A checkpoint is a *bundle*: ``model.ckpt.index`` says which tensor lies where in ``model.ckpt.data-00000-of-00001``, or in one of
-several such files. The index is a table (`sstable.py`) from names to protobufs; the data files are the tensors' bytes one after
-another, and the index has a checksum of each (tensorflow, ``core/util/tensor_bundle`` and ``core/protobuf/tensor_bundle.proto``).
-Beside them lie ``checkpoint``, which names the bundle, and OpenAI's ``hparams.json``. The ``.meta`` file, a graph to be run, is
-not read.
+A checkpoint is a *bundle*: ``model.ckpt.index``, a table (`sstable.py`) from names to protobufs, says where each tensor lies in
+``model.ckpt.data-00000-of-00001`` (or several such files), with a checksum (tensorflow, ``core/util/tensor_bundle``,
+``core/protobuf/tensor_bundle.proto``). ``checkpoint`` names the bundle; ``hparams.json`` is OpenAI's. The ``.meta`` file, a
+graph to run, is not read.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from gpt2.checkpoint.containers.sstable import masked, pairs, varint
 from gpt2.config import MAX_SIZE, quoted
 from gpt2.errors import CheckpointError
 
-# TensorFlow's numbers for dtypes (core/framework/types.proto), where torch has one of the same bytes.
+# TensorFlow's dtype numbers (core/framework/types.proto) that have an equal torch dtype.
 DTYPES = {
     1: torch.float32,
     2: torch.float64,
@@ -49,7 +48,7 @@ DTYPES = {
     19: torch.float16,
 }
 TEXT = 7
-# The fields that we read of each message, and how each is written: as a varint, in four bytes, or as bytes after their length.
+# The fields that we read of each message, and their encoding: varint, four bytes, or length and bytes.
 VARINT, BYTES, FIXED32 = 0, 2, 5
 HEADER = {1: VARINT, 2: VARINT, 3: BYTES}  # num_shards, endianness, version
 VERSION = {2: VARINT}  # min_consumer
@@ -57,15 +56,15 @@ SLICES = 7
 # dtype, shape, shard_id, offset, size, crc32c, slices
 ENTRY = {1: VARINT, 2: BYTES, 3: VARINT, 4: VARINT, 5: VARINT, 6: FIXED32, SLICES: BYTES}
 SHAPE_DIM, SHAPE_UNKNOWN, DIM = 2, 3, {1: VARINT}
-# gpt2-xl with Adam's moments has 1,743 tensors, an index of 75 kB and one data file.
+# gpt2-xl with Adam's moments: 1,743 tensors, an index of 75 kB, one data file.
 INDEX_LIMIT, MAX_TENSORS, MAX_SHARDS = 500_000, 20_000, 1_000
-PIECE = 1 << 23  # bytes of data checked at a time
+PIECE = 1 << 23  # bytes per checksum step
 HPARAMS = ("n_vocab", "n_ctx", "n_embd", "n_head", "n_layer")
 
 
 @dataclass(frozen=True)
 class Stored(Entry):
-    """A tensor in data file ``shard``; ``kind`` is TensorFlow's dtype."""
+    """A tensor in data file ``shard``; ``kind`` is TensorFlow's dtype number."""
 
     kind: int
     shard: int
@@ -73,10 +72,10 @@ class Stored(Entry):
 
 
 class TensorBundle(Container):
-    """The checkpoint ``prefix.index`` with its ``prefix.data-*`` files, under TensorFlow's names and shapes.
+    """The checkpoint ``prefix.index`` with its ``prefix.data-*`` files, with TensorFlow's names and shapes.
 
-    A tensor of a dtype that torch lacks (text, quantised numbers) is entered as its bytes, uint8, and refused when it is read.
-    So is at once a bundle with a variable in slices, or in big-endian order.
+    A tensor without a torch dtype (text, quantised) is listed as uint8 bytes, and refused on reading. A variable in slices or a
+    big-endian bundle is refused at once.
     """
 
     kind = "TensorFlow"
@@ -129,7 +128,7 @@ class TensorBundle(Container):
         return CheckpointError(f"{self.path}: {shown(name)} is stored in slices; save the checkpoint without a partitioner")
 
     def _entry(self, name: str, message: bytes, shards: int) -> Stored:
-        """One tensor (BundleEntryProto)."""
+        """Parse one tensor (BundleEntryProto)."""
         entry = _record(message, ENTRY)
         if SLICES in entry:
             raise self._in_slices(name)
@@ -146,7 +145,7 @@ class TensorBundle(Container):
         return stored
 
     def _open(self, entries: Mapping[str, Stored], count: int) -> None:
-        """Open the data files, and check that they hold every tensor, no two of them in one place."""
+        """Open the data files; check that they hold every tensor, without overlap."""
         files, ends = self._shards, dict[int, int]()
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].shard, item[1].start, item[1].end)):
             shard = entry.shard
@@ -160,7 +159,7 @@ class TensorBundle(Container):
                 raise CheckpointError(f"{files[shard].path}: is cut short: {files[shard].size:,} bytes; fetch it again")
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
-        """As :meth:`Container.read`; a tensor's checksum is verified when it is first read."""
+        """Read as :meth:`Container.read`; verify a tensor's checksum on first use."""
         entry = self.entries[name]
         if entry.kind not in DTYPES:
             what = "text" if entry.kind == TEXT else f"of TensorFlow's dtype {entry.kind}"
@@ -179,7 +178,7 @@ class TensorBundle(Container):
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int, Any]]:
-    """Number, wire type and value of each field."""
+    """Yield number, wire type and value of each field."""
     at = 0
     while at < len(message):
         tag, at = varint(message, at)
@@ -202,7 +201,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int, Any]]:
 
 
 def _record(message: bytes, kinds: Mapping[int, int]) -> dict[int, Any]:
-    """The fields in ``kinds``, each of its wire type and there at most once; one that is absent stands for 0 or nothing."""
+    """Parse the fields in ``kinds``, each of its wire type and at most once; an absent one is 0 or nothing."""
     record: dict[int, Any] = {}
     for field, wire, value in _fields(message):
         if field in kinds:
@@ -213,7 +212,7 @@ def _record(message: bytes, kinds: Mapping[int, int]) -> dict[int, Any]:
 
 
 def _shape(message: bytes) -> tuple[int, ...]:
-    """TensorShapeProto."""
+    """Parse a TensorShapeProto."""
     shape: list[int] = []
     for field, wire, value in _fields(message):
         if field == SHAPE_UNKNOWN and value:
@@ -226,10 +225,10 @@ def _shape(message: bytes) -> tuple[int, ...]:
 
 
 def checkpoint_prefix(directory: Path) -> Path | None:
-    """The prefix of the checkpoint in a directory, None where there is none.
+    """Return the prefix of a directory's checkpoint, or None.
 
-    It is the only ``.index``, or the one that TensorFlow's file ``checkpoint`` names; of that path, which is often another
-    machine's, only the last part counts. Raises CheckpointError: the named one is not there, or none of several is named.
+    It is the only ``.index``, or the one that the file ``checkpoint`` names, by its last path component only: the path is often
+    another machine's. Raises CheckpointError: the named one is missing, or several exist and none is named.
     """
     state, text = directory / "checkpoint", b""
     try:
@@ -252,7 +251,7 @@ def checkpoint_prefix(directory: Path) -> Path | None:
 
 
 def _unescaped(text: bytes) -> str:
-    """A string of a protobuf's text form, where a byte that is not ASCII is three octal digits."""
+    """Decode a protobuf text string, where non-ASCII bytes are octal escapes."""
     escapes = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
     def unescape(match: re.Match[bytes]) -> bytes:
@@ -262,7 +261,7 @@ def _unescaped(text: bytes) -> str:
 
 
 def read_hparams(path: Path) -> dict[str, int]:
-    """OpenAI's ``hparams.json``. Raises CheckpointError where a size is missing or wrong, or anything else is there."""
+    """Read OpenAI's ``hparams.json``. Raises CheckpointError: a missing or wrong size, or unknown content."""
     content = read_json(path)
     missing = [name for name in HPARAMS if name not in content]
     if missing:

@@ -1,12 +1,11 @@
-"""Read what `torch.save` writes, without `torch.load`.
+"""Read `torch.save` files without `torch.load`.
 
-There are two forms. Since torch 1.6 (2020) it is a zip archive, nothing in it compressed: a pickle `data.pkl` that describes the
-tensors, and `data/0`, `data/1`, ... their storages (torch/serialization.py, `_save`). Before, and in the official gpt2's own
-`pytorch_model.bin`, it is five pickles in a row (a magic number, a version, facts about the machine, the tensors' description,
-the storages' keys) and then the storages, each behind its length (`_legacy_save`).
+Since torch 1.6 (2020) it is an uncompressed zip archive: the pickle `data.pkl` describes the tensors, and `data/0`, `data/1`,
+... are their storages (torch/serialization.py, `_save`). The older form, also the official gpt2's `pytorch_model.bin`, has five
+pickles (magic number, version, machine, tensors, storage keys) and then the storages, each after its length (`_legacy_save`).
 
-A pickle can run code, so it is read as data (`pickle_data.py`), and no storage is touched before its tensor is known to lie
-inside it (`torch_tensors.py`). So both forms are mapped, and an optimizer's state is never read.
+A pickle can run code, so it is read as data (`pickle_data.py`); every tensor must lie within its storage (`torch_tensors.py`).
+Both forms are mapped, and an optimizer's state is never read.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from gpt2.checkpoint.containers.torch_tensors import ALLOWED, NotDense, Storage,
 from gpt2.config import quoted
 from gpt2.errors import CheckpointError
 
-# nanoGPT's ckpt.pt of GPT-2 XL has 200 kB of pickle; some keep every loss of a long run there.
+# nanoGPT's ckpt.pt of GPT-2 XL has a pickle of 200 kB; some contain every loss of a long run.
 PICKLE_LIMIT = 16_000_000
-DIRECTORY_LIMIT = 4_000_000  # of a zip archive, which costs twenty times that in memory
-MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # how a file of `_legacy_save` begins
-WRAPPERS = ("model", "state_dict", "model_state_dict")  # where trainers keep the weights: nanoGPT, Lightning, torch's tutorials
+DIRECTORY_LIMIT = 4_000_000  # of a zip archive's directory, which takes twenty times that in memory
+MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # first bytes of a `_legacy_save` file
+WRAPPERS = ("model", "state_dict", "model_state_dict")  # keys of the weights: nanoGPT, Lightning, torch's tutorials
 
 
 class TorchFile(Container):
-    """A file that torch.save wrote, its tensors those of the state dict in it, under the file's own names.
+    """A torch.save file, with the tensors of its state dict under the file's names.
 
-    The state dict may be all of the file or lie under one of ``WRAPPERS``; what else is there (an optimizer, counters) is left
-    alone. ``model_args`` is nanoGPT's, where the file has it.
+    The state dict is the whole file or lies under one of ``WRAPPERS``; the rest (an optimizer, counters) is ignored.
+    ``model_args`` is nanoGPT's, if the file has it.
     """
 
     kind = "torch.save"
@@ -71,7 +70,7 @@ class TorchFile(Container):
             ) from None
 
     def _from_zip(self) -> tuple[Any, dict[str, tuple[int, int]]]:
-        """What the file's pickle describes, and where each storage lies: key -> (start, bytes)."""
+        """Return the pickle's value, and the place of each storage: key -> (start, bytes)."""
         members = self._members()
         roots = [name.removesuffix("/data.pkl") for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(roots) != 1:
@@ -91,7 +90,7 @@ class TorchFile(Container):
         return self._unpickle(data).value, places
 
     def _members(self) -> dict[str, tuple[int, int, int]]:
-        """The archive's directory: name -> (first byte of the data, size, crc), nothing compressed, nothing shared."""
+        """Read the archive's directory: name -> (data start, size, crc); nothing compressed or shared."""
         try:
             archive = zipfile.ZipFile(_Bounded(self._file.file.fileno(), closefd=False))
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, OverflowError, struct.error) as error:
@@ -118,7 +117,7 @@ class TorchFile(Container):
         return members
 
     def _from_pickles(self) -> tuple[Any, dict[str, tuple[int, int]]]:
-        """As :meth:`_from_zip`, for the form before torch 1.6."""
+        """Do what :meth:`_from_zip` does for the form before torch 1.6."""
         data = self._file.bytes(0, PICKLE_LIMIT)
         if not data.startswith((pickle.PROTO, pickle.GLOBAL)):  # a pickle of protocol 0 begins with GLOBAL
             refuse_other_format(self._file)
@@ -150,7 +149,7 @@ class TorchFile(Container):
         return described.value, places
 
     def _state_dict(self, value: Any) -> dict[str, Call]:
-        """The one dict of tensors in what a pickle describes."""
+        """Return the only dict of tensors in a pickle's value."""
         if type(value) is not dict:
             raise CheckpointError(f"{self.path}: holds {kind_of(value)} where a state dict should be; save model.state_dict()")
         inside = {key: value[key] for key in WRAPPERS if type(value.get(key)) is dict}
@@ -176,7 +175,7 @@ class TorchFile(Container):
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value is what nanoGPT keeps as model_args: a few names, each with a number, a flag, a word or nothing."""
+    """Return whether a value looks like nanoGPT's model_args: a few names, each with a number, flag, word or None."""
     if type(value) is not dict or len(value) > 100:
         return False
     types = all(type(key) is str and type(item) in (str, int, float, bool, type(None)) for key, item in value.items())
@@ -186,7 +185,7 @@ def _plain(value: Any) -> bool:
 
 
 class _Bounded(io.FileIO):
-    """The file for `zipfile`, which reads as much as the archive's end claims: no more than a directory may have."""
+    """The file for `zipfile`, which reads as much as the archive claims: limited to a directory's size."""
 
     def read(self, count: int | None = -1) -> bytes:
         if count is not None and count > DIRECTORY_LIMIT:

@@ -1,7 +1,7 @@
-"""What a pickle of torch's says about tensors: the names it may mention, and the tensors that its calls describe.
+"""Interpret a torch pickle's records: the allowed names, and the tensors that its calls describe.
 
 A tensor is a call of `torch._utils._rebuild_tensor_v2` with a storage, an offset, a shape and strides (torch/_tensor.py,
-`_reduce_ex_internal`), a parameter a call of `_rebuild_parameter` with a tensor.
+`_reduce_ex_internal`); a parameter is a call of `_rebuild_parameter` with a tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STORAGES = {
 REBUILD = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 WRAPPED = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
-# Tensors that are not plain arrays, and what they are.
+# Functions that build other kinds of tensors -> the kind.
 OTHER_TENSORS = {
     "torch._utils._rebuild_qtensor": "quantised",
     "torch._utils._rebuild_sparse_tensor": "sparse",
@@ -52,7 +52,7 @@ OTHER_TENSORS = {
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a copy from a device without storages",
 }
 TYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-# Every name that a pickle of weights may mention: what torch's own weights_only allows, since none of it is ever called.
+# All names allowed in a pickle of weights: those of torch's weights_only, since none is ever called.
 ALLOWED = frozenset(
     [
         *("collections.OrderedDict", "collections.Counter", "_codecs.encode"),
@@ -68,7 +68,7 @@ ALLOWED = frozenset(
 
 @dataclass(frozen=True)
 class Strided(Entry):
-    """A tensor whose elements lie ``stride`` elements apart, by dimension."""
+    """A tensor with ``stride`` in elements, by dimension."""
 
     stride: tuple[int, ...]
 
@@ -84,7 +84,7 @@ class Strided(Entry):
 
 @dataclass(frozen=True)
 class Storage:
-    """A run of ``count`` elements somewhere in the file, as a pickle mentions it."""
+    """A run of ``count`` elements in the file."""
 
     key: str
     dtype: torch.dtype
@@ -96,12 +96,12 @@ class Storage:
 
 
 class NotDense(ValueError):
-    """A tensor that a GPT-2 cannot be made of: sparse, quantised, complex, expanded."""
+    """An unsupported kind of tensor: sparse, quantised, complex, expanded."""
 
 
 def storage(id: Any) -> Storage:
-    """The storage that a persistent id means. Raises Damaged where it means none."""
-    # ("storage", class, key, device, elements), and in the old form None, where a view of another storage once was.
+    """Return the storage of a persistent id. Raises Damaged: the id means none."""
+    # ("storage", class, key, device, elements), and in the old form also None, formerly a view of another storage.
     if type(id) is tuple and len(id) in (5, 6) and id[0] == "storage" and id[5:] in ((), (None,)):
         _, what, key, _, count = id[:5]
         dtype = STORAGES.get(what.name.replace("torch.cuda.", "torch.", 1)) if type(what) is Name else None
@@ -111,11 +111,11 @@ def storage(id: Any) -> Storage:
 
 
 def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
-    """The tensor that ``call`` would have made, checked to lie within its storage; ``places`` are key -> (first byte, bytes).
+    """Return the tensor of ``call``, checked to lie within its storage; ``places`` are key -> (first byte, bytes).
 
-    Raises Damaged: it contradicts itself or ``places``. NotDense: it is a tensor of another kind.
+    Raises Damaged: it contradicts itself or ``places``. NotDense: another kind of tensor.
     """
-    for _ in range(4):  # a parameter, of a tensor with attributes
+    for _ in range(4):  # a parameter of a tensor with attributes
         if call.name in WRAPPED and call.args and type(call.args[0]) is Call:
             call = call.args[0]
         elif call.name == FROM_TYPE and len(call.args) == 4 and _are(call.args, (Name, Name, tuple)):
@@ -142,7 +142,7 @@ def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
     if size != held.nbytes:
         raise Damaged(f"needs a storage of {held.nbytes:,} bytes that is not there")
     if math.prod(shape):
-        reach = 0  # the furthest element, counted from the first
+        reach = 0  # index of the last element
         for step, length in sorted(pair for pair in zip(stride, shape, strict=True) if pair[1] > 1):
             if step <= reach:
                 raise NotDense("expanded, elements used more than once")
@@ -153,7 +153,7 @@ def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
 
 
 def kind_of(value: Any) -> str:
-    """What a value of a pickle is, in words."""
+    """Describe a pickle's value in words."""
     if type(value) is Call:
         return "a tensor" if value.name in (*REBUILD, *WRAPPED, *OTHER_TENSORS, FROM_TYPE) else f"a {value.name}"
     return "None" if value is None else f"a value of type {type(value).__name__}"
