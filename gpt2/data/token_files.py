@@ -1,7 +1,4 @@
-"""Read token files: `train.bin` and `val.bin` with ids as little-endian uint16, as in nanoGPT.
-
-Files are memory-mapped, so that a corpus may be larger than memory.
-"""
+"""Memory-map token files: `train.bin` and `val.bin` with little-endian uint16 ids, as in nanoGPT."""
 
 import hashlib
 from pathlib import Path
@@ -11,16 +8,14 @@ import numpy as np
 from gpt2.errors import InputError
 
 TRAIN, VAL = "train.bin", "val.bin"
-SAMPLES, BLOCK = 4096, 2048  # of a longer file, only this number of blocks of this number of ids is checked
+SAMPLES, BLOCK = 4096, 2048  # of a longer file, only so many blocks of so many ids are checked
 
 
 def read(directory: str | Path, n_vocab: int) -> tuple[np.ndarray, np.ndarray]:
     """Map a folder's `train.bin` and `val.bin`; return both as read-only uint16 arrays.
 
-    Ids are checked against ``n_vocab``; in a file of more than 8 million ids, those of 4,096 blocks spread over the file.
-
-    Raises:
-        InputError: a file that is missing, is empty, has an odd size, or has an id outside the vocabulary.
+    Ids are checked against ``n_vocab``; in a file of more than 8 million ids, only 4,096 blocks spread over the file. Raises
+    InputError: a file that is missing, is empty, has an odd size, or has an id outside the vocabulary.
     """
     files = []
     for path in (Path(directory) / TRAIN, Path(directory) / VAL):

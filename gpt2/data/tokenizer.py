@@ -1,4 +1,4 @@
-"""The base of every tokenizer: a list of tokens as bytes, and the way from ids back to text."""
+"""The base class of all tokenizers: tokens as bytes, and decoding."""
 
 import os
 from collections.abc import Iterable
@@ -8,10 +8,10 @@ from gpt2.errors import InputError
 
 
 class Tokenizer:
-    """Tokens by id, as bytes; a subclass (BPE, characters, words) adds the way from text to ids.
+    """Tokens by id, as bytes; subclasses (BPE, characters, words) add encoding.
 
-    ``n_vocab`` is the number of ids, special ones included; a model's vocabulary may be padded to more. ``eot`` is the id that
-    ends a text, or None.
+    ``n_vocab`` is the number of ids, special tokens included; a model's vocabulary may be padded to more. ``eot`` is the id
+    that ends a text, or None.
     """
 
     eot: int | None = None
@@ -25,7 +25,7 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Sha256 (hex); equal fingerprints mean equal ids for every text, whatever files they were read from."""
+        """Sha256 (hex); equal fingerprints mean equal ids for every text, from whatever files."""
         raise NotImplementedError
 
     def encode(self, text: str) -> list[int]:
@@ -35,7 +35,7 @@ class Tokenizer:
     def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
         """Write the files that :func:`gpt2.data.from_directory` and transformers read; return their paths.
 
-        `n_positions` becomes `model_max_length`, beyond which transformers warns.
+        `n_positions` becomes `model_max_length`, above which transformers warns.
         """
         raise NotImplementedError
 
@@ -49,8 +49,7 @@ class Tokenizer:
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of `ids` (a list, or a 1-d array or tensor).
 
-        Raises:
-            InputError: an id outside 0..n_vocab-1, as a model with a padded vocabulary may sample.
+        Raises InputError: an id outside 0..n_vocab-1, which a model with a padded vocabulary may sample.
         """
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if ids and not (min(ids) >= 0 and max(ids) < self.n_vocab):
@@ -64,7 +63,7 @@ class Tokenizer:
 
 
 def refuse_surrogates(text: str) -> None:
-    """Raise an :class:`InputError` at the first lone surrogate of `text`, which tiktoken would silently replace by U+FFFD."""
+    """Raise InputError at the first lone surrogate, which tiktoken would silently replace by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,9 +1,8 @@
-"""A tokenizer of words: its vocabulary is the most frequent words of a text, each with the space before it.
+"""A word tokenizer: its vocabulary is the most frequent words of a text, each with the space before it.
 
-A word that is not in the vocabulary is encoded as bytes. So any text can be decoded again, and bits per byte compare with other
-models' (with one unknown token for all rare words, as tutorials use it, neither holds). Text is cut as GPT-2 cuts it
-(:data:`gpt2.data.bpe.PATTERN`). For the `tokenizers` library this is a byte-level BPE without merges that takes a whole piece
-where it is in the vocabulary (`ignore_merges`).
+Other words are encoded as bytes, so any text can be decoded, and bits per byte are comparable with other models'; with one
+unknown token, as in tutorials, neither holds. GPT-2's pattern splits the text (:data:`gpt2.data.bpe.PATTERN`). For the
+`tokenizers` library this is a byte-level BPE without merges that accepts whole pieces (`ignore_merges`).
 """
 
 import hashlib
@@ -29,11 +28,10 @@ class Words(Tokenizer):
     """A vocabulary of the 256 bytes, then `words` in their order, then `<|endoftext|>`.
 
     Args:
-        words: pieces of text as :data:`gpt2.data.bpe.PATTERN` cuts it, each longer than one byte, each once.
-        where: what to call the source in an error.
+        words: pieces of text as :data:`gpt2.data.bpe.PATTERN` splits it, each longer than one byte, each once.
+        where: the source's name in an error.
 
-    Raises:
-        InputError: a word that is no such piece, so that no text would ever get its id; or a word listed twice.
+    Raises InputError: a word that is not such a piece, so that no text would get its id; or a repeated word.
     """
 
     def __init__(self, words: Sequence[str], *, where: str = "the vocabulary") -> None:
@@ -54,10 +52,9 @@ class Words(Tokenizer):
 
     @classmethod
     def from_text(cls, text: str, vocab_size: int) -> Self:
-        """Take the most frequent words of `text`, as many as give `vocab_size` entries; equally frequent ones in text order.
+        """Take the most frequent words of `text` for `vocab_size` entries; equally frequent ones in text order.
 
-        Raises:
-            InputError: `vocab_size` is below 257, or the text has too few words.
+        Raises InputError: `vocab_size` is below 257, or the text has too few words.
         """
         wanted = vocab_size - N_BYTES - 1
         if wanted < 0:
@@ -76,11 +73,7 @@ class Words(Tokenizer):
         return hashlib.sha256(json.dumps(["words", self._words]).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`: one for each word of the vocabulary, one for each byte of other words.
-
-        Raises:
-            InputError: a lone surrogate, which has no UTF-8 form.
-        """
+        """Return one id for each known word, and one for each byte of other words. Raises InputError: a lone surrogate."""
         refuse_surrogates(text)
         ids: list[int] = []
         for piece in _pieces(text):
@@ -89,7 +82,6 @@ class Words(Tokenizer):
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
-        """Read `words.json`."""
         file = Path(path) / FILE
         content = bpe_files.read_json(file)
         words = content.get("words") if isinstance(content, dict) else None
@@ -105,7 +97,7 @@ class Words(Tokenizer):
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
         steps = {"pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level}
         texts = bpe_files.tokenizer_texts(model, steps, {END_OF_TEXT: self.n_vocab - 1}, n_positions)
-        # GPT2Tokenizer builds its own BPE from vocabulary and merges, and would encode every word as bytes.
+        # GPT2Tokenizer builds its own BPE, and would encode every word as bytes.
         config = json.loads(texts["tokenizer_config.json"]) | {"tokenizer_class": "PreTrainedTokenizerFast"}
         texts["tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
         texts[FILE] = json.dumps({"words": self._words}, ensure_ascii=False) + "\n"
