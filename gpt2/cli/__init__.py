@@ -1,1 +1,1 @@
-"""The `gpt2` command: one file per subcommand, which parses arguments, calls the library and prints the result."""
+"""The `gpt2` command: each subcommand's file parses arguments, calls the library and prints the result."""

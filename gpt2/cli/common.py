@@ -1,4 +1,4 @@
-"""Parts shared by the commands: common arguments, progress on stderr, and writing results."""
+"""Functions shared by the commands: common arguments, progress on stderr, and output of results."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from gpt2.errors import InputError, printable
 
 
 def seed(text: str) -> int:
-    """The type of ``--seed``: a number that every random generator here accepts."""
+    """Parse ``--seed``: a number that every random generator here accepts."""
     number = int(text)
     if not 0 <= number < 2**63:
         raise argparse.ArgumentTypeError("a seed is a whole number from 0 to 2**63 - 1")
@@ -33,7 +33,7 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
 
 
 def require_writable(flag: str, target: str | None) -> None:
-    """Raise InputError if a result could not be written, before it is computed."""
+    """Raise InputError if a result cannot be written; called before the computation."""
     if target is None or (target == "-" and flag == "--json"):
         return
     if target == "-":
@@ -44,12 +44,12 @@ def require_writable(flag: str, target: str | None) -> None:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print to stdout. On a terminal, control characters are shown as symbols, since a model may generate them."""
+    """Print to stdout; on a terminal, show control characters as symbols, since a model may generate them."""
     print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def write_result(target: str | None, to_json: Callable[[], str], show: Callable[[], None]) -> None:
-    """Write a result as JSON if ``--json`` asks for it, and show it unless the JSON goes to stdout."""
+    """Write the JSON of ``--json``; show the result unless the JSON goes to stdout."""
     if target == "-":
         say(to_json())
         return
@@ -62,7 +62,7 @@ def write_result(target: str | None, to_json: Callable[[], str], show: Callable[
 
 
 def save_page(target: str | None, save: Callable[[str], object]) -> None:
-    """Write the page that ``--html`` asks for, and say so."""
+    """Write the page of ``--html``, and report it on stderr."""
     if target:
         save(target)
         print(f"wrote {target}", file=sys.stderr)

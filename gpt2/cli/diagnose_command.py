@@ -1,4 +1,4 @@
-"""``gpt2 diagnose``: say where somebody's port departs from GPT-2, and why."""
+"""``gpt2 diagnose``: show where a user's implementation differs from GPT-2, and why."""
 
 import argparse
 import math

@@ -76,12 +76,11 @@ CROSS_SITE = '<!doctype html><title>gpt2 explore</title><p>Another site led here
 
 
 def application(opened: Explorer, prompt: str, token: str) -> Starlette:
-    """An application that serves one page, ``/TOKEN/?prompt=TEXT``.
+    """Return an application that serves one page, ``/TOKEN/?prompt=TEXT``.
 
-    Every user of this machine can connect to the port, so the address contains a secret that only this user's terminal shows.
-    Requests for another host name are refused, against DNS rebinding. A request that another site caused, by a link, a picture
-    or a script, gets an answer without a forward pass. Forward passes run one at a time, since each uses all cores. A request
-    whose browser has disconnected while it waited is not run.
+    Security: every user of this machine can connect to the port, so the address contains a secret that only this terminal
+    shows. A wrong Host header is refused (DNS rebinding). A request that another site caused gets no forward pass. Forward
+    passes run one at a time, since each uses all cores; a disconnected request in the queue is not run.
     """
     import asyncio
 
@@ -119,7 +118,7 @@ def application(opened: Explorer, prompt: str, token: str) -> Starlette:
 
 
 def _listen(port: int) -> socket.socket:
-    """A listening socket on loopback, opened before a model is loaded."""
+    """Open a socket on loopback, before a model is loaded."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -129,10 +128,10 @@ def _listen(port: int) -> socket.socket:
         ) from None
     listening = socket.socket()
     try:
-        if os.name == "posix":  # on Windows this lets another process take the port
+        if os.name == "posix":  # on Windows it would let another process take the port
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((HOST, port))
-        listening.listen()  # early connections then wait instead of being refused
+        listening.listen()  # early connections wait instead of being refused
     except (OSError, OverflowError) as error:
         listening.close()
         reason = getattr(error, "strerror", None) or "a port is 0 .. 65535"
@@ -156,4 +155,4 @@ def _serve(opened: Explorer, prompt: str, listening: socket.socket) -> None:
     address = f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
     print(f"open {address} in a browser; Ctrl-C ends it", file=sys.stderr, flush=True)
     uvicorn.Server(config).run(sockets=[listening])
-    raise KeyboardInterrupt  # only Ctrl-C ends the server, and uvicorn raises it again only sometimes
+    raise KeyboardInterrupt  # only Ctrl-C ends the server; uvicorn does not always raise it again

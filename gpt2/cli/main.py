@@ -1,6 +1,6 @@
-"""Run the ``gpt2`` command: parse the arguments, run one subcommand, and turn errors into exit codes.
+"""Run the ``gpt2`` command: parse arguments, run one subcommand, convert errors to exit codes.
 
-Exit codes: 0 success, 1 a check was measured and failed, 2 bad input, 130 interrupted.
+Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted.
 """
 
 import argparse
@@ -45,10 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, or print the help if none is given; return the exit code.
-
-    Bad input is one line on stderr, without a traceback.
-    """
+    """Run one command, or print the help without one; return the exit code. Bad input prints one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a Windows pipe's code page lacks many characters
             stream.reconfigure(errors="backslashreplace")

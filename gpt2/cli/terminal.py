@@ -1,4 +1,4 @@
-"""A rich console on which text cannot send control sequences to the terminal."""
+"""A rich console that lets no text send control sequences to the terminal."""
 
 from collections.abc import Iterable
 
@@ -9,10 +9,7 @@ from gpt2.errors import printable
 
 
 class Terminal(Console):
-    """Stdout; on a terminal, control characters in a report are shown as symbols.
-
-    Colours stay: rich stores them beside the text and writes them last.
-    """
+    """Stdout; on a terminal, control characters are shown as symbols. rich adds its colours later, so they stay."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(recipes: dict[str, Recipe]) -> str:
-    """Each recipe's name, description and promise, wrapped to the terminal."""
+    """List each recipe's name, description, expected loss and duration, wrapped to the terminal."""
     width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60) - 25
     rows = []
     for name, recipe in recipes.items():
@@ -98,7 +98,7 @@ def _list(recipes: dict[str, Recipe]) -> str:
 
 
 def _words(args: argparse.Namespace) -> list[str]:
-    """The arguments that each of several processes is started with."""
+    """Return the arguments of each launched process."""
     options = {"--init": args.init, "--out": args.out, "--json": args.json}
     words = [f"{name}={value}" for name, value in options.items() if value is not None]
     return ["train", args.recipe, *words, *(f"--set={each}" for each in args.set), *(["--fresh"] if args.fresh else [])]
@@ -127,7 +127,7 @@ _ACTIONS = {"stop": "stopping", "skip": "skipped", "rewind": "going back to the 
 
 
 def show(event: Started | Logged | Evaluated | Estimated | Diverged) -> None:
-    """Print one event of the training loop to stderr, with control characters in names and samples as symbols."""
+    """Print one training event to stderr, control characters as symbols."""
     from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged
 
     at = f"step {event.step:6}  "
@@ -162,7 +162,7 @@ def _started(event: Started) -> str:
 
 
 def _promise(recipe: Recipe) -> str:
-    """The expected loss and duration that a recipe states."""
+    """Format a recipe's expected loss and duration."""
     loss = f"expected validation loss {recipe.expect:g}" if recipe.expect else "no expected loss"
     return f"{loss} · {recipe.takes}" if recipe.takes else loss
 
