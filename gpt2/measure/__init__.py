@@ -1,1 +1,1 @@
-"""What all judges share: metrics, language scores, windows over a text, recorded intermediates of a forward pass."""
+"""Measurements shared by all comparisons: metrics, text scores, windows over a text, recorded intermediates of a forward pass."""

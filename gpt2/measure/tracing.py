@@ -1,16 +1,16 @@
-"""Record every intermediate of a forward pass, of our model or of transformers', under the same names.
+"""Record every intermediate of a forward pass, of our model or transformers', under the same names.
 
-Our modules and transformers' bear the checkpoint's names, so one set of hooks serves both. No module emits the attention scores
-and weights; they are recorded where the eager paths call softmax. In the order of computation:
+Both have the checkpoint's module names, so the same hooks fit. No module outputs the attention scores and weights; they are
+recorded where eager attention calls softmax. In the order of computation:
 
     wte, wpe, embed                                   token and position vectors, their sum (after dropout)
     h.N.ln_1
     h.N.attn.q, .k, .v                                the three thirds of c_attn
-    h.N.attn.scores, .weights                         before softmax (what the mask spares), after softmax
-    h.N.attn.heads, h.N.attn.c_proj                   heads side by side, and projected
-    h.N.mid                                           the stream between the two branches
+    h.N.attn.scores, .weights                         before softmax (masked scores as 0), after softmax
+    h.N.attn.heads, h.N.attn.c_proj                   heads concatenated, and projected
+    h.N.mid                                           the residual stream between the two branches
     h.N.ln_2, h.N.mlp.c_fc, .mlp.act, .mlp.c_proj
-    h.N                                               the stream after the block
+    h.N                                               the residual stream after the block
     ln_f, logits
 """
 
@@ -34,7 +34,7 @@ from gpt2.model import GPT2, eager_attention, sdpa_attention
 
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 OUTSIDE = ("wte", "wpe", "embed", "ln_f", "logits")  # the points outside the blocks
-# The modules of a block, with the points at their input and at their output; "" is the block itself.
+# A block's modules -> points at their input and output; "" is the block itself.
 TAPS: dict[str, tuple[str | None, str]] = {
     "ln_1": (None, "ln_1"),
     "attn.c_attn": (None, "attn.qkv"),
@@ -49,27 +49,27 @@ Recorded = dict[str, Tensor]
 
 
 def points(n_layer: int) -> list[str]:
-    """Every traced point of a model with ``n_layer`` blocks, in the order of computation."""
+    """Return every traced point of a model with ``n_layer`` blocks, in the order of computation."""
     parts = "ln_1 attn.q attn.k attn.v attn.scores attn.weights attn.heads attn.c_proj mid ln_2 mlp.c_fc mlp.act mlp.c_proj"
     blocks = [point_at(n, part) for n in range(n_layer) for part in (*parts.split(), "")]
     return [*OUTSIDE[:3], *blocks, *OUTSIDE[3:]]
 
 
 def point_at(layer: int | None, part: str) -> str:
-    """The name of a traced point: of ``part`` ("attn.q", "" for the block's end) in a block, or outside of them all."""
+    """Return a point's name: of ``part`` ("attn.q", "" for the block's output) in a block, or outside the blocks."""
     if layer is None or part in OUTSIDE:
         return part
     return f"h.{layer}.{part}" if part else f"h.{layer}"
 
 
 def layer_of(name: str) -> int | None:
-    """The block that a traced point or a parameter lies in, such as 3 for ``h.3.attn.k``; None outside the blocks."""
+    """Return the block of a point or parameter, such as 3 for ``h.3.attn.k``; None outside the blocks."""
     block = re.match(r"h\.(\d+)\b", name)
     return int(block[1]) if block else None
 
 
 def block_of(name: str) -> str:
-    """The row of a table that a traced point or a parameter belongs to: "embed", "h.0" and so on, or "head"."""
+    """Return the table row of a point or parameter: "embed", "h.0" and so on, or "head"."""
     layer = layer_of(name)
     if layer is not None:
         return f"h.{layer}"
@@ -77,20 +77,20 @@ def block_of(name: str) -> str:
 
 
 def part_of(name: str) -> str:
-    """The part of its block that a traced point is: ``"h.3.attn.k"`` -> ``"attn.k"``."""
+    """Return a point's name within its block: ``"h.3.attn.k"`` -> ``"attn.k"``."""
     return name.split(".", 2)[2] if name.count(".") > 1 else name
 
 
 @torch.no_grad()
 def trace(model: nn.Module, ids: Tensor) -> Recorded:
-    """Run ``model``, ours or transformers', on (B, T) ``ids`` through its eager attention; return the tensor at each point."""
+    """Run our model or transformers' on (B, T) ``ids`` with eager attention; return the tensor at each point."""
     recorded: Recorded = {}
     _run(model, ids, recorded, lambda: None)
     return _in_order(recorded, len(root_of(model).h))
 
 
 def trace_blocks(model: nn.Module, ids: Tensor) -> Iterator[Recorded]:
-    """:func:`trace`, a block at a time: embeddings, each block, final norm and logits. Yielded tensors are not kept.
+    """:func:`trace`, one block at a time: embeddings, each block, final norm and logits. Yielded tensors are not kept.
 
     The forward pass runs in a thread that waits while the caller uses a block, so two models can be traced side by side.
     """
@@ -133,16 +133,16 @@ def trace_blocks(model: nn.Module, ids: Tensor) -> Iterator[Recorded]:
 
 
 class _Stopped(Exception):
-    """The caller does not want further blocks."""
+    """The caller wants no further blocks."""
 
 
 def root_of(model: nn.Module) -> GPT2:
-    """The module of our model or of transformers' that holds the blocks; both have our names for what is in it."""
+    """Return the module that holds the blocks; in both models it has our names."""
     return cast(GPT2, model if isinstance(model, GPT2) else model.transformer)
 
 
 def _run(model: nn.Module, ids: Tensor, recorded: Recorded, emit: Callable[[], None]) -> None:
-    """One traced forward pass; ``emit`` is called when the embeddings are done, and after each block."""
+    """Run one traced forward pass; call ``emit`` after the embeddings and after each block."""
     root = root_of(model)
     require_whole_files()
     with ExitStack() as stack:
@@ -170,7 +170,7 @@ def _run(model: nn.Module, ids: Tensor, recorded: Recorded, emit: Callable[[], N
 
 
 def _use_eager_attention(model: nn.Module, stack: ExitStack) -> None:
-    """Switch to eager attention, which calls softmax, until ``stack`` closes; an attention that is not ours stays in place."""
+    """Use eager attention, which calls softmax, until ``stack`` closes; a custom attention stays in place."""
     if isinstance(model, GPT2):
         for block in model.h:
             if block.attn.attend is sdpa_attention:
@@ -198,13 +198,13 @@ def _record_output(recorded: Recorded, point: str, module: nn.Module, args: tupl
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy, with a batch axis even where positions (T, D) had none: later operations may write in place."""
+    """Copy a tensor, since later operations may write in place; add a batch axis to positions (T, D)."""
     tensor = tensor.detach().clone()
     return tensor if tensor.ndim > 2 else tensor[None]
 
 
 class _SoftmaxTap(TorchFunctionMode):
-    """Records the input and the output of the softmax of each block."""
+    """Record the input and output of each block's softmax."""
 
     def __init__(self, recorded: Recorded) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class _SoftmaxTap(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in SOFTMAX and self.layer >= 0:
             scores = args[0].detach()
-            # Masked scores are -inf in one implementation and the lowest float in another; they are recorded as 0.
+            # Masked scores are -inf in one implementation, the lowest float in another; record 0.
             self.recorded[point_at(self.layer, "attn.scores")] = scores.tril(scores.size(-1) - scores.size(-2))
             self.recorded[point_at(self.layer, "attn.weights")] = result.detach().clone()
         return result

@@ -15,7 +15,7 @@ from gpt2.errors import InputError
 
 
 class Window(NamedTuple):
-    """Inputs ``ids[start:end]`` of a text. The tokens after the inputs ``first`` .. ``end - 1`` are scored here only."""
+    """Inputs ``ids[start:end]`` of a text; the tokens after inputs ``first`` .. ``end - 1`` are scored."""
 
     start: int
     end: int
@@ -24,13 +24,13 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Windows:
-    """How a text is cut: into windows of ``context`` inputs that move by ``stride`` (default: ``context``, no overlap).
+    """How a text is cut: windows of ``context`` inputs that move by ``stride`` (default: ``context``, no overlap).
 
-    Every token but the first is scored exactly once. Where windows overlap, a token counts in the first window that reaches it.
-    The last window reaches back, so that all windows are equally long.
+    Every token but the first is scored exactly once: in the first window that reaches it. The last window starts earlier, so
+    that all windows have the same length.
 
-    ``guide`` cuts as Hugging Face's guide "Perplexity of fixed-length models" does: ``context`` counts the scored token too,
-    the first token of a window that overlaps no earlier one is not scored, and the last window is what is left.
+    ``guide`` cuts as Hugging Face's guide "Perplexity of fixed-length models": ``context`` counts the scored token too, the
+    first token of a window without overlap is not scored, and the last window may be shorter.
     """
 
     context: int
@@ -39,15 +39,11 @@ class Windows:
 
     @property
     def step(self) -> int:
-        """By how many tokens the windows move."""
+        """The distance between windows, in tokens."""
         return self.context if self.stride is None else self.stride
 
     def of(self, n: int) -> Iterator[Window]:
-        """The windows of a text of ``n`` tokens.
-
-        Raises:
-            InputError: nothing to predict, no context, or a stride that would skip tokens.
-        """
+        """Yield the windows of ``n`` tokens. Raises InputError: nothing to predict, no context, or a stride that skips tokens."""
         context, step = self.context, self.step
         if n < 2:
             raise InputError(f"a text of {n} tokens has none to predict; give a longer one")
@@ -65,7 +61,7 @@ class Windows:
             yield Window(max(0, end - context), end, first)
 
     def _of_guide(self, n: int) -> Iterator[Window]:
-        end = 0  # of the window's tokens, its last target among them
+        end = 0  # of the window's tokens, including its last target
         for start in range(0, n, self.step):
             before, end = end, min(start + self.context, n)
             if end - start > 1:
@@ -74,7 +70,7 @@ class Windows:
                 return
 
     def batches(self, ids: Tensor, batch_size: int | None = None) -> Iterator[tuple[Tensor, list[Window]]]:
-        """The windows of a text (N,) as inputs (B, T) that run together, B at most ``batch_size`` (default: 1024 tokens)."""
+        """Yield a text's (N,) windows as inputs (B, T), B at most ``batch_size`` (default: 1024 tokens)."""
         batch_size = max(1, 1024 // max(1, self.context)) if batch_size is None else batch_size
         for _, equally_long in itertools.groupby(self.of(len(ids)), lambda window: window.end - window.start):
             while group := list(itertools.islice(equally_long, batch_size)):
