@@ -1,1 +1,1 @@
-"""What all reports share: JSON, terminal tables, page templates, charts, escaping."""
+"""Output shared by all reports: JSON, terminal tables, page templates, charts, escaping."""

@@ -1,10 +1,8 @@
-"""Draw pictures for a page: SVG by matplotlib; the page chooses the colours.
+"""Draw SVG charts for a page with matplotlib.
 
-matplotlib draws placeholder colours, which become CSS variables, so one picture fits a light and a dark page. Text stays text in
-the page's own font. The same data make the same bytes.
-
-matplotlib is imported at the first picture, with our own settings: a user's ``matplotlibrc`` is not read, and nothing is written
-to the home folder.
+Placeholder colours become CSS variables, so one picture fits a light and a dark page; text uses the page's font. The same data
+give the same bytes. matplotlib is imported at the first picture, ignores the user's ``matplotlibrc``, and writes nothing to the
+home folder.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LEVELS = 17  # shades from "equal" to "as different as can be"
+LEVELS = 17  # shades from "equal" to the largest difference
 
 WIDE, NARROW, SMALL = (10.6, 3.2), (3.6, 2.9), (4.4, 2.7)  # inches of 100 px
 
@@ -62,7 +60,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def shade(share: float) -> int:
-    """0 .. 1 to one of the LEVELS; 0 is kept for nothing at all."""
+    """Map 0 .. 1 to one of the LEVELS; only 0 gets level 0."""
     if math.isnan(share):
         return LEVELS - 1
     return 0 if share <= 0 else max(1, math.ceil(min(share, 1.0) * (LEVELS - 1)))
@@ -70,7 +68,7 @@ def shade(share: float) -> int:
 
 @contextmanager
 def matplotlib_of_our_own(**settings: Any) -> Iterator[None]:
-    """matplotlib with our settings only, for as long as something is drawn."""
+    """Use matplotlib with our settings only."""
     with tempfile.TemporaryDirectory() as folder:
         before = {name: os.environ.get(name) for name in ("MPLCONFIGDIR", "MATPLOTLIBRC")}
         empty = os.path.join(folder, "matplotlibrc")
@@ -83,7 +81,7 @@ def matplotlib_of_our_own(**settings: Any) -> Iterator[None]:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
         with matplotlib.rc_context(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # the page's font has it, or the reader's
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # the reader's font may have it
             matplotlib.rcdefaults()
             parameters: dict[Any, Any] = SETTINGS | settings
             matplotlib.rcParams.update(parameters)
@@ -91,7 +89,7 @@ def matplotlib_of_our_own(**settings: Any) -> Iterator[None]:
 
 
 def svg(name: str, size: tuple[float, float], title: str, draw: Callable[[Figure], None]) -> str:
-    """One picture as an inline ``<svg>`` element; ``name`` keeps its ids apart from those of others on the page."""
+    """Return one picture as an inline ``<svg>``; ``name`` makes its ids unique on the page."""
     with matplotlib_of_our_own(**{"svg.hashsalt": name}):
         from matplotlib.figure import Figure
 

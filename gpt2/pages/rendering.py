@@ -1,7 +1,7 @@
-"""Render an HTML page from a template: escaping, and how numbers, shares and tokens are written in it.
+"""Render HTML pages from templates; format numbers, percentages and tokens.
 
 A page is one self-contained file. Its content security policy allows no request, and only the page's own script, by hash. Text
-from models and files is escaped, so it is never read as markup.
+from models and files is escaped.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     from gpt2.measure.estimates import Estimate
 
-MAX_LEGEND = 40  # characters of a model's name in a legend
+MAX_LEGEND = 40  # maximum characters of a model's name in a legend
 SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 def render(name: str, **values: Any) -> str:
-    """The page of the template ``name`` (``name.html`` with the script ``name.js``), with every value escaped.
+    """Render the template ``name`` (``name.html`` with the script ``name.js``), with every value escaped.
 
-    The filter ``svg`` marks text that this package made itself, a picture, which is not escaped.
+    Only the filter ``svg`` skips escaping: it is for pictures that this package made.
     """
     import jinja2
     from markupsafe import Markup
@@ -47,20 +47,16 @@ def render(name: str, **values: Any) -> str:
 
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """Write a page or a picture to a file.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Write a page or picture. Raises InputError: the file cannot be written."""
     try:
-        # The name of a model's file may hold bytes that are not UTF-8.
+        # A model's file name may contain bytes that are not UTF-8.
         Path(path).write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 
 
 def _ramp(*stops: str) -> list[str]:
-    """LEVELS colours that lead evenly through ``stops``."""
+    """Interpolate LEVELS colours through ``stops``."""
     channels = zip(*(bytes.fromhex(stop[1:]) for stop in stops), strict=True)  # red, green, blue
     places = np.linspace(0, len(stops) - 1, LEVELS)
     mixed = [np.interp(places, range(len(stops)), channel).round().astype(np.uint8) for channel in channels]
@@ -74,7 +70,7 @@ RAMPS = {
 
 
 def number(value: float | None, form: str = "#.3g") -> str:
-    """A number for people: ∞ for infinity, and a dash for NaN and None."""
+    """Format a number: ∞ for infinity, a dash for NaN and None."""
     if value is None or math.isnan(value):
         return "–"
     if math.isinf(value):
@@ -86,12 +82,12 @@ def number(value: float | None, form: str = "#.3g") -> str:
 
 
 def power_of_ten(exponent: int) -> str:
-    """``-4`` -> ``"10⁻⁴"``."""
+    """Format ``-4`` as ``"10⁻⁴"``."""
     return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """A share as a percentage; only exactly 0 and 1 are written as 0 % and 100 %."""
+    """Format a fraction as a percentage; only exactly 0 and 1 become 0 % and 100 %."""
     if value is None or not math.isfinite(value):
         return number(value)
     text = f"{value:.{digits}%}"
@@ -103,33 +99,33 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def between(interval: Estimate, form: str = "#.3g") -> str:
-    """``"low to high"``; empty where there is no interval."""
+    """Format an interval as ``"low to high"``; empty if it has no width."""
     return "" if interval.low == interval.high else f"{number(interval.low, form)} to {number(interval.high, form)}"
 
 
 def percent_between(interval: Estimate) -> str:
-    """:func:`between` of shares, as percentages."""
+    """Format an interval of fractions like :func:`between`, as percentages."""
     return "" if interval.low == interval.high else f"{percent(interval.low)} to {percent(interval.high)}"
 
 
 def visible(text: str) -> str:
-    """A token for a table cell: line breaks and tabs become signs, other control characters the replacement character."""
+    """Format a token for a table cell: line breaks and tabs as symbols, other control characters as U+FFFD."""
     return "".join(SIGNS.get(c, c if c.isprintable() else "�") for c in text)
 
 
 def readable(text: str) -> str:
-    """A token for running text: line breaks and tabs stay, other control characters become the replacement character."""
+    """Format a token for running text: keep line breaks and tabs, other control characters as U+FFFD."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 
 def short_names(a: str, b: str) -> tuple[str, str]:
-    """Two models' names for a legend: the end of a long path; A and B where both ends are the same."""
+    """Shorten two models' names for a legend: a long path's end; A and B if the ends are equal."""
     names = [name if len(name) <= 24 else "/".join(Path(name).parts[-2:])[-MAX_LEGEND:] for name in (visible(a), visible(b))]
     return ("A", "B") if names[0] == names[1] else (names[0], names[1])
 
 
 def pack_lower(maps: Tensor) -> str:
-    """Attention weights (..., T, T) in base64: a byte each, 255 for 1, of what lies on or below the diagonal, row by row."""
+    """Encode attention weights (..., T, T) in base64: the lower triangle, row by row, one byte each, 255 for 1."""
     low = maps.tril().nan_to_num().clamp(0, 1).mul(255).round().byte()
     rows, columns = low.new_ones(low.shape[-2:]).nonzero(as_tuple=True)
     inside = columns <= rows

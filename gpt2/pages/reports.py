@@ -1,4 +1,4 @@
-"""What all reports share: the environment they were measured in, JSON, and tables that fit a terminal."""
+"""Environment, JSON and terminal tables of all reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "tiktoken", "n
 
 @dataclass(frozen=True)
 class Environment:
-    """Versions and machine that a report was measured with."""
+    """The versions and machine of a measurement."""
 
     versions: dict[str, str]
     dtype: str
@@ -34,7 +34,7 @@ class Environment:
 
 
 def environment(dtypes: Iterable[torch.dtype]) -> Environment:
-    """The environment of this process; ``dtypes`` are those of the models, in order."""
+    """Return this process's environment; ``dtypes`` are the models', in order."""
     import torch
 
     versions = {"gpt2-toolkit": __version__, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
@@ -43,12 +43,11 @@ def environment(dtypes: Iterable[torch.dtype]) -> Environment:
 
 
 def dtype_label(dtype: torch.dtype) -> str:
-    """``torch.float32`` -> ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def as_json(body: dict[str, Any], indent: int | None = 2) -> str:
-    """A report as JSON, dataclasses as objects; infinity and NaN become the strings "inf", "-inf" and "nan"."""
+    """Convert a report to JSON; infinity and NaN become the strings "inf", "-inf" and "nan"."""
     return json.dumps(_plain(body), indent=indent, allow_nan=False)
 
 
@@ -63,10 +62,10 @@ def _plain(value: Any) -> Any:
 
 
 class Printed:
-    """A report that prints to a terminal: the subclass yields its parts."""
+    """A report that prints to a terminal; subclasses yield its parts."""
 
     def parts(self) -> Iterator[RenderableType]:
-        """Markup, texts and tables, from top to bottom."""
+        """Yield markup, texts and tables, from top to bottom."""
         raise NotImplementedError
 
     def print(self, console: Console) -> None:
@@ -75,7 +74,7 @@ class Printed:
             console.print(part, highlight=False)
 
     def table(self, width: int = 100) -> str:
-        """The report as plain text, ``width`` columns (80 or more)."""
+        """Return the report as plain text, ``width`` columns wide (80 or more)."""
         from rich.console import Console
 
         written = io.StringIO()
@@ -84,9 +83,9 @@ class Printed:
 
 
 def data_table(*titles: str, right: Container[int] = (), wrap: bool = False) -> Table:
-    """An empty table with a rule under its titles; the columns numbered in ``right`` are aligned to the right.
+    """Return an empty table; the columns numbered in ``right`` are right-aligned.
 
-    The first column holds names and keeps its width; the others wrap. With ``wrap`` the first one wraps too.
+    The first column holds names and wraps only with ``wrap``; the others always wrap.
     """
     from rich import box
     from rich.table import Table
@@ -98,7 +97,7 @@ def data_table(*titles: str, right: Container[int] = (), wrap: bool = False) -> 
 
 
 def add_texts(table: Table, *cells: str) -> None:
-    """Add a row of texts from models and files, which are never read as markup."""
+    """Add a row of untrusted texts, never parsed as markup."""
     from rich.text import Text
 
     table.add_row(*map(Text, cells))
