@@ -1,1 +1,1 @@
-"""Somebody else's GPT-2: record its forward pass, find its parts, fill it with weights, name its faults."""
+"""Work with a port, any implementation of GPT-2: record its forward pass, find its parts, load weights, diagnose its faults."""

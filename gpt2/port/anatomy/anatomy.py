@@ -1,8 +1,7 @@
-"""Find the parts of a GPT-2 in a recorded forward pass, and where they lie among the module's parameters.
+"""Find the parts of a GPT-2 in a recorded forward pass, and their positions among the module's parameters.
 
-Everything is read for the last token of the probe, so that an element's id stands for a unit of the network. Heads, units of a
-head and hidden units are numbered as they come: GPT-2 computes the same when they change places together. Layers are numbered in
-the order in which they run.
+Parts are read for the last token of the probe, so that an element's id identifies a unit. Heads and units are numbered as found:
+GPT-2 computes the same when they are permuted consistently.
 """
 
 from __future__ import annotations
@@ -21,16 +20,11 @@ from gpt2.port.recording.dataflow import Node, Recording, Region
 
 
 class Anatomy:
-    """The structure of a recorded module; ``parts`` say where GPT-2's parts lie.
+    """The structure of a recorded module; ``parts`` hold the ids of GPT-2's parts. Raises NotGPT2.
 
-    ``width``, ``words`` and ``positions`` as in :class:`Stream`; ``attentions``, ``feed_forwards`` and ``adapters`` as in
-    :class:`Branches`. ``branches`` are both, block by block; ``layers``, their blocks' numbers in the checkpoint. ``head``: the
-    elements that are the logits; None where the forward returns hidden states. ``final_norm``: whether a norm comes before the
-    head. ``post_norm``: whether norms stand behind the branches. ``extra_norms``: those that GPT-2 does not have.
-    ``mixed_layers``: the layers whose attention mixes up heads and positions.
-
-    Raises:
-        NotGPT2: there is no token embedding, or no attention.
+    ``layers``: the blocks' numbers in the checkpoint. ``head``: ids of the logits, None if the forward returns hidden states.
+    ``post_norm``: norms come after the branches. ``extra_norms``: norms that GPT-2 does not have. ``mixed_layers``: layers where
+    attention mixes heads and positions. For the others, see :class:`Stream` and :class:`Branches`.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -65,7 +59,7 @@ class Anatomy:
         self._place_norms(reader.norms(end)[0])
 
     def _layers(self) -> list[int]:
-        """0, 1, ... as blocks run. If some blocks' parameters are unused and names are numbered, the names give the numbers."""
+        """Number the blocks as they run; if some blocks' parameters are unused, use the numbers in the parameters' names."""
         order = list(range(max(len(self.attentions), len(self.feed_forwards))))
         names = [self.recording.name(branch.weight) for branch in self.attentions]
         pattern = re.sub(r"\d+", "#", names[0])
@@ -73,7 +67,7 @@ class Anatomy:
         idle = [name for name in unused if re.sub(r"\d+", "#", name) == pattern]
         if not idle or any(re.sub(r"\d+", "#", name) != pattern for name in names):
             return order
-        for runs, left in zip(_numbers(names), _numbers(idle), strict=True):  # one number of the names after the other
+        for runs, left in zip(_numbers(names), _numbers(idle), strict=True):  # try each number in the names
             first = min(*runs, *left)
             if list(runs) == sorted(set(runs)) and sorted(runs + left) == list(range(first, first + len(runs + left))):
                 return [number - first for number in runs]
@@ -82,7 +76,7 @@ class Anatomy:
     def _place(
         self, part: str, layer: int | None, results: Tensor, outputs: Tensor, number: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """Add a projection and its bias to the parts. ``number`` numbers the inputs; by default by the stream's coordinates."""
+        """Add a projection and its bias to the parts. ``number`` numbers the inputs; default: the stream's coordinates."""
         owners = self.recording.owners(results)
         for owner in filter(self.flow.is_projection, owners.unique().tolist()):
             node, mine = self.flow.nodes[owner], owners == owner
@@ -101,7 +95,7 @@ class Anatomy:
             self.parts.append(vector(f"{part}.bias", layer, biases[biases >= 0], outputs[biases >= 0]))
 
     def _place_down(self, branch: Branch, units: Tensor) -> None:
-        """Add the projections back to the stream. Inputs are numbered as in ``units``; others, in their own order."""
+        """Add the projections back to the stream; number inputs as in ``units``, or in their own order if not found there."""
         table = self.flow.put(self.flow.blank(), units, torch.arange(len(units)))
 
         def number_inputs(ids: Tensor) -> Tensor:
@@ -126,13 +120,13 @@ class Anatomy:
         self._place_down(branch, units["mixed"])
 
     def _in_order(self, branch: Branch, part: str) -> Tensor:
-        """Queries, keys or values in the projections' own order, for an attention that mixes up heads and positions."""
+        """Return queries, keys or values in the projections' own order, for an attention that mixes heads and positions."""
         used = torch.cat([self.flow.first_weights(self.flow.origins(head.all_places[part].unique())) for head in branch.heads])
         results = torch.cat([self.flow.results(number) for number in branch.ups])
         return results[torch.isin(self.flow.first_weights(results), used[used >= 0])]
 
     def _place_norms(self, last: list[Norm]) -> None:
-        """A norm belongs to what it feeds; where norms stand behind the branches, to the branch before it."""
+        """Add the norms: a norm belongs to the branch it feeds, in a post-norm model to the branch before it."""
         feeds: list[tuple[str, int | None, list[Norm]]] = [(branch.norm, branch.layer, branch.norms) for branch in self.branches]
         feeds.append(("ln_f", None, last))
         onto = [self.flow.onto.get(branch.downs[0]) for branch in self.feed_forwards[:1] if branch.downs]
@@ -151,12 +145,12 @@ class Anatomy:
 
 
 def _numbers(names: list[str]) -> list[tuple[int, ...]]:
-    """The numbers in names: the first of each, the second of each, ..."""
+    """Return the first numbers of all names, the second numbers, and so on."""
     return list(zip(*([int(n) for n in re.findall(r"\d+", name)] for name in names), strict=True))
 
 
 def _outer_sums(node: Node, results: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """The parameters (N, K) behind a projection's results (N,), as sums of ids (n, 1) and (K,) for slices of the results."""
+    """Yield the ids of the parameters (N, K) behind results (N,), as slices with sums of ids (n, 1) and (K,)."""
     place, weights = node.place(results), node.weights
     first = weights[(*place, torch.tensor(0))]
     if isinstance(weights, Region):

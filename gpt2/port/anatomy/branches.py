@@ -1,8 +1,8 @@
 """Find attention and feed-forwards in a recorded forward pass, by what they compute.
 
-A contraction of activations with activations is attention, and comes twice: the first gives the scores, the second the weighted
-sum of the values. The projections before and after them are therefore known. Of the other projections, one that takes another's
-results, and not the stream, is the second layer of a feed-forward, and that other is the first.
+Attention contracts activations with activations twice, for the scores and for the weighted values; this identifies the
+projections around it. Of the others, one that reads another projection's results, and not the stream, is a feed-forward's second
+layer.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from gpt2.port.anatomy.stream import NotGPT2, Stream
 
 @dataclass(frozen=True)
 class Head:
-    """One attention head: the projection results that are its queries, keys and values, and the weighted sums; (K,) each.
-
-    ``all_places`` has the queries, keys and values for all tokens, as they went into the products.
-    """
+    """One attention head: ids (K,) of its queries, keys, values and weighted sums; ``all_places`` has them for all tokens."""
 
     q: Tensor
     k: Tensor
@@ -33,7 +30,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Norm:
-    """Scale and shift (D,) for the stream coordinates ``places``; None where there is none. ``at`` is its first node."""
+    """A norm's scale and shift (D,), or None, for the stream coordinates ``places``. ``at``: its first node."""
 
     scale: Tensor | None
     shift: Tensor | None
@@ -43,12 +40,12 @@ class Norm:
 
 @dataclass
 class Branch:
-    """An attention ("attn") or feed-forward ("mlp"). ``ups`` are the projections from the stream, ``downs`` those back to it."""
+    """An attention ("attn") or feed-forward ("mlp"): ``ups`` project from the stream, ``downs`` back to it."""
 
     part: str
-    base: int  # the element of the stream that it starts from
-    weight: int  # the id of its first weight; a branch that runs twice has the same both times
-    norms: list[Norm]  # between the stream and the branch, the nearest first
+    base: int  # the id of the stream element where it starts
+    weight: int  # the id of its first weight; identifies a branch that runs twice
+    norms: list[Norm]  # between the stream and the branch, nearest first
     normed: bool
     ups: list[int] = field(default_factory=list)
     downs: list[int] = field(default_factory=list)
@@ -58,18 +55,11 @@ class Branch:
 
     @property
     def norm(self) -> str:
-        """The norm that GPT-2 has before it."""
         return "ln_1" if self.part == "attn" else "ln_2"
 
 
 class Branches:
-    """``attentions`` and ``feed_forwards`` in the order in which they run, each once.
-
-    ``adapters`` are the ids of the first weights of low-rank adapters: pairs of projections that are added to others.
-
-    Raises:
-        NotGPT2: there is no attention.
-    """
+    """The attentions and feed-forwards in the order in which they run, each once; ``adapters``: first weights of LoRA pairs."""
 
     def __init__(self, flow: Flow, stream: Stream) -> None:
         self.flow, self.stream, self.recording = flow, stream, flow.recording
@@ -85,7 +75,7 @@ class Branches:
         self.feed_forwards = _each_once(self._feed_forwards([number for number in self._inputs if number not in known]))
 
     def norms(self, ids: Tensor) -> tuple[list[Norm], int]:
-        """The norms between the stream and a projection's inputs ``ids``, nearest first, and an element of the stream."""
+        """Return the norms between the stream and a projection's inputs ``ids``, nearest first, and an element of the stream."""
         met: list[tuple[int, dict[Effect, Tensor]]] = []  # first node, and its parameters
         ids = ids[ids >= self.recording.tokens]
         places = self.stream.coordinates(ids)
@@ -98,8 +88,8 @@ class Branches:
                 if effect is Effect.OTHER or (effect is Effect.ADD and touch.before is not State.NORMED):
                     continue
                 if met and torch.equal(met[-1][1].get(effect, ids[:0]), parameters):
-                    continue  # the same parameters once more: x * s + (b - mean * s)
-                if not met or effect in met[-1][1] or effect is Effect.ADD:  # going backwards, the shift is met first
+                    continue  # the same parameters again: x * s + (b - mean * s)
+                if not met or effect in met[-1][1] or effect is Effect.ADD:  # backwards, the shift comes first
                     met.append((number, {}))
                 met[-1] = number, {**met[-1][1], effect: parameters}
             operands = (operand[index] for operand in node.tensors)
@@ -107,14 +97,13 @@ class Branches:
         return [Norm(by.get(Effect.MUL), by.get(Effect.ADD), places, number) for number, by in met], int(ids[0])
 
     def _branch(self, branches: dict[int, Branch], part: str, result: Tensor) -> Branch:
-        """The branch that starts where the projection of ``result`` does; a new one, if there is none."""
         ids = self.flow.inputs(result)
         norms, base = self.norms(ids)
         new = Branch(part, base, int(self.flow.first_weights(result[None])), norms, self.flow.state_of(ids) is State.NORMED)
         return branches.setdefault(base, new)
 
     def _remove_adapters(self) -> set[int]:
-        """Low-rank adapters: pairs of projections whose result is added to that of a single one with the same input."""
+        """Remove low-rank adapters from the projections and return the ids of their first weights."""
         numbers: set[int] = set()
         for down, origins in self._inputs.items():
             for up in set(self.recording.owners(origins).tolist()) & set(self._inputs):
@@ -133,7 +122,7 @@ class Branches:
             scored, value = (self.flow.origins(x[node.place(mixed)]) for x in (scores, values))  # (n, S)
             is_here = self.flow.at(self.flow.place, values[node.place(mixed)]) == self.flow.here
             if not bool(is_here.any()):
-                continue  # the last token is not among those that are mixed here
+                continue  # the last token is not mixed here
             own = is_here.int().argmax(-1, keepdim=True)
             scored, value, mixed = scored.gather(-1, own)[:, 0], value.gather(-1, own)[:, 0], self._first_part(mixed)
             for score in dict.fromkeys(scored.tolist()):
@@ -145,7 +134,7 @@ class Branches:
                     yield Head(q, k, value[mine], mixed[mine], dict(zip("qkv", (*factors, values), strict=True)))
 
     def _first_part(self, mixed: Tensor) -> Tensor:
-        """The oldest part of a weighted sum that is added up in parts."""
+        """Return the oldest part of a weighted sum that is computed in parts."""
         older = self.flow.at(self.flow.joined, mixed)
         return self._first_part(older) if self.flow.owner(older) in self.flow.mixes else mixed
 
@@ -177,7 +166,7 @@ class Branches:
 
 
 def _each_once(branches: Iterable[Branch]) -> list[Branch]:
-    """Every branch once, with how often it runs."""
+    """Return every branch once, with the number of times that it runs."""
     by_weight: dict[int, Branch] = {}
     for branch in branches:
         first = by_weight.setdefault(branch.weight, branch)

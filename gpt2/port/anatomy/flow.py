@@ -1,8 +1,4 @@
-"""Follow each element of a recorded forward pass: which projection it comes from, and what was added or multiplied on the way.
-
-Nothing here knows GPT-2's parts. It knows projections (contractions with parameters), sums, norms, and attention, which is the
-only place where activations are multiplied with activations.
-"""
+"""Follow each element of a recorded forward pass: the projection that it comes from, and what was added or multiplied since."""
 
 from __future__ import annotations
 
@@ -19,8 +15,6 @@ LINEAR = {"add", "sub", "mul", "div", "neg", "dropout"}
 
 
 class State(Enum):
-    """What the results of a node are."""
-
     PROJECTED = "a table entry, or a product with at most a bias"
     SUMMED = "a sum of several projections: the residual stream"
     NORMED = "divided by a statistic, or multiplied by a parameter"
@@ -28,8 +22,6 @@ class State(Enum):
 
 
 class Effect(Enum):
-    """What a parameter does to an activation."""
-
     ADD = "add"
     MUL = "mul"
     OTHER = "other"
@@ -40,28 +32,25 @@ class Touch:
     """Parameters that act on single elements of an activation."""
 
     effect: Effect
-    ids: Tensor  # of the parameters, in the shape of the node
-    before: State = State.NONLINEAR  # of the activation
+    ids: Tensor  # the parameters' ids, in the shape of the node
+    before: State = State.NONLINEAR  # the activation's state
 
 
 class Flow:
-    """A recording's nodes that depend on tokens and that the output depends on, read in order.
+    """The nodes that depend on tokens and that the output needs, read in order into tables.
 
-    Tables over all computed elements (-1 for no value; :meth:`at` reads them):
+    Tables over all computed elements (-1: no value): ``origin``: the projection result or table entry that the element comes
+    from; of several summands, the oldest. ``place``: its token, counted through the batch. ``key_place``: for attention scores,
+    the second factor's token. ``joined``: for an origin, the older origin that it was added to.
 
-    ``origin``: the projection result or table entry that an element descends from, one to one; of several that were added, the
-    oldest. ``place``: the token of the probe that it stands for, counted through the batch. ``key_place``: of attention scores,
-    the token of the second factor (``place`` is that of the first). ``joined``: of an origin, an older one that it was added to.
-
-    By node: ``state``; ``touches``; ``newest``, of a sum, the projection that was added last, and ``onto``, of such a projection,
-    the state of what it was added to; ``mixes``, the scores and values (*results, summed) of attention's second product;
-    ``votes``, of such a product, how many places say that the scores' second factor is the keys, minus those for the first.
-    ``mixes_places`` are the projections whose inputs stand for several tokens.
+    By node: ``newest``: the projection last added to a sum. ``onto``: the state of the stream that this projection was added to.
+    ``mixes``: scores and values (*results, summed) of attention's second product. ``votes``: places where the scores' second
+    factor is the keys, minus places where the first is. ``mixes_places``: projections that read several tokens.
     """
 
     def __init__(self, recording: Recording) -> None:
         self.recording, self.nodes = recording, recording.nodes
-        self.here = recording.ids.numel() - 1  # the last token; the parts are read there
+        self.here = recording.ids.numel() - 1  # the last token, for which parts are read
         self.origin, self.place, self.key_place, self.joined = (self.blank() for _ in range(4))
         self.state: dict[int, State] = {}
         self.touches: dict[int, list[Touch]] = {}
@@ -85,34 +74,32 @@ class Flow:
                 readers[node.kind](number, node)
 
     def blank(self) -> Tensor:
-        """An empty table over all computed elements."""
         return torch.full((self.recording.stop - self.recording.tokens,), -1)
 
     def at(self, table: Tensor, ids: Tensor) -> Tensor:
-        """What a table holds for elements; -1 for parameters and elements without an id."""
+        """Read a table; -1 for parameters and for elements without an id."""
         return torch.where(ids >= self.recording.tokens, table[(ids - self.recording.tokens).clamp(min=0)], -1)
 
     def put(self, table: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """Write to a table, and return it."""
         table[ids - self.recording.tokens] = values
         return table
 
     def of(self, table: Tensor, node: Node) -> Tensor:
-        """A table's part for all results of a node, to read and to write."""
+        """Return a writable view of a table for all results of a node."""
         return table[node.start - self.recording.tokens : node.stop - self.recording.tokens].view(node.shape)
 
     def origins(self, ids: Tensor) -> Tensor:
         return self.at(self.origin, ids)
 
     def root(self, ids: Tensor) -> Tensor:
-        """The oldest origin that elements' own was ever added to."""
+        """Follow ``joined`` to the oldest origin."""
         ids = self.origins(ids)
         while bool(((older := self.at(self.joined, ids)) >= 0).any()):
             ids = torch.where(older >= 0, older, ids)
         return ids
 
     def owner(self, ids: Tensor) -> int:
-        """The node that computed the first of these elements that was computed; -1 if none was."""
+        """Return the node of the first computed element among ``ids``; -1 if there is none."""
         known = ids[ids >= self.recording.tokens]
         return self.recording.owner(known.flatten()[0]) if known.numel() else -1
 
@@ -120,12 +107,12 @@ class Flow:
         return self.state.get(self.owner(ids), State.NONLINEAR)
 
     def results(self, number: int) -> Tensor:
-        """Ids of what a node computed for the last token, in its order."""
+        """Return the ids of a node's results for the last token, in order."""
         node = self.nodes[number]
         return (self.of(self.place, node) == self.here).flatten().nonzero()[:, 0] + node.start
 
     def by_place(self, number: int, values: Tensor) -> dict[int, Tensor]:
-        """``values``, in a node's shape or order, grouped by the token that each result stands for."""
+        """Group ``values``, in a node's shape or order, by the token of each result."""
         places = self.of(self.place, self.nodes[number]).flatten()
         order = places.argsort(stable=True)
         tokens, counts = places[order].unique_consecutive(return_counts=True)
@@ -136,12 +123,12 @@ class Flow:
         return number >= 0 and self.nodes[number].kind is Kind.CONTRACTION and self.nodes[number].weight is not None
 
     def inputs(self, result: Tensor) -> Tensor:
-        """The activations (K,) that a projection's result was made of."""
+        """Return the activations (K,) that a projection's result was computed from."""
         node = self.nodes[self.recording.owner(result)]
         return node.inputs[node.place(result.reshape(()))]
 
     def first_weights(self, results: Tensor) -> Tensor:
-        """Of each projection result, the id of its first weight: the same for all tokens, so it identifies a unit."""
+        """Return the id of each projection result's first weight: equal for all tokens, so it identifies a unit."""
         weights, owners = torch.full_like(results, -1), self.recording.owners(results)
         for number in owners.unique().tolist():
             if self.is_projection(number):
@@ -162,7 +149,7 @@ class Flow:
         self.of(self.place, node).copy_(self._in_turn(node) if bool((places < 0).any()) else places)
 
     def _in_turn(self, node: Node) -> Tensor:
-        """One token after the other, in the order of (B, T, ...): for results whose tokens are unknown."""
+        """Assign tokens in the order of (B, T, ...), for results with unknown tokens."""
         size = node.stop - node.start
         return torch.arange(size).view(node.shape) // max(1, size // self.recording.ids.numel())
 
@@ -194,7 +181,7 @@ class Flow:
         self.of(self.place, node).copy_(self._in_turn(node) if unclear else places)
 
     def _mix(self, number: int, node: Node, scores: Tensor, values: Tensor) -> None:
-        """Weighted values. Keys are the factor of the scores that has the values' tokens; the result has the other's token."""
+        """Record attention's second product; the keys are the factor of the scores that has the values' tokens."""
         scored, places = self.origins(scores), self.at(self.place, values)
         first, second = self.at(self.place, scored), self.at(self.key_place, scored)
         self.votes[number] = int((second == places).sum()) - int((first == places).sum())
@@ -204,7 +191,7 @@ class Flow:
     def _elementwise(self, number: int, node: Node) -> None:
         origins = [self.origins(operand) for operand in node.tensors]
         activations = [i for i, origin in enumerate(origins) if bool((origin >= 0).any())]
-        if not activations:  # made of token ids alone: it keeps its place
+        if not activations:  # depends on token ids only: keeps its place
             self.of(self.place, node).copy_(torch.stack([self.at(self.place, operand) for operand in node.tensors]).amax(0))
         elif len(activations) == 1:
             self._descend(node, activations, origins)
@@ -224,7 +211,7 @@ class Flow:
         return oldest
 
     def _is_mix_of_one_key(self, number: int, node: Node, activations: list[int], origins: list[Tensor]) -> bool:
-        """Whether this is attention's second product, written as a multiplication for a single key."""
+        """Return whether this is attention's second product, written as a multiplication for a single key."""
         from_scores = [self.owner(origins[i]) in self._scores for i in activations]
         if node.op != "mul" or len(activations) != 2 or from_scores.count(True) != 1:
             return False
@@ -234,7 +221,6 @@ class Flow:
         return True
 
     def _sum(self, number: int, node: Node, activations: list[int], origins: list[Tensor], oldest: Tensor) -> None:
-        """Several activations in one result: a residual sum, if their origins differ."""
         differ = [(origins[i] >= 0) & (origins[i] != oldest) for i in activations]
         if node.op not in ("add", "sub") or not any(bool(x.any()) for x in differ):
             self.state[number] = State.NONLINEAR
@@ -246,11 +232,10 @@ class Flow:
         self.onto[newest] = self.state_of(node.tensors[before])
 
     def _newest(self, ids: Tensor) -> int:
-        """The last projection that contributes to a summand."""
         return self.newest.get(self.owner(ids), self.owner(self.origins(ids)))
 
     def _one_activation(self, number: int, node: Node, main: int) -> None:
-        """One activation, changed by constants, parameters and statistics."""
+        """Read a node that changes one activation by constants, parameters or statistics."""
         sides = [operand for i, operand in enumerate(node.tensors) if i != main]
         before = self.state_of(node.tensors[main])
         op = "" if node.op == "sub" and main > 0 else node.op
@@ -266,7 +251,7 @@ class Flow:
             self.newest[number] = self._newest(node.tensors[main])
 
     def _touches(self, op: str, side: Tensor) -> list[Touch]:
-        """The parameters that reach an activation through ``side``, the other operand of ``op``."""
+        """Return the parameters that reach an activation through ``side``, its partner in ``op``."""
         if bool((side < self.recording.tokens).all()):
             return [Touch(Effect(op) if op in ("add", "mul") else Effect.OTHER, side)] if bool((side >= 0).any()) else []
         number = self.owner(side)
@@ -280,9 +265,9 @@ class Flow:
 
 
 def _combined(op: str, node: Node, position: int) -> str:
-    """What one of a node's operands does to an activation that meets the node's result by ``op``: "add", "mul" or ""."""
+    """Return the effect ("add", "mul" or "") of a node's operand on an activation that meets the node's result by ``op``."""
     if op == "add" and (node.op == "add" or (node.op == "sub" and position == 0)):
         return "add"
-    if node.op == "mul" and (op == "mul" or (op == "add" and node.live)):  # a parameter times a statistic, added, is a scale
+    if node.op == "mul" and (op == "mul" or (op == "add" and node.live)):  # parameter * statistic, added, is a scale
         return "mul"
     return ""

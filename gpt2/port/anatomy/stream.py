@@ -1,7 +1,4 @@
-"""Find the embeddings in a recorded forward pass, and the parameters that are added to the residual stream.
-
-Coordinates of the stream are those of the token embedding. What is added to it element by element has the same coordinates.
-"""
+"""Find the embeddings in a recorded forward pass, and the parameters that are added to the residual stream."""
 
 from __future__ import annotations
 
@@ -15,17 +12,17 @@ from gpt2.port.recording.dataflow import Kind
 
 
 class NotGPT2(Exception):
-    """The module lacks something that every GPT-2 has; the message says what."""
+    """Raised when the module lacks a part that every GPT-2 has; the message says which."""
 
 
 @dataclass(frozen=True)
 class Part:
     """A part of a GPT-2: parameters that are some rows and columns of one of the checkpoint's tensors.
 
-    The parameter with the id ``row_ids[i] + column_ids[j]`` is the tensor's entry at row ``rows[i]`` and column ``columns[j]``. A
-    row or column -1 is none of the tensor's. A vector is a single row. ``part`` is the tensor's name without the layer and
-    ".weight": "wte", "ln_1.bias"; of c_attn it is "attn.q", "attn.k" or "attn.v", and the output head, which is the token
-    embedding again, is "head". ``skipped``: how many rows of an embedding's parameter lie before the first that is used.
+    The parameter with the id ``row_ids[i] + column_ids[j]`` is the entry at row ``rows[i]`` and column ``columns[j]``; -1 means
+    that the tensor has no such row or column. A vector is a single row. ``part`` is the tensor's name without layer and
+    ".weight": "wte", "ln_1.bias"; "attn.q", "attn.k", "attn.v" for c_attn; "head" for the output head (the token embedding
+    again). ``skipped``: rows of an embedding's parameter before the first used row.
     """
 
     part: str
@@ -38,24 +35,21 @@ class Part:
 
     @property
     def ids(self) -> Tensor:
-        """(M,) parameters in the first row."""
+        """The ids (M,) of the parameters in the first row."""
         return self.row_ids[0] + self.column_ids
 
 
 def vector(part: str, layer: int | None, ids: Tensor, places: Tensor) -> Part:
-    """A bias, or a norm's scale or shift: the parameters ``ids`` (M,) are the entries ``places`` of the checkpoint's tensor."""
+    """Return a bias or a norm's scale or shift as a part: ``ids`` (M,) are the entries ``places`` of the tensor."""
     row = torch.zeros(1, dtype=torch.int64)
     return Part(part, layer, row, row, places, ids)
 
 
 class Stream:
-    """``width``; ``words`` and ``positions``, the embedding tables (words perhaps in shards; positions None if none are learned).
+    """The residual stream: its ``width``, the token embedding ``words`` (perhaps in shards), and ``positions`` or None.
 
-    ``biases`` is a table of :class:`Flow`: the parameter that is added to each projection result. ``late_biases``: by projection,
-    the parameters that are added to the stream right after its result, and their coordinates.
-
-    Raises:
-        NotGPT2: no table is looked up by the token ids.
+    ``biases``: a table of :class:`Flow` with the parameter added to each projection result. ``late_biases``: by projection, the
+    parameters added to the stream right after it, and their coordinates. Coordinates are those of the token embedding.
     """
 
     def __init__(self, flow: Flow) -> None:
@@ -70,14 +64,10 @@ class Stream:
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens have an embedding."""
         return max(int(table.rows[-1]) + 1 for table in self.words)
 
     def coordinates(self, ids: Tensor) -> Tensor:
-        """The stream coordinates of elements; -1 for elements that are not in the stream.
-
-        A projection of the stream's width that is not added to anything (the residual is missing) begins a new stream.
-        """
+        """Return elements' stream coordinates, else -1; a projection of full width with no residual begins a new stream."""
         roots = self.flow.root(ids)
         if bool(((self.flow.at(self._coordinates, roots) < 0) & (roots >= 0)).any()):
             new = self.flow.results(self.flow.owner(roots))
@@ -86,10 +76,10 @@ class Stream:
         return self.flow.at(self._coordinates, roots)
 
     def _read_tables(self) -> None:
-        """Tables whose rows are chosen by the token ids, or by the tokens' positions."""
+        """Find the tables that are indexed by token ids or by positions."""
         tokens: list[int] = self.recording.ids.flatten().tolist()
-        read: dict[str, dict[int, Tensor]] = {}  # by parameter and place: the entries that were read
-        rows: dict[str, dict[int, int]] = {}  # and their row
+        read: dict[str, dict[int, Tensor]] = {}  # by parameter and place: the entries read
+        rows: dict[str, dict[int, int]] = {}  # and their rows
         lookups: dict[str, list[int]] = {}
         for number, node in enumerate(self.recording.nodes):
             if node.kind is Kind.LOOKUP and node.index is not None:
@@ -116,11 +106,7 @@ class Stream:
                 self.positions = self._table("wpe", read[name], rows[name])
 
     def _table(self, part: str, read: dict[int, Tensor], rows: dict[int, int], begin: int = 0) -> Part | None:
-        """The table of which parameters (D,) were read in some rows, by place; None if they do not form one.
-
-        Ids in a table rise evenly with the row. The parameter's axis with the same stride says how many rows there are. Row 0 is
-        row ``begin`` of the checkpoint's table; rows before the checkpoint's first are skipped.
-        """
+        """Return the table that rows ``read`` (D,) form, by place, or None: ids in a table rise evenly with the row."""
         places = self.coordinates(self._start)
         if any(len(x) != self.width or bool((x < 0).any()) for x in read.values()) or len(set(rows.values())) < 2:
             return None
@@ -138,10 +124,10 @@ class Stream:
         return Part(part, None, number + begin, number * stride, columns, ids, before + max(0, -begin))
 
     def _read_additions(self) -> None:
-        """Biases, and positions that are not looked up but added as they are: they differ from place to place."""
+        """Find biases, and positions that are added without a lookup: these differ from place to place."""
         length = self.recording.ids.size(1)
         window = range(self.flow.here + 1 - length, self.flow.here + 1)  # the last sequence of the probe
-        added: dict[str, dict[int, Tensor]] = {}  # by parameter and place: what is added to the embeddings
+        added: dict[str, dict[int, Tensor]] = {}  # by parameter and place: ids added to the embeddings
         for number, touch in [(number, touch) for number, touches in self.flow.touches.items() for touch in touches]:
             if touch.effect is not Effect.ADD:
                 continue
@@ -168,6 +154,6 @@ class Stream:
 
 
 def _begin(rows: list[int | None], tokens: list[int]) -> int | None:
-    """The token id of row 0 of a table that is read by token ids; None for another. Tokens of another shard read row 0."""
+    """Return the token id of a table's row 0; None if token ids do not index it. Tokens of another shard read row 0."""
     distances = {token - row for token, row in zip(tokens, rows, strict=True) if row}
     return distances.pop() if len(distances) == 1 and None not in rows else None

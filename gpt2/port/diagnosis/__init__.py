@@ -1,9 +1,8 @@
-"""``diagnose``: where somebody's GPT-2 departs from the checkpoint's, what is wrong, how we know, and how to fix it.
+"""``diagnose``: find where a port departs from the checkpoint's GPT-2, with the cause, the evidence and the fix.
 
-There are three questions. What do its parameters hold? Its own weights are read in the checkpoint's layout and compared
-(:mod:`.own`, :mod:`.weights`). What does it compute with them? Every tensor of a forward pass in float64 is recorded, and the
-walk compares them with GPT-2's forward pass, computed from the port's own weights, each stage by the right formula and by every
-known wrong one (:mod:`.walk`). How does it behave from call to call (:mod:`.behaviour`)?
+Three kinds of checks: its weights, read in the checkpoint's layout (:mod:`.own`, :mod:`.weights`); its recorded tensors, which
+the walk compares with GPT-2's stages, each by the right formula and by every known wrong one (:mod:`.walk`); and its behaviour
+from call to call (:mod:`.behaviour`).
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ __all__ = ["Cause", "Diagnosis", "Divergence", "diagnose"]
 def diagnose(
     module: nn.Module, model: str | GPT2 = DEFAULT, *, revision: str | None = None, offline: bool = False, fill: bool = False
 ) -> Diagnosis:
-    """Say why ``module``, any torch implementation of GPT-2, does not compute what ``model`` does; or that it does.
+    """Say why ``module``, any torch implementation of GPT-2, does not compute what ``model`` computes, or that it does.
 
     Args:
-        module: maps ids (B, T) to logits, or to a tuple, dict or object that holds them, with the weights in it that its
-            author loaded. It is unchanged afterwards.
+        module: maps ids (B, T) to logits, or to a tuple, dict or object that holds them, and holds its author's weights. It is
+            unchanged afterwards.
         model: a model's name, as for :func:`gpt2.load`, or a model.
         revision, offline: as for :func:`gpt2.load`.
-        fill: diagnose the module with the weights that :func:`gpt2.load_into` puts in, for one that has none yet.
+        fill: first load the weights as :func:`gpt2.load_into` does, for a module that has none yet.
 
-    The verdict is "equal" if its logits agree with our model's to 1e-10 in float64, at several lengths, and it behaves the same
-    in every call.
+    The verdict is "equal" if the logits agree with our model's to 1e-10 in float64, at several lengths, and the module behaves
+    the same in every call.
 
     Raises:
-        InputError: not a module; one that does not run, or returns NaN or no logits of the right shape; a model that is not a
-            GPT-2, or of another size; no such model.
+        InputError: ``module`` is not a torch module, does not run, or returns NaN or no logits of the right shape; or ``model``
+            is not a GPT-2, has another size, or does not exist.
     """
     import torch
 

@@ -19,15 +19,15 @@ from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Option, Recorded
 from gpt2.port.diagnosis.trail import Trail
 from gpt2.port.diagnosis.wiring import STREAM, streams
 
-HEADS = (1, 0, 2)  # axes of (B, H, T, K) along which a port may have it in pieces: heads, rows, tokens
-GRID = (1, 0)  # of (B, H, T, T)
+HEADS = (1, 0, 2)  # axes of (B, H, T, K) that a port may split: heads, rows, tokens
+GRID = (1, 0)  # axes of (B, H, T, T) that a port may split
 MAX_HIDDEN = 60  # combinations of weights to try where neither weights nor heads are recorded
-Projected = dict[str, Recorded]  # queries, keys and values of an input by their letters, each (B, T, D)
-Heads = tuple[Tensor, tuple[Fault, ...]]  # (B, H, T, K), and the faults that the port has if it computes this
+Projected = dict[str, Recorded]  # "q", "k" and "v" of an input, each (B, T, D)
+Heads = tuple[Tensor, tuple[Fault, ...]]  # (B, H, T, K), and the faults if the port computes this
 
 
 class Layout(Enum):
-    """How heads are cut out of the width; the value says what is wrong with it."""
+    """How heads are cut out of the width; the value describes the fault."""
 
     RIGHT = ""
     VIEWED = "heads are cut out by view(B, H, T, K) without a transpose, which mixes positions and heads"
@@ -35,7 +35,7 @@ class Layout(Enum):
     TIME_FIRST = "heads are cut out of (T, B, D) by a view, which mixes positions, rows and heads"
 
     def split(self, y: Tensor, heads: int) -> Tensor:
-        """(B, T, D) as (B, H, T, K)."""
+        """Split (B, T, D) into (B, H, T, K)."""
         batch, tokens, _ = y.shape
         return {
             Layout.RIGHT: y.unflatten(-1, (heads, -1)).transpose(1, 2),
@@ -45,7 +45,7 @@ class Layout(Enum):
         }[self]
 
     def merge(self, y: Tensor) -> Tensor:
-        """(B, H, T, K) as (B, T, D)."""
+        """Merge (B, H, T, K) into (B, T, D)."""
         batch, _, tokens, _ = y.shape
         return {
             Layout.RIGHT: y.transpose(1, 2).flatten(2),
@@ -56,7 +56,7 @@ class Layout(Enum):
 
 
 def affine(chooser: Chooser, x: Tensor, weight: Tensor, bias: Tensor, part: str, heads: int = 0) -> Recorded | None:
-    """``x`` times weight plus bias if it is recorded, else without the bias if that is. ``heads``: also split into so many."""
+    """Find ``x @ weight + bias`` among the recorded tensors, else without bias; ``heads``: also as split into heads."""
     product = x @ weight
     tries: list[tuple[Tensor, tuple[Fault, ...]]] = [(product + bias, ())]
     if bool(bias.any()):
@@ -70,7 +70,7 @@ def affine(chooser: Chooser, x: Tensor, weight: Tensor, bias: Tensor, part: str,
 
 
 def added(bias: Tensor, projection: Recorded, part: str) -> list[Option]:
-    """The results of a recorded projection. Where it was recorded without its bias, the bias may be added later, to the sum."""
+    """Return a projection's possible results; a bias missing there may be added later, to the sum."""
     if not projection.faults:
         return [Option.known("projected", projection.value)]
     whole = projection.value + bias
@@ -83,7 +83,7 @@ def added(bias: Tensor, projection: Recorded, part: str) -> list[Option]:
 def project(
     chooser: Chooser, config: GPT2Config, x: Tensor, weights: dict[str, Tensor], min_recorded: int = 1
 ) -> Projected | None:
-    """Queries, keys and values of ``x``, if at least ``min_recorded`` of them are recorded."""
+    """Return queries, keys and values of ``x``, if at least ``min_recorded`` of them are recorded."""
     parts: Projected = {}
     thirds = zip("qkv", weights["attn.c_attn.weight"].chunk(3, 1), weights["attn.c_attn.bias"].chunk(3, 0), strict=True)
     for name, weight, bias in thirds:
@@ -95,7 +95,7 @@ def project(
 
 
 class Attending:
-    """Attention of the block that runs as number ``n``, with the weights of block ``layer``; ``choice`` is its input."""
+    """Attention of the ``n``-th block that runs, with the weights of block ``layer``; ``choice`` is its input."""
 
     def __init__(self, trail: Trail, n: int, layer: int, choice: Choice[Projected]) -> None:
         self.chooser, self.pool, self.trail, self.config = trail.chooser, trail.pool, trail, trail.config
@@ -105,7 +105,7 @@ class Attending:
         self.faults: list[Fault] = []
 
     def run(self) -> list[Option]:
-        """The results that the branch may have (several where only what follows can decide); none if attention is unknown."""
+        """Return the results that the branch may have (what follows decides among several); none if attention is unknown."""
         for name, part in self.parts.items():
             self._keep(f"attn.{name}", part.value)
         words = {"q": "queries", "k": "keys", "v": "values"}
@@ -136,7 +136,7 @@ class Attending:
         self.trail.values[point_at(self.n, part)] = value
 
     def _layout(self) -> tuple[Layout, list[float]]:
-        """How heads are cut out, as the scores show; and the factors of the scores where they are recorded."""
+        """Return how heads are cut out, according to the scores, and the factors of the scores if recorded."""
         for layout in Layout:
             if factors := self.pool.factors(self._scores(layout), *GRID):
                 return layout, factors
@@ -147,15 +147,14 @@ class Attending:
         return q @ k.mT
 
     def _scaled(self, layout: Layout, factor: float) -> Tensor:
-        """The scores, with the port's own numbers if they are recorded."""
+        """Return the scores, with the port's own numbers if recorded."""
         scores = self._scores(layout) * factor
         recorded = self.chooser.recorded(scores, GRID)
         return scores if recorded is None else recorded.value
 
     def _options(self, layout: Layout, factors: list[float]) -> Iterator[Option]:
-        """What the attention weights may be."""
         likely = likely_scales(self.config, self.layer)
-        for factor in dict.fromkeys([*factors, *likely]):  # scores that are scaled after the mask are not recorded as such
+        for factor in dict.fromkeys([*factors, *likely]):  # scores scaled after the mask are not recorded
             cost = len(scale_faults(self.config, self.layer, factor)) + 0.5 * bool(factors and factor not in factors)
             yield from attention_weights(self._scaled(layout, factor), factor, cost)
         exchanged = Fault("qkv-order", "attn", "queries and keys have changed places")
@@ -164,7 +163,7 @@ class Attending:
             yield Option.known("exchanged", right.value, exchanged, factor=factor, cost=1.0)
 
     def _mixtures(self, layout: Layout) -> Iterator[Heads]:
-        """What the weights may mix, the most likely first."""
+        """Yield what the weights may mix, the most likely first."""
         choices = {
             "": self.parts["v"].value,
             "the keys are mixed, not the values": self.parts["k"].value,
@@ -179,7 +178,7 @@ class Attending:
                 yield way.split(value, self.config.n_head), faults
 
     def _mixed(self, layout: Layout, weights: Tensor) -> Recorded | None:
-        """Weights times values, where that is recorded."""
+        """Return weights times values, if recorded."""
         for values, faults in self._mixtures(layout):
             if (recorded := self.chooser.recorded(weights @ values, HEADS)) is not None:
                 return recorded._replace(faults=faults)
@@ -188,21 +187,21 @@ class Attending:
     def _weigh(self, layout: Layout, factors: list[float]) -> Choice[Recorded] | None:
         options = list(self._options(layout, factors))
         chosen = self.chooser.choose("weights", options, lambda weights: self._mixed(layout, weights), GRID)
-        if chosen is None:  # the weights are inside one operator with the values: try all that these give
+        if chosen is None:  # one operator computes weights and values: try all products
             for option in sorted(options, key=lambda option: option.price):
                 if (mixed := self._mixed(layout, option.value)) is not None:
                     return Choice(option, option.value, None, mixed)
         return chosen
 
     def _hidden(self, layout: Layout, factors: list[float]) -> Iterator[Heads]:
-        """Heads as they may be where neither weights nor heads are recorded."""
+        """Yield what the heads may be if neither weights nor heads are recorded."""
         for option in sorted(self._options(layout, factors), key=lambda option: option.price)[:MAX_HIDDEN]:
             scale = () if option.factor is None else scale_faults(self.config, self.layer, option.factor)
             for values, faults in list(self._mixtures(layout))[:5]:
                 yield option.value @ values, (*scale, *option.faults, *faults)
 
     def _project(self, heads: list[Heads], recorded: bool) -> list[Option]:
-        """From the heads to the branch's results. ``recorded``: the heads are, else they are candidates."""
+        """Return the branch's possible results; ``recorded``: the heads are recorded, not candidates."""
         mixed = "heads are put side by side without transposing back, which mixes positions and heads"
         missing = Fault("output-projection-missing", "attn", "the heads are added to the stream as they are")
         unseen: list[Option] = []
@@ -225,14 +224,14 @@ class Attending:
                     return results
         if recorded:
             return unseen
-        for entry in streams(self.pool, self.input[..., 0], self.config.n_embd):  # anything may go into the projection
+        for entry in streams(self.pool, self.input[..., 0], self.config.n_embd):  # any tensor may enter the projection
             if (results := self._projected(entry)) is not None:
                 self.trail.lost.append(point_at(self.n, "attn"))
                 return results
         return []
 
     def _projected(self, merged: Tensor, *wrong: Fault) -> list[Option] | None:
-        """The results of the output projection of ``merged``, if that is recorded; then ``wrong`` is what the port does."""
+        """Return the results of the output projection of ``merged``, if recorded; ``wrong`` are then the port's faults."""
         bias = self.weights["attn.c_proj.bias"]
         projection = affine(self.chooser, merged, self.weights["attn.c_proj.weight"], bias, "attn.c_proj")
         if projection is None:

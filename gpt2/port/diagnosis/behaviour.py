@@ -1,4 +1,4 @@
-"""Test how a port behaves: repeated, one row alone, in one piece or token by token through its cache, and padded."""
+"""Test how a port behaves: repeated, with one row alone, token by token through its cache, and padded."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from gpt2.port.recording.dispatch import DeterministicMode, Dropout, run_determi
 from gpt2.port.recording.forward import error_line, logits_of
 from gpt2.port.recording.pool import Pool
 
-MIN_BOUND = 1e-9  # relative, in float64: other shapes are summed in another order
+MIN_BOUND = 1e-9  # relative, in float64: other shapes change the order of sums
 PASTS = ("past_key_values", "past_key_value", "past", "layer_past", "kv_cache", "cache", "past_kv", "kv_caches", "caches")
 SWITCHES = ("use_cache", "use_kv_cache", "return_cache", "return_past")
 STARTS = ("start_pos", "start", "offset", "pos_offset", "past_len", "past_length", "position_offset")
 RESETS = ("reset_cache", "reset_kv_cache", "clear_cache")
-# Names of mask arguments, and the value that marks a real token.
+# Names of mask arguments, and the value of a real token.
 MASKS = {"attention_mask": 1, "padding_mask": 1, "pad_mask": 1, "key_padding_mask": 0, "src_key_padding_mask": 0}
 
 
 class Behaviour:
-    """Tests a module in float64. ``causes``, ``notes`` and ``divergence`` (where it begins to be random) are the results.
+    """Tests a module in float64; the results are ``causes``, ``notes`` and ``divergence`` (where randomness begins).
 
-    ``expected`` is our model with the port's own weights: it decides how a port counts positions in a padded row, and where its
-    dropouts are. ``bound`` is the error that the port's logits may have.
+    ``expected``: our model with the port's weights; locates dropouts and padding. ``bound``: the allowed error of the port's
+    logits.
     """
 
     def __init__(self, module: nn.Module, expected: Reference, bound: float) -> None:
@@ -49,7 +49,6 @@ class Behaviour:
 
     @torch.no_grad()
     def test(self, ids: Tensor) -> None:
-        """Everything that can be tested with (2, T) ``ids``."""
         self._repeat(ids)
         self._rows(ids)
         self._cached(ids)
@@ -65,7 +64,7 @@ class Behaviour:
         return logits_of(self._output(ids, **arguments))[..., : self.config.vocab_size].double()
 
     def _differ(self, mine: Tensor, expected: Tensor) -> float:
-        """The error, if it is beyond the bound, else 0."""
+        """Return the error if it is above the bound, else 0."""
         error = worst_relative_error(mine, expected)
         return 0.0 if error <= self.bound else error
 
@@ -92,7 +91,7 @@ class Behaviour:
         self._add("not-deterministic", f"the same ids give other logits every time; {why}", evidence)
 
     def _repeat_after_others(self, ids: Tensor) -> None:
-        """Whether one token's logits depend on what was run before."""
+        """Test whether one token's logits depend on previous calls."""
         after = []
         for before in (ids, ids[:, :3]):
             try:
@@ -105,7 +104,7 @@ class Behaviour:
             self._add("not-deterministic", words, f"after {ids.size(1)} tokens and after 3, they differ by {error:.1e}")
 
     def _dropouts(self, ids: Tensor, error: float, evidence: str) -> None:
-        """Where the dropouts are: their inputs are compared with the traced values, with all dropouts passing everything."""
+        """Locate the dropouts: compare their inputs with the traced values, while all dropouts are the identity."""
         _, mode = run_deterministically(lambda: self.module(ids))
         traced = trace(self.expected.model, ids.cpu())
         heads = [(point, head) for point, value in traced.items() if value.ndim == 4 for head in value.unbind(1)]
@@ -125,7 +124,7 @@ class Behaviour:
         self.divergence = None if first is None else Divergence(first, layer_of(first), error)
 
     def _is_inside_feed_forward(self, dropout: Dropout) -> bool:
-        """Whether it is applied to the hidden units, or to a product that sums over them."""
+        """Return whether the dropout is applied to the hidden units, or to a product that sums over them."""
         inner = self.config.inner
         return inner != self.config.n_embd and inner in (*dropout.value.shape[-1:], dropout.after)
 
@@ -173,7 +172,7 @@ class Behaviour:
             self._add("cache-inconsistent", f"with your cache the logits are others than without{hint}", evidence)
 
     def _in_pieces(self, ids: Tensor, pieces: list[int]) -> Tensor | None:
-        """The logits of all pieces but the first, one call each; None where no cache comes back."""
+        """Return the logits of all pieces but the first, one call each; None if the forward returns no cache."""
         past, switch, start = self.past, self.switch, self.start
         new_cache: Callable[[int], Any] | None = getattr(self.module, "new_cache", None)
         given = cache = new_cache(len(ids)) if new_cache and past and not switch and not start else None
@@ -225,7 +224,7 @@ class Behaviour:
         self._add("padding-wrong", words, evidence)
 
     def _masked(self, ids: Tensor, name: str, mask: Tensor) -> Tensor:
-        """The logits with an integer mask, or a boolean one if that fails."""
+        """Return the logits with an integer mask, or with a boolean one if that fails."""
         try:
             return self._logits(ids, **{name: mask})
         except Exception as error:
@@ -235,15 +234,12 @@ class Behaviour:
                 raise error from None
 
     def _counts_padding(self, ids: Tensor, gap: int, padded: Tensor, alone: Tensor) -> bool:
-        """Whether positions are counted with the padding: then the logits are those of a row that begins at ``gap``.
-
-        Where the port departs from GPT-2 even without padding, this cannot be decided, and is assumed.
-        """
+        """Return whether positions count the padding; assume so if the port departs from GPT-2 even without padding."""
         return bool(self._differ(alone, self.expected(ids))) or not self._differ(padded, self.expected(ids, gap))
 
 
 def _cache_of(output: Any) -> Any:
-    """What a forward returns beside the logits."""
+    """Return the forward's output without the logits."""
     for name in PASTS:
         cache = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
         if cache is not None:

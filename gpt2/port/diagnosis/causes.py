@@ -1,4 +1,4 @@
-"""The table of every cause that ``gpt2 diagnose`` can name, its places in a port, and how causes are merged and ranked.
+"""The table of every cause that ``gpt2 diagnose`` can name, and how causes are merged and ranked.
 
 The ids are a contract: ``--json`` prints them and other programs match on them. In the corrected lines ``x`` is the residual
 stream (B, T, D); ``q``, ``k``, ``v`` are (B, H, T, K); ``w`` is the checkpoint's tensor, stored [in, out].
@@ -99,11 +99,7 @@ CAUSES = {id: KnownCause(*row) for id, row in _TABLE.items()}
 
 @dataclass(frozen=True)
 class PlacedCause:
-    """A :class:`Cause` while causes are collected: ``places`` are values, and become text only at the end.
-
-    Causes of one id and one ``kind`` are the same fault in several places: needed where ``detail`` names a block or a tensor.
-    ``fix`` replaces the usual one. ``fitted``: a factor was fitted, and is no known constant.
-    """
+    """A :class:`Cause` while causes are collected; ``places`` become text at the end. One id and ``kind`` are one fault."""
 
     id: str
     places: tuple[Place, ...]
@@ -115,13 +111,12 @@ class PlacedCause:
     fitted: bool = False
 
     def cause(self) -> Cause:
-        """As the user reads it."""
         where = joined(self.places)
         fix = (self.fix or CAUSES[self.id].fix).replace("{where}", where)
         return Cause(self.id, where, self.detail, self.evidence, self.confidence, fix)
 
 
-# The cause on the left explains those on the right: at the same place, these are dropped.
+# The cause on the left explains those on the right, which are dropped at the same place.
 EXPLAINS = {
     "rmsnorm": {"missing-bias", "layernorm-without-affine"},
     "norm-missing": {"missing-bias", "layernorm-without-affine"},
@@ -136,7 +131,7 @@ EXPLAINS = {
 }
 FUTURE = ("head-layout", "mask-missing", "mask-multiplied", "mask-off-by-one", "mask-strict", "softmax-axis", "softmax-missing")
 RANDOM = ("not-deterministic", "dropout-active", "ffn-dropout")
-# Causes of wrong behaviour that follow from what is computed, wherever: a token that sees the future sees another with a cache.
+# Faults of behaviour that follow from a fault anywhere: a token that sees the future gives other logits with a cache.
 IMPLIES = {
     **{id: {"cache-inconsistent", "padding-wrong"} for id in (*FUTURE, "batch-dependent")},
     **{id: {"cache-inconsistent"} for id in ("layer-repeated", "position-sinusoidal", "position-missing")},
@@ -145,13 +140,13 @@ IMPLIES = {
 
 
 def ranked(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
-    """The same fault in several blocks as one cause; sorted by confidence, then by the order of the forward pass."""
+    """Merge the same fault in several blocks; sort by confidence, then by the order of the forward pass."""
     once: dict[tuple[str, tuple[Place, ...]], PlacedCause] = {}
     for cause in causes:
         once.setdefault((cause.id, cause.places), cause)
     merged = merge_blocks(once.values(), layers)
     implied = {id for cause in merged for id in IMPLIES.get(cause.id, ())}
-    if any(cause.id in ("not-deterministic", "batch-dependent") for cause in merged):  # a fitted factor may be of this call alone
+    if any(cause.id in ("not-deterministic", "batch-dependent") for cause in merged):  # a factor may fit one call only
         merged = [cause for cause in merged if not cause.fitted]
     kept = [
         cause
@@ -162,7 +157,7 @@ def ranked(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
 
 
 def merge_blocks(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
-    """Causes that differ only in the block as one, with the words of the first and the lowest confidence."""
+    """Merge causes that differ only in the block, with the words of the first and the lowest confidence."""
     groups: dict[tuple[object, ...], list[PlacedCause]] = {}
     for cause in causes:
         parts = frozenset((place.layer is None, place.part, place.share) for place in cause.places)
@@ -175,7 +170,7 @@ def merge_blocks(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause
 
 
 def _join_nested(causes: list[PlacedCause]) -> list[PlacedCause]:
-    """The same fault at two places, one inside the other (both residuals of a block), as one cause."""
+    """Merge a fault at two places if one place contains the other (both residuals of a block)."""
     out: list[PlacedCause] = []
     for cause in causes:
         number = next((i for i, other in enumerate(out) if other.id == cause.id and _nested(other.places, cause.places)), None)
@@ -190,7 +185,7 @@ def _join_nested(causes: list[PlacedCause]) -> list[PlacedCause]:
 
 
 def _nested(one: tuple[Place, ...], other: tuple[Place, ...]) -> bool:
-    """Whether one place alone is a part of another, in the same block."""
+    """Return whether each cause has a single place, and one place is a part of the other, in the same block."""
     if len(one) > 1 or len(other) > 1 or one[0].layer != other[0].layer:
         return False
     outer, inner = sorted((one[0].part, other[0].part), key=len)
@@ -198,7 +193,7 @@ def _nested(one: tuple[Place, ...], other: tuple[Place, ...]) -> bool:
 
 
 def _explains(one: PlacedCause, other: PlacedCause) -> bool:
-    """Whether ``other`` follows from ``one``: all of its places are about a norm, an attention or a block that ``one`` is in."""
+    """Return whether ``other`` follows from ``one``: each of its places contains, or is contained in, a place of ``one``."""
     if other.id not in EXPLAINS.get(one.id, ()):
         return False
     return all(any(x.contains(y) or y.contains(x) for x in one.places) for y in other.places)

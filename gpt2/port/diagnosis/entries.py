@@ -1,4 +1,4 @@
-"""Compare tensors apart from where their entries stand, and list the ways in which a checkpoint's tensor is read wrongly."""
+"""Compare tensors regardless of the order of their entries, and list common misreadings of a checkpoint's tensor."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TO_THE_BIT = "the checkpoint's values in that order are yours to the bit"
 
 
 def reading(sizes: dict[str, int], order: tuple[str, ...]) -> Tensor:
-    """Which entry is read at each place of the natural order, if the entries are taken to lie as ``order``."""
+    """Return the entry read at each place of the natural order, if entries are taken to lie in ``order``."""
     read = torch.arange(torch.Size(sizes.values()).numel()).view([sizes[axis] for axis in order])
     return read.permute([order.index(axis) for axis in sizes]).flatten()
 
 
 def fingerprint(tensor: Tensor) -> tuple[int, int]:
-    """The number of entries, and a sum over their bits, mixed, that has no order."""
+    """Return the number of entries, and a sum over their mixed bits that does not depend on the order."""
     bits = tensor.contiguous().view(torch.int64)
     mixed = (bits ^ (bits >> 29)) * 0x5851F42D4C957F2D
     mixed = (mixed ^ (mixed >> 32)) * 0x14057B7EF767814F
@@ -32,7 +32,6 @@ def fingerprint(tensor: Tensor) -> tuple[int, int]:
 
 
 def same_entries(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same values, each as often, in whatever order."""
     return fingerprint(a) == fingerprint(b)
 
 
@@ -41,7 +40,7 @@ def constant(tensor: Tensor) -> bool:
 
 
 def likeness(values: Tensor) -> str:
-    """What kind of numbers they seem to be."""
+    """Describe what kind of numbers the values seem to be."""
     values = values.flatten()
     if constant(values):
         return f"they are all {float(values[0]):g}, as a fresh parameter is"
@@ -54,7 +53,7 @@ def likeness(values: Tensor) -> str:
 
 
 def moved_rows(held: Tensor, ours: Tensor) -> int:
-    """By how many rows a table was moved: row r is the checkpoint's r + n. 0 if it was not moved."""
+    """Return n if row r of ``held`` is row r + n of ``ours``; 0 if no n fits."""
     for by in (1, 2, -1, -2):
         mine, right = (held[:-by], ours[by:]) if by > 0 else (held[-by:], ours[:by])
         if len(mine) > 2 and torch.equal(mine, right):
@@ -64,7 +63,7 @@ def moved_rows(held: Tensor, ours: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Misreading:
-    """A tensor that a port has if it reads the checkpoint wrongly, and the cause: ``words`` follow the parameter's name."""
+    """The tensor of a port that misreads the checkpoint, and the cause; ``words`` follow the parameter's name."""
 
     tensor: Tensor
     id: str
@@ -73,7 +72,7 @@ class Misreading:
 
 
 def misread_c_attn(ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:
-    """Misreadings of c_attn's weight (D, 3D) or bias (3D,) as a whole."""
+    """Yield misreadings of c_attn's whole weight (D, 3D) or bias (3D,)."""
     if ours.ndim == 2:
         yield _reshaped(ours)
     thirds = ours.chunk(3, -1)
@@ -87,7 +86,7 @@ def misread_c_attn(ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:
 
 
 def misread(part: str, ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:
-    """Misreadings of another tensor, or of one third of c_attn; ``part`` is its name in the block."""
+    """Yield misreadings of another tensor, or of one third of c_attn; ``part`` is its name in the block."""
     if ours.ndim == 2:
         if ours.shape[0] == ours.shape[1]:
             yield Misreading(ours.t(), "transposed", "is transposed", "transposed back, it equals the checkpoint's to the bit")
@@ -105,10 +104,7 @@ def _reshaped(ours: Tensor) -> Misreading:
 
 
 def same_branch(part: str, held: Mapping[str, Tensor], ours: Mapping[str, Tensor], config: GPT2Config) -> bool:
-    """Whether an "attn" or "mlp" gives the same for a random (1, 6, D) with either weights ("c_attn.weight", ...).
-
-    Heads, or hidden units, may be in another order throughout.
-    """
+    """Return whether two sets of an "attn" or "mlp"'s weights give the same on random input; heads or units may be permuted."""
     x = torch.randn(1, 6, config.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     one, other = (_branch(part, weights, x, config) for weights in (held, ours))
     return worst_relative_error(one, other) <= FLOAT64_BOUND
@@ -119,6 +115,6 @@ def _branch(part: str, w: Mapping[str, Tensor], x: Tensor, config: GPT2Config) -
         hidden = ACTIVATIONS[config.activation_function](x @ w["c_fc.weight"] + w["c_fc.bias"])
         return hidden @ w["c_proj.weight"] + w["c_proj.bias"]
     q, k, v = (x @ w["c_attn.weight"] + w["c_attn.bias"]).unflatten(-1, (3, config.n_head, -1)).permute(2, 0, 3, 1, 4)
-    scale = config.head_dim**-0.5 / float(x.shape[-1]) ** 0.25  # gentle: large weights must not make every softmax a maximum
+    scale = config.head_dim**-0.5 / float(x.shape[-1]) ** 0.25  # small: large weights must not make each softmax a maximum
     y = sdpa_attention(q, k, v, None, scale, 0.0)
     return F.linear(y.transpose(1, 2).flatten(2), w["c_proj.weight"].t(), w["c_proj.bias"])

@@ -30,18 +30,14 @@ from gpt2.port.recording.forward import Borrowed, ForwardError, error_line, logi
 from gpt2.port.recording.pool import collect
 from gpt2.port.recording.recorder import give_shapes, record_probe
 
-SLACK = 10  # for what refuses float64: how much farther from the float64 run it may be than our model is in its dtype
-LENGTHS = (8, 1, 32)  # of the token sequences; the walk uses the first
-MAX_WORK = 2e9  # parameters times tokens: up to here the whole context is tried too
+SLACK = 10  # for ports without float64: the allowed error over our model's error in that dtype
+LENGTHS = (8, 1, 32)  # token sequences; the walk uses the first
+MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried
 NARROW = (torch.bfloat16, torch.float16)
 
 
 class Examination:
-    """The checks of one module; :meth:`diagnosis` runs them.
-
-    Raises:
-        InputError: as :func:`gpt2.diagnose`.
-    """
+    """The checks of one module; :meth:`diagnosis` runs them. Raises InputError as :func:`gpt2.diagnose` does."""
 
     def __init__(self, module: nn.Module, ours: GPT2, fill: bool = False) -> None:
         self.module, self.ours, self.config, self.fill = module, ours, ours.config, fill
@@ -61,7 +57,7 @@ class Examination:
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise InputError(f"{self.who}: its {name} holds NaN; look where its values come from")
         with torch.random.fork_rng(devices=[]), plain_attention(), Borrowed(self.module) as borrowed:
-            self.module.eval()  # as its users do: some override it
+            self.module.eval()  # some modules override it
             return self._examine(borrowed)
 
     def _examine(self, borrowed: Borrowed) -> Diagnosis:
@@ -82,7 +78,7 @@ class Examination:
         errors = [reference.error(logits, ids) for ids, logits in outputs]
         worst, others = max(errors), [*padding, *behaviour.causes]
         if worst <= self.bound:
-            unseen = [cause for cause in self.weight_causes if blank or cause.places[0].stem in ("wte", "wpe")]  # rows not used
+            unseen = [cause for cause in self.weight_causes if blank or cause.places[0].stem in ("wte", "wpe")]  # unused rows
             return self._diagnosed(worst, [blank or behaviour.divergence], [*unseen, *others])
         wrong = next(number for number, error in enumerate(errors) if error > self.bound)
         if wrong and any(cause.id == "not-deterministic" for cause in behaviour.causes):
@@ -103,7 +99,7 @@ class Examination:
         return self._diagnosed(worst, [blank, divergence, behaviour.divergence], [*causes, *others])
 
     def _diagnosed(self, error: float, divergences: list[Divergence | None], causes: list[PlacedCause]) -> Diagnosis:
-        """The diagnosis; its place is the first of these divergences in the order of the forward pass."""
+        """Build the diagnosis; its place is the first of these divergences in the forward pass."""
         causes = ranked(causes, self.config.n_layer)
         equal = error <= self.bound and not causes
         order = {point: number for number, point in enumerate(points(self.config.n_layer))}
@@ -113,10 +109,10 @@ class Examination:
         shown, notes = tuple(cause.cause() for cause in causes), tuple(dict.fromkeys(self.notes))
         return Diagnosis(verdict, None if equal else first, shown, notes, self.who, logits_error=error)
 
-    # What the module holds
+    # The module's weights
 
     def _anatomy(self) -> Anatomy | None:
-        """None where its parts are not recognised; then it is taken to hold the checkpoint's weights."""
+        """Return None if the parts are not recognised; the module is then assumed to hold the checkpoint's weights."""
         recording = record_probe(self.module, self.config, self.who)
         try:
             return Anatomy(recording)
@@ -128,7 +124,7 @@ class Examination:
         return None
 
     def _read_checkpoint(self, borrowed: Borrowed) -> None:
-        """The checkpoint in float64, as ``state``, first rounded to the module's own dtype if that is narrow."""
+        """Set ``state`` to the checkpoint in float64, rounded first to the module's dtype if that is narrower."""
         self.dtypes = {name: tensor.dtype for name, tensor in borrowed.tensors.items()}
         sizes: Counter[torch.dtype] = Counter()
         for tensor in borrowed.tensors.values():
@@ -141,7 +137,7 @@ class Examination:
         self.state = {name: tensor.double() for name, tensor in state.items()}
 
     def _weights(self, borrowed: Borrowed) -> tuple[Own, Divergence | None]:
-        """Its own weights, after comparison. If it holds nothing of the checkpoint, it is filled, and that is the divergence."""
+        """Compare and return the module's weights; fill it if it holds none of the checkpoint's, which is the divergence."""
         if self.mapping is None:
             return Own(self.state, {}, {}), None
         require_size(self.mapping, self.who)
@@ -167,8 +163,7 @@ class Examination:
         return own, comparison
 
     def _restore_rounded(self, mapping: Mapping, borrowed: Borrowed) -> None:
-        """Give parameters that are used scaled or shifted (a norm's weight less one) the exact values, if they hold the
-        checkpoint's values as nearly as their dtype can."""
+        """Set parameters that are used scaled or shifted to exact values, if they hold the checkpoint's up to rounding."""
         recording = mapping.anatomy.recording
         for source in recording.sources:
             uses = recording.uses.get(source.storage, {Use()})
@@ -181,14 +176,14 @@ class Examination:
             if bool(((exact - tensor).abs() <= near).all()):
                 tensor.copy_(exact)
 
-    # What the module returns
+    # The module's output
 
     def _probes(self, anatomy: Anatomy | None) -> list[Tensor]:
         rows = self.config.n_positions if anatomy is None or anatomy.positions is None else len(anatomy.positions.rows)
         vocabulary = self.config.vocab_size if anatomy is None else min(self.config.vocab_size, anatomy.stream.vocabulary)
         context = min(self.config.n_positions, rows)
         lengths = [min(length, context) for length in LENGTHS]
-        if anatomy is not None and anatomy.recording.ids.size(1) > lengths[0]:  # it takes no fewer
+        if anatomy is not None and anatomy.recording.ids.size(1) > lengths[0]:  # it refuses shorter sequences
             lengths = [anatomy.recording.ids.size(1)]
         if self.config.num_parameters() * context <= MAX_WORK:
             lengths.append(context)
@@ -196,7 +191,7 @@ class Examination:
         return [torch.randint(vocabulary, (2, length), generator=generator) for length in dict.fromkeys(lengths)]
 
     def _outputs(self, borrowed: Borrowed, probes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Its logits of each probe, in float64 if it can, in its own dtype if not. It may refuse all probes but the first."""
+        """Return ids and logits of each probe, in float64 if possible, else in the module's dtype; later probes may fail."""
         outputs: list[tuple[Tensor, Tensor]] = []
         for ids in probes:
             logits = self._run(ids)
@@ -213,7 +208,7 @@ class Examination:
         return outputs
 
     def _run(self, ids: Tensor) -> Tensor | Exception:
-        """Its logits of ids (B, T); the error if it fails."""
+        """Return the logits of ids (B, T), or the error."""
         try:
             output, mode = run_deterministically(lambda: logits_of(self.module(ids.to(self.device))))
         except Exception as error:
@@ -225,7 +220,7 @@ class Examination:
         return require_logits(output.detach().cpu(), ids, self.config, self.who)
 
     def _allow_rounding(self, output: Tensor, failure: Exception | None) -> None:
-        """Where it does not compute in float64: allow errors in proportion to our model's error in that dtype."""
+        """For a module without float64, allow errors in proportion to our model's error in its dtype."""
         dtype = output.dtype if output.dtype != torch.float64 else torch.float32
         ids = self._probes(None)[0]
         rounded, exact = (Reference(self.ours, self.state, dtype=d)(ids) for d in (dtype, torch.float64))
@@ -233,7 +228,7 @@ class Examination:
         why = f" (in float64 it fails: {error_line(failure)})" if failure else ""
         self.notes.append(f"your forward was measured in {_name(dtype)}, and may be off by {self.bound:.1e}{why}")
 
-    # What the module computes
+    # The module's computation
 
     def _walked(self, ids: Tensor, own: Own, reference: Reference) -> tuple[Divergence | None, list[PlacedCause]]:
         """Walk through GPT-2's stages with the module's own weights and recorded tensors."""
@@ -241,15 +236,15 @@ class Examination:
         pool, _ = run_deterministically(lambda: collect(self.module, ids.to(self.device), config.n_embd, config.inner))
         pool.narrow = self.bound > FLOAT64_BOUND
         weights = dict(own.weights)
-        if own.placed and not bool(own.placed["wpe.weight"].any()):  # what is added in place of positions, the walk decides
+        if own.placed and not bool(own.placed["wpe.weight"].any()):  # the walk finds what is added in place of positions
             weights["wpe.weight"] = self.state["wpe.weight"]
         walked = walk(pool, weights, config, ids, reference.model, own.head)
-        if not pool.narrow and not walked.explained:  # constants that were made in float32 may be the only obstacle
+        if not pool.narrow and not walked.explained:  # float32 constants may be the only obstacle
             pool.narrow = True
             again = walk(pool, weights, config, ids, reference.model, own.head)
             walked = again if again.explained else walked
         if walked.explained:
-            held = [cause for cause in self.weight_causes if cause.id != "extra-bias"]  # the walk has seen what it does
+            held = [cause for cause in self.weight_causes if cause.id != "extra-bias"]  # the walk has measured its effect
             return walked.first_divergence, [*walked.causes, *(_sure(cause) for cause in held)]
         if self.not_gpt2 and not walked.causes:
             raise InputError(f"{self.who}: {self.not_gpt2}; this is another kind of model, and gpt2 diagnose needs a GPT-2")
@@ -262,7 +257,7 @@ class Examination:
 
 
 def _sure(cause: PlacedCause, evidence: str = "") -> PlacedCause:
-    """A cause of weights that is certain, since our model with the port's own weights gives the port's logits."""
+    """Return a cause of weights as certain: our model with the port's weights gives the port's logits."""
     return replace(cause, confidence=SURE, evidence=cause.evidence + evidence)
 
 

@@ -1,8 +1,7 @@
-"""Ends a diagnosis whose parent is gone: a small process beside the worker, run as a script that imports nothing of ours.
+"""End a diagnosis after its parent has ended: a small process beside the worker, a script that imports none of our code.
 
-The parent may be ended in a way that leaves it no time to clean up (SIGTERM, SIGKILL, a closed terminal), and the worker may be
-in code that gives its interpreter no turn to notice. So a third process waits for the end of a pipe that the parent alone holds
-open, then ends the worker with all that it has started, and removes its folder.
+The parent may be killed with no time to clean up, and the worker may hold its interpreter. So this third process waits for the
+end of a pipe that only the parent holds open, then ends the worker's process group and removes its folder.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from contextlib import suppress
 
 
 def end(process: int) -> None:
-    """End a process, and where the system has process groups, the group that it leads."""
+    """End a process, and its process group if the system has those."""
     with suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
             os.killpg(process, signal.SIGKILL)
         else:
-            os.kill(process, signal.SIGTERM)  # on Windows this is TerminateProcess
+            os.kill(process, signal.SIGTERM)  # TerminateProcess on Windows
 
 
 def main(folder: str) -> None:
-    """Wait until stdin, whose first line is the worker's process id, comes to its end."""
+    """Wait for the end of stdin (its first line is the worker's process id), then clean up."""
     worker = sys.stdin.readline()
     sys.stdin.read()
     if worker:
         end(int(worker))
-    for _ in range(100):  # what was just killed may still be writing
+    for _ in range(100):  # a killed process may still be writing
         shutil.rmtree(folder, ignore_errors=True)
         if not os.path.exists(folder):
             break

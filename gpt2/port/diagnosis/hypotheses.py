@@ -1,7 +1,4 @@
-"""Formulas that ports are known to compute in place of GPT-2's activation, mask, scale and positions.
-
-The right one comes first and has no faults. Shapes: x (B, T, D); scores (B, H, T, T).
-"""
+"""Known right and wrong formulas for GPT-2's activation, mask, scale and positions; the right one comes first."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from gpt2.config import GPT2Config
 from gpt2.model import ACTIVATIONS
 from gpt2.port.diagnosis.search import Fault, Formula, Kind, Option
 
-ROUNDED = float(torch.tensor(2 / math.pi, dtype=torch.float32).sqrt())  # what a port has that computes it in float32
+ROUNDED = float(torch.tensor(2 / math.pi, dtype=torch.float32).sqrt())  # as a port computes it in float32
 _TANH = math.sqrt(2 / math.pi)
 
 
@@ -60,12 +57,12 @@ FUNCTIONS: dict[str, tuple[str, Formula]] = {
     "no x": ("0.5 (1 + tanh(...)) without the factor x", lambda x: 0.5 * (1 + torch.tanh(_TANH * (x + 0.044715 * x**3)))),
 }
 CONSTANTS = {"0.7978845608": 0.7978845608, "0.79788456": 0.79788456, "float32": ROUNDED, "0.7979": 0.7979}  # for sqrt(2/pi)
-SHORT = {"gelu": "erf", "gelu_new": "tanh", "quick_gelu": "quick"}  # as the literature calls them
+SHORT = {"gelu": "erf", "gelu_new": "tanh", "quick_gelu": "quick"}  # names in the literature
 SAME = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
 
 
 def activations(config: GPT2Config, up: Tensor) -> list[Option]:
-    """What a port may make of the hidden units ``up`` (B, T, I); the right function is the config's."""
+    """Return the possible results of the activation of ``up`` (B, T, I)."""
     right = SAME.get(config.activation_function, config.activation_function)
     wanted = FUNCTIONS[right][0] if right in FUNCTIONS else right
 
@@ -83,8 +80,7 @@ def activations(config: GPT2Config, up: Tensor) -> list[Option]:
 
 
 def attention_weights(scores: Tensor, factor: float, cost: float = 0.0) -> Iterator[Option]:
-    """What a port may make of scores (B, H, T, T) by mask and softmax. ``factor``: what they were multiplied by; ``cost``: how
-    much is wrong with that."""
+    """Yield the possible results of mask and softmax on scores (B, H, T, T); ``factor`` scaled them, ``cost`` is its price."""
     every = torch.ones(scores.shape[-2:], dtype=torch.bool)
     past = every.tril()
 
@@ -111,12 +107,12 @@ def attention_weights(scores: Tensor, factor: float, cost: float = 0.0) -> Itera
         hidden = masked(allowed, -math.inf)
         yield option(label, hidden, *why)
         empty = ~allowed.any(-1)
-        if bool(empty.any()):  # a token that sees nothing
+        if bool(empty.any()):  # some token sees nothing
             filled = masked(allowed, -1e30)
             yield option(f"{label} filled", filled, *why)
             yield option(f"{label} cleared", hidden.nan_to_num(0.0), *why)
             yield option(f"{label} added", torch.where(empty[:, None], scores.softmax(-1), filled), *why)
-    for fill in (-1e4, -1e9, torch.finfo(torch.float32).min):  # the same weights, unless scores are as large
+    for fill in (-1e4, -1e9, torch.finfo(torch.float32).min):  # the same weights, unless scores are this large
         yield option(f"filled {fill:g}", masked(past, fill), more=0.1)
     multiplied = "masked scores become {}, which softmax gives a share, instead of minus infinity"
     after = fault("mask-multiplied", "the mask is multiplied in after softmax, so the weights no longer sum to one")
@@ -147,13 +143,13 @@ def attention_weights(scores: Tensor, factor: float, cost: float = 0.0) -> Itera
 
 
 def right_scale(config: GPT2Config, layer: int) -> float:
-    """What GPT-2 multiplies the scores of a block by."""
+    """Return GPT-2's factor of the scores in a block."""
     root = 1 / math.sqrt(config.head_dim) if config.scale_attn_weights else 1.0
     return root / (layer + 1 if config.scale_attn_by_inverse_layer_idx else 1)
 
 
 def scale_faults(config: GPT2Config, layer: int, factor: float, inverse_first: bool = False) -> tuple[Fault, ...]:
-    """What it means that the scores are multiplied by ``factor``; ``inverse_first``: try the layer's number first."""
+    """Return the faults that ``factor`` on the scores shows; ``inverse_first``: try the layer's number first."""
     width, size, number = config.n_embd, config.head_dim, layer + 1
     root, right = 1 / math.sqrt(size), right_scale(config, layer)
 
@@ -191,14 +187,14 @@ def scale_faults(config: GPT2Config, layer: int, factor: float, inverse_first: b
 
 
 def likely_scales(config: GPT2Config, layer: int) -> list[float]:
-    """Factors to try where the scores are not recorded; the right one first."""
+    """Return factors to try if the scores are not recorded, the right one first."""
     root, width = 1 / math.sqrt(config.head_dim), 1 / math.sqrt(config.n_embd)
     others = [root, 1.0, width, root**2, root / (layer + 1), root * width, width**2, 1 / root]
     return list(dict.fromkeys([right_scale(config, layer), *others]))
 
 
 def sinusoids(tokens: int, width: int) -> Iterator[tuple[str, Tensor]]:
-    """(T, D) tables of sines and cosines, as they are commonly made."""
+    """Yield the usual (T, D) tables of sines and cosines."""
     places = torch.arange(tokens, dtype=torch.float64)[:, None]
     half = torch.arange((width + 1) // 2, dtype=torch.float64)
     for label, powers in (("2i/D", 2 * half / width), ("i/(D/2 - 1)", half / max(len(half) - 1, 1)), ("4i/D", 4 * half / width)):

@@ -1,4 +1,4 @@
-"""The logits of a port: their shape, columns beyond the vocabulary, and our model's with other weights to compare them with."""
+"""Check a port's logits: their shape, columns beyond the vocabulary, and their difference from our model's."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import SURE
 
-MIN_SHARE = 1e-9  # a share of the probability that is more than rounding
+MIN_SHARE = 1e-9  # a smaller share of the probability is rounding
 
 
 class Reference:
-    """Our model with the weights ``state``, and perhaps a head of its own (V, D): ids (B, T) to logits (B, T, V)."""
+    """Our model with the weights ``state``, and perhaps its own head (V, D): maps ids (B, T) to logits (B, T, V)."""
 
     def __init__(
         self, ours: GPT2, state: Mapping[str, Tensor], head: Tensor | None = None, dtype: torch.dtype = torch.float64
@@ -31,7 +31,7 @@ class Reference:
         self.own_head = head
 
     def __call__(self, ids: Tensor, offset: int = 0) -> Tensor:
-        """With positions counted from ``offset``."""
+        """Return the logits, with positions counted from ``offset``."""
         wpe = self.model.wpe.weight
         self.model.wpe.weight = nn.Parameter(wpe[offset:], requires_grad=False)
         hidden = self.model.hidden(ids.cpu())
@@ -39,18 +39,14 @@ class Reference:
         return self.model.head(hidden) if self.own_head is None else F.linear(hidden, self.own_head.to(hidden))
 
     def error(self, logits: Tensor, ids: Tensor) -> float:
-        """The worst relative error of a port's logits, of the columns and positions that it returns."""
+        """Return the worst relative error of a port's logits, for the columns and positions that it returns."""
         ours = self(ids)
         mine = logits[..., : ours.shape[-1]].to("cpu", torch.float64)
         return worst_relative_error(mine, ours[:, -mine.shape[1] :])
 
 
 def require_logits(logits: Tensor, ids: Tensor, config: GPT2Config, who: str) -> Tensor:
-    """(B, T', V') logits of (B, T) ``ids``: T' is T, or 1 where a port returns the last position only.
-
-    Raises:
-        InputError: another shape, or NaN.
-    """
+    """Return (B, T', V') logits of (B, T) ``ids``; T' is T, or 1 (last position only). Raises InputError, also for NaN."""
     (batch, length), given = ids.shape, tuple(logits.shape)
     if logits.ndim == 2 and logits.shape[0] == batch:
         logits = logits[:, None]
@@ -68,7 +64,7 @@ def require_logits(logits: Tensor, ids: Tensor, config: GPT2Config, who: str) ->
 
 
 def padding_causes(logits: Tensor, config: GPT2Config) -> tuple[list[PlacedCause], list[str]]:
-    """Causes and notes on columns beyond the vocabulary: a cause where they get any probability."""
+    """Return causes and notes on columns beyond the vocabulary; a cause if they get any probability."""
     extra = logits.shape[-1] - config.vocab_size
     if extra <= 0:
         return [], []

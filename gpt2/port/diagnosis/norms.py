@@ -1,4 +1,4 @@
-"""Formulas that ports are known to compute in place of GPT-2's layer norm."""
+"""Known right and wrong formulas for GPT-2's layer norm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpt2.port.diagnosis.search import Fault, Formula, Kind, Option
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0, 1e-3, 1e-7, 1e-10, 1e-4, 1e-2, 1e-9, 1e-1, 1.0)
 RMS_EPSILONS = (1e-6, 1e-8, 0.0, 1e-5, 1e-12, torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps)
-RMS: dict[str, Any] = {"centred": False, "square": True}  # what makes a layer norm an RMS norm
+RMS: dict[str, Any] = {"centred": False, "square": True}  # turns a layer norm into an RMS norm
 AXES = {
     (1,): "over the positions",
     (0,): "over the batch",
@@ -26,7 +26,7 @@ AXES = {
 
 
 class Hypothesis(NamedTuple):
-    """A formula that a port may follow, and the faults that it has then."""
+    """A formula that a port may follow, and the faults that this would show."""
 
     label: str
     formula: Formula
@@ -46,8 +46,9 @@ def layer_norm(
     square: bool = False,
     power: float = 0.5,
 ) -> Tensor:
-    """A norm over ``axes``. ``outside``: epsilon is added to the root; ``centred``: the mean is subtracted from what is divided;
-    ``square``: divided by the root mean square instead of the standard deviation; ``power``: 0.5 for the root of the variance."""
+    """Normalise over ``axes``. ``outside``: epsilon is added to the root. ``centred``: subtract the mean from the numerator.
+    ``square``: divide by the root mean square. ``power``: 0.5 takes the root of the variance.
+    """
     middle = x - x.mean(axes, keepdim=True)
     count = max(math.prod(x.shape[axis] for axis in axes) - correction, 1)
     spread = (x if square else middle).square().sum(axes, keepdim=True) / count
@@ -55,14 +56,14 @@ def layer_norm(
 
 
 class Norms:
-    """The hypotheses for each norm of a port, with the port's own weights; made on first use."""
+    """The hypotheses for each norm of a port, with the port's own weights; computed on first use."""
 
     def __init__(self, config: GPT2Config, own: dict[str, Tensor]) -> None:
         self.config, self.own = config, own
         self._made: dict[str, list[Hypothesis]] = {}
 
     def at(self, name: str) -> list[Hypothesis]:
-        """For the norm ``h.0.ln_1``, ``h.0.ln_2``, ... or ``ln_f``; the right one first."""
+        """Return the hypotheses for the norm ``name`` (``h.0.ln_1``, ``ln_f``), the right one first."""
         if name not in self._made:
             self._made[name] = self._make(name)
         return self._made[name]
@@ -75,7 +76,7 @@ class Norms:
         epsilons = dict.fromkeys((given, *EPSILONS))
         weight, bias = self._parameters(name)
         own, plain = (weight, bias), (torch.ones_like(weight), torch.zeros_like(bias))
-        trivial = bool((weight == 1).all()) and not bool(bias.any())  # applying these parameters is the same as not applying them
+        trivial = bool((weight == 1).all()) and not bool(bias.any())  # these parameters have no effect
         out: list[Hypothesis] = []
 
         def add(label: str, *faults: Fault, affine: tuple[Tensor, Tensor] = own, eps: float = given, **how: Any) -> None:
@@ -136,7 +137,7 @@ class Norms:
                 add(f"axes {axes} no affine", axis, affine=plain, axes=axes)
 
         others = {"ln_1": [name[:-1] + "2"], "ln_2": [name[:-1] + "1"]}
-        for other in others.get(part, ["h.0.ln_1", f"h.{self.config.n_layer - 1}.ln_2"]):  # whose parameters may be applied here
+        for other in others.get(part, ["h.0.ln_1", f"h.{self.config.n_layer - 1}.ln_2"]):  # norms that may lend their parameters
             affine, shown = self._parameters(other), other if part == "ln_f" else other.rpartition(".")[2]
             swapped = fault("norms-swapped", f"the parameters of {shown} are applied here", "another norm's parameters")
             label = shown.rpartition(".")[2]
@@ -147,7 +148,7 @@ class Norms:
         return out
 
     def before(self, name: str, stream: Option, missing: str) -> Iterator[Option]:
-        """What may go into a branch: the stream, normed in one way or another, or as it is; ``missing`` says that in words."""
+        """Yield what may enter a branch: the stream, normed or as it is; ``missing`` describes the latter."""
         part = name.rpartition(".")[2]
         for label, formula, faults in self.at(name):
             unlikely = name == "ln_f" and any(fault.id == "norms-swapped" for fault in faults)
@@ -157,10 +158,9 @@ class Norms:
         yield stream.then("no norm", lambda x: x, Fault(id, part, missing), kind=Kind.NO_NORM, silent=True)
 
     def after(self, names: Iterable[str], part: str, x: Option, words: str, expected: bool = False) -> Iterator[Option]:
-        """A norm where GPT-2 has none: of any kind, with the parameters of one of ``names``, or with none.
+        """Yield norms where GPT-2 has none: of any kind, with the parameters of one of ``names`` or none.
 
-        ``part`` is "embed", or the norm before the branch that this one is behind. ``expected``: there was none before the
-        branch, so that this one costs nothing more.
+        ``part``: "embed", or the norm before the branch. ``expected``: no norm came before the branch, so this one costs nothing.
         """
         extra = Fault("extra-norm", {"ln_1": "attn", "ln_2": "mlp"}.get(part, part), words)
         for number, name in enumerate(names):

@@ -1,8 +1,4 @@
-"""Read the weights that a port holds, in the checkpoint's own layout: :func:`gpt2.load_into` in reverse.
-
-The mapping says which entry of the checkpoint belongs in each place of a port. What is there is the port's own value of that
-entry, and all of them together are a checkpoint that our model can run with.
-"""
+"""Read a port's weights into the checkpoint's layout, so that our model can run with them: ``load_into`` in reverse."""
 
 from __future__ import annotations
 
@@ -22,14 +18,12 @@ NORM_WEIGHTS = ("ln_1.weight", "ln_2.weight", "ln_f.weight")
 
 @dataclass(frozen=True)
 class Own:
-    """A port's own weights.
+    """A port's own ``weights`` in float64, by the checkpoint's names; ``placed`` (bool) marks the entries that it has.
 
-    ``weights`` are by the checkpoint's names, float64. ``placed``, of the same shapes, is true where the port has an entry.
-    Elsewhere a vector holds what leaves GPT-2 as the port is (no bias, a scale of one), and a matrix the checkpoint's values.
-    ``names``: the port's first parameter that holds a tensor. ``head`` (V, D) is the head's weight where it is another parameter
-    than the token embedding, and ``head_name`` its name. ``extra`` are the norms of parameters that are added where GPT-2 adds
-    nothing. ``shared``: for a tensor's name and share ("q") without a parameter of its own, the parameter that serves, and what
-    else it serves as.
+    Elsewhere a vector has no effect (zero bias, scale one), and a matrix holds the checkpoint's values. ``names``: the port's
+    first parameter for each tensor. ``head`` (V, D): a head that is not the token embedding; ``head_name``: its name. ``extra``:
+    norms of parameters that are added where GPT-2 adds nothing. ``shared``: for (tensor, share) without a parameter of its own:
+    the parameter used, and its main role.
     """
 
     weights: dict[str, Tensor]
@@ -52,7 +46,7 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
     words = {recording.source(int(table.ids[0])).storage for table in mapping.anatomy.words}
     for source in mapping.sources:
         use, entries, value = mapping.uses(source)[0], mapping.entries(source), tensors[source.name].detach().cpu().double()
-        value = value if use == Use() else value * use.scale + use.shift  # what the computation sees of it
+        value = value if use == Use() else value * use.scale + use.shift  # as the computation uses it
         parts = mapping.parts(source)
         if source.storage not in words and parts:
             if all(part.part == "head" for part in parts):
@@ -63,7 +57,7 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
                 extra[source.name] = norm
         for name in filled.take(entries, value):
             names.setdefault(name, source.name)
-    for conflict in mapping.conflicts:  # one parameter serves as two parts
+    for conflict in mapping.conflicts:  # one parameter is used as two parts
         taken = torch.empty(conflict.taken.shape, dtype=torch.float64)
         for name, mine, places in mapping.by_tensor(conflict.taken):
             taken[mine] = filled.weight(name).flatten()[places]
@@ -77,10 +71,7 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
 
 
 def _completed(name: str, weight: Tensor, placed: Tensor, ours: Tensor) -> Tensor:
-    """A weight with the checkpoint's values where the port has none (of a matrix) and where it differs by rounding only.
-
-    It is ``ours`` itself where all are equal, so that they need not be compared again.
-    """
+    """Return ``weight``, with ``ours`` for a matrix's missing entries and for rounding; ``ours`` itself if all are equal."""
     if weight.ndim > 1 and bool(placed.any() if name == "wpe.weight" else not placed.all()):
         weight = torch.where(placed, weight, ours.double())
     if torch.equal(weight, ours):
@@ -89,14 +80,14 @@ def _completed(name: str, weight: Tensor, placed: Tensor, ours: Tensor) -> Tenso
 
 
 def _share(mapping: Mapping, entry: int) -> str:
-    """Which of q, k and v an entry of c_attn belongs to; the tensor's name for another tensor."""
+    """Return the q, k or v share of c_attn for an entry; for another tensor, its name."""
     name = mapping.owner(entry)
     width = mapping.shapes[name][-1]
     return "qkv"[(entry - mapping.starts[name]) % width * 3 // width] if ".c_attn." in name else name
 
 
 class _Filled:
-    """Weights in the checkpoint's layout while they are filled, and where they are."""
+    """Weights in the checkpoint's layout while they are filled, and the places that are filled."""
 
     def __init__(self, mapping: Mapping, names: Iterable[str]) -> None:
         self.mapping = mapping
@@ -104,14 +95,14 @@ class _Filled:
         self.placed = {name: torch.zeros(mapping.shapes[name], dtype=torch.bool) for name in names}
 
     def weight(self, name: str) -> Tensor:
-        """A tensor as filled so far; what is not there is a bias of zero or a scale of one."""
+        """Return a tensor as filled so far; elsewhere it is a bias of zero or a scale of one."""
         if name not in self.weights:
             neutral = 1.0 if name.endswith(NORM_WEIGHTS) else 0.0
             self.weights[name] = torch.full(self.mapping.shapes[name], neutral, dtype=torch.float64)
         return self.weights[name]
 
     def take(self, entries: Tensor, value: Tensor) -> list[str]:
-        """Take a parameter, without a copy if it is one tensor of the checkpoint or its transpose: the names of its tensors."""
+        """Take a parameter, without a copy if it is one tensor or its transpose; return its tensors' names."""
         name = self.mapping.owner(int(entries.flatten()[0])) if entries.numel() else ""
         if name and name not in self.weights and entries.numel() == self.placed[name].numel():
             numbers = torch.arange(entries.numel(), dtype=entries.dtype).view(self.placed[name].shape) + self.mapping.starts[name]
@@ -123,10 +114,10 @@ class _Filled:
         return self.scatter(entries, value)
 
     def scatter(self, entries: Tensor, value: Tensor) -> list[str]:
-        """Put values where their entries belong: the names of those tensors."""
+        """Put values where their entries belong; return those tensors' names."""
         groups = self.mapping.by_tensor(entries)
         for name, mine, places in groups:
-            if not self.weight(name).is_contiguous() or bool(self.placed[name].all()):  # it may be the parameter's own memory
+            if not self.weight(name).is_contiguous() or bool(self.placed[name].all()):  # it may share the parameter's memory
                 self.weights[name] = self.weights[name].clone(memory_format=torch.contiguous_format)
             self.weights[name].view(-1)[places] = value[mine]
             self.placed[name].view(-1)[places] = True

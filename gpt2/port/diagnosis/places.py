@@ -1,4 +1,4 @@
-"""Places in a GPT-2, as values: a block's number and a part of the block, or a part outside the blocks."""
+"""Places in a GPT-2: a block's number and a part of the block, or a part outside the blocks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from functools import cache
 
 from gpt2.measure.tracing import layer_of, points
 
-OUTSIDE = ("wte", "wpe", "embed", "ln_f", "logits")  # the traced points that are in no block
-EVERY = -1  # instead of a block's number: all blocks
+OUTSIDE = ("wte", "wpe", "embed", "ln_f", "logits")  # traced points outside the blocks
+EVERY = -1  # in place of a block's number: all blocks
 
 
 @dataclass(frozen=True)
 class Place:
-    """A traced point, a tensor of the checkpoint, or what both lie in.
+    """A traced point, a tensor of the checkpoint, or a block or part that contains them.
 
-    ``layer`` is a block's number, EVERY, or None outside the blocks. ``part`` is the rest of the name: "ln_1",
-    "attn.c_attn.weight", "wte", or "" for a block as a whole. ``share`` is "q", "k" or "v" where only that third of c_attn is
-    meant. ``others`` counts the places of a long list that are not named.
+    ``layer``: a block's number, EVERY, or None outside. ``part``: the rest of the name ("ln_1", "attn.c_attn.weight"), "" for a
+    whole block. ``share``: "q", "k" or "v" for a third of c_attn. ``others``: how many places of a long list are not named.
     """
 
     layer: int | None
@@ -28,18 +27,18 @@ class Place:
 
     @classmethod
     def at(cls, layer: int | None, part: str) -> Place:
-        """A part of a block; the layer is dropped for the parts that are outside the blocks."""
+        """Return a part of a block; parts outside the blocks drop the layer."""
         return cls(None if part in OUTSIDE else layer, part)
 
     @classmethod
     def of(cls, name: str) -> Place:
-        """The place of a traced point or of a checkpoint's tensor, by its name."""
+        """Return the place with the name of a traced point or of a tensor."""
         layer = layer_of(name)
         return cls(layer, name if layer is None else name.removeprefix(f"h.{layer}").removeprefix("."))
 
     @property
     def name(self) -> str:
-        """As a traced point or a tensor is called: ``h.0.ln_1``, ``h.*.attn``, ``wte``."""
+        """The name of a traced point or tensor: ``h.0.ln_1``, ``h.*.attn``, ``wte``."""
         block = "" if self.layer is None else "h.*" if self.layer == EVERY else f"h.{self.layer}"
         return ".".join(filter(None, (block, self.part)))
 
@@ -49,16 +48,15 @@ class Place:
 
     @property
     def stem(self) -> str:
-        """The part without the leaf: a weight and a bias of the same part have one stem."""
+        """The part without the leaf: equal for a weight and its bias."""
         return self.part.removesuffix(".weight").removesuffix(".bias")
 
     @property
     def pattern(self) -> Place:
-        """The same part in any block."""
         return Place(None if self.layer is None else EVERY, self.part)
 
     def contains(self, other: Place) -> bool:
-        """Whether ``other`` is this place, or a part of it in the same block (in any block, if either is in every block)."""
+        """Return whether ``other`` is this place or a part of it, in the same block (EVERY matches all blocks)."""
         if self.layer != other.layer and (None in (self.layer, other.layer) or EVERY not in (self.layer, other.layer)):
             return False
         whole_block = not self.stem and self.layer is not None
@@ -69,12 +67,11 @@ ALL_WEIGHTS = Place(None, "all weights")
 
 
 def joined(places: Iterable[Place]) -> str:
-    """As a cause says where it is."""
     return ", ".join(dict.fromkeys(map(str, places)))
 
 
 def collapsed(places: Iterable[Place], layers: int) -> tuple[Place, ...]:
-    """Grouped by part, in the order of first appearance; ``EVERY`` for a part that all ``layers`` blocks have."""
+    """Group places by part, in order of appearance; ``EVERY`` for a part that all ``layers`` blocks have."""
     parts: dict[Place, set[Place]] = {}
     for place in places:
         parts.setdefault(replace(place, layer=place.pattern.layer), set()).add(place)
@@ -87,7 +84,7 @@ def collapsed(places: Iterable[Place], layers: int) -> tuple[Place, ...]:
 
 @cache
 def forward_rank(place: Place, n_layer: int) -> int:
-    """The number of the first traced point that is at a place, in it or around it; beyond all points if there is none."""
+    """Return the number of the first traced point in or around a place; beyond all points if there is none."""
     place = replace(place, layer=0) if place.layer == EVERY else place
     order = [Place.of(point) for point in points(n_layer)]
     return next((number for number, point in enumerate(order) if place.contains(point) or point.contains(place)), len(order))

@@ -6,18 +6,18 @@ import json
 import textwrap
 from dataclasses import asdict, dataclass
 
-SURE, LIKELY = 1.0, 0.8  # confidence: the whole run was reproduced with this cause; reproduced at its place only
+SURE, LIKELY = 1.0, 0.8  # confidence: reproduces the whole run; reproduces its place only
 LABELS = "how we know", "fix"
-MIN_WIDTH = 60  # columns that a table needs
+MIN_WIDTH = 60  # minimum columns of a table
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One thing that is wrong with a port.
+    """One fault of a port.
 
-    ``id`` is a key of :data:`.causes.CAUSES`. ``where`` is a traced point or a part of one, with a star for "in every block"
-    (``h.*.mlp.act``, ``h.3.attn``, ``wte``). ``detail`` says what the port does, in words to its author. ``evidence`` says how
-    we know. ``confidence`` goes from 0 to 1. ``fix`` is what the corrected line computes.
+    ``id`` is a key of :data:`.causes.CAUSES`. ``where`` is a traced point or a part of one (``h.3.attn``, ``wte``); a star means
+    every block (``h.*.mlp.act``). ``detail``: what the port does. ``evidence``: how we know. ``confidence``: 0 to 1. ``fix``: the
+    corrected line.
     """
 
     id: str
@@ -30,9 +30,9 @@ class Cause:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first traced point at which a port departs from the reference; ``layer`` is None outside the blocks.
+    """The first traced point where a port departs from the reference; ``layer`` is None outside the blocks.
 
-    ``error`` is the largest difference over the root mean square of the reference; infinite where shapes differ.
+    ``error`` is the largest difference over the root mean square of the reference; infinite if shapes differ.
     """
 
     point: str
@@ -42,10 +42,10 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """``verdict`` is "equal", "mismatch" or "undetermined" (they differ, and the known causes do not explain it).
+    """The result: ``verdict`` is "equal", "mismatch" or "undetermined" (logits differ, and no known causes explain it).
 
-    ``causes`` are sorted, the most likely first. ``notes`` are facts that do not make the verdict worse. ``logits_error`` is the
-    largest difference of a logit over the root mean square of the reference's; None where they cannot be compared.
+    ``causes``: the most likely first. ``notes``: facts that do not affect the verdict. ``logits_error``: the largest difference
+    of a logit over the root mean square of the reference's; None if they cannot be compared.
     """
 
     verdict: str
@@ -58,16 +58,16 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """The verdict is "equal"."""
+        """Whether the verdict is "equal"."""
         return self.verdict == "equal"
 
     def to_json(self) -> str:
-        """As JSON; a number that is not finite is null."""
+        """Return the diagnosis as JSON; a number that is not finite is null."""
         values = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
         return json.dumps(values, indent=2, ensure_ascii=False)
 
     def table(self, width: int = 110) -> str:
-        """For a terminal of ``width`` columns: the verdict, the place, then each cause with its evidence and its fix."""
+        """Return text for a terminal of ``width`` columns: verdict, place, then each cause with evidence and fix."""
         width = max(width, MIN_WIDTH)
         lines = [self._headline(), f"{self.module}  against  {self.checkpoint}"]
         for number, cause in enumerate(self.causes, 1):
@@ -88,5 +88,5 @@ class Diagnosis:
 
 
 def _wrapped(lead: str, text: str, width: int) -> list[str]:
-    """``text`` wrapped beside ``lead``; further lines are indented to the first word."""
+    """Wrap ``text`` beside ``lead``; further lines are indented to the first word."""
     return textwrap.wrap(lead + text, width, subsequent_indent=" " * len(lead), break_long_words=False, break_on_hyphens=False)

@@ -1,8 +1,8 @@
-"""Run ``gpt2 diagnose FILE.py:build``: somebody's file in a process of its own, whatever it does there.
+"""Run ``gpt2 diagnose FILE.py:build``: run the user's file in a process of its own.
 
-It may hang, crash, print, exit, or ask for a GPU. What it prints is not read, its answer comes back in a file, and it ends itself
-when a stage takes too long. Any failure is one line that names the user's own line of code. When this process ends, in whatever
-way, the other ends too (:mod:`gpt2.port.diagnosis.guard`).
+The file may hang, crash, print or exit. Its output is not read, the answer comes back in a file, and the process ends itself when
+a stage takes too long. A failure is one line that names the user's line of code. :mod:`gpt2.port.diagnosis.guard` ends the
+process if this one ends first.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from gpt2.port.diagnosis import guard as guard_script
 from gpt2.port.diagnosis.guard import end
 from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
 
-TIMEOUT = 60.0  # seconds for the file's own code: import, build, one forward
-DIAGNOSIS_FACTOR = 20  # the diagnosis may take so many times as long
-MAX_ANSWER = 64_000_000  # bytes read of its answer; usually there are a few thousand
-# Of each stage: what has not ended in time, and when the process ended.
+TIMEOUT = 60.0  # seconds for the user's code: import, build, one forward
+DIAGNOSIS_FACTOR = 20  # the diagnosis may take this many times as long
+MAX_ANSWER = 64_000_000  # bytes read of the answer; usually a few thousand
+# By stage: what did not end in time, and when the process ended.
 STAGES = {
     "import": ("being imported", "while it was imported"),
     "build": ("its {name}()", "in {name}()"),
@@ -37,8 +37,6 @@ START = "import sys; sys.path.insert(0, sys.argv[2]); from gpt2.port.diagnosis.w
 
 @dataclass(frozen=True)
 class Target:
-    """A file, and what in it is called."""
-
     path: Path
     name: str
 
@@ -48,11 +46,7 @@ class Target:
 
 
 def target(text: str) -> Target:
-    """``FILE.py:build``; ``FILE.py`` alone means ``build``.
-
-    Raises:
-        InputError: no such file.
-    """
+    """Parse ``FILE.py:build``; ``FILE.py`` alone means ``build``. Raises InputError if there is no such file."""
     file, colon, name = text.rpartition(":")
     if not colon or name.endswith(".py") or os.sep in name:
         file, name = text, "build"
@@ -71,18 +65,15 @@ def target(text: str) -> Target:
 def run(text: str, model: str, *, timeout: float = TIMEOUT, revision: str | None = None, offline: bool = False) -> Diagnosis:
     """Build the model in a process of its own, and diagnose it there.
 
-    Args:
-        text: ``FILE.py:build``, where ``build(checkpoint_dir)`` or ``build()`` returns the module.
-        timeout: seconds for the file's own code; the diagnosis itself may take longer.
-
-    Raises:
-        InputError: no such file, function or model; anything that keeps the module from being built and run.
+    ``text``: ``FILE.py:build``, where ``build(checkpoint_dir)`` or ``build()`` returns the module. ``timeout``: seconds for the
+    user's code; the diagnosis may take longer. Raises InputError if the file, function or model is missing, or the module cannot
+    be built and run.
     """
     port = target(text)
     from gpt2.checkpoint.checkpoint import open_checkpoint
     from gpt2.checkpoint.names import VERIFIES, ModelName
 
-    open_checkpoint(ModelName.parse(model, VERIFIES, revision=revision), offline=offline)  # downloaded before the timeout begins
+    open_checkpoint(ModelName.parse(model, VERIFIES, revision=revision), offline=offline)  # download before the timeout begins
     with tempfile.TemporaryDirectory(prefix="gpt2-diagnose-", ignore_cleanup_errors=True) as name:
         folder, limits = Path(name), {"short": timeout, "whole": timeout * DIAGNOSIS_FACTOR}
         order = {"file": str(port.path), "name": port.name, "model": model, "revision": revision, "offline": offline, **limits}
@@ -95,14 +86,14 @@ def run(text: str, model: str, *, timeout: float = TIMEOUT, revision: str | None
 
 
 def _watch(folder: Path, limit: float) -> int | None:
-    """Run the worker to its end, and the guard beside it: its exit code. None if it did not even end itself."""
+    """Run the worker, with the guard beside it, and return its exit code; None if it did not end itself in time."""
     command = [sys.executable, "-P", "-c", START, str(folder), str(Path(__file__).parents[3])]
     with open(folder / "printed", "wb") as printed:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
         )
     guard_command = [sys.executable, "-I", "-S", guard_script.__file__, str(folder)]
-    nowhere = subprocess.DEVNULL  # and a session of its own: Ctrl-C is for this process
+    nowhere = subprocess.DEVNULL  # separate sessions: Ctrl-C reaches this process only
     guard = subprocess.Popen(guard_command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
     assert guard.stdin is not None
     guard.stdin.write(b"%d\n" % process.pid)
@@ -119,7 +110,7 @@ def _watch(folder: Path, limit: float) -> int | None:
 
 
 def _failure(folder: Path, port: Target, timeout: float, code: int | None) -> str:
-    """Why there is no answer: in which stage, and the last line of the user's own code that the process was seen in."""
+    """Say why there is no answer: the stage, and the last line of the user's code."""
     files = (folder / name for name in ("stage", "where", "printed"))
     stage, dump, printed = (file.read_text(errors="replace") if file.exists() else "" for file in files)
     if not stage:
@@ -138,7 +129,7 @@ def _failure(folder: Path, port: Target, timeout: float, code: int | None) -> st
 
 
 def _diagnosis(answer: bytes, port: Target) -> Diagnosis:
-    """Parse the worker's answer. The file that ran there may have written anything."""
+    """Parse the worker's answer, which is untrusted: the user's file may have written anything."""
     try:
         answered = json.loads(answer)
         if "error" not in answered:

@@ -1,7 +1,7 @@
-"""Choose which of many hypotheses a port follows: the cheapest whose value is recorded and which the next stage confirms.
+"""Choose the hypothesis that a port follows: the cheapest that is recorded and that the next stage confirms.
 
-A recorded value is not enough where it would be recorded anyway: a norm that is left out passes on what was there before. So
-each choice is confirmed by a value that only follows from it, such as the result of the next projection.
+A recorded value is not proof: if a norm is left out, its input is recorded anyway. So a value that only follows from the choice,
+such as the next projection's result, must confirm it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.diagnosis.places import Place
 from gpt2.port.recording.pool import Match, Pool
 
-EXACT = 1e-13  # a match as good as this needs no better one
-MAX_UNSEEN = 48  # options whose own value is not recorded: how many are tried for what follows from them
+EXACT = 1e-13  # stop searching at a match as good as this
+MAX_UNSEEN = 48  # how many options without a recorded value are tried
 Result = TypeVar("Result")
 Formula = Callable[[Tensor], Tensor]
-Confirm = Callable[[Tensor], Result | None]  # what follows from a value, if that is recorded
-Axes = tuple[int, ...]  # along which a port may have a value in pieces
+Confirm = Callable[[Tensor], Result | None]  # returns a recorded result that follows from the value, or None
+Axes = tuple[int, ...]  # axes along which a port may split a value
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong: a cause's id, the part of the block (or the point outside the blocks), and what the port does, in words.
+    """One fault: a cause's id, the part of the block (or the point outside the blocks), and what the port does.
 
-    Faults of one id and one ``kind`` are the same fault in several places; ``kind`` is needed where ``detail`` names a block.
-    ``norm_after``: the norm ("ln_1", "ln_2") that may have been moved from before a branch to here, behind it. ``fitted``: a
-    factor was fitted, and is no known constant. ``layer`` is the number of the block that runs (None: outside the blocks), and
-    ``error`` that of the match which shows the fault, once the port is known to have it.
+    Faults of one id and ``kind`` are one fault in several places, for a ``detail`` that names a block. ``norm_after``: the norm
+    ("ln_1", "ln_2") that may have moved from before the branch to after it. ``fitted``: a factor was fitted. ``layer``: the
+    running block's number, None outside. ``error``: of the match that shows the fault.
     """
 
     id: str
@@ -51,10 +50,8 @@ class Fault:
 
 
 class Kind(Enum):
-    """What the walk has to know about an option, besides its value."""
-
     RIGHT = auto()  # GPT-2's own formula
-    NO_NORM = auto()  # the stream enters a branch as it is
+    NO_NORM = auto()  # the stream enters a branch without a norm
     NORM_AFTER = auto()  # a norm behind a branch
     PARALLEL = auto()  # the feed-forward takes the stream before attention
     OTHER = auto()
@@ -62,11 +59,10 @@ class Kind(Enum):
 
 @dataclass
 class Option:
-    """Something that a port may compute at a place: the formula, the faults if it does, and the option that it is computed from.
+    """A value that a port may compute at a place: the formula, its faults, and the option that it starts from.
 
-    ``label`` is the same in every block: what one block does is tried first in the next. ``silent``: the value is recorded
-    whether or not the port uses it here. ``values`` are traced points that are known if this option holds. ``factor`` is what
-    attention's scores are multiplied by.
+    ``label``: equal in all blocks, so that one block's choice is tried first in the next. ``silent``: the value is recorded
+    whether or not the port uses it here. ``values``: traced points known if this holds. ``factor``: of attention's scores.
     """
 
     label: str
@@ -85,25 +81,24 @@ class Option:
 
     @classmethod
     def known(cls, label: str, value: Tensor, *faults: Fault, **fields: Any) -> Option:
-        """An option whose value is already computed, from no other option."""
+        """Return an option with a computed value that starts from no option."""
         return cls(label, lambda: value, faults, **fields)
 
     def then(self, label: str, formula: Formula, *faults: Fault, **fields: Any) -> Option:
-        """An option that is computed from this one's value."""
         return Option(label, lambda: formula(self.value), faults, base=self, **fields)
 
     def seen_as(self, value: Tensor) -> Option:
-        """The same, with the port's own numbers for its value."""
+        """Return this option with the port's own numbers as its value."""
         return replace(self, make=lambda: value)
 
     @property
     def price(self) -> float:
-        """How much has to be wrong."""
+        """The cost of this option's faults."""
         return self.cost + len(self.faults) + (0.0 if self.base is None else self.base.price)
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The labels of all options that this one is computed from, and its own."""
+        """The labels of the options that lead to this one, and its own."""
         return (self.label,) if self.base is None else (*self.base.path, self.label)
 
     @property
@@ -112,7 +107,7 @@ class Option:
 
 
 class Recorded(NamedTuple):
-    """A port's own value, the error of the match (None: not recorded), and the faults that the port has if it computes this."""
+    """A port's own value, the error of the match (None: not recorded), and the faults that this value shows."""
 
     value: Tensor
     error: float | None
@@ -121,18 +116,17 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice(Generic[Result]):
-    """The option that was chosen; the port's own value of it; the error of the match (None: not recorded); and the result that
-    confirmed it. ``missed``: the error of GPT-2's own formula at this place, if the port follows another."""
+    """The chosen option, the port's value, the match's error (None: not recorded), and the confirming result."""
 
     option: Option
     value: Tensor
     error: float | None
     result: Result
-    missed: float | None = None
+    missed: float | None = None  # the error of GPT-2's own formula here, if the port follows another
 
 
 class Chooser:
-    """Chooses among options, and remembers what was chosen before at the same kind of place."""
+    """Chooses among options, and remembers earlier choices at the same kind of place."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -140,12 +134,12 @@ class Chooser:
         self.labels: set[str] = set()
 
     def recorded(self, value: Tensor, axes: Axes) -> Recorded | None:
-        """The port's own numbers for a value, if it is recorded, whole or sliced along ``axes``."""
+        """Return the port's own numbers for a value, if recorded, whole or sliced along ``axes``."""
         match = self.pool.find(value, *axes)
         return None if match is None else Recorded(self.pool.adopt(value, match), match.error)
 
     def choose(self, place: str, options: Iterable[Option], confirm: Confirm[Result], axes: Axes) -> Choice[Result] | None:
-        """The cheapest option that ``confirm`` accepts: it is given the option's value, and returns None if nothing follows."""
+        """Return the cheapest option with a value that ``confirm`` accepts (by returning a result); None if there is none."""
         known = self.known.setdefault(place, [])
         rank = {path: number for number, path in enumerate(known)}
         ordered = sorted(options, key=lambda o: (o.price > 0, rank.get(o.path, len(rank)), o.label not in self.labels, o.price))
@@ -192,7 +186,7 @@ class Chooser:
         return chosen
 
     def likely(self, place: str, options: Iterable[Option]) -> list[Option]:
-        """The options without a fault, and those that were chosen at such a place before."""
+        """Return the options without a fault, and those chosen at such a place before."""
         return [option for option in options if option.price <= 0 or option.path in self.known.get(place, ())]
 
     def remember(self, place: str, option: Option | None) -> None:
@@ -201,7 +195,7 @@ class Chooser:
             known.append(option.path)
 
     def seen(self, options: Iterable[Option], axes: Axes) -> list[Option]:
-        """The options whose values are recorded, with the port's own numbers; and the right one, recorded or not."""
+        """Return the options with recorded values, as the port's own numbers, and the right one in any case."""
         kept = []
         for option in options:
             if (recorded := self.recorded(option.value, axes)) is not None:

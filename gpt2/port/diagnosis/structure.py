@@ -1,4 +1,4 @@
-"""Causes that the structure of a port alone shows, for a walk through its values that does not get to the end."""
+"""Find causes in the structure of a port alone, in case the walk through its values does not reach the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = {
     DepartureKind.FEED_FORWARD_WIDTH: "feed-forward width",
     DepartureKind.VOCABULARY: "vocabulary",
 }
-# The id of a cause. Departures that are missing here are none: a padded vocabulary, weights in a buffer.
+# The cause's id by departure. A padded vocabulary and weights in a buffer are not faults, and missing here.
 CAUSES = {
     DepartureKind.BLOCK_COUNT: "layer-missing",
     DepartureKind.HEAD_COUNT: "head-layout",
@@ -34,11 +34,7 @@ CAUSES = {
 
 
 def require_size(mapping: Mapping, who: str) -> None:
-    """Refuse a port of another size.
-
-    Raises:
-        InputError: another width, feed-forward, or a smaller vocabulary.
-    """
+    """Raise InputError if the port has another width or feed-forward, or a smaller vocabulary."""
     for departure in find_departures(mapping):
         if what := SIZES.get(departure.kind):
             sizes = f"{departure.theirs:,}, the checkpoint's {departure.ours:,}"
@@ -46,7 +42,7 @@ def require_size(mapping: Mapping, who: str) -> None:
 
 
 def structural_causes(mapping: Mapping) -> Iterator[PlacedCause]:
-    """Departures that show in how things are connected. Less certain than the walk's causes: nothing was recomputed."""
+    """Yield the faults in a port's connections; less certain than the walk's causes, since nothing was recomputed."""
     for departure in find_departures(mapping):
         kind = departure.kind
         if kind in CAUSES and not (kind is DepartureKind.BLOCK_COUNT and departure.theirs > departure.ours):

@@ -1,4 +1,4 @@
-"""What a walk works with, what it has met on the way, and what that shows: causes with places and evidence."""
+"""What a walk has found, and the causes that this shows, with places and evidence."""
 
 from __future__ import annotations
 
@@ -21,17 +21,13 @@ from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Kind
 from gpt2.port.recording.pool import Pool
 
-NARROW_BOUND = 1e-6  # of a traced point against the reference's where the port computes in less than float64
+NARROW_BOUND = 1e-6  # error bound of a traced point if the port computes below float64
 SEQUENCE = ("layer-order", "layer-missing", "layer-repeated")
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The result of a walk; ``points``, ``blocks`` and ``lost`` are those of its trail.
-
-    ``explained``: the walk reaches the port's own logits, and nothing on the way is unknown. ``causes`` are sorted by the first
-    place where each shows.
-    """
+    """The result of a walk; ``explained``: it reaches the port's logits, and nothing on the way is unknown."""
 
     points: tuple[str, ...]
     explained: bool
@@ -42,12 +38,11 @@ class Walk:
 
 
 class Trail:
-    """What a walk has met so far. ``own`` are the port's weights by the checkpoint's names, float64.
+    """What a walk has found so far; ``own`` are the port's weights by the checkpoint's names, float64.
 
-    ``values`` are by traced point. ``blocks`` are the numbers of the blocks whose weights were used, as they ran; ``factors``
-    what the scores of each are multiplied by, and the error of the attention weights. ``missed`` are the errors of GPT-2's
-    formula where the port follows another. ``lost`` are points where the port computes something unknown. ``reached``: the walk
-    arrived at the port's logits.
+    ``values``: by traced point. ``blocks``: the checkpoint's numbers of the running blocks. ``factors``: of their scores, with
+    the error of the attention weights. ``missed``: errors of GPT-2's formula where the port follows another. ``lost``: points
+    with an unknown computation. ``reached``: the walk arrived at the port's logits.
     """
 
     def __init__(self, pool: Pool, own: dict[str, Tensor], config: GPT2Config, ids: Tensor) -> None:
@@ -61,20 +56,19 @@ class Trail:
         self.reached = False
 
     def weights(self, layer: int) -> dict[str, Tensor]:
-        """The port's weights of a block, by their names in the block."""
         return {name.removeprefix(f"h.{layer}."): t for name, t in self.own.items() if name.startswith(f"h.{layer}.")}
 
     def blame(self, layer: int | None, faults: Iterable[Fault], error: float | None) -> None:
         self.faults += [replace(fault, layer=layer, error=error) for fault in faults]
 
     def settle(self, layer: int | None, choice: Choice[Any], part: str) -> None:
-        """Take a choice at ``part`` of a block, and all options that it is computed from, as what the port does."""
+        """Accept a choice at ``part`` of a block, with all options that it starts from, as what the port does."""
         point = point_at(layer, part)
         self.values[point] = choice.value
         if choice.missed is not None:
             self.missed[point] = choice.missed
         option, error, before = choice.option.base, choice.error, layer
-        if part == "ln_1":  # the stream that enters was made by the block before
+        if part == "ln_1":  # the previous block made the stream that enters
             before = layer - 1 if layer else None
         if option is not None and option.kind is not Kind.PARALLEL:
             self.values[point_at(before, "mid" if part == "ln_2" else "embed" if before is None else "")] = option.value
@@ -86,7 +80,7 @@ class Trail:
 
 
 def account(trail: Trail, reference: GPT2) -> Walk:
-    """What ``trail`` shows, compared with the trace of ``reference``, our model in float64, on the same ids."""
+    """Compare ``trail`` with the trace of ``reference``, our model in float64, on the same ids."""
     explained = trail.reached and not trail.lost
     traced = trace(reference, trail.ids)
     bound = NARROW_BOUND if trail.pool.narrow else FLOAT64_BOUND
@@ -102,7 +96,7 @@ def account(trail: Trail, reference: GPT2) -> Walk:
 
 
 def _departure(value: Tensor, expected: Tensor) -> float:
-    """The error of a port's value, in what it has: its vocabulary may be padded, or only the last position returned."""
+    """Return the error of a port's value; its vocabulary may be padded, or only the last position returned."""
     if value.ndim == expected.ndim == 3:
         shared = min(value.shape[-1], expected.shape[-1])
         value, expected = value[..., :shared], expected[:, -value.shape[1] :, :shared]
@@ -111,7 +105,7 @@ def _departure(value: Tensor, expected: Tensor) -> float:
 
 
 def _post_norms(faults: list[Fault]) -> list[Fault]:
-    """Norms that are behind the branches and not before them are one fault for each block."""
+    """Merge norms that stand after the branches, and not before, into one fault for each block."""
     out = []
     for layer in dict.fromkeys(one.layer for one in faults):
         mine = [one for one in faults if one.layer == layer]
@@ -127,8 +121,7 @@ def _post_norms(faults: list[Fault]) -> list[Fault]:
 
 
 def _scales(trail: Trail) -> list[Fault]:
-    """What is wrong with the factors of the scores. In one block the root of four heads and the block's number may be the same
-    factor: then the cause that fits more blocks is meant."""
+    """Return the faults in the scores' factors; if two causes give the same factor, choose the one that fits more blocks."""
     by_number, by_width = (
         [
             replace(fault, layer=layer, error=error)
@@ -142,12 +135,12 @@ def _scales(trail: Trail) -> list[Fault]:
 
 
 def _sequence(trail: Trail, reference: GPT2) -> list[Fault]:
-    """What is wrong with the sequence of blocks. They are numbered by whose weights of the checkpoint they hold."""
+    """Return the faults in the sequence of blocks; they are numbered by the checkpoint's weights that they hold."""
     layers = trail.config.n_layer
     ours = {name: tensor[:8].double() for name, tensor in reference.state_dict().items() if name.endswith("c_fc.weight")}
 
     def holder(block: int) -> int:
-        """The checkpoint's block with these weights; a few rows are as good as all."""
+        """Return the checkpoint's block with these weights; comparing a few rows is enough."""
         mine = trail.own[f"h.{block}.mlp.c_fc.weight"][:8]
         return next((n for n in range(layers) if torch.allclose(ours[f"h.{n}.mlp.c_fc.weight"], mine)), block)
 
@@ -170,7 +163,7 @@ def _sequence(trail: Trail, reference: GPT2) -> list[Fault]:
 
 
 def _causes(faults: list[Fault], trail: Trail, explained: bool) -> list[PlacedCause]:
-    """Each cause once, with all its places."""
+    """Return each cause once, with all its places."""
     groups: dict[tuple[str, str], list[Fault]] = {}
     for one in sorted(faults, key=lambda one: forward_rank(one.place, trail.config.n_layer)):
         groups.setdefault((one.id, one.kind or one.detail), []).append(one)

@@ -1,8 +1,8 @@
-"""Walk through GPT-2's forward pass stage by stage, with a port's own weights and from the port's own recorded values.
+"""Walk through GPT-2's forward pass stage by stage, with a port's own weights and from its own recorded values.
 
-At each stage the right formula and every known wrong one are computed from what was known before. The port follows the formula
-whose value is among its recorded tensors, and which the next projection confirms. The walk goes on from that value, so it finds
-several faults. A stage that no recorded tensor confirms stays open until something that follows from it is recorded.
+At each stage compute the right formula and every known wrong one. The port follows the one that its recorded tensors contain and
+that the next projection confirms; the walk continues from that value, so it finds several faults. A stage without a recorded
+tensor stays open until a later one decides.
 """
 
 from __future__ import annotations
@@ -24,24 +24,21 @@ from gpt2.port.diagnosis.trail import Trail, Walk, account
 from gpt2.port.diagnosis.wiring import STREAM, Branch, Embeddings, inputs, outputs, residuals, streams
 from gpt2.port.recording.pool import Pool
 
-SAMPLE = 64  # tokens of the vocabulary that a candidate for the last stream is tried on first
-ROW_SUM_BOUND = 1e-6  # a row of probabilities sums to one within this, in any dtype
+SAMPLE = 64  # vocabulary entries on which a candidate for the last stream is tested first
+ROW_SUM_BOUND = 1e-6  # error of a sum of probabilities, in any dtype
 
 
 @torch.no_grad()
 def walk(
     pool: Pool, own: Mapping[str, Tensor], config: GPT2Config, ids: Tensor, reference: GPT2, head: Tensor | None = None
 ) -> Walk:
-    """What a program computed on ``ids`` (B, T), B and T at least 2, of which ``pool`` holds the intermediate tensors.
+    """Walk through the tensors in ``pool``, which a program computed on ``ids`` (B, T), B and T at least 2.
 
-    Args:
-        pool: from a module (:func:`.recording.pool.collect`), or from arrays of any origin (:meth:`.Pool.of`).
-        own: the program's weights by the checkpoint's names.
-        reference: our model with the checkpoint's weights, in float64.
-        head: the head's own weight (V, D), if that is not the token embedding.
+    ``pool``: from a module (:func:`.recording.pool.collect`) or from arrays (:meth:`.Pool.of`). ``own``: the program's weights by
+    the checkpoint's names. ``reference``: our model in float64. ``head`` (V, D): a head that is not the token embedding.
     """
     weights = {name: tensor.detach().double() for name, tensor in own.items()}
-    if not bool(weights["wpe.weight"].any()):  # no positions: whether it adds the checkpoint's, or others, or none, is open
+    if not bool(weights["wpe.weight"].any()):  # no positions: it may add the checkpoint's, others, or none
         weights["wpe.weight"] = reference.wpe.weight.detach().double()
     trail = Trail(pool, weights, config, ids)
     Walker(trail, weights["wte.weight"] if head is None else head.double()).run()
@@ -49,13 +46,12 @@ def walk(
 
 
 def walk_arrays(arrays: Iterable[Tensor], logits: Tensor, ids: Tensor, reference: GPT2) -> Walk:
-    """:func:`walk` without a module: ``arrays`` are a program's intermediate values, in any order and layout, and ``logits``
-    (B, T, V) its output. The program is taken to hold the weights of ``reference``."""
+    """Do :func:`walk` on ``arrays`` in any order and layout and ``logits`` (B, T, V), with the weights of ``reference``."""
     return walk(Pool.of(arrays, logits), reference.state_dict(), reference.config, ids, reference)
 
 
 class Walker:
-    """Follows the blocks as they run; all that it learns goes to ``trail``. ``head`` (V, D) is the head's weight."""
+    """Follows the blocks as they run and stores all findings in ``trail``; ``head`` (V, D) is the head's weight."""
 
     def __init__(self, trail: Trail, head: Tensor) -> None:
         self.trail, self.pool, self.chooser, self.own, self.config = trail, trail.pool, trail.chooser, trail.own, trail.config
@@ -63,7 +59,6 @@ class Walker:
         self.ending = Ending(self.pool, head)
 
     def run(self) -> None:
-        """To the logits, or as far as the port can be followed."""
         options = Embeddings(self.pool, self.norms, self.trail.ids).options()
         while len(self.blocks) <= 2 * self.config.n_layer:
             if len(self.blocks) >= self.config.n_layer and self._end(options):
@@ -82,13 +77,13 @@ class Walker:
     # From one block to the next
 
     def _next(self, options: list[Option]) -> tuple[int, Choice[Projected]] | None:
-        """The block that runs next, by whose weights are used, and what goes into its attention. None if the walk ends here."""
+        """Return the block that runs next, by its weights, and its attention's input; None if the walk ends."""
         expected = self.blocks[-1] + 1 if self.blocks else 0
         every = range(self.config.n_layer)
         expected, *others = sorted(every, key=lambda layer: (layer != expected, layer < expected, layer))
         for quick in (True, False):
             kept = self.chooser.seen(self.chooser.likely("out", options) if quick else options, STREAM)
-            for layer in (expected, *others):  # another block, before another fault is assumed
+            for layer in (expected, *others):  # another block is more likely than another fault
                 streams_in = kept if quick or layer == expected else kept[:6]
                 if (choice := self._enter(layer, streams_in, narrow=layer != expected)) is not None:
                     return layer, choice
@@ -107,7 +102,7 @@ class Walker:
         return None if choice is None else (expected, choice)
 
     def _enter(self, layer: int, kept: list[Option], narrow: bool) -> Choice[Projected] | None:
-        """What goes into attention, with block ``layer``'s weights. ``narrow``: only options that are cheap or known."""
+        """Return attention's input, with block ``layer``'s weights. ``narrow``: only options that are cheap or known."""
         weights = self.trail.weights(layer)
         words = "attention takes the stream as it is, without a norm before it"
         options = [option for stream in kept for option in self.norms.before(f"h.{layer}.ln_1", stream, words)]
@@ -117,7 +112,7 @@ class Walker:
         return self.chooser.choose("ln_1", options, lambda x: project(self.chooser, self.config, x, weights), STREAM)
 
     def _unseen(self, layer: int, kept: list[Option]) -> Choice[Projected] | None:
-        """The right input, if it is recorded although its projections are not: what comes after has to confirm it."""
+        """Return the right input, if recorded while its projections are not; later stages must confirm it."""
         for stream in kept:
             option = stream.then("right", self.norms.at(f"h.{layer}.ln_1")[0].formula, kind=Kind.RIGHT)
             if stream.price <= 0 and (input := self.chooser.recorded(option.value, STREAM)) is not None:
@@ -126,7 +121,7 @@ class Walker:
         return None
 
     def _search(self, norm: str, confirm: Confirm[Result], input_point: str, stream_point: str) -> Choice[Result] | None:
-        """Any recorded tensor that goes into a branch; how it, or the stream that it is the ``norm`` of, was made is unknown."""
+        """Return any recorded tensor that fits as a branch's input, or as the stream under its ``norm``, of unknown origin."""
         formula = self.norms.at(norm)[0].formula
         entries = list(streams(self.pool, self.trail.ids, self.config.n_embd))
         for entry in entries:
@@ -140,7 +135,7 @@ class Walker:
     # Through a block
 
     def _block(self, n: int, layer: int, choice: Choice[Projected]) -> list[Option] | None:
-        """Follow the block that runs as number ``n``, with the weights of block ``layer``: the streams that may come out."""
+        """Follow the ``n``-th running block, with the weights of block ``layer``; return its possible output streams."""
         self.blocks.append(layer)
         self.chooser.remember("out", choice.option.base)
         self.trail.settle(n, choice, "ln_1")
@@ -184,7 +179,7 @@ class Walker:
         return [x for one in results for x in outputs(self.norms, self.pool, layer, attention, branch, parallel, one)]
 
     def _activate(self, n: int, weights: dict[str, Tensor], up: Tensor) -> list[Option]:
-        """From the hidden units before the activation to what the feed-forward may give."""
+        """Return the feed-forward's possible results, from the hidden units before the activation."""
         weight, bias = weights["mlp.c_proj.weight"], weights["mlp.c_proj.bias"]
 
         def confirm(x: Tensor) -> Recorded | None:
@@ -192,11 +187,11 @@ class Walker:
 
         options = activations(self.config, up)
         choice = self.chooser.choose("act", options, confirm, STREAM)
-        if choice is None:  # any recorded tensor that the second layer is applied to
+        if choice is None:  # any recorded tensor that enters the second layer
             fault = Fault("gelu-variant", "mlp.act", "an activation that is none of those known here")
             others = ((x, confirm(x)) for x in streams(self.pool, self.trail.ids, up.shape[-1]))
             choice = next((Choice(Option.known("unknown", x, fault), x, 0.0, y) for x, y in others if y is not None), None)
-        if choice is None:  # neither recorded nor confirmed: what follows has to decide
+        if choice is None:  # neither recorded nor confirmed: a later stage decides
             return [Option.known(f"hidden {one.label}", one.value @ weight + bias, *one.faults) for one in options]
         self.trail.settle(n, choice, "mlp.act")
         self.trail.values[point_at(n, "mlp.c_proj")] = choice.result.value
@@ -205,7 +200,7 @@ class Walker:
     # To the logits
 
     def _end(self, options: list[Option], quick: bool = False) -> bool:
-        """Whether one of these streams leads to the logits. ``quick``: of the likely ones only."""
+        """Return whether one of these streams leads to the logits. ``quick``: only the likely ones."""
         words = "the head takes the stream as it is, without the last norm"
         for some in (self.chooser.likely("out", options), *([] if quick else [options])):
             kept = self.chooser.seen(some, STREAM)
@@ -220,7 +215,7 @@ class Walker:
 
 
 class Ending:
-    """How the port's logits follow from the last normed stream. ``weight`` (V, D) is the head's."""
+    """How the port's logits follow from the last normed stream; ``weight`` (V, D) is the head's."""
 
     def __init__(self, pool: Pool, weight: Tensor) -> None:
         self.bound, self.given, self.weight = pool.bound, pool.logits, weight
@@ -230,7 +225,7 @@ class Ending:
         self.softmaxed = [name for name, p in probabilities.items() if bool(((p.sum(-1) - 1).abs() < ROW_SUM_BOUND).all())]
 
     def logits(self, x: Tensor) -> Recorded | None:
-        """The port's logits as (B, T', V), if they follow from a normed stream (B, T, D); T' is 1 or T."""
+        """Return the port's logits (B, T', V), T' being 1 or T, if they follow from a normed stream (B, T, D)."""
         width = self.given.shape[-1]
         if self.given.numel() % (len(x) * width) or self.given.numel() > x.shape[0] * x.shape[1] * width:
             return None

@@ -1,7 +1,6 @@
-"""Compare the weights that a port holds with the checkpoint's, and say what happened to those that differ.
+"""Compare a port's weights with the checkpoint's, piece by piece (q, k and v apart), and name each difference's cause.
 
-Tensors are compared piece by piece (q, k and v apart). The same entries in another order are recognised by a sum over the bits
-of the entries, which does not depend on their order; the order itself by trying those that people confuse.
+A sum over bits, which ignores order, recognises reordered entries; then the common wrong orders are tried.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from gpt2.port.diagnosis.places import ALL_WEIGHTS, EVERY, Place, joined
 from gpt2.port.mapping.departures import missing_entries
 
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
-MAX_KINDS = 4  # causes of one id in more kinds of parameters than this are reported as one
-EXACT = 0.95  # the confidence that equality of all entries gives
+MAX_KINDS = 4  # merge causes of one id in more kinds of parameters
+EXACT = 0.95  # the confidence if all entries are equal
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of the checkpoint, or its q, k or v share, in the checkpoint's layout and float64: the port's values, the
-    checkpoint's, and where the port has an entry at all. ``called`` is the port's own name of it."""
+    """A tensor of the checkpoint, or its q, k or v share; ``placed`` marks the port's entries, ``called`` is the port's name."""
 
     place: Place
     called: str
@@ -38,7 +36,7 @@ class Piece:
 
 
 class WeightComparison:
-    """Compares ``own`` with ``state``, the checkpoint in float64. ``blank``: the port holds nothing of the checkpoint."""
+    """Compares ``own`` with ``state``, the checkpoint in float64. ``blank``: the port holds none of it."""
 
     def __init__(self, own: Own, state: Mapping[str, Tensor], config: GPT2Config) -> None:
         self.own, self.state, self.config = own, state, config
@@ -46,14 +44,14 @@ class WeightComparison:
         self.notes: list[str] = []
         self.blank = False
         self._rounded: dict[str, list[Place]] = {}  # by dtype
-        self._likeness: dict[tuple[Place, ...], str] = {}  # what the values look like that are not the checkpoint's
-        self._exchanged: dict[str, list[tuple[Piece, Place]]] = {}  # c_attn's shares that hold another of its shares
+        self._likeness: dict[tuple[Place, ...], str] = {}  # a description of values that are not the checkpoint's
+        self._exchanged: dict[str, list[tuple[Piece, Place]]] = {}  # shares of c_attn that hold another share
         self._compare()
 
     def _compare(self) -> None:
         weights = self.own.weights.items()
         differing = [name for name, one in weights if one is not self.state[name] and not torch.equal(one, self.state[name])]
-        for dtype, narrow in NARROW.items():  # if most of these are rounded, the others are compared with the rounded checkpoint
+        for dtype, narrow in NARROW.items():  # if most tensors are rounded, compare the others with the rounded checkpoint
             rounded = {name for name in differing if torch.equal(self.own.weights[name], self.state[name].to(narrow).double())}
             if len(rounded) > len(differing) / 2:
                 self._rounded[dtype] = [Place.of(name) for name in differing if name in rounded]
@@ -82,8 +80,7 @@ class WeightComparison:
     def _add(
         self, id: str, words: str, evidence: str, *places: Place, confidence: float = EXACT, called: str = "", kind: str = ""
     ) -> None:
-        """A cause: what ``called``, a parameter of the port, is or holds. Causes of one ``kind`` (the words, if there is none)
-        in several blocks are the same."""
+        """Add a cause: ``words`` say what the parameter ``called`` is or holds; causes of one ``kind`` are merged over blocks."""
         self.causes.append(PlacedCause(id, places, f"{called} {words}".strip(), evidence, confidence, None, kind or words))
 
     # Many causes as one
@@ -97,7 +94,6 @@ class WeightComparison:
             self._add("missing-bias", words, absent[0].evidence, Place(EVERY, ""), confidence=0.9)
 
     def _combine_not_loaded(self) -> None:
-        """Many parameters that were never loaded are one cause."""
         fresh = [cause for cause in self.causes if cause.id == "not-loaded"]
         matrices = {name for name, tensor in self.state.items() if tensor.ndim > 1}
         self.blank = {cause.places[0].name for cause in fresh} >= matrices
@@ -113,7 +109,7 @@ class WeightComparison:
         words = f"your module holds {what}; {self._likeness.get(fresh[0].places, '')}"
         self._add("not-loaded", words, fresh[0].evidence, *places, confidence=0.9)
 
-    # Absent, and harmless
+    # Missing or different without effect
 
     def _missing_biases(self, differing: list[str]) -> None:
         placed = {name: self.own.placed[name] for name in differing if name.endswith("bias")}
@@ -132,7 +128,7 @@ class WeightComparison:
                 self._add("missing-bias", words, f"{evidence} {name}", place, confidence=0.9, kind=f"no bias{share}")
 
     def _not_harmless(self, differing: list[str]) -> list[str]:
-        """Without the parts that compute the same although they differ: heads, or hidden units, in another order throughout."""
+        """Return the names without branches that compute the same: heads, or hidden units, permuted consistently."""
         branches = {name: ".".join(name.split(".")[:3]) for name in differing}  # h.0.attn
         same: set[str] = set()
         for branch in dict.fromkeys(branches.values()):
@@ -142,7 +138,7 @@ class WeightComparison:
         return [name for name, branch in branches.items() if branch not in same]
 
     def _not_whole_blocks(self, differing: list[str]) -> list[str]:
-        """Without the blocks that hold another block's weights altogether, which are one cause."""
+        """Return the names without blocks that hold all of another block's weights; add one cause for these."""
         layers = dict.fromkeys(layer for name in differing if (layer := Place.of(name).layer) is not None)
         moved = {layer: other for layer in layers if (other := self._held_block(f"h.{layer}")) is not None}
         if moved:
@@ -156,7 +152,7 @@ class WeightComparison:
         return [name for name in differing if Place.of(name).layer not in moved]
 
     def _held_block(self, block: str) -> int | None:
-        """The checkpoint's block whose weights a block of the port holds, if that is another one."""
+        """Return the other block of the checkpoint that a block of the port holds, or None."""
         held, placed = _family(self.own.weights, block), _family(self.own.placed, block)
         for other in range(self.config.n_layer):
             ours = _family(self.state, f"h.{other}")
@@ -183,7 +179,7 @@ class WeightComparison:
                 self._piece(piece)
 
     def _misread(self, piece: Piece, misreadings: Iterator[entries.Misreading]) -> bool:
-        """Whether a tensor is one of these misreadings; then that is a cause."""
+        """Return whether a tensor is one of these misreadings, and add the cause."""
         one = next((one for one in misreadings if torch.equal(piece.held, one.tensor)), None)
         if one is not None:
             self._add(one.id, one.words, one.evidence, piece.place, called=piece.called)
@@ -222,7 +218,7 @@ class WeightComparison:
         return dtype is not None
 
     def _shared(self, name: str, place: Place) -> None:
-        """One parameter of the port is used as two shares."""
+        """Add the cause that one parameter is used as two shares."""
         if name.endswith("weight"):
             parameter, other = self.own.shared[name, place.share]
             id = "value-projection-wrong" if place.share == "v" else "wrong-tensor"
@@ -232,7 +228,7 @@ class WeightComparison:
 
     @cached_property
     def _holders(self) -> dict[tuple[int, int], Place]:
-        """The first place of the checkpoint with these entries, by their fingerprint."""
+        """Return the checkpoint's first place with each fingerprint."""
         holders: dict[tuple[int, int], Place] = {}
         for name, tensor in self.state.items():
             for share, third in zip("qkv", tensor.chunk(3, -1), strict=False) if ".c_attn." in name else ():
@@ -247,7 +243,6 @@ class WeightComparison:
         return f"its values are the checkpoint's {other} to the bit{'' if same_order else ', in another order (transposed?)'}"
 
     def _other(self, piece: Piece, other: Place) -> None:
-        """It holds what belongs elsewhere."""
         place = piece.place
         if other.name == place.name:
             self._exchanged.setdefault(other.name, []).append((piece, other))
@@ -294,5 +289,5 @@ class WeightComparison:
 
 
 def _family(tensors: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with ``stem`` and a dot, without these."""
+    """Return the tensors named ``stem`` plus a dot and a leaf, by leaf."""
     return {name.removeprefix(f"{stem}."): tensor for name, tensor in tensors.items() if name.startswith(f"{stem}.")}

@@ -1,7 +1,4 @@
-"""Options for the wiring of a port's blocks: what may enter a norm, what a branch may give, and what it may be added to.
-
-Which option holds is decided by the projection that follows (see :mod:`.search`).
-"""
+"""Options for a port's blocks (a norm's input, a branch's result, the stream after it); the next projection decides."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ from gpt2.port.diagnosis.norms import Norms
 from gpt2.port.diagnosis.search import Fault, Formula, Kind, Option
 from gpt2.port.recording.pool import Pool
 
-STREAM = (0, 1)  # axes along which a port may have a (B, T, D) in pieces: rows, tokens
+STREAM = (0, 1)  # axes of (B, T, D) that a port may split: rows, tokens
 BOTH = "the embeddings, tokens and positions together,"
 WAVES = {"sin", "cos", "sin_", "cos_", "polar", "view_as_real"}  # operators that make sinusoidal positions
 
 
 def streams(pool: Pool, ids: Tensor, width: int) -> Iterator[Tensor]:
-    """Every recorded tensor that may be a (B, T, D): as it lies, or with time first."""
+    """Yield every recorded tensor that may be a (B, T, D), as stored or with time first."""
     batch, tokens = ids.shape
     for entry in pool.of_size(batch * tokens * width):
         if entry.shape[-1] != width:
-            if entry.shape[:2] == (batch, tokens):  # heads side by side, about to be merged
+            if entry.shape[:2] == (batch, tokens):  # heads before they are merged
                 yield entry.reshape(batch, tokens, width)
         elif entry.shape[:2] == (tokens, batch) and tokens != batch:
             yield entry.transpose(0, 1)
@@ -37,7 +34,7 @@ def streams(pool: Pool, ids: Tensor, width: int) -> Iterator[Tensor]:
 
 
 class Embeddings:
-    """What may enter the first block: token embeddings and positions of ids (B, T), scaled, normed or in other places."""
+    """What may enter the first block: token embeddings and positions of ids (B, T), perhaps scaled, normed or moved."""
 
     def __init__(self, pool: Pool, norms: Norms, ids: Tensor) -> None:
         self.pool, self.norms, self.ids, self.tokens = pool, norms, ids, ids.size(1)
@@ -79,7 +76,7 @@ class Embeddings:
         return Fault("embedding-scaled", "wte", f"{what} are multiplied by {factor:.6g}{root}", fitted=not is_root)
 
     def _sums(self, factors: list[float]) -> Iterator[Option]:
-        """Words, with a factor or not, and positions, from their own rows or not."""
+        """Yield sums of token embeddings (perhaps scaled) and positions (perhaps from other rows)."""
         for factor in factors:
             for label, rows, faults in self._positions():
                 values = {"wte": self.words * factor, "wpe": rows.expand(1, self.tokens, self.width) if rows.ndim < 3 else rows}
@@ -92,7 +89,7 @@ class Embeddings:
                     yield Option.known(name, value, *first, *faults, silent=label == "none", values=values)
 
     def _positions(self) -> Iterator[tuple[str, Tensor, list[Fault]]]:
-        """Label, rows (T, D) or (B, T, D), faults."""
+        """Yield label, rows (T, D) or (B, T, D), and faults."""
         wpe, tokens, rows = self.wpe, self.tokens, torch.arange(self.tokens)
         yield "right", wpe[:tokens], []
         others = [(f"shift {n}", rows + n, f"positions begin at row {n}, not at 0") for n in range(1, len(wpe) - tokens + 1)]
@@ -113,7 +110,7 @@ class Embeddings:
         yield "none", torch.zeros_like(wpe[:tokens]), [Fault("position-missing", "wpe", "no positions are added")]
 
     def _unknown_positions(self, factors: list[float]) -> Iterator[Option]:
-        """A tensor that differs from the token embeddings by the same in every row of the batch: by the positions."""
+        """Yield a tensor that differs from the token embeddings equally in every row of the batch: by unknown positions."""
         learned = Fault("not-loaded", "wpe", "positions are not the checkpoint's learned ones, and none known here")
         waves = replace(self.sine, detail="positions are made of sines and cosines, not of the checkpoint's learned ones")
         for x in streams(self.pool, self.ids, self.width):
@@ -129,14 +126,12 @@ class Embeddings:
 
 
 def _others(factors: list[float]) -> list[float]:
-    """The factors that are not one."""
     return [factor for factor in factors if not math.isclose(factor, 1.0)]
 
 
 @dataclass
 class Branch:
-    """An attention or a feed-forward: the stream before it (None if unknown), its input, whether that is normed, and the results
-    that it may have."""
+    """A branch: the stream before it (None if unknown), its input, whether that is normed, and its possible results."""
 
     is_attention: bool
     stream: Tensor | None
@@ -150,7 +145,7 @@ def _plus(x: Tensor, factor: float = 1.0) -> Formula:
 
 
 def residuals(norms: Norms, pool: Pool, layer: int, branch: Branch, result: Option) -> Iterator[Option]:
-    """The stream behind a branch of block ``layer``: the result added to the stream before it, or what else ports do with it."""
+    """Yield the stream after a branch of block ``layer``: the result added to the stream, or a known wrong form."""
     x, bare = branch.stream, not branch.normed
     subject, part, names = "the feed-forward's result", "", (f"h.{layer}.ln_2", f"h.{layer}.ln_1")
     if branch.is_attention:
@@ -176,7 +171,7 @@ def residuals(norms: Norms, pool: Pool, layer: int, branch: Branch, result: Opti
 
 
 def _scaled(pool: Pool, part: str, x: Tensor, branch: Option) -> Iterator[Option]:
-    """A residual with a factor, where one is recorded."""
+    """Yield a residual with a factor, if one is recorded."""
     for factor in _others(pool.factors(branch.value, *STREAM)):
         wrong = Fault("residual-scaled", part, f"the branch is multiplied by {factor:.6g} before it is added")
         yield branch.then(f"scaled {factor:.6g}", _plus(x, factor), wrong, cost=0.1)
@@ -186,12 +181,12 @@ def _scaled(pool: Pool, part: str, x: Tensor, branch: Option) -> Iterator[Option
 
 
 def inputs(norms: Norms, layer: int, attention: Branch, mids: list[Option]) -> Iterator[Option]:
-    """What the feed-forward may take: a stream behind attention, or the one before it."""
+    """Yield what the feed-forward may take: a stream after attention, or the one before it."""
     name = f"h.{layer}.ln_2"
     for mid in mids:
         for option in norms.before(name, mid, "the feed-forward takes the stream as it is, without a norm before it"):
             if option.kind is Kind.NO_NORM and mid.kind is Kind.NORM_AFTER and not attention.normed:
-                option = replace(option, cost=-1.0)  # all of a piece: norms after the branches, and none before them
+                option = replace(option, cost=-1.0)  # consistent: norms after the branches, and none before them
             yield option
     if (stream := attention.stream) is not None:
         words = "the feed-forward takes the stream before attention"
@@ -205,7 +200,7 @@ def inputs(norms: Norms, layer: int, attention: Branch, mids: list[Option]) -> I
 def outputs(
     norms: Norms, pool: Pool, layer: int, attention: Branch, feed_forward: Branch, parallel: bool, result: Option
 ) -> Iterator[Option]:
-    """The stream after the block, for a result of the feed-forward; ``parallel``: it takes the stream before attention."""
+    """Yield the stream after the block; ``parallel``: the feed-forward takes the stream before attention."""
     x = attention.stream
     if parallel and x is not None:
         for other in attention.results:

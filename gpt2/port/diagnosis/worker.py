@@ -1,6 +1,6 @@
-"""The process that a port runs in: import, build, one forward, diagnosis. Its answer goes to ``answer.json`` in its folder.
+"""The process that runs a port: import, build, one forward, diagnosis; writes ``answer.json`` in its folder.
 
-What the port prints is not read. A stage that takes too long ends the process, and it waits for none of the port's threads.
+The port's output is not read. A stage that takes too long ends the process, which does not wait for the port's threads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_GPU = re.compile(
 
 
 def main(folder: str) -> None:
-    """Do what ``order.json`` in ``folder`` asks for, and end the process."""
+    """Do what ``order.json`` in ``folder`` says, and end the process."""
     place = Path(folder)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -44,13 +44,15 @@ def main(folder: str) -> None:
         order = json.loads((place / "order.json").read_text())
 
         def begin(stage: str) -> None:
-            """Note the stage. If it takes too long, ``faulthandler`` writes the stack to ``where`` and ends the process: this
-            needs neither the interpreter's turn nor a signal, which Windows does not have."""
+            """Note the stage; if it takes too long, ``faulthandler`` writes the stack to ``where`` and ends the process.
+
+            This works while the interpreter is busy, and needs no signal, which Windows lacks.
+            """
             (place / "stage").write_text(stage)
             faulthandler.dump_traceback_later(order["whole" if stage == "diagnosis" else "short"], exit=True, file=where)
 
         (place / "answer.json").write_text(_answer(place, order, begin))
-        os._exit(0)  # without waiting for its threads or exit handlers
+        os._exit(0)  # do not wait for the port's threads or exit handlers
 
 
 def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) -> str:
@@ -76,16 +78,16 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         diagnosis = diagnose(module, model, fill=not takes_directory)
         return json.dumps({**asdict(diagnosis), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
     except InputError as error:
-        if failure is not None and isinstance(error, ForwardError):  # the first call failed already, with the user's line
+        if failure is not None and isinstance(error, ForwardError):  # the first call's error names the user's line
             return json.dumps({"error": _one_line(failure, file, name)})
         return json.dumps({"error": str(error) + _where(error, file)})
-    except BaseException as error:  # of any kind: the port raised it
+    except BaseException as error:  # the port may raise anything
         return json.dumps({"error": _one_line(error, file, name)})
 
 
 def _directory(checkpoint: Checkpoint, model: GPT2, place: Path) -> Path:
-    """A folder with ``config.json`` and weights: the checkpoint's own, or one written as the official repositories have it."""
-    as_stored = type(checkpoint) is StoredCheckpoint and checkpoint.dtype == checkpoint.stored  # no adapter, no other dtype
+    """Return a folder with ``config.json`` and weights: the checkpoint's, or one written in the official layout."""
+    as_stored = type(checkpoint) is StoredCheckpoint and checkpoint.dtype == checkpoint.stored  # no adapter, its own dtype
     if isinstance(checkpoint, StoredCheckpoint) and as_stored and (checkpoint.path / "config.json").is_file():
         return checkpoint.path
     from safetensors.torch import save_file
@@ -99,7 +101,7 @@ def _directory(checkpoint: Checkpoint, model: GPT2, place: Path) -> Path:
 
 
 def _builder(file: Path, name: str) -> tuple[Callable[..., Any], bool]:
-    """Import the file, beside its own folder: its function ``name``, and whether that takes the checkpoint's folder."""
+    """Import the file and return its function ``name``, and whether that takes the checkpoint's folder."""
     sys.argv = [str(file)]
     sys.path.insert(0, str(file.parent))
     module_name = file.stem if file.stem.isidentifier() and file.stem not in sys.modules else f"port_{abs(hash(file))}"
@@ -127,7 +129,7 @@ def _builder(file: Path, name: str) -> tuple[Callable[..., Any], bool]:
 
 
 def _once(module: nn.Module, model: GPT2) -> Exception | None:
-    """Call the module once, so that a hang meets the short time limit; the error if it fails."""
+    """Call the module once, so that a hang meets the short time limit; return the error if it fails."""
     device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
     length = min(8, model.config.n_positions)
     try:
@@ -142,7 +144,7 @@ def _once(module: nn.Module, model: GPT2) -> Exception | None:
 
 
 def _one_line(error: BaseException, file: Path, name: str) -> str:
-    """One line: what, where in the user's code, what to do."""
+    """Return one line: the error, the user's line of code, and what to do."""
     if isinstance(error, SyntaxError):
         return f"{Path(error.filename or file).name}, line {error.lineno}: {error.msg}; Python cannot read it"
     at, shown = _where(error, file), str(error)
@@ -165,7 +167,7 @@ def _one_line(error: BaseException, file: Path, name: str) -> str:
 
 
 def _where(error: BaseException | None, file: Path) -> str:
-    """The user's innermost line in what led to an error."""
+    """Return the user's innermost line that led to an error."""
     while error is not None:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == file.parent]
         if own:

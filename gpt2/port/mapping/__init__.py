@@ -1,8 +1,7 @@
-"""Load a checkpoint's weights into any module that computes GPT-2, whatever its names and layouts: ``load_into``.
+"""Load a checkpoint's weights into any module that computes GPT-2: ``load_into``.
 
-The module runs once on a few tokens while every operator is recorded. GPT-2's parts are recognised in the recording by what they
-compute, never by names (:mod:`gpt2.port.anatomy`). From the parts follows which entry of the checkpoint belongs in each place
-(:mod:`.mapping`). Then the module's logits are compared with our model's in float64 (:class:`Check`).
+The module runs once while every operator is recorded; :mod:`gpt2.port.anatomy` recognises GPT-2's parts by what they compute,
+never by names. :mod:`.mapping` derives which entry belongs in each place; :class:`Check` compares logits in float64.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ def load_into(
     """Fill ``module``, any torch implementation of GPT-2, with the weights of ``model``, in place, and return a report.
 
     Args:
-        module: maps ids (B, T) to logits, or to a tuple, dict or object that holds them. Its parameters keep their dtype,
-            device and identity; buffers, modes and what does not belong to GPT-2 stay as they are.
+        module: maps ids (B, T) to logits, or to a tuple, dict or object that holds them. Its parameters keep their dtype, device
+            and identity; buffers, modes and parts that GPT-2 does not have stay unchanged.
         model: a model's name, as for :func:`gpt2.load`, or a model.
         revision, offline: as for :func:`gpt2.load`.
 
     The report is ``ok`` when every parameter is filled or has no effect, and the logits agree with our model's to 1e-10 in
-    float64. All weights that have a place are filled in, even if the module then computes something else than GPT-2. Memory: a
-    float64 copy of the module's parameters, and before that, for a moment, our model in float64.
+    float64. All weights that have a place are filled in, even if the module computes something else than GPT-2. Memory: a float64
+    copy of the module's parameters, and before that, briefly, our model in float64.
 
     Raises:
-        InputError: ``module`` is no module, or GPT-2's weights cannot go into it; or there is no such model. The module is then
-            as it was.
+        InputError: ``module`` is not a torch module, GPT-2's weights do not fit it, or the model does not exist. The module is
+            then unchanged.
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"load_into fills a torch.nn.Module, and was given {type(module).__name__}; build the module first")
@@ -98,7 +97,7 @@ def load_into(
 
 
 class Verdict(NamedTuple):
-    """Whether it agrees; the worst error of a logit over the root mean square of all, None if unknown; and in words."""
+    """Whether the logits agree, the worst error over the root mean square of all logits (None if unknown), and a sentence."""
 
     agrees: bool
     error: float | None
@@ -106,7 +105,7 @@ class Verdict(NamedTuple):
 
 
 class Check:
-    """Our model's outputs for a few probes, with the checkpoint as it is, and with ``neutral`` tensors in place of its own."""
+    """Our model's outputs for a few probes: with the checkpoint, and with ``neutral`` tensors in place of the checkpoint's."""
 
     def __init__(self, mapping: Mapping, state: MappingType[str, Tensor], neutral: dict[str, Tensor]) -> None:
         anatomy, self.config, self.state = mapping.anatomy, mapping.config, state
@@ -129,7 +128,7 @@ class Check:
         return [model.hidden(ids) if self.hidden_only else model(ids)[..., : self.vocabulary] for ids in self.probes]
 
     def judge(self, borrowed: Borrowed, remarks: Remarks) -> Verdict:
-        """Run the filled module in float64; add what is wrong with it to ``remarks``."""
+        """Run the filled module in float64, return the verdict, and add the problems to ``remarks``."""
         if remarks.anatomy.width != self.config.n_embd:
             return Verdict(False, None, "the logits cannot be compared, the module being of another size")
         outputs, failures = self._outputs(borrowed.module)
@@ -158,7 +157,7 @@ class Check:
         return Verdict(False, error, "the logits differ")
 
     def _judge_rounding(self, borrowed: Borrowed, failure: str) -> Verdict:
-        """For a module that refuses float64: its error in its own dtype, compared with our model's error in that dtype."""
+        """Compare errors in the module's own dtype, module against our model, for a module that fails in float64."""
         borrowed.to_own_dtype()
         dtype = next(tensor.dtype for tensor in borrowed.tensors.values() if tensor.is_floating_point())
         outputs, failures = self._outputs(borrowed.module)
@@ -171,7 +170,7 @@ class Check:
         return Verdict(agrees, None, words)
 
     def _outputs(self, module: nn.Module) -> tuple[list[Tensor | None], list[str]]:
-        """The module's output for each probe, None where it fails; and the errors."""
+        """Return the module's output for each probe (None where it fails), and the error messages."""
         outputs: list[Tensor | None] = []
         failures = []
         device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
@@ -187,6 +186,6 @@ class Check:
 
 
 def _worst(outputs: Sequence[Tensor | None], references: list[Tensor]) -> float:
-    """The worst relative error of any output; some ports return the last positions only."""
+    """Return the worst relative error of any output, over its positions only: some ports return only the last."""
     pairs = zip(outputs, references, strict=True)
     return max(worst_relative_error(x, reference[:, -x.shape[1] :]) for x, reference in pairs if x is not None)

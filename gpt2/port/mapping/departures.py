@@ -1,7 +1,6 @@
-"""Find the structural departures of a port from GPT-2: what it lacks, has besides, or connects in another way.
+"""Find the structural departures of a port from GPT-2: missing parts, extra parts, and different connections.
 
-A departure is a value. :mod:`.remarks` renders it as a sentence of ``load_into``, and :mod:`gpt2.port.diagnosis.structure` as a
-cause of ``diagnose``. A new kind goes into :class:`DepartureKind`, :func:`find_departures` and the table of causes.
+A new kind goes into :class:`DepartureKind`, :func:`find_departures` and the causes of :mod:`gpt2.port.diagnosis.structure`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from gpt2.port.mapping.mapping import Mapping
 
 
 class DepartureKind(Enum):
-    """What is different, in words to the port's author; :func:`.remarks.sentence` fills in the fields in braces."""
+    """A kind of departure; the value is the message to the port's author. :func:`.remarks.sentence` fills in the braces."""
 
     WIDTH = "your module is {theirs:,} wide, the checkpoint {ours:,}"
     BLOCK_COUNT = "your forward runs {theirs:,} block{plural}, the checkpoint has {ours}{left_out}"
@@ -44,10 +43,10 @@ class DepartureKind(Enum):
 
 @dataclass(frozen=True)
 class Departure:
-    """One departure, at the place (``layer``, ``part``). ``theirs`` and ``ours`` are the figures of the port and the checkpoint.
+    """One departure in ``part`` of block ``layer``; ``theirs`` and ``ours`` are the sizes in the port and in the checkpoint.
 
-    ``names`` are the parameters of an extra norm, the buffer of a part, or the checkpoint's blocks that do not run. ``module`` is
-    the dotted name of the port's submodule at the place, or "".
+    ``names``: parameters of an extra norm, the buffer of a part, or the checkpoint's blocks that do not run. ``module``: dotted
+    name.
     """
 
     kind: DepartureKind
@@ -60,7 +59,7 @@ class Departure:
 
 
 def find_departures(mapping: Mapping) -> list[Departure]:
-    """All structural departures, sizes first."""
+    """Return all structural departures, sizes first."""
     return [*_sizes(mapping.anatomy, mapping.config), *_connections(mapping.anatomy, mapping)]
 
 
@@ -112,7 +111,7 @@ def _connections(anatomy: Anatomy, mapping: Mapping) -> Iterator[Departure]:
 
 
 def module_name(anatomy: Anatomy, part: str, layer: int | None) -> str:
-    """ "blocks.0.attn": the dotted name that the parameters of a block's attention ("attn") or feed-forward ("mlp") share."""
+    """Return the dotted name that the parameters of a block's "attn" or "mlp" share, such as "blocks.0.attn"."""
     stem = f"{part}."
     matrices = [p for p in anatomy.parts if p.layer == layer and p.part.startswith(stem) and not p.part.endswith(".bias")]
     names = [anatomy.recording.name(int(matrix.ids[0])).split(".")[:-1] for matrix in matrices]
@@ -121,11 +120,10 @@ def module_name(anatomy: Anatomy, part: str, layer: int | None) -> str:
 
 
 class MissingEntries(NamedTuple):
-    """What of a checkpoint's tensor has no place in a port.
+    """The entries of a checkpoint's tensor that have no place in a port, and their ``norm`` (0: no effect).
 
-    ``shares``: which of "q", "k" and "v" have no place at all, of c_attn. ``norm``: how large the missing entries are; 0 if the
-    port computes the same without them. ``neutral``: the tensor as the port behaves, with a bias of zero or a scale of one in
-    place of the missing entries; None for a matrix.
+    ``shares``: which thirds ("q", "k", "v") of c_attn are missing. ``neutral``: the tensor with a bias of zero or a scale of one
+    in place of the missing entries; None for a matrix.
     """
 
     name: str
@@ -135,7 +133,7 @@ class MissingEntries(NamedTuple):
 
 
 def missing_entries(placed: MappingType[str, Tensor], state: MappingType[str, Tensor]) -> Iterator[MissingEntries]:
-    """Compare a checkpoint, ``state``, with where a port has its entries: ``placed``, bool tensors of the same shapes."""
+    """Yield the entries of the checkpoint ``state`` that ``placed`` (bool tensors of the same shapes) marks False."""
     for name, present in placed.items():
         if bool(present.all()):
             continue
@@ -146,6 +144,6 @@ def missing_entries(placed: MappingType[str, Tensor], state: MappingType[str, Te
         value = 1.0 if name.endswith(".weight") and tensor.ndim == 1 else 0.0
         lost = (tensor.double() - value).masked_fill(present, 0.0)
         if shares and tensor.ndim == 1:
-            lost.chunk(3)[1].zero_()  # softmax does not change when the same is added to all scores of a query
+            lost.chunk(3)[1].zero_()  # softmax ignores a constant that is added to all scores of a query
         neutral = torch.where(present, tensor, value) if tensor.ndim == 1 else None
         yield MissingEntries(name, shares, float(torch.linalg.vector_norm(lost)), neutral)

@@ -1,4 +1,4 @@
-"""Write a checkpoint's entries into a module's parameters, as the mapping says, and say in words where they are from."""
+"""Write a checkpoint's entries into a module's parameters, as the mapping says, and describe the source of each parameter."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gpt2.port.mapping.report import Row
 from gpt2.port.recording.dataflow import Source, Use
 from gpt2.port.recording.forward import Borrowed
 
-MAX_ENTRIES = 1 << 22  # entries that are filled at a time, to save memory
+MAX_ENTRIES = 1 << 22  # entries filled at a time, to save memory
 
-# What a part does in the forward pass, by which it is recognised.
+# How each part is recognised in the forward pass.
 EVIDENCE = {
     "wte": "the token ids choose its rows",
     "wpe": "added to the stream, other rows at other positions",
@@ -45,7 +45,7 @@ EVIDENCE = {
 
 @dataclass(frozen=True)
 class Filled:
-    """What was written into a parameter: ``row`` for the report, None for nothing; ``complete`` if no entry was left out."""
+    """The result of filling one parameter: the report's ``row`` (None if nothing was written), and whether it is ``complete``."""
 
     source: Source
     row: Row | None
@@ -54,7 +54,6 @@ class Filled:
 
 
 def fill(borrowed: Borrowed, mapping: Mapping, state: MappingType[str, Tensor]) -> list[Filled]:
-    """Fill a borrowed module; one result for each of its parameters."""
     results = []
     for source in mapping.sources:
         entries = mapping.entries(source)
@@ -73,7 +72,7 @@ def fill(borrowed: Borrowed, mapping: Mapping, state: MappingType[str, Tensor]) 
 
 
 def put(target: Tensor, entries: Tensor, mapping: Mapping, state: MappingType[str, Tensor], use: Use) -> None:
-    """Write the checkpoint's entries into a parameter whose value is used scaled and shifted."""
+    """Write the checkpoint's entries into a parameter; invert ``use``, so that the forward pass computes with the entries."""
     if target.numel() > MAX_ENTRIES and len(target) > 1:
         for half, numbers in zip(target.chunk(2), entries.chunk(2), strict=True):
             put(half, numbers, mapping, state, use)
@@ -90,14 +89,13 @@ def put(target: Tensor, entries: Tensor, mapping: Mapping, state: MappingType[st
 
 
 def _evidence(part: Part) -> str:
-    """Why a parameter is this part of GPT-2."""
     stem, _, leaf = part.part.partition(".")
     does = f"{'scales' if leaf == 'weight' else 'shifts'} {EVIDENCE[stem]}" if stem.startswith("ln_") else EVIDENCE[part.part]
     return does if part.layer is None else f"block {part.layer}: {does}"
 
 
 def describe(entries: Tensor, mapping: Mapping) -> tuple[tuple[str, ...], str]:
-    """The checkpoint's tensors in a parameter, and what was done to them, in words."""
+    """Return the names of the checkpoint's tensors in a parameter, and what was done to them, in words."""
     segments = _segments(entries, mapping)
     names = tuple(dict.fromkeys(name for _, name, _ in segments if name))
     words = [(where, name, _words(part, name, mapping)) for where, name, part in segments]
@@ -110,11 +108,10 @@ def describe(entries: Tensor, mapping: Mapping) -> tuple[tuple[str, ...], str]:
 
 
 def _segments(entries: Tensor, mapping: Mapping) -> list[tuple[str, str, Tensor]]:
-    """Pieces along one axis that come from one tensor each: (where, tensor's name or "", entries)."""
+    """Cut along one axis into pieces from one tensor each: (where, the tensor's name or "", entries)."""
     names, starts = list(mapping.starts), torch.tensor(list(mapping.starts.values()), dtype=entries.dtype)
 
     def owners(entries: Tensor) -> Tensor:
-        """The number of the tensor that each entry belongs to; ZERO and KEEP as they are."""
         return torch.where(entries < 0, entries, torch.searchsorted(starts, entries.contiguous(), right=True) - 1)
 
     for axis in range(entries.ndim):
@@ -138,7 +135,7 @@ def _segments(entries: Tensor, mapping: Mapping) -> list[tuple[str, str, Tensor]
 
 
 def _words(entries: Tensor, name: str, mapping: Mapping) -> str:
-    """What was done to one tensor to get ``entries``."""
+    """Describe how ``entries`` were taken from one tensor."""
     if not name:
         return {ZERO: "zeros", KEEP: "left as they are"}[int(entries.flatten()[0])]
     if int(entries.min()) < 0:
@@ -168,7 +165,7 @@ def _words(entries: Tensor, name: str, mapping: Mapping) -> str:
 
 
 def _span(index: list[int], kind: str, size: int, config: GPT2Config, name: str) -> str:
-    """Which rows, columns or entries of the checkpoint's tensor were taken, and in which order; "" for all in order."""
+    """Describe which rows, columns or entries of a tensor were taken, and their order; "" for all in order."""
     if index == list(range(size)):
         return ""
     cuts = [0, *(i for i in range(1, len(index)) if index[i] != index[i - 1] + 1), len(index)]
@@ -184,7 +181,7 @@ def _span(index: list[int], kind: str, size: int, config: GPT2Config, name: str)
 
 
 def _order(index: list[int], config: GPT2Config, name: str, kind: str) -> str:
-    """The order of the axes q|k|v, head and unit, if the selection only reorders them; "" otherwise."""
+    """Return the order of the axes q|k|v, head and unit, if the selection only reorders them; "" otherwise."""
     sizes = {"head": config.n_head, "unit": config.head_dim}
     if ".c_attn." in name and kind != "rows":
         sizes = {"q|k|v": 3, **sizes}
@@ -197,7 +194,6 @@ def _order(index: list[int], config: GPT2Config, name: str, kind: str) -> str:
 
 
 def _share(run: tuple[int, int], size: int, config: GPT2Config) -> str:
-    """Which of q, k and v, and which head, a run of columns of c_attn is."""
     width, (start, stop) = size // 3, run
     head, unit = divmod(start % width, config.head_dim)
     parts = "qkv"[start // width : (stop - 1) // width + 1]

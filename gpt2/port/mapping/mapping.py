@@ -1,4 +1,4 @@
-"""Compute which entry of the checkpoint belongs in each place of a port's parameters, from where its parts lie."""
+"""Compute which entry of the checkpoint belongs in each place of a port's parameters, from the positions of its parts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import Part
 from gpt2.port.recording.dataflow import Region, Source, Use
 
-ZERO, KEEP = -1, -2  # instead of an entry's number: set to zero; leave as it is
+ZERO, KEEP = -1, -2  # in place of an entry's number: set to zero; leave unchanged
 TABLES = ("wte", "wpe")
 SHARE = re.compile(r"attn\.([qkv])\b")  # a third of c_attn
 
 
 class Rectangle(NamedTuple):
-    """A piece of a parameter and what fills it.
+    """For (i, j) below ``shape``, ``start + i*strides[0] + j*strides[1]`` takes the entry ``entry + i*steps[0] + j*steps[1]``.
 
-    For (i, j) below ``shape``, the place ``start + i * strides[0] + j * strides[1]`` takes the entry
-    ``entry + i * steps[0] + j * steps[1]``. An ``entry`` below zero is KEEP or ZERO for all places.
+    If ``entry`` is KEEP or ZERO, that holds for all places.
     """
 
     start: int
@@ -38,7 +37,7 @@ class Rectangle(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """Places of a parameter that the forward pass uses as two sets of the checkpoint's entries: it holds ``taken``."""
+    """Places of a parameter that the forward pass uses as two sets of entries: ``taken`` was written, ``refused`` was not."""
 
     source: str
     taken: Tensor
@@ -46,11 +45,11 @@ class Conflict(NamedTuple):
 
 
 class Mapping:
-    """Which entry fills each place. Entries are numbered tensor after tensor, in the order of the key table.
+    """Which entry of the checkpoint fills each place; entries are numbered tensor after tensor, in the order of the key table.
 
-    ``placed``: by tensor, the entries that have a place. ``misfits``: parts that the checkpoint lacks, or has in another size.
-    ``in_buffers``: parts that lie in buffers while others lie in parameters, and the buffers' names. ``fills_buffers``: all parts
-    lie in buffers. ``conflicts`` are complete once :meth:`entries` was called for all sources.
+    ``placed``: by tensor, the entries that have a place. ``misfits``: parts that the checkpoint lacks or has in another size.
+    ``in_buffers``: parts that lie in buffers while others lie in parameters, with the buffers' names. ``fills_buffers``: all
+    parts lie in buffers. ``conflicts`` are complete after :meth:`entries` has run for all sources.
     """
 
     def __init__(self, anatomy: Anatomy, config: GPT2Config) -> None:
@@ -70,7 +69,7 @@ class Mapping:
         self.fills_buffers = not any(holder.is_parameter for _, holder in places)
         self.in_buffers = [(part, holder.name) for part, holder in places if not (self.fills_buffers or holder.is_parameter)]
         parts = [part for part, holder in places if self.fills_buffers or holder.is_parameter]
-        for part in sorted(parts, key=lambda part: part.part in TABLES):  # tables last: they set what is left to zero
+        for part in sorted(parts, key=lambda part: part.part in TABLES):  # tables last: they set the remaining places to zero
             if not self._fits(part):
                 self.misfits.append(part)
                 continue
@@ -81,18 +80,18 @@ class Mapping:
         return self._storages[bisect.bisect_right(self._storages, id) - 1]
 
     def owner(self, entry: int) -> str:
-        """The checkpoint's tensor that an entry belongs to; "" below zero."""
+        """Return the name of the tensor that an entry belongs to; "" for ZERO and KEEP."""
         return list(self.starts)[bisect.bisect_right(list(self.starts.values()), entry) - 1] if entry >= 0 else ""
 
     def target(self, part: Part) -> str:
-        """The name of the checkpoint's tensor that a part is; "" for a bias of the head."""
+        """Return the name of the checkpoint's tensor for a part; "" for a bias of the head."""
         name = re.sub(r"^attn\.[qkv]\b", "attn.c_attn", "wte" if part.part == "head" else part.part)
         name += "" if name.endswith((".weight", ".bias")) else ".weight"
         return "" if part.part == "head.bias" else name if part.layer is None else f"h.{part.layer}.{name}"
 
     @property
     def sources(self) -> list[Source]:
-        """The parameters to fill, without other names of the same; buffers too, if the module keeps its weights there."""
+        """The parameters to fill, each under one name; also buffers, if the module keeps its weights there."""
         sources = (source for source in self.anatomy.recording.sources if source.is_parameter or self.fills_buffers)
         by_region: dict[Region, Source] = {}
         for source in sources:
@@ -100,14 +99,11 @@ class Mapping:
         return list(by_region.values())
 
     def uses(self, source: Source) -> list[Use]:
-        """How the forward pass uses a parameter's value; the unchanged value first."""
+        """Return how the forward pass uses a parameter's value; the unchanged value comes first."""
         return sorted(self.anatomy.recording.uses.get(source.storage, {Use()}), key=lambda use: use != Use())
 
     def by_tensor(self, entries: Tensor) -> list[tuple[str, Tensor | EllipsisType, Tensor]]:
-        """Group entries by the checkpoint's tensor: its name, a mask of its entries, and their flat indices in it.
-
-        The mask is ``...`` if all entries are of one tensor. Entries below zero are in no group.
-        """
+        """Group entries by tensor: name, mask (``...`` for all), flat indices in the tensor. ZERO and KEEP are left out."""
         if not entries.numel():
             return []
         low, high = (int(end) for end in entries.aminmax())
@@ -121,7 +117,7 @@ class Mapping:
         return groups
 
     def entries(self, source: Source) -> Tensor:
-        """For each place of a parameter, the number of the entry that fills it, or KEEP or ZERO."""
+        """Return for each place of a parameter the number of the entry that fills it, or KEEP or ZERO."""
         rest = [storage for storage in self._storages if storage > source.storage]
         size = (rest[0] if rest else self.anatomy.recording.tokens) - source.storage
         filled = torch.full((size,), KEEP, dtype=self.dtype)
@@ -132,7 +128,7 @@ class Mapping:
                 torch.add(rows[:, None] + r.entry, columns, out=view)
                 continue
             entries = rows[:, None] + r.entry + columns
-            differ = (view >= 0) & (entries >= 0) & (view != entries)  # filled by another part before
+            differ = (view >= 0) & (entries >= 0) & (view != entries)  # another part has filled them
             if bool(differ.any()):
                 self.conflicts.append(Conflict(source.name, view[differ], entries[differ]))
             view.copy_(torch.where((view >= 0) | ((view == ZERO) & (entries == KEEP)), view, entries))
@@ -140,14 +136,13 @@ class Mapping:
         return filled.as_strided(region.shape, region.strides, region.start - source.storage)
 
     def parts(self, source: Source) -> list[Part]:
-        """The parts that lie in a parameter."""
         region = source.region
         parts = [part for r, part in self._rectangles[source.storage] if region.start <= r.start <= region.last]
         return list({id(part): part for part in parts}.values())
 
     @property
     def skips_positions(self) -> bool:
-        """Whether positions are read from a later row on, of a table with no rows to spare for that: a mistake."""
+        """Whether the port reads positions from a later row of a table without spare rows: a mistake."""
         table = self.anatomy.positions
         if table is None or not table.skipped or len(table.rows) >= self.config.n_positions:
             return False
@@ -155,12 +150,12 @@ class Mapping:
         return name(int(table.ids[0])) not in {name(int(words.ids[0])) for words in self.anatomy.words}
 
     def _size(self, part: Part) -> tuple[int, int]:
-        """How many rows and columns the checkpoint has of a part; a vector is one row."""
+        """Return the checkpoint's number of rows and columns of a part; a vector is one row."""
         *rows, columns = self.shapes.get(self.target(part), (0, 0))
         return (rows[0] if rows else 1), columns // 3 if SHARE.match(part.part) else columns
 
     def _fits(self, part: Part) -> bool:
-        """Whether the checkpoint has such a part, of that size; tables may have more rows or fewer."""
+        """Return whether the checkpoint has such a part, of that size; tables may have more rows or fewer."""
         if self.anatomy.width != self.config.n_embd:
             return False
         if part.part == "head.bias":
@@ -170,8 +165,7 @@ class Mapping:
         return has_columns and (part.part in (*TABLES, "head") or bool((part.rows < height).all()))
 
     def _cut(self, part: Part) -> Iterator[Rectangle]:
-        """A part as rectangles. Set to zero: rows that the checkpoint lacks, except positions; a bias of the head; a bias that
-        has a place already, since of several parameters (one for each head) the first is filled."""
+        """Yield a part as rectangles; zero rows that the checkpoint lacks (not positions), a head's bias, and a second bias."""
         name, rows, row_ids = self.target(part), part.rows, part.row_ids
         if part is self.anatomy.positions and self.skips_positions:
             rows = torch.arange(len(rows) + part.skipped)

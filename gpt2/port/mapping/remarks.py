@@ -1,4 +1,4 @@
-"""Collect what ``load_into`` reports about a port beside its rows: problems, notes, and what was left over on either side."""
+"""Collect the sentences of ``load_into``'s report: problems, notes, and leftovers in the module and in the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpt2.port.mapping.filling import Filled
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.dataflow import Source
 
-# What a port lacks that has no place for a tensor of the checkpoint: where, and the predicate.
+# For each tensor of the checkpoint: the subject and the predicate of the sentence if the port has no place for it.
 LACKS = {
     "attn.c_attn.weight": ("attn", "no projection of its own for its {share}"),
     "attn.c_attn.bias": ("attn", "no bias for its {share}"),
@@ -39,10 +39,7 @@ SHARES = {"q": "queries", "k": "keys", "v": "values"}
 
 @dataclass
 class Remarks:
-    """The sentences of a :class:`.report.MappingReport`, in fields of the same names.
-
-    ``neutral`` are the checkpoint's tensors as the port behaves, where it lacks what equals a bias of zero or a scale of one.
-    """
+    """The sentences of a report; ``neutral``: tensors with a bias of zero or a scale of one where the port has no place."""
 
     mapping: Mapping
     state: MappingType[str, Tensor]
@@ -87,7 +84,7 @@ class Remarks:
                 self._missing_rows(name, int(self.mapping.placed[name].all(1).sum()))
             else:
                 self._missing_entries(missing)
-                if missing.norm and (layer, family.rpartition(".")[0]) not in unnormed:  # a missing norm is said already
+                if missing.norm and (layer, family.rpartition(".")[0]) not in unnormed:  # a missing norm is reported as such
                     families.setdefault((family, missing.shares), []).append(missing)
         self.problems += [self._lack(family, alike) for (family, _), alike in families.items()]
 
@@ -112,7 +109,7 @@ class Remarks:
             self.unused[name] += f": it is {'one' if name.endswith('.weight') else 'zero'}, so nothing is lost"
 
     def _lack(self, family: str, alike: list[MissingEntries]) -> str:
-        """One sentence for the same missing tensor in all blocks."""
+        """Return one sentence for the same missing tensor in all blocks."""
         part, lack = LACKS[family]
         first, *rest = alike
         words = [SHARES[letter] for letter in first.shares]
@@ -123,14 +120,14 @@ class Remarks:
         return f"your {subject} has {lack}; the checkpoint's {first.name} is not {value} {first.norm:.2g}{others})"
 
     def left_over(self, filled: list[Filled]) -> None:
-        """Say which parameters were not filled, or not whole, or used in two ways."""
+        """Report the parameters that were not filled, not completely filled, or used in two ways."""
         for one in filled:
             first, *others = self.mapping.uses(one.source)
             if others:
                 self.ambiguous.append(f"{one.source.name} is used {first} and {others[0]}; it is filled for the first")
             if not one.complete and one.source.name not in self.unfilled:
                 self._left_out(one.source, one.row is None, one.words)
-        alike: dict[str, list[str]] = {}  # parameters that serve as two different parts, whose weights differ
+        alike: dict[str, list[str]] = {}  # parameters that serve as two parts with different weights
         for conflict in self.mapping.conflicts:
             if not torch.equal(self._values(conflict.taken), self._values(conflict.refused)):
                 one_part, other = (self._label(int(entries[0])) for entries in (conflict.taken, conflict.refused))
@@ -173,7 +170,7 @@ class Remarks:
         return f"{'qkv'[column * 3 // self.state[name].shape[-1]]} of {name}" if ".c_attn." in name else name
 
     def settle(self, agrees: bool) -> None:
-        """Where the logits agree, what was left as it is changes nothing: it is no problem then."""
+        """If the logits agree, turn problems about parameters left unchanged into notes: they have no effect."""
         if agrees:
             whole = {name: why for name, why in self.unfilled.items() if not why.startswith("in part")}
             self.idle |= {name: f"{why}; without effect as it is" for name, why in whole.items()}
@@ -183,7 +180,7 @@ class Remarks:
 
 
 def sentence(departure: Departure, more: int = 0) -> str:
-    """A departure in words to the port's author; ``more`` blocks have the same."""
+    """Return a departure as a sentence for the port's author; ``more`` other blocks have the same departure."""
     part, names = departure.part, departure.names
     some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return departure.kind.value.format(
@@ -199,6 +196,6 @@ def sentence(departure: Departure, more: int = 0) -> str:
 
 
 def _subject(part: str, module: str, more: int = 0) -> str:
-    """ "attention (blocks.0.attn and 2 more)" """
+    """Return the subject of a sentence, such as "attention (blocks.0.attn and 2 more)"."""
     others = f" and {more} more" if more else ""
     return SUBJECTS.get(part, "") + (f" ({module}{others})" if module else "")

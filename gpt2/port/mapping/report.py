@@ -1,4 +1,4 @@
-"""The report of :func:`gpt2.load_into`, as a frozen dataclass with a table and JSON."""
+"""The report of :func:`gpt2.load_into`: a frozen dataclass that prints as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter of the module: which of the checkpoint's tensors fill it, what was done to them, and the evidence."""
+    """One parameter of the module: the checkpoint's tensors that fill it, how they were changed, and the evidence."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,13 +26,13 @@ class Row:
 
 @dataclass(frozen=True)
 class MappingReport(Printed):
-    """The weights of ``checkpoint`` in ``module``.
+    """The result of :func:`gpt2.load_into`: where the weights of ``checkpoint`` went in ``module``, and whether the logits agree.
 
-    With the reasons: ``unfilled`` are the module's parameters that were left as they are, ``idle`` those of them that have no
-    effect, ``unused`` the checkpoint's tensors without a place. ``ambiguous`` are parameters with two possible sources,
-    ``problems`` what keeps the module from computing the checkpoint's model, ``notes`` the rest. ``logits_error`` is the worst
-    difference of a logit from our model's, over the root mean square of ours, both in float64; None where it is unknown, and
-    ``logits_note`` says why. ``agrees`` is whether the logits are equal.
+    ``unfilled``: parameters left unchanged. ``idle``: parameters that have no effect. ``unused``: the checkpoint's tensors
+    without a place. These three map names to reasons. ``ambiguous``: parameters with two possible sources. ``problems``:
+    differences that keep the module from computing the checkpoint's model. ``notes``: other facts. ``logits_error``: the worst
+    difference of a logit from our model's, over the root mean square of ours, in float64; None if unknown, and ``logits_note``
+    says why. ``agrees``: the logits are equal.
     """
 
     module: str
@@ -50,18 +50,15 @@ class MappingReport(Printed):
 
     @property
     def ok(self) -> bool:
-        """Every parameter is filled, from one source, or has no effect; and the logits agree."""
+        """Whether every parameter is filled from one source or has no effect, and the logits agree."""
         return self.agrees and not (self.unfilled or self.ambiguous or self.problems)
 
     def to_json(self) -> str:
-        """Every parameter with its source, and all the rest of the report."""
+        """Return the whole report as JSON."""
         return as_json({"ok": self.ok, **asdict(self)})
 
     def parts(self) -> Iterator[RenderableType]:
-        """Each kind of parameter with its source, what is wrong or worth knowing, and the verdict.
-
-        Parameters whose names differ in numbers only, and that were treated alike, share an entry.
-        """
+        """Yield the printed parts: parameters with their sources (grouped if treated alike), problems, notes, verdict."""
         from rich.padding import Padding
         from rich.text import Text
 
@@ -94,7 +91,7 @@ class MappingReport(Printed):
 
 
 def _starred(texts: list[str]) -> str:
-    """Texts that differ only in numbers, as one text with a star in place of each number that differs."""
+    """Merge texts that differ only in numbers; each number that differs becomes a star."""
     parts = [re.split(r"(\d+)", text) for text in texts]
     if len({len(part) for part in parts}) > 1:
         return texts[0]
@@ -102,7 +99,7 @@ def _starred(texts: list[str]) -> str:
 
 
 def _grouped(reasons: dict[str, str]) -> list[str]:
-    """A sentence for each reason why parameters are left as they are, and each kind of name."""
+    """Return one sentence for each reason and kind of name."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, reason in reasons.items():
         groups.setdefault((re.sub(r"\d+", "#", name), reason), []).append(name)

@@ -1,8 +1,7 @@
 """Data types of a recorded forward pass: which elements each operator computed, and from which other elements.
 
-Every element of every parameter and buffer, every token id and every element that an operator computed has a number, its id.
-Views, slices and copies keep the ids of the elements that they show. Nothing here depends on names or module types, so functions,
-einsum, ``nn.MultiheadAttention`` and hand-written layer norms are recorded alike. :mod:`.recorder` makes such a recording.
+Every element of a parameter or buffer, every token id and every computed element has a number, its id. Views, slices and copies
+keep the ids. Nothing depends on names or module types. :mod:`.recorder` makes recordings.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NO_ID = -1  # of an element that depends on no parameter and on no token
+NO_ID = -1  # the element depends on no parameter and on no token
 
 
 class Kind(Enum):
     """What an operator does to single elements."""
 
-    LOOKUP = "lookup"  # takes entries of a table, chosen by token ids or by a product with one-hot vectors
+    LOOKUP = "lookup"  # entries of a table, chosen by token ids or one-hot vectors
     CONTRACTION = "contraction"  # sums of products: matrix products, convolutions of width one
     ELEMENTWISE = "elementwise"  # each result depends on the elements at its own index
     ROWWISE = "rowwise"  # has its input's shape; each result also depends on its neighbours: softmax, layer norm
@@ -32,7 +31,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Region:
-    """The ids of a view into a parameter, by strides: the element at ``index`` has the id ``start + sum(index * strides)``."""
+    """The ids of a view into a parameter: the element at ``index`` has the id ``start + sum(index * strides)``."""
 
     start: int
     shape: tuple[int, ...]
@@ -40,19 +39,18 @@ class Region:
 
     @property
     def last(self) -> int:
-        """The largest id."""
         return self.start + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
 
     def ids(self) -> Tensor:
-        """All ids, int64, in ``shape``."""
+        """Return all ids, int64, in ``shape``."""
         return torch.arange(self.start, max(self.last, self.start) + 1).as_strided(self.shape, self.strides)
 
     def overlaps(self, ids: Tensor) -> bool:
-        """Whether any of these ids lies between the smallest and the largest id."""
+        """Return whether any of these ids lies between the smallest and the largest id."""
         return bool(((ids >= self.start) & (ids <= self.last)).any())
 
     def __getitem__(self, index: tuple[Tensor, ...]) -> Tensor:
-        """As ``tensor[index]``, where ``index`` fixes all axes or the leading ones."""
+        """Return ``tensor[index]``, where ``index`` fixes all axes or the leading ones."""
         start = sum((i * stride for i, stride in zip(index, self.strides, strict=False)), torch.tensor(self.start))
         rest = Region(0, self.shape[len(index) :], self.strides[len(index) :]).ids()
         return start.view(*start.shape, *[1] * rest.ndim) + rest
@@ -60,11 +58,10 @@ class Region:
 
 @dataclass(frozen=True)
 class Node:
-    """One operator call. Its results have the ids ``start`` to ``stop - 1``, in the order of ``shape``.
+    """One operator call; its results have the ids ``start`` to ``stop - 1``, in the order of ``shape``.
 
-    ``operands`` are the ids of the inputs, broadcast to ``shape``. Operands of a contraction have the summed axis behind it;
-    those of reductions and others keep their own shapes; those of a lookup are the entries that were taken and the indices that
-    chose them. Inputs that depend on no parameter and no token are left out.
+    ``operands``: ids of the inputs, broadcast to ``shape``; constants are left out. A contraction's operands have the summed axis
+    last; reductions and OTHER keep the operands' shapes; a lookup has the entries taken and the indices that chose them.
     """
 
     kind: Kind
@@ -73,31 +70,31 @@ class Node:
     shape: tuple[int, ...]
     operands: tuple[Tensor | Region, ...]
     live: bool  # depends on the token ids
-    weight: int | None = None  # of a contraction: which operand consists of parameters alone
-    index: Tensor | None = field(default=None, repr=False)  # of a lookup: the row that each result was taken from
+    weight: int | None = None  # for a contraction: the operand that has only parameters
+    index: Tensor | None = field(default=None, repr=False)  # for a lookup: each result's row
 
     @property
     def stop(self) -> int:
         return self.start + math.prod(self.shape)
 
     def place(self, ids: Tensor) -> tuple[Tensor, ...]:
-        """The indices in ``shape`` of these results."""
+        """Return the indices in ``shape`` of these results."""
         return torch.unravel_index(ids - self.start, self.shape)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The operands that are tensors of ids: all of them, unless one is a parameter's region."""
+        """The operands that are tensors of ids, without a parameter's region."""
         return tuple(operand for operand in self.operands if isinstance(operand, Tensor))
 
     @property
     def weights(self) -> Tensor | Region:
-        """Of a projection (a contraction with parameters): the parameters' ids (*shape, K)."""
+        """The parameters' ids (*shape, K) of a projection, which is a contraction with parameters."""
         assert self.weight is not None
         return self.operands[self.weight]
 
     @property
     def inputs(self) -> Tensor:
-        """Of a projection: the ids of the activations (*shape, K)."""
+        """The activations' ids (*shape, K) of a projection."""
         assert self.weight is not None
         inputs = self.operands[1 - self.weight]
         assert isinstance(inputs, Tensor)
@@ -105,7 +102,7 @@ class Node:
 
 
 class Use(NamedTuple):
-    """How a parameter's value enters the computation: multiplied by ``scale``, plus ``shift``."""
+    """How the computation uses a parameter's value: times ``scale``, plus ``shift``."""
 
     scale: float = 1.0
     shift: float = 0.0
@@ -116,7 +113,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A parameter or buffer. ``storage`` is the first id of its storage, which other names may share."""
+    """A parameter or buffer; ``storage`` is the first id of its storage, which other names may share."""
 
     name: str
     region: Region
@@ -126,19 +123,18 @@ class Source:
 
 @dataclass(frozen=True)
 class Recording:
-    """A forward pass on ``ids``. Ids are given to sources first, then to tokens, then to results as they were computed."""
+    """A forward pass on ``ids``; sources have the first ids, then come tokens, then results in order."""
 
     sources: tuple[Source, ...]
     ids: Tensor
-    tokens: int  # the id of the first token; every smaller id belongs to a parameter or buffer
+    tokens: int  # the id of the first token; smaller ids belong to parameters and buffers
     nodes: tuple[Node, ...]
     output: Tensor  # ids of the logits
-    uses: dict[int, set[Use]]  # the storages that were used, and how
-    unfollowed: tuple[str, ...]  # operators that could not be followed: their results have no ids
+    uses: dict[int, set[Use]]  # by storage: how it was used
+    unfollowed: tuple[str, ...]  # operators that could not be followed; their results have no ids
 
     @property
     def stop(self) -> int:
-        """One more than the largest id."""
         return self.nodes[-1].stop if self.nodes else self.tokens + self.ids.numel()
 
     @cached_property
@@ -146,19 +142,17 @@ class Recording:
         return torch.tensor([node.start for node in self.nodes], dtype=torch.int64)
 
     def owners(self, ids: Tensor) -> Tensor:
-        """The index of the node that computed each element; -1 for parameters, tokens and elements without an id."""
+        """Return the index of the node that computed each element; -1 for others."""
         return torch.searchsorted(self._starts, ids.contiguous(), right=True) - 1
 
     def owner(self, id: Tensor | int) -> int:
-        """:meth:`owners` of a single element."""
         return int(self.owners(torch.as_tensor(int(id))))
 
     def source(self, id: int) -> Source:
-        """The first parameter or buffer that holds this element."""
         return next(source for source in self.sources if source.region.start <= id <= source.region.last)
 
     def name(self, id: int) -> str:
-        """The name of :meth:`source`; "" for an element that was computed."""
+        """Return the source's name; "" for a computed element."""
         return self.source(id).name if 0 <= id < self.tokens else ""
 
     @cached_property
@@ -172,6 +166,6 @@ class Recording:
 
 
 def without_repeats(tensor: Tensor) -> Tensor:
-    """A view in which each expanded axis has length 1: its repetitions share memory."""
+    """Return a view in which each expanded axis has length 1."""
     kept = [n if stride or n == 0 else 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(kept, tensor.stride())

@@ -1,4 +1,4 @@
-"""See every operator that reaches a kernel: the base of all dispatch modes here, and a mode without randomness."""
+"""Intercept every operator that reaches a kernel: the base of all dispatch modes here, and a mode without randomness."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ RANDOM = {*NORMAL, "rand", "rand_like", "uniform_", "randint", "randint_like", "
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator."""
-
     func: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -41,46 +39,42 @@ class Call:
 
     @property
     def name(self) -> str:
-        """ "mm", "add_": without namespace and overload."""
+        """The operator's name without namespace and overload: "mm", "add_"."""
         return self.func._schema.name.removeprefix("aten::")
 
     @property
     def writes(self) -> bool:
-        """Whether it changes one of its arguments."""
+        """Whether the operator changes one of its arguments."""
         return self.func._schema.is_mutable
 
     @property
     def named(self) -> dict[str, Any]:
-        """All arguments that were given, by name."""
+        """All given arguments, by name."""
         return dict(zip((argument.name for argument in self.func._schema.arguments), self.args, strict=False)) | self.kwargs
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors among the arguments."""
         return tensors((self.args, self.kwargs))
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dictionaries."""
+    """Return the tensors in nested lists, tuples and dictionaries."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class OperatorMode(TorchDispatchMode):
-    """While entered, :meth:`handle` runs in place of every operator.
-
-    Fused attention and composite operators are replaced by the operators that they consist of.
-    """
+    """While entered, runs :meth:`handle` in place of every operator; splits fused attention and composite operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here. Saying True would make torch import its compiler, which takes seconds."""
+        """Return False: True would make torch import its compiler, which takes seconds."""
         return False
 
     def handle(self, call: Call) -> Any:
-        """What the operator returns."""
+        """Return the operator's result."""
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -89,7 +83,7 @@ class OperatorMode(TorchDispatchMode):
             with self:
                 return plain_attention_kernel(call)
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
-            with self:  # inference mode passes these on undivided
+            with self:  # inference mode does not split these
                 result = func.decompose(*args, **call.kwargs)
             if result is not NotImplemented:
                 return result
@@ -97,7 +91,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 def plain_attention_kernel(call: Call) -> tuple[Any, ...]:
-    """A fused attention kernel's result by plain operators; its further results are for the backward pass only, and None."""
+    """Compute a fused attention's result by plain operators; results for the backward pass are None."""
     named = call.named
     mask, dropout = named.get("attn_mask", named.get("attn_bias")), named.get("dropout_p", 0.0)
     out, weights = torch.ops.aten._scaled_dot_product_attention_math(
@@ -107,7 +101,7 @@ def plain_attention_kernel(call: Call) -> tuple[Any, ...]:
 
 
 class Dropout(NamedTuple):
-    """An active dropout: what it was applied to, and the length of the sums in the last matrix product before it."""
+    """An active dropout: its input, and the length of the sums in the last matrix product before it."""
 
     value: Tensor
     after: int
@@ -116,9 +110,8 @@ class Dropout(NamedTuple):
 class DeterministicMode(OperatorMode):
     """Removes randomness (unless ``keep_random``) and casts to narrower dtypes (unless ``keep_casts``).
 
-    Dropout passes everything through, normal noise is zero, and casts from float64 to a narrower dtype stay float64. Differences
-    from GPT-2 that remain come from the module's own formulas and weights. ``dropouts`` are those that were active, ``draws`` the
-    names of other random operators, ``casts`` the narrower dtypes.
+    Dropout is the identity, normal noise is zero, and float64 stays float64, so that the remaining differences from GPT-2 come
+    from the module's formulas and weights. ``dropouts``, ``draws`` (other random operators) and ``casts`` list what occurred.
     """
 
     def __init__(self, *, keep_casts: bool = False, keep_random: bool = False) -> None:
@@ -128,7 +121,7 @@ class DeterministicMode(OperatorMode):
         self.draws: list[str] = []
         self.casts: set[str] = set()
         self._summed = 0  # the length of the sums in the last matrix product
-        self._mask: Tensor | None = None  # a random mask that was drawn and not yet multiplied with anything
+        self._mask: Tensor | None = None  # a random mask that was drawn and not yet used
 
     def handle(self, call: Call) -> Any:
         name, args, named = call.name, call.args, call.named
@@ -166,7 +159,7 @@ class DeterministicMode(OperatorMode):
 
 
 def run_deterministically(function: Callable[[], T], keep_casts: bool = False) -> tuple[T, DeterministicMode]:
-    """``function()`` under :class:`DeterministicMode`, and the mode; casts are kept if the function fails without them."""
+    """Return ``function()`` under :class:`DeterministicMode`, and the mode; keep casts if it fails without them."""
     mode = DeterministicMode(keep_casts=keep_casts)
     try:
         with mode:

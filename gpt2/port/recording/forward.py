@@ -1,4 +1,4 @@
-"""Call somebody else's module: borrow it in eval mode and in float64, find the logits, keep torch from fusing operators."""
+"""Call a user's module: borrow it in eval mode and in float64, find the logits, and disable fused operators."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from gpt2.errors import InputError
 
-INNER = ("_parameters", "_buffers", "_modules")  # torch's own dictionaries, whose content changes
+INNER = ("_parameters", "_buffers", "_modules")  # torch's dictionaries, which change in place
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in what a forward returns: a tensor; ``logits`` of an object or dict; the first tensor of three axes, or of two.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return ``output.logits``, else the first tensor of three axes (or of two); raise ValueError if there is none."""
     named = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
     inside = dict(output) if isinstance(output, dict) else getattr(output, "__dict__", None) or output
     parts = tree_leaves(inside) if named is None else [named]
@@ -34,13 +30,13 @@ def logits_of(output: Any) -> Tensor:
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Have torch compute attention by single operators: no fused kernel, no compiled graph."""
+    """Make torch compute attention by single operators: no fused kernel, no compiled graph."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with ExitStack() as stack:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if "torch._dynamo" in sys.modules:  # it takes seconds to import, and without it nothing is compiled
+            if "torch._dynamo" in sys.modules:  # importing it takes seconds; without it nothing is compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
     finally:
@@ -48,21 +44,20 @@ def plain_attention() -> Iterator[None]:
 
 
 class ForwardError(InputError):
-    """A module's forward pass fails."""
+    """Raised when a module's forward pass fails."""
 
 
 def error_line(error: Exception) -> str:
-    """An exception of somebody else's code, in one line."""
+    """Return an exception of the user's code in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 
 class Borrowed:
-    """While entered, the module is in eval mode and may be changed. On leaving, all is restored but what :meth:`keep` names.
+    """A module in eval mode that may be changed; leaving the context restores all except what :meth:`keep` names.
 
-    Modes, attributes and the content of buffers are restored. Objects that the module merely refers to (a list that grows, for
-    example) are not: they stay as the forward pass left them. It is the module itself: many modules cannot be copied, and a copy
-    misses what lies outside its attributes (a lambda over its own layers still calls the original's).
+    Modes, attributes and buffers are restored; objects that the module refers to (a growing list, for example) are not. This is
+    the module itself, not a copy: many modules cannot be copied, and a lambda in a copy still calls the original's layers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -72,19 +67,19 @@ class Borrowed:
             **dict(module.named_buffers(remove_duplicate=False)),
         }
         self._kept: set[int] = set()
-        self._swapped: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor, and what it held
+        self._swapped: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor, and its original data
 
     def __enter__(self) -> Borrowed:
         self._modes = [(part, part.training) for part in self.module.modules()]
         plain = [part for part in self.module.modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._attributes = [(part, dict(vars(part)), {name: dict(getattr(part, name)) for name in INNER}) for part in plain]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
-        for part, _ in self._modes:  # not eval(), which some modules override
+        for part, _ in self._modes:  # some modules override eval()
             part.training = False
         return self
 
     def to_float64(self) -> None:
-        """Give parameters and floating-point buffers float64 copies of their values; the originals are kept aside."""
+        """Replace parameters and floating-point buffers by float64 copies; keep the originals."""
         self._buffers = [(buffer, before) for buffer, before in self._buffers if not torch.equal(buffer, before)]
         for tensor in self.tensors.values():
             if tensor.is_floating_point() and id(tensor) not in self._swapped:
@@ -97,7 +92,7 @@ class Borrowed:
             tensor.data = tensor.data.to(before.dtype)
 
     def keep(self, names: Iterable[str]) -> None:
-        """On leaving, let these tensors keep the values that they hold then."""
+        """Let these tensors keep their final values after the context ends."""
         self._kept |= {id(self.tensors[name]) for name in names}
 
     @torch.no_grad()

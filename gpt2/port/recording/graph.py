@@ -1,8 +1,7 @@
 """Build a recording: give every element of every tensor an id, and add a node for each operator that computes something.
 
-Beside each storage lies a tensor of the ids of its elements; memory debuggers do the same and call it shadow memory. Views share
-a storage and so share its ids: transposing, slicing, splitting and writing in place need no code. Parameters are never written
-to, so their ids follow from strides and take no memory.
+Each storage has a tensor of its elements' ids, as shadow memory in memory debuggers: views share it, so that slicing and writing
+in place need no code. Parameters are never written to; their ids follow from strides and take no memory.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from gpt2.port.recording.dataflow import NO_ID, Kind, Node, Region, Source, Use, without_repeats
 
-Factor = tuple[Tensor, Callable[[Tensor], Tensor]]  # of a contraction: a tensor, and how to view it as (*results, summed)
+Factor = tuple[Tensor, Callable[[Tensor], Tensor]]  # a contraction's tensor, and its view as (*results, summed)
 
 
 class Dependence(NamedTuple):
@@ -27,20 +26,17 @@ class Dependence(NamedTuple):
 
 
 class Graph:
-    """The ids of all tensors so far, and ``nodes`` in the order in which they were added.
-
-    Sources have the ids below ``tokens``; the token ids come next, and then the results of each node.
-    """
+    """The ids of all tensors so far, and the ``nodes``; ids below ``tokens`` are sources, then come token ids and results."""
 
     def __init__(self, module: nn.Module, ids: Tensor) -> None:
         self.nodes: list[Node] = []
         self.sources: list[Source] = []
         self.uses: dict[int, set[Use]] = {}
         self._next = 0
-        self._copies: dict[int, tuple[frozenset[int], Use]] = {}  # storage of a copy -> storages of its sources, and its change
+        self._copies: dict[int, tuple[frozenset[int], Use]] = {}  # storage of a copy -> its sources' storages, and its change
         self._first_ids: dict[int, int] = {}  # storage of a source -> its first id
         self._ids: dict[int, tuple[Tensor, int]] = {}  # storage -> ids of its elements, and their size in bytes
-        self._alive: list[torch.UntypedStorage] = []  # keeps addresses from being used again
+        self._alive: list[torch.UntypedStorage] = []  # keeps addresses from being reused
         parameters = dict(module.named_parameters(remove_duplicate=False))
         buffers = {name: b for name, b in module.named_buffers(remove_duplicate=False) if b.is_floating_point()}
         for name, tensor in (parameters | buffers).items():
@@ -57,30 +53,29 @@ class Graph:
         self.write(ids, self._new(ids.shape))
 
     def _new(self, shape: tuple[int, ...]) -> Tensor:
-        """New ids, in order."""
         numel = torch.Size(shape).numel()
         self._next += numel
         return torch.arange(self._next - numel, self._next).view(shape)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether any element of its storage may have an id."""
+        """Return whether any element of its storage may have an id."""
         storage = tensor.untyped_storage()._cdata
         return storage in self._first_ids or storage in self._ids
 
     def region(self, tensor: Tensor) -> Region | None:
-        """The ids of a view into a source; None for other tensors."""
+        """Return the ids of a view into a source; None for other tensors."""
         first = self._first_ids.get(tensor.untyped_storage()._cdata)
         return None if first is None else _region(first, tensor)
 
     def copied_from(self, tensor: Tensor) -> tuple[frozenset[int], Use] | None:
-        """Of a source, or of a copy of sources: their storages, and how the values were changed. None for all else."""
+        """Return the storages and the change of a source, or of a copy of sources; None for other tensors."""
         storage = tensor.untyped_storage()._cdata
         if storage in self._first_ids:
             return frozenset({self._first_ids[storage]}), Use()
         return self._copies.get(storage)
 
     def mark_copy(self, tensor: Tensor, inputs: list[Tensor], scale: float = 1.0, shift: float = 0.0) -> None:
-        """Note that a tensor is a copy of ``inputs``, scaled and shifted, if these are sources or copies of sources."""
+        """Mark a tensor as a scaled and shifted copy of ``inputs``, if these are sources or copies of sources."""
         origins = [self.copied_from(x) for x in inputs if self.has(x)]
         copies = [origin for origin in origins if origin is not None]
         if copies and len(copies) == len(origins) and len({use for _, use in copies}) == 1:
@@ -95,7 +90,7 @@ class Graph:
             self.uses.setdefault(source, set()).add(use)
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """A copy of the ids of a tensor's elements as they are now; None where no element has one."""
+        """Return a copy of the current ids of a tensor's elements; None if no element has one."""
         region = self.region(tensor)
         if region is not None:
             return region.ids()
@@ -103,12 +98,11 @@ class Graph:
         return None if ids is None else ids.clone()
 
     def or_blank(self, tensor: Tensor) -> Tensor:
-        """As :meth:`of`, with ``NO_ID`` everywhere where no element has an id."""
+        """Like :meth:`of`, with ``NO_ID`` in place of None."""
         ids = self.of(tensor)
         return torch.full(tensor.shape, NO_ID) if ids is None else ids
 
     def write(self, tensor: Tensor, ids: Tensor) -> None:
-        """Give a tensor's elements these ids."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._ids:
             self._alive.append(storage)
@@ -133,7 +127,6 @@ class Graph:
         weight: int | None = None,
         index: Tensor | None = None,
     ) -> Tensor:
-        """Add a node and return the ids of its results."""
         needs = [self.dependence(operand) for operand in operands]
         live = kind is Kind.LOOKUP or any(need.tokens for need in needs)
         self._starts.append(self._next)
@@ -153,18 +146,18 @@ class Graph:
         operands = [self._operand(*factor) for factor in (a, b)]
         shape = tuple(operands[0].shape[:-1])
         known = [operand for operand in operands if any(self.dependence(operand))]
-        if len(known) < 2:  # the other factor is a constant
+        if len(known) < 2:  # one factor is a constant
             return self.add(Kind.OTHER, op, shape, *known)
         weights = [number for number, operand in enumerate(operands) if self.is_source(operand)]
         return self.add(Kind.CONTRACTION, op, shape, *operands, weight=weights[0] if len(weights) == 1 else None)
 
     def _operand(self, tensor: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor | Region:
-        """The ids of ``view(tensor)``, where ``view`` makes views only; as a region for a source."""
+        """Return the ids of ``view(tensor)``, where ``view`` makes views only; as a region for a source."""
         region = self.region(view(tensor)) if self.region(tensor) is not None else None
         return view(self.or_blank(tensor)) if region is None else region
 
     def _one_hot_lookup(self, op: str, hot: Factor, table: Factor) -> Tensor | None:
-        """A product with one-hot vectors takes elements of the other factor: a lookup, if the vectors depend on tokens."""
+        """Record a product with one-hot vectors as a lookup if the vectors depend on tokens; None for other products."""
         if self.region(hot[0]) is not None or not self.has(table[0]):
             return None
         need = self.dependence(self.or_blank(hot[0]))
@@ -178,16 +171,16 @@ class Graph:
         return self.add(Kind.LOOKUP, op, taken.shape, taken, index=index) if need.tokens else taken
 
     def owner(self, ids: Tensor) -> Node | None:
-        """The one node that computed all these elements, if there is one."""
+        """Return the one node that computed all these elements, or None."""
         owners = {self._owner(int(id)) for id in ids.aminmax()} if ids.numel() else set()
         return self.nodes[owners.pop() - 2] if len(owners) == 1 and min(owners) >= 2 else None
 
     def _owner(self, id: int) -> int:
-        """Where in ``_starts`` the sources, the tokens or the node begin that an element belongs to; -1 for one without an id."""
+        """Return the element's index in ``_starts``; -1 for an element without an id."""
         return bisect.bisect_right(self._starts, id) - 1
 
     def dependence(self, operand: Tensor | Region) -> Dependence:
-        """What any of these elements depends on."""
+        """Return what any of these elements depends on."""
         if isinstance(operand, Region):
             return Dependence(False, True)
         ids = without_repeats(operand)
@@ -198,7 +191,7 @@ class Graph:
         return Dependence(any(one.tokens for one in known), any(one.sources for one in known))
 
     def is_source(self, operand: Tensor | Region) -> bool:
-        """Whether all elements are parameters or buffers themselves."""
+        """Return whether all elements are parameters or buffers themselves."""
         if isinstance(operand, Region) or not operand.numel():
             return isinstance(operand, Region)
         low, high = without_repeats(operand).aminmax()

@@ -1,7 +1,6 @@
 """Sort torch's operators: which only copy elements, which work row by row, and how the others become nodes.
 
-A new operator goes into one of the sets below, or becomes a function in ``HANDLERS`` if it does several things at once.
-Source of the names and arguments: the schemas in torch's native_functions.yaml.
+A new operator goes into a set below, or into ``HANDLERS`` if it does several things. Names: torch's native_functions.yaml.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from gpt2.port.recording.dataflow import Kind
 from gpt2.port.recording.graph import Graph
 
-# Operators that only copy, and the arguments that they copy from.
+# Operators that only copy, and the arguments that are copied.
 COPIES = set(
     """
     clone _to_copy copy copy_ cat stack index index_select gather embedding take constant_pad_nd repeat repeat_interleave roll
@@ -24,8 +23,8 @@ COPIES = set(
     """.split()  # noqa: SIM905
 )
 COPIED_ARGUMENTS = {"self", "tensors", "src", "source", "values", "value", "weight", "input"}
-TABLES = {"embedding": "weight", "index": "self", "index_select": "self", "gather": "self"}  # this argument, by an index
-CONSTANTS = set(  # results that depend on no input's values
+TABLES = {"embedding": "weight", "index": "self", "index_select": "self", "gather": "self"}  # the argument that is indexed
+CONSTANTS = set(  # the results do not depend on any input's values
     "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty".split()  # noqa: SIM905
 )
 ROWWISE = {"_softmax", "_log_softmax", "_safe_softmax", "cumsum", "tril", "triu"}
@@ -33,13 +32,13 @@ REDUCTIONS = {"mean", "sum", "var", "std", "var_mean", "std_mean", "amax", "amin
 REDUCTIONS |= {"norm", "linalg_vector_norm", "logsumexp", "argmax", "argmin"}
 
 
-# Handlers take the graph, the arguments by name and the first result's shape. They return the first result's ids, or None if the
-# operator has to be handled as any other.
+# Handlers take the graph, the arguments by name and the first result's shape. They return the first result's ids, or None for
+# the default rule.
 Handler = Callable[[Graph, dict[str, Any], torch.Size], Tensor | None]
 
 
 def _product(graph: Graph, a: Tensor, b: Tensor) -> Tensor:
-    """(..., I, K) times (..., K, J)."""
+    """Add (..., I, K) times (..., K, J)."""
     rows, columns = a.shape[-2], b.shape[-1]
     return graph.contraction(
         "mm",
@@ -54,7 +53,7 @@ def _addmm(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
 
 
 def _convolution(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
-    """(B, C, ...) by a kernel of width one. GPT-2 has no wider kernels: they mix positions."""
+    """Add (B, C, ...) convolved by a kernel of width one; GPT-2 has no wider kernels, which mix positions."""
     kernel, bias = named["weight"], named.get("bias")
     if kernel.shape[2:].numel() != 1 or named.get("groups", 1) != 1 or named.get("transposed"):
         return None
@@ -81,7 +80,7 @@ def _addcmul(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
 
 
 def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
-    """A sum of products is a contraction; a sum of contractions (over heads, for example) is a longer contraction."""
+    """Add a sum of products, or of contractions (over heads, for example), as one contraction."""
     x, dims = named["self"], named.get("dim")
     ids = graph.of(x)
     node = None if ids is None else graph.owner(ids)

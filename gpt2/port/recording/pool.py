@@ -1,8 +1,7 @@
 """Keep every floating-point tensor of one forward pass, and search them by value, whatever their layout.
 
-A value may be stored as (B, T, D) or (T, B, D), flattened, split into heads or transposed. So numbers are compared in sorted
-order: whole, or slice by slice where a port has a tensor for each head, row or token. In float64 a match is no coincidence:
-thousands of numbers do not agree to 1e-12 by chance.
+Numbers are compared in sorted order, whole or in slices, because a port may transpose, flatten or split a value. Thousands of
+float64 numbers do not agree to 1e-12 by chance.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.recording.dispatch import Call, OperatorMode, tensors
 from gpt2.port.recording.forward import logits_of, plain_attention
 
-STRICT = 1e-9  # largest difference over the root mean square: rounding in float64 is 1e-15, which a softmax amplifies
-LOOSE = 1e-5  # where the port computes something in float32
-VIEWS_PER_TOKEN = 4  # views of a parameter are kept up to this many widths for each token: rows of an embedding, for example
+STRICT = 1e-9  # relative to the root mean square; float64 rounding is 1e-15, and a softmax amplifies it
+LOOSE = 1e-5  # if the port computes anything in float32
+VIEWS_PER_TOKEN = 4  # views of a parameter are kept up to this many widths per token (rows of an embedding)
 
 
 class Match(NamedTuple):
-    """Where a value is: the relative error, the entries that it consists of, and the axes along which it was sliced."""
+    """A match of a value: its relative error, the matching entries, and the axes along which the value was sliced."""
 
     error: float
     entries: tuple[int, ...]
@@ -32,11 +31,7 @@ class Match(NamedTuple):
 
 
 class Pool:
-    """The tensors, by size and sums.
-
-    ``logits`` is what the forward returned, float64; ``narrow``, whether anything was computed in less than float64;
-    ``operators``, the names of all operators that ran.
-    """
+    """The tensors of a forward pass, by size and sums; ``narrow``: some tensor was below float64."""
 
     def __init__(self) -> None:
         self.entries: list[Tensor] = []
@@ -44,13 +39,13 @@ class Pool:
         self.narrow = False
         self.operators: set[str] = set()
         self._by_size: dict[int, list[int]] = {}
-        self._sums: list[tuple[float, float]] = []  # of each entry: sum and sum of squares of the finite elements
-        self._tables: dict[int, Tensor] = {}  # the sums of all entries of a size
+        self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
+        self._tables: dict[int, Tensor] = {}  # by size: the sums of all entries
         self._sorted: dict[int, Tensor] = {}
 
     @classmethod
     def of(cls, arrays: Iterable[Tensor], logits: Tensor) -> Pool:
-        """A pool of tensors of any origin: ``arrays`` in any order and layout, and ``logits`` (B, T, V)."""
+        """Return a pool of ``arrays`` of any origin, order and layout, and of ``logits`` (B, T, V)."""
         pool = cls()
         for tensor in (*arrays, logits):
             pool.narrow |= tensor.dtype != torch.float64
@@ -59,7 +54,6 @@ class Pool:
         return pool
 
     def add(self, tensor: Tensor) -> None:
-        """Keep a copy, in float64."""
         entry = tensor.detach().to("cpu", torch.float64, copy=True).contiguous()
         self._by_size.setdefault(entry.numel(), []).append(len(self.entries))
         self._tables.pop(entry.numel(), None)
@@ -72,11 +66,10 @@ class Pool:
         return LOOSE if self.narrow else STRICT
 
     def of_size(self, numel: int) -> list[Tensor]:
-        """The entries of a size, in the order in which they were computed."""
         return [self.entries[number] for number in self._by_size.get(numel, [])]
 
     def find(self, value: Tensor, *axes: int) -> Match | None:
-        """The best match of a value: whole, or else slice by slice, along one of the ``axes`` or all. None if there is none."""
+        """Return the best match of a value: whole, else slice by slice along one of ``axes``, else along all. None if none."""
         whole = self._find(value)
         if whole is not None:
             return Match(whole[0], (whole[1],), ())
@@ -94,7 +87,7 @@ class Pool:
         return None
 
     def adopt(self, value: Tensor, match: Match) -> Tensor:
-        """The port's own numbers, rounding included, in the layout of ``value``."""
+        """Return the port's own numbers, rounding included, in the layout of ``value``."""
         out = torch.empty_like(value, memory_format=torch.contiguous_format)
         for part, own, number in zip(_slices(value, match.axes), _slices(out, match.axes), match.entries, strict=True):
             taken = torch.empty(part.numel(), dtype=torch.float64)
@@ -103,7 +96,7 @@ class Pool:
         return out
 
     def factors(self, value: Tensor, *axes: int) -> list[float]:
-        """The factors f for which f times ``value``, or else f times its first slice along one of ``axes``, is an entry."""
+        """Return all f with an entry equal to f times ``value``, or else to f times its first slice along one of ``axes``."""
         factors: list[float] = []
         for part in [value, *(next(iter(_slices(value, (axis,)))) for axis in axes)]:
             first, second = _sums(part)
@@ -124,7 +117,7 @@ class Pool:
         return factors
 
     def _find(self, value: Tensor) -> tuple[float, int] | None:
-        """The error and the number of the best entry for a whole value: sums first, since they are compared fast."""
+        """Return the error and number of the best entry for a whole value; sums are compared first, because that is fast."""
         n, (first, second) = value.numel(), _sums(value)
         if not n or n not in self._by_size:
             return None
@@ -158,7 +151,7 @@ class _Collector(OperatorMode):
         result = call.run()
         self.pool.operators.add(call.name)
         seen: set[tuple[int, int]] = set()
-        if not call.writes:  # a view of all of an input adds nothing
+        if not call.writes:  # a view of a whole input adds nothing
             seen = {(tensor.untyped_storage()._cdata, tensor.numel()) for tensor in call.inputs}
         for tensor in tensors(result):
             storage = tensor.untyped_storage()._cdata
@@ -171,13 +164,7 @@ class _Collector(OperatorMode):
 
 @torch.no_grad()
 def collect(module: nn.Module, ids: Tensor, width: int, inner: int) -> Pool:
-    """Run ``module`` as it is on (B, T) ``ids``, and keep its operators' results, up to the size of the widest activation.
-
-    ``width`` and ``inner`` are those of the stream and of the feed-forward. Fused attention runs as single operators.
-
-    Raises:
-        whatever the module raises, and ValueError where its output holds no logits.
-    """
+    """Run ``module`` on (B, T) ``ids`` and keep its operators' results, up to the size of the widest activation."""
     largest = 4 * ids.numel() * max(inner, 3 * width, ids.size(1) * 64)
     collector = _Collector(module, VIEWS_PER_TOKEN * ids.numel() * width, largest)
     with plain_attention(), collector:
@@ -192,7 +179,7 @@ def _sums(tensor: Tensor) -> tuple[float, float]:
 
 
 def _error(a: Tensor, b: Tensor) -> float:
-    """The relative error of two sorted tensors; a NaN equals a NaN here, because a recorded tensor may hold some."""
+    """Return the relative error of two sorted tensors; NaN equals NaN, because a recorded tensor may hold some."""
     missing = b.isnan()
     if not missing.any():
         return worst_relative_error(a, b)
@@ -201,7 +188,6 @@ def _error(a: Tensor, b: Tensor) -> float:
 
 
 def _slices(value: Tensor, axes: tuple[int, ...]) -> list[Tensor]:
-    """Views of a value, one for each index along the axes."""
     parts = [value]
     for axis in sorted(axes, reverse=True):
         parts = [piece for part in parts for piece in part.unbind(axis)]

@@ -1,7 +1,7 @@
 """Record a forward pass, operator by operator: ``record``.
 
-A dispatch mode sees every operator that reaches a kernel. An operator that makes a view needs nothing: its result lies in the
-same storage. One that copies is replayed on the ids. One that computes becomes a node, and its results get new ids.
+A view needs no work, since it shares its input's storage. A copy is replayed on the ids. A computation becomes a node, and its
+results get new ids.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ from gpt2.port.recording.operators import CONSTANTS, COPIED_ARGUMENTS, COPIES, H
 
 @torch.no_grad()
 def record(module: nn.Module, ids: Tensor) -> Recording:
-    """Run ``module`` as it is on (B, T) ``ids``, distinct from each other, and record where each element comes from.
-
-    Raises:
-        whatever the module raises, and ValueError where its output holds no logits.
-    """
+    """Run ``module`` on distinct (B, T) ``ids`` and record each element's origin; ValueError if there are no logits."""
     recorder = Recorder(module, ids)
     with plain_attention(), recorder:
         output = logits_of(module(ids))
@@ -49,7 +45,7 @@ class Recorder(OperatorMode):
         result = call.run()
         try:
             self._follow(call, result)
-        except Exception:  # an operator used in an unforeseen way must not keep the module from running
+        except Exception:  # an operator that we cannot follow must not stop the module
             self.unfollowed.add(str(call.func))
             for tensor in tensors(result):
                 self.graph.write(tensor, torch.full(tensor.shape, NO_ID))
@@ -57,7 +53,7 @@ class Recorder(OperatorMode):
 
     def _follow(self, call: Call, result: Any) -> None:
         inputs, outputs = call.inputs, tensors(result)
-        if not call.writes:  # what lies in an input's storage is a view of the input
+        if not call.writes:  # a result in an input's storage is a view
             known = {tensor.untyped_storage()._cdata for tensor in inputs}
             outputs = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
         if not outputs or call.name in CONSTANTS or not any(self.graph.has(tensor) for tensor in inputs):
@@ -82,7 +78,7 @@ class Recorder(OperatorMode):
             self._follow_other(op, inputs, outputs)
 
     def _follow_other(self, op: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Operators without a rule of their own: rowwise if a result has an input's shape."""
+        """Add operators without a rule of their own: rowwise if a result has an input's shape."""
         known = [(tensor, ids) for tensor in inputs if (ids := self.graph.of(tensor)) is not None]
         for number, output in enumerate(outputs):
             alike = [ids for tensor, ids in known if tensor.shape == output.shape and tensor.is_floating_point()]
@@ -95,12 +91,12 @@ class Recorder(OperatorMode):
             self.graph.write(output, ids)
 
     def _changed_source(self, op: str, named: dict[str, Any]) -> tuple[Tensor, float, float] | None:
-        """A source, or a copy of one, that a constant is applied to; the scale and the shift. Its ids stay."""
+        """Return a source, or a copy of one, that a constant is applied to, with scale and shift; its ids stay."""
         x, constant = named.get("self"), named.get("other", 0.0)
         if op not in ("mul", "div", "add", "sub", "neg") or not isinstance(x, Tensor) or named.get("rounding_mode"):
             return None
         if op in ("mul", "add") and isinstance(constant, Tensor) and self.graph.copied_from(x) is None:
-            x, constant = constant, x  # the constant came first
+            x, constant = constant, x  # the constant is the first argument
         if isinstance(constant, Tensor):
             constant = constant.item() if constant.numel() == 1 and not self.graph.has(constant) else None
         if constant is None or self.graph.copied_from(x) is None or (op in ("mul", "div") and not constant):
@@ -110,7 +106,7 @@ class Recorder(OperatorMode):
         return x, scale, {"add": constant, "sub": -constant}.get(op, 0.0)
 
     def _copied(self, func: Callable[..., Tensor], op: str, named: dict[str, Any], output: Tensor) -> Tensor:
-        """The ids of what an operator copied: it runs on ids instead of values."""
+        """Return the ids of copied elements: run the operator on ids instead of values."""
         if op in TABLES and (taken := self._taken(func, op, named, output)) is not None:
             return taken
         copied = {name: value for name, value in named.items() if name in COPIED_ARGUMENTS}
@@ -122,7 +118,7 @@ class Recorder(OperatorMode):
         return func(**on_ids | ({"value": NO_ID} if op == "constant_pad_nd" else {}))
 
     def _taken(self, func: Callable[..., Tensor], op: str, named: dict[str, Any], output: Tensor) -> Tensor | None:
-        """The ids of what was taken from a table of sources: a lookup, if the index depends on tokens. None for another table."""
+        """Return the ids taken from a table of sources (a lookup, if the index depends on tokens); None for other tables."""
         table, index = named[TABLES[op]], named["indices" if "indices" in named else "index"]
         if self.graph.copied_from(table) is None:
             return None
@@ -137,7 +133,7 @@ class Recorder(OperatorMode):
         region = self.graph.region(table)
         if region is None:
             ids = take(self.graph.or_blank(table))
-        else:  # a large table takes no id for every entry
+        else:  # do not build the ids of a whole large table
             steps = [coordinates(axis) * stride for axis, stride in enumerate(region.strides)]
             ids = torch.stack(steps).sum(0) + region.start
         numbers = enumerate(index if isinstance(index, list | tuple) else [index])
@@ -155,11 +151,7 @@ class Recorder(OperatorMode):
 
 
 def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
-    """Make a module register its parameters (keras does so when asked), and give lazy ones a shape by calling the module.
-
-    Raises:
-        ForwardError: that call fails; ``name`` is the module's in the message.
-    """
+    """Make a module register its parameters (keras) and give lazy ones a shape by a call; ForwardError if that fails."""
     for part in list(module.modules()):
         part.named_parameters()
     if any(is_lazy(tensor) for tensor in [*module.parameters(), *module.buffers()]):
@@ -171,13 +163,7 @@ def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
 
 
 def record_probe(module: nn.Module, config: GPT2Config, name: str) -> Recording:
-    """Record a forward pass on a few tokens.
-
-    If the module refuses them, it is given small token ids, which every vocabulary has, and then a window of full length.
-
-    Raises:
-        ForwardError: its forward fails on all of them; ``name`` is the module's in the message.
-    """
+    """Record a forward pass on a few tokens; if it fails, on small token ids, then on a full context. Raises ForwardError."""
     device = next(module.parameters(), torch.empty(0)).device
     failures = []
     short = min(5, config.n_positions)
@@ -192,7 +178,7 @@ def record_probe(module: nn.Module, config: GPT2Config, name: str) -> Recording:
 
 
 def _probe(vocabulary: int, batch: int, length: int) -> Tensor:
-    """(B, T) ids, distinct where the vocabulary allows, and none of them the number of a position."""
+    """Return (B, T) ids, distinct if the vocabulary allows, and none of them the number of a position."""
     low = length if vocabulary >= length * (batch + 1) else 0
     order = torch.randperm(vocabulary - low, generator=torch.Generator().manual_seed(0)) + low
     return order.repeat(length * batch // len(order) + 1)[: length * batch].view(batch, length)
