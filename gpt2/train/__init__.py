@@ -1,1 +1,1 @@
-"""Train from scratch or fine-tune: recipe, data, optimizer, parallel processes, state, and the one loop."""
+"""Train from scratch or fine-tune: recipe, data, optimizer, parallel processes, saved state, and the training loop."""

@@ -1,7 +1,7 @@
 """The bigram baseline of the tutorials: a table with the logits of the next token for every token.
 
-The same loop trains it on the same windows, so its loss is what a model must beat to have learnt more than which token follows
-which. Its config says `model_type: bigram`: ``gpt2.load`` refuses it, and only this module reads it.
+It is trained with the same loop on the same windows, so a model that beats its loss has learnt more than pairs of tokens. Its
+config says `model_type: bigram`: ``gpt2.load`` refuses it, and only this module reads it.
 """
 
 import json
@@ -22,7 +22,7 @@ TYPE = "bigram"
 
 @dataclass(frozen=True)
 class BigramConfig:
-    """Size of the table. It reads one token only, so a window may have any length."""
+    """Size of the table; the number of positions is not limited, because the model reads one token only."""
 
     vocab_size: int
     n_positions: int = 2**31 - 1
@@ -32,7 +32,7 @@ class BigramConfig:
 
 
 class Bigram(nn.Module):
-    """Row ``a`` of the table ``wte`` (V, V) holds the logits of the token after ``a``; zeros at first."""
+    """Row ``a`` of the table ``wte`` (V, V) has the logits of the token after ``a``; initialised with zeros."""
 
     def __init__(self, config: BigramConfig) -> None:
         super().__init__()
@@ -40,13 +40,13 @@ class Bigram(nn.Module):
         self.wte = nn.Embedding.from_pretrained(torch.zeros(config.vocab_size, config.vocab_size), freeze=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids (B, T) to logits (B, T, V)."""
+        """Return logits (B, T, V) for token ids (B, T)."""
         logits: Tensor = self.wte(ids.to(self.wte.weight.device))
         return logits
 
     @torch.inference_mode()
     def sample(self, ids: list[int], max_new_tokens: int, seed: int) -> list[int]:
-        """``ids`` with a sampled continuation."""
+        """Return ``ids`` with a sampled continuation."""
         generator, ids = torch.Generator().manual_seed(seed), list(ids)
         for _ in range(max_new_tokens):
             ids.append(int(torch.multinomial(self.wte.weight[ids[-1]].softmax(0).cpu(), 1, generator=generator)))
@@ -54,7 +54,6 @@ class Bigram(nn.Module):
 
 
 def save_bigram(model: Bigram, tokenizer: Tokenizer, directory: Path) -> None:
-    """Write config.json, model.safetensors and the tokenizer's files to ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / "config.json", {"model_type": TYPE, "vocab_size": model.config.vocab_size})
     write_file(directory / "model.safetensors", save({"wte.weight": model.wte.weight.detach().cpu().contiguous()}))
@@ -62,7 +61,7 @@ def save_bigram(model: Bigram, tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def load_model(directory: Path) -> GPT2 | Bigram:
-    """Load the model of a checkpoint whose hashes were checked: a GPT-2 in float32, or a bigram table."""
+    """Load a GPT-2 in float32, or a bigram table, from a checkpoint that has passed its hash check."""
     config = json.loads((directory / "config.json").read_text())
     if config.get("model_type") != TYPE:
         return load_path(directory, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Read a recipe's text: training and validation token ids, and their tokenizer."""
+"""Read a recipe's text as training and validation token ids, with their tokenizer."""
 
 import hashlib
 from dataclasses import dataclass
@@ -17,10 +17,7 @@ from gpt2.train.recipe import Recipe
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation ids (one-dimensional integers) and their tokenizer.
-
-    ``sha256`` (hex) identifies the corpus: a run resumes only with the same one.
-    """
+    """Training and validation ids (1-d integers), their tokenizer, and ``sha256`` (hex), which a resumed run must match."""
 
     tokenizer: Tokenizer
     train_ids: np.ndarray
@@ -29,11 +26,7 @@ class Corpus:
 
 
 def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
-    """Read the recipe's corpus as ids of ``tokenizer``, or of a new tokenizer that is made from the text as the recipe says.
-
-    Raises:
-        InputError: no such text, a text too short for a window, or characters that the tokenizer does not have.
-    """
+    """Read the recipe's corpus as ids of ``tokenizer``, or of a new tokenizer made from the text as the recipe says."""
     if recipe.data.tokens:
         folder = Path(recipe.data.tokens)
         tokenizer = tokenizer or _tokenizer_of(folder, recipe.data.tokenizer)
@@ -58,7 +51,7 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
 
 
 def _tokenizer_of(folder: Path, kind: str) -> Tokenizer:
-    """The tokenizer in a folder of token files, or GPT-2's if the recipe says so."""
+    """Return the tokenizer in a folder of token files, or GPT-2's if the recipe says so."""
     if holds_tokenizer(folder):
         return from_directory(folder)
     if kind == "gpt2":
@@ -70,7 +63,7 @@ def _tokenizer_of(folder: Path, kind: str) -> Tokenizer:
 
 
 def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:
-    """Make a tokenizer from the training text. Characters also come from the validation text, which must be encodable."""
+    """Make a tokenizer from the training text; characters also come from the validation text, which must be encodable."""
     if recipe.data.tokenizer == "chars":
         return Chars.from_text(train_text + val_text)
     if recipe.data.tokenizer == "words":
@@ -79,7 +72,7 @@ def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:
 
 
 def texts(recipe: Recipe) -> tuple[str, str]:
-    """Training and validation text of a recipe."""
+    """Return the training and validation text of a recipe."""
     data = recipe.data
     if data.path:
         text = shakespeare.read_text(data.path)

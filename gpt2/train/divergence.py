@@ -1,17 +1,16 @@
-"""Decide whether a training step has diverged.
+"""Decide whether a training step has diverged: its loss or gradient is not finite, or its loss has exploded.
 
-A loss or gradient that is not finite would spoil every weight. A loss has exploded when it exceeds the best held-out loss by more
-than a uniform guess costs: such a model has lost what it learnt, and later steps do not recover it.
+It has exploded if it exceeds the best held-out loss by more than a uniform guess's loss; later steps do not recover from that.
 """
 
 import math
 
-MARGIN = 2.0  # nats at least, for small vocabularies
-MAX_SKIPS, MAX_REWINDS = 10, 3  # skips in a row, rewinds in a run; after that the run stops
+MARGIN = 2.0  # minimum in nats, for small vocabularies
+MAX_SKIPS, MAX_REWINDS = 10, 3  # skips in a row, rewinds in a run; more stop the run
 
 
 class Rewind(Exception):
-    """``step`` diverged: resume from the newest checkpoint, with other windows."""
+    """Step ``step`` diverged: resume from the newest checkpoint, with other windows."""
 
     def __init__(self, step: int, why: str) -> None:
         super().__init__(f"step {step}: {why}")
@@ -19,12 +18,12 @@ class Rewind(Exception):
 
 
 def limit(best_loss: float | None, n_vocab: int) -> float:
-    """The training loss, nats per token, above which it has exploded: the best held-out loss plus a uniform guess's."""
+    """Return the training loss, nats per token, above which it has exploded: best held-out loss + that of a uniform guess."""
     return math.inf if best_loss is None else best_loss + max(MARGIN, math.log(n_vocab))
 
 
 def fault(loss: float, grad_norm: float, limit: float = math.inf) -> str:
-    """Say what is wrong with a step's loss and gradient norm; "" if nothing."""
+    """Return what is wrong with a step's loss and gradient norm; "" if nothing."""
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         return f"loss {loss}, gradient norm {grad_norm}"
     if loss > limit:

@@ -10,27 +10,25 @@ from gpt2.train.loss import even
 from gpt2.train.recipe import Recipe
 
 FLOAT, BF16 = 4, 2  # bytes
-BIGRAM_COPIES = 2  # of its logits alive at once: their log-softmax, and the logits or their gradient
+BIGRAM_COPIES = 2  # its logits alive at once: their log-softmax, and the logits or their gradient
 
 
 def peak_memory(model: GPT2 | Bigram, recipe: Recipe, shards: int = 1) -> int:
-    """Bytes of weights, gradients, AdamW's two moments and the activations of one part of a batch, without PyTorch itself.
+    """Estimate the bytes of weights, gradients, AdamW's moments and the activations of one part of a batch.
 
-    `tests/train/test_estimate.py` compares its parts with what autograd keeps. Steps of gpt2's shape in float32 on a CPU peaked
-    at 1.03 to 1.08 times this with 4 windows of 64, and at 0.99 times with 4 of 256 (`tools/bench_train.py`). Under FSDP, each of
-    ``shards`` ranks keeps a part of weights, gradients and moments.
+    Measured peaks were 0.99 to 1.08 times this, without PyTorch itself (gpt2's shape, float32, CPU; `tools/bench_train.py`).
     """
     casts = sum(p.numel() * BF16 for p in model.parameters() if p.ndim > 1) if recipe.precision == "bf16" else 0  # by autocast
     return lasting(model) // shards + casts + passing(model.config, recipe)
 
 
 def lasting(model: nn.Module) -> int:
-    """Bytes that stay from the first step to the last; a trained parameter has a gradient and two moments."""
+    """Return the bytes kept from first to last step; a trained parameter has a gradient and two moments."""
     return sum(p.numel() * FLOAT * (4 if p.requires_grad else 1) for p in model.parameters())
 
 
 def passing(config: GPT2Config | BigramConfig, recipe: Recipe) -> int:
-    """Bytes of logits, and of activations kept for the backward pass, for one of ``grad_accum`` parts of a batch."""
+    """Return the bytes of logits, and of activations kept for the backward pass, for one of ``grad_accum`` parts of a batch."""
     tokens, precision = recipe.batch_size // recipe.grad_accum * recipe.context, BF16 if recipe.precision == "bf16" else 0
     if not isinstance(config, GPT2Config):
         return tokens * config.vocab_size * (BIGRAM_COPIES * FLOAT + precision)
@@ -40,15 +38,15 @@ def passing(config: GPT2Config | BigramConfig, recipe: Recipe) -> int:
 
 
 def kept_per_token(config: GPT2Config, recipe: Recipe) -> int:
-    """Bytes that autograd keeps of one token in all layers; with checkpointing, each block's input and one whole block.
+    """Return the bytes that autograd keeps per token, over all layers.
 
-    A block of width d and feed-forward f keeps: the inputs of both norms (2 d), their outputs (2 d), q, k and v (3 d),
-    attention's result and its copy with merged heads (2 d), the feed-forward before and after its activation (2 f); with dropout,
-    two masks of one byte an entry. Attention weights are kept only with ``attn_dropout``, which prevents the fused kernel: then
-    three times and with their mask, for n_head heads and ``context`` tokens.
+    A block of width d and feed-forward width f keeps: inputs and outputs of both norms (4 d), q, k and v (3 d), attention's
+    result and its copy with merged heads (2 d), the feed-forward before and after its activation (2 f), and with dropout two
+    masks. Only ``attn_dropout``, which prevents the fused kernel, keeps attention weights. Checkpointing keeps every block's
+    input and one whole block.
     """
     d, f = config.n_embd, config.inner
-    product = BF16 if recipe.precision == "bf16" else FLOAT  # of a product's inputs and results; norms read float32
+    product = BF16 if recipe.precision == "bf16" else FLOAT  # bytes of a product's inputs and results; norms read float32
     block: float = 2 * d * FLOAT + (7 * d + 2 * f) * product + 2 * config.n_head * FLOAT  # the last: one number a row
     if recipe.dropout:
         block += 2 * d

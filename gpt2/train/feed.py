@@ -10,11 +10,7 @@ from gpt2.train.recipe import Recipe
 
 
 class Feed:
-    """Inputs and targets of each step, both (rows of this rank, context), int64, drawn from ``ids`` by seed and step.
-
-    On an accelerator, :meth:`ahead` draws the next step's windows and sends them from pinned memory while this step is computed.
-    On a CPU it does nothing.
-    """
+    """Each step's inputs and targets (rows of this rank, context), int64; :meth:`ahead` sends the next ones to a GPU early."""
 
     def __init__(self, ids: np.ndarray, ranks: Ranks = ALONE) -> None:
         self.ids, self.ranks = ids, ranks

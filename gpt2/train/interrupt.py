@@ -8,10 +8,7 @@ from typing import Any
 
 @contextmanager
 def interruptions(signals: list[int]) -> Iterator[Callable[[], bool]]:
-    """Record the first signal, which the loop reads between steps; a second signal acts at once, as without this.
-
-    ``signals`` is empty at first. The caller keeps it, so that a signal is not forgotten when the run rewinds.
-    """
+    """Record the first signal for the loop to read between steps, in the caller's list; a second signal acts at once."""
     before: dict[int, Any] = {}
 
     def note(number: int, frame: object) -> None:

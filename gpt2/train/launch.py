@@ -1,4 +1,4 @@
-"""Start several training processes on this machine, as `torchrun --standalone` does, and restart them when one is lost."""
+"""Start several training processes on this machine, as `torchrun --standalone` does, and restart them if one dies."""
 
 import logging
 import os
@@ -14,27 +14,21 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gpt2.errors import InputError
 
-OUTCOME = "GPT2_TRAIN_OUTCOME"  # environment variable: the file that takes rank 0's exit code
-RESTARTS = 3  # at most, so that a fault that comes back every time ends the job
+OUTCOME = "GPT2_TRAIN_OUTCOME"  # environment variable: path of the file for rank 0's exit code
+RESTARTS = 3  # maximum, so that a permanent fault ends the job
 GRACE = 600  # seconds for the last step and its checkpoint after Ctrl-C, before the processes are killed
 
 
 def launch(arguments: list[str], nproc: int) -> int:
-    """Run `gpt2 ARGUMENTS` in ``nproc`` processes, restart all when one dies, and return rank 0's exit code.
-
-    On Ctrl-C or SIGTERM the processes have :data:`GRACE` seconds to end.
-
-    Raises:
-        InputError: processes were lost more than :data:`RESTARTS` times.
-    """
+    """Run `gpt2 ARGUMENTS` in ``nproc`` processes, restart all when one dies, and return rank 0's exit code."""
     for library in map(logging.getLogger, ("torch.distributed.elastic", "torch.multiprocessing")):
         library.addHandler(logging.NullHandler())
-        library.propagate = False  # rank 0 and this function report instead, in one line
+        library.propagate = False  # rank 0 and this function report errors in one line
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a shared store keeps old keys, and restarts fail
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // nproc)))
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not the address that this machine's name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # use loopback, not the address of this machine's name
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder) / "outcome"
         os.environ[OUTCOME] = str(outcome)
@@ -55,10 +49,7 @@ def launch(arguments: list[str], nproc: int) -> int:
 
 
 def leave(code: int) -> int:
-    """The code with which a training process exits. Under :func:`launch` it is 0, and the real ``code`` goes into a file.
-
-    torch's agent takes any other code for a lost process, and restarts the job.
-    """
+    """Return this process's exit code: 0 under :func:`launch`, because torch's agent restarts the job after any other."""
     outcome = os.environ.get(OUTCOME)
     if outcome is None:
         return code

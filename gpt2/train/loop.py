@@ -1,7 +1,6 @@
 """The training loop, for training from scratch and for fine-tuning.
 
-All random numbers of step ``n`` (windows, dropout) depend only on the seed and on ``n``. So an interrupted and resumed run is
-bit-identical to an undisturbed one.
+Random numbers of step ``n`` depend only on the seed and ``n``, so a resumed run is bit-identical to an uninterrupted one.
 """
 
 import math
@@ -48,12 +47,13 @@ def train(
 ) -> Result:
     """Run ``recipe`` in ``folder``: from scratch, or from the model named ``init``.
 
-    If ``folder`` holds a run of the same recipe, the run resumes from the newest intact checkpoint. A folder with another run is
-    refused, unless ``fresh`` clears it. Ctrl-C or SIGTERM finishes the step (and an evaluation in progress), saves, and returns a
-    result that says "interrupted"; a second signal acts at once. The process keeps freed memory (:mod:`gpt2.measure.allocator`).
+    If ``folder`` holds a run of the same recipe, the run resumes from the newest intact checkpoint; another run is an error,
+    unless ``fresh`` deletes it. Ctrl-C or SIGTERM finishes the step (and an evaluation in progress), saves, and returns a
+    result that says "interrupted"; a second signal acts at once. The process keeps freed memory
+    (:mod:`gpt2.measure.allocator`).
 
-    In a process started by `torchrun` or :mod:`gpt2.train.launch`, the ranks of the job share each batch. Only rank 0 needs the
-    folder and ``init``, and only rank 0 reports.
+    In a process started by `torchrun` or :mod:`gpt2.train.launch`, the ranks share each batch. Only rank 0 needs the folder and
+    ``init``, and only rank 0 reports.
 
     Raises:
         InputError: text, model, recipe or folder do not work together, the run diverged, or the disk is full.
@@ -81,10 +81,7 @@ def _train(
     rewind: Rewind | None,
     signals: list[int],
 ) -> Result:
-    """Train until the run ends or must be rewound; ``rewind`` says that it just was.
-
-    A function of its own, because DDP's objects must be gone before the process group is destroyed: freeing them later hangs.
-    """
+    """Train until the end or a rewind. Separate, because freeing DDP's objects after the process group is destroyed hangs."""
     with ExitStack() as stack:
         run = _Run(recipe, begin, folder, ranks, report, stack)
         interrupted = stack.enter_context(interruptions(signals))
@@ -93,17 +90,14 @@ def _train(
 
 
 class _Run:
-    """One run, opened on every rank: everything that stays the same from the first step to the last."""
+    """One run, opened on every rank, with everything that stays the same in all steps."""
 
     def __init__(
         self, recipe: Recipe, begin: Callable[[], Start], folder: Path, ranks: Ranks, report: Listener, stack: ExitStack
     ) -> None:
-        """Open the run. ``stack`` holds the folder's lock and the metrics file until the run ends.
-
-        Only rank 0 calls ``begin``, which reads the folder, the text and the weights; it broadcasts what the others need.
-        """
+        """Open the run; only rank 0 calls ``begin``. ``stack`` keeps the folder's lock and the metrics file until the end."""
         self.folder, self.ranks, self.report = folder, ranks, report
-        ranks.part(recipe)  # refuse a batch that does not divide before anything is opened
+        ranks.part(recipe)  # raises for a batch that does not divide, before anything is opened
 
         def lock_and_begin() -> Start | None:
             if ranks.rank != 0:
@@ -123,14 +117,14 @@ class _Run:
             return text
 
         self.recipe = recipe = started.recipe
-        self.part = ranks.part(recipe)  # this rank's
+        self.part = ranks.part(recipe)  # this rank's part of the recipe
         self.tokenizer, self.notes = started.tokenizer, (*started.notes, *ranks.notes())
         self.resumed = started.progress  # None: a new run
         self.text = ranks.together(read_text)
         self.model = started.model or models.empty(started.config, recipe)
         parallel.broadcast(self.model, ranks)
         models.prepare(self.model, recipe)
-        self.scored = parallel.wrap(Scored(self.model), recipe, ranks)  # its gradients are those of the whole batch
+        self.scored = parallel.wrap(Scored(self.model), recipe, ranks)  # with the gradients of the whole batch
         self.optimizer = adamw(self.model, recipe.optim)
         if self.resumed:
             parallel.restore(self.optimizer, started.moments, ranks)
@@ -145,7 +139,7 @@ class _Run:
         self.tell(Started(recipe, self.model.config, len(text.train_ids), len(text.val_ids), step, memory, self.notes))
 
     def __call__(self, resumed: Progress | None, interrupted: Callable[[], bool]) -> Result:
-        """Train to the end: all steps done, early stopping, or an interruption. ``resumed`` is None for a new run."""
+        """Train until all steps are done, early stopping, or an interruption; ``resumed`` is None for a new run."""
         recipe = self.recipe
         pace = Pace(resumed.step if resumed else 0, recipe, tokens_at_peak(recipe, self.model.config, self.ranks))
         with pace.paused(pace.first):
@@ -180,10 +174,7 @@ class _Run:
         return Result(self.folder, progress.step, progress.best_loss, progress.best_step, stopped)
 
     def rewound(self, rewind: Rewind) -> Progress:
-        """The progress of the checkpoint that the run was rewound to, logged and saved.
-
-        Saved at once, so that a process killed before the next checkpoint does not rewind a second time.
-        """
+        """Return the checkpoint's progress, saved at once so that a killed process does not rewind a second time."""
         assert self.resumed is not None, "a run is rewound only where it has a checkpoint"
         progress = replace(self.resumed, rewinds=self.resumed.rewinds + 1, skips=0)
         self.write(step=progress.step, rewound_from=rewind.step, diverged=rewind.why)
@@ -191,7 +182,7 @@ class _Run:
         return progress
 
     def ended(self, progress: Progress, interrupted: Callable[[], bool]) -> str:
-        """Why the run ends here ("finished", "early", "interrupted"); "" where it goes on."""
+        """Return why the run ends here ("finished", "early", "interrupted"), or ""."""
         stop = self.ranks.any(interrupted())
         if progress.step >= self.recipe.steps:
             return "finished"
@@ -237,7 +228,7 @@ class _Run:
         return progress
 
     def keep_and_sample(self, progress: Progress, best: bool) -> str:
-        """On rank 0: save the model if it is the best so far, and return a text that it generates."""
+        """On rank 0, save the model if ``best``, and return a text that it generates."""
         model = self.plain()
         if best:
             state.save_best(self.folder, model, self.tokenizer, progress)
@@ -265,7 +256,7 @@ class _Run:
             self.ranks.first(lambda: state.save(self.folder, self.plain(), self.tokenizer, moments, progress))
 
     def plain(self) -> GPT2 | Bigram:
-        """The model with whole parameters. Under FSDP, call this inside :func:`parallel.whole`."""
+        """Return the model with whole parameters; under FSDP, call this inside :func:`parallel.whole`."""
         return models.copied(self.model, self.recipe) if parallel.sharded(self.scored) else self.model
 
     def write(self, **row: object) -> None:
@@ -279,17 +270,14 @@ class _Run:
 def _step(
     scored: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, recipe: Recipe, step: int, lr: float, limit: float = math.inf
 ) -> tuple[float, float]:
-    """Run one optimizer step; return the whole batch's loss (nats per token) and the gradient norm before clipping.
-
-    The weights stay unchanged where loss or norm is not finite, or the loss is above ``limit``.
-    """
+    """Run one optimizer step, unless it diverged; return the batch's loss (nats per token) and gradient norm before clipping."""
     scored.train()
     ranks = feed.ranks
     part = ranks.part(recipe)
-    seed = np.random.SeedSequence((recipe.seed, step, ranks.rank))  # rank 0's is that of one process
+    seed = np.random.SeedSequence((recipe.seed, step, ranks.rank))  # rank 0 has the seed of a single-process run
     _seed(seed.generate_state(1, np.uint64)[0].item(), ranks.device)
     x, y = (windows.chunk(part.grad_accum) for windows in feed(recipe, step))
-    losses = []  # read after the last part is launched: each read waits for the GPU
+    losses = []  # read after all parts are launched, because each read waits for the GPU
     for index in range(part.grad_accum):
         with (
             parallel.synchronised(scored, index == part.grad_accum - 1),
@@ -310,9 +298,7 @@ def _step(
 
 
 def _seed(seed: int, device: torch.device) -> None:
-    """Seed the CPU and ``device``. ``torch.manual_seed`` also formats a stack trace for every missing backend; this costs 2 % of
-    a small model's step.
-    """
+    """Seed the CPU and ``device``; torch.manual_seed formats a stack trace per missing backend, 2 % of a small model's step."""
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)

@@ -1,9 +1,8 @@
-"""Fused linear cross-entropy: compute the training loss and its gradients without holding all logits.
+"""Fused linear cross-entropy: compute the training loss and its gradients without keeping all logits.
 
-The plain way holds logits, their log-softmax and its gradient at once: with a vocabulary of 50,257, three times 200 KB for every
-token, more than all twelve blocks of gpt2 keep. Here the loss and its gradient are computed together in the forward pass, a few
-rows at a time; only one gradient of the residual stream and one of the embedding are kept. (Liger Kernel does the same on GPUs:
-Hsu et al., arXiv:2410.10989.)
+The plain way keeps the logits, their log-softmax and its gradient: with a vocabulary of 50,257, three times 200 KB per token,
+more than the twelve blocks of gpt2 keep. Here the forward pass computes loss and gradient together, a few rows at a time, and
+keeps only one gradient of the residual stream and one of the embedding (as Liger Kernel on GPUs: Hsu et al., arXiv:2410.10989).
 
 Shapes: N tokens (of all windows in a row), D width, V vocabulary, n rows of one chunk.
 """
@@ -21,14 +20,14 @@ CHUNK = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}  # bytes of logits alive at a t
 
 
 class Scored(nn.Module):
-    """``model`` and its training loss as one module, which DDP and FSDP2 can wrap. It has no parameters of its own."""
+    """``model`` and its training loss as one module, which DDP and FSDP2 can wrap; it adds no parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy, in nats per token, of ``targets`` (B, T) after ``ids`` (B, T); a scalar."""
+        """Return the mean cross-entropy, nats per token, of ``targets`` (B, T) after ``ids`` (B, T); a scalar."""
         if not isinstance(self.model, GPT2):
             return F.cross_entropy(self.model(ids).flatten(0, 1), targets.flatten())
         wte = self.model.wte.weight
@@ -46,9 +45,8 @@ def even(rows: Tensor, n_vocab: int) -> tuple[Tensor, ...]:
 
 
 class _Tie:
-    """Passes the head's gradient of the tied embedding to the table's backward, which adds its few rows to it in place.
-
-    Autograd would add two matrices as large as the embedding, one of them almost all zeros: 8 % of a step of gpt2 at 256 tokens.
+    """Adds the table's few gradient rows to the head's gradient in place; autograd would add two whole matrices (8 % of a
+    step).
     """
 
     grad: Tensor | None = None
@@ -59,7 +57,7 @@ class _Tie:
 
 
 class _Rows(torch.autograd.Function):
-    """``wte[ids]``, whose backward also returns the gradient that :class:`_Loss` computed for the same matrix."""
+    """``wte[ids]``; its backward also returns the gradient that :class:`_Loss` computed for the same matrix."""
 
     @staticmethod
     def forward(ctx: Any, wte: Tensor, ids: Tensor, tie: _Tie) -> Tensor:
@@ -83,7 +81,7 @@ class _Loss(torch.autograd.Function):
     """Mean cross-entropy of ``hidden`` (N, D) against ``targets`` (N,), through the head ``wte`` (V, D).
 
     For a row of logits l with target t, e = exp(l - max l) and s = sum(e): the loss is log s - (l_t - max l), and its gradient
-    with respect to l is (e - s 1_t) / s. The division by s is applied to the (n, D) side of both products.
+    with respect to l is (e - s 1_t) / s. Both products apply the division by s on their (n, D) side.
     """
 
     @staticmethod
@@ -99,7 +97,7 @@ class _Loss(torch.autograd.Function):
                 *(even(each, len(wte)) for each in (hidden, targets, grad_hidden)), strict=True
             ):
                 part_targets = part_targets[:, None]
-                e = (part.to(low) @ head.t()).to(wide)  # (n, V): the logits, before the next lines change them in place
+                e = (part.to(low) @ head.t()).to(wide)  # (n, V): logits, which the next lines change in place
                 e.sub_(e.amax(-1, keepdim=True))
                 target_logits = e.gather(1, part_targets)
                 total = e.exp_().sum(-1, keepdim=True)  # (n, 1)

@@ -1,4 +1,4 @@
-"""What a run reports: events for its listener, ``metrics.jsonl``, a warning of overfitting, and its speed."""
+"""Report a run's progress: events for a listener, ``metrics.jsonl``, a warning of overfitting, and its speed."""
 
 import json
 import os
@@ -36,7 +36,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Estimated:
-    """Reported once, after a few steps: the seconds left, evaluations included."""
+    """Reported once, after a few steps: the seconds left, including evaluations."""
 
     step: int
     seconds_left: float
@@ -53,10 +53,7 @@ class Diverged:
 
 @dataclass(frozen=True)
 class Logged:
-    """A logged step; ``loss`` is of this step's batch, in nats per token; ``seconds_left`` is an estimate.
-
-    ``mfu`` is the share of the measured GEMM rate that the step reaches (:mod:`gpt2.train.speed`), 0 where it was not measured.
-    """
+    """A logged step; ``loss`` is the batch's, nats per token; ``mfu`` is the achieved share of the GEMM rate (0: unknown)."""
 
     step: int
     loss: float
@@ -69,7 +66,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation: the score of the validation text, and a sample that the model generated."""
+    """An evaluation: the score of the validation text, and a sample from the model."""
 
     step: int
     val: LanguageScore
@@ -93,10 +90,9 @@ Event = Started | Logged | Evaluated | Estimated | Diverged
 
 
 class Metrics:
-    """One line per logged step or evaluation; ``rows`` holds what the file says.
+    """Write one line per logged step or evaluation to ``folder``, if given, and on request for TensorBoard.
 
-    Lines after the checkpoint that a run resumes from are removed, and so is a line that a killed process wrote in part, so no
-    step appears twice. ``tensorboard`` writes the same to the folder of that name. Without a ``folder`` nothing is written.
+    When a run resumes, lines after its checkpoint and partly written lines are removed, so no step appears twice.
     """
 
     def __init__(self, folder: Path | None, resumed: Progress | None, *, tensorboard: bool = False) -> None:
@@ -156,10 +152,8 @@ def _step(line: str) -> float:
 
 
 def overfitting(rows: Sequence[Mapping[str, Any]], best_step: int) -> str:
-    """A warning if a run overfits, from the rows of its metrics; "" if not.
-
-    It overfits if the held-out loss is more than :data:`OVERFIT_MARGIN` above its best (at ``best_step``), while the mean
-    training loss since the last evaluation is below that before the best one.
+    """Return a warning if a run overfits, else "": the held-out loss is :data:`OVERFIT_MARGIN` above its best (at
+    ``best_step``), while the mean training loss since the last evaluation is lower than before the best one.
     """
     evaluated = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
     steps = [step for step, _ in evaluated]
@@ -180,10 +174,7 @@ def overfitting(rows: Sequence[Mapping[str, Any]], best_step: int) -> str:
 
 
 class Pace:
-    """Measures tokens per second since the last log, the seconds left, and the share of ``peak`` tokens per second (0 without).
-
-    The seconds left assume the mean speed of the run so far, and evaluations as long as the last one.
-    """
+    """Tokens per second since the last log, their share of ``peak``, and the seconds left at the mean speed so far."""
 
     def __init__(self, step: int, recipe: Recipe, peak: float = 0.0) -> None:
         self.peak = peak
@@ -200,7 +191,7 @@ class Pace:
         return speed, left, speed / self.peak if self.peak else 0.0
 
     def seconds_left(self, step: int) -> float:
-        """Seconds for the steps after ``step`` and the evaluations among them."""
+        """Return the seconds for the steps after ``step`` and their evaluations."""
         steps, every = self.recipe.steps, self.recipe.eval_every
         evaluations = -(-steps // every) - step // every
         spent = self.spent + time.perf_counter() - self.since
@@ -208,7 +199,7 @@ class Pace:
 
     @contextmanager
     def paused(self, step: int) -> Iterator[None]:
-        """Around an evaluation, which does not count as training; neither do the unlogged steps before it."""
+        """Exclude an evaluation, and the unlogged steps before it, from the training speed."""
         began = time.perf_counter()
         yield
         self.first += step - self.last

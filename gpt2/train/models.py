@@ -27,7 +27,7 @@ ADAPTER = "adapter"  # folder of the adapters beside a merged model
 
 
 def new(recipe: Recipe, tokenizer: Tokenizer) -> GPT2 | Bigram:
-    """A new model of the recipe's shape, drawn with its seed."""
+    """Return a new model of the recipe's shape, initialised with its seed."""
     if recipe.model.kind == "bigram":
         return Bigram(BigramConfig(tokenizer.n_vocab))
     sizes = asdict(recipe.model)
@@ -38,7 +38,7 @@ def new(recipe: Recipe, tokenizer: Tokenizer) -> GPT2 | Bigram:
 
 
 def empty(config: GPT2Config | BigramConfig, recipe: Recipe) -> GPT2 | Bigram:
-    """A model of that shape with the recipe's adapters; its parameters are not initialised."""
+    """Return an uninitialised model of that shape, with the recipe's adapters."""
     if isinstance(config, BigramConfig):
         return Bigram(config)
     model = GPT2(config, initialise=False)
@@ -48,7 +48,7 @@ def empty(config: GPT2Config | BigramConfig, recipe: Recipe) -> GPT2 | Bigram:
 
 
 def copied(model: GPT2 | Bigram, recipe: Recipe) -> GPT2 | Bigram:
-    """A copy of the model on the CPU."""
+    """Return a copy of the model on the CPU."""
     copy = empty(model.config, recipe)
     for target, parameter in zip(copy.parameters(), model.parameters(), strict=True):
         target.data = parameter.detach().to("cpu", copy=True)
@@ -56,7 +56,7 @@ def copied(model: GPT2 | Bigram, recipe: Recipe) -> GPT2 | Bigram:
 
 
 def check(model: GPT2 | Bigram, tokenizer: Tokenizer, recipe: Recipe, name: str) -> None:
-    """Refuse a recipe or tokenizer that does not fit the model."""
+    """Raise an InputError if the recipe or the tokenizer does not fit the model."""
     if isinstance(model, Bigram):
         return
     if recipe.context > model.config.n_positions:
@@ -83,7 +83,7 @@ def adapt(model: GPT2, recipe: Recipe, directory: Path | None) -> str:
 
 
 def prepare(model: GPT2 | Bigram, recipe: Recipe) -> None:
-    """Set the recipe's dropout, and compile or checkpoint the blocks if it says so."""
+    """Set the recipe's dropout; compile the blocks or checkpoint their activations if it says so."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = recipe.dropout
@@ -97,18 +97,18 @@ def prepare(model: GPT2 | Bigram, recipe: Recipe) -> None:
 
 
 def _compiled(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``forward``, compiled for training, which has one shape. Evaluations and samples have many, and are not compiled."""
+    """Compile ``forward`` for training only, which has one shape; evaluations and samples have many."""
     compiled = torch.compile(forward, dynamic=False)
     return lambda *inputs: compiled(*inputs) if torch.is_grad_enabled() else forward(*inputs)
 
 
 def _checkpointed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``forward`` with activation checkpointing: its intermediates are recomputed in the backward pass."""
+    """Add activation checkpointing: the backward pass computes ``forward``'s intermediates again."""
     return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False) if torch.is_grad_enabled() else forward(*inputs)
 
 
 def sample(model: GPT2 | Bigram, tokenizer: Tokenizer, val_ids: np.ndarray, recipe: Recipe) -> str:
-    """Text that the model generates after the first tokens of the validation text."""
+    """Generate a text after the first tokens of the validation text."""
     prompt, count = [int(i) for i in val_ids[:8]], recipe.sample_tokens
     if not count:
         return ""
@@ -118,7 +118,7 @@ def sample(model: GPT2 | Bigram, tokenizer: Tokenizer, val_ids: np.ndarray, reci
 
 
 def save(model: GPT2 | Bigram, tokenizer: Tokenizer, directory: Path, init: str | None, *, whole: bool) -> None:
-    """Write ``model`` into a new directory; of one with adapters only those, or, if ``whole``, also the merged model."""
+    """Write ``model`` into a new directory: of a model with adapters only these, or, if ``whole``, also the merged model."""
     if isinstance(model, Bigram):
         save_bigram(model, tokenizer, directory)
     elif not adapters(model):

@@ -9,7 +9,7 @@ from gpt2.train.recipe import Optim
 
 
 def learning_rate(step: int, steps: int, optim: Optim) -> float:
-    """The rate at ``step`` (from 0) of ``steps``: linear warm-up to ``lr``, then cosine decay to ``min_lr``."""
+    """Return the rate at ``step`` (from 0) of ``steps``: linear warm-up to ``lr``, then cosine decay to ``min_lr``."""
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
     progress = (step - optim.warmup) / max(1, steps - optim.warmup)
@@ -17,7 +17,7 @@ def learning_rate(step: int, steps: int, optim: Optim) -> float:
 
 
 def adamw(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, 2019) with weight decay on matrices and embeddings only, not on biases and norms."""
+    """Return AdamW (Loshchilov and Hutter, 2019) with weight decay on matrices and embeddings, not on biases and norms."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},

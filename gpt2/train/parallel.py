@@ -1,9 +1,8 @@
 """Data-parallel training with torch.distributed: ranks, broadcasts, DDP and FSDP2.
 
-Rank 0 alone reads and writes the run's folder, and logs. All ranks draw the same batch, and each computes its slice of it. What
-decides how the run goes on (a loss, a signal, an error) is shared before any rank acts on it. So N processes compute what one
-computes with the same batch, except for the order in which sums are rounded and for dropout, whose masks are drawn for each
-rank's rows. With the same N a run is reproducible bit for bit.
+Only rank 0 reads and writes the run's folder, and logs. All ranks draw the same batch, and each computes its slice. Losses,
+signals and errors are shared before any rank acts on them. So N processes compute the same as one, except for rounding and
+dropout masks. With the same N a run is reproducible bit for bit.
 
 Sources: Li et al., "PyTorch Distributed" (DDP), 2020; Zhao et al., "PyTorch FSDP", 2023; `torch.distributed.fsdp.fully_shard`.
 """
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from gpt2.errors import InputError
 from gpt2.train.recipe import Recipe
 
-if TYPE_CHECKING:  # takes seconds to import; only a run under FSDP needs it
+if TYPE_CHECKING:  # takes seconds to import; only FSDP needs it
     from torch.distributed.fsdp import FSDPModule
 
 T = TypeVar("T")
@@ -32,19 +31,19 @@ SILENCE_TIMEOUT = timedelta(minutes=10)  # gloo's default is 30; a save may take
 
 
 class PeerLost(Exception):
-    """Another process of the job is gone, so this one cannot go on; the launcher restarts all of them."""
+    """Another process of the job died, so this one cannot go on; the launcher restarts all of them."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank among ``size``. With size 1 no method below communicates."""
+    """This process's rank among ``size``; with size 1 no method communicates."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def together(self, act: Callable[[], T]) -> T:
-        """Run ``act()`` on every rank. If one raises InputError, all raise it, so no rank waits for one that stopped."""
+        """Run ``act()`` on every rank. If one raises InputError, all raise it, so that no rank waits forever."""
         if self.size == 1:
             return act()
         result: Any = None
@@ -60,7 +59,7 @@ class Ranks:
         return result
 
     def first(self, act: Callable[[], T]) -> T:
-        """Run ``act()`` on rank 0 alone; every rank gets its result, or its InputError."""
+        """Run ``act()`` on rank 0 only; every rank gets its result or its InputError."""
         if self.size == 1:
             return act()
         shared: list[Any] = [self.together(act if self.rank == 0 else lambda: None)]
@@ -76,7 +75,7 @@ class Ranks:
         return total.tolist()
 
     def notes(self) -> tuple[str, ...]:
-        """Lines for the log about device, processes and restarts."""
+        """Return lines for the log about device, processes and restarts."""
         device = "" if self.device.type == "cpu" else f"on {self.device.type}"
         processes = f"{self.size} processes share each batch" if self.size > 1 else ""
         restarted = f"restarted after a process was lost (restart {restarts()})" if restarts() else ""
@@ -86,11 +85,7 @@ class Ranks:
         return self.sum(float(flag))[0] > 0
 
     def part(self, recipe: Recipe) -> Recipe:
-        """The recipe of this rank: its rows of a batch, in parts no larger than the recipe's parts.
-
-        Raises:
-            InputError: the batch does not divide.
-        """
+        """Return this rank's recipe, with its rows of a batch; raise InputError if the batch does not divide."""
         rows, left = divmod(recipe.batch_size, self.size)
         parts = max(1, recipe.grad_accum // self.size)
         if left or rows % parts:
@@ -105,23 +100,18 @@ ALONE = Ranks()
 
 
 def own_rank() -> int:
-    """The rank of this process, also before it has joined the group."""
+    """Return this process's rank, even before it has joined the group."""
     return int(os.environ.get("RANK", 0))
 
 
 def restarts() -> int:
-    """How often the launcher has restarted this job."""
+    """Return how often the launcher has restarted this job."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
-    """Join the job that `torchrun` or :mod:`gpt2.train.launch` started this process for; without one, size is 1.
-
-    Raises:
-        InputError: no such device here.
-        PeerLost: another process died.
-    """
+    """Join the job of `torchrun` or :mod:`gpt2.train.launch`, if any (else size is 1); raise PeerLost if a process died."""
     rank, size, local = (
         int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
@@ -156,7 +146,7 @@ def _device(name: str, local: int) -> torch.device:
 
 
 def broadcast(model: nn.Module, ranks: Ranks) -> None:
-    """Give ``model`` rank 0's parameters, on this rank's device."""
+    """Copy rank 0's parameters to ``model``, on this rank's device."""
     for parameter in model.parameters():
         if ranks.size > 1:
             dist.broadcast(parameter.data, 0)
@@ -166,10 +156,9 @@ def broadcast(model: nn.Module, ranks: Ranks) -> None:
 
 
 def wrap(scored: nn.Module, recipe: Recipe, ranks: Ranks) -> nn.Module:
-    """Wrap ``scored``, which returns the loss of ``scored.model``, so that its gradients are those of the whole batch.
+    """Wrap ``scored`` by DDP (whole model per rank) or FSDP (a shard), so that its gradients are those of the whole batch.
 
-    ``recipe.parallel`` "ddp" keeps the whole model on every rank; "fsdp" keeps a shard of each parameter, gradient and moment.
-    The tied embedding is one parameter of the outermost group, gathered once for both of its uses.
+    The outermost FSDP group holds the tied embedding, which is gathered once for both of its uses.
     """
     if ranks.size == 1:
         return scored
@@ -201,7 +190,7 @@ def _shard(scored: nn.Module, ranks: Ranks) -> nn.Module:
 
 @contextmanager
 def synchronised(wrapped: nn.Module, now: bool) -> Iterator[None]:
-    """Around one part of a batch: exchange its gradients ``now``, or with those of the last part."""
+    """Around one part of a batch: exchange its gradients ``now``, or later with those of the last part."""
     if isinstance(wrapped, nn.parallel.DistributedDataParallel) and not now:
         with wrapped.no_sync():
             yield
@@ -213,10 +202,7 @@ def synchronised(wrapped: nn.Module, now: bool) -> Iterator[None]:
 
 @contextmanager
 def whole(wrapped: nn.Module) -> Iterator[None]:
-    """Gather every parameter in full, to evaluate or copy the model without communication.
-
-    FSDP frees that memory afterwards, so nothing may keep a view of it, as numpy and saving a tensor do.
-    """
+    """Gather every parameter for the time of the block; FSDP frees them afterwards, so keep no view (numpy and save do)."""
     root: object = wrapped
     groups = [module for module in wrapped.modules() if sharded(module)]
     for group in groups:
@@ -231,7 +217,7 @@ def whole(wrapped: nn.Module) -> Iterator[None]:
 
 
 def gathered(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's whole state on the CPU, "INDEX.NAME" to tensor. Every rank must call this."""
+    """Return the optimizer's whole state on the CPU, "INDEX.NAME" to tensor. Every rank must call this."""
     return {
         f"{index}.{name}": full(value).detach().cpu().contiguous()
         for index, entry in optimizer.state_dict()["state"].items()
@@ -240,7 +226,7 @@ def gathered(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Tensor], ranks: Ranks) -> None:
-    """Fill ``optimizer`` with what :func:`gathered` returned on any number of ranks; ``stored`` is empty except on rank 0."""
+    """Fill ``optimizer`` with the result of :func:`gathered`, of any number of ranks; ``stored`` is empty except on rank 0."""
     shapes = ranks.first(lambda: {key: (tensor.shape, tensor.dtype) for key, tensor in stored.items()})
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
@@ -259,10 +245,10 @@ def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Tensor], ranks: 
 
 
 def sharded(module: object) -> TypeGuard[FSDPModule]:
-    """Whether FSDP keeps only a shard of this module's parameters on this rank."""
+    """Return whether FSDP keeps only a shard of this module's parameters on this rank."""
     return hasattr(module, "unshard")
 
 
 def full(tensor: Any) -> Tensor:
-    """The whole tensor, where this rank may hold only a shard of it."""
+    """Return the whole tensor, also if this rank holds only a shard of it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce", "#a16207", "#be185d", "#0f766e", "#57534e")  # distinct in grey too
 FORMATS = (".png", ".svg")
-SMOOTHED_POINTS = 40  # of the averaged training curve; the single points are drawn pale beside it
+SMOOTHED_POINTS = 40  # points of the averaged training curve; single points are drawn pale
 
 
 Points = tuple[tuple[int, float], ...]  # step, loss
@@ -25,7 +25,7 @@ Points = tuple[tuple[int, float], ...]  # step, loss
 
 @dataclass(frozen=True)
 class Curve:
-    """A run's losses: nats per token of training batches and of the held-out text, and the latter in bits per byte."""
+    """A run's losses: of training batches and the held-out text in nats per token, of the latter also in bits per byte."""
 
     name: str
     train: Points
@@ -35,11 +35,7 @@ class Curve:
 
 
 def read_run(folder: str | Path) -> Curve:
-    """Read the curve of the run in ``folder``; an incomplete last line is left out.
-
-    Raises:
-        InputError: no run is there, or it has logged nothing yet.
-    """
+    """Read the curve of the run in ``folder``, without an incomplete last line; raise InputError if there is none."""
     path = Path(folder) / "metrics.jsonl"
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -60,7 +56,7 @@ def read_run(folder: str | Path) -> Curve:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """A JSON object; an empty one for any other text."""
+    """Parse a JSON object; return {} for any other text."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -69,13 +65,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
-    """Draw the runs into one picture, PNG or SVG by the name ``out``; returns its path.
-
-    One run is drawn with its expected loss. Several get a second panel, in bits per byte, where different tokenizers compare.
-
-    Raises:
-        InputError: no runs, a folder without one, or a picture that cannot be written.
-    """
+    """Draw the runs into the PNG or SVG ``out``; return its path. Several runs get a second panel in bits per byte."""
     out = Path(out)
     if not folders:
         raise InputError("no runs to plot: give the folders that gpt2 train wrote, as in gpt2 train plot out/mini out/chars")
@@ -123,7 +113,7 @@ def _draw_losses(axes: Axes, curve: Curve, label: str, colour: str) -> None:
 
 
 def _smoothed(points: Points) -> tuple[list[float], list[float]]:
-    """The mean steps and mean losses of equal groups of neighbouring points."""
+    """Return the mean steps and mean losses of equal groups of neighbouring points."""
     width = max(1, len(points) // SMOOTHED_POINTS)
     groups = [zip(*points[at : at + width], strict=True) for at in range(0, len(points), width)]
     steps, losses = zip(*((fmean(steps), fmean(losses)) for steps, losses in groups), strict=True)
@@ -131,7 +121,7 @@ def _smoothed(points: Points) -> tuple[list[float], list[float]]:
 
 
 def _finish(axes: Axes, unit: str, title: str, held_out: Sequence[Points]) -> None:
-    """Label the axes, and cut off what lies far above the held-out values after the first."""
+    """Label the axes, and cut off values far above the held-out losses after the first."""
     later = [value for points in held_out for _, value in points[1:]]
     if len(later) > 2:
         bottom, top = axes.get_ylim()

@@ -1,7 +1,4 @@
-"""Recipes: every setting of a training run, in one TOML file.
-
-A recipe and its text determine a run. An unknown key is refused with a suggestion, so a typo never trains with a default.
-"""
+"""Recipes: every setting of a training run, in one TOML file. An unknown key is an error, with a suggestion."""
 
 import difflib
 import math
@@ -19,10 +16,10 @@ from gpt2.config import ACTIVATIONS, quoted
 from gpt2.errors import InputError
 
 FOLDER = Path(__file__).parent / "recipes"
-NAME = re.compile(r"[^/\\:\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,100}")  # of a run: one component of a path on any system
+NAME = re.compile(r"[^/\\:\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,100}")  # a run's name: one component of a path on any system
 FINE_TUNE_PATIENCE = 5  # evaluations without improvement
 
-# Keys, their least value, the bound below which they stay, and what to give instead.
+# Keys, their minimum, their exclusive upper bound, and the advice for the error.
 RANGES = (
     ("steps batch_size context grad_accum log_every eval_every save_every", 1, math.inf, "1 or more"),
     ("eval_tokens sample_tokens expect data.stride lora.r optim.warmup", 0, math.inf, "0 or more, and finite"),
@@ -50,9 +47,9 @@ class Data:
 
     ``source`` is "plays" (validation: the held-out plays), "all-plays" (every play in one text), "play:NAME" (one play), or
     "tinyshakespeare". ``path`` is a text file to use instead. Except for "plays", the validation text is the last fraction
-    ``held_out`` of the text. ``tokenizer`` is "bpe" or "words" (made from the training text, ``vocab_size`` entries), "chars", or
-    "gpt2" (the official vocabulary). Fine-tuning always uses the tokenizer of the initial model. ``tokens`` is a folder of token
-    files (:mod:`gpt2.data.token_files`) to use instead of any text.
+    ``held_out`` of the text. ``tokenizer`` is "bpe" or "words" (made from the training text, ``vocab_size`` entries), "chars",
+    or "gpt2" (the official vocabulary); fine-tuning always uses the tokenizer of the initial model. ``tokens`` is a folder of
+    token files (:mod:`gpt2.data.token_files`) to use instead of any text.
 
     Training windows begin at random positions, or, with a ``stride``, at its multiples in random order, each once per epoch.
     """
@@ -71,8 +68,7 @@ class Model:
     """The model to train from scratch; fine-tuning takes the shape of the initial model.
 
     ``kind`` is "gpt2", or "bigram" (:mod:`gpt2.train.bigram`), which ignores the sizes. ``activation_function`` is one of
-    :data:`gpt2.config.ACTIVATIONS`: GPT-2's own, or "gelu", the exact GELU of nanoGPT, which a CPU computes
-    four times as fast.
+    :data:`gpt2.config.ACTIVATIONS`: GPT-2's own, or nanoGPT's exact "gelu", which a CPU computes four times as fast.
     """
 
     kind: str = "gpt2"
@@ -100,7 +96,7 @@ class Optim:
 class Lora:
     """LoRA adapters to train instead of the weights (:mod:`gpt2.lora`), of rank ``r`` (0: none), scaled by ``alpha / r``.
 
-    ``targets`` are the projections to adapt: c_attn, c_fc, c_proj (both of a block; one is attn.c_proj or mlp.c_proj).
+    ``targets`` are the projections to adapt: c_attn, c_fc, c_proj (both of a block; attn.c_proj or mlp.c_proj is one of them).
     """
 
     r: int = 0
@@ -114,17 +110,16 @@ class Recipe:
     """One training run.
 
     - A step reads ``batch_size`` windows of ``context`` tokens, in ``grad_accum`` parts.
-    - Every ``eval_every`` steps the validation text is scored (its first ``eval_tokens`` tokens; 0: all). After ``patience``
+    - Every ``eval_every`` steps the first ``eval_tokens`` tokens (0: all) of the validation text are scored. After ``patience``
       evaluations in a row without improvement the run stops (0: never; -1: 5 when fine-tuning, never from scratch).
-    - ``dropout`` acts on the embeddings and both residual branches, ``attn_dropout`` on the attention weights. The latter is 0 by
-      default, because it prevents the fused attention kernel (a step of the embedded model: 1.20 s with it, 0.72 s without).
-    - ``precision`` "bf16" computes a step's matrix products in bfloat16, by autocast; weights, optimizer and evaluations stay
-      float32. "auto" measures both when the run begins, and keeps the faster one to the end.
+    - ``dropout`` acts on the embeddings and both residual branches, ``attn_dropout`` on the attention weights. The latter is 0
+      by default, because it prevents the fused kernel (a step of the embedded model: 1.20 s with it, 0.72 s without).
+    - ``precision`` "bf16" computes matrix products in bfloat16, by autocast; weights, optimizer and evaluations stay float32.
+      "auto" measures both when the run begins, and keeps the faster one.
     - ``checkpointing`` is activation checkpointing. ``compile`` compiles the blocks with torch.compile, for GPUs: on a CPU it
       takes minutes, needs a C++ compiler, and gained nothing.
-    - A step with a loss or gradient that is not finite, or a loss that explodes (:mod:`gpt2.train.divergence`), changes no
-      weights. ``on_divergence`` then says "stop" (the run), "skip" (the step), or "rewind" to the newest checkpoint, with other
-      windows.
+    - A step that diverges (:mod:`gpt2.train.divergence`) changes no weights. ``on_divergence`` then says "stop" (the run),
+      "skip" (the step), or "rewind" to the newest checkpoint, with other windows.
     - ``device`` is "cpu", "cuda", "mps", "xpu", or "auto": the accelerator if there is one. ``parallel`` is "ddp" (each process
       has the whole model) or "fsdp" (each has a shard).
     - ``expect`` is the validation loss that the recipe reaches on its own text, in nats per token (0: not stated), and
@@ -178,7 +173,7 @@ class Recipe:
             )
 
     def resolved(self, init: str | None) -> Self:
-        """This recipe with its open settings decided, for a run from scratch or from the model named ``init``."""
+        """Return this recipe with its open settings decided, for a run from scratch or from the model named ``init``."""
         if init is not None and self.model.kind == "bigram":
             raise InputError(f"--init {init}: a bigram is trained from scratch; leave --init out, or choose another recipe")
         if init is None and self.lora.r:
@@ -187,15 +182,13 @@ class Recipe:
 
 
 def names() -> list[str]:
-    """The names of the recipes in the package."""
+    """Return the names of the recipes in the package."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe by name or by the path of a TOML file, with ``key=value`` overrides (``optim.lr=3e-4``).
-
-    Raises:
-        InputError: no such recipe, not TOML, an unknown key (with the nearest known one), or a value of the wrong type.
+    """Read a recipe by name or path, with ``key=value`` overrides (``optim.lr=3e-4``); raise InputError for what is wrong in
+    it.
     """
     path = FOLDER / f"{name}.toml"
     if not path.is_file():
@@ -208,7 +201,7 @@ def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, thousands of digits; nested too deep
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, thousands of digits; nested too deep
         raise InputError(f"{path}: not a TOML file ({str(error)[:120]}); correct it") from None
     for override in overrides:
         _apply(raw, override)
@@ -242,12 +235,7 @@ def _value(text: str, wanted: type | None) -> Any:
 
 
 def build(raw: Mapping[str, Any], where: str) -> Recipe:
-    """A recipe from the tables of its file, which is ``where``.
-
-    Raises:
-        InputError: an unknown key (with the nearest known one), a value of the wrong type or range, or a name that is no name
-            of a folder: without --out a run goes to ``out/NAME``.
-    """
+    """Build a recipe from the tables of the file ``where``; raise InputError for unknown keys and invalid values."""
     recipe: Recipe = _build(Recipe, raw, where)
     if "name" in raw and (not NAME.fullmatch(recipe.name) or set(recipe.name) == {"."}):
         raise InputError(
@@ -259,14 +247,14 @@ def build(raw: Mapping[str, Any], where: str) -> Recipe:
 
 @cache
 def _types() -> dict[str, Any]:
-    """The type of every key, and of the keys of tables, as in ``optim.lr``."""
+    """Return the type of every key, and of the keys of tables, as in ``optim.lr``."""
     own = get_type_hints(Recipe)
     tables = {name: kind for name, kind in own.items() if is_dataclass(kind)}
     return own | {f"{table}.{key}": kind for table in tables for key, kind in get_type_hints(tables[table]).items()}
 
 
 def _build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> Any:
-    """A frozen dataclass from a TOML table: every key known, every value of the declared type."""
+    """Build a frozen dataclass from a TOML table: every key known, every value of the declared type."""
     values = {}
     for name, value in raw.items():
         key = prefix + name

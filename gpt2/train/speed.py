@@ -1,7 +1,6 @@
 """Measure this machine's GEMM rate when a run begins: it decides precision "auto", and is the reference for ``mfu``.
 
-The rate is measured, because data sheets do not decide: bfloat16 is half as fast as float32 on an AVX-512 CPU without AMX, and
-many times as fast on other devices.
+Data sheets do not decide: bfloat16 is half as fast as float32 on an AVX-512 CPU without AMX, and many times as fast elsewhere.
 """
 
 import time
@@ -16,13 +15,13 @@ from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
-SPEEDUP_THRESHOLD = 1.3  # bf16 is chosen above this ratio of GEMM rates: its casts cost time, and only products gain
-MIN_WIDTH = 128  # in a narrower model, products are not what takes the time
+SPEEDUP_THRESHOLD = 1.3  # bf16 is chosen above this ratio of GEMM rates: casts cost time, and only products gain
+MIN_WIDTH = 128  # in a narrower model, products do not take most of the time
 MEASURE_SECONDS = 0.1  # per dtype
 
 
 def decide_precision(recipe: Recipe, config: GPT2Config | BigramConfig, ranks: Ranks) -> tuple[Recipe, str]:
-    """Replace precision "auto" by "float32" or "bf16" for the whole run; also return a line for the log that says why."""
+    """Replace precision "auto" by "float32" or "bf16" for the whole run; also return a line for the log with the reason."""
     if recipe.precision != "auto":
         return recipe, ""
     if not _is_wide(config):
@@ -35,10 +34,7 @@ def decide_precision(recipe: Recipe, config: GPT2Config | BigramConfig, ranks: R
 
 
 def tokens_at_peak(recipe: Recipe, config: GPT2Config | BigramConfig, ranks: Ranks) -> float:
-    """Tokens a second of all ranks if a step were only its products, at the measured rate of the feed-forward's product.
-
-    0 for a narrow model and for adapters, where the figure would say nothing.
-    """
+    """Return the tokens per second of all ranks if a step were only its products; 0 for narrow models and adapters."""
     if not _is_wide(config) or recipe.lora.r:
         return 0.0
     rate = gemm_rate(config, ranks.part(recipe), ranks.device, recipe.precision)
@@ -46,17 +42,14 @@ def tokens_at_peak(recipe: Recipe, config: GPT2Config | BigramConfig, ranks: Ran
 
 
 def operations(config: GPT2Config, context: int) -> float:
-    """Multiplications and additions for one token of a training step: the forward pass's products, and twice as many backward.
-
-    Causal attention counts half; recomputed activations do not count.
-    """
+    """Count operations per token of a step: forward products, twice as many backward; causal attention counts half."""
     d, f = config.n_embd, config.inner
     block = 2 * (4 * d * d + 2 * d * f) + 2 * (context + 1) * d
     return 3.0 * (config.n_layer * block + 2 * d * config.vocab_size)
 
 
 def gemm_rate(config: GPT2Config, recipe: Recipe, device: torch.device, precision: str) -> float:
-    """Operations a second of the feed-forward's product over all tokens of one part of a batch; the best of several runs."""
+    """Measure operations per second of the feed-forward's product over one part of a batch; the best of several runs."""
     rows = recipe.batch_size // recipe.grad_accum * recipe.context
     a, b = (
         torch.ones(shape, dtype=DTYPES[precision], device=device)

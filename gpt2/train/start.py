@@ -22,7 +22,7 @@ from gpt2.train.state import Progress
 
 @dataclass(frozen=True)
 class Start:
-    """A run before its first step, as rank 0 reads it; the other ranks get what :meth:`shared` leaves."""
+    """A run before its first step, as rank 0 reads it; the other ranks get the result of :meth:`shared`."""
 
     recipe: Recipe  # with its precision decided
     config: GPT2Config | BigramConfig
@@ -39,13 +39,9 @@ class Start:
 
 
 def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ranks) -> Start:
-    """Open the locked ``folder`` for this run.
-
-    Raises:
-        InputError: text, model, recipe or folder do not work together; the folder is then unchanged.
-    """
+    """Open the locked ``folder`` for this run; after an InputError the folder is unchanged."""
     if recipe.lora.r:
-        chosen_projections(recipe.lora.targets)  # refuse unknown names before anything is read
+        chosen_projections(recipe.lora.targets)  # raises for unknown names before anything is read
     resumed = state.resumable(folder, recipe, init, fresh)
     notes = [f"{folder}: resuming the run in it"] if resumed else []
     checkpoint, skipped = state.newest_intact(folder) if resumed else (None, [])

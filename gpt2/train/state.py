@@ -1,11 +1,11 @@
-"""Read and write a run's folder: its recipe, and checkpoints that are written atomically. Safetensors and JSON only.
+"""Read and write a run's folder: its recipe, and checkpoints that are written atomically, in safetensors and JSON only.
 
 The folder holds ``recipe.json``, ``metrics.jsonl``, ``step-N/`` (the newest two, each with everything needed to resume) and
 ``best/`` (the model of the lowest validation loss). ``gpt2.load`` and transformers open ``step-N/`` and ``best/``. A checkpoint
-is written aside, synced, listed in a manifest with sha256, and renamed. A run resumes from the newest checkpoint whose files
-all have their hash.
+is written to a temporary folder, synced, listed in a manifest with sha256, and renamed. A run resumes from the newest
+checkpoint whose files all match their hash.
 
-A run that trains adapters writes the frozen weights once, to ``base/``, so it no longer needs the model it started from. Its
+A run that trains adapters writes the frozen weights once, to ``base/``, so it no longer needs its initial model. Its
 ``step-N/`` holds only the adapters, in PEFT's layout; ``best/`` holds the merged model, and its adapters in ``adapter/``.
 """
 
@@ -54,14 +54,14 @@ Files = Mapping[str, bytes | Iterable[bytes | memoryview]]  # name -> content, o
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands after ``step`` steps."""
+    """The state of a run after ``step`` steps."""
 
     step: int
     best_loss: float | None = None
     best_step: int = 0
     evals_since_best: int = 0
-    skips: int = 0  # of steps that diverged, in a row
-    rewinds: int = 0  # in the whole run; each changes the windows that follow
+    skips: int = 0  # skipped steps in a row
+    rewinds: int = 0  # rewinds in the whole run; each changes the windows that follow
 
 
 @contextlib.contextmanager
@@ -81,10 +81,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and keep every other process from training in it. The kernel releases the lock when this process ends.
-
-    Windows locks no folders; there, two runs in one folder are not noticed.
-    """
+    """Create ``folder`` and lock it against other runs until this process ends; on Windows there is no lock."""
     made = not folder.exists()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,16 +99,12 @@ def locked(folder: Path) -> Iterator[None]:
         if handle is not None:
             os.close(handle)
         if made:
-            with contextlib.suppress(OSError):  # removed only if the start failed and left it empty
+            with contextlib.suppress(OSError):  # removes only an empty folder, after a failed start
                 folder.rmdir()
 
 
 def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Recipe | None:
-    """``recipe`` with the precision that the run in ``folder`` decided when it began; None if a new run begins.
-
-    Raises:
-        InputError: ``folder`` holds another run without ``fresh``, or files with our names that no run wrote.
-    """
+    """Return ``recipe`` with the precision of the run in ``folder``, or None if new; raise InputError for another run there."""
     try:
         raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -127,7 +120,7 @@ def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Re
             raise InputError(f"{init}: is in {folder}, which --fresh would clear; choose another --out")
         return None
     there, here = _comparable(raw, f"{folder}/{RECIPE}"), _comparable({"init": init, **asdict(recipe)}, "recipe")
-    if recipe.precision == "auto":  # it might decide otherwise today
+    if recipe.precision == "auto":  # a new measurement might decide otherwise
         here["precision"] = there["precision"]
     if differ := [f"{key} {there.get(key)!r} there, {here.get(key)!r} here" for key in here if there.get(key) != here[key]]:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
@@ -139,10 +132,7 @@ def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Re
 
 
 def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool) -> None:
-    """Write the recipe into ``folder``, and remove what a killed process left (everything if ``fresh``).
-
-    ``text`` is the sha256 of the tokens. A run resumes only with the text it began with, whatever its file is called.
-    """
+    """Write the recipe and the tokens' sha256 into ``folder``; remove what a killed process left (everything if ``fresh``)."""
     path = folder / RECIPE
     with writing(folder):
         if fresh:
@@ -152,7 +142,7 @@ def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool
                 (folder / name).unlink(missing_ok=True)
         for aside in [p for p in folder.iterdir() if ASIDE.fullmatch(p.name)]:
             whole = folder / aside.name[1:].rpartition(".")[0]
-            if aside.suffix == ".old" and not whole.exists():  # killed between the two renames
+            if aside.suffix == ".old" and not whole.exists():  # the process was killed between the two renames
                 os.rename(aside, whole)
             else:
                 shutil.rmtree(aside)
@@ -169,7 +159,7 @@ def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool
 def save(
     folder: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, optimizer: Mapping[str, torch.Tensor], progress: Progress
 ) -> None:
-    """Write ``folder/step-N``, then remove all but the newest :data:`KEEP` up to it."""
+    """Write ``folder/step-N``, then remove all but the newest :data:`KEEP` checkpoints up to it."""
     files: Files = {"optimizer.safetensors": safetensors_file(optimizer), "progress.json": json.dumps(asdict(progress)).encode()}
     _write_whole(folder / f"step-{progress.step}", model, tokenizer, files)
     # A later checkpoint was damaged and skipped; it must not push out the intact ones.
@@ -179,7 +169,7 @@ def save(
 
 
 def save_best(folder: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, progress: Progress) -> None:
-    """Write ``folder/best``: the model and the step it comes from."""
+    """Write ``folder/best``: the model and its step."""
     _write_whole(folder / BEST, model, tokenizer, {"progress.json": json.dumps(asdict(progress)).encode()})
 
 
@@ -189,11 +179,7 @@ def save_base(folder: Path, model: GPT2, tokenizer: Tokenizer) -> None:
 
 
 def model_of(folder: Path, checkpoint: Path) -> Path:
-    """The directory with the weights of ``checkpoint``: itself, or the run's ``base/`` if it holds only adapters.
-
-    Raises:
-        InputError: that base is damaged.
-    """
+    """Return the directory with the checkpoint's weights: itself, or the run's intact ``base/`` if it has only adapters."""
     if not (checkpoint / ADAPTER).is_file():
         return checkpoint
     base = folder / BASE
@@ -203,12 +189,12 @@ def model_of(folder: Path, checkpoint: Path) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The ``step-N`` directories, newest first."""
+    """Return the ``step-N`` directories, newest first."""
     return sorted((path for path in folder.glob("step-*") if STEP.fullmatch(path.name)), key=_step, reverse=True)
 
 
 def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose files all have the hash in its manifest, and a line for each newer one that was skipped."""
+    """Return the newest checkpoint whose files all match its manifest, and a line for each newer one that was skipped."""
     skipped: list[str] = []
     for path in checkpoints(folder):
         if not (fault := _fault(path)):
@@ -226,7 +212,7 @@ def stored(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
 
 
 def _comparable(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A run's ``init`` and recipe as one flat table; keys missing in an older file take their defaults."""
+    """Return a run's ``init`` and recipe as one flat table; keys missing in an older file take their defaults."""
     known = {key: value for key, value in raw.items() if key not in ("init", TEXT, *NOT_COMPARED)}
     table = {"init": raw["init"]}
     for key, value in asdict(build(known, where)).items():
@@ -275,7 +261,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _fault(path: Path, needed: tuple[str, ...] = RESUME_FILES) -> str:
-    """Say what is wrong with a checkpoint directory; "" if nothing."""
+    """Return what is wrong with a checkpoint directory; "" if nothing."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         for name in (*(ADAPTER_FILES if ADAPTER in manifest else MODEL_FILES), *needed):
