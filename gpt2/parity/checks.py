@@ -1,4 +1,4 @@
-"""The checks of verify: each compares one thing in our model and in transformers', at many points."""
+"""The checks of verify: each compares our model with transformers' at many points."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from gpt2.pages.reports import dtype_label
 from gpt2.parity import reference
 from gpt2.parity.report import EXACT, Check, Point
 
-SEQUENCES = (16, 32)  # trained on: at least and at most
-SEQUENCE_COST = 4e9  # parameters times sequences, where there are fewer than the most
+SEQUENCES = (16, 32)  # number of training sequences: at least and at most
+SEQUENCE_COST = 4e9  # budget of parameters times sequences
 GREEDY_TOKENS = 32
-TRACE_BYTES = 256e6  # what the attention maps of one traced pass may take
-LOGIT_FLOPS = 5e11  # what one float64 pass over the windows may cost
+TRACE_BYTES = 256e6  # limit for the attention maps of one traced pass
+LOGIT_FLOPS = 5e11  # limit for one float64 pass over the windows
 
 Build = Callable[[Path, torch.dtype | None], GPT2]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The token ids that are run: whole contexts, a window short enough to trace, and sequences to train on."""
+    """The token ids to run: whole contexts, a window short enough to trace, and sequences to train on."""
 
     windows: Tensor  # (W, P)
     traced: Tensor  # (1, T)
@@ -47,7 +47,7 @@ class Probe:
 
     @classmethod
     def draw(cls, config: GPT2Config, seed: int) -> Probe:
-        """Draw the ids: enough windows to show every id of the vocabulary once, or as many as the budget allows."""
+        """Draw the ids: enough windows to contain every id of the vocabulary once, as far as the budget allows."""
         generator = torch.Generator().manual_seed(seed)
         vocab, context = config.vocab_size, config.n_positions
         affordable = max(1, int(LOGIT_FLOPS / (2 * config.num_parameters() * context)))
@@ -66,7 +66,7 @@ class Probe:
         return f"{seen:,} of {config.vocab_size:,} ids at all {config.n_positions:,} positions"
 
     def padded(self, config: GPT2Config) -> tuple[Tensor, Tensor]:
-        """Three different rows, (3, T): whole, padded on the left by a third, and by a half; and their mask."""
+        """Return three rows (3, T), one without padding and two with padding on the left, and their mask."""
         row = self.traced[0]
         rows = torch.stack((row, row.flip(0), (row + 1) % config.vocab_size))
         mask = torch.ones_like(rows)
@@ -77,21 +77,20 @@ class Probe:
 
 @dataclass(frozen=True)
 class Subject:
-    """Our model, made by ``build`` from ``checkpoint``, and transformers' model of the same weights; judged in ``dtype``."""
+    """One set of weights as our model (made by ``build``) and as transformers' model; rounding is judged in ``dtype``."""
 
     checkpoint: StoredCheckpoint
-    folder: Path  # that transformers reads
+    folder: Path  # the files that transformers reads
     build: Build
     dtype: torch.dtype
     probe: Probe
     progress: Progress
 
     def ours(self, dtype: torch.dtype | None) -> GPT2:
-        """Our model; in the dtype of the files for None."""
+        """Build our model; ``None`` means the dtype of the files."""
         return self.build(self.checkpoint.path, dtype)
 
     def reference(self, dtype: torch.dtype) -> nn.Module:
-        """transformers' model."""
         return reference.load_reference(self.folder, dtype)
 
     @property
@@ -100,24 +99,21 @@ class Subject:
 
     @property
     def adapted(self) -> frozenset[str]:
-        """The parameters into which a LoRA adapter is merged."""
+        """The parameters that have a LoRA adapter merged into them."""
         return frozenset(self.checkpoint.adapter.factors if isinstance(self.checkpoint, AdaptedCheckpoint) else ())
 
 
 def weights(subject: Subject) -> Check:
-    """Every tensor of the files against the parameter it became; safetensors are read by their own library, not by us.
-
-    Tensors that an adapter is merged into are left to :func:`adapter`.
-    """
+    """Compare every stored tensor with our parameter, read by the safetensors library; merged ones go to :func:`adapter`."""
     parameters = {name: tensor for name, tensor in subject.ours(None).state_dict().items() if name not in subject.adapted}
     require_whole_files()
     rows = []
     for key, stored in _stored(subject.checkpoint):
         ours = parameters.pop(from_file(key), None)
         if ours is None:
-            continue  # a buffer or the tied head: the loader saw what it is before it dropped it
-        stored = stored.squeeze(0) if stored.ndim == 3 else stored  # OpenAI's files: the width of the convolution
-        stored = stored.to(ours.dtype)  # the loader widens a file of mixed dtypes, without loss
+            continue  # a buffer or the tied head, which the loader checked and dropped
+        stored = stored.squeeze(0) if stored.ndim == 3 else stored  # OpenAI's files keep a convolution width of 1
+        stored = stored.to(ours.dtype)  # the loader converts mixed dtypes to the widest, without loss
         rows.append((from_file(key), differing_bits(ours, stored) if ours.shape == stored.shape else stored.numel()))
     if any(name.endswith(".bias") for name, _ in rows):
         rows += [(f"{name} (not in the files)", tensor.numel()) for name, tensor in parameters.items()]
@@ -127,7 +123,7 @@ def weights(subject: Subject) -> Check:
 
 
 def adapter(subject: Subject) -> list[Check]:
-    """Every weight with an adapter merged in against the reference's, in float64; no check where there is no adapter."""
+    """Compare every weight that has a merged adapter with the reference, in float64; no check without an adapter."""
     if not subject.adapted:
         return []
     ours, expected = subject.ours(torch.float64).state_dict(), subject.reference(torch.float64).state_dict()
@@ -136,7 +132,7 @@ def adapter(subject: Subject) -> list[Check]:
 
 
 def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint as its own file has it, the matrices turned to [in, out] if the whole file has them so."""
+    """Yield every tensor as the file stores it, transposed to [in, out] if the file stores its matrices as [out, in]."""
     from safetensors import safe_open
 
     turned = checkpoint.assignment.turned
@@ -150,7 +146,7 @@ def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def forward(subject: Subject) -> list[Check]:
-    """Everything that a forward pass shows: activations, logits, cache, padding, rounding, greedy text."""
+    """Compare a forward pass: activations, logits, cache, padding, rounding, greedy text."""
     probe, progress, config = subject.probe, subject.progress, subject.config
     progress("float64: activations, cache and padding")
     model, ours = subject.reference(torch.float64), subject.ours(torch.float64)
@@ -182,11 +178,11 @@ def forward(subject: Subject) -> list[Check]:
     return [*checks, Check.rounding("rounding", f"{len(rows)} points", subject.dtype, rows), text]
 
 
-NEVER_EMITTED = torch.tensor(math.nan)  # where the model has no such point: NaN, which fails any bound
+NEVER_EMITTED = torch.tensor(math.nan)  # stands for a missing point: NaN fails any bound
 
 
 def _outputs(ours: GPT2, probe: Probe, config: GPT2Config) -> dict[str, Tensor]:
-    """What our model computes, by point: every activation, and logits that were read whole, through the cache, and padded."""
+    """Return our model's activations and its logits (whole text, through the cache, padded), by point."""
     rows, mask = probe.padded(config)
     window = probe.windows[:1]
     padded = {"": ours(rows, attention_mask=mask), ", cached": _read_in_parts(ours, rows, mask)}
@@ -203,7 +199,7 @@ def _outputs(ours: GPT2, probe: Probe, config: GPT2Config) -> dict[str, Tensor]:
 
 
 def _expected(model: nn.Module, probe: Probe, config: GPT2Config) -> dict[str, Tensor]:
-    """What transformers' model computes, by the same points: a text read in parts or padded gives what it gives alone."""
+    """Return transformers' values at the same points: a cached or padded text must give what it gives alone."""
     traced = trace(model, probe.traced)
     if list(traced) != points(config.n_layer):
         raise RuntimeError(f"the trace of transformers' model lacks {set(points(config.n_layer)) - set(traced)}")
@@ -214,19 +210,19 @@ def _expected(model: nn.Module, probe: Probe, config: GPT2Config) -> dict[str, T
 
 
 def _every_embedding(ours: GPT2, model: nn.Module) -> Point:
-    """Each id of the vocabulary through both lookups: 0 entries may differ."""
+    """Count the entries that differ when each id of the vocabulary goes through both embeddings; 0 may differ."""
     ids = torch.arange(ours.config.vocab_size).split(8192)
     return Point("wte (every id)", float(sum(differing_bits(ours.wte(part), root_of(model).wte(part)) for part in ids)), 0.0)
 
 
 def _parts(length: int) -> dict[str, list[int]]:
-    """How a text is read through the cache: as a prompt, then token by token, then in one chunk."""
+    """Return the lengths of the parts in which the cache reads a text: a prompt, then single tokens, then a chunk."""
     half, single = length // 2, min(16, length // 4)
     return {"prefill": [half], "single tokens": [1] * single, "chunk": [length - half - single]}
 
 
 def _read_in_parts(ours: GPT2, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Logits of (B, T) ids that were read through the cache, part by part; single tokens as generation reads them."""
+    """Return the logits of (B, T) ids read through the cache; single tokens are read as generation reads them."""
     cache, decoder, logits = ours.new_cache(len(ids)), Decoder(ours), []
     for size in itertools.chain(*_parts(ids.size(1)).values()):
         end = cache.length + size
@@ -237,7 +233,7 @@ def _read_in_parts(ours: GPT2, ids: Tensor, mask: Tensor | None = None) -> Tenso
 
 
 def _cached(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """The error of each part of a text that was read through the cache."""
+    """Yield the error of each part of a text that was read through the cache."""
     pair = ours["logits (window 0, cached)"], expected["logits (window 0)"]
     parts = _parts(pair[0].size(1))
     pieces = [logits.split([sum(sizes) for sizes in parts.values()], dim=1) for logits in pair]
@@ -246,7 +242,7 @@ def _cached(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> Iterator[tu
 
 
 def _greedy(ours: GPT2, model: nn.Module, prompt: Tensor, new_tokens: int) -> Check:
-    """Greedy ids in float64, where rounding decides no near-tie: with and without a cache, on both sides."""
+    """Compare greedy ids with and without a cache, in float64, where rounding does not decide near-ties."""
     expected = reference.reference_generate(model, prompt, new_tokens, use_cache=True)
     runs = {
         "transformers without cache": reference.reference_generate(model, prompt, new_tokens, use_cache=False),
@@ -258,7 +254,7 @@ def _greedy(ours: GPT2, model: nn.Module, prompt: Tensor, new_tokens: int) -> Ch
 
 
 def tokens(subject: Subject) -> Check:
-    """Ids and text of both tokenizers on samples of everything a text may hold; nothing where the model has no tokenizer."""
+    """Compare the ids and texts of both tokenizers on samples; no check if the model has no tokenizer."""
     ours = subject.checkpoint.own_tokenizer()
     if ours is None:
         return Check("tokens", EXACT, "ids and text", "", skipped="the model comes without a tokenizer")

@@ -1,8 +1,8 @@
-"""The public record: numbers that other people recorded on the official weights, computed again with our model.
+"""The public record: numbers that other projects published for the official weights, computed again with our model.
 
-transformers could be wrong, and our model with it. These numbers come from projects that share no code. They lie in
-``public_record.toml``, each with its source, protocol and tolerance, and are computed in float32, as most of them were. A number
-that cannot be computed here, because its text is out of reach, is counted as not computed, with the reason.
+transformers and our model could share a mistake. These numbers come from projects that share no code. ``public_record.toml``
+has each with its source, protocol and tolerance. They are computed in float32, as most of them were. A number whose text is not
+available is reported as not computed, with the reason.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 
 class Kind(Enum):
-    """What was recorded: its name in the data file, which is the value, and the fields that a record of this kind has."""
+    """The kind of number: its name in the data file, and the fields that a record of this kind has."""
 
     LOGITS = "logits", "ids position columns values tolerance"  # at ``position``, of the ids ``columns``
     MEAN_LOGIT = "mean-logit", "ids values tolerance"  # over all positions and the vocabulary
-    FINAL_HIDDEN = "final-hidden", "ids position columns values tolerance"  # the stream after ln_f, entries ``columns``
+    FINAL_HIDDEN = "final-hidden", "ids position columns values tolerance"  # the residual stream after ln_f, entries ``columns``
     LOG_PROBABILITIES = "log-probabilities", "ids positions values tolerance"  # natural, of the id after each position
     LOSS = "loss", "ids values tolerance"  # mean over ``ids``, nats per token
-    GREEDY_IDS = "greedy-ids", "ids values"  # what greedy decoding adds to ``ids``
-    GREEDY_TEXT = "greedy-text", "prompt continuation"  # what it adds to ``prompt``
+    GREEDY_IDS = "greedy-ids", "ids values"  # the greedy continuation of ``ids``
+    GREEDY_TEXT = "greedy-text", "prompt continuation"  # the greedy continuation of ``prompt``
     # The loss of one batch of ``text`` before each of the steps on it.
     ADAMW_LOSSES = "adamw-losses", "text batch length optimizer values tolerance"
     PERPLEXITY = "perplexity", "text values tolerance"
@@ -56,18 +56,18 @@ class Kind(Enum):
 
     @property
     def exact(self) -> bool:
-        """A greedy continuation: it is reproduced as a whole or not at all, and counts as one number."""
+        """Whether this is a greedy continuation, which must be reproduced as a whole and counts as one number."""
         return "tolerance" not in self.fields
 
     @property
     def expensive(self) -> bool:
-        """Needs a text, which may have to be downloaded, and minutes."""
+        """Whether it takes minutes and a text that may have to be downloaded."""
         return "text" in self.fields
 
 
 @dataclass(frozen=True)
 class Source:
-    """Who recorded it, and where it was read."""
+    """Who published the number, and where."""
 
     project: str
     url: str
@@ -75,7 +75,7 @@ class Source:
 
 @dataclass(frozen=True)
 class AdamW:
-    """The optimizer of :attr:`Kind.ADAMW_LOSSES`; it decays every parameter, and ``clip`` is a total norm."""
+    """The optimizer of :attr:`Kind.ADAMW_LOSSES`; it decays every parameter, and ``clip`` limits the total norm."""
 
     lr: float
     beta1: float
@@ -87,12 +87,12 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Record:
-    """One recorded thing: ``values`` within ``tolerance`` (absolute), or exactly ``continuation`` or ids."""
+    """One published result: ``values`` with an absolute ``tolerance``, or an exact ``continuation`` or exact ids."""
 
     model: str  # an official name: "gpt2"
     kind: Kind
     source: Source
-    protocol: str  # what the other fields do not say
+    protocol: str  # details without a field of their own
     values: tuple[float, ...] = ()
     tolerance: float = 0.0
     ids: tuple[int, ...] = ()
@@ -101,20 +101,20 @@ class Record:
     columns: tuple[int, ...] = ()
     prompt: str = ""
     continuation: str = ""
-    text: str = ""  # as :func:`gpt2.measure.texts.open_text` takes it
+    text: str = ""  # a name for :func:`gpt2.measure.texts.open_text`
     batch: int = 0
     length: int = 0
     optimizer: AdamW | None = None
 
     @property
     def numbers(self) -> int:
-        """How many recorded numbers this is."""
+        """The count of published numbers in this record."""
         return 1 if self.kind.exact else len(self.values)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A record beside what our model computes. ``not_computed`` is the reason where nothing was."""
+    """A record and what our model computes; ``not_computed`` is the reason if nothing was computed."""
 
     record: Record
     ours: tuple[float, ...] | str = ()
@@ -122,32 +122,32 @@ class Outcome:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """Absolute differences from the recorded numbers; none for a greedy continuation."""
+        """Absolute differences from the published numbers; empty for a greedy continuation."""
         if isinstance(self.ours, str) or self.record.kind.exact or self.not_computed:
             return ()
         return tuple(abs(ours - recorded) for ours, recorded in zip(self.ours, self.record.values, strict=True))
 
     @property
     def reproduced(self) -> int:
-        """How many of the record's numbers our model gives, within the tolerance."""
+        """The count of the record's numbers that our model reproduces within the tolerance."""
         if self.record.kind.exact:
             return int(self.ours == (self.record.continuation or self.record.values))
         return sum(error <= self.record.tolerance for error in self.errors)
 
     @property
     def ok(self) -> bool:
-        """Every number was reproduced, or none was computed."""
+        """Whether every number was reproduced, or none was computed."""
         return bool(self.not_computed) or self.reproduced == self.record.numbers
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the record, what our model gives, and the judgement."""
+        """Return the record, our numbers and the judgement as JSON values."""
         record = {**vars(self.record), "kind": self.record.kind.value, "numbers": self.record.numbers}
         return {**record, "ours": self.ours, "reproduced": self.reproduced, "ok": self.ok, "not_computed": self.not_computed}
 
 
 @dataclass(frozen=True)
 class RecordReport(Printed):
-    """The outcomes for one model: of all records (``everything``), or of the cheap ones, which leaves ``left`` numbers."""
+    """The outcomes for one model: of all records (``everything``), or of the cheap ones; ``left`` counts the rest."""
 
     model: str
     outcomes: tuple[Outcome, ...]
@@ -156,12 +156,12 @@ class RecordReport(Printed):
 
     @property
     def ok(self) -> bool:
-        """No number that was computed differs."""
+        """Whether every computed number agrees."""
         return all(outcome.ok for outcome in self.outcomes)
 
     @property
     def numbers(self) -> int:
-        """How many numbers were computed."""
+        """The count of computed numbers."""
         return sum(outcome.record.numbers for outcome in self.outcomes if not outcome.not_computed)
 
     @property
@@ -180,16 +180,15 @@ class RecordReport(Printed):
         return line + (f"; {self.left} more with --record" if self.left else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         counts = {"ok": self.ok, "numbers": self.numbers, "reproduced": self.reproduced, "left": self.left}
         return {"model": self.model, **counts, "records": [outcome.to_dict() for outcome in self.outcomes]}
 
     def parts(self) -> Iterator[RenderableType]:
-        """A row per record where all were computed, for 80 columns, and the line."""
+        """Yield a table with a row per record, if all were computed, and the summary line."""
         from rich.markup import escape
 
         table = data_table("recorded", "by", "right", "error", "within", right=(2, 3, 4))
-        table.show_edge = False  # the longest names take all of 80 columns
+        table.show_edge = False  # the longest names need all 80 columns
         for outcome in self.outcomes:
             record, mark = outcome.record, "" if outcome.ok else "[bold red]"
             count = "–" if outcome.not_computed else f"{mark}{outcome.reproduced}/{record.numbers}"
@@ -203,11 +202,7 @@ class RecordReport(Printed):
 
 
 def parse(toml: str) -> tuple[Record, ...]:
-    """Records from the text of a data file.
-
-    Raises:
-        ValueError: a record that lacks a field of its kind, or has one that its kind does not know.
-    """
+    """Read the records from the text of a data file; a missing or unknown field is a ValueError."""
     data = tomllib.loads(toml)
     sources = {name: Source(**row) for name, row in data["sources"].items()}
     return tuple(_record(row, sources) for row in data["records"])
@@ -228,17 +223,17 @@ def _record(row: dict[str, Any], sources: Mapping[str, Source]) -> Record:
 
 @cache
 def public_record() -> tuple[Record, ...]:
-    """Every record that this package holds."""
+    """Return every record of this package."""
     return parse(files("gpt2.parity").joinpath("public_record.toml").read_text(encoding="utf-8"))
 
 
 class NotComputed(Exception):
-    """Why a record cannot be computed here."""
+    """The reason why a record cannot be computed here."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What records are computed with. ``build`` makes the model anew, for the record that trains it."""
+    """What records are computed with; ``build`` makes a new model for the record that trains it."""
 
     build: Callable[[], GPT2]
     model: GPT2  # float32, in eval mode
@@ -274,7 +269,7 @@ def compute(model: str, records: Sequence[Record], setup: Setup, *, everything: 
 
 
 def _ours(record: Record, setup: Setup) -> tuple[float, ...] | str:
-    """What our model gives for a record."""
+    """Return what our model computes for a record."""
     match record.kind:
         case Kind.GREEDY_IDS:
             ids = generate(setup.model, list(record.ids), len(record.values), temperature=0)
@@ -282,7 +277,7 @@ def _ours(record: Record, setup: Setup) -> tuple[float, ...] | str:
         case Kind.GREEDY_TEXT:
             tokenizer = setup.own_tokenizer()
             prompt, expected = tokenizer.encode(record.prompt), tokenizer.encode(record.continuation)
-            # A model may spell a word in more tokens than the tokenizer.
+            # A model may generate a word as more tokens than the tokenizer uses.
             ids = generate(setup.model, prompt, len(expected) + 4, temperature=0)[len(prompt) :]
             return tokenizer.decode(ids)[: len(record.continuation)]
         case Kind.ADAMW_LOSSES:
@@ -302,7 +297,7 @@ def _ours(record: Record, setup: Setup) -> tuple[float, ...] | str:
 
 @torch.inference_mode()
 def _forward(record: Record, model: GPT2) -> Tensor:
-    """The numbers that one forward pass over ``ids`` gives."""
+    """Return the numbers of one forward pass over ``ids``."""
     ids, columns, positions = torch.tensor([record.ids]), list(record.columns), torch.tensor(record.positions)
     match record.kind:
         case Kind.LOGITS:
@@ -319,7 +314,7 @@ def _forward(record: Record, model: GPT2) -> Tensor:
 
 
 def _adamw_losses(record: Record, setup: Setup) -> list[float]:
-    """Loss before each step; dropout is off, as in llm.c, which has none."""
+    """Return the loss before each step; without dropout, as in llm.c."""
     ids = torch.tensor(setup.own_tokenizer().encode(setup.open(record.text).text)[: record.batch * record.length + 1])
     x, y = (part.view(record.batch, record.length) for part in (ids[:-1], ids[1:]))
     settings, model = record.optimizer, setup.build().eval().requires_grad_(True)

@@ -1,4 +1,4 @@
-"""The reference: transformers' GPT-2 over the same files. The only module that imports transformers, and only when called."""
+"""Run transformers' GPT-2 as the reference on the same files. Only this module imports transformers, and only when called."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gpt2.measure.metrics import Progress, silent
 
 
 def _transformers() -> Any:
-    """The library, without its progress bars."""
+    """Import transformers without its progress bars."""
     check_environment()
     try:
         import transformers
@@ -36,7 +36,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' advice from stderr."""
+    """Suppress transformers' warnings."""
     library = logging.getLogger("transformers")
     before = library.level
     library.setLevel(logging.ERROR)
@@ -47,13 +47,10 @@ def _quiet() -> Iterator[None]:
 
 
 def opens(checkpoint: StoredCheckpoint) -> bool:
-    """Whether transformers reads a checkpoint itself: its own file names and orientation, no biases left out, a config.json.
-
-    It would also open some that it misreads (a key it does not know is left at random values), so they are not left to it.
-    """
+    """Return whether transformers reads this checkpoint directly and correctly; it leaves unknown keys at random values."""
     path, assignment = checkpoint.path, checkpoint.assignment
     if not path.is_dir() or not (path / "config.json").is_file() or (path / ADAPTER).is_file():
-        return False  # and where an adapter lies beside a model, PEFT, if it is there, would add it
+        return False  # if PEFT is installed, transformers would add an adapter that lies beside a model
     if not any((path / name).is_file() for single, index, _ in LAYOUTS for name in (single, index)):
         return False
     usual = all(key in (name, to_file(name)) for name, key in assignment.sources.items())
@@ -62,10 +59,7 @@ def opens(checkpoint: StoredCheckpoint) -> bool:
 
 @contextmanager
 def directory(checkpoint: Checkpoint, progress: Progress = silent) -> Iterator[Path]:
-    """A directory that transformers reads: the checkpoint's, or a temporary one that it wrote, with weights of our loading.
-
-    Those of an adapter are merged in float64, so that no rounding of the sum is part of the reference.
-    """
+    """Yield a directory for transformers: the checkpoint's, or a temporary one with our weights (adapters merged in float64)."""
     if isinstance(checkpoint, StoredCheckpoint) and opens(checkpoint):
         yield checkpoint.path
         return
@@ -74,17 +68,14 @@ def directory(checkpoint: Checkpoint, progress: Progress = silent) -> Iterator[P
         progress("writing the weights as transformers does")
         dtype = torch.float64 if isinstance(checkpoint, AdaptedCheckpoint) else checkpoint.stored
         save_with_transformers(checkpoint.config, checkpoint.load(dtype).state_dict(), folder)
-        with suppress(InputError):  # no tokenizer there, or a damaged one: the check of tokens tells which
+        with suppress(InputError):  # no tokenizer, or a damaged one: the check of tokens reports it
             checkpoint.tokenizer().save(folder, n_positions=checkpoint.config.n_positions)
         gc.collect()
         yield folder
 
 
 def load_reference(path: Path, dtype: torch.dtype) -> nn.Module:
-    """``GPT2LMHeadModel`` from a local directory, in eval mode, with its default attention, "sdpa".
-
-    ``reorder_and_upcast_attn`` is switched off in float64, where transformers' version of it would compute in float32.
-    """
+    """Load ``GPT2LMHeadModel`` in eval mode, without ``reorder_and_upcast_attn`` in float64 (it would use float32)."""
     library = _transformers()
     config = _their_config(read_config(path))
     if dtype == torch.float64:
@@ -98,7 +89,7 @@ def load_reference(path: Path, dtype: torch.dtype) -> nn.Module:
 
 
 def _their_config(config: GPT2Config) -> Any:
-    """transformers' config object, made from ours: nothing in config.json that our allow-list leaves out reaches it."""
+    """Build transformers' config from ours, so that only keys that we check reach it."""
     raw = {key: value for key, value in config.to_hf().items() if key not in ("architectures", "model_type", "dtype", "n_ctx")}
     with _quiet():
         return _transformers().GPT2Config(**raw)
@@ -106,7 +97,7 @@ def _their_config(config: GPT2Config) -> Any:
 
 @contextmanager
 def _opening(path: Path) -> Iterator[None]:
-    """Report what transformers cannot open as an error of one line."""
+    """Report a failure of transformers to open the files as an InputError of one line."""
     try:
         with _quiet():
             yield
@@ -116,20 +107,20 @@ def _opening(path: Path) -> Iterator[None]:
 
 
 def reference_tokenizer(path: Path) -> Any:
-    """The tokenizer that transformers makes of the same directory, reading special tokens in text as plain text, as ours does."""
+    """Return transformers' tokenizer of that directory; it reads special tokens in a text as plain text, as ours does."""
     library = _transformers()
     with _opening(path):
         return library.AutoTokenizer.from_pretrained(path, local_files_only=True, config=_their_config(read_config(path)))
 
 
 def reference_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of ``text`` by transformers' tokenizer."""
+    """Encode ``text`` with transformers' tokenizer."""
     with _quiet():
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def reference_generate(model: nn.Module, ids: Tensor, new_tokens: int, *, use_cache: bool) -> Tensor:
-    """Greedy continuation by transformers' own ``generate``: (B, T) to (B, T + new)."""
+    """Continue (B, T) ids greedily with transformers' ``generate``; return (B, T + new)."""
     settings = _transformers().GenerationConfig(
         do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0, use_cache=use_cache
     )
@@ -139,7 +130,7 @@ def reference_generate(model: nn.Module, ids: Tensor, new_tokens: int, *, use_ca
 
 
 def save_with_transformers(config: GPT2Config, weights: dict[str, Tensor], directory: Path) -> None:
-    """Put ``weights`` (our names) into a ``GPT2LMHeadModel`` and let it ``save_pretrained``."""
+    """Save ``weights`` (our names) with the ``save_pretrained`` of transformers' ``GPT2LMHeadModel``."""
     library = _transformers()
     with _quiet():
         with torch.device("meta"):

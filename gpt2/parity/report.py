@@ -21,15 +21,12 @@ if TYPE_CHECKING:
     from gpt2.parity.record import RecordReport
 
 EXACT, MAPPING, ROUNDING = "exact", "mapping", "rounding"
-ROUNDING_RATIO = 1.5  # our error in the dtype asked for is at most so many times transformers' own
+ROUNDING_RATIO = 1.5  # bound on our error over transformers' error, in the requested dtype
 
 
 @dataclass(frozen=True)
 class Point:
-    """One compared thing: it holds when ``error`` is at most ``bound``.
-
-    In a rounding check ``reference_error`` is transformers' own distance from the float64 run, and the bound follows from it.
-    """
+    """One compared value; it holds if ``error`` <= ``bound``. Rounding bounds follow from ``reference_error``."""
 
     name: str
     error: float
@@ -42,13 +39,13 @@ class Point:
 
     @property
     def ratio(self) -> float:
-        """How near the bound, in units of what sets it: our rounding over transformers', or the error over the bound."""
+        """The distance from the bound: our rounding error over transformers', or the error over the bound."""
         unit = self.bound if self.reference_error is None else self.reference_error
         return self.error / unit if unit else (0.0 if self.error == 0 else float("inf"))
 
     @property
     def amount(self) -> str:
-        """For people: a ratio of two errors, how many entries differ, or an error."""
+        """The error as text: a ratio of two errors, a count of differing entries, or an error."""
         if self.reference_error is not None:
             return f"× {self.ratio:.2f}"
         return f"{self.error:,.0f} differ" if self.bound == 0 else f"{self.error:.1e}"
@@ -56,39 +53,39 @@ class Point:
 
 @dataclass(frozen=True)
 class Check:
-    """One question put to the model at many points; ``kind`` is "exact", "mapping" or "rounding"."""
+    """One comparison at many points; ``kind`` is "exact", "mapping" or "rounding"."""
 
     id: str
     kind: str
     title: str
-    dtype: str  # what was computed in; "" where nothing was
+    dtype: str  # the dtype of the computation; "" if nothing was computed
     points: tuple[Point, ...] = ()
-    skipped: str = ""  # why it was not run; it then says nothing either way
+    skipped: str = ""  # why it was not run
 
     @classmethod
     def exact(cls, id: str, title: str, dtype: str, rows: Iterable[tuple[str, float]]) -> Check:
-        """From (name, how many entries differ): none may."""
+        """Make a check from (name, count of entries that differ); none may differ."""
         return cls(id, EXACT, title, dtype, tuple(Point(name, float(differing), 0.0) for name, differing in rows))
 
     @classmethod
     def mapping(cls, id: str, title: str, rows: Iterable[tuple[str, float]]) -> Check:
-        """From (name, relative error in float64): it may be rounding."""
+        """Make a check from (name, relative error in float64); only rounding is allowed."""
         return cls(id, MAPPING, title, "float64", tuple(Point(name, error, FLOAT64_BOUND) for name, error in rows))
 
     @classmethod
     def rounding(cls, id: str, title: str, dtype: torch.dtype, rows: Iterable[tuple[str, float, float]]) -> Check:
-        """From (name, our error, transformers' error), both in ``dtype`` against the float64 run."""
+        """Make a check from (name, our error, transformers' error), both in ``dtype`` against the float64 run."""
         points = tuple(Point(name, ours, ROUNDING_RATIO * reference, reference) for name, ours, reference in rows)
         return cls(id, ROUNDING, title, dtype_label(dtype), points)
 
     @property
     def ok(self) -> bool:
-        """Every point holds; a check without points holds only if it says why it was skipped."""
+        """Whether every point holds; a check without points holds only if it was skipped for a stated reason."""
         return bool(self.points or self.skipped) and all(point.ok for point in self.points)
 
     @property
     def worst(self) -> Point | None:
-        """The first failing point, or else the one nearest its bound."""
+        """The first failing point, else the point nearest its bound."""
         return _worst(self.points)
 
 
@@ -100,7 +97,7 @@ def _worst(points: Iterable[Point]) -> Point | None:
 
 @dataclass(frozen=True)
 class Report(Printed):
-    """Two models compared: ``model`` is ours, ``reference`` is the implementation that it was compared with."""
+    """The result of verify: ``model`` is ours, ``reference`` is the implementation that it was compared with."""
 
     model: str
     reference: str
@@ -114,11 +111,11 @@ class Report(Printed):
     seed: int
     seconds: float
     official: Official | None = None  # whether the files are the official ones; None for random weights
-    record: RecordReport | None = None  # what other people recorded of the official weights, computed again
+    record: RecordReport | None = None  # published numbers of the official weights, computed again
 
     @property
     def ok(self) -> bool:
-        """Every check holds, so the models are equal, and every recorded number that was computed is reproduced."""
+        """Whether every check holds (the models are equal) and every published number that was computed is reproduced."""
         return all(check.ok for check in self.checks) and (self.record is None or self.record.ok)
 
     @property
@@ -127,11 +124,11 @@ class Report(Printed):
         return next((point for check in self.checks for point in check.points if not point.ok), None)
 
     def check(self, id: str) -> Check:
-        """The check of this id, such as "gradients" or "rounding"."""
+        """Return the check with this id, such as "gradients" or "rounding"."""
         return next(check for check in self.checks if check.id == id)
 
     def to_json(self) -> str:
-        """Every point of every check, with versions and the sha256 of every file."""
+        """Return every point of every check as JSON, with versions and the sha256 of every file."""
         first = self.first_divergence
         body = {
             "verdict": "equal" if self.ok else "mismatch",
@@ -146,7 +143,7 @@ class Report(Printed):
         return as_json(body)
 
     def save_html(self, path: str | Path) -> None:
-        """The report as one self-contained HTML file."""
+        """Write the report as one self-contained HTML file."""
         from rich.console import Console
 
         console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
@@ -154,7 +151,7 @@ class Report(Printed):
         write(path, console.export_html())
 
     def parts(self) -> Iterator[RenderableType]:
-        """Both models, a row per block, a row per check, and the verdict."""
+        """Yield both models, a row per block, a row per check, and the verdict."""
         from rich.markup import escape
 
         env = self.environment
@@ -182,7 +179,7 @@ class Report(Printed):
             yield f"\n[bold red]DIFFERENT[/bold red]  {where}{end}"
 
     def _blocks(self) -> RenderableType:
-        """A row per block: the worst of its traced activations and gradients, by both rules."""
+        """Make a table with a row per block: its worst traced activations and gradients, by both rules."""
         ratio, gradients = "\nratio", "gradients\nfloat64"
         titles = "where", "float64\nworst", "\nat", f"{self.environment.dtype}\nworst", ratio, "\nat", gradients, ratio
         table = data_table(*titles, right=(1, 3, 4, 6, 7))
@@ -226,11 +223,11 @@ def _ratio(point: Point) -> str:
 
 
 def _name(point: Point) -> str:
-    """``"h.3.attn.k"`` -> ``"attn.k"``: the row says which block, and the table of checks says which logits."""
+    """Return the point's name within its block or check: ``"h.3.attn.k"`` -> ``"attn.k"``."""
     return f"[dim]{part_of(point.name.partition(' (')[0])}[/dim]"
 
 
-# Columns of the table of blocks: of the worst point of a check, these cells.
+# Columns of the table of blocks: a check, and the cells for its worst point.
 BLOCK_CELLS: tuple[tuple[str, *tuple[Callable[[Point], str], ...]], ...] = (
     ("activations", _error, _name),
     ("rounding", _error, _ratio, _name),

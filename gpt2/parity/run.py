@@ -1,8 +1,8 @@
-"""Verify that our model equals transformers' on the same files.
+"""Verify that our model equals transformers' model on the same files.
 
 There are two rules. In float64 both implementations must agree to 1e-10 at every point: rounding is smaller, and any bug is
-larger. In the dtype asked for, our error against that float64 run is at most 1.5 times the error of transformers. So the bound
-follows from the model, its depth and the dtype, and no tolerance has to be chosen. README.md in this folder has the definition.
+larger. In the requested dtype, our error against that float64 run is at most 1.5 times the error of transformers. So the bound
+follows from the model, its depth and the dtype. README.md in this folder has the definition.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gpt2.parity.report import Report
 
 
 def _load(path: Path, dtype: torch.dtype | None) -> GPT2:
-    return load_path(path, dtype=dtype, offline=True)  # all that it takes was fetched before
+    return load_path(path, dtype=dtype, offline=True)  # every file was fetched before
 
 
 def verify(
@@ -47,16 +47,17 @@ def verify(
     """Compare our model with transformers' on the same weights.
 
     Args:
-        name: a model name as in :func:`gpt2.load`; ``random:SIZE`` is written to a temporary folder by transformers first.
-        dtype: the precision whose rounding is judged; a ``:dtype`` suffix on the name says the same.
+        name: a model name as in :func:`gpt2.load`; ``random:SIZE`` means random weights, which transformers writes to a
+            temporary folder.
+        dtype: the precision in which rounding is judged; a ``:dtype`` suffix on the name does the same.
         seed: draws the token ids.
-        record: of official weights, compute every number of the public record (:mod:`gpt2.parity.record`), not the cheap ones
-            alone; some need a text that is downloaded, and minutes.
-        build: makes the model under test from (directory, dtype); the controls of the test suite put broken ones here.
+        record: compute every number of the public record (:mod:`gpt2.parity.record`), not only the cheap ones. This takes
+            minutes, may download a text, and needs official weights.
+        build: makes the model under test from (directory, dtype); tests pass broken models as negative controls.
         progress: called with a few words at each stage.
 
     Raises:
-        InputError: no such model, files that do not make one, or ``record`` where the weights are not the official ones.
+        InputError: no such model, files that do not make one, or ``record`` with weights that are not official.
     """
     started = time.perf_counter()
     parsed = ModelName.parse(name, VERIFIES, revision=revision)
@@ -103,7 +104,7 @@ def verify(
 
 
 def _official(checkpoint: Checkpoint, files: dict[str, str]) -> tuple[Official | None, str | None]:
-    """Whether the files are official, and the model whose official weights are loaded; None for random weights."""
+    """Return whether the files are official, and the model whose official weights are loaded; None for random weights."""
     if not isinstance(checkpoint, StoredCheckpoint):
         return None, None
     official = official_files(files, checkpoint.name)

@@ -1,4 +1,4 @@
-"""The checks of a short training: the loss, every gradient and five AdamW steps, ours against transformers'."""
+"""The checks of a short training run: loss, gradients and five AdamW steps, ours against transformers'."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TITLES = {"loss": "every token", "gradients": "every parameter", "adamw": f"chan
 
 
 def training(subject: Subject) -> list[Check]:
-    """Loss, every gradient, and five AdamW steps: in float64 against each other, in ``dtype`` each against float64."""
-    # At its widest: a float64 model, its gradients, AdamW's moments, the expected changes (48 bytes), and freed memory that lies
-    # between them: gpt2-medium's measured peak.
+    """Compare the loss, every gradient and five AdamW steps: directly in float64, and in ``dtype`` each against float64."""
+    # 48 bytes a parameter: a float64 model, gradients, AdamW's moments, expected changes; the rest is fragmentation, as measured
+    # at the peak of gpt2-medium.
     needed = 56 * subject.config.num_parameters()
     memory = _memory()
     if needed > 0.9 * memory:
@@ -39,7 +39,7 @@ def training(subject: Subject) -> list[Check]:
 
 
 def _memory() -> float:
-    """Bytes of memory this process may count on: the machine's, or its container's where that is less."""
+    """Return the bytes of memory that this process may use: the machine's, or its container's if that is less."""
     counted = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ())  # Windows has no such call
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if counted else math.inf
     file = Path("/sys/fs/cgroup/memory.max")
@@ -57,7 +57,7 @@ def _checks(id: str, dtype: torch.dtype, exact: Errors, ours: Errors, reference:
 
 @dataclass
 class _Side:
-    """A model, and its errors against the float64 run: of each parameter, one for each sequence."""
+    """A model, and for each parameter its errors against the float64 run, one per sequence."""
 
     model: nn.Module
     measure: Callable[[Tensor, Tensor], float]
@@ -71,11 +71,11 @@ class _Side:
 
 
 def _gradients(subject: Subject) -> list[Check]:
-    """Losses and gradients of one sequence after another, all four models in step.
+    """Compare the losses and gradients of all four models, one sequence after another.
 
-    In float64 the worst sequence counts, and a long one comes on top. Rounding is judged by the root mean square over the
-    sequences: on a trained model a single near-tie in one softmax may decide a whole sequence's gradient error, on either side,
-    and with it any ratio of two of them.
+    In float64 the worst sequence counts, and one long sequence is added. Rounding is judged by the root mean square over the
+    sequences: a near-tie in one softmax of a trained model may decide a sequence's gradient error, and so a ratio of two
+    errors.
     """
     reference = subject.reference(torch.float64)
     exact = _Side(subject.ours(torch.float64), worst_relative_error, max)
@@ -89,7 +89,7 @@ def _gradients(subject: Subject) -> list[Check]:
         for side in (exact, ours, rounded):
             side.losses.append(_backward(side.model, sequence[None]))
             side.add_gradients(expected)
-            side.model.zero_grad(set_to_none=True)  # gradients of one model at a time beside the reference's
+            side.model.zero_grad(set_to_none=True)  # keeps the gradients of one model at a time, and the reference's
     long = torch.cat((subject.probe.traced, subject.probe.traced[:, :1]), dim=1)
     for model in (reference, exact.model):
         _backward(model, long)
@@ -105,14 +105,14 @@ def _root_mean_square(values: list[float]) -> float:
 
 
 def _steps(subject: Subject) -> list[Check]:
-    """How far five AdamW steps moved every parameter, one model at a time."""
+    """Compare how far five AdamW steps moved every parameter, one model at a time."""
     batch = subject.probe.sequences[:2]
-    start = subject.checkpoint.load().state_dict()  # mapped: costs no memory of its own
-    gc.collect()  # transformers' models hang in reference cycles; the next one needs their room
+    start = subject.checkpoint.load().state_dict()  # memory-mapped: takes no extra memory
+    gc.collect()  # transformers' models are in reference cycles; the next one needs their memory
     subject.progress("float64: AdamW steps, transformers'")
 
     def moved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's name and change, in float64; in place of the parameter where that is float64 already."""
+        """Yield each parameter's name and change in float64; a float64 parameter is overwritten."""
         end = _train(model, batch)
         for name, before in start.items():
             yield name, end[name].double().sub_(before)
@@ -120,7 +120,7 @@ def _steps(subject: Subject) -> list[Check]:
     expected = dict(moved(subject.reference(torch.float64)))
 
     def by_block(model: nn.Module) -> Errors:
-        """Relative error of a block's whole change: a bias alone has too few entries to average luck out."""
+        """Return the relative error of each block's whole change; a bias alone has too few entries for a stable figure."""
         squares: dict[str, list[float]] = {}
         for name, change in moved(model):
             block = "wte, wpe, ln_f" if layer_of(name) is None else f"h.{layer_of(name)}"
@@ -137,12 +137,12 @@ def _steps(subject: Subject) -> list[Check]:
 
 
 def _train(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-    """The parameters of ``model`` after five steps; the model is used up.
+    """Return the parameters of ``model`` after five AdamW steps, which change the model.
 
-    AdamW divides each gradient by its own size. With its usual eps of 1e-8 a gradient that is only rounding error takes a full
-    step, and a few such entries decide the figure (the true gradient of every key bias is zero): over eight seeds our error was
-    0.1 to 4 times that of transformers. An eps of the gradients' own size keeps a step's error in proportion to its gradient's,
-    and a small learning rate keeps five steps from amplifying it.
+    AdamW divides each gradient by its own size. With the usual eps of 1e-8 a gradient of pure rounding error (that of every key
+    bias, which is zero in exact arithmetic) takes a full step, and a few such entries decide the figure: over eight seeds our
+    error was 0.1 to 4 times that of transformers. With an eps as large as the gradients, a step's error is in proportion to its
+    gradient's. A small learning rate keeps five steps from amplifying it.
     """
     parameters = _named_parameters(model)
     decayed = [p for p in parameters.values() if p.ndim >= 2]
@@ -157,7 +157,7 @@ def _train(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
 
 
 def _backward(model: nn.Module, batch: Tensor) -> Tensor:
-    """Fresh gradients of the mean loss over a batch (B, T + 1); returns the loss of every token (B T)."""
+    """Compute new gradients of the mean loss over a batch (B, T + 1); return the loss of every token (B T)."""
     model.zero_grad(set_to_none=True)
     out = model(batch[:, :-1])
     losses = token_losses(out if isinstance(out, Tensor) else out.logits, batch[:, 1:])
@@ -170,5 +170,5 @@ def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _named_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter's gradient; zero where the loss does not reach it."""
+    """Return every parameter's gradient; zero if the loss does not depend on it."""
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in _named_parameters(model).items()}
