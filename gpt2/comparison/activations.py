@@ -1,4 +1,4 @@
-"""Compare two models' activations on one text, at every recorded point, one block of each in memory at a time."""
+"""Compare two models' activations on one text, at every recorded point, with one block of each in memory at a time."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from gpt2.measure.metrics import Progress, cosine, max_abs, relative_error, silent
 from gpt2.measure.tracing import layer_of, trace_blocks
 
-THRESHOLD = 1e-3  # relative error: 1000 times float32's rounding, and less than the first step of a fine-tune
+THRESHOLD = 1e-3  # relative error: 1000 times float32's rounding, and less than after one step of fine-tuning
 
 
 @dataclass(frozen=True)
 class ActivationChange:
-    """One recorded point: the difference of b from a.
+    """The difference of b from a at one recorded point.
 
-    ``error`` is the Frobenius norm of the difference over that of a, and ``sqnr`` the same in decibels (-20 log10), as quantisers
-    are rated; infinite where nothing differs. ``cosine`` is of the two flattened.
+    ``error`` is the Frobenius norm of the difference over that of a; ``sqnr`` is the same in decibels (-20 log10), infinite if
+    nothing differs. ``cosine`` is of the flattened activations.
     """
 
     point: str
@@ -33,8 +33,8 @@ class ActivationChange:
 class Activations:
     """Every point in the order of computation, on ``tokens`` tokens of the text.
 
-    Where the widths differ there are no points, but ``cka``: row i, column j is the similarity of the streams after block i of a
-    and block j of b, embeddings first (linear CKA, Kornblith et al., arXiv:1905.00414), 1 for equal up to rotation and scale.
+    Models of different widths have no points, but ``cka``: row i, column j is the similarity of the streams after block i of a
+    and block j of b, embeddings first (linear CKA, Kornblith et al., arXiv:1905.00414); 1 means equal up to rotation and scale.
     """
 
     tokens: int
@@ -44,17 +44,14 @@ class Activations:
 
     @property
     def first_past(self) -> ActivationChange | None:
-        """The first point that differs by more than the threshold."""
+        """The first point whose error is above the threshold."""
         return next((point for point in self.points if not point.error <= self.threshold), None)
 
 
 def compare_activations(
     a: nn.Module, b: nn.Module, ids: Tensor, *, same_shape: bool, threshold: float = THRESHOLD, progress: Progress = silent
 ) -> Activations:
-    """Walk both models, ours or transformers', over (1, T) ``ids``, block by block.
-
-    ``same_shape``: layers, widths and heads agree, so that points can be subtracted; else the streams are compared by CKA.
-    """
+    """Compare both models over (1, T) ``ids``, block by block: by subtraction if ``same_shape``, else by CKA."""
     if not same_shape:
         streams = [_streams(model, ids, progress) for model in (a, b)]
         return Activations(ids.numel(), threshold, (), tuple(tuple(_cka(x, y) for y in streams[1]) for x in streams[0]))
@@ -67,7 +64,7 @@ def compare_activations(
 
 def _change(name: str, a: Tensor, b: Tensor) -> ActivationChange:
     if name == "logits":
-        width = min(a.size(-1), b.size(-1))  # vocabularies padded to different lengths
+        width = min(a.size(-1), b.size(-1))  # the vocabularies may be padded to different lengths
         a, b = a[..., :width], b[..., :width]
     error = relative_error(b, a)
     sqnr = math.inf if error == 0 else -20 * math.log10(error) if math.isfinite(error) else -math.inf
@@ -77,7 +74,7 @@ def _change(name: str, a: Tensor, b: Tensor) -> ActivationChange:
 
 
 def _streams(model: nn.Module, ids: Tensor, progress: Progress) -> list[Tensor]:
-    """The centred Gram matrices (T, T) of the stream after the embeddings and after each block."""
+    """Return the centred Gram matrices (T, T) of the stream after the embeddings and after each block."""
     grams = []
     for block in trace_blocks(model, ids):
         name = next(reversed(block))

@@ -8,7 +8,7 @@ from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 
-PADDING = 128  # the largest multiple that a vocabulary is padded to, for speed
+PADDING = 128  # largest multiple to which a vocabulary is padded for speed
 
 # The fields of a config that decide what a model computes.
 SHAPE = ("n_layer", "n_embd", "n_head", "n_inner", "n_positions", "vocab_size")
@@ -25,9 +25,9 @@ FUNCTION = (
 class Vocabularies:
     """The differences of two tokenizers, entry by entry.
 
-    ``verdict`` is "equal" (every text gets the same ids), "merges" (the same entries, other merges), "different", or "none"
-    where a model has no tokenizer. ``differing`` counts ids that stand for different bytes or exist in one tokenizer only;
-    ``examples`` are the first five, as (id, a, b).
+    ``verdict`` is "equal" (every text gets the same ids), "merges" (same entries, different merges), "different", or "none" if
+    a model has no tokenizer. ``differing`` counts ids that mean different bytes or exist in one tokenizer only; ``examples``
+    are the first five, as (id, a, b).
     """
 
     verdict: str
@@ -38,13 +38,13 @@ class Vocabularies:
 
     @property
     def comparable(self) -> bool:
-        """Whether the two models' distributions are over the same vocabulary."""
+        """Whether both models' distributions are over the same vocabulary."""
         return self.verdict in ("equal", "merges", "none")
 
 
 @dataclass(frozen=True)
 class Compatibility:
-    """What differs in two configs, as rows (field, a, b), and which parts of a comparison are impossible: part -> reason."""
+    """The differences of two configs, as rows (field, a, b), and the impossible parts of a comparison: part -> reason."""
 
     architecture: tuple[tuple[str, object, object], ...]
     vocabularies: Vocabularies
@@ -56,7 +56,7 @@ class Compatibility:
 
 
 def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None) -> Vocabularies:
-    """Compare two tokenizers entry by entry; a model without one is assumed to share the other's ids."""
+    """Compare two tokenizers entry by entry; a model without a tokenizer is assumed to use that of its partner."""
     if a is None or b is None:
         return Vocabularies("none", a.n_vocab if a else None, b.n_vocab if b else None, 0, ())
     differing = [index for index in range(max(a.n_vocab, b.n_vocab)) if _entry(a, index) != _entry(b, index)]
@@ -66,11 +66,7 @@ def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None) -> Vocabulari
 
 
 def compatibility(a: GPT2Config, b: GPT2Config, tokenizer_a: Tokenizer | None, tokenizer_b: Tokenizer | None) -> Compatibility:
-    """List the differences of two models, and which parts of a comparison they rule out.
-
-    Raises:
-        InputError: one model has no tokenizer, and the vocabularies' sizes differ by more than padding.
-    """
+    """List the differences of two models and the parts of a comparison that they rule out."""
     fields = {field: (getattr(a, field), getattr(b, field)) for field in (*SHAPE, *FUNCTION)}
     fields["n_inner"] = a.inner, b.inner
     differing = tuple((field, *values) for field, values in fields.items() if values[0] != values[1])

@@ -1,11 +1,11 @@
 """Statistics of two models' next-token distributions on one text: divergences, perplexities, calibration, with intervals.
 
-``a`` is the reference: KL(a||b) is what is lost by using ``b`` instead of ``a``. In llama.cpp's ``--kl-divergence`` ``a`` is
-called base and ``b`` Q.
+``a`` is the reference: KL(a||b) is the loss from using ``b`` instead. llama.cpp's ``--kl-divergence`` calls ``a`` base and
+``b`` Q.
 
 Sources:
-    [1] llama.cpp, tools/perplexity: KL against a base model with its percentiles, the change in probability of the right
-        token, the share of equal top tokens. (There base logits are rounded to 16 bits and cut at 16 nats; here nothing is.)
+    [1] llama.cpp, tools/perplexity: KL against a base model with percentiles, the change in probability of the right token, the
+        share of equal top tokens. (llama.cpp rounds base logits to 16 bits and cuts them at 16 nats; here they are exact.)
     [2] Lin, "Divergence measures based on the Shannon entropy", 1991: the Jensen-Shannon divergence, at most log 2.
     [3] Guo et al., "On Calibration of Modern Neural Networks", 2017: expected calibration error over equal bins of confidence.
 """
@@ -35,7 +35,7 @@ CHANGE_PERCENTILES = (0, 0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
 
 @dataclass(frozen=True)
 class Language:
-    """How well one model predicts the text; ``score`` also holds context and stride."""
+    """A model's score on the text; ``score`` also has context and stride."""
 
     score: LanguageScore
     perplexity: Estimate
@@ -44,10 +44,7 @@ class Language:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence over the tokens, nats: mean, percentiles by name, the largest and where in the text (an id's index).
-
-    ``histogram`` has (low, high, tokens) of equal steps of the logarithm; tokens of divergence 0, infinite or NaN are in no bin.
-    """
+    """A divergence, nats: mean, percentiles, maximum and its place in the text; ``histogram`` has (low, high, tokens)."""
 
     mean: Estimate
     percentiles: dict[str, float]
@@ -67,7 +64,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Bin:
-    """Tokens whose position or confidence is in ``low`` .. ``high``: mean KL(a||b) and losses in nats, share of equal tops."""
+    """Tokens with a position or confidence in ``low`` .. ``high``: mean KL(a||b), losses in nats, share of equal top tokens."""
 
     low: float
     high: float
@@ -80,7 +77,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """Tokens whose likeliest candidate had a probability in (``low``, ``high``]: its mean, and how often it was right."""
+    """Tokens with a top probability in (``low``, ``high``]: its mean, and the share of correct top candidates."""
 
     low: float
     high: float
@@ -91,7 +88,7 @@ class CalibrationBin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Expected calibration error [3]: the mean over tokens of |accuracy - confidence| of their bin. Empty bins are left out."""
+    """Expected calibration error [3]: the mean over tokens of |accuracy - confidence| of their bin, without empty bins."""
 
     ece: float
     bins: tuple[CalibrationBin, ...]
@@ -99,11 +96,11 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Distributions:
-    """Two models' distributions on one text, compared.
+    """The comparison of two models' distributions on one text.
 
-    ``ratio`` is b's perplexity over a's, ``difference`` the mean of log-probability under b less that under a (so that
-    ratio = exp(-difference)), both paired token by token. ``correlation`` is Pearson's, of both log-probabilities; NaN where one
-    of them never varies. ``undefined`` counts the tokens with a figure that is NaN because a model gave NaN.
+    ``ratio`` is b's perplexity over a's, ``difference`` the mean log-probability under b minus that under a (ratio =
+    exp(-difference)), both paired token by token. ``correlation`` is Pearson's, of the log-probabilities; NaN if one never
+    varies. ``undefined`` counts tokens with NaN figures, because a model returned NaN.
     """
 
     a: Language
@@ -131,10 +128,10 @@ class Distributions:
 
 
 def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distributions:
-    """Compute every statistic of a measured pair; ``token_bytes`` (V,) are byte lengths of tokens, ``seed`` the bootstrap's."""
+    """Compute every statistic of a measured pair; ``token_bytes`` (V,) are byte lengths, ``seed`` is for the bootstrap."""
     bootstrap = Bootstrap(len(tokens), seed)
     lengths = token_bytes[tokens.targets]
-    gained = torch.where(tokens.logp_a == tokens.logp_b, 0.0, tokens.logp_b - tokens.logp_a)  # -inf less -inf is no change
+    gained = torch.where(tokens.logp_a == tokens.logp_b, 0.0, tokens.logp_b - tokens.logp_a)  # -inf minus -inf is no change
     change = tokens.change
     squares = change.square()
     undefined = torch.stack((tokens.logp_a, tokens.logp_b, tokens.kl_ab, tokens.kl_ba, tokens.js)).isnan().any(0)
@@ -179,7 +176,7 @@ def _language(logp: Tensor, lengths: Tensor, windows: Windows, bootstrap: Bootst
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's correlation of two (N,): exactly 1 for a tensor with itself, NaN if one is constant."""
+    """Return Pearson's correlation of two (N,): exactly 1 for a tensor with itself, NaN if one is constant."""
     if x.min() == x.max() or y.min() == y.max():
         return math.nan
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
@@ -202,7 +199,7 @@ def _divergence(values: Tensor, index: Tensor, bootstrap: Bootstrap) -> Divergen
 
 
 def _histogram(values: Tensor) -> tuple[tuple[float, float, int], ...]:
-    """Four bins per power of ten, from the smallest to the largest positive finite value."""
+    """Count values in four bins per power of ten, from the smallest to the largest positive finite value."""
     exponents = values[values.isfinite() & (values > 0)].log10()
     if not len(exponents):
         return ()
@@ -214,7 +211,7 @@ def _histogram(values: Tensor) -> tuple[tuple[float, float, int], ...]:
 
 
 def _bins(tokens: Tokens, values: Tensor, intervals: Iterable[tuple[float, float]], first: int) -> tuple[Bin, ...]:
-    """The tokens with a value in each (low, high], without empty bins; ``first`` is added to low, 1 for whole numbers."""
+    """Summarise the tokens with a value in each (low, high], without empty bins; ``first`` is added to low, 1 for integers."""
     columns = (tokens.kl_ab, -tokens.logp_a, -tokens.logp_b, tokens.same_top)
     bins = []
     for low, high in intervals:
@@ -226,12 +223,12 @@ def _bins(tokens: Tokens, values: Tensor, intervals: Iterable[tuple[float, float
 
 
 def _equal_bins(count: int) -> list[tuple[float, float]]:
-    """Cut (0, 1] into ``count`` intervals (low, high]."""
+    """Split (0, 1] into ``count`` intervals (low, high]."""
     return [(i / count, (i + 1) / count) for i in range(count)]
 
 
 def calibration(confidence: Tensor, right: Tensor, bins: int = CALIBRATION_BINS) -> Calibration:
-    """Calibration from the top candidates' probabilities (N,) and whether they were right (N,), in bins of equal width [3]."""
+    """Compute calibration from top candidates' probabilities (N,) and correctness (N,), in bins of equal width [3]."""
     filled, error = [], 0.0
     for low, high in _equal_bins(bins):
         inside = (low < confidence) & (confidence <= high)

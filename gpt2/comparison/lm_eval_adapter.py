@@ -1,16 +1,16 @@
 """Run our models in EleutherAI's lm-evaluation-harness: ``--model gpt2-toolkit --model_args pretrained=MODEL[,dtype=...]``.
 
-Releases of lm_eval up to 0.4.13 know only their own models on the command line. With these, use
+Releases of lm_eval up to 0.4.13 know only their own models on the command line. With these, use lm_eval's command with our
+model added:
 
     python -m gpt2.comparison.lm_eval_adapter --model gpt2-toolkit --model_args pretrained=shakespeare-mini --tasks ...
 
-which is lm_eval's command with our model added; all arguments are lm_eval's own. Later releases read the entry point
-``lm_eval.models`` that this package declares, so ``lm_eval --model gpt2-toolkit`` works.
+Later releases read this package's entry point ``lm_eval.models``, so ``lm_eval --model gpt2-toolkit`` works.
 
-The protocol is that of its ``hf`` model (lm_eval/models/huggingface.py). Context and continuation are encoded as one text, and a
+The protocol is that of its ``hf`` model (lm_eval/models/huggingface.py). Context and continuation are encoded as one text; a
 text that is too long loses its beginning. Special tokens in a text are read as such. Rolling windows begin with the end-of-text
-token and overlap by one. Text is generated until a stop sequence, end of text, or ``max_gen_toks``. Results differ only by
-rounding: here log-probabilities are computed in at least float32, whatever the dtype.
+token and overlap by one. Generation ends at a stop sequence, end of text, or ``max_gen_toks``. Results differ only by rounding:
+here log-probabilities are computed in at least float32, whatever the dtype.
 
 Only lm_eval imports this module, so it imports lm_eval at its top.
 """
@@ -41,15 +41,15 @@ from gpt2.measure.last_words import score_targets
 NAME = "gpt2-toolkit"
 AUTO_BATCH = 16  # rows, for lm_eval's ``--batch_size auto``
 TOP_K = 50  # transformers' default
-IGNORED = ("attention_mask", "pad_token_id", "use_cache")  # generation options that do not change the text
+IGNORED = ("attention_mask", "pad_token_id", "use_cache")  # options that do not change the generated text
 
 
 class ToolkitLM(TemplateLM):
     """A :class:`gpt2.GPT2` with the methods that lm_eval calls.
 
     Args:
-        pretrained: a model name as :func:`gpt2.load` takes it; so are ``dtype``, ``revision`` and ``offline``.
-        device: where the model runs; the CPU where there is no GPU, as for lm_eval's ``hf``.
+        pretrained: a model name as for :func:`gpt2.load`, as are ``dtype``, ``revision`` and ``offline``.
+        device: where the model runs; the CPU if there is no GPU, as in lm_eval's ``hf``.
         max_length: tokens of context; default and maximum: the model's positions.
         prefix_token_id: the token before a text whose first token is scored; default: the tokenizer's end-of-text.
 
@@ -105,7 +105,7 @@ class ToolkitLM(TemplateLM):
 
     @property
     def max_gen_toks(self) -> int:
-        """The default number of new tokens; the same as lm_eval's."""
+        """The default number of new tokens, as in lm_eval."""
         return 256
 
     @property
@@ -113,7 +113,7 @@ class ToolkitLM(TemplateLM):
         return self.tokenizer.fingerprint
 
     def get_model_info(self) -> dict[str, Any]:
-        """The model's entries in lm_eval's results, under the names that its ``hf`` uses."""
+        """Return the model's entries in lm_eval's results, under the names that its ``hf`` uses."""
         return {
             "model_num_parameters": self.model.config.num_parameters(),
             "model_dtype": str(self.model.wte.weight.dtype),
@@ -132,7 +132,7 @@ class ToolkitLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """For each (key, context, continuation): the continuation's log-probability, and whether greedy decoding gives it."""
+        """Return each continuation's log-probability, and whether greedy decoding gives it."""
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         spans = []
         for _, context, continuation in requests:
@@ -152,7 +152,7 @@ class ToolkitLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each whole text, the first token predicted from the prefix token."""
+        """Return the log-probability of each whole text; the prefix token predicts the first token."""
         windows, counts = [], []
         for request in requests:
             ids = self.tok_encode(request.args[0])
@@ -168,9 +168,9 @@ class ToolkitLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text generated after each context, up to the first stop sequence, which is left out."""
+        """Generate a text after each context, up to and without the first stop sequence."""
         generated = [""] * len(requests)
-        by_settings: dict[str, list[int]] = {}  # a batch shares its settings
+        by_settings: dict[str, list[int]] = {}  # requests of one batch have the same settings
         for i, request in enumerate(requests):
             by_settings.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
         for group in by_settings.values():
@@ -208,7 +208,7 @@ class ToolkitLM(TemplateLM):
         return [postprocess_generated_text(text, until, None) for text in self._until(tokens, until, len(contexts))]
 
     def _until(self, tokens: Iterator[Tensor], until: list[str], rows: int) -> Iterable[str]:
-        """The generated text of each row. Reading ``tokens`` stops when every row has ended."""
+        """Return the generated text of each row; stop reading ``tokens`` when every row has ended."""
         ids: list[list[int]] = [[] for _ in range(rows)]
         texts, done = [""] * rows, [False] * rows
         for chosen in tokens:
@@ -224,7 +224,7 @@ class ToolkitLM(TemplateLM):
         return texts
 
     def _batches(self, lengths: list[int], kind: str, disable_tqdm: bool) -> Iterator[list[int]]:
-        """Batches of ``batch_size`` indices, the longest first, so that a lack of memory shows at once; with a progress bar."""
+        """Yield ``batch_size`` indices at a time, longest first, so that a lack of memory shows at once; show a progress bar."""
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         with tqdm(total=len(order), desc=f"Running {kind} requests", disable=disable_tqdm) as progress:
             for start in range(0, len(order), self.batch_size):

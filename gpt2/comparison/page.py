@@ -1,4 +1,4 @@
-"""Build the HTML page of a comparison: the verdict in words, charts, and what the template needs to colour a text."""
+"""Build the HTML page of a comparison: the verdict in words, charts, and the data to colour a text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHARTS = ("layers", "cka", "heat", "numerics", "histogram", "position", "confide
 
 
 def page(comparison: Comparison) -> str:
-    """The page as HTML text."""
+    """Return the page as HTML text."""
     names = short_names(comparison.a.name, comparison.b.name)
     weights, words = comparison.weights, comparison.words
     text, passages = (words.text, words.passages) if words is not None else ((), ())
@@ -47,7 +47,7 @@ def page(comparison: Comparison) -> str:
 
 
 def charts(comparison: Comparison, names: tuple[str, str]) -> dict[str, Any]:
-    """The page's charts by name; a list holds a wide and a narrow version, None and [] are charts with nothing to show."""
+    """Draw the page's charts, by name; a list has a wide and a narrow version, None and [] mean that there is nothing to show."""
     drawn: dict[str, Any] = dict.fromkeys(CHARTS)
     if (activations := comparison.activations) is not None:
         drawn["layers"] = plots.divergence_by_layer(activations.points, activations.threshold)
@@ -69,7 +69,7 @@ def charts(comparison: Comparison, names: tuple[str, str]) -> dict[str, Any]:
 
 
 def verdict(comparison: Comparison) -> tuple[str, str]:
-    """The result in one sentence: its beginning, printed bold, and its end."""
+    """Return the result in one sentence: its beginning, printed bold, and its end."""
     weights, both = comparison.weights, comparison.distributions
     a, b = comparison.a, comparison.b
     if comparison.ok:
@@ -105,13 +105,13 @@ def _prediction(both: Distributions) -> str:
 
 
 def ratio_form(ratio: float) -> str:
-    """A format with enough digits to distinguish a ratio from 1."""
+    """Return a format with enough digits to distinguish a ratio from 1."""
     off = abs(ratio - 1)
     return f".{min(12, 1 - math.floor(math.log10(off)))}f" if 0 < off < 0.1 else "#.3g"
 
 
 def command(comparison: Comparison) -> str:
-    """The command that makes this page again."""
+    """Return the command that makes this page again."""
     parts = ["gpt2", "compare", comparison.a.name, comparison.b.name]
     if comparison.text.sha256:
         parts += ["--on", comparison.text.name]
@@ -122,19 +122,19 @@ def command(comparison: Comparison) -> str:
 
 
 def js_scale(values: list[float]) -> float:
-    """The divergence of the darkest colour: log 2, its maximum, or the largest value if all are below 0.02."""
+    """Return the divergence of the darkest colour: log 2, its maximum, or the largest value if all are below 0.02."""
     largest = max((value for value in values if math.isfinite(value)), default=0.0)
     return MAX_JS if largest > 0.02 or largest == 0 else largest
 
 
 def worst(passage: Passage) -> list[Word]:
-    """The four tokens of a passage with the largest divergence, in the order of the text."""
+    """Return the four tokens of a passage with the largest divergence, in the order of the text."""
     places = sorted(range(len(passage.words)), key=lambda at: -passage.words[at].js)[:4]
     return [passage.words[at] for at in sorted(places)]
 
 
 def preference(word: Word) -> int:
-    """Which model gives the token the higher probability, in factors of two: -4 (A) .. 4 (B)."""
+    """Return which model gives the token the higher probability, in factors of two: -4 (A) .. 4 (B)."""
     a, b = word.probability_a, word.probability_b
     if a == b or math.isnan(a + b):
         return 0
@@ -144,7 +144,7 @@ def preference(word: Word) -> int:
 
 
 def choice(word: Word) -> list[Any]:
-    """The tooltip of a token: its text, divergence, both probabilities, and both models' likeliest candidates."""
+    """Return a token's tooltip: its text, divergence, both probabilities, and both models' most likely candidates."""
 
     def listed(top: tuple[Choice, ...]) -> list[list[Any]]:
         return [[visible(choice.text), _rounded(choice.probability)] for choice in top]

@@ -32,8 +32,8 @@ from gpt2.measure.windows import Windows
 from gpt2.model import GPT2, eager_attention, sdpa_attention
 from gpt2.pages.reports import environment
 
-TOKENS = 8192  # tokens of the text that are used by default
-TRACED = 256  # tokens that activations are compared on
+TOKENS = 8192  # tokens of the text, by default
+TRACED = 256  # tokens for the comparison of activations
 
 
 def compare(
@@ -50,20 +50,21 @@ def compare(
 ) -> Comparison:
     """Compare two models by name: weights, activations, distributions over a text, and generated words.
 
-    Where both hold the same weights and differ in dtype or implementation, each is also compared with a float64 run.
+    If both have the same weights and differ in dtype or implementation, each is also compared with a float64 run.
 
     Args:
-        a, b: names as :func:`gpt2.load` takes them, each with an optional ``:dtype`` suffix. The prefix ``hf/`` selects
-            transformers' implementation of the same checkpoint.
+        a, b: names as for :func:`gpt2.load`, each with an optional ``:dtype`` suffix. The prefix ``hf/`` selects transformers'
+            implementation of the same checkpoint.
         on: the text: a file, ``-`` for stdin, or a name that :func:`gpt2.measure.texts.open_text` knows, with options.
-        tokens: how many of its tokens are used, from the beginning; 0 is all. Default: 8192, or the whole text where its
-            protocol asks for it, as the published figures on WikiText-2 do.
+        tokens: use this many tokens from the beginning; 0 means all. Default: 8192, or the whole text if its protocol needs it,
+            as for published figures on WikiText-2.
         threshold: a relative error of an activation; the result names the first point above it.
-        seed: seeds the bootstrap, sampled continuations, and random ids where neither model has a tokenizer.
-        dtype: the dtype of a model, if its name gives none; default: as stored.
+        seed: seeds the bootstrap, sampled continuations, and random ids if neither model has a tokenizer.
+        dtype: the dtype of a model whose name gives none; default: as stored.
 
     Raises:
-        InputError: no such model or text. CheckpointError: a checkpoint whose tensors do not fit its config.
+        InputError: no such model or text.
+        CheckpointError: a checkpoint whose tensors do not fit its config.
     """
     started = time.perf_counter()
     sides = Side.open(a, offline=offline, dtype=dtype), Side.open(b, offline=offline, dtype=dtype)
@@ -152,7 +153,7 @@ def _numerics(sides: tuple[Side, Side], models: tuple[nn.Module, nn.Module], ids
 def _distributions(
     pair: list[_Loaded], ids: Tensor, windows: Windows, seed: int, progress: Progress
 ) -> tuple[Distributions, Words | None]:
-    """Compare what both predict after each token; in words too, where a tokenizer exists."""
+    """Compare both models' predictions after each token; with a tokenizer, also as words."""
     a, b = pair
     tokenizer = a.tokenizer or b.tokenizer
     sizes = [each.side.config.vocab_size for each in pair]
@@ -165,7 +166,7 @@ def _distributions(
 
 
 def _alone(pair: list[_Loaded], text: Text, ids: Tensor) -> tuple[LanguageScore, ...]:
-    """Each model's loss on the same passage, in its own tokens: tokenizers that differ are two."""
+    """Return each model's loss on the same passage, in tokens of its own tokenizer."""
     tokenizers = [each.tokenizer for each in pair if each.tokenizer is not None]
     passage = tokenizers[0].decode(ids.tolist())
     scores = []
@@ -177,7 +178,7 @@ def _alone(pair: list[_Loaded], text: Text, ids: Tensor) -> tuple[LanguageScore,
 
 
 def _last_words(pair: list[_Loaded], passages: Sequence[str], seed: int, progress: Progress) -> LastWords | None:
-    """Score the last word of each passage, where both models have tokenizers."""
+    """Score the last word of each passage, if both models have tokenizers."""
     if any(each.tokenizer is None for each in pair):
         return None
     a, b = (
@@ -201,5 +202,5 @@ def _ids(text: Text | None, tokenizer: Tokenizer | None, sides: tuple[Side, Side
 
 
 def _token_bytes(tokenizer: Tokenizer) -> Tensor:
-    """(V,) the length of each token in bytes."""
+    """Return the length of each token in bytes, (V,)."""
     return torch.tensor([len(tokenizer.token_bytes(index)) for index in range(tokenizer.n_vocab)])

@@ -23,7 +23,7 @@ Errors = Sequence[tuple[str, float]]  # (traced point, relative error), in the o
 
 
 def divergence_by_layer(points: Sequence[ActivationChange], threshold: float) -> list[str]:
-    """Relative error at each traced point, wide and narrow; nothing if no difference is finite and above 0."""
+    """Draw the relative error at each traced point, wide and narrow; nothing if no error is finite and above 0."""
     errors = [(point.point, point.error) for point in points]
 
     def draw(wide: bool, axes: Axes) -> None:
@@ -38,7 +38,7 @@ def divergence_by_layer(points: Sequence[ActivationChange], threshold: float) ->
 
 
 def numerics_by_layer(points: Sequence[tuple[str, float, float]], names: tuple[str, str]) -> list[str]:
-    """Relative error of both models against a float64 run, at each traced point, wide and narrow."""
+    """Draw the relative errors of both models against a float64 run, at each traced point, wide and narrow."""
     sides = ([(point, a) for point, a, _ in points], [(point, b) for point, _, b in points])
     shown = [side for side in zip((A, B), names, sides, strict=True) if _drawable(error for _, error in side[2])]
 
@@ -52,7 +52,7 @@ def numerics_by_layer(points: Sequence[tuple[str, float, float]], names: tuple[s
 
 
 def _wide_and_narrow(name: str, title: str, draw: Callable[[bool, Axes], None], height: float | None = None) -> list[str]:
-    """The same chart for a wide and for a narrow screen."""
+    """Draw the same chart for a wide and for a narrow screen."""
     sizes = ((WIDE, True), (NARROW, False))
     return [_chart(name, (width, height or usual), title, partial(draw, wide)) for (width, usual), wide in sizes]
 
@@ -66,7 +66,7 @@ def _drawable(values: Iterable[float]) -> bool:
 
 
 def _by_point(axes: Axes, errors: Errors, colour: str, wide: bool, name: str | None = None) -> None:
-    """Plot a dot per point and a line along the stream; without a ``name``, also a line along each of the two branches."""
+    """Plot a dot per point and a line along the stream; without a ``name``, also a line along each branch."""
     places = {point: place for place, (point, _) in enumerate(errors)}
     value = {point: error if math.isfinite(error) and error > 0 else math.nan for point, error in errors}
     axes.plot(list(places.values()), list(value.values()), ".", color=colour if name else MUTED, markersize=3, alpha=0.5)
@@ -101,7 +101,7 @@ def _by_point(axes: Axes, errors: Errors, colour: str, wide: bool, name: str | N
 
 
 def _layer_labels(layers: Collection[int], wide: bool) -> list[str]:
-    """Labels of layers on an axis; as many are empty as needed to leave room for the others."""
+    """Return layer labels for an axis, some of them empty if space is short."""
     step = math.ceil(len(layers) / (26 if wide else 9))
     return [f"h.{layer}" if layer % step == 0 else "" for layer in layers]
 
@@ -114,7 +114,7 @@ def _power(value: float, _: object = None) -> str:
 
 
 def heat_scale(distances: Sequence[float]) -> tuple[float, float] | None:
-    """Both ends of a heat map's logarithmic scale: one to three decades up to the largest finite distance."""
+    """Return both ends of a heat map's logarithmic scale: one to three decades up to the largest finite distance."""
     positive = sorted(distance for distance in distances if math.isfinite(distance) and distance > 0)
     if not positive:
         return None
@@ -122,7 +122,7 @@ def heat_scale(distances: Sequence[float]) -> tuple[float, float] | None:
 
 
 def heat_shade(distance: float, scale: tuple[float, float] | None) -> int:
-    """The shade of a relative distance; infinity has the darkest shade."""
+    """Return the shade of a relative distance; infinity has the darkest shade."""
     if distance == 0 or scale is None:
         return 0 if distance == 0 else LEVELS - 1
     if not math.isfinite(distance) or scale[0] == scale[1]:
@@ -131,7 +131,7 @@ def heat_shade(distance: float, scale: tuple[float, float] | None) -> int:
 
 
 def weight_heat(tensors: Sequence[TensorChange]) -> list[str]:
-    """Relative distance of each tensor of each layer, a row per family and a column per layer, wide and narrow."""
+    """Draw the relative distance of each tensor: a row per family, a column per layer; wide and narrow."""
     distances = {(tensor.family, tensor.layer): tensor.distance for tensor in tensors if tensor.layer is not None}
     scale = heat_scale([tensor.distance for tensor in tensors])
     families = list(dict.fromkeys(family for family, _ in distances))
@@ -150,7 +150,7 @@ def weight_heat(tensors: Sequence[TensorChange]) -> list[str]:
 
 
 def similarity(cka: Sequence[Sequence[float]], names: tuple[str, str]) -> str:
-    """Linear CKA of the streams of two models of different widths, layer by layer."""
+    """Draw the linear CKA of two models' streams, layer by layer."""
 
     def draw(axes: Axes) -> None:
         text = (lambda value: f"{value:.2f}" if math.isfinite(value) else "–") if len(cka[0]) <= 13 else None
@@ -198,7 +198,7 @@ def _percent(distance: float) -> str:
 def histogram(
     kl_ab: Sequence[tuple[float, float, int]], kl_ba: Sequence[tuple[float, float, int]], marks: dict[str, float]
 ) -> str:
-    """Draw how many tokens have which divergence, for the upper eight decades; ``marks`` are vertical lines with names."""
+    """Draw how many tokens have each divergence, for the upper eight decades; ``marks`` are named vertical lines."""
     least = max(high for bins in (kl_ab, kl_ba) for _, high, _ in bins) / 1e8
     kl_ab, kl_ba = ([bar for bar in bins if bar[0] >= least] for bins in (kl_ab, kl_ba))
 
@@ -215,7 +215,7 @@ def histogram(
         for place, (name, value) in enumerate(marks.items()):
             if least <= value <= 1e8 * least:
                 axes.axvline(value, color=MUTED, linewidth=0.9, linestyle=DASHED)
-                side = {"xytext": (3, -3)} if place else {"xytext": (-3, -3), "ha": "right"}  # the smaller to the left
+                side = {"xytext": (3, -3)} if place else {"xytext": (-3, -3), "ha": "right"}  # the smaller label on the left
                 axes.annotate(name, (value, top), textcoords="offset points", va="top", fontsize=7.5, color=MUTED, **side)
         axes.set(xlabel="nats", ylabel="tokens")
         _legend(axes)
@@ -224,7 +224,7 @@ def histogram(
 
 
 def by_position(bins: Sequence[Bin]) -> str | None:
-    """Mean KL by the number of tokens before."""
+    """Draw the mean KL by the number of preceding tokens."""
 
     def draw(axes: Axes) -> None:
         places = [math.sqrt(bin.low * bin.high) for bin in bins]
@@ -238,7 +238,7 @@ def by_position(bins: Sequence[Bin]) -> str | None:
 
 
 def by_confidence(bins: Sequence[Bin]) -> str | None:
-    """Mean KL by the probability that the reference gives its likeliest token."""
+    """Draw the mean KL by the reference's top probability."""
 
     def draw(axes: Axes) -> None:
         places = [(bin.low + bin.high) / 2 for bin in bins]
@@ -252,7 +252,7 @@ def by_confidence(bins: Sequence[Bin]) -> str | None:
 
 
 def calibration(a: Calibration, b: Calibration, labels: Sequence[str]) -> str:
-    """How often each model's first choice was right, by its probability; a dot's area is its share of the tokens."""
+    """Draw how often each model's top candidate was right, by its probability; a dot's area is its share of the tokens."""
 
     def draw(axes: Axes) -> None:
         axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=DASHED)

@@ -31,10 +31,7 @@ VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00
 
 @dataclass(frozen=True)
 class Model:
-    """One of the two models, with everything needed to run it again.
-
-    ``files`` are name -> sha256; ``official`` says whether they are the official ones.
-    """
+    """One of the two models, with everything needed to run it again; ``files`` are name -> sha256."""
 
     name: str
     implementation: str  # "gpt2" or "transformers 5.23.0"
@@ -48,7 +45,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Scored:
-    """The text that was scored: ``sha256`` of the whole text, and how many ``tokens`` of its beginning were used."""
+    """The scored text: ``sha256`` of the whole text, and the number of ``tokens`` used from its beginning."""
 
     name: str
     sha256: str
@@ -60,10 +57,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class Numerics:
-    """The rounding errors of two runs of the same weights, measured against a float64 run of our model.
+    """Rounding errors of two runs of the same weights, measured against a float64 run of our model.
 
     ``points`` are (traced point, relative error of a, relative error of b). ``logits`` are (description, relative error) for
-    the fused and the spelt-out attention of our model, in each side's dtype.
+    our model with fused and with eager attention, in each side's dtype.
     """
 
     points: tuple[tuple[str, float, float], ...]
@@ -72,7 +69,7 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Comparison(Printed):
-    """Everything measured about two models; a part that could not be measured is None, and ``compatibility`` has the reason."""
+    """The result of a comparison; a part that could not be measured is None, and ``compatibility`` has the reason."""
 
     a: Model
     b: Model
@@ -81,7 +78,7 @@ class Comparison(Printed):
     weights: WeightChanges | None
     activations: Activations | None
     distributions: Distributions | None
-    alone: tuple[LanguageScore, ...]  # one per model, where the distributions cannot be compared
+    alone: tuple[LanguageScore, ...]  # one per model, if the distributions cannot be compared
     words: Words | None
     last_words: LastWords | None
     numerics: Numerics | None
@@ -91,7 +88,7 @@ class Comparison(Printed):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing that was measured differs."""
+        """Whether no measured part differs."""
         weights = self.weights is None or self.weights.total.unchanged == 1.0
         activations = self.activations is None or all(point.max_abs == 0 for point in self.activations.points)
         distributions = self.distributions is not None and self.distributions.js.max == 0
@@ -99,24 +96,24 @@ class Comparison(Printed):
 
     @property
     def protocol(self) -> str:
-        """Scored tokens, context and stride; for each model where the tokenizers differ."""
+        """Scored tokens, context and stride; one set per model if the tokenizers differ."""
         if self.alone:
             return " → ".join(f"{s.tokens:,} tokens scored, context {s.context}, stride {s.stride}" for s in self.alone)
         return f"{self.text.tokens:,} tokens, context {self.text.context}, stride {self.text.stride}"
 
     @property
     def bits_per(self) -> str:
-        """The unit of bits per byte; random ids stand for no bytes, so bits are counted per token."""
+        """The unit of bits per byte; random ids have no bytes, so their unit is the token."""
         return "bits per byte" if self.text.sha256 else "bits per token"
 
     @property
     def scores(self) -> tuple[LanguageScore, ...]:
-        """How well each model predicts the text."""
+        """Each model's score on the text."""
         both = self.distributions
         return self.alone if both is None else (both.a.score, both.b.score)
 
     def to_json(self) -> str:
-        """The whole comparison as JSON, with both models, the text, versions and hashes."""
+        """Return the whole comparison as JSON, with both models, the text, versions and hashes."""
         body = {"verdict": "identical" if self.ok else "different", "ok": self.ok, **vars(self)}
         first = self.activations.first_past if self.activations else None
         body["first_past"] = None if first is None else {"point": first.point, "layer": first.layer, "error": first.error}
@@ -126,13 +123,13 @@ class Comparison(Printed):
         return as_json(body)
 
     def save_html(self, path: str | Path) -> None:
-        """Write the report as one self-contained page; raises InputError where the file cannot be written."""
+        """Write the report as one self-contained page; raises InputError if the file cannot be written."""
         from gpt2.comparison.page import page
 
         write(path, page(self))
 
     def parts(self) -> Iterator[RenderableType]:
-        """Both models, the summary, and a table for each thing that was measured."""
+        """Yield both models, the summary, and a table for each measured part."""
         from rich.markup import escape
 
         yield f"\n[bold]{escape(self.a.name)}[/bold]  →  [bold]{escape(self.b.name)}[/bold]"

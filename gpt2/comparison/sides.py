@@ -1,4 +1,4 @@
-"""Open one of the two models of a comparison: its config, tokenizer, tensors one at a time, or the whole model."""
+"""Open one of the two models of a comparison: its config, tokenizer, single tensors, or the whole model."""
 
 from __future__ import annotations
 
@@ -22,24 +22,20 @@ from gpt2.measure.metrics import Logits
 from gpt2.pages.reports import dtype_label
 from gpt2.parity import reference
 
-HF_PREFIX = "hf/"  # of a model's name: transformers' implementation of the same checkpoint
+HF_PREFIX = "hf/"  # prefix of a name: transformers' implementation of the checkpoint
 
 
 @dataclass(frozen=True)
 class Side:
-    """A model by name. Its config is read; no weights are in memory yet."""
+    """A model by name, with its config; weights are not loaded yet."""
 
-    name: str  # as asked for: "hf/gpt2:bf16"
+    name: str  # as requested: "hf/gpt2:bf16"
     by_transformers: bool  # whether transformers runs it, or our implementation
     checkpoint: Checkpoint
 
     @classmethod
     def open(cls, name: str, *, revision: str | None = None, offline: bool = False, dtype: str | None = None) -> Side:
-        """Open a name as :func:`gpt2.load` does, with an optional prefix ``hf/``; ``dtype`` is for a name that gives none.
-
-        Raises:
-            InputError: no such model or dtype. CheckpointError: its tensors do not fit its config.
-        """
+        """Open a name as :func:`gpt2.load` does, with an optional prefix ``hf/``; ``dtype`` is for a name that gives none."""
         hf = name.startswith(HF_PREFIX) and name != HF_PREFIX
         default = None if dtype is None else dtype_name(dtype, VERIFIES)
         parsed = ModelName.parse(name.removeprefix(HF_PREFIX) if hf else name, VERIFIES if hf else RUNS, revision=revision)
@@ -52,11 +48,11 @@ class Side:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the model runs in."""
+        """The dtype in which the model runs."""
         return self.checkpoint.dtype
 
     def reader(self) -> Callable[[str], Tensor]:
-        """A function that reads one parameter, in the dtype it runs in, into new memory."""
+        """Return a function that reads one parameter, in the dtype in which it runs, into new memory."""
         read = self.checkpoint.reader(mapped=False)
         if self.dtype == torch.int8:
             return lambda name: rounded_parameter(name, read(name, torch.float32))
@@ -72,11 +68,11 @@ class Side:
             yield self.checkpoint.load(dtype)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's own tokenizer; None if it has none."""
+        """Return the checkpoint's own tokenizer, or None."""
         return self.checkpoint.own_tokenizer()
 
     def describe(self, versions: dict[str, str]) -> Model:
-        """Everything needed to run this side again; hashes the files that hold the weights and the config."""
+        """Return everything needed to run this side again; hashes the files of the weights and the config."""
         implementation = f"transformers {versions['transformers']}" if self.by_transformers else "gpt2"
         config, revision = self.config, self.checkpoint.revision
         files = {name: sha256(path) for name, path in self.checkpoint.files().items()}
@@ -86,11 +82,7 @@ class Side:
 
 
 def text_tokenizers(sides: Sequence[Side]) -> tuple[Tokenizer, ...]:
-    """What each side reads a text with: its own tokenizer, or another side's where it has none.
-
-    Raises:
-        InputError: no side has a tokenizer.
-    """
+    """Return each side's own tokenizer, or the first one if it has none; without any, raise an InputError."""
     own = [side.tokenizer() for side in sides]
     shared = next((tokenizer for tokenizer in own if tokenizer is not None), None)
     if shared is None:
@@ -99,7 +91,7 @@ def text_tokenizers(sides: Sequence[Side]) -> tuple[Tokenizer, ...]:
 
 
 def logits_of(model: nn.Module) -> Logits:
-    """A function from ids (B, T) to logits (B, T, V), for our models and transformers'."""
+    """Return a function from ids (B, T) to logits (B, T, V), for our models and transformers'."""
 
     def logits(ids: Tensor) -> Tensor:
         output = model(ids)

@@ -1,7 +1,7 @@
 """Compare two models' weights tensor by tensor, read from disk, with one pair in memory at a time.
 
-All sums are in float64, over two million entries at a time. The rank of a difference shows a LoRA: singular values are those of
-the smaller Gram matrix, and values that rounding alone could produce are not counted.
+All sums are in float64. The rank of a difference reveals a LoRA: singular values come from the smaller Gram matrix, and those
+that rounding alone could produce are not counted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ Read = Callable[[str], Tensor]  # parameter's name -> its tensor, of any floatin
 class TensorChange:
     """The change of one parameter from a to b.
 
-    ``distance`` is the Frobenius norm of the change over that of a. ``unchanged`` is the fraction of entries that are equal.
-    ``ulp_max`` and ``ulp_mean`` count representable numbers between the two values, in the coarser of the two dtypes.
-    ``effective_rank`` of a matrix's change is the exponential of the entropy of its normalised singular values (Roy and
-    Vetterli, 2007). ``rank`` counts the singular values that are too large for rounding of b. Both are None for vectors and where
-    the change is not finite.
+    ``distance`` is the Frobenius norm of the change over that of a. ``unchanged`` is the fraction of equal entries. ``ulp_max``
+    and ``ulp_mean`` count representable numbers between the two values, in the coarser dtype. For a matrix, ``effective_rank``
+    is the exponential of the entropy of the change's normalised singular values (Roy and Vetterli, 2007), and ``rank`` counts
+    singular values too large for rounding of b. Both are None for vectors and for a change that is not finite.
     """
 
     name: str
@@ -77,13 +76,13 @@ class WeightChanges:
     total: FamilyChange
 
     def most_changed(self, count: int = 10) -> tuple[TensorChange, ...]:
-        """The tensors with the largest relative change; unchanged tensors are left out."""
+        """Return the tensors with the largest relative change, without unchanged ones."""
         moved = [tensor for tensor in self.tensors if not tensor.equal]
         return tuple(sorted(moved, key=lambda tensor: -tensor.distance)[:count])
 
     @property
     def same_numbers(self) -> bool:
-        """Whether both hold the same weights, up to rounding to the coarser dtype."""
+        """Whether both have the same weights, up to rounding to the coarser dtype."""
         return all(tensor.ulp_max == 0 for tensor in self.tensors)
 
     @property
@@ -109,10 +108,10 @@ def compare_weights(
 
 @dataclass
 class _Sums:
-    """Sums over the entries of one tensor or several, from which the figures follow."""
+    """Sums over the entries of one tensor or several, from which the figures are computed."""
 
     entries: int = 0
-    a: float = 0.0  # squares
+    a: float = 0.0  # sum of squares
     b: float = 0.0
     product: float = 0.0
     difference: float = 0.0
@@ -178,7 +177,7 @@ def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) ->
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Pairs of parts of both tensors, some rows at a time, for any memory layout."""
+    """Yield corresponding parts of both tensors, some rows at a time, for any memory layout."""
     rows = max(1, CHUNK // max(1, a[0].numel())) if a.ndim > 1 else CHUNK
     return zip(a.split(rows), b.split(rows), strict=True)
 
@@ -195,10 +194,7 @@ def _together(family: str, sums: list[_Sums]) -> FamilyChange:
 
 
 def ulps(a: Tensor, b: Tensor) -> Tensor:
-    """Count the steps of representable numbers between the entries of two tensors of one dtype; int64, 0 for 0.0 and -0.0.
-
-    The distance of two NaNs is 0, that of a NaN and a number the largest int.
-    """
+    """Count representable numbers between the entries of two tensors, int64: 0 for two NaNs, the largest int for one."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     lowest = torch.iinfo(integer).min
 
@@ -212,11 +208,7 @@ def ulps(a: Tensor, b: Tensor) -> Tensor:
 
 
 def singular_values(a: Tensor, b: Tensor) -> Tensor:
-    """The singular values of ``b - a``, both (m, n): min(m, n) values, float64, largest first.
-
-    They are the roots of the eigenvalues of the smaller Gram matrix. Values below 1e-7 of the largest are lost, which is about
-    float32's own resolution.
-    """
+    """Return the singular values of ``b - a`` from the smaller Gram matrix; those below 1e-7 of the largest are lost."""
     if a.shape[0] < a.shape[1]:
         a, b = a.t(), b.t()
     gram = torch.zeros(a.shape[1], a.shape[1], dtype=torch.float64)
@@ -228,7 +220,7 @@ def singular_values(a: Tensor, b: Tensor) -> Tensor:
 
 
 def effective_rank(values: Tensor) -> float:
-    """The exponential of the entropy of singular values scaled to sum 1: n for n equal values, 0 for no change."""
+    """Return the exponential of the entropy of singular values scaled to sum 1: n for n equal values, 0 for no change."""
     total = values.sum()
     if total == 0:
         return 0.0

@@ -12,7 +12,7 @@ from gpt2.measure.metrics import Logits, Progress
 from gpt2.measure.per_token import Tokens
 from gpt2.sampling import Sampling
 
-SHOWN = 1500  # tokens of the text that a report shows one by one
+SHOWN = 1500  # tokens of the text that a report shows individually
 PASSAGE = 16  # tokens
 PROMPT = 16  # tokens
 NEW_TOKENS = 24  # tokens that both models generate from each prompt
@@ -20,7 +20,7 @@ NEW_TOKENS = 24  # tokens that both models generate from each prompt
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate for the next token, and the probability that a model gives it."""
+    """A candidate for the next token, with its probability."""
 
     text: str
     probability: float
@@ -28,7 +28,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Word:
-    """A token of the text, with both models' likeliest candidates in its place, likeliest first."""
+    """A token of the text, with both models' top candidates in its place, most likely first."""
 
     text: str
     probability_a: float
@@ -49,7 +49,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What both models generate after ``prompt``. ``parts_at`` is the first token in which they differ; None if in none."""
+    """Both models' texts after ``prompt``; ``parts_at`` is the first token in which they differ, or None."""
 
     prompt: str
     a: str
@@ -60,7 +60,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Words:
-    """``text`` is the beginning of the scored text, ``passages`` are those with the largest divergence."""
+    """``text`` is the beginning of the scored text, ``passages`` have the largest divergence."""
 
     text: tuple[Word, ...]
     passages: tuple[Passage, ...]
@@ -68,7 +68,7 @@ class Words:
 
 
 def passages(js: Tensor, count: int = 5, length: int = PASSAGE) -> list[tuple[int, float]]:
-    """Find the ``count`` windows of ``length`` tokens with the largest mean of ``js`` (N,), none overlapping: (start, mean)."""
+    """Find the ``count`` windows of ``length`` tokens with the largest mean of ``js`` (N,), without overlap: (start, mean)."""
     length = min(length, len(js))
     if length == 0:
         return []
@@ -87,7 +87,7 @@ def passages(js: Tensor, count: int = 5, length: int = PASSAGE) -> list[tuple[in
 def compare_words(
     a: Logits, b: Logits, tokenizer: Tokenizer, measured: Tokens, ids: Tensor, *, context: int, seed: int, progress: Progress
 ) -> Words:
-    """Show a measured pair's differences on the text ``ids`` (N,), and continue the beginning and the two worst passages."""
+    """Show a measured pair's differences on the text ``ids`` (N,), and continue its beginning and the two worst passages."""
 
     def choices(top: Tensor, probabilities: Tensor) -> tuple[Choice, ...]:
         pairs = zip(top.tolist(), probabilities.tolist(), strict=True)
@@ -123,7 +123,7 @@ def compare_words(
 def continuations(
     a: Logits, b: Logits, tokenizer: Tokenizer, prompts: list[list[int]], new_tokens: int, *, temperature: float, seed: int
 ) -> tuple[Continuation, ...]:
-    """Continue each prompt with both models, with the same sampling settings and random numbers; prompts are of one length."""
+    """Continue prompts of one length with both models, with the same sampling settings and random numbers."""
     ids = torch.tensor(prompts)
     ids_a, ids_b = (_continue(model, ids, tokenizer.n_vocab, new_tokens, temperature, seed).tolist() for model in (a, b))
     rows = []
