@@ -1,4 +1,4 @@
-"""Compute what each attention head looks at on a short text, for one model or for two and their difference."""
+"""Compute attention weights on a short text, for one model or for two and their difference."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MAX_WEIGHTS = 750_000  # of all heads, in a page of less than 3 MB: 72 tokens of
 
 @dataclass(frozen=True)
 class Head:
-    """Where one head looks, on average over the tokens that have something to look back to (all but the first).
+    """Where one head attends, as a mean over all tokens but the first.
 
-    ``distance`` is how many tokens back, ``entropy`` in nats; ``previous``, ``first`` and ``itself`` are the shares of attention
-    that go to the token before, the first token, and the token itself. ``moved`` is the share that b places elsewhere: the total
-    variation distance of the two rows, 0 to 1; None for one model alone.
+    ``distance`` is in tokens, ``entropy`` in nats; ``previous``, ``first`` and ``itself`` are the shares of attention on the
+    token before, the first token and the token itself. ``moved`` is the total variation distance of a's and b's rows, 0 to 1;
+    None for one model.
     """
 
     layer: int
@@ -58,13 +58,13 @@ class AttentionReport(Printed):
     environment: Environment | None = None
 
     def to_json(self, *, maps: bool = False) -> str:
-        """All figures; the weights themselves only when asked for: they are many."""
+        """Return all figures as JSON; with ``maps`` also all weights, which are many."""
         weights = {"maps": self.maps.tolist(), "maps_b": None if self.maps_b is None else self.maps_b.tolist()}
         figures = {name: value for name, value in vars(self).items() if name not in weights}
         return as_json(figures | weights if maps else figures)
 
     def parts(self) -> Iterator[RenderableType]:
-        """A row for each head that stands out, and the reason."""
+        """Yield a table with a row for each notable head, and the reason."""
         from rich.text import Text
 
         yield Text(f"\nattention of {self.a}" + (f" → {self.b}" if self.b else ""))
@@ -81,7 +81,7 @@ class AttentionReport(Printed):
         yield table
 
     def notable(self) -> list[tuple[Head, str]]:
-        """Heads that stand out, and by what; in the order of the layers."""
+        """Return the heads with extreme values and the reason, in the order of the layers."""
         rules: list[tuple[str, Callable[[Head], float]]] = [
             ("looks at the token before", lambda head: head.previous),
             ("rests on the first token", lambda head: head.first),
@@ -97,21 +97,21 @@ class AttentionReport(Printed):
         return [(head, ", ".join(why)) for head, why in reasons if why]
 
     def save_html(self, path: str | Path) -> None:
-        """The pictures and every head's figures as one self-contained page."""
+        """Write the pictures and every head's figures as one self-contained page."""
         from gpt2.explore.attention_page import page
 
         self._require_room("a page")
         write(path, page(self))
 
     def save_png(self, path: str | Path) -> None:
-        """The small multiples as a picture: the difference where there are two models."""
+        """Write the attention maps as a picture; of two models, their difference."""
         from gpt2.explore.attention_page import attention_png
 
         self._require_room("a picture")
         write(path, attention_png(self.difference if self.b else self.maps, self.tokens, signed=bool(self.b)))
 
     def _require_room(self, what: str) -> None:
-        """Raise InputError where the text has too many tokens to see single weights."""
+        """Raise an InputError if the text has too many tokens for weights to be visible."""
         most = math.isqrt(MAX_WEIGHTS // len(self.heads))
         if len(self.tokens) > most:
             raise InputError(
@@ -121,26 +121,18 @@ class AttentionReport(Printed):
 
     @property
     def difference(self) -> Tensor:
-        """b's weights less a's; zero where there is one model."""
+        """b's weights minus a's; zero for one model."""
         return torch.zeros_like(self.maps) if self.maps_b is None else self.maps_b - self.maps
 
 
 def attention_maps(model: nn.Module, ids: Tensor) -> Tensor:
-    """Attention weights of ``model``, ours or transformers', over (1, T) ``ids``: (layers, heads, T, T), float32.
-
-    Row i says how token i divides its attention among the tokens up to itself: it sums to 1, and is 0 above the diagonal.
-    """
+    """Return attention weights (layers, heads, T, T), float32, of a model over (1, T) ``ids``; row i is query i."""
     blocks = trace_blocks(model, ids)
     return torch.stack([block[name][0].float() for block in blocks for name in block if name.endswith(".attn.weights")])
 
 
 def compare_attention(a: str, b: str | None, text: str, *, offline: bool = False) -> AttentionReport:
-    """Attention weights of one model on ``text``, or of two by name; names as in :func:`~gpt2.comparison.pair.compare`.
-
-    Raises:
-        InputError: no such model, one without a tokenizer, a text too short or too long, or two models whose heads or tokens do
-            not correspond. CheckpointError: a checkpoint whose tensors do not fit its config.
-    """
+    """Compute attention weights of one model or two on ``text``; names as in :func:`~gpt2.comparison.pair.compare`."""
     sides = [Side.open(name, offline=offline) for name in (a, b) if name is not None]
     tokenizers = text_tokenizers(sides)
     ids = tokenizers[0].encode(text)
@@ -165,7 +157,7 @@ def compare_attention(a: str, b: str | None, text: str, *, offline: bool = False
 def summarise_attention(
     a: str, b: str | None, tokens: tuple[str, ...], maps: Tensor, maps_b: Tensor | None = None
 ) -> AttentionReport:
-    """The figures of (layers, heads, T, T) weights."""
+    """Compute the figures of (layers, heads, T, T) weights."""
     moved = None if maps_b is None else (maps_b.double() - maps.double()).abs()[:, :, 1:].sum(-1).mean(-1) / 2
     heads_b = () if maps_b is None else _heads(maps_b, moved)
     return AttentionReport(a, b, tokens, _heads(maps, moved), heads_b, maps, maps_b)

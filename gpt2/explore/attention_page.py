@@ -1,4 +1,4 @@
-"""The HTML page of attention weights, of one model or of two, and its pictures: a row per layer, a column per head."""
+"""The HTML page of attention weights and its pictures: a row per layer, a column per head."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from gpt2.explore.attention import AttentionReport
 
 LIGHT = {INK: "#23211d", MUTED: "#716b61", RULE: "#e6e1d8", PAPER: "#fdfcfa"}
-POSITIVE, NEGATIVE = (0xD8, 0x62, 0x28), (0x3F, 0x7F, 0xC4)  # seen on a light page and on a dark one
-LABELLED = 24  # tokens that are named along the edges
-MAX_WEIGHTS = 500_000  # above this the page holds pictures only, and no weights to look up one by one
+POSITIVE, NEGATIVE = (0xD8, 0x62, 0x28), (0x3F, 0x7F, 0xC4)  # visible on light and dark pages
+LABELLED = 24  # most tokens that are named along the edges
+MAX_WEIGHTS = 500_000  # above this the page has pictures only, without single weights
 
 
 def page(report: AttentionReport) -> str:
-    """The page as text."""
+    """Return the page as HTML text."""
     maps = {"A": report.maps} if report.maps_b is None else {"A": report.maps, "B": report.maps_b}
     pictures = [(side, attention_svg(weights, report.tokens, signed=False)) for side, weights in maps.items()]
     if report.b is not None:
@@ -47,17 +47,13 @@ def page(report: AttentionReport) -> str:
 
 
 def attention_svg(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> str:
-    """Small multiples of (layers, heads, T, T): a row per layer, a column per head.
-
-    Colour is laid on in proportion to the root of a weight, so that small ones are seen; ``signed`` differences in two colours,
-    scaled by the largest.
-    """
+    """Draw (layers, heads, T, T) maps as SVG; opacity follows the root of a weight, which keeps small ones visible."""
     size, draw = _attention(maps, tokens, signed)
     return svg("attention-difference" if signed else "attention", size, "Attention weights of every head", draw)
 
 
 def attention_png(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> bytes:
-    """The same as a picture on light ground."""
+    """Draw the same as a PNG on a light background."""
     light = {name: LIGHT.get(value, value) if isinstance(value, str) else value for name, value in SETTINGS.items()}
     with matplotlib_of_our_own(**light):
         from matplotlib.figure import Figure
@@ -73,7 +69,7 @@ def attention_png(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> bytes
 
 
 def _attention(maps: Tensor, tokens: Sequence[str], signed: bool) -> tuple[tuple[float, float], Callable[[Figure], None]]:
-    """Size in inches, and how to draw it: all heads are one image, because a thousand axes would take a minute."""
+    """Return the size in inches and a drawing function. All heads are one image: a thousand axes would take a minute."""
     import numpy as np
 
     layers, heads, n, _ = maps.shape
@@ -82,14 +78,14 @@ def _attention(maps: Tensor, tokens: Sequence[str], signed: bool) -> tuple[tuple
         cell -= 1
     gap = max(1, round(10 / cell))
     step = n + gap
-    panels = np.zeros((layers, step, heads, step))  # zeros, which are transparent, in the gaps
+    panels = np.zeros((layers, step, heads, step))  # zero is transparent, for the gaps
     panels[:, :n, :, :n] = maps.double().nan_to_num().transpose(1, 2).numpy()
     values = panels.reshape(layers * step, heads * step)[:-gap, :-gap]
     scale = (np.abs(values).max() or 1.0) if signed else 1.0
     image = np.empty((*values.shape, 4), dtype=np.uint8)
     image[..., :3] = np.where(values[..., None] < 0, NEGATIVE, POSITIVE)
     share = np.sqrt(np.clip(np.abs(values) / scale, 0, 1))
-    image[..., 3] = 5 * np.rint(51 * share)  # 52 shades are enough for the eye, and take half the bytes
+    image[..., 3] = 5 * np.rint(51 * share)  # 52 shades look the same in half the bytes
     texts = [_label(token) for token in tokens] if n <= LABELLED and cell >= 7 else []
     longest = max(map(len, texts), default=0)
     left, top, bottom = 34 + 6 * longest, 24, 8 + 6 * longest

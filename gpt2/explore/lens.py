@@ -1,8 +1,6 @@
-"""Record one forward pass of one model or two: the logit lens after every block, and the attention weights of every head.
+"""Record one forward pass: attention weights, and the logit lens, the prediction of the final norm and head after every block.
 
-The logit lens reads the stream after each block as the model reads it after the last: through the final norm and the head
-(nostalgebraist, "interpreting GPT: the logit lens", 2020). After the last block this is the model's own prediction. Earlier it
-shows how the prediction forms.
+Source: nostalgebraist, "interpreting GPT: the logit lens", 2020.
 """
 
 from __future__ import annotations
@@ -31,15 +29,15 @@ from gpt2.pages.rendering import write
 from gpt2.pages.reports import Environment, as_json, environment
 
 PROMPT = "JULIET:\nO Romeo, Romeo! wherefore art"
-TOP = 8  # choices kept of each reading
+TOP = 8  # candidates kept per reading
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one position expects next, read from the stream at one point.
+    """The prediction at one position, read from the stream at one point.
 
-    ``top`` are the likeliest tokens, likeliest first; ``entropy`` is of the whole distribution, in nats. ``probability`` is what
-    the token that does come next was given, and ``rank`` its place, 1 for the likeliest; both None at the end of the prompt.
+    ``top`` are the most likely tokens, in order; ``entropy`` is of the whole distribution, in nats. ``probability`` and
+    ``rank`` (1 is the most likely) are those of the token that comes next; both are None at the end of the prompt.
     """
 
     top: tuple[Choice, ...]
@@ -50,10 +48,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Lens:
-    """One model's forward pass over ``tokens``.
-
-    ``readings[p][t]`` is of position ``t`` at ``points[p]``: "embed", then "h.0" and so on, the last being the model's own
-    prediction. ``attention`` (layers, heads, T, T), float32, says in row i how token i divides its attention.
+    """One model's pass over ``tokens``: ``readings[p][t]`` is of position t at ``points[p]`` ("embed", "h.0", ...), the last
+    being the model's prediction; ``attention`` is (layers, heads, T, T), float32.
     """
 
     model: Model
@@ -65,11 +61,7 @@ class Lens:
 
 @dataclass(frozen=True)
 class Exploration:
-    """One prompt read by one model or two.
-
-    ``js`` is the Jensen-Shannon divergence of two models' predictions at each position, in nats (at most log 2); None for one
-    model, and for two with different tokens.
-    """
+    """One prompt read by one or two models; ``js`` is the divergence of two models' predictions per position, in nats."""
 
     prompt: str
     lenses: tuple[Lens, ...]
@@ -77,23 +69,19 @@ class Exploration:
     environment: Environment
 
     def to_json(self) -> str:
-        """Everything; attention weights to four digits."""
+        """Return everything as JSON; attention weights have four digits."""
         rounded = [lens.attention.double().mul(1e4).round().div(1e4).tolist() for lens in self.lenses]
         lenses = [{**vars(lens), "attention": weights} for lens, weights in zip(self.lenses, rounded, strict=True)]
         return as_json({**vars(self), "lenses": lenses}, indent=None)
 
     def save_html(self, path: str | Path) -> None:
-        """The pass as one self-contained page.
-
-        Raises:
-            InputError: the file cannot be written.
-        """
+        """Write one self-contained page; raises InputError if the file cannot be written."""
         write(path, page(self))
 
 
 @dataclass(frozen=True)
 class Explorer:
-    """One model or two in memory, to be shown one prompt after another; made by :func:`explorer`."""
+    """One or two loaded models for any number of prompts; made by :func:`explorer`."""
 
     sides: tuple[Side, ...]
     models: tuple[nn.Module, ...]
@@ -102,11 +90,7 @@ class Explorer:
     environment: Environment
 
     def look(self, prompt: str = PROMPT) -> Exploration:
-        """A forward pass of each model over ``prompt``.
-
-        Raises:
-            InputError: a prompt that is empty, or longer than a model or a page has room for.
-        """
+        """Run each model over ``prompt``; raises InputError if it is empty, or too long for a model or the page."""
         if len(prompt) > MAX_CHARACTERS:
             raise InputError(f"the prompt has {len(prompt):,} characters; there is room for {MAX_CHARACTERS:,}: shorten it")
         ids = [self._ids(prompt, side, tokenizer) for side, tokenizer in zip(self.sides, self.tokenizers, strict=True)]
@@ -131,11 +115,7 @@ class Explorer:
 
 @contextmanager
 def explorer(*names: str, offline: bool = False) -> Iterator[Explorer]:
-    """Load one model or two by name, as :func:`gpt2.comparison.pair.compare` takes them, for as long as they are looked at.
-
-    Raises:
-        InputError: no such model, or none with a tokenizer. CheckpointError: a checkpoint whose tensors do not fit its config.
-    """
+    """Load one or two models, named as for :func:`gpt2.comparison.pair.compare`, for the time of the ``with`` block."""
     sides = tuple(Side.open(name, offline=offline) for name in names or (DEFAULT,))
     tokenizers = text_tokenizers(sides)
     env = environment(side.dtype for side in sides)
@@ -146,17 +126,17 @@ def explorer(*names: str, offline: bool = False) -> Iterator[Explorer]:
 
 @torch.inference_mode()
 def read_out(model: nn.Module, stream: Tensor) -> Tensor:
-    """What ``model`` would answer if ``stream`` (..., D) were what its last block gives: the final norm, then the tied head."""
+    """Apply the final norm and the tied head to ``stream`` (..., D), as if it left the last block; return logits."""
     root = root_of(model)
     return nn.functional.linear(root.ln_f(stream), root.wte.weight)
 
 
 def _look(model: nn.Module, described: Model, tokenizer: Tokenizer, ids: list[int]) -> tuple[Lens, Tensor]:
-    """The lens, and the logits (T, V) of the last point."""
+    """Return the lens, and the logits (T, V) of the last point."""
     points = ("embed", *(point_at(layer, "") for layer in range(len(root_of(model).h))))
     readings, attention = [], []
     for point, block in zip(points, islice(trace_blocks(model, torch.tensor([ids])), len(points)), strict=True):
-        # A padded vocabulary is cut to the tokens that there are.
+        # A padded vocabulary is cut to the tokenizer's size.
         logits = read_out(model, block[point])[0, :, : tokenizer.n_vocab]
         readings.append(_read(logits, ids, tokenizer))
         attention += [block[name][0].float() for name in block if name.endswith(".attn.weights")]
@@ -180,5 +160,5 @@ def _read(logits: Tensor, ids: list[int], tokenizer: Tokenizer) -> tuple[Reading
 
 def _js(a: Tensor, b: Tensor) -> list[float]:
     vocab = min(a.size(-1), b.size(-1))
-    unused = torch.zeros(len(a), dtype=torch.int64)  # the right tokens, which the divergence does not need
+    unused = torch.zeros(len(a), dtype=torch.int64)  # the correct tokens, which the divergence does not need
     return measure_rows(a[:, :vocab], b[:, :vocab], unused, 1)[4].tolist()

@@ -1,4 +1,4 @@
-"""The HTML page of a logit lens: a file that needs nothing else, or, when served, one with a field for another prompt."""
+"""The HTML page of a logit lens: one self-contained file or, if served, a page with a field for another prompt."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gpt2.pages.rendering import pack_lower, readable, render, short_names, visi
 if TYPE_CHECKING:
     from gpt2.explore.lens import Exploration, Lens, Reading
 
-MAX_TOKENS = 128  # of a prompt: what a page shows side by side
-MAX_WEIGHTS = 3_000_000  # attention weights of one model, which make a page of about 4 MB
+MAX_TOKENS = 128  # of a prompt, side by side on a page
+MAX_WEIGHTS = 3_000_000  # attention weights of one model, a page of about 4 MB
 MAX_CHARACTERS = 4_000  # of a prompt, before it is cut into tokens
-UNEXPECTED = 12  # bits of surprise that are coloured darkest: one in four thousand
+UNEXPECTED = 12  # bits of surprise with the darkest colour: one in four thousand
 
 
 def page(exploration: Exploration, *, served: bool = False) -> str:
-    """The page as text; ``served`` gives it a field for another prompt."""
+    """Return the page as HTML text; ``served`` adds a field for another prompt."""
     lenses = exploration.lenses
     names = legend = [visible(lens.model.name) for lens in lenses]
     if len(names) == 2:
@@ -52,7 +52,7 @@ def page(exploration: Exploration, *, served: bool = False) -> str:
 
 
 def error_page(names: tuple[str, ...], prompt: str, error: InputError) -> str:
-    """The field again, with what was wrong with the prompt in it."""
+    """Return the page with the prompt's field and the error message."""
     return render(
         "lens",
         names=[visible(name) for name in names],
@@ -66,7 +66,7 @@ def error_page(names: tuple[str, ...], prompt: str, error: InputError) -> str:
 
 
 def _data(exploration: Exploration) -> dict[str, Any]:
-    """What the script draws from. Each token's text stands there once, and a reading holds its number."""
+    """Return the data for the script; each token's text is stored once, and readings hold its index."""
     numbers: dict[str, int] = {}
 
     def number(text: str) -> int:
@@ -91,31 +91,31 @@ def _data(exploration: Exploration) -> dict[str, Any]:
 
 
 def _strip(lens: Lens, js: tuple[float, ...] | None) -> list[dict[str, Any]]:
-    """The prompt's tokens as running text, coloured by how unexpected each was, or by how far apart two models are after it."""
+    """Return the prompt's tokens with their colours: how unexpected each was, or how far two models differ after it."""
     given = [None, *(reading.probability for reading in lens.readings[-1][:-1])]
     shares = [_surprise(p) for p in given] if js is None else [_share(value / MAX_JS) for value in js]
     strip = []
     for token, x in zip(map(readable, lens.tokens), shares, strict=True):
         text = token.lstrip(" ")
-        # The leading spaces are a part of their own: a line may break after them, and would cut the ring around a token.
+        # Leading spaces are a part of their own: a line break after them would cut the ring around a token.
         strip.append({"lead": token.removesuffix(text), "text": text, "x": x})
     return strip
 
 
 def _share(share: float) -> int:
-    """0 .. 1 as a colour's strength in percent, by the root, so that small ones are seen."""
+    """Map 0 .. 1 to a colour's strength in percent, by the root, which keeps small ones visible."""
     return round(100 * math.sqrt(min(max(share, 0.0), 1.0))) if math.isfinite(share) else 0
 
 
 def _surprise(p: float | None) -> int:
-    """0 .. 100 for nothing .. UNEXPECTED bits or more."""
+    """Map a probability to 0 .. 100, for 0 to UNEXPECTED bits of surprise."""
     if p is None or math.isnan(p):
         return 0
     return 100 if p == 0 else round(100 * min(1.0, max(0.0, -math.log2(p) / UNEXPECTED)))
 
 
 def _shown(text: str) -> str:
-    """A token in a cell: controls as signs, and nothing but spaces as signs too, or the cell would look empty."""
+    """Make a token visible in a cell: control characters, and spaces that stand alone, become symbols."""
     return visible(text).replace(" ", "␣") if text and not text.strip(" ") else visible(text) or "∅"
 
 
