@@ -6,7 +6,7 @@
     print(tok.decode(gpt2.generate(model, tok.encode("ROMEO:\\n"), 60, temperature=0.8, seed=0)))
     print(gpt2.verify("shakespeare-mini").table())
 
-A name below imports its module when it is first used, so that ``import gpt2`` does not import torch.
+A name below imports its module when it is first used: ``import gpt2`` does not import torch.
 """
 
 from importlib import import_module

@@ -1,7 +1,4 @@
-"""Measure speed: our model beside transformers', in turn in one process, so that a slow minute slows both.
-
-Times change from run to run more than their ratios do. So every result has a ratio per pair of runs: its median and range.
-"""
+"""Measure speed: our model and transformers', alternating in one process. Results are ratios of pairs: median and range."""
 
 import json
 import os
@@ -48,7 +45,7 @@ class Spread:
 
 
 def interleaved(runs: Mapping[str, Callable[[], float]], pairs: int) -> dict[str, list[float]]:
-    """Call the ``runs`` in turn, A B A B ...; return what each measured, without the first round, which warms caches."""
+    """Call the ``runs`` in turn, A B A B ...; return all measurements, without the first round, which warms caches."""
     rounds = [{name: run() for name, run in runs.items()} for _ in range(pairs + 1)]
     return {name: [measured[name] for measured in rounds[1:]] for name in runs}
 
@@ -59,7 +56,6 @@ def ratio(numerators: Iterable[float], denominators: Iterable[float]) -> Spread:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return how long ``work`` takes."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
@@ -87,7 +83,7 @@ def machine(*packages: str) -> dict[str, Any]:
 
 
 class Ours:
-    """Our model through its public functions; after training steps, only ``prefill`` may follow."""
+    """Our model through its public functions; after training steps, call only ``prefill``."""
 
     name = "ours"
 
@@ -100,13 +96,13 @@ class Ours:
         return self.decoder.prefill(ids)
 
     def decode(self, ids: Tensor, tokens: int) -> float:
-        """Return the seconds of ``tokens`` greedy steps after (B, T) ids, whose reading is not timed."""
+        """Return the seconds of ``tokens`` greedy steps after (B, T) ids, without the time of the prompt."""
         steps = stream(self.decoder, ids, tokens + 1, temperature=0)
         next(steps)
         return seconds(lambda: [next(steps) for _ in range(tokens)])
 
     def train_step(self, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-        _step(optimizer, Scored(self.model)(x, y))  # as gpt2 train does
+        _step(optimizer, Scored(self.model)(x, y))  # the training step of gpt2 train
 
 
 class Transformers:
@@ -145,7 +141,7 @@ def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured task. ``unit`` is "s" (less is better) or "tokens/s"; ``ratio`` is above 1 where ours is faster."""
+    """One measured task. ``unit`` is "s" (less is better) or "tokens/s"; ``ratio`` is above 1 if ours is faster."""
 
     what: str
     unit: str
@@ -154,7 +150,7 @@ class Row:
     ratio: Spread
 
     def lines(self) -> Iterator[str]:
-        """Two lines of a table: medians, then ranges."""
+        """Yield two lines of a table: medians, then ranges."""
         form = ".2f" if self.unit == "s" else ",.0f"
         cells = [(self.ours, form, "", 20), (self.theirs, form, "", 20), (self.ratio, ".2f", "× ", 16)]
         yield f"{self.what:24}" + "".join(f"{f'{sign}{v.median:{form}}':>{width}}" for v, form, sign, width in cells)
@@ -164,7 +160,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """What ``gpt2 bench`` measured."""
+    """The result of ``gpt2 bench``."""
 
     model: str
     parameters: int
@@ -203,13 +199,13 @@ def bench(
     offline: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Bench:
-    """Measure load, prefill, decode and a training step of a model on the CPU, ours beside transformers'.
+    """Measure load, prefill, decode and a training step of a model on the CPU, ours and transformers'.
 
     An int8 model is not trained, and transformers runs it in float32.
 
     Args:
         name: as for :func:`gpt2.load`, with an optional dtype; ``random:gpt2`` has the official shape without a download.
-        batch, context: rows and tokens of the prompt and the training batch; cut to the model's positions.
+        batch, context: rows and tokens of the prompt and the training batch; limited to the model's positions.
         tokens: greedy steps after the prompt.
 
     Raises:
@@ -257,6 +253,6 @@ def _first_logits(load: Callable[[], Ours | Transformers], ids: Tensor) -> None:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Switch to training mode and return PyTorch's fused AdamW, with a learning rate that hardly moves the weights."""
+    """Switch to training mode and return PyTorch's fused AdamW, with a learning rate that hardly changes the weights."""
     model.train()
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)

@@ -1,7 +1,6 @@
-"""The configuration of a GPT-2: sizes and switches, read from and written to ``config.json``.
+"""The configuration of a GPT-2, read from and written to ``config.json``, with Hugging Face's names of fields.
 
-Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), and the ``config.json`` of the official
-repositories. Fields have the names that Hugging Face uses.
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), and the official ``config.json`` files.
 """
 
 import difflib
@@ -14,7 +13,7 @@ from typing import Any, Self
 from gpt2.errors import CheckpointError, InputError
 
 ACTIVATIONS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu", "silu", "swish", "tanh")
-# Other names of the same fields, which transformers reads too. A config that has both must have equal values.
+# Other names that transformers reads for the same fields. A config with both must have equal values.
 ALIASES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -34,7 +33,7 @@ class GPT2Config:
     GPT-2, stanford-crfm). ``reorder_and_upcast_attn`` computes scores and softmax in float32 or wider, whatever the weights.
 
     Raises:
-        InputError: values that make no model (a width not divisible by the heads, a size below 1, an unknown activation).
+        InputError: invalid values (a width not divisible by the heads, a size below 1, an unknown activation).
     """
 
     vocab_size: int = 50257
@@ -82,7 +81,7 @@ class GPT2Config:
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     def parameters_by_part(self) -> dict[str, int]:
-        """Count the parameters from the sizes alone. The head shares the token embedding, so it adds none."""
+        """Count the parameters of each part from the sizes. The head shares the token embedding, so it adds none."""
         d, f, layers = self.n_embd, self.inner, self.n_layer
         return {
             "token embedding (tied head)": self.vocab_size * d,
@@ -98,9 +97,9 @@ class GPT2Config:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> Self:
-        """Read the content of a Hugging Face ``config.json``. Keys that are no field of this class have no effect.
+        """Read the content of a Hugging Face ``config.json``; other keys have no effect.
 
-        Exceptions are keys that change what a model computes and that this GPT-2 does not support; they are refused.
+        A key that changes what a model computes, and that this GPT-2 does not support, is an error.
 
         Raises:
             CheckpointError: not a GPT-2, or a value of the wrong type or range.
@@ -157,7 +156,7 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 60, 60
 
 
 def _require(name: str, value: Any, kind: type, minimum: float = 0, maximum: float = 1) -> None:
-    """Raise an :class:`InputError` if a field has another type than ``kind`` or lies outside its bounds."""
+    """Raise an :class:`InputError` if a field does not have type ``kind`` or is out of bounds."""
     fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if not fits or (kind is not bool and isinstance(value, bool)):
         raise InputError(f"config: {name} must be {'a number' if kind is float else kind.__name__}, found {quoted(value)}")

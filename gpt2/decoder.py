@@ -1,11 +1,8 @@
 """Compute next-token logits fast: prefill and decode with weights that are looked up once.
 
-Reading one token is memory-bandwidth-bound: every weight is read from memory once. What is left to save is the cost of calling
-operators and modules. :class:`ForwardPass` is the arithmetic of :mod:`gpt2.model` with about a dozen operators per block, its
-widest tensors written in place, and only the last token of a prompt in the last block.
-
-The choices of layout and dtype below were measured on a CPU with AVX-512, without AMX or bfloat16 instructions
-(tools/README.md, "What makes the difference").
+Reading one token is memory-bandwidth-bound, so only the cost of calling operators and modules can be saved: about a dozen
+operators per block, the widest tensors written in place, and only a prompt's last token in the last block. The layouts and
+dtypes were chosen on a CPU with AVX-512, without AMX or bfloat16 (tools/README.md, "What makes the difference").
 """
 
 import math
@@ -25,20 +22,19 @@ OWN_CLASSES = {GPT2, Block, Attention, MLP, Conv1D, nn.Embedding, nn.LayerNorm, 
 OWN_CLASSES |= {Int8GPT2, Int8Conv1D, Int8Embedding}
 FORWARD_HOOKS = [name for name in vars(nn.Module()) if "forward" in name and "hooks" in name]  # torch's tables in each module
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-# From this number of rows on, a CPU without instructions for the dtype is faster when it converts the weights to float32.
+# From this number of rows on, a CPU without instructions for the dtype is faster with weights converted to float32.
 MIN_ROWS_TO_CONVERT = {torch.bfloat16: 4, torch.float16: 1}
-WEIGHT_CHUNK = 256  # rows of a weight that are converted at a time, so that the product finds them in the CPU's cache
-ROW_CHUNK = 64  # rows of activations that GELU computes at a time, for the same reason; from here on buffers are shared
+WEIGHT_CHUNK = 256  # rows of a weight that are converted at a time, so that they stay in the CPU's cache
+ROW_CHUNK = 64  # rows of activations per GELU call, for the same reason; from this number on, buffers are shared
 GELU_FACTOR = 2 * math.sqrt(2 / math.pi)
 
 
 class Decoder:
-    """Reads tokens with a model whose weights stay fixed, and returns the logits of the next token, without gradients.
+    """Read tokens with a model of fixed weights and return the logits of the next token, without gradients.
 
-    The weights are looked up when the decoder is built: after training, merging or replacing weights, build another one.
-    Dropout is off, whatever the model's mode. The model's own forward pass runs instead of the fast one where they could
-    differ: with a forward hook, a replaced method or a module of another class (an adapter), under autocast, and for a prompt
-    with padding. Hooks that torch registers for all modules at once are not called.
+    **Build another decoder after training, merging or replacing weights**: they are looked up once. Dropout is off in any mode.
+    The model's own forward pass runs where the fast one might differ: with a forward hook, a replaced method, a module of
+    another class (an adapter), autocast, or a padded prompt. Hooks that torch registers for all modules at once are not called.
     """
 
     def __init__(self, model: GPT2) -> None:
@@ -48,10 +44,7 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, cache: KVCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
-        """Read (B, T) ids and append them to the cache; return the logits (B, V) of the token after the last.
-
-        Arguments and errors are those of :meth:`GPT2.hidden`.
-        """
+        """Read (B, T) ids, as :meth:`GPT2.hidden` does; return the logits (B, V) of the token after the last."""
         forward_pass = self._forward_pass(ids, cache) if attention_mask is None else None
         if forward_pass is not None:
             return forward_pass(ids, cache)
@@ -60,10 +53,7 @@ class Decoder:
 
     @torch.inference_mode()
     def decode(self, ids: Tensor, cache: KVCache, attention_mask: Tensor | None = None) -> Tensor:
-        """Read (B, T) more ids, usually one per row; return the logits (B, T, V) of the token after each of them.
-
-        ``attention_mask`` (B, S) covers the cached tokens too. A 16-bit cache on a CPU is converted to float32.
-        """
+        """Read (B, T) more ids; return the logits (B, T, V) after each. ``attention_mask`` (B, S) covers cached tokens too."""
         one_each = attention_mask is None or (ids.size(1) == 1 and attention_mask.shape == (len(ids), cache.length + 1))
         forward_pass = self._forward_pass(ids, cache) if one_each else None
         if forward_pass is not None:
@@ -74,7 +64,7 @@ class Decoder:
             return self.model(ids, attention_mask=attention_mask, cache=cache)
 
     def _forward_pass(self, ids: Tensor, cache: KVCache | None) -> "ForwardPass | None":
-        """None where the model has to run itself; with too many tokens it raises the error."""
+        """Return None if the model must run itself; raise its error for too many tokens."""
         seen = ids.size(1) + (0 if cache is None else cache.length)
         return self.forward_pass if seen <= self.model.config.n_positions else None
 
@@ -84,7 +74,7 @@ Norm = tuple[Tensor, Tensor, float]  # weight, bias, epsilon
 
 
 class BlockWeights(NamedTuple):
-    """What the forward pass needs of one block."""
+    """The weights and functions of one block."""
 
     ln_1: Norm
     c_attn: Linear
@@ -140,7 +130,7 @@ class ForwardPass:
         stored = computed if cache is None else cache.keys.dtype
         last = len(self.blocks) - 1
         qkv_out = inner_out = None
-        if len(x) >= ROW_CHUNK:  # qkv and the feed-forward share one buffer in all blocks: new memory would be zeroed first
+        if len(x) >= ROW_CHUNK:  # all blocks share one buffer: new memory would be zeroed first
             buffer = x.new_empty(len(x) * max(self.qkv_width, self.inner_width))
             qkv_out = buffer[: len(x) * self.qkv_width].view(len(x), -1)
             inner_out = buffer[: len(x) * self.inner_width].view(len(x), -1)
@@ -161,11 +151,7 @@ class ForwardPass:
         return self._head(torch.layer_norm(x, self.shape, *self.ln_f), decoding)
 
     def _head(self, hidden: Tensor, decoding: bool) -> Tensor:
-        """Compute what :meth:`GPT2.head` does, for a few rows (B, D).
-
-        Decoding copies a head once, transposed, where [in, out] is read faster than [out, in]: one row of 16-bit weights, or 3 to
-        16 rows in float32.
-        """
+        """Compute :meth:`GPT2.head` for a few rows; decoding copies a head once, transposed, where that is faster to read."""
         rows, weight = len(hidden), self.tokens
         if self.token_scale is not None:
             return product(hidden, weight, self.token_scale)
@@ -182,7 +168,7 @@ class ForwardPass:
 
 @contextmanager
 def evaluating(model: GPT2) -> Iterator[None]:
-    """Switch dropout off; afterwards every module is in its former mode again. A model in eval mode is left untouched."""
+    """Switch dropout off; restore the mode of every module afterwards. A model in eval mode stays untouched."""
     training = [module for module in model.modules() if module.training] if model.training else []
     for module in training:
         module.training = False
@@ -194,7 +180,7 @@ def evaluating(model: GPT2) -> Iterator[None]:
 
 
 def _runs_own_code(module: nn.Module) -> bool:
-    """Whether calling the module runs its class's own forward, of a class known here, and no hook."""
+    """Return whether calling the module runs the forward of its class, a class known here, and no hook."""
     own = vars(module)
     replaced = own.keys() & {"forward", "hidden", "head"}
     return type(module) in OWN_CLASSES and not replaced and not any(own[name] for name in FORWARD_HOOKS)
@@ -215,7 +201,7 @@ def _linear(module: Conv1D | Int8Conv1D) -> Linear:
 
 
 def _converts(weight: Tensor, rows: int) -> bool:
-    """Whether a product of 16-bit numbers is faster in float32 on this machine."""
+    """Return whether a product of 16-bit numbers is faster in float32 on this machine."""
     if rows < MIN_ROWS_TO_CONVERT.get(weight.dtype, rows + 1) or not weight.is_cpu or not torch.cpu._is_avx2_supported():
         return False
     if weight.dtype == torch.float16:
@@ -226,7 +212,7 @@ def _converts(weight: Tensor, rows: int) -> bool:
 def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Multiply 16-bit numbers in float32 and round the result once."""
     wide, y = x.float(), bias.float().repeat(len(x), 1)
-    chunk = WEIGHT_CHUNK if len(x) < WEIGHT_CHUNK else weight.size(0)  # with many rows, the sums alone fill the cache
+    chunk = WEIGHT_CHUNK if len(x) < WEIGHT_CHUNK else weight.size(0)  # with many rows, the results alone fill the cache
     for inputs, part in zip(wide.split(chunk, 1), weight.split(chunk), strict=True):
         y.addmm_(inputs, part.float())
     return y.to(x.dtype)

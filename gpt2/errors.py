@@ -1,12 +1,12 @@
-"""Errors that the user can fix, and untrusted text made safe to print.
+"""Errors that the user can fix, and functions that make untrusted text safe to print.
 
-A wrong name, path, file or flag raises :class:`InputError` with one line that says what is wrong, where, and what to do. The
-command line prints that line and exits 2. A traceback always means a bug in this package.
+A wrong name, path, file or flag raises :class:`InputError` with one line: what is wrong, where, and what to do. The command
+line prints it and exits 2. A traceback always means a bug in this package.
 """
 
 import re
 
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters but newline and tab; surrogates
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters except newline and tab; surrogates
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
@@ -33,4 +33,4 @@ class InputError(ValueError):
 
 
 class CheckpointError(InputError):
-    """A checkpoint that cannot be read, does not match its config, or differs from what the Hub declares."""
+    """A checkpoint that cannot be read, does not match its config, or differs from its hash on the Hub."""

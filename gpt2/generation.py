@@ -31,22 +31,20 @@ def stream(
 ) -> Iterator[Tensor]:
     """Yield the next ids (B,) after (B, T) ``ids``, ``max_new_tokens`` times.
 
-    **The weights must stay fixed** between the first token and the last: they are looked up once. To continue many texts with
-    the same weights, build a :class:`Decoder` and pass it as ``model``. The model stays in the caller's mode (training or not)
-    and dropout is off, so the iterator may be abandoned at any point.
+    **The weights must stay fixed** from the first token to the last: they are looked up once. To continue many texts, build a
+    :class:`Decoder` and pass it as ``model``. The model's mode does not change; dropout is off.
 
-    ``attention_mask`` (B, T) marks padding on the left with zeros; every row is continued as it would be alone. Of a prompt
-    longer than ``n_positions``, the last ``n_positions`` tokens are read. When the text outgrows the positions, its last
+    ``attention_mask`` (B, T) has zeros for padding on the left; every row is continued as it would be alone. Of a prompt longer
+    than ``n_positions``, the last ``n_positions`` tokens are read. When the text outgrows the positions, its last
     ``n_positions // 2`` tokens are read again from position 0, because learned positions cannot slide. ``use_cache=False``
     reads the whole text at every step: slower, with the same result.
 
-    ``draft`` is a smaller model of the same vocabulary for speculative decoding of a single row: it proposes several ids, and
-    the model checks them all in one pass, which takes little longer than one id because reading the weights is what takes the
-    time. Greedy ids are the same, except where two logits are equal up to rounding. Sampled ids have the same distribution,
-    although a seed gives another text (:func:`~gpt2.sampling.accept_draft`).
+    ``draft`` is a smaller model of the same vocabulary for speculative decoding of one row: it proposes several ids, and the
+    model checks them in one pass. Greedy ids are the same, except where two logits are equal up to rounding. Sampled ids have
+    the same distribution, although a seed gives another text (:func:`~gpt2.sampling.accept_draft`).
 
     Raises:
-        InputError: sampling settings that make no sense, or a draft that cannot be used.
+        InputError: invalid sampling settings, or a draft that cannot be used.
     """
     decoder = model if isinstance(model, Decoder) else Decoder(model)
     sampling = Sampling(temperature, top_k, top_p)
@@ -79,7 +77,7 @@ def stream(
 def _stream_speculatively(
     target: Decoder, draft: Decoder, ids: Tensor, max_new_tokens: int, sampling: Sampling, generator: torch.Generator | None
 ) -> Iterator[Tensor]:
-    """:func:`stream` one row (1, T): the draft proposes ids, the target model accepts some of them and adds one."""
+    """Do what :func:`stream` does for one row (1, T): the draft proposes ids, the target accepts some and adds one."""
     limit, left = target.model.config.n_positions, max_new_tokens
     text = ids[:, -limit:]
     room = text.size(1) + max_new_tokens
@@ -106,7 +104,7 @@ def _stream_speculatively(
 
 
 def _read(decoder: Decoder, text: Tensor, cache: KVCache) -> Tensor:
-    """Read what is not yet in the cache; return the logits (N, V) after each new id, or after the prompt's last alone."""
+    """Read the ids that are not in the cache; return the logits (N, V) after each, or after the prompt's last id only."""
     new = text[:, cache.length :]
     return decoder.decode(new, cache)[0] if cache.length > 0 else decoder.prefill(new, cache)
 
@@ -123,7 +121,7 @@ def check_draft(draft: GPT2, model: GPT2, ids: Tensor) -> None:
 
 
 class Settings(TypedDict, total=False):
-    """The keyword arguments that :func:`generate` passes on to :func:`stream`."""
+    """The keyword arguments that :func:`generate` passes to :func:`stream`."""
 
     temperature: float
     top_k: int | None
@@ -160,22 +158,22 @@ def generate(
     use_cache: bool = True,
     draft: GPT2 | None = None,
 ) -> list[int] | Tensor:
-    """Return the prompt and its continuation; :func:`stream` says how it is computed.
+    """Return the prompt and its continuation; :func:`stream` has the method.
 
     Args:
         ids: a list of ids, or a (B, T) integer tensor of prompts of one length (shorter ones padded on the left).
         temperature: 0 is greedy, and ``top_k`` and ``top_p`` then have no effect.
         seed: makes sampling repeatable; without it torch's global generator is used.
         stop: end after this id; a batch ends when every row has had it.
-        attention_mask: (B, T), zero at padding.
+        attention_mask: (B, T), zero for padding.
         draft: a smaller model of the same vocabulary for speculative decoding of one text.
 
     Returns:
         A list for a list; a (B, T + new) tensor on the model's device for a tensor.
 
     Raises:
-        InputError: an empty prompt, an id outside the vocabulary, padding that is not on the left, sampling settings that make
-            no sense, or a draft that cannot be used.
+        InputError: an empty prompt, an id outside the vocabulary, padding that is not on the left, invalid sampling settings,
+            or a draft that cannot be used.
     """
     prompt = _prompt(ids, model)
     if max_new_tokens < 0:
@@ -208,13 +206,13 @@ def generate(
 
 
 def _prompt(ids: Sequence[int] | Tensor, model: GPT2) -> Tensor:
-    """Return ``ids`` as (B, T) int64 on the model's device; raise an :class:`InputError` if they are no prompt."""
+    """Return ``ids`` as (B, T) int64 on the model's device; raise an :class:`InputError` if they are not a valid prompt."""
     vocabulary = model.config.vocab_size
     try:
         prompt = ids if isinstance(ids, Tensor) else torch.tensor([[operator.index(i) for i in ids]], dtype=torch.long)
     except TypeError:
         raise InputError("generate: the prompt is not a list of ids; encode a text with the model's tokenizer first") from None
-    except (ValueError, OverflowError, RuntimeError):  # what torch raises for an id of more than 64 bits
+    except (ValueError, OverflowError, RuntimeError):  # torch's errors for an id of more than 64 bits
         raise InputError(f"generate: an id of the prompt lies outside the model's vocabulary of {vocabulary}") from None
     if prompt.ndim != 2 or prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
         given = f"{prompt.dtype} of shape {tuple(prompt.shape)}"
@@ -227,10 +225,7 @@ def _prompt(ids: Sequence[int] | Tensor, model: GPT2) -> Tensor:
 
 
 def _last_half(text: Tensor, real: Tensor | None, limit: int) -> tuple[Tensor, Tensor | None]:
-    """Cut (B, T) texts that outgrew ``limit`` positions down to their last ``limit // 2`` tokens, and their mask with them.
-
-    A row that still fits, because it has padding on its left, is kept whole, as it would be alone.
-    """
+    """Cut texts (B, T) that outgrew ``limit`` positions, and their mask, to the last ``limit // 2`` tokens; keep shorter rows."""
     keep = max(1, limit // 2)
     if real is None:
         return text[:, -keep:], None

@@ -1,13 +1,10 @@
 """Int8 inference: GPT-2 with its matrices in eight bits, a quarter of float32's bytes to store and to read.
 
 Each row of a matrix [out, in] has one scale: weight = scale x an integer from -127 to 127, rounded to the nearest (the simplest
-of the schemes in Dettmers et al., arXiv:2208.07339). On a CPU with instructions for integer products (VNNI), the activations
-are quantised too, with a scale per row. A row with a few large entries would have only a few steps left for the others, which
-is what spoils the results in that paper; such a row gets another eight bits for the remainder. Integer sums are exact, so that
-a token's result does not depend on the rest of its batch. On other processors only the weights are in eight bits.
-
-Everything else stays in float32: the residual stream, norms, biases, attention and position embeddings.
-`gpt2 compare MODEL MODEL:int8` measures the difference.
+scheme in Dettmers et al., arXiv:2208.07339). On a CPU with integer-product instructions (VNNI), activations are quantised too,
+with a scale per row; a row with a few large entries gets another eight bits for the remainder, because the other entries would
+have too few steps. Integer sums are exact, so a token's result does not depend on its batch. Other processors use int8 weights
+only. Everything else stays in float32: residual stream, norms, biases, attention and position embeddings.
 """
 
 import math
@@ -22,16 +19,15 @@ from gpt2.errors import InputError
 from gpt2.kv_cache import KVCache
 from gpt2.model import GPT2
 
-CREST_LIMIT = 4.0  # largest entry of a row over its root mean square, from which on eight bits are too few for the row
+CREST_LIMIT = 4.0  # a row's maximum over its root mean square, above which eight bits are too few
 ROW_CHUNK = 256  # rows that are multiplied at a time, so that intermediate results stay in the CPU's cache
 MAX_KERNEL_ROWS = 16  # without VNNI: with more rows, converting the weights to float32 is faster than PyTorch's kernel
 WEIGHT_CHUNK = 1 << 22  # weights that are converted at a time
 
 
 def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix (out, in) of any float dtype to int8; return it and the scale of each row, float32 (out,).
-
-    PyTorch's kernel takes bfloat16 scales, so every scale is a number that bfloat16 represents.
+    """Round a matrix (out, in) to int8; return it and a float32 scale per row, each a bfloat16 number as PyTorch's kernel
+    needs.
     """
     largest = matrix.abs().amax(1).float()
     scale = (largest / 127).bfloat16()
@@ -52,10 +48,7 @@ def rounded_parameter(name: str, tensor: Tensor) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Multiply rows (M, in) by an int8 weight (out, in) and add the bias: (M, out), float32.
-
-    The result is written to ``out`` if there are more than ``ROW_CHUNK`` rows.
-    """
+    """Multiply rows (M, in) by an int8 weight (out, in), add the bias, return float32; over ``ROW_CHUNK`` rows go to ``out``."""
     if not (x.is_cpu and torch.cpu._is_vnni_supported()):
         y = _float_product(x, weight, scale)
         return y if bias is None else y.add_(bias)
@@ -87,7 +80,7 @@ def _integer_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
 
 
 def _integer_product_of_one_row(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the same numbers with half as many operators: for one row, calling an operator costs more than its work."""
+    """Compute the same with half as many operators, because for one row calls cost more than arithmetic."""
     largest = torch.linalg.vector_norm(x, math.inf).item()
     unit = largest / 127
     steps = x / unit
@@ -99,12 +92,12 @@ def _integer_product_of_one_row(x: Tensor, weight: Tensor, scale: Tensor, bias: 
 
 
 def _remainder(steps: Tensor, whole: Tensor) -> Tensor:
-    """Quantise what rounding left, at most half a step, to eight more bits; ``steps`` is overwritten."""
+    """Quantise the rounding error, at most half a step, to eight more bits; ``steps`` is overwritten."""
     return steps.sub_(whole).mul_(254).round_().to(torch.int8)
 
 
 def _float_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Multiply float rows (M, in), rounded to bfloat16 where PyTorch has a kernel for that, by an int8 weight (out, in)."""
+    """Multiply float rows (M, in), rounded to bfloat16 if PyTorch has a kernel for that, by an int8 weight (out, in)."""
     if x.is_cpu and len(x) <= MAX_KERNEL_ROWS and weight.size(1) % 16 == 0:  # for other widths the kernel reads out of bounds
         return torch._weight_int8pack_mm(x.bfloat16(), weight, scale.bfloat16()).float()
     chunk = max(1, WEIGHT_CHUNK // weight.size(1))
@@ -146,7 +139,7 @@ class Int8Embedding(nn.Module):
 
 
 class Int8GPT2(GPT2):
-    """A GPT2 with its token embedding and projections in int8. It is built without weights: :meth:`put` sets each one."""
+    """A GPT2 with its token embedding and projections in int8, built without weights: :meth:`put` sets each one."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config, initialise=False)
@@ -159,7 +152,7 @@ class Int8GPT2(GPT2):
 
     @torch.no_grad()
     def put(self, name: str, tensor: Tensor, device: torch.device | str = "cpu") -> None:
-        """Set the parameter that a GPT2 calls ``name``; matrices are quantised."""
+        """Set the parameter that a GPT2 calls ``name``; quantise matrices."""
         path, _, leaf = name.rpartition(".")
         module = self.get_submodule(path)
         if isinstance(module, (Int8Conv1D, Int8Embedding)) and leaf == "weight":

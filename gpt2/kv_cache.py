@@ -1,4 +1,4 @@
-"""Keep the keys and values of the tokens that were already read, in preallocated tensors."""
+"""Keep the keys and values of tokens that the model has read, in preallocated tensors."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ class KVCache:
     """Keys and values of up to ``capacity`` tokens in every layer; ``length`` of them are filled.
 
     ``keys`` and ``values`` are (L, B, H, capacity, K). A forward pass calls :meth:`append` once per layer, always at the same
-    offset, and :meth:`advance` once at its end. The tensors are written in place, so autograd refuses to go back through them.
+    offset, and then :meth:`advance` once. The tensors are written in place, so autograd cannot go back through them.
     """
 
     def __init__(
@@ -29,11 +29,7 @@ class KVCache:
         self.values = torch.empty(shape, dtype=dtype, device=device)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` (B, H, T, K) after the filled part; return the layer's (B, H, length + T, K) in their dtype.
-
-        Raises:
-            ValueError: another batch size than the cache's, or more tokens than its capacity.
-        """
+        """Store ``k`` and ``v`` (B, H, T, K); return the layer's (B, H, length + T, K). A wrong shape is a ValueError."""
         if k.size(0) != self.keys.size(1):  # copy_ would broadcast a single row to all of them
             raise ValueError(f"the cache was made for a batch of {self.keys.size(1)}; {k.size(0)} rows were given to it")
         tokens = k.size(-2)
@@ -54,8 +50,8 @@ class KVCache:
         self.length = min(self.length, length)
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Store keys and values in ``dtype`` from now on; the filled part is kept."""
-        with torch.inference_mode(False), torch.no_grad():  # tensors that may be written in any mode
+        """Convert keys and values to ``dtype``; the filled part is kept."""
+        with torch.inference_mode(False), torch.no_grad():  # makes tensors that can be written in any mode
             keys, values = torch.empty_like(self.keys, dtype=dtype), torch.empty_like(self.values, dtype=dtype)
             for new, old in ((keys, self.keys), (values, self.values)):
                 new[..., : self.length, :] = old[..., : self.length, :]

@@ -1,10 +1,10 @@
 """LoRA adapters (Hu et al., arXiv:2106.09685): low-rank matrices trained beside frozen projections.
 
 An adapted projection computes ``x W + b + s (x Aᵀ) Bᵀ`` with A (r, in), B (out, r) and s = alpha / r. B is initialised with
-zeros, so that the adapted model first computes what the original does. Merging makes a plain projection with the weight
-``W + s Aᵀ Bᵀ``. Subtracting the product again would not restore W exactly, because both sums round; so W is kept aside.
+zeros, so the adapted model first computes the same as the original. Merging makes a plain projection with the weight ``W + s Aᵀ
+Bᵀ``; W is kept aside, because subtracting the product would not restore it exactly.
 
-Shapes: W is [in, out] as in the rest of the model; A and B are stored as PEFT stores them, [out, in].
+Shapes: W is [in, out] as in the rest of the model; A and B are [out, in], as in PEFT.
 """
 
 import difflib
@@ -20,7 +20,7 @@ from gpt2.int8 import require_float
 from gpt2.model import GPT2, Conv1D
 
 PROJECTIONS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-TARGETS = ("c_attn", "c_proj", "c_fc", *PROJECTIONS)  # what a user may name; c_proj means both
+TARGETS = ("c_attn", "c_proj", "c_fc", *PROJECTIONS)  # names that a user may give; c_proj means both
 
 
 class LoRAConv1D(Conv1D):
@@ -56,7 +56,7 @@ class LoRAConv1D(Conv1D):
 
 
 def merge_into(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return ``W + s Aᵀ Bᵀ`` in W's dtype, a new tensor; summed in float64, where the device has it, and rounded once."""
+    """Return ``W + s Aᵀ Bᵀ`` as a new tensor in W's dtype, summed in float64 if the device has it, and rounded once."""
     wide = torch.float32 if weight.device.type == "mps" else torch.float64
     return torch.addmm(weight.to(wide), a.t().to(wide), b.t().to(wide), alpha=scale).to(weight.dtype)
 
@@ -72,7 +72,7 @@ def inject(
 ) -> GPT2:
     """Add an adapter to every projection named in ``targets``, in place, freeze everything else, and return the model.
 
-    A is drawn uniformly from ±1/√in, as in PEFT, layer by layer with a generator of its own, so that ``seed`` repeats it exactly.
+    A is drawn uniformly from ±1/√in, as in PEFT, layer by layer with a separate generator, so ``seed`` repeats it exactly.
 
     Raises:
         InputError: an unknown target, no target, a rank below 1, an int8 model, or a model that already has adapters.
@@ -97,11 +97,7 @@ def inject(
 
 
 def chosen_projections(targets: Iterable[str]) -> tuple[str, ...]:
-    """Return the projections of a block that ``targets`` name, fully or by the part after a dot, as in PEFT.
-
-    Raises:
-        InputError: a name that matches no projection, or no name at all.
-    """
+    """Return the projections that ``targets`` name, in full or by the part after a dot; raise InputError for unknown names."""
     targets = tuple(targets)
     for target in targets:
         if target not in TARGETS:
@@ -130,7 +126,7 @@ def merge(model: GPT2) -> GPT2:
 
 
 def unmerge(model: GPT2) -> GPT2:
-    """Put the original weights back, bit for bit, in place; the adapters stay beside them."""
+    """Restore the original weights exactly, in place; the adapters stay."""
     for module in adapters(model).values():
         if module.unmerged is not None:
             module.weight = nn.Parameter(module.unmerged, requires_grad=False)
@@ -140,10 +136,7 @@ def unmerge(model: GPT2) -> GPT2:
 
 @torch.no_grad()
 def merged(model: GPT2) -> GPT2:
-    """Return a plain GPT2 with the adapters merged into its weights, to be saved or exported; ``model`` is not changed.
-
-    Tensors without an adapter are shared with ``model``. A model without adapters is returned itself.
-    """
+    """Return a plain GPT2 with the adapters merged; it shares all other tensors with ``model``, which does not change."""
     adapted = adapters(model)
     if not adapted:
         return model

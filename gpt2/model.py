@@ -72,7 +72,7 @@ def eager_attention_upcast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
 
 
 def causal_mask(queries: int, keys: int, device: torch.device | str | None = None) -> Tensor:
-    """Return a boolean (T, S): query t stands at position S - T + t and attends to itself and to everything before it."""
+    """Return a boolean (T, S): query t is at position S - T + t and attends to itself and to all earlier positions."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -160,7 +160,7 @@ class GPT2(nn.Module):
         self.wpe = nn.Embedding.from_pretrained(torch.empty(config.n_positions, config.n_embd), freeze=False)
         self.drop = nn.Dropout(config.embd_pdrop)
         blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.h: Sequence[Block] = blocks  # type: ignore[assignment]  # so that model.h[0].attn has a type
+        self.h: Sequence[Block] = blocks  # type: ignore[assignment]  # gives model.h[0].attn a type
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         if initialise:
             self.initialise()

@@ -12,11 +12,7 @@ from gpt2.errors import InputError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How ids are chosen from logits: greedily with ``temperature`` 0, else drawn from what :func:`restrict` leaves.
-
-    Raises:
-        InputError: a temperature below 0, a k below 1, or p outside (0, 1].
-    """
+    """How ids are chosen: greedily with ``temperature`` 0, else drawn from the candidates of :func:`restrict`."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -37,11 +33,7 @@ class Sampling:
         return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the probabilities (..., V) with which ids are drawn; the greedy id has probability 1.
-
-        Raises:
-            InputError: logits that are NaN.
-        """
+        """Return the probabilities (..., V) of each id; a greedy id has probability 1. Raises InputError for NaN logits."""
         if self.temperature == 0:
             return F.one_hot(logits.argmax(-1), logits.size(-1)).float()
         if bool(logits.isnan().any()):
@@ -54,9 +46,9 @@ class Sampling:
 def restrict(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Tensor:
     """Divide logits (..., V) by ``temperature``, shift them to a maximum of 0, and set all but the candidates to -inf.
 
-    ``top_k`` keeps the k most likely ids (Fan et al. 2018) and all that tie with the last of them. ``top_p`` keeps the
-    smallest set whose probability reaches p (Holtzman et al. 2020): at least one id, and of equally likely ids the lower ones.
-    If both are given, p applies to what k leaves.
+    ``top_k`` keeps the k most likely ids (Fan et al. 2018) and all ties with the last of them. ``top_p`` keeps the smallest set
+    with a probability of at least p (Holtzman et al. 2020): at least one id, and of equally likely ids the lower ones. With
+    both, p applies to the ids that k keeps.
 
     Raises:
         InputError: temperature not above 0, k below 1, or p outside (0, 1].
@@ -80,12 +72,12 @@ def restrict(logits: Tensor, temperature: float = 1.0, top_k: int | None = None,
 
 
 def accept_draft(ids: Tensor, proposed: Tensor, wanted: Tensor, generator: torch.Generator | None = None) -> tuple[int, Tensor]:
-    """Speculative decoding: return how many of a draft's ids are accepted, and the id (1,) that follows them.
+    """Return how many of a draft's ids speculative decoding accepts, and the id (1,) that follows them.
 
-    ``ids`` (N,) were drawn from ``proposed`` (N, V), the draft's probabilities; ``wanted`` (N + 1, V) are the model's own for the
+    ``ids`` (N,) were drawn from ``proposed`` (N, V), the draft's probabilities; ``wanted`` (N + 1, V) are the model's for the
     same places and the next. An id is accepted with probability wanted / proposed. After the first rejected one, an id is drawn
-    from the positive part of wanted - proposed, so that all ids are distributed as ``wanted`` (Leviathan et al.,
-    arXiv:2211.17192, algorithm 1).
+    from the positive part of wanted - proposed. So all ids are distributed as ``wanted`` (Leviathan et al., arXiv:2211.17192,
+    algorithm 1).
     """
     places = torch.arange(len(ids), device=ids.device)
     odds = wanted[places, ids] / proposed[places, ids]
