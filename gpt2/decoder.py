@@ -53,7 +53,10 @@ class Decoder:
 
     @torch.inference_mode()
     def decode(self, ids: Tensor, cache: KVCache, attention_mask: Tensor | None = None) -> Tensor:
-        """Read (B, T) more ids; return the logits (B, T, V) after each. ``attention_mask`` (B, S) covers cached tokens too."""
+        """Read (B, T) more ids; return the logits (B, T, V) after each. ``attention_mask`` (B, S) covers cached tokens too.
+
+        A 16-bit cache on a CPU is converted to float32.
+        """
         one_each = attention_mask is None or (ids.size(1) == 1 and attention_mask.shape == (len(ids), cache.length + 1))
         forward_pass = self._forward_pass(ids, cache) if one_each else None
         if forward_pass is not None:

@@ -26,9 +26,7 @@ WEIGHT_CHUNK = 1 << 22  # weights that are converted at a time
 
 
 def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix (out, in) to int8; return it and a float32 scale per row, each a bfloat16 number as PyTorch's kernel
-    needs.
-    """
+    """Round a matrix (out, in) to int8; return it and a float32 scale per row, rounded to bfloat16 for PyTorch's kernel."""
     largest = matrix.abs().amax(1).float()
     scale = (largest / 127).bfloat16()
     scale = torch.where(scale.float() * 127 < largest, scale * (1 + 2**-7), scale)  # round up, or the largest is clipped

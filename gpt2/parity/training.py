@@ -74,8 +74,7 @@ def _gradients(subject: Subject) -> list[Check]:
     """Compare the losses and gradients of all four models, one sequence after another.
 
     In float64 the worst sequence counts, and one long sequence is added. Rounding is judged by the root mean square over the
-    sequences: a near-tie in one softmax of a trained model may decide a sequence's gradient error, and so a ratio of two
-    errors.
+    sequences, because one near-tie in a softmax of a trained model may decide a sequence's gradient error.
     """
     reference = subject.reference(torch.float64)
     exact = _Side(subject.ours(torch.float64), worst_relative_error, max)

@@ -41,9 +41,9 @@ def kept_per_token(config: GPT2Config, recipe: Recipe) -> int:
     """Return the bytes that autograd keeps per token, over all layers.
 
     A block of width d and feed-forward width f keeps: inputs and outputs of both norms (4 d), q, k and v (3 d), attention's
-    result and its copy with merged heads (2 d), the feed-forward before and after its activation (2 f), and with dropout two
-    masks. Only ``attn_dropout``, which prevents the fused kernel, keeps attention weights. Checkpointing keeps every block's
-    input and one whole block.
+    result and its copy with merged heads (2 d), the feed-forward before and after its activation (2 f), and two dropout masks.
+    Only ``attn_dropout``, which prevents the fused kernel, keeps attention weights. Checkpointing keeps every block's input and
+    one block.
     """
     d, f = config.n_embd, config.inner
     product = BF16 if recipe.precision == "bf16" else FLOAT  # bytes of a product's inputs and results; norms read float32

@@ -10,7 +10,10 @@ from gpt2.train.recipe import Recipe
 
 
 class Feed:
-    """Each step's inputs and targets (rows of this rank, context), int64; :meth:`ahead` sends the next ones to a GPU early."""
+    """Each step's inputs and targets (rows of this rank, context), int64, which depend only on ``ids``, seed and step.
+
+    On a GPU :meth:`ahead` sends the next step's windows from pinned memory while this step runs; on a CPU it does nothing.
+    """
 
     def __init__(self, ids: np.ndarray, ranks: Ranks = ALONE) -> None:
         self.ids, self.ranks = ids, ranks

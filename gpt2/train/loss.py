@@ -45,9 +45,7 @@ def even(rows: Tensor, n_vocab: int) -> tuple[Tensor, ...]:
 
 
 class _Tie:
-    """Adds the table's few gradient rows to the head's gradient in place; autograd would add two whole matrices (8 % of a
-    step).
-    """
+    """Adds the table's few gradient rows to the head's gradient in place; autograd would add two matrices (8 % of a step)."""
 
     grad: Tensor | None = None
 

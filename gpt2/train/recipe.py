@@ -187,9 +187,7 @@ def names() -> list[str]:
 
 
 def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe by name or path, with ``key=value`` overrides (``optim.lr=3e-4``); raise InputError for what is wrong in
-    it.
-    """
+    """Read a recipe by name or path, with ``key=value`` overrides (``optim.lr=3e-4``); raise InputError if it is invalid."""
     path = FOLDER / f"{name}.toml"
     if not path.is_file():
         path = Path(name)
