@@ -1,7 +1,4 @@
-"""Open a model by name as a Checkpoint: stored files, files plus a LoRA adapter, or random weights.
-
-Opening reads only headers, and checks that every tensor fits the config.
-"""
+"""Open a model by name as a Checkpoint (files, files plus a LoRA adapter, or random weights); check that its tensors fit."""
 
 from __future__ import annotations
 
@@ -37,11 +34,7 @@ Reader = Callable[[str, torch.dtype], Tensor]  # (parameter's name, dtype) -> th
 
 @dataclass(frozen=True)
 class Checkpoint(ABC):
-    """A model that can be loaded; its weights are not in memory yet.
-
-    ``name`` is the repository, the path as written, or ``random:SIZE``; ``revision`` is the commit of a Hub repository. The
-    model runs in ``dtype``; its weights are stored in ``stored``.
-    """
+    """A model that can be loaded; its weights are stored in dtype ``stored``, and the model runs in ``dtype``."""
 
     name: str
     revision: str | None
@@ -141,11 +134,7 @@ class RandomCheckpoint(Checkpoint):
 
 
 def open_checkpoint(name: ModelName, *, offline: bool = False) -> Checkpoint:
-    """Open the model of a parsed name, downloaded from the Hub if needed.
-
-    Raises InputError: no such model. CheckpointError: the model or its adapter's base cannot be read or does not fit its
-    config.
-    """
+    """Open a parsed name, downloaded if needed. Raises InputError: no such model. CheckpointError: it does not fit its config."""
     dtype = None if name.dtype is None else getattr(torch, name.dtype)
     if name.random is not None:
         config = official_size(name.random.size)
@@ -206,11 +195,7 @@ def model_with(config: GPT2Config, tensors: Iterable[tuple[str, Tensor]]) -> GPT
 
 
 def random_model(random: RandomWeights) -> GPT2:
-    """Build a model of an official size with random float32 parameters on the CPU.
-
-    Matrices and embeddings are initialised as GPT-2's. Biases are N(0, 0.02) and norm weights 1 + N(0, 0.02): zeros would hide
-    bugs.
-    """
+    """Build a float32 model of an official size, initialised as GPT-2; 1-D parameters get noise, since zeros would hide bugs."""
     config = official_size(random.size)
     model = GPT2(config, initialise=False)
     generator = torch.Generator().manual_seed(random.seed)

@@ -29,11 +29,7 @@ class File:
 
 @dataclass(frozen=True)
 class Description:
-    """The description of one checkpoint.
-
-    ``dtype`` is what it would be loaded in, ``container`` the weights' format; ``notes`` are differences from transformers'
-    layout, ``dropped`` the tensors without information of their own. ``official`` is None without files.
-    """
+    """One checkpoint: the ``dtype`` to load it in, its differences from transformers' layout (``notes``), its files."""
 
     name: str
     path: str | None
@@ -63,10 +59,7 @@ class Description:
 
 
 def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool = False) -> Description:
-    """Read a model's config, file headers and hashes; names as in :func:`gpt2.load`.
-
-    Raises InputError: no such model. CheckpointError: its tensors do not fit its config.
-    """
+    """Read a model's config, file headers and hashes. Raises InputError: no such model. CheckpointError: a bad checkpoint."""
     checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
     dtype = str(checkpoint.dtype).removeprefix("torch.")
     if not isinstance(checkpoint, StoredCheckpoint):

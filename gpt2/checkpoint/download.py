@@ -33,10 +33,7 @@ def fetch(repo: str, file: Path, declared: Declared, *, tries: int = 2) -> None:
     """Download ``file``, an entry of a snapshot, in `huggingface_hub`'s layout.
 
     A second process waits for the first. Without working locks (some network file systems) both write the same bytes, and the
-    hash decides. It gives up after ``tries`` complete files with a wrong hash.
-
-    Raises CheckpointError: the Hub sends other bytes than it declares. HTTPError (`huggingface_hub`): no answer, or a refusal.
-    OSError.
+    hash decides. Raises CheckpointError: ``tries`` files with a wrong hash. HTTPError: no answer, or a refusal. OSError.
     """
     from huggingface_hub import constants
     from huggingface_hub.file_download import are_symlinks_supported
@@ -132,10 +129,8 @@ def _is_own(entry: os.stat_result) -> bool:
 
 
 def _download(url: str, out: BinaryIO, size: int) -> None:
-    """Append the missing bytes of a file of ``size`` bytes to ``out``, over as many connections as needed.
-
-    Each chunk is flushed at once. A server that refuses a ``Range`` is then asked for the whole file. Raises
-    `huggingface_hub`'s HTTPError if the server refuses that too, or sends nothing new any more.
+    """Append the missing bytes of a file of ``size`` bytes to ``out``, over several connections; without ranges if the server
+    refuses them. Raises `huggingface_hub`'s HTTPError: a refusal, or no more progress.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError

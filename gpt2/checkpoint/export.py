@@ -58,9 +58,8 @@ def export(
     """Write the model ``name`` (as in :func:`gpt2.load`) to ``directory``, with its tokenizer if it has one.
 
     ``hf`` writes what :func:`gpt2.save` writes, in the model's dtype. ``gguf`` writes ``model.gguf`` with its matrices as
-    ``type`` ("f32", "f16", "bf16", "q8_0"; default: the model's dtype). An embedding with more rows than the tokenizer has
-    tokens is cropped. The same model gives the same bytes, also when loaded from such an export. A reader never sees a
-    half-written file.
+    ``type`` ("f32", "f16", "bf16", "q8_0"; default: the model's dtype). An embedding with more rows than the tokenizer has tokens
+    is cropped. The same model gives the same bytes, also from such an export. A reader never sees a half-written file.
 
     Raises InputError: no such model, a format that cannot express it, a directory that cannot be written or holds another
     tokenizer. CheckpointError: the model cannot be read.

@@ -24,12 +24,10 @@ TENSORFLOW = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})", re.ASCII)
 
 
 def open_weights(path: Path) -> dict[str, Container]:
-    """Return the open file of each tensor of a checkpoint, given a directory or a file.
+    """Return the open file of each tensor of a checkpoint, given a directory or a file. The content decides, not the name.
 
-    The formats are safetensors and torch.save's (HF's ``.bin``, nanoGPT's ``ckpt.pt``, minGPT's), in one file or in shards with
-    an index; OpenAI's TensorFlow files; GGUF. The content decides, not the name. In a directory safetensors come first.
-
-    Raises CheckpointError: no weights, a shard missing, or shards that disagree with their index.
+    The formats are safetensors and torch.save's (HF's ``.bin``, nanoGPT's ``ckpt.pt``, minGPT's), with or without shards;
+    OpenAI's TensorFlow files; GGUF. Raises CheckpointError: no weights, a missing shard, or shards unlike their index.
     """
     if path.is_file():
         return _by_tensor([open_file(path)])
@@ -98,7 +96,6 @@ def what_is_there(path: Path) -> str:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the directory of a checkpoint that is given as a directory or a file."""
     return path if path.is_dir() else path.parent
 
 

@@ -35,10 +35,7 @@ Row = tuple[str, Tensor, int, Kind]  # name in the file, values, GGUF's number o
 
 
 def gguf_pieces(model: GPT2, tokenizer: Tokenizer | None, type: str, name: str) -> tuple[Iterator[bytes | memoryview], list[str]]:
-    """Return the file's pieces in order, and notes on what GGUF cannot express. ``type`` is a key of ``TYPES``.
-
-    Raises InputError: GGUF cannot express the model ``name``, or (while iterating) ``type`` cannot hold its values.
-    """
+    """Return the file's pieces in order, and notes on what GGUF cannot express. Raises InputError: it cannot hold the model."""
     config, notes = model.config, []
     departures = {
         f"activation_function {config.activation_function!r}": config.activation_function not in TANH_GELU,
@@ -146,10 +143,8 @@ def _encoded(rows: Tensor, kind: Kind, name: str) -> Tensor:
 
 
 def _quantised(rows: Tensor) -> Tensor:
-    """Quantise float32 to Q8_0: blocks of 32, the largest becomes 127, halves round away from zero.
-
-    As ggml-quants.c, but a block whose scale underflows in float16 becomes zeros; else writing such weights again changes the
-    bytes.
+    """Quantise float32 to Q8_0 as ggml-quants.c does, but a block with a scale that underflows in float16 becomes zeros:
+    otherwise writing the same weights again would give other bytes.
     """
     blocks = rows.reshape(-1, 32)
     scales = blocks.abs().amax(1, keepdim=True) / 127

@@ -55,9 +55,7 @@ class Source:
 def resolve(name: str, *, revision: str | None = None, offline: bool = False) -> Source:
     """Return the local files of a model name, downloaded and verified if they come from the Hub.
 
-    An official short name means the official repository even if a folder has that name: write ``./gpt2`` for the folder. Any
-    other existing path has priority over a repository ``org/name``.
-
+    An official short name has priority over a folder of that name (write ``./gpt2``); other existing paths over ``org/name``.
     Raises InputError: no such model, or the Hub does not answer. CheckpointError: the files are not what the Hub declared.
     """
     return locate(ModelName.parse(name, revision=revision), offline=offline)
@@ -210,10 +208,7 @@ class DatasetFile:
 
 
 def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
-    """Return the file in the local Hub cache, hash verified; download it if missing.
-
-    Raises InputError: not in the cache, and the Hub does not answer or ``offline``. CheckpointError: wrong bytes.
-    """
+    """Return the file in the local Hub cache, downloaded if missing. Raises InputError: unavailable. CheckpointError: damaged."""
     with explained(file.repo, file.commit):
         from huggingface_hub import constants
         from huggingface_hub.errors import HTTPError

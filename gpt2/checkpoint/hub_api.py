@@ -37,10 +37,7 @@ log = logging.getLogger("gpt2")
 
 
 def commit_of(repo: str, revision: str, kind: Literal["model", "dataset"] = "model", *, warm: bool = False) -> str:
-    """Return the commit of a branch, tag or short commit; the time limit is shorter if the cache can serve (``warm``).
-
-    Raises InputError: the response is not a Hub's. HTTPError (`huggingface_hub`): no answer, or a refusal.
-    """
+    """Return the commit of a branch, tag or short commit. Raises InputError: not a Hub. HTTPError: no answer, or a refusal."""
     url = f"{_endpoint()}/api/{kind}s/{repo}/revision/{quote(revision, safe='')}"
     answer, _ = _ask(url, {}, _patience(warm), warm)
     commit = answer.get("sha") if isinstance(answer, dict) else None
@@ -83,7 +80,6 @@ def list_files(repo: str, commit: str, *, warm: bool = False) -> dict[str, Decla
 
 
 def _row(row: JSON) -> tuple[str, Declared]:
-    """Parse one file of a listing: its path and its declared hash and size."""
     if not isinstance(row, dict):
         raise no_hub("its listing has a row that is no file")
     path, oid, size, xet, lfs = (row.get(key) for key in ("path", "oid", "size", "xetHash", "lfs"))

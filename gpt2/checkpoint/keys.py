@@ -1,7 +1,6 @@
 """The key table: each tensor of a GPT-2 checkpoint with its shape and its names in our model, Hugging Face, OpenAI and GGUF.
 
-Our modules have Hugging Face's names, so those keys differ only by a prefix. Reading, writing and the check for completeness
-use this table.
+Our modules have Hugging Face's names, so those keys differ only by a prefix. Reading, writing and checking all use this table.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ def expected(config: GPT2Config) -> dict[str, tuple[int, ...]]:
 
 
 def sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return the config sizes that the tensors' shapes show, in either orientation of the matrices.
-
-    A size is omitted if its tensor is missing or has another number of axes. No shape shows the number of heads.
-    """
+    """Return the config sizes that the tensors' shapes show, in either orientation. No shape shows the number of heads."""
     shown: dict[str, int] = {}
     for field, name, axis in (("vocab_size", "wte.weight", 0), ("n_embd", "wte.weight", 1), ("n_positions", "wpe.weight", 0)):
         if len(shape := shapes.get(name, ())) == 2:
@@ -98,11 +94,9 @@ def from_file(key: str) -> str:
 
 
 def to_file(name: str) -> str:
-    """Return transformers' key for one of our names."""
     return PREFIX + name
 
 
 def to_gguf(name: str) -> str:
-    """Return GGUF's key for one of our names."""
     number = layer(name)
     return _GGUF[name] if number is None else _GGUF[f"h.{{}}.{name.split('.', 2)[2]}"].format(number)

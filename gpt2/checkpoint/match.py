@@ -52,10 +52,7 @@ def matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 
 def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> Assignment:
-    """Assign every tensor to exactly one parameter, or to a reason for dropping it.
-
-    Raises CheckpointError: one line with every missing, unexpected, misshapen or wrong tensor.
-    """
+    """Assign every tensor to one parameter, or to a reason for dropping it. Raises CheckpointError: lists all mismatches."""
     wanted = keys.expected(config)
     sources: dict[str, str] = {}
     extras: dict[str, str] = {}
@@ -120,7 +117,6 @@ def _drop(
 
 
 def _is_causal_mask(file: Container, key: str) -> bool:
-    """Return whether it has ones on and below the diagonal and zeros above, in any dtype and size."""
     shape = file.entries[key].shape
     if len(shape) != 4 or shape[:2] != (1, 1) or shape[2] != shape[3] or shape[3] == 0:
         return False

@@ -40,10 +40,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def dtype_name(text: str, use: Mapping[str, str], where: str = "") -> str:
-    """Return torch's name of a dtype: ``"bf16"`` -> ``"bfloat16"``. Raises InputError: ``text`` is not in ``use``.
-
-    ``use`` is ``RUNS``, ``VERIFIES`` or ``EXPORTS``; ``where`` is the model name that ends in ``text``.
-    """
+    """Return torch's name of a dtype: ``"bf16"`` -> ``"bfloat16"``. Raises InputError: not in ``use``, such as ``RUNS``."""
     if text in use:
         return use[text]
     if text in RUNS:
@@ -55,20 +52,13 @@ def dtype_name(text: str, use: Mapping[str, str], where: str = "") -> str:
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """Weights drawn from ``seed`` in the shape of the official ``size``."""
-
     size: str
     seed: int
 
 
 @dataclass(frozen=True)
 class ModelName:
-    """A parsed MODEL argument.
-
-    ``base`` is the name without revision and dtype; ``revision`` is a branch, tag or commit; ``dtype`` is torch's name, None
-    for the stored dtype; ``random`` is set for ``random:SIZE[:SEED]``; ``local`` means the embedded model or a path on this
-    machine.
-    """
+    """A parsed MODEL argument; ``dtype`` is torch's name or None for the stored one, ``local`` the embedded model or a path."""
 
     base: str
     revision: str | None
@@ -80,11 +70,7 @@ class ModelName:
     def parse(
         cls, text: str | os.PathLike[str], use: Mapping[str, str] = RUNS, *, dtype: str | None = None, revision: str | None = None
     ) -> ModelName:
-        """Parse ``"org/name@v1:bf16"``, ``"random:gpt2:7"``, ``"./folder"``; an existing path is not split.
-
-        ``dtype`` and ``revision`` may also be given beside the name; ``use`` is as in :func:`dtype_name`. Raises InputError: an
-        unknown dtype, size or seed, or a contradiction.
-        """
+        """Parse ``"org/name@v1:bf16"``, ``"random:gpt2:7"``, ``"./folder"``. Raises InputError: unknown or contradictory."""
         text = os.fspath(text)
         base, suffix = _split_dtype(text, use)
         dtype = None if dtype is None else dtype_name(dtype, use)

@@ -102,10 +102,7 @@ def official_name(name: str) -> str | None:
 
 
 def official_files(hashes: Mapping[str, str], name: str = "") -> Official:
-    """Compare a checkpoint's files (name -> sha256) with the official ones of its model.
-
-    The model is the one of ``name`` (:func:`official_name`), else the one with these weights, else with this config.json.
-    """
+    """Compare a checkpoint's files (name -> sha256) with the official ones of ``name``, else of the model that they match."""
     by_content = [*_holding(hashes, WEIGHTS), *_holding(hashes, ("config.json",))]
     model = official_name(name) or next(iter(by_content), None)
     known = OFFICIAL_FILES[model] if model else {}
@@ -122,10 +119,7 @@ def _holding(hashes: Mapping[str, str], files: tuple[str, ...]) -> list[str]:
 
 
 def other_than_official(repository: str, declared: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the files of an official repository whose declared hashes are not the official ones.
-
-    The Hub declares sha256 for large files, git's hash for small ones. A large file with only a git hash is skipped.
-    """
+    """Return the files of an official repository whose declared hashes differ. A large file with only a git hash is skipped."""
     known = OFFICIAL_FILES.get(official_name(repository) or "", {})
     official = {name: digest for name, digest in known.items() if len(declared.get(name, "")) == 64}
     official |= {name: GIT_BLOBS[digest] for name, digest in known.items() if digest in GIT_BLOBS and name not in official}

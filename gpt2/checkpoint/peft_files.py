@@ -86,10 +86,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def read_adapter(path: Path) -> Adapter:
-    """Read a directory written by PEFT or :func:`save_adapter`.
-
-    Raises CheckpointError: a missing or damaged file, files that disagree, or more than LoRA on projections.
-    """
+    """Read a PEFT directory. Raises CheckpointError: missing, damaged or contradictory files, or more than plain LoRA."""
     where, config = path / CONFIG, read_json(path / CONFIG)
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{where}: peft_type is {quoted(str(config.get('peft_type')))}, not LORA; {MERGE_WITH_PEFT}")
@@ -166,11 +163,7 @@ def _number(config: Mapping[str, Any], key: str, default: float, patterns: str, 
 
 
 def save_adapter(model: GPT2, directory: Path, base: str | None) -> Path:
-    """Write the adapters of ``model`` to ``directory`` as PEFT does; ``base`` is the name of the base model.
-
-    ``PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), directory)`` and :func:`gpt2.load` open it. Raises
-    InputError: the model has no adapters.
-    """
+    """Write the adapters of ``model`` as PEFT does; ``base`` is the base model's name. Raises InputError: it has no adapters."""
     adapted = adapters(model)
     if not adapted:
         raise InputError("cannot save adapters: this model has none; inject some, or save the model itself")

@@ -53,11 +53,7 @@ class Entry:
 
 
 class Container(ABC):
-    """An open file (or set of files) of tensors, its directory checked; kept open, so that all reads see the same file.
-
-    ``kind`` is the format's name; ``entries`` maps the file's names to tensors. Raises CheckpointError: unreadable, damaged,
-    contradictory or unsupported.
-    """
+    """An open file (or set of files) of tensors, its directory checked. Raises CheckpointError: damaged or unsupported."""
 
     kind: str
     entries: Mapping[str, Entry]
@@ -76,11 +72,9 @@ class Container(ABC):
         """Return every tensor of the file. Raises Damaged or CheckpointError."""
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
-        """Return one contiguous CPU tensor, as stored or converted to ``dtype`` in pieces. Raises CheckpointError: damaged
-        data.
+        """Return one contiguous CPU tensor. Raises CheckpointError: damaged data.
 
-        As stored, it is a private (copy-on-write) view of the mapped file; not aligned or with ``mapped=False``, it is read
-        into memory.
+        As stored, it is a copy-on-write view of the mapped file if aligned and ``mapped``. With ``dtype`` it is converted.
         """
         entry = self.entries[name]
         return self._file.tensor(entry.start, entry.shape, entry.dtype, dtype, mapped=mapped)
@@ -119,6 +113,5 @@ def shown(name: str) -> str:
 
 
 def listed(names: list[str], limit: int = 4) -> str:
-    """Join the first ``limit`` names, and say how many more there are."""
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return ", ".join(shown(name) for name in names[:limit]) + more

@@ -71,8 +71,6 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 
 @dataclass(frozen=True)
 class Stored(Entry):
-    """A tensor stored as ``kind``."""
-
     kind: Kind
 
     @property
@@ -81,11 +79,9 @@ class Stored(Entry):
 
 
 class GGUFFile(Container):
-    """A GGUF file.
+    """A GGUF file, with GGUF's names and torch's order of dimensions (a matrix is [out, in]).
 
-    ``entries`` have GGUF's names (``token_embd.weight``, ``blk.0.attn_qkv.weight``) and torch's order of dimensions, so a
-    matrix is [out, in]. F32, F16 and BF16 keep their dtype; Q8_0 becomes float32, which is exact. ``metadata`` has every value,
-    arrays as lists.
+    F32, F16 and BF16 keep their dtype; Q8_0 becomes float32, which is exact.
     """
 
     kind = "GGUF"
@@ -171,11 +167,7 @@ class GGUFFile(Container):
 
 
 def config_of(file: GGUFFile) -> GPT2Config:
-    """Return the config of a GPT-2's metadata as llama.cpp computes it: tanh GELU, scaled attention, tied head.
-
-    The vocabulary size is the embedding's; a float32 epsilon becomes the decimal that it was written from. Raises
-    CheckpointError: another architecture, a missing size, or sizes that make no model.
-    """
+    """Return the config as llama.cpp computes it: tanh GELU, scaled attention, tied head. Raises CheckpointError: not a GPT-2."""
     metadata = file.metadata
     architecture = metadata.get("general.architecture")
     if architecture != "gpt2":
@@ -209,10 +201,7 @@ class NoTokenizer(InputError):
 
 
 def tokenizer_of(file: GGUFFile) -> BPE:
-    """Return the byte-level BPE of a GPT-2's metadata, without trailing padding tokens (``[PAD50300]``).
-
-    Raises NoTokenizer: none, or another kind. InputError: tokens and merges do not fit.
-    """
+    """Return the byte-level BPE, without trailing padding tokens (``[PAD50300]``). Raises InputError: damaged. NoTokenizer."""
     from gpt2.data import bpe_files
     from gpt2.data.bpe import BPE
 
@@ -252,7 +241,6 @@ class _Header:
         self._file, self._bytes, self._elements, self.at = file, bytearray(), 0, 0
 
     def _reach(self, end: int) -> None:
-        """Read everything before ``end`` into memory."""
         if end > self._file.size:
             raise Damaged(f"is cut short: {self._file.size:,} bytes")
         if end > METADATA_LIMIT:
@@ -304,7 +292,6 @@ class _Header:
         return self.texts(1)[0]
 
     def value(self, name: str) -> Any:
-        """Read the next typed value; an array becomes a list."""
         kind = self.number("I")
         if array := kind == ARRAY:
             kind = self.number("I")

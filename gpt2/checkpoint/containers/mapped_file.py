@@ -1,9 +1,8 @@
 """Memory-map a file of raw tensors, or read it if it cannot be mapped; convert a few megabytes at a time.
 
 A mapped file is read when its weights are used. If another process truncates it before, Linux and macOS end this process with
-SIGBUS (exit code 135), which Python cannot catch. So :func:`require_whole_files` checks the sizes before and within long jobs;
-a truncation between two checks still ends the process. A conversion to another dtype maps nothing; Windows allows no
-truncation.
+SIGBUS (exit code 135), which Python cannot catch. So :func:`require_whole_files` checks the sizes before and within long jobs; a
+truncation between two checks still ends the process. A conversion to another dtype maps nothing.
 """
 
 from __future__ import annotations
@@ -99,7 +98,6 @@ class MappedFile:
         return torch.empty(PIECE, dtype=torch.uint8)
 
     def _fill(self, flat: Tensor) -> None:
-        """Fill ``flat`` from the current position."""
         room = flat.view(torch.uint8).numpy().data
         while room:
             try:

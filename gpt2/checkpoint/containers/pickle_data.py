@@ -60,11 +60,10 @@ class ForbiddenName(Exception):
 
 
 class Pickle:
-    """Read the pickle at byte ``start`` as data; ``INSTRUCTIONS_LIMIT`` and the data's size bound time and memory.
+    """Read the pickle at byte ``start`` as data, in bounded time and memory. Raises Damaged. ForbiddenName: a global not allowed.
 
-    ``value`` has plain values as themselves, an OrderedDict as a dict, all else as Name, Call or Persistent. State set on
-    objects (``__setstate__``) is dropped. ``persistent`` are the ids of all objects stored elsewhere; ``end`` is the byte after
-    the pickle. Raises ForbiddenName: at the first global not in ``allowed``, called or not. Damaged: any other fault.
+    ``value`` has plain values as themselves, an OrderedDict as a dict, all else as Name, Call or Persistent. State set on objects
+    (``__setstate__``) is dropped. ``persistent`` are the ids of all objects stored elsewhere; ``end`` is the next byte.
     """
 
     def __init__(self, data: bytes, allowed: Collection[str], start: int = 0) -> None:

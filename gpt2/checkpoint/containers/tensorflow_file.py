@@ -74,8 +74,7 @@ class Stored(Entry):
 class TensorBundle(Container):
     """The checkpoint ``prefix.index`` with its ``prefix.data-*`` files, with TensorFlow's names and shapes.
 
-    A tensor without a torch dtype (text, quantised) is listed as uint8 bytes, and refused on reading. A variable in slices or a
-    big-endian bundle is refused at once.
+    A tensor without a torch dtype is listed as uint8 and refused on reading; slices and big-endian order are refused at once.
     """
 
     kind = "TensorFlow"
@@ -225,11 +224,7 @@ def _shape(message: bytes) -> tuple[int, ...]:
 
 
 def checkpoint_prefix(directory: Path) -> Path | None:
-    """Return the prefix of a directory's checkpoint, or None.
-
-    It is the only ``.index``, or the one that the file ``checkpoint`` names, by its last path component only: the path is often
-    another machine's. Raises CheckpointError: the named one is missing, or several exist and none is named.
-    """
+    """Return the prefix of a directory's checkpoint, or None. Raises CheckpointError: the named one is missing, or several."""
     state, text = directory / "checkpoint", b""
     try:
         indexes = sorted(entry.name for entry in directory.iterdir() if entry.suffix == ".index" and entry.is_file())

@@ -35,11 +35,7 @@ WRAPPERS = ("model", "state_dict", "model_state_dict")  # keys of the weights: n
 
 
 class TorchFile(Container):
-    """A torch.save file, with the tensors of its state dict under the file's names.
-
-    The state dict is the whole file or lies under one of ``WRAPPERS``; the rest (an optimizer, counters) is ignored.
-    ``model_args`` is nanoGPT's, if the file has it.
-    """
+    """A torch.save file: the tensors of its state dict (also under one of ``WRAPPERS``), and nanoGPT's ``model_args``."""
 
     kind = "torch.save"
     entries: Mapping[str, Strided]

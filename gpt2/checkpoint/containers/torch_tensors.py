@@ -111,10 +111,7 @@ def storage(id: Any) -> Storage:
 
 
 def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
-    """Return the tensor of ``call``, checked to lie within its storage; ``places`` are key -> (first byte, bytes).
-
-    Raises Damaged: it contradicts itself or ``places``. NotDense: another kind of tensor.
-    """
+    """Return the tensor of ``call``, checked to lie within its storage (``places``: key -> first byte, bytes)."""
     for _ in range(4):  # a parameter of a tensor with attributes
         if call.name in WRAPPED and call.args and type(call.args[0]) is Call:
             call = call.args[0]
