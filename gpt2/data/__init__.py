@@ -12,10 +12,7 @@ FILES = ("chars.json", "words.json", "vocab.json", "encoder.json", "tokenizer.js
 
 
 def from_directory(path: str | os.PathLike[str]) -> Tokenizer:
-    """Read a directory's tokenizer: characters from `chars.json`, words from `words.json`, else a byte-level BPE.
-
-    Raises InputError: no tokenizer, files of two tokenizers, or damaged files.
-    """
+    """Read a directory's tokenizer: characters, words, or a byte-level BPE. Raises InputError: none, several, or damaged."""
     from gpt2.data import bpe, bpe_files, chars, words
 
     path = Path(path)

@@ -1,7 +1,4 @@
-"""Draw training windows from a token stream as a function of (seed, step, rank).
-
-No step depends on earlier steps, so a resumed run, or one with another number of ranks, reads the same tokens.
-"""
+"""Draw training windows as a function of (seed, step, rank), so that a resumed run reads the same tokens."""
 
 from functools import lru_cache
 

@@ -35,18 +35,13 @@ def openai_byte_order() -> list[str]:
 
 
 class BPE(Tokenizer):
-    """A byte-level BPE vocabulary.
-
-    ``vocab`` maps each token, written in :func:`byte_alphabet`, to its id, in id order; ``merges`` are the pairs in rank order;
-    ``special_tokens`` maps tokens that no merge makes to their ids; ``eot`` is the id of `<|endoftext|>`, or None.
+    """A byte-level BPE vocabulary. Raises InputError: vocabulary and merges do not make one.
 
     Args:
-        vocab: token to id; the ids are 0..n-1 in any order.
+        vocab: token, written in :func:`byte_alphabet`, to id; the ids are 0..n-1 in any order.
         merges: the pairs in rank order.
         special: special tokens. Other tokens that no merge makes are special if they look like `<|pad|>`.
         where: the source's name in an error.
-
-    Raises InputError: vocabulary and merges do not make one byte-level BPE.
     """
 
     def __init__(
@@ -117,10 +112,7 @@ class BPE(Tokenizer):
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
-        """Read `vocab.json` + `merges.txt`, else `encoder.json` + `vocab.bpe`, else the BPE in `tokenizer.json`.
-
-        Raises InputError: none is there, one is damaged, or they describe a tokenizer that splits text differently.
-        """
+        """Read a BPE from a layout of :mod:`gpt2.data.bpe_files`. Raises InputError: none, damaged, or not GPT-2's kind."""
         return cls._from(bpe_files.read_directory(Path(path)))
 
     @classmethod
@@ -133,10 +125,7 @@ class BPE(Tokenizer):
         return cls(source.vocab | source.added, source.merges, special=source.added, where=source.where)
 
     def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
-        """Write vocab.json, merges.txt, tokenizer.json and tokenizer_config.json; return the paths.
-
-        added_tokens.json is added if a special token does not look special. Equal vocabularies give equal files.
-        """
+        """Write the files that transformers reads; return their paths. Equal vocabularies give equal files."""
         texts = bpe_files.file_texts(self.vocab, self.merges, self.special_tokens, n_positions)
         paths = bpe_files.write(Path(directory), texts)
         if bpe_files.ADDED not in texts:  # an old one would be read as part of this vocabulary
@@ -145,11 +134,7 @@ class BPE(Tokenizer):
 
 
 def train_bpe(text: str, vocab_size: int) -> BPE:
-    """Train a byte-level BPE of exactly `vocab_size` tokens on `text` with the `tokenizers` library.
-
-    Ids are in OpenAI's order: the 256 bytes, the merges by rank, `<|endoftext|>`. Training is deterministic. Raises InputError:
-    `vocab_size` is below 257, or the text has too few merges.
-    """
+    """Train a byte-level BPE of `vocab_size` tokens on `text`; deterministic. Raises InputError: below 257, or too few merges."""
     n_merges = vocab_size - N_BYTES - 1
     if n_merges < 0:
         raise InputError(f"vocab_size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257")

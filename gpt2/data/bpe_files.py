@@ -64,7 +64,6 @@ def read_directory(path: Path) -> Source:
 
 
 def read_files(vocab: Path, merges: Path) -> Source:
-    """Read a vocabulary and its merges from files of any name."""
     table = _table(read_json(vocab), vocab)
     # Only "\n" ends a line: Python's other line ends may be part of a token. The last line may lack it.
     lines = [line.removesuffix("\r") for line in _read(merges).split("\n")]
@@ -169,16 +168,13 @@ def _differences(content: dict[str, Any]) -> str:
 
 
 def _looks_special(token: str) -> bool:
-    """Return whether a token looks special, like <|endoftext|>, [PAD] and </s>."""
     return token[:1] + token[-1:] in ("<>", "[]") and re.search(r"\w", token) is not None
 
 
 def check(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], special: Collection[str], where: str) -> dict[str, int]:
     """Check that vocabulary and merges belong together; return the special tokens in id order.
 
-    A token that is neither a byte nor made by a merge must be in `special` or look special. Otherwise its merge is missing, and
-    no text would get its id.
-
+    A token that no merge makes must be in `special` or look special: otherwise its merge is missing, and no text gets its id.
     Raises InputError: ids with a gap or used twice, missing byte tokens or merges, or a merge that cannot happen.
     """
     if sorted(vocab.values()) != list(range(len(vocab))):
@@ -230,13 +226,11 @@ def _made(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], where: st
 
 
 def _earlier_merge_across(halves: Sequence[tuple[int, int]], joined: Mapping[tuple[int, int], int], a: int, b: int) -> int | None:
-    """Return the earlier merge that joins across the boundary of tokens ``a`` and ``b``, or None.
+    """Return the earlier merge that joins across the boundary of tokens ``a`` and ``b`` (numbers; larger is later), or None.
 
-    BPE reaches the pair ``a``, ``b`` only if nothing joined across their boundary before. This goes back in time from ``a``,
-    ``b``: each step replaces the token that was made later by its half next to the boundary, until both are bytes. A pair would
-    be joined if its merge precedes the merge that ends the pair. It takes at most as many steps as the tokens have characters.
-
-    Tokens are numbers; a larger number was made later.
+    BPE reaches the pair ``a``, ``b`` only if nothing joined across their boundary before. This goes back in time: each step
+    replaces the later token by its half next to the boundary, until both are bytes. A merge counts if it precedes the one that
+    ends its pair.
     """
     left, right, left_until, right_until = a, b, len(halves), len(halves)
     while True:
@@ -255,10 +249,9 @@ def _earlier_merge_across(halves: Sequence[tuple[int, int]], joined: Mapping[tup
 def file_texts(
     vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], special: Mapping[str, int], n_positions: int
 ) -> dict[str, str]:
-    """Return file name -> content for a directory that transformers, CTranslate2 and llama.cpp's converter can open.
+    """Return file name -> content for a directory that transformers, CTranslate2 and llama.cpp's converter open.
 
-    For OpenAI's vocabulary, the first two equal OpenAI's files byte for byte. `tokenizer.json` has merges as lines "a b", which
-    every release of `tokenizers` reads.
+    Merges in `tokenizer.json` are lines "a b", which every release of `tokenizers` reads.
     """
     lines = [f"{a} {b}" for a, b in merges]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -309,10 +302,7 @@ def tokenizer_texts(
 
 
 def write(directory: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Write each file under a temporary name, sync and rename it, so that a reader never sees a partial file.
-
-    A symlink, as in the Hub's cache, is replaced; its target is not changed.
-    """
+    """Write each file aside, sync and rename it: no reader sees a partial file. A symlink is replaced, its target not changed."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         aside = directory / f".{name}.{os.getpid()}"

@@ -19,10 +19,7 @@ FILE = "chars.json"
 
 
 class Chars(Tokenizer):
-    """A vocabulary of characters (code points); an id is the index in `characters`.
-
-    Raises InputError: no characters, a repeated character, or a surrogate.
-    """
+    """A vocabulary of characters; an id is the index in `characters`. Raises InputError: none, a repeated one, or a surrogate."""
 
     def __init__(self, characters: str, *, where: str = "the vocabulary") -> None:
         if not characters:

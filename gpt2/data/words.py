@@ -52,10 +52,7 @@ class Words(Tokenizer):
 
     @classmethod
     def from_text(cls, text: str, vocab_size: int) -> Self:
-        """Take the most frequent words of `text` for `vocab_size` entries; equally frequent ones in text order.
-
-        Raises InputError: `vocab_size` is below 257, or the text has too few words.
-        """
+        """Take the most frequent words, ties in text order. Raises InputError: `vocab_size` below 257, or too few words."""
         wanted = vocab_size - N_BYTES - 1
         if wanted < 0:
             raise InputError(f"vocab_size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257")
