@@ -1,7 +1,4 @@
-"""Run the ``gpt2`` command: parse arguments, run one subcommand, convert errors to exit codes.
-
-Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted.
-"""
+"""Run the ``gpt2`` command. Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted."""
 
 import argparse
 import io

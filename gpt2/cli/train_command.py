@@ -98,7 +98,6 @@ def _list(recipes: dict[str, Recipe]) -> str:
 
 
 def _words(args: argparse.Namespace) -> list[str]:
-    """Return the arguments of each launched process."""
     options = {"--init": args.init, "--out": args.out, "--json": args.json}
     words = [f"{name}={value}" for name, value in options.items() if value is not None]
     return ["train", args.recipe, *words, *(f"--set={each}" for each in args.set), *(["--fresh"] if args.fresh else [])]
@@ -162,7 +161,6 @@ def _started(event: Started) -> str:
 
 
 def _promise(recipe: Recipe) -> str:
-    """Format a recipe's expected loss and duration."""
     loss = f"expected validation loss {recipe.expect:g}" if recipe.expect else "no expected loss"
     return f"{loss} · {recipe.takes}" if recipe.takes else loss
 
