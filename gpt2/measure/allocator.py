@@ -12,9 +12,8 @@ def keep_freed_memory() -> bool:
     """Make the C library keep freed memory from now on; return whether it can (glibc can).
 
     glibc returns each large freed block to the system, and gets it back as new pages that the kernel fills with zeros. With
-    hundreds of megabytes per step this takes a tenth of a training step at gpt2's shape and 256 tokens, and a fifth of
-    verifying distilgpt2. The cost: the process stays at its peak and keeps gaps between blocks (7 % more memory for that step,
-    14 % for comparing two gpt2).
+    hundreds of megabytes per step this takes a tenth of a training step at gpt2's shape and 256 tokens, and a fifth of verifying
+    distilgpt2. The cost: 7 % more memory for that step, 14 % for comparing two gpt2.
     """
     if os.name != "posix":
         return False

@@ -60,7 +60,6 @@ class Bootstrap:
         return self.weights[:, finite] @ sums[finite] + infinite
 
     def interval(self, value: float, resampled: Tensor) -> Estimate:
-        """Return ``value`` with the percentiles 2.5 and 97.5 of its resampled values."""
         tail = 50 * (1 - CONFIDENCE)
         low, high = percentiles(resampled, (tail, 100 - tail))
         return Estimate(value, low, high)
@@ -69,11 +68,7 @@ class Bootstrap:
         return self.interval(values.double().mean().item(), self.means(values))
 
     def fraction(self, hits: Tensor) -> Estimate:
-        """Return a fraction of tokens with Wilson's interval [2], also valid near 0 and 1, where a bootstrap has no spread.
-
-        Wilson assumes independent tokens, so ``n`` is divided by the design effect [3], at least 1: the resampled variance over
-        p (1 - p) / n.
-        """
+        """Return a fraction with Wilson's interval [2], valid near 0 and 1; a design effect [3] above 1 divides ``n``."""
         p, n = hits.double().mean().item(), float(self.n)
         if 0 < p < 1:
             n /= max(1.0, self.means(hits).var().item() / (p * (1 - p) / n))

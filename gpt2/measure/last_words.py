@@ -2,8 +2,7 @@
 
 As in lm-evaluation-harness (0.4; tasks/lambada/lambada_openai.yaml, ``_encode_pair`` in api/model.py), which most published
 numbers use: the word includes the space before it, within the passage's own tokens; a passage longer than the context loses its
-beginning; a word is correct if each of its tokens is the likeliest one; perplexity is per word. The GPT-2 paper uses another
-protocol.
+beginning; a word is correct if each of its tokens is the likeliest one; perplexity is per word. The GPT-2 paper's differs.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ BATCH = 1024  # tokens per batch: 200 MB of logits over GPT-2's vocabulary
 
 @dataclass(frozen=True)
 class LastWord:
-    """How well a model predicts the last words of ``n`` passages; 95 % intervals over passages.
-
-    ``losses`` (nats per word) and ``right`` are in passage order.
-    """
+    """How well a model predicts the last words of ``n`` passages; 95 % intervals over passages, losses in nats per word."""
 
     accuracy: Estimate
     perplexity: Estimate
@@ -58,10 +54,9 @@ class LastWords:
 def score_last_words(
     model: Logits, tokenizer: Tokenizer, passages: Sequence[str], *, context: int, seed: int = 0, progress: Progress = silent
 ) -> LastWord:
-    """Return accuracy and perplexity of each passage's last word, the text after its last space.
+    """Return accuracy and perplexity of each passage's last word, the text after its last space; ``context`` is in tokens.
 
-    ``context`` is in tokens; ``seed`` is the bootstrap's. Raises InputError: no passages, a single word without an end-of-text
-    token to predict it from, or a word of more tokens than the context.
+    Raises InputError: no passages, a single word without an end-of-text token to predict it from, or a word beyond the context.
     """
     if not passages:
         raise InputError("there are no passages to score the last words of; give at least one")
@@ -79,7 +74,6 @@ def score_last_words(
 
 
 def last_words_change(a: LastWord, b: LastWord, *, seed: int = 0) -> LastWordChange:
-    """Compare two models' scores on the same passages."""
     if a.n != b.n:
         raise InputError(f"one model was scored on {a.n} passages, the other on {b.n}; score both on the same passages")
     bootstrap = Bootstrap(a.n, seed)
@@ -89,10 +83,7 @@ def last_words_change(a: LastWord, b: LastWord, *, seed: int = 0) -> LastWordCha
 
 
 def score_targets(model: Logits, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-    """Score the last tokens of rows of (ids, number of scored tokens), in one batch.
-
-    Returns for each row the sum of the losses in nats, and whether every scored token is the likeliest.
-    """
+    """Score each row's last tokens, rows of (ids, number scored): the losses' sum in nats, and whether all are the likeliest."""
     inputs = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in rows], batch_first=True)
     output = model(inputs)  # (B, T, V)
     scores = []

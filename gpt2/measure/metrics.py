@@ -46,8 +46,7 @@ def max_abs(a: Tensor, b: Tensor) -> float:
 def relative_error(a: Tensor, reference: Tensor) -> float:
     """Return the Frobenius norm of the difference over the reference's: for rounding spread over all entries.
 
-    It is infinite if the shapes differ, or an entry is NaN or infinite in only one of the two; equal infinities, such as masked
-    logits, count as equal. :func:`worst_relative_error` does the same.
+    It is infinite if the shapes differ, or an entry is NaN or infinite in only one; equal infinities (masked logits) are equal.
     """
     return _relative(_norms, a, reference)
 
@@ -94,11 +93,7 @@ def differing_bits(a: Tensor, b: Tensor) -> int:
 
 @dataclass(frozen=True)
 class LanguageScore:
-    """How well a model predicts a text, with the protocol: without it, the number cannot be compared.
-
-    ``loss`` is nats per token over ``tokens`` scored tokens, which decode to ``bytes`` bytes. Each was predicted from at most
-    ``context`` tokens, in windows that move by ``stride``.
-    """
+    """How well a model predicts a text: nats per token over ``tokens`` tokens of ``bytes`` bytes, with the windows' protocol."""
 
     loss: float
     tokens: int
@@ -126,12 +121,7 @@ def language_score(
     batch_size: int | None = 16,
     vocab: int | None = None,
 ) -> LanguageScore:
-    """Score the tokens of a text (N,) in ``windows``.
-
-    Args:
-        model: ours, evaluated without dropout, or any callable that returns logits.
-        token_bytes: (V,) each token's length in bytes.
-        vocab: how many logits count, if the vocabulary is padded (default: all).
+    """Score the tokens of a text (N,) in ``windows``; ``token_bytes`` (V,) are lengths, ``vocab`` drops padded logits.
 
     Raises InputError: nothing to predict, a context beyond the model's, or a stride that skips tokens.
     """

@@ -74,13 +74,11 @@ def measure_pair(
     top: int = TOP,
     progress: Progress = silent,
 ) -> Tokens:
-    """Run both models over a text (N,) and compare their predictions of each token but the first.
+    """Run both models over a text (N,) and compare their predictions of each token but the first, in float64.
 
-    ``vocab`` is the tokenizer's size: logits beyond it (padding) are dropped before normalisation. One batch of logits per
-    model is alive at a time; ``batch_size`` is in windows (default: 1024 tokens).
-
-    All in float64. A divergence is exactly 0 for bitwise equal logits, never negative, and otherwise accurate to about 1e-15. A
-    logit of -inf is a probability of 0, so a divergence may be infinite; NaN logits make all of the token's measurements NaN.
+    ``vocab`` is the tokenizer's size: logits beyond it (padding) are dropped before normalisation; ``batch_size`` is in
+    windows. A divergence is exactly 0 for bitwise equal logits, never negative, and otherwise accurate to about 1e-15. A logit
+    of -inf is a probability of 0, so a divergence may be infinite; NaN logits make all of the token's measurements NaN.
 
     Raises InputError: no token to predict, a protocol that skips tokens, an id or a model that does not fit the vocabulary.
     """
@@ -114,10 +112,8 @@ def _logits(model: Logits, name: str, inputs: Tensor, vocab: int) -> Tensor:
 
 
 def measure_rows(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
-    """Run :func:`_measure` on slices of the rows, one thread each, with torch serial inside.
-
-    torch's own threads would synchronise after each of some twenty small steps per row: measured, thirty times slower than one
-    thread.
+    """Run :func:`_measure` on slices of the rows, one thread each: torch's threads would synchronise after each small step,
+    which was measured as thirty times slower than one thread.
     """
     rows, threads = len(a), torch.get_num_threads()
     workers = 1 if a.is_cuda else max(1, min(threads, rows, a.numel() // SHARE))
@@ -177,10 +173,7 @@ def _measure(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
 
 
 def _add_up(a: Tensor, b: Tensor, max_a: Tensor, max_b: Tensor, work: Tensor, out: Tensor) -> None:
-    """Sum P, Q, P (x - y), Q (x - y), P L and Q L over the vocabulary (:func:`_measure`).
-
-    ``work`` (4, R or more, V) is a float64 buffer: all twenty passes over these rows stay in a core's cache.
-    """
+    """Sum P, Q, P (x - y), Q (x - y), P L and Q L over the vocabulary; ``work`` (4, R or more, V) is a cache-sized buffer."""
     x, y, p, q = work[:, : len(a)]
     torch.exp(x.copy_(a).sub_(max_a), out=p)
     torch.exp(y.copy_(b).sub_(max_b), out=q)
@@ -205,10 +198,9 @@ def _wide_divergences(x: Tensor, y: Tensor) -> Tensor:
 
 
 def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest of each row (R, V): ids (R, k), largest first, among equals the lower id; and float64 values.
+    """Return ids (R, k) and float64 values of each row's largest logits (R, V), largest first; among equals the lower id first.
 
-    They lie in the k blocks with the largest maxima, so the others are read once. ``torch.topk`` takes ten times as long, and
-    its order of equals is undefined.
+    Only the k blocks with the largest maxima are searched: ``torch.topk`` takes ten times as long, and its ties are undefined.
     """
     vocab = logits.size(1)
     whole = vocab // BLOCK * BLOCK

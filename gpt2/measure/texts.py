@@ -65,11 +65,7 @@ OWN_FILE = "--on FILE"
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a text is scored: which tokens, from how much context, and the text's form.
-
-    ``context`` and ``stride`` are in tokens; None is the largest context of both models, without overlap. ``guide`` cuts as
-    Hugging Face's guide does [2]; see :class:`gpt2.measure.windows.Windows`.
-    """
+    """How a text is scored; ``context`` and ``stride`` are in tokens, by default the models' full context without overlap."""
 
     scored: str
     form: str
@@ -126,10 +122,9 @@ class Named:
 
 
 def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
-    """Open the text of ``spec`` (syntax: this module's docstring); the default needs no network.
+    """Open the text of ``spec`` (syntax: this module's docstring); an existing file has priority over a name.
 
-    An existing file has priority over a name. Raises InputError: no such text, option, play, or file; not UTF-8; not reachable.
-    CheckpointError: a download with a wrong hash.
+    Raises InputError: no such text, option, play, or file; not UTF-8; not reachable. CheckpointError: a wrong hash.
     """
     spec = DEFAULT if spec is None else spec
     named, options = _parse(spec)
@@ -196,7 +191,6 @@ def _hint(word: str, known: list[str]) -> str:
 
 
 def _read(path: str) -> str:
-    """Read a file, or stdin for ``-``."""
     if path == "-" and sys.stdin is None:
         raise InputError("there is no standard input to read the text from; give a text file")
     where, data = "stdin" if path == "-" else path, bytearray()

@@ -90,10 +90,7 @@ def trace(model: nn.Module, ids: Tensor) -> Recorded:
 
 
 def trace_blocks(model: nn.Module, ids: Tensor) -> Iterator[Recorded]:
-    """:func:`trace`, one block at a time: embeddings, each block, final norm and logits. Yielded tensors are not kept.
-
-    The forward pass runs in a thread that waits while the caller uses a block, so two models can be traced side by side.
-    """
+    """Yield :func:`trace` one block at a time, from a thread that waits in between, so two models can be traced side by side."""
     recorded: Recorded = {}
     blocks: Queue[Recorded | BaseException | None] = Queue()
     onwards = Semaphore(0)
