@@ -1,8 +1,8 @@
 """Draw SVG charts for a page with matplotlib.
 
 Placeholder colours become CSS variables, so one picture fits a light and a dark page; text uses the page's font. The same data
-give the same bytes. matplotlib is imported at the first picture, ignores the user's ``matplotlibrc``, and writes nothing to the
-home folder.
+give the same bytes. matplotlib is imported at the first picture, without the user's settings, and writes nothing to the home
+folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Render HTML pages from templates; format numbers, percentages and tokens.
 
-A page is one self-contained file. Its content security policy allows no request, and only the page's own script, by hash. Text
-from models and files is escaped.
+Security: a page is one self-contained file. Its content security policy allows no request, and only its own script, by hash.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 def render(name: str, **values: Any) -> str:
-    """Render the template ``name`` (``name.html`` with the script ``name.js``), with every value escaped.
-
-    Only the filter ``svg`` skips escaping: it is for pictures that this package made.
-    """
+    """Render the template ``name``, with every value escaped except pictures of this package (the filter ``svg``)."""
     import jinja2
     from markupsafe import Markup
 
@@ -56,7 +52,6 @@ def write(path: str | Path, content: str | bytes) -> None:
 
 
 def _ramp(*stops: str) -> list[str]:
-    """Interpolate LEVELS colours through ``stops``."""
     channels = zip(*(bytes.fromhex(stop[1:]) for stop in stops), strict=True)  # red, green, blue
     places = np.linspace(0, len(stops) - 1, LEVELS)
     mixed = [np.interp(places, range(len(stops)), channel).round().astype(np.uint8) for channel in channels]

@@ -24,8 +24,6 @@ PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "tiktoken", "n
 
 @dataclass(frozen=True)
 class Environment:
-    """The versions and machine of a measurement."""
-
     versions: dict[str, str]
     dtype: str
     device: str
@@ -83,10 +81,7 @@ class Printed:
 
 
 def data_table(*titles: str, right: Container[int] = (), wrap: bool = False) -> Table:
-    """Return an empty table; the columns numbered in ``right`` are right-aligned.
-
-    The first column holds names and wraps only with ``wrap``; the others always wrap.
-    """
+    """Return an empty table; columns in ``right`` are right-aligned, and the first one wraps only with ``wrap``."""
     from rich import box
     from rich.table import Table
 
