@@ -65,11 +65,11 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
     if not isinstance(checkpoint, StoredCheckpoint):
         return Description(checkpoint.name, None, None, checkpoint.config, dtype, "none", (), (), (), None)
     path, assignment = checkpoint.path, checkpoint.assignment
-    notes = ["matrices lie [out, in], as nn.Linear keeps them: read as transposed views"] if assignment.turned else []
+    notes = ["matrices are stored [out, in], as in nn.Linear; they are read as transposed views"] if assignment.transposed else []
     if isinstance(checkpoint, AdaptedCheckpoint):
         adapter = checkpoint.adapter
         notes.append(f"a LoRA adapter of {adapter.base}, merged into {len(adapter.factors)} of its matrices as it is read")
-    notes += ["not a single bias is stored: zeros stand for them"] if assignment.absent else []
+    notes += ["no biases are stored; zeros are used"] if assignment.absent else []
     paths = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else [path]
     files = tuple(map(File.of, paths))
     return Description(

@@ -16,14 +16,14 @@ from typing import BinaryIO
 
 from gpt2.checkpoint.cache import HASH, Declared, make_folder, place, written_aside
 from gpt2.checkpoint.hub_api import get, wait_for_rate_limit
-from gpt2.checkpoint.hub_errors import firm, no_hub, one_line
+from gpt2.checkpoint.hub_errors import is_final, no_hub, one_line
 from gpt2.checkpoint.verified import digest_of, mismatch, remember
 from gpt2.checkpoint.xet import fetch_by_xet
 from gpt2.errors import InputError
 
 PAUSES = (0.5, 1.0, 1.5)  # seconds between retries without progress
-STALLED = 25.0  # give up after so many seconds with less than `LITTLE` received, over all tries
-LITTLE = 1 << 12  # bytes
+STALL_SECONDS = 25.0  # give up after so many seconds with less than `MIN_PROGRESS` received, over all tries
+MIN_PROGRESS = 1 << 12  # bytes
 ABANDONED = 24 * 3600  # seconds since the last write: then a partial download counts as abandoned
 
 log = logging.getLogger("gpt2")
@@ -154,9 +154,9 @@ def _download(url: str, out: BinaryIO, size: int) -> None:
                         out.flush()
                         bar.update(max(end - furthest, 0))
                         furthest = max(end, furthest)
-                        if furthest >= mark + LITTLE:
+                        if furthest >= mark + MIN_PROGRESS:
                             mark, since, fruitless = furthest, time.monotonic(), 0
-                        if end == size or time.monotonic() > since + STALLED:
+                        if end == size or time.monotonic() > since + STALL_SECONDS:
                             break
             except HTTPError as error:
                 broken = error
@@ -165,16 +165,16 @@ def _download(url: str, out: BinaryIO, size: int) -> None:
                         pause = wait_for_rate_limit(error, waited)
                         waited, since = waited + pause, since + pause
                         continue
-                    if firm(error) and "Range" not in headers:
+                    if is_final(error) and "Range" not in headers:
                         raise
-                    ranges = ranges and not firm(error)  # it may refuse the range: retry with the whole file
+                    ranges = ranges and not is_final(error)  # it may refuse the range: retry with the whole file
             except (InputError, OSError):
                 raise
             except Exception as error:  # any error of huggingface_hub for a malformed response
                 raise no_hub(one_line(error)) from error
             if end < size and (ranges or "Range" not in headers):
                 broken = broken or HTTPError(f"the connection ended at byte {end:,} of {size:,}")
-                if fruitless == len(PAUSES) or time.monotonic() > since + STALLED:
+                if fruitless == len(PAUSES) or time.monotonic() > since + STALL_SECONDS:
                     raise broken
                 log.info("%s: %s, going on from byte %d", url, one_line(broken), end)
                 time.sleep(PAUSES[fruitless])

@@ -16,7 +16,7 @@ from gpt2.checkpoint import cache
 from gpt2.checkpoint.cache import COMMIT, HASH, Declared
 from gpt2.checkpoint.download import fetch, sweep
 from gpt2.checkpoint.hub_api import commit_of, list_files
-from gpt2.checkpoint.hub_errors import explained, firm, one_line, unreachable
+from gpt2.checkpoint.hub_errors import explained, is_final, one_line, unreachable
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelName, did_you_mean
 from gpt2.checkpoint.official_files import other_than_official
 from gpt2.checkpoint.verified import digest, mismatch
@@ -122,7 +122,7 @@ def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, 
         folder = cache.snapshot(repo, commit)
         declared = cache.recorded_listing(folder) or list_files(repo, commit, warm=cached is not None)
     except HTTPError as error:
-        if firm(error):
+        if is_final(error):
             raise
         if cached is None:
             way_out = "run --offline with a warm cache, or give a local directory; HF_HUB_ETAG_TIMEOUT=30 waits longer"
@@ -226,7 +226,7 @@ def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
         try:  # this request has a time limit, the download has none
             commit_of(file.repo, file.commit, "dataset")
         except HTTPError as error:
-            if firm(error):
+            if is_final(error):
                 raise
             raise unreachable(file.repo, error, f"or {way_out}") from error
         cache.discard(local)

@@ -65,14 +65,14 @@ def list_files(repo: str, commit: str, *, warm: bool = False) -> dict[str, Decla
                 raise InputError(f"{_endpoint()} knows {repo}, and lists none of its files (404): check HF_ENDPOINT") from error
             raise
         if not isinstance(rows, list):
-            raise no_hub("its listing is no list")
+            raise no_hub("its listing is not a list")
         files |= dict(_row(row) for row in rows if not (isinstance(row, dict) and row.get("type") == "directory"))
         try:  # security: use only the query, since the URL may point to another host
             query = dict(parse_qsl(urlsplit(link).query))
         except ValueError as error:
             raise no_hub("its listing has no next page") from error
         if link in seen or len(files) > MAX_FILES:
-            raise no_hub("its listing comes to no end")
+            raise no_hub("its listing does not end")
         if query and time.monotonic() > end:
             raise HTTPError(f"no whole listing in {MAX_LISTING * seconds:g} s")
         seen.add(link)
@@ -81,7 +81,7 @@ def list_files(repo: str, commit: str, *, warm: bool = False) -> dict[str, Decla
 
 def _row(row: JSON) -> tuple[str, Declared]:
     if not isinstance(row, dict):
-        raise no_hub("its listing has a row that is no file")
+        raise no_hub("its listing has a row that is not a file")
     path, oid, size, xet, lfs = (row.get(key) for key in ("path", "oid", "size", "xetHash", "lfs"))
     sha256 = lfs.get("oid") if isinstance(lfs, dict) else None
     digest = next((value for value in (sha256, oid) if isinstance(value, str) and HASH.fullmatch(value)), "")

@@ -49,7 +49,7 @@ def no_hub(why: str) -> InputError:
     return InputError(f"{constants.ENDPOINT} does not answer as a Hub does ({why}): check HF_ENDPOINT, or use --offline")
 
 
-def firm(error: "HTTPError") -> bool:
+def is_final(error: "HTTPError") -> bool:
     """Return whether the refusal is final: no such repository or revision, or no access."""
     from huggingface_hub.errors import HfHubHTTPError
 

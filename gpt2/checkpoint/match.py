@@ -27,7 +27,7 @@ class Assignment:
     files: Mapping[str, Container]  # key -> the open file that holds it
     sources: Mapping[str, str]  # parameter -> key
     shapes: Mapping[str, tuple[int, ...]]  # parameter -> shape, in the order of the forward pass
-    turned: bool  # the blocks' matrices are stored [out, in], as in nn.Linear
+    transposed: bool  # the blocks' matrices are stored [out, in], as in nn.Linear
     absent: tuple[str, ...]  # all biases, if the file has none: zeros
     dropped: tuple[str, ...]  # redundant keys
 
@@ -43,7 +43,7 @@ class Assignment:
         key = self.sources[name]
         tensor = self.files[key].read(key, dtype, mapped=mapped)
         tensor = tensor.squeeze(0) if tensor.ndim == 3 else tensor
-        return tensor.t() if self.turned and name in matrices(self.shapes) else tensor
+        return tensor.t() if self.transposed and name in matrices(self.shapes) else tensor
 
 
 def matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -68,7 +68,7 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
     absent = () if biases & sources.keys() else tuple(name for name in wanted if name in biases)
     faults |= {
         "missing": [name for name in wanted if name not in sources and name not in absent],
-        "there with and without prefix": twice,
+        "present with and without prefix": twice,
         "not floating point": [key for name, key in sources.items() if not entries[name].dtype.is_floating_point],
     }
     # If the tensors agree on another size than the config's, one statement explains many mismatches.
@@ -82,8 +82,8 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
     oblong = [name for name, shape in turned_shapes.items() if name in shapes and shape != wanted[name]]
     straight = [name for name in oblong if shapes[name] == wanted[name]]
     reversed_ = [name for name in oblong if shapes[name] == turned_shapes[name]]
-    turned = len(reversed_) > len(straight)
-    fits = wanted | (turned_shapes if turned else {})
+    transposed = len(reversed_) > len(straight)
+    fits = wanted | (turned_shapes if transposed else {})
     misshapen = [
         f"{sources[name]} is {list(shapes[name])}, expected {list(fits[name])}" for name in shapes if shapes[name] != fits[name]
     ]
@@ -92,8 +92,10 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
         why = f" ({len(straight)} matrices lie [in, out] and {len(reversed_)} [out, in])" if straight and reversed_ else ""
         problems.append(f"misshapen: {', '.join(misshapen[:4])}{more}{why}")
     if problems:
-        raise CheckpointError(f"{where}: the tensors do not fit the config: {'; '.join(problems)}; mend the config or the file")
-    return Assignment(files, sources, wanted, turned, absent, tuple(dropped))
+        raise CheckpointError(
+            f"{where}: the tensors do not fit the config: {'; '.join(problems)}; correct the config or the file"
+        )
+    return Assignment(files, sources, wanted, transposed, absent, tuple(dropped))
 
 
 def _drop(

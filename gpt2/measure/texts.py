@@ -98,12 +98,12 @@ class Text:
 
 RUNNING = Protocol("every token but the first", "the text as it stands")
 GUIDE = Protocol(
-    "every token but the first of each window that reaches back over none before it, as in Hugging Face's perplexity guide",
+    "every token but the first of each window without overlap, as in Hugging Face's perplexity guide",
     "WikiText-2 raw, its lines joined by blank lines, nothing detokenised (the GPT-2 paper's 29.41 is: another protocol)",
     guide=True,
 )
 LAST_WORD = Protocol(
-    "the last word of each passage, right where each of its tokens is the likeliest, as lm-evaluation-harness has it",
+    "the last word of each passage, right where each of its tokens is the likeliest, as in lm-evaluation-harness",
     "LAMBADA in OpenAI's form (the GPT-2 paper's figures filter stop words: another protocol)",
 )
 

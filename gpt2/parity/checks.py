@@ -135,13 +135,13 @@ def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor as the file stores it, transposed to [in, out] if the file stores its matrices as [out, in]."""
     from safetensors import safe_open
 
-    turned = checkpoint.assignment.turned
+    transposed = checkpoint.assignment.transposed
     for file in dict.fromkeys(checkpoint.assignment.files.values()):
         with safe_open(file.path, "pt") if isinstance(file, SafetensorsFile) else nullcontext() as opened:
             for key in file.entries:
                 tensor = file.read(key) if opened is None else opened.get_tensor(key)
                 matrix = tensor.ndim == 2 and layer(from_file(key)) is not None
-                yield key, tensor.t() if turned and matrix else tensor
+                yield key, tensor.t() if transposed and matrix else tensor
 
 
 @torch.no_grad()
@@ -151,7 +151,7 @@ def forward(subject: Subject) -> list[Check]:
     progress("float64: activations, cache and padding")
     model, ours = subject.reference(torch.float64), subject.ours(torch.float64)
     expected, exact = _expected(model, probe, config), _outputs(ours, probe, config)
-    errors = {name: worst_relative_error(exact.get(name, NEVER_EMITTED), tensor) for name, tensor in expected.items()}
+    errors = {name: worst_relative_error(exact.get(name, MISSING), tensor) for name, tensor in expected.items()}
     logits = [("logits (window 0)", errors["logits (window 0)"])]
     for index, window in enumerate(probe.windows[1:], 1):
         progress(f"float64: logits, window {index + 1} of {len(probe.windows)}")
@@ -172,13 +172,13 @@ def forward(subject: Subject) -> list[Check]:
     rounded = _outputs(subject.ours(subject.dtype), probe, config)
     reference_rounded = _expected(subject.reference(subject.dtype), probe, config)
     rows = [
-        (name, relative_error(rounded.get(name, NEVER_EMITTED), tensor), relative_error(reference_rounded[name], tensor))
+        (name, relative_error(rounded.get(name, MISSING), tensor), relative_error(reference_rounded[name], tensor))
         for name, tensor in expected.items()
     ]
     return [*checks, Check.rounding("rounding", f"{len(rows)} points", subject.dtype, rows), text]
 
 
-NEVER_EMITTED = torch.tensor(math.nan)  # stands for a missing point: NaN fails any bound
+MISSING = torch.tensor(math.nan)  # stands for a missing point: NaN fails any bound
 
 
 def _outputs(ours: GPT2, probe: Probe, config: GPT2Config) -> dict[str, Tensor]:

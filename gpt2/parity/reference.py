@@ -54,7 +54,7 @@ def opens(checkpoint: StoredCheckpoint) -> bool:
     if not any((path / name).is_file() for single, index, _ in LAYOUTS for name in (single, index)):
         return False
     usual = all(key in (name, to_file(name)) for name, key in assignment.sources.items())
-    return usual and not assignment.turned and not assignment.absent
+    return usual and not assignment.transposed and not assignment.absent
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def directory(checkpoint: Checkpoint, progress: Progress = silent) -> Iterator[P
 def load_reference(path: Path, dtype: torch.dtype) -> nn.Module:
     """Load ``GPT2LMHeadModel`` in eval mode, without ``reorder_and_upcast_attn`` in float64 (it would use float32)."""
     library = _transformers()
-    config = _their_config(read_config(path))
+    config = _transformers_config(read_config(path))
     if dtype == torch.float64:
         config.reorder_and_upcast_attn = False
     safe = any((path / name).is_file() for name in (WEIGHTS, INDEX))
@@ -88,7 +88,7 @@ def load_reference(path: Path, dtype: torch.dtype) -> nn.Module:
     return model.eval()
 
 
-def _their_config(config: GPT2Config) -> Any:
+def _transformers_config(config: GPT2Config) -> Any:
     """Build transformers' config from ours, so that only keys that we check reach it."""
     raw = {key: value for key, value in config.to_hf().items() if key not in ("architectures", "model_type", "dtype", "n_ctx")}
     with _quiet():
@@ -110,7 +110,7 @@ def reference_tokenizer(path: Path) -> Any:
     """Return transformers' tokenizer of that directory; it reads special tokens in a text as plain text, as ours does."""
     library = _transformers()
     with _opening(path):
-        return library.AutoTokenizer.from_pretrained(path, local_files_only=True, config=_their_config(read_config(path)))
+        return library.AutoTokenizer.from_pretrained(path, local_files_only=True, config=_transformers_config(read_config(path)))
 
 
 def reference_ids(tokenizer: Any, text: str) -> list[int]:
@@ -134,7 +134,7 @@ def save_with_transformers(config: GPT2Config, weights: dict[str, Tensor], direc
     library = _transformers()
     with _quiet():
         with torch.device("meta"):
-            model = library.GPT2LMHeadModel(_their_config(config))
+            model = library.GPT2LMHeadModel(_transformers_config(config))
         missing, unexpected = model.load_state_dict({to_file(n): t for n, t in weights.items()}, strict=False, assign=True)
         if unexpected or missing not in ([], ["lm_head.weight"]):
             raise RuntimeError(f"transformers' GPT-2 has other parameters: missing {missing}, unexpected {unexpected}")

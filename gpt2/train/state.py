@@ -109,7 +109,7 @@ def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Re
         raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         if taken := [p.name for p in (*checkpoints(folder), folder / BEST, folder / METRICS) if p.exists()]:
-            raise InputError(f"{folder}: holds {taken[0]} but no {RECIPE}, so it is no run; choose another --out") from None
+            raise InputError(f"{folder}: holds {taken[0]} but no {RECIPE}, so it is not a run; choose another --out") from None
         return None
     except (OSError, ValueError, RecursionError):
         raw = None

@@ -172,7 +172,7 @@ def test_square_matrices_follow_the_others(tmp_path: Path) -> None:
     directory, truth, config = DIALECTS["linear-shards"].write(tmp_path)
     files = open_weights(directory)
     assignment = match(files, config_of(directory, files), directory)
-    assert assignment.turned
+    assert assignment.transposed
     stored = files["transformer.h.1.attn.c_proj.weight"].read("transformer.h.1.attn.c_proj.weight")
     assert not torch.equal(stored, truth["h.1.attn.c_proj.weight"])
     assert torch.equal(assignment.read("h.1.attn.c_proj.weight", torch.float32), stored.t())

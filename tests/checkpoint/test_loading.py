@@ -267,7 +267,7 @@ def test_a_config_that_contradicts_the_tensors_names_both(tmp_path: Path, config
     """An old DialoGPT-medium says 768 wide and is 1024: "size mismatch" 290 times does not help."""
     official(tmp_path)
     write_config(tmp_path, **config)
-    refused(lambda: load_path(tmp_path), says, "mend the config or the file", f"{tmp_path}: ")
+    refused(lambda: load_path(tmp_path), says, "correct the config or the file", f"{tmp_path}: ")
 
 
 def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
         "unexpected: ",
         "score.weight",
         "'a\\nb\\x1b[2J'",
-        "there with and without prefix: wte.weight",
+        "present with and without prefix: wte.weight",
         "transformer.h.1.ln_2.weight is [13], expected [12]",
         "not floating point: transformer.h.1.ln_2.bias",
         "not the causal mask: h.0.attn.bias",

@@ -187,7 +187,7 @@ def test_the_honest_ancestor_of_the_lies_is_read(tmp_path: Path) -> None:
         (table([(b"", field(1, b"1"))]), "contradicts itself"),
         (table([(b"", field(1, 1) + field(3, 1))]), "contradicts itself"),
         (table([(b"", field(1, 1) + field(1, 1))]), "contradicts itself"),
-        (table([FIRST, (b"a\xff", HONEST)]), "a name that is no text"),
+        (table([FIRST, (b"a\xff", HONEST)]), "a name that is not text"),
         (table([FIRST, (b"a" * 513, HONEST)]), "a name of 513 bytes"),
         (table([FIRST, (b"\0wte\0\1\1\2\x80\x04", HONEST)]), "wte is stored in slices"),
         (table([FIRST, (b"\0", HONEST)]), "'' is stored in slices"),

@@ -269,8 +269,12 @@ def test_blocks_are_numbered_as_they_run() -> None:
     ("fault", "departure", "layers"),
     [
         ("", None, [0, 1, 2]),
-        ("a block twice", Departure(DepartureKind.REPEATED, 1, "attn", theirs=2, ours=1, module="blocks.1.sa"), [0, 1, 2]),
-        ("a block left out", Departure(DepartureKind.BLOCK_COUNT, theirs=2, ours=3, names=("h.1",)), [0, 2]),
+        (
+            "a block twice",
+            Departure(DepartureKind.REPEATED, 1, "attn", port_size=2, checkpoint_size=1, module="blocks.1.sa"),
+            [0, 1, 2],
+        ),
+        ("a block left out", Departure(DepartureKind.BLOCK_COUNT, port_size=2, checkpoint_size=3, names=("h.1",)), [0, 2]),
         ("no norm before attention", Departure(DepartureKind.NORM_MISSING, 2, "ln_1", module="blocks.2.sa"), [0, 1, 2]),
     ],
 )

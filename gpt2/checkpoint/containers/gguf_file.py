@@ -110,7 +110,7 @@ class GGUFFile(Container):
             rows.append((name, shape, header.number("I"), header.number("Q")))
         alignment = self.metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
-            raise Damaged(f"has general.alignment {quoted(alignment)}, which is no power of two")
+            raise Damaged(f"has general.alignment {quoted(alignment)}, which is not a power of two")
         entries: dict[str, Stored] = {}
         data = end = padded(header.at, alignment)
         for name, shape, number, offset in rows:

@@ -118,7 +118,7 @@ class TensorBundle(Container):
         try:
             name = (key if slice_of is None else slice_of).decode()
         except UnicodeDecodeError:
-            raise Damaged(f"has a name that is no text, {quoted(key)}") from None
+            raise Damaged(f"has a name that is not text, {quoted(key)}") from None
         if slice_of is not None:
             raise self._in_slices(name)
         return name
@@ -191,7 +191,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int, Any]]:
         elif wire in (1, FIXED32):
             length = 4 if wire == FIXED32 else 8
         else:
-            raise Damaged("has an entry that is no protobuf")
+            raise Damaged("has an entry that is not a protobuf")
         if at + length > len(message):
             raise Damaged("has an entry that is cut short")
         data = message[at : at + length]

@@ -99,7 +99,7 @@ class Stream:
         self.flow.put(self._coordinates, self.flow.root(self._start), torch.arange(self.width))
         for name, begin in words.items():
             if (table := self._table("wte", read[name], rows[name], begin)) is None:
-                raise NotGPT2(f"its token embedding ({name}) is no table with a row for each token")
+                raise NotGPT2(f"its token embedding ({name}) is not a table with a row for each token")
             self.words.append(table)
         for name in [name for name in rows if name not in words]:
             if self.positions is None and len(set(rows[name].values())) == self.recording.ids.size(1):

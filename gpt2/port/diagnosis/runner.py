@@ -58,7 +58,7 @@ def target(text: str) -> Target:
         there = f"; there are {', '.join(near)}" if near else ""
         raise InputError(f"{file}: no such file{there}; give a Python file and a function in it, as in port.py:build")
     if not name.isidentifier():
-        raise InputError(f"{text}: {name!r} is no name of a function; write {path.name}:build")
+        raise InputError(f"{text}: {name!r} is not the name of a function; write {path.name}:build")
     return Target(path.resolve(), name)
 
 

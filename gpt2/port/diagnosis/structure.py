@@ -37,7 +37,7 @@ def require_size(mapping: Mapping, who: str) -> None:
     """Raise InputError if the port has another width or feed-forward, or a smaller vocabulary."""
     for departure in find_departures(mapping):
         if what := SIZES.get(departure.kind):
-            sizes = f"{departure.theirs:,}, the checkpoint's {departure.ours:,}"
+            sizes = f"{departure.port_size:,}, the checkpoint's {departure.checkpoint_size:,}"
             raise InputError(f"{who}: its {what} is {sizes}; build it with the checkpoint's sizes")
 
 
@@ -45,8 +45,12 @@ def structural_causes(mapping: Mapping) -> Iterator[PlacedCause]:
     """Yield the faults in a port's connections; less certain than the walk's causes, since nothing was recomputed."""
     for departure in find_departures(mapping):
         kind = departure.kind
-        if kind in CAUSES and not (kind is DepartureKind.BLOCK_COUNT and departure.theirs > departure.ours):
-            fix = f"n_head={departure.ours}  # each {mapping.config.head_dim} wide" if kind is DepartureKind.HEAD_COUNT else None
+        if kind in CAUSES and not (kind is DepartureKind.BLOCK_COUNT and departure.port_size > departure.checkpoint_size):
+            fix = (
+                f"n_head={departure.checkpoint_size}  # each {mapping.config.head_dim} wide"
+                if kind is DepartureKind.HEAD_COUNT
+                else None
+            )
             same = f"{kind.name} {departure.part}"
             yield PlacedCause(CAUSES[kind], _places(departure), sentence(departure), SEEN, LIKELY, fix, same)
 

@@ -107,7 +107,7 @@ def _builder(file: Path, name: str) -> tuple[Callable[..., Any], bool]:
     module_name = file.stem if file.stem.isidentifier() and file.stem not in sys.modules else f"port_{abs(hash(file))}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
-        raise InputError(f"{file.name}: is no Python file; give one that ends in .py")
+        raise InputError(f"{file.name}: is not a Python file; give one that ends in .py")
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     build: Callable[..., Any] | None = getattr(module, name, None)

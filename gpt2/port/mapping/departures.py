@@ -24,17 +24,17 @@ from gpt2.port.mapping.mapping import Mapping
 class DepartureKind(Enum):
     """A kind of departure; the value is the message to the port's author. :func:`.remarks.sentence` fills in the braces."""
 
-    WIDTH = "your module is {theirs:,} wide, the checkpoint {ours:,}"
-    BLOCK_COUNT = "your forward runs {theirs:,} block{plural}, the checkpoint has {ours}{left_out}"
-    HEAD_COUNT = "your attention has {theirs:,} head{plural}, the checkpoint {ours}"
-    FEED_FORWARD_WIDTH = "your feed-forward is {theirs:,} wide, the checkpoint's {ours:,}"
-    VOCABULARY = "your vocabulary has {theirs:,} entries, the checkpoint {ours:,}"
-    VOCABULARY_PADDED = "your vocabulary is padded from {ours:,} to {theirs:,} entries: the rest is zero"
-    REPEATED = "your {subject} runs {theirs} times"
+    WIDTH = "your module is {port_size:,} wide, the checkpoint {checkpoint_size:,}"
+    BLOCK_COUNT = "your forward runs {port_size:,} block{plural}, the checkpoint has {checkpoint_size}{left_out}"
+    HEAD_COUNT = "your attention has {port_size:,} head{plural}, the checkpoint {checkpoint_size}"
+    FEED_FORWARD_WIDTH = "your feed-forward is {port_size:,} wide, the checkpoint's {checkpoint_size:,}"
+    VOCABULARY = "your vocabulary has {port_size:,} entries, the checkpoint {checkpoint_size:,}"
+    VOCABULARY_PADDED = "your vocabulary is padded from {checkpoint_size:,} to {port_size:,} entries: the rest is zero"
+    REPEATED = "your {subject} runs {port_size} times"
     HEADS_MIXED = "your {subject} mixes up heads and positions: view as (B, T, heads, size), transpose, and so back"
     POST_NORM = "your norms stand after the branches, GPT-2's before them; they are filled in running order"
     EXTRA_NORM = "a norm that GPT-2 does not have"
-    POSITIONS_SHIFTED = "your positions begin at row {theirs} of their table, the checkpoint's at 0"
+    POSITIONS_SHIFTED = "your positions begin at row {port_size} of their table, the checkpoint's at 0"
     IN_BUFFER = "your {part} ({name}) is a buffer and no parameter: it is left as it is"
     POSITIONS_MISSING = "your module has no learned positions; the checkpoint's wpe.weight is left out"
     NORM_MISSING = "your {subject} has no norm before it; the checkpoint has {norm}"
@@ -43,7 +43,7 @@ class DepartureKind(Enum):
 
 @dataclass(frozen=True)
 class Departure:
-    """One departure in ``part`` of block ``layer``; ``theirs`` and ``ours`` are the sizes in the port and in the checkpoint.
+    """One departure in ``part`` of block ``layer``, with its size in the port and in the checkpoint.
 
     ``names``: parameters of an extra norm, the buffer of a part, or the checkpoint's blocks that do not run. ``module``: dotted
     name.
@@ -52,8 +52,8 @@ class Departure:
     kind: DepartureKind
     layer: int | None = None
     part: str = ""
-    theirs: int = 0
-    ours: int = 0
+    port_size: int = 0
+    checkpoint_size: int = 0
     names: tuple[str, ...] = ()
     module: str = ""
 
@@ -72,23 +72,25 @@ def _sizes(anatomy: Anatomy, config: GPT2Config) -> Iterator[Departure]:
     inner = {size for size in hidden.values() if size}
     words = anatomy.stream.vocabulary if anatomy.head is None else len(anatomy.head)
     padded = words > config.vocab_size
-    for kind, part_name, theirs, ours in (
+    for kind, part_name, port_size, checkpoint_size in (
         (DepartureKind.WIDTH, "", anatomy.width, config.n_embd),
         (DepartureKind.BLOCK_COUNT, "", len(anatomy.layers), config.n_layer),
         (DepartureKind.HEAD_COUNT, "attn", heads, config.n_head),
         (DepartureKind.FEED_FORWARD_WIDTH, "mlp", inner.pop() if len(inner) == 1 else config.inner, config.inner),
         (DepartureKind.VOCABULARY_PADDED if padded else DepartureKind.VOCABULARY, "wte", words, config.vocab_size),
     ):
-        if theirs != ours:
+        if port_size != checkpoint_size:
             names = absent if kind is DepartureKind.BLOCK_COUNT else ()
-            yield Departure(kind, part=part_name, theirs=theirs, ours=ours, names=names)
+            yield Departure(kind, part=part_name, port_size=port_size, checkpoint_size=checkpoint_size, names=names)
 
 
 def _connections(anatomy: Anatomy, mapping: Mapping) -> Iterator[Departure]:
     for branch in anatomy.branches:
         if branch.times > 1:
             module = module_name(anatomy, branch.part, branch.layer)
-            yield Departure(DepartureKind.REPEATED, branch.layer, branch.part, theirs=branch.times, ours=1, module=module)
+            yield Departure(
+                DepartureKind.REPEATED, branch.layer, branch.part, port_size=branch.times, checkpoint_size=1, module=module
+            )
     for layer in sorted(anatomy.mixed_layers):
         yield Departure(DepartureKind.HEADS_MIXED, layer, "attn", module=module_name(anatomy, "attn", layer))
     if anatomy.post_norm:
@@ -97,7 +99,7 @@ def _connections(anatomy: Anatomy, mapping: Mapping) -> Iterator[Departure]:
         names = {anatomy.recording.name(int(ids[0])) for ids in (norm.scale, norm.shift) if ids is not None}
         yield Departure(DepartureKind.EXTRA_NORM, names=tuple(sorted(names)))
     if anatomy.positions is not None and mapping.skips_positions:
-        yield Departure(DepartureKind.POSITIONS_SHIFTED, part="wpe", theirs=anatomy.positions.skipped)
+        yield Departure(DepartureKind.POSITIONS_SHIFTED, part="wpe", port_size=anatomy.positions.skipped)
     for part, name in mapping.in_buffers:
         yield Departure(DepartureKind.IN_BUFFER, part.layer, part.part, names=(name,))
     if anatomy.positions is None and not any(part.part == "wpe" for part, _ in mapping.in_buffers):

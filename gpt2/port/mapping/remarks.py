@@ -184,9 +184,9 @@ def sentence(departure: Departure, more: int = 0) -> str:
     part, names = departure.part, departure.names
     some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return departure.kind.value.format(
-        theirs=departure.theirs,
-        ours=departure.ours,
-        plural="" if departure.theirs == 1 else "s",
+        port_size=departure.port_size,
+        checkpoint_size=departure.checkpoint_size,
+        plural="" if departure.port_size == 1 else "s",
         left_out=f": {some} left out" if names else "",
         subject=_subject(part, departure.module, more),
         part="position embedding" if part == "wpe" else part,
