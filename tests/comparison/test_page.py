@@ -215,7 +215,7 @@ def test_pointing_at_a_token_shows_what_both_models_expected(found: Comparison, 
                 browser("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
                 shown = browser.value("document.getElementById('tip').innerText")
                 word = found.words.text[at]
-                assert all(choice.text.strip() in shown for choice in (*word.top_a, *word.top_b))
+                assert all(readable(choice.text).strip() in shown for choice in (*word.top_a, *word.top_b))
                 for top in (word.top_a, word.top_b):
                     assert f"{100 * top[0].probability:.1f}\xa0%" in shown
                 box = browser.value(
