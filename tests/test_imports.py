@@ -138,7 +138,7 @@ HEAVY = UNUSED | {"torch", "numpy", "tiktoken", "tokenizers", "rich"}
         ("import gpt2", HEAVY),
         ("import gpt2.cli.main as m; m.parser().format_help()", HEAVY),
         ("import gpt2.data, gpt2.data.bpe, gpt2.config, gpt2.errors", HEAVY),
-        ("from gpt2.checkpoint import hub; hub.resolve('shakespeare-mini'); hub.resolve('.')", HEAVY),
+        ("from gpt2.checkpoint.sources import resolve; resolve('shakespeare-mini'); resolve('.')", HEAVY),
         ("import gpt2; gpt2.load(); gpt2.load_tokenizer()", UNUSED),
     ],
 )

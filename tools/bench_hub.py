@@ -33,10 +33,10 @@ with HubStandIn() as hub:
 FETCH = """
 import json, resource, sys, time
 import huggingface_hub.file_download
-from gpt2.checkpoint import hub
+from gpt2.checkpoint.sources import resolve
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 begin = time.perf_counter()
-path = hub.resolve("org/name").path
+path = resolve("org/name").path
 seconds = time.perf_counter() - begin
 after = resource.getrusage(resource.RUSAGE_SELF)
 cpu = after.ru_utime + after.ru_stime

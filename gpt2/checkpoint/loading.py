@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpt2.checkpoint.checkpoint import open_checkpoint, open_path, tokenizer_of
-from gpt2.checkpoint.hub import locate
 from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
+from gpt2.checkpoint.sources import locate
 from gpt2.config import GPT2Config, quoted
 from gpt2.errors import InputError
 from gpt2.model import GPT2

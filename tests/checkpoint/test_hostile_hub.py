@@ -238,7 +238,7 @@ ODD_ANSWERS: list[tuple[Rewrite, str]] = [
     (answering("/revision/", b"\xff\xfe"), "is not JSON"),
     (answering("/tree/", b"<html>Not here</html>"), "is not JSON"),
     (answering("/tree/", b'{"error": "no"}'), "its listing is not a list"),
-    (answering("/tree/", b"[[]]"), "a row that is no file"),
+    (answering("/tree/", b"[[]]"), "a row that is not a file"),
     (answering("/tree/", b"", 404), "lists none of its files (404)"),
     (answering("/tree/", b"[]"), "has no model.safetensors (no weights to load)"),
     (answering("/tree/", b"[]", Link='<http://[/x?cursor=1>; rel="next"'), "has no next page"),
