@@ -242,7 +242,7 @@ ODD_ANSWERS: list[tuple[Rewrite, str]] = [
     (answering("/tree/", b"", 404), "lists none of its files (404)"),
     (answering("/tree/", b"[]"), "has no model.safetensors (no weights to load)"),
     (answering("/tree/", b"[]", Link='<http://[/x?cursor=1>; rel="next"'), "has no next page"),
-    (answering("/tree/", b"[]", Link='</x?cursor=MQ%3D%3D>; rel="next"'), "comes to no end"),
+    (answering("/tree/", b"[]", Link='</x?cursor=MQ%3D%3D>; rel="next"'), "does not end"),
     (tree(without("path")), "without a path and a size"),
     (tree(without("size")), "without a path and a size"),
     (tree(lambda rows: [row | {"oid": None, "lfs": None} for row in rows]), "declares no hash for config.json"),

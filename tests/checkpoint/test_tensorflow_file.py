@@ -201,7 +201,7 @@ def test_the_honest_ancestor_of_the_lies_is_read(tmp_path: Path) -> None:
         (table([FIRST, (b"a", HONEST + b"\x40" + b"\x80" * 10 + b"\x01")]), "more than 64 bits"),
         (table([FIRST, (b"a", HONEST + b"\x40" + b"\x80" * 10 + b"\x00")]), "more than 64 bits"),
         (table([FIRST, (b"a", HONEST + b"\x40" + b"\xff" * 9 + b"\x02")]), "more than 64 bits"),
-        (table([FIRST, (b"a", HONEST + b"\x43")]), "no protobuf"),
+        (table([FIRST, (b"a", HONEST + b"\x43")]), "not a protobuf"),
         (table([FIRST, (b"a", HONEST + b"\x41" + bytes(7))]), "cut short"),
         (table([FIRST, (b"a", HONEST + b"\x42" + varint(2**40))]), "cut short"),
         (table([FIRST, (b"a", HONEST + field(1, 1))]), "contradicts itself"),
