@@ -1,13 +1,14 @@
 """The base class of all tokenizers: tokens as bytes, and decoding."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
 from gpt2.errors import InputError
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """Tokens by id, as bytes; subclasses (BPE, characters, words) add encoding.
 
     ``n_vocab`` is the number of ids, special tokens included; a model's vocabulary may be padded to more. ``eot`` is the id
@@ -24,20 +25,20 @@ class Tokenizer:
         return f"{type(self).__name__}(n_vocab={self.n_vocab})"
 
     @property
+    @abstractmethod
     def fingerprint(self) -> str:
         """Sha256 (hex); equal fingerprints mean equal ids for every text, from whatever files."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; special tokens in it are ordinary characters."""
-        raise NotImplementedError
 
+    @abstractmethod
     def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
         """Write the files that :func:`gpt2.data.from_directory` and transformers read; return their paths.
 
         `n_positions` becomes `model_max_length`, above which transformers warns.
         """
-        raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, special tokens included. Bytes that are not UTF-8 become U+FFFD.

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from importlib.metadata import version
@@ -59,12 +60,12 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Printed:
+class Printed(ABC):
     """A report that prints to a terminal; subclasses yield its parts."""
 
+    @abstractmethod
     def parts(self) -> Iterator[RenderableType]:
         """Yield markup, texts and tables, from top to bottom."""
-        raise NotImplementedError
 
     def print(self, console: Console) -> None:
         """Write the report to a rich console."""
