@@ -155,7 +155,7 @@ class ForwardPass:
         return self._head(torch.layer_norm(x, self.shape, *self.ln_f), decoding)
 
     def _head(self, hidden: Tensor, decoding: bool) -> Tensor:
-        """Compute :meth:`GPT2.head` for a few rows, in the form that reads the weight fastest; decoding may copy it transposed."""
+        """Compute :meth:`GPT2.head` for a few rows, in the order that reads the weight fastest; decoding may copy it."""
         rows, weight = len(hidden), self.tokens
         if self.token_scale is not None:
             return product(hidden, weight, self.token_scale)
