@@ -95,7 +95,8 @@ def test_a_recording_can_be_computed_again_from_its_ids(name: str) -> None:
     module = Small(LINEAR[name])
     recording = record(module, IDS)
     assert recording.unfollowed == ()
-    torch.testing.assert_close(evaluate(recording, module), module(IDS).detach(), rtol=1e-12, atol=1e-12)
+    expected = module(IDS).detach()
+    torch.testing.assert_close(evaluate(recording, module).view(expected.shape), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_evaluation_above_can_fail() -> None:
@@ -268,7 +269,8 @@ def test_recording_does_not_import_torch_s_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 
-LOGITS, LOSS, HIDDEN = torch.zeros(2, 3, 5), torch.tensor(1.0), torch.zeros(2, 3)
+TOKENS, WORDS = torch.zeros(2, 3, dtype=torch.long), 5
+LOGITS, LOSS, HIDDEN = torch.zeros(2, 3, WORDS), torch.tensor(1.0), torch.zeros(2, 3)
 
 
 @pytest.mark.parametrize(
@@ -283,15 +285,27 @@ LOGITS, LOSS, HIDDEN = torch.zeros(2, 3, 5), torch.tensor(1.0), torch.zeros(2, 3
         {"loss": LOSS, "out": LOGITS},
         SimpleNamespace(logits=LOGITS, past=[HIDDEN]),
         SimpleNamespace(scores=LOGITS, loss=None),
+        (torch.zeros(2, 3, 4), LOGITS),
+        (torch.zeros(2, 3, 9), LOGITS),
+        (torch.zeros(2, 3, 3, WORDS), LOGITS),
+        (LOGITS, [torch.zeros(2, 1, 3, 3)]),
     ],
 )
 def test_logits_are_found_in_whatever_a_forward_returns(output: object) -> None:
     """Ports return logits in many ways."""
-    assert logits_of(output) is LOGITS
+    assert logits_of(output, TOKENS, WORDS) is LOGITS
+
+
+@pytest.mark.parametrize("others", [[], [torch.zeros(2, 2, 3, 3)], [torch.zeros(2, 3, 4)]])
+@pytest.mark.parametrize(("shape", "tokens"), [((6, 5), 3), ((6, 7), 3), ((2, 5), 1)])
+def test_flattened_logits_get_their_axes_back(shape: tuple[int, int], tokens: int, others: list[Tensor]) -> None:
+    """A port that flattens its logits for the loss, and returns attention maps beside them, was refused."""
+    logits = torch.arange(float(shape[0] * shape[1])).view(shape)
+    assert torch.equal(logits_of((logits, others), TOKENS, WORDS), logits.view(2, tokens, shape[1]))
 
 
 @pytest.mark.parametrize("output", [None, LOSS, (torch.zeros(2, 3, dtype=torch.long),), {"loss": LOSS}, "text"])
 def test_an_output_without_logits_is_refused(output: object) -> None:
     """The message goes to the module's author."""
     with pytest.raises(ValueError, match=r"its forward returns .* with no logits in it"):
-        logits_of(output)
+        logits_of(output, TOKENS, WORDS)

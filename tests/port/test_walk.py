@@ -127,7 +127,7 @@ class Port(nn.Module):
 
 def walked(layout: str = "batch", config: GPT2Config = CONFIG, **wrong: Callable) -> Walk:
     model = checkpoint(config)
-    pool = collect(Port(model, layout, wrong), IDS, config.n_embd, config.inner)
+    pool = collect(Port(model, layout, wrong), IDS, config)
     return walk(pool, model.state_dict(), config, IDS, model)
 
 
@@ -485,7 +485,7 @@ def test_an_epsilon_with_little_effect_is_named() -> None:
     model = checkpoint()
     model.wte.weight.data *= 1000
     model.wpe.weight.data *= 1000
-    pool = collect(Port(model, "batch", {"norm": norm(1e-6)}), IDS, CONFIG.n_embd, CONFIG.inner)
+    pool = collect(Port(model, "batch", {"norm": norm(1e-6)}), IDS, CONFIG)
     result = walk(pool, model.state_dict(), CONFIG, IDS, model)
     assert causes_of(result) == [("layernorm-eps", EVERY_NORM)]
     assert "epsilon 1e-06" in result.causes[0].detail
@@ -548,12 +548,12 @@ def test_nan_is_matched() -> None:
 def test_arrays_of_another_program_are_walked_without_a_module() -> None:
     """A dump from C or Rust has no module and no names: values in float32, heads apart or time first, in any order."""
     model = checkpoint()
-    pool = collect(Port(model, "time", {**PARTS["erf"][0], **WIRING["post-norm"][0]}), IDS, CONFIG.n_embd, CONFIG.inner)
+    pool = collect(Port(model, "time", {**PARTS["erf"][0], **WIRING["post-norm"][0]}), IDS, CONFIG)
     arrays = [entry.float() for entry in reversed(pool.entries)]
     result = walk_arrays(arrays, pool.logits.float(), IDS, model)
     assert set(causes_of(result)) == {("gelu-variant", "h.*.mlp.act"), ("post-norm", "h.*")}
     assert result.explained
-    right = collect(Port(model, "heads"), IDS, CONFIG.n_embd, CONFIG.inner)
+    right = collect(Port(model, "heads"), IDS, CONFIG)
     result = walk_arrays([entry.float() for entry in right.entries], right.logits.float(), IDS, model)
     assert (result.causes, result.first_divergence, result.explained) == ((), None, True)
     result = walk_arrays([], pool.logits, IDS, model)

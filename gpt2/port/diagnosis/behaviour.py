@@ -61,7 +61,12 @@ class Behaviour:
         return run_deterministically(lambda: self.module(ids, **arguments))[0]
 
     def _logits(self, ids: Tensor, **arguments: Any) -> Tensor:
-        return logits_of(self._output(ids, **arguments))[..., : self.config.vocab_size].double()
+        return self._logits_in(self._output(ids, **arguments), ids)
+
+    def _logits_in(self, output: Any, ids: Tensor) -> Tensor:
+        """Return the logits (B, T', V) in what the module returned for ``ids``, without the padding of the vocabulary."""
+        words = self.config.vocab_size
+        return logits_of(output, ids, words)[..., :words].double()
 
     def _differ(self, mine: Tensor, expected: Tensor) -> float:
         """Return the error if it is above the bound, else 0."""
@@ -76,7 +81,7 @@ class Behaviour:
     def _repeat(self, ids: Tensor) -> None:
         mode = DeterministicMode(keep_casts=True, keep_random=True)
         with mode:
-            first, second = (logits_of(self.module(ids)).double() for _ in range(2))
+            first, second = (logits_of(self.module(ids), ids, self.config.vocab_size).double() for _ in range(2))
         if torch.equal(first, second) and not mode.dropouts:
             self._repeat_after_others(ids)
             return
@@ -184,9 +189,10 @@ class Behaviour:
             arguments: dict[str, Any] = {switch: True} if switch else {}
             arguments |= {past: cache} if past and cache is not None else {}
             arguments |= {start: at} if start else {}
-            output = self._output(ids[:, at : at + piece], **arguments)
+            some = ids[:, at : at + piece]
+            output = self._output(some, **arguments)
             at += piece
-            logits.append(logits_of(output)[..., : self.config.vocab_size].double()[:, -piece:])
+            logits.append(self._logits_in(output, some)[:, -piece:])
             if past and given is None:
                 cache = _cache_of(output)
                 if cache is None:

@@ -210,7 +210,7 @@ class Examination:
     def _run(self, ids: Tensor) -> Tensor | Exception:
         """Return the logits of ids (B, T), or the error."""
         try:
-            output, mode = run_deterministically(lambda: logits_of(self.module(ids.to(self.device))))
+            output, mode = run_deterministically(lambda: logits_of(self.module(ids.to(self.device)), ids, self.config.vocab_size))
         except Exception as error:
             return error
         if mode.casts and not mode.keep_casts:
@@ -233,7 +233,7 @@ class Examination:
     def _walked(self, ids: Tensor, own: Own, reference: Reference) -> tuple[Divergence | None, list[PlacedCause]]:
         """Walk through GPT-2's stages with the module's own weights and recorded tensors."""
         config = self.config
-        pool, _ = run_deterministically(lambda: collect(self.module, ids.to(self.device), config.n_embd, config.inner))
+        pool, _ = run_deterministically(lambda: collect(self.module, ids.to(self.device), config))
         pool.narrow = self.bound > FLOAT64_BOUND
         weights = dict(own.weights)
         if own.placed and not bool(own.placed["wpe.weight"].any()):  # the walk finds what is added in place of positions

@@ -176,8 +176,7 @@ class Check:
         device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
         for ids in self.probes:
             try:
-                output = logits_of(module(ids.to(device))).to("cpu", torch.float64)
-                output = output.reshape(len(ids), -1, output.shape[-1])
+                output = logits_of(module(ids.to(device)), ids, self.config.vocab_size).to("cpu", torch.float64)
                 outputs.append(output if self.hidden_only else output[..., : self.vocabulary])
             except Exception as error:
                 outputs.append(None)

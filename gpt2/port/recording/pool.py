@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.recording.dispatch import Call, OperatorMode, tensors
 from gpt2.port.recording.forward import logits_of, plain_attention
@@ -163,12 +164,13 @@ class _Collector(OperatorMode):
 
 
 @torch.no_grad()
-def collect(module: nn.Module, ids: Tensor, width: int, inner: int) -> Pool:
+def collect(module: nn.Module, ids: Tensor, config: GPT2Config) -> Pool:
     """Run ``module`` on (B, T) ``ids`` and keep its operators' results, up to the size of the widest activation."""
+    width, inner = config.n_embd, config.inner
     largest = 4 * ids.numel() * max(inner, 3 * width, ids.size(1) * 64)
     collector = _Collector(module, VIEWS_PER_TOKEN * ids.numel() * width, largest)
     with plain_attention(), collector:
-        output = logits_of(module(ids))
+        output = logits_of(module(ids), ids, config.vocab_size)
     collector.pool.logits = output.detach().to("cpu", torch.float64)
     return collector.pool
 

@@ -23,11 +23,14 @@ from gpt2.port.recording.operators import CONSTANTS, COPIED_ARGUMENTS, COPIES, H
 
 
 @torch.no_grad()
-def record(module: nn.Module, ids: Tensor) -> Recording:
-    """Run ``module`` on distinct (B, T) ``ids`` and record each element's origin; ValueError if there are no logits."""
+def record(module: nn.Module, ids: Tensor, vocabulary: int | None = None) -> Recording:
+    """Run ``module`` on distinct (B, T) ``ids`` and record each element's origin; ValueError if there are no logits.
+
+    ``vocabulary``: how many columns the logits have at least, to tell them from other results.
+    """
     recorder = Recorder(module, ids)
     with plain_attention(), recorder:
-        output = logits_of(module(ids))
+        output = logits_of(module(ids), ids, vocabulary)
     graph, unfollowed = recorder.graph, tuple(sorted(recorder.unfollowed))
     nodes, sources = tuple(graph.nodes), tuple(graph.sources)
     return Recording(sources, ids, graph.tokens, nodes, graph.or_blank(output), graph.uses, unfollowed)
@@ -171,7 +174,7 @@ def record_probe(module: nn.Module, config: GPT2Config, name: str) -> Recording:
     attempts = [(2, short, config.vocab_size), (2, short, small), (1, config.n_positions, config.vocab_size)]
     for batch, length, vocabulary in dict.fromkeys(attempts):
         try:
-            return record(module, _probe(vocabulary, batch, length).to(device))
+            return record(module, _probe(vocabulary, batch, length).to(device), config.vocab_size)
         except Exception as error:
             failures.append(error_line(error))
     raise ForwardError(f"{name}: its forward fails on ids of shape (2, {short}): {failures[0]}")

@@ -250,7 +250,7 @@ SOUND |= {
         (
             "fused",
             "mask-1e4 masked-first scale-split softmax-upcast norm-upcast logits-upcast vocabulary-cut heads-permuted "
-            "dropout-in-training idle-norm",
+            "dropout-in-training idle-norm logits-flattened hidden-first",
         ),
         ("functions", "key-bias-missing heads-permuted"),
         ("heads", "heads-permuted"),

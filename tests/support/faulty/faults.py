@@ -164,6 +164,8 @@ HARMLESS = {
     "softmax-upcast": "the softmax is taken in float32",
     "norm-upcast": "norms are taken in float32",
     "logits-upcast": "logits are given in float32",
+    "logits-flattened": "logits are flattened for the loss, and attention maps returned beside them",
+    "hidden-first": "the last hidden states are returned before the logits",
     "vocabulary-cut": "the vocabulary is padded, and the padding cut off again",
     "heads-permuted": "heads in another order, in and out",
     "dropout-in-training": "dropout where nobody trains",

@@ -110,6 +110,7 @@ class SelfAttention(nn.Module):
             att = F.dropout(att, 0.1)
         if "dropout-in-training" in wrong:
             att = F.dropout(att, 0.1, self.training)
+        self.weights = att
         y = att.type_as(v) @ v
         y = y.reshape(b, t, c) if "heads-merged-wrongly" in wrong else y.transpose(1, 2).contiguous().view(b, t, c)
         return y if "output-projection-missing" in wrong else self.proj(y)
@@ -229,7 +230,8 @@ class GPT(nn.Module):
             x = F.layer_norm(x, x.shape[-1:])
         for layer in self.order:
             x = self.blocks[layer](x)
-        logits = self.head(x if "final-norm-missing" in faults else self.ln_f(x))
+        hidden = x if "final-norm-missing" in faults else self.ln_f(x)
+        logits = self.head(hidden)
         if "vocabulary-cut" in faults:
             logits = logits[..., : self.words]
         if "logits-upcast" in faults:
@@ -239,6 +241,11 @@ class GPT(nn.Module):
         if "logits-softmaxed" in faults:
             logits = logits.softmax(-1)
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if "hidden-first" in faults:
+            return hidden, logits
+        if "logits-flattened" in faults:
+            maps = [block.attn.weights for block in self.blocks]
+            return logits.view(-1, logits.size(-1)), maps
         return logits, loss
 
 

@@ -79,15 +79,16 @@ class Port:
 
 
 def logits(module: nn.Module, ids: Tensor, vocabulary: int) -> Tensor:
-    """(B, T, V) out of whatever a port returns: in a tuple, a dictionary, an object, padded, or of the last position only."""
+    """(B, T, V) out of whatever a port returns: in a tuple (widest), a dictionary, an object, padded, flat, or last alone."""
 
     def once(tokens: Tensor) -> Tensor:
         output = module(tokens)
         if isinstance(output, dict):
             output = output["logits"]
         if isinstance(output, tuple):
-            output = next(one for one in output if one is not None and one.ndim == 3)
-        return getattr(output, "logits", output)[..., :vocabulary]
+            output = max((one for one in output if isinstance(one, Tensor) and one.ndim > 1), key=lambda one: one.size(-1))
+        output = getattr(output, "logits", output)
+        return output.reshape(len(tokens), -1, output.size(-1))[..., :vocabulary]
 
     found = once(ids)
     if found.size(1) == ids.size(1):
