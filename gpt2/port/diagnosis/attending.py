@@ -22,6 +22,17 @@ from gpt2.port.diagnosis.wiring import STREAM, streams
 HEADS = (1, 0, 2)  # axes of (B, H, T, K) that a port may split: heads, rows, tokens
 GRID = (1, 0)  # axes of (B, H, T, T) that a port may split
 MAX_HIDDEN = 60  # combinations of weights to try where neither weights nor heads are recorded
+# What the weights may mix, the right one first; the words describe the fault.
+MIXED = {
+    "v": "",
+    "k": "the keys are mixed, not the values",
+    "q": "the queries are mixed",
+    "input": "attention's input itself is mixed: there is no projection to values",
+    "stream": "the stream itself is mixed, not the values",
+}
+MERGED = "heads are put side by side without transposing back, which mixes positions and heads"
+NO_PROJECTION = Fault("output-projection-missing", "attn", "the heads are added to the stream as they are")
+EXCHANGED = Fault("qkv-order", "attn", "queries and keys have changed places")
 Projected = dict[str, Recorded]  # "q", "k" and "v" of an input, each (B, T, D)
 Heads = tuple[Tensor, tuple[Fault, ...]]  # (B, H, T, K), and the faults if the port computes this
 
@@ -157,25 +168,20 @@ class Attending:
         for factor in dict.fromkeys([*factors, *likely]):  # scores scaled after the mask are not recorded
             cost = len(scale_faults(self.config, self.layer, factor)) + 0.5 * bool(factors and factor not in factors)
             yield from attention_weights(self._scaled(layout, factor), factor, cost)
-        exchanged = Fault("qkv-order", "attn", "queries and keys have changed places")
         for factor in (factors or likely)[:3]:
             right = next(attention_weights(self._scores(layout).mT * factor, factor))
-            yield Option.known("exchanged", right.value, exchanged, factor=factor, cost=1.0)
+            yield Option.known("exchanged", right.value, EXCHANGED, factor=factor, cost=1.0)
 
     def _mixtures(self, layout: Layout) -> Iterator[Heads]:
         """Yield what the weights may mix, the most likely first."""
-        choices = {
-            "": self.parts["v"].value,
-            "the keys are mixed, not the values": self.parts["k"].value,
-            "the queries are mixed": self.parts["q"].value,
-            "attention's input itself is mixed: there is no projection to values": self.input,
-        }
+        sources = {name: part.value for name, part in self.parts.items()} | {"input": self.input}
         if self.stream is not None:
-            choices["the stream itself is mixed, not the values"] = self.stream
+            sources["stream"] = self.stream
         for way in dict.fromkeys([layout, *Layout]):
-            for words, value in choices.items():
-                faults = (Fault("value-projection-wrong", "attn", words),) if words else ()
-                yield way.split(value, self.config.n_head), faults
+            for source, words in MIXED.items():
+                if source in sources:
+                    faults = (Fault("value-projection-wrong", "attn", words),) if words else ()
+                    yield way.split(sources[source], self.config.n_head), faults
 
     def _mixed(self, layout: Layout, weights: Tensor) -> Recorded | None:
         """Return weights times values, if recorded."""
@@ -202,8 +208,6 @@ class Attending:
 
     def _project(self, heads: list[Heads], recorded: bool) -> list[Option]:
         """Return the branch's possible results; ``recorded``: the heads are recorded, not candidates."""
-        mixed = "heads are put side by side without transposing back, which mixes positions and heads"
-        missing = Fault("output-projection-missing", "attn", "the heads are added to the stream as they are")
         unseen: list[Option] = []
         for y, faults in heads:
             right = Layout.RIGHT.merge(y)
@@ -211,11 +215,11 @@ class Attending:
                 merged = layout.merge(y)
                 if layout is not Layout.RIGHT and torch.equal(merged, right):
                     continue
-                wrong = faults if layout is Layout.RIGHT else (*faults, Fault("head-layout", "attn", mixed))
+                wrong = faults if layout is Layout.RIGHT else (*faults, Fault("head-layout", "attn", MERGED))
                 if (results := self._projected(merged, *wrong)) is not None:
                     return results
                 values = {"attn.c_proj": merged}
-                unseen.append(Option.known(f"heads {layout.name}", merged, *wrong, missing, silent=True, values=values))
+                unseen.append(Option.known(f"heads {layout.name}", merged, *wrong, NO_PROJECTION, silent=True, values=values))
                 if recorded and layout is Layout.RIGHT:
                     whole = merged @ self.weights["attn.c_proj.weight"] + self.weights["attn.c_proj.bias"]
                     unseen.append(Option.known("unseen projection", whole, *wrong, cost=0.5))

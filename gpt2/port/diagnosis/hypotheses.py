@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -186,11 +186,23 @@ def scale_faults(config: GPT2Config, layer: int, factor: float, inverse_first: b
     return (fault("scale-wrong", f"the scores are multiplied by {factor:.6g}; {wanted}"),)
 
 
+# Factors of the scores in a block that ports apply, the right one among them; by label.
+SCALES: dict[str, Callable[[GPT2Config, int], float]] = {
+    "by the head size": lambda config, layer: 1 / math.sqrt(config.head_dim),
+    "none": lambda config, layer: 1.0,
+    "by the width": lambda config, layer: 1 / math.sqrt(config.n_embd),
+    "twice": lambda config, layer: 1 / config.head_dim,
+    "by the layer": lambda config, layer: 1 / math.sqrt(config.head_dim) / (layer + 1),
+    "by both": lambda config, layer: 1 / math.sqrt(config.head_dim * config.n_embd),
+    "by the width, no root": lambda config, layer: 1 / config.n_embd,
+    "multiplied": lambda config, layer: math.sqrt(config.head_dim),
+    "by the heads": lambda config, layer: 1 / math.sqrt(config.n_head),
+}
+
+
 def likely_scales(config: GPT2Config, layer: int) -> list[float]:
     """Return factors to try if the scores are not recorded, the right one first."""
-    root, width = 1 / math.sqrt(config.head_dim), 1 / math.sqrt(config.n_embd)
-    others = [root, 1.0, width, root**2, root / (layer + 1), root * width, width**2, 1 / root]
-    return list(dict.fromkeys([right_scale(config, layer), *others]))
+    return list(dict.fromkeys([right_scale(config, layer), *(scale(config, layer) for scale in SCALES.values())]))
 
 
 def sinusoids(tokens: int, width: int) -> Iterator[tuple[str, Tensor]]:
