@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from gpt2.port.diagnosis import diagnose as diagnose
     from gpt2.port.mapping import MappingReport as MappingReport
     from gpt2.port.mapping import load_into as load_into
+    from gpt2.traces.result import Trace as Trace
+    from gpt2.traces.run import trace as trace
 
 __version__ = "0.1.0"
 
@@ -41,6 +43,7 @@ _HOME = {
     "InputError": "errors",
     "MappingReport": "port.mapping",
     "Report": "parity.report",
+    "Trace": "traces.result",
     "compare": "comparison.pair",
     "diagnose": "port.diagnosis",
     "generate": "generation",
@@ -48,6 +51,7 @@ _HOME = {
     "load_into": "port.mapping",
     "load_tokenizer": "checkpoint.loading",
     "save": "checkpoint.saving",
+    "trace": "traces.run",
     "verify": "parity.run",
 }
 __all__ = list(_HOME)

@@ -190,7 +190,7 @@ def test_every_public_name_says_what_it_is(name: str, thing: object) -> None:
     text = thing.__doc__ or ""
     assert len(text) > 15, name
     assert not text.startswith(f"{name}("), f"{name}: only the signature that dataclass writes"
-    if name in ("load", "load_tokenizer", "load_into", "verify", "diagnose", "generate", "save"):
+    if name in ("load", "load_tokenizer", "load_into", "verify", "diagnose", "trace", "generate", "save"):
         assert re.search(r"Raises( InputError)?:", text)  # what can go wrong with a user's input is part of what a function is
 
 

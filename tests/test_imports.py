@@ -15,7 +15,7 @@ PACKAGE = Path(gpt2.__file__).parent
 # Each room may import itself and what stands to its left.
 ORDER = [
     *("errors", "config", "data", "kv_cache", "model", "int8", "lora", "sampling", "decoder", "generation"),
-    *("checkpoint", "measure", "pages", "parity", "comparison", "explore", "port", "train", "bench", "cli"),
+    *("checkpoint", "measure", "pages", "parity", "comparison", "explore", "port", "train", "traces", "bench", "cli"),
 ]
 JUDGES = {"parity", "comparison", "explore", "port"}  # train takes none of these, only measure
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -92,7 +92,7 @@ def test_a_planted_circle_is_reported() -> None:
 
 def test_no_module_has_the_name_of_a_public_function() -> None:
     """Importing ``gpt2.compare`` as a module would replace the function ``gpt2.compare``."""
-    assert not {path.stem for path in MODULES} & {*gpt2.__all__, "trace"}
+    assert not {path.stem for path in MODULES} & {*gpt2.__all__}
     code = "import gpt2.comparison, gpt2.generation, gpt2.parity, gpt2.port.diagnosis, gpt2; "
     assert run(code + "print([getattr(gpt2, n).__name__ for n in ('compare', 'generate', 'verify', 'diagnose')])").strip() == (
         "['compare', 'generate', 'verify', 'diagnose']"

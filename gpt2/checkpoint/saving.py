@@ -93,10 +93,10 @@ def _plain(model: GPT2) -> dict[str, Tensor]:
     return {name: state[name] for name in wanted}
 
 
-def safetensors_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def safetensors_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file in pieces; wider dtypes come first, so every tensor is aligned."""
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in order:
         start, end = end, end + tensors[name].nbytes

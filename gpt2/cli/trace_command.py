@@ -1,0 +1,68 @@
+"""``gpt2 trace``: write the reference's numbers on a few tokens, to compare another program with."""
+
+import argparse
+import shutil
+import sys
+
+from gpt2.cli.common import Status, add_model, say, write_result
+from gpt2.errors import InputError
+
+HELP = "write every intermediate of the reference on a few tokens, to compare another program with"
+EXAMPLES = """\
+  gpt2 trace --out reference.safetensors                     the embedded model, 4 x 64 tokens of Twelfth Night
+  gpt2 trace gpt2 --out reference.npz                        the official weights, for NumPy
+  gpt2 trace --out reference                                 a folder: an .npy for each array, and index.json
+  gpt2 trace --gradients --tokens 16 --out reference.npz     the loss and every gradient too, 16 tokens a row
+  gpt2 trace random:distilgpt2 --tokens 8 --out random.npz   random weights, random ids
+
+Computed in float64, stored in float32. The arrays, for B rows of T tokens, width D, H heads, vocabulary V:
+
+  ids                          token ids (B, T)
+  wte wpe embed                token and position embeddings, their sum (B, T, D)
+  h.0.ln_1                     the block's input after its first layer norm
+  h.0.attn.q .k .v             queries, keys, values, heads side by side (B, T, D)
+  h.0.attn.scores .weights     before and after softmax (B, H, T, T)
+  h.0.attn.heads .c_proj       weights times values; the attention branch's output
+  h.0.mid                      the residual stream after attention
+  h.0.ln_2                     after the second layer norm
+  h.0.mlp.c_fc .act .c_proj    before and after GELU (B, T, 4 D); the branch's output
+  h.0                          the residual stream after the block
+  ln_f logits                  after the last layer norm; (B, T, V)
+  targets loss                 with --gradients: next ids; mean cross-entropy in nats
+  grad.wte.weight              with --gradients: by each parameter, in the checkpoint's layout
+
+What each array is, the environment, the ids' origin and the sha256 of the checkpoint's files are in index.json, in an .npz under
+about.json (bytes of JSON), in a .safetensors in its metadata. gpt2 diagnose reads all of these forms."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--out", required=True, metavar="PATH", help="FILE.safetensors, FILE.npz, or a folder of .npy files")
+    parser.add_argument("--ids", metavar="FILE", help="token ids to use: .npy, or a text of whole numbers, one line a row")
+    parser.add_argument(
+        "--text", metavar="TEXT", help="take the ids from a text file, - for stdin, or a name (default: Twelfth Night)"
+    )
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens in each of the 4 rows (default: 64)")
+    parser.add_argument("--gradients", action="store_true", help="also the loss and its gradient by every parameter")
+    parser.add_argument(
+        "--dtype", default="float32", metavar="D", help="stored as float32, float64 or float16 (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.ids is not None and (args.text is not None or args.tokens is not None):
+        flag = "--text" if args.text is not None else "--tokens"
+        raise InputError(f"{flag} has no effect with --ids, which gives the tokens; leave it out")
+    from gpt2.traces.files import require_form
+    from gpt2.traces.run import trace
+
+    require_form(args.out)
+    with Status() as status:
+        options = {name: getattr(args, name) for name in ("ids", "text", "tokens", "gradients", "dtype", "revision", "offline")}
+        traced = trace(args.model, **options, progress=status)
+        status("writing")
+        traced.save(args.out)
+    width = min(shutil.get_terminal_size((110, 24)).columns, 140)
+    write_result(args.json, traced.to_json, lambda: say(traced.table(max(width, 80))))
+    print(f"wrote {args.out}", file=sys.stderr)
+    return 0

@@ -1,0 +1,102 @@
+"""Compute a trace's arrays: every intermediate of a forward pass, the loss, gradients, and parameters after optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt2.errors import InputError
+from gpt2.measure.metrics import Progress, token_losses
+from gpt2.measure.tracing import part_of, points, trace_blocks
+from gpt2.model import GPT2
+from gpt2.pages.reports import dtype_label
+from gpt2.traces.batch import NO_TARGET, Batch
+
+# What each point is, with its shape: B batch, T tokens, D width, F feed-forward, H heads, V vocabulary.
+POINTS = {
+    "wte": "token embeddings, (B, T, D)",
+    "wpe": "position embeddings, (1, T, D)",
+    "embed": "wte + wpe, the residual stream before the first block, (B, T, D)",
+    "ln_1": "the block's input after its first layer norm, (B, T, D)",
+    "attn.q": "queries, heads side by side, (B, T, D)",
+    "attn.k": "keys, heads side by side, (B, T, D)",
+    "attn.v": "values, heads side by side, (B, T, D)",
+    "attn.scores": "q k^T, scaled, before softmax; masked entries are 0, (B, H, T, T)",
+    "attn.weights": "attention weights, after mask and softmax, (B, H, T, T)",
+    "attn.heads": "weights times values, heads side by side, (B, T, D)",
+    "attn.c_proj": "the attention branch's output, (B, T, D)",
+    "mid": "the residual stream after attention, (B, T, D)",
+    "ln_2": "mid after the second layer norm, (B, T, D)",
+    "mlp.c_fc": "the feed-forward's features before GELU, (B, T, F)",
+    "mlp.act": "the features after GELU, (B, T, F)",
+    "mlp.c_proj": "the feed-forward branch's output, (B, T, D)",
+    "": "the residual stream after the block, (B, T, D)",
+    "ln_f": "the residual stream after the last layer norm, (B, T, D)",
+    "logits": "ln_f times the token embedding, (B, T, V)",
+}
+GRADIENT = "grad."  # before a parameter's name
+
+
+def meaning(name: str) -> str:
+    """Return what an array of a trace is, in one line."""
+    if name.startswith(GRADIENT):
+        return f"gradient of the loss by {name.removeprefix(GRADIENT)}, in the checkpoint's layout"
+    return OTHERS.get(name) or POINTS[part_of(name) if name.count(".") > 1 or not name.startswith("h.") else ""]
+
+
+OTHERS = {
+    "ids": "token ids, (B, T)",
+    "targets": f"the next token of each, (B, T); {NO_TARGET} where it is unknown",
+    "loss": "mean cross-entropy of the known targets, in nats",
+}
+
+
+def stored(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Return a float64 tensor as it is kept, contiguous. Raises InputError: a value does not fit ``dtype``."""
+    with np.errstate(over="ignore"):  # NumPy rounds once; torch rounds float64 to float32 first, then to float16
+        kept = torch.from_numpy(tensor.detach().contiguous().numpy().astype(dtype_label(dtype)))
+    if dtype != tensor.dtype and not bool(kept.isfinite().all()) and bool(tensor.isfinite().all()):
+        raise InputError(f"{name}: has values that {dtype_label(dtype)} cannot hold; choose float32 or float64")
+    return kept
+
+
+def forward(model: GPT2, batch: Batch, dtype: torch.dtype, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+    """Yield every point of :mod:`gpt2.measure.tracing` in the order of computation; one block at a time is in float64."""
+    yield "ids", batch.ids.to(torch.int32)
+    for number, block in enumerate(trace_blocks(model, batch.ids)):
+        progress(f"forward pass, part {number + 1} of {len(model.h) + 2}")
+        for name in list(block):
+            yield name, stored(block.pop(name), dtype, name)
+
+
+def backward(model: GPT2, batch: Batch) -> Tensor:
+    """Put the gradients of the mean loss over the known targets into the parameters; return that loss, a scalar."""
+    known = batch.targets != NO_TARGET
+    losses = token_losses(model(batch.ids), batch.targets.clamp(min=0))
+    loss = losses[known].mean()
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model: GPT2, batch: Batch, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the targets, the loss, and every parameter's gradient; the model keeps the gradients."""
+    if not bool((batch.targets != NO_TARGET).any()):
+        raise InputError("no token has a next one, so there is no loss; give rows of two tokens or more")
+    yield "targets", batch.targets.to(torch.int32)
+    yield "loss", stored(backward(model, batch), dtype, "loss")
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        yield GRADIENT + name, stored(parameter.grad, dtype, GRADIENT + name)
+
+
+def forward_bytes(model: GPT2, batch: Batch, itemsize: int) -> int:
+    """Return about how many bytes the points of a forward pass take."""
+    config, (rows, tokens) = model.config, batch.ids.shape
+    block = 10 * config.n_embd + 2 * config.inner + 2 * config.n_head * tokens
+    return rows * tokens * itemsize * (config.n_layer * block + 3 * config.n_embd + config.vocab_size)
+
+
+assert {part_of(name) if name != "h.0" else "" for name in points(1)} == POINTS.keys()

@@ -1,0 +1,138 @@
+"""Choose the token ids of a trace: from a file, from a text, or random ones for a model without a tokenizer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt2.checkpoint.checkpoint import Checkpoint
+from gpt2.config import GPT2Config, quoted
+from gpt2.errors import InputError
+from gpt2.measure.texts import OWN_FILE, open_text
+
+ROWS, TOKENS = 4, 64  # batch and sequence length by default, those of llm.c's debug state
+NO_TARGET = -100  # a token without a next one: torch's default ignore_index
+MAX_BYTES = 1 << 26  # limit of a file of ids
+SEPARATORS = re.compile(r"[\s,;\[\]()]+")
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids and next ids, each (B, T) int64, and where they came from; a token without a next one has NO_TARGET."""
+
+    ids: Tensor
+    targets: Tensor
+    source: str
+
+    @classmethod
+    def of(cls, ids: Tensor, source: str, targets: Tensor | None = None) -> Batch:
+        """Return rows of ids; each next id is the row's own, and the last one of a row is unknown unless ``targets`` has it."""
+        if targets is None:
+            targets = torch.cat((ids[:, 1:], ids.new_full((len(ids), 1), NO_TARGET)), dim=1)
+        return cls(ids, targets, source)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every token has a next one."""
+        return bool((self.targets != NO_TARGET).all())
+
+
+def as_rows(ids: object, what: str, config: GPT2Config, *, also: int = 0) -> Tensor:
+    """Return ids, an array (T,) or (B, T) of any integers, as int64 (B, T); ``also`` is allowed beside the vocabulary.
+
+    Raises InputError: they are not ids of this model.
+    """
+    array = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
+    if array.dtype.kind not in "iu":
+        raise InputError(f"{what}: holds {array.dtype} of the shape {list(array.shape)}; give whole numbers, token ids")
+    if array.ndim not in (1, 2) or not array.size:
+        raise InputError(f"{what}: has the shape {list(array.shape)}; give ids of the shape (tokens,) or (rows, tokens)")
+    array = array[None] if array.ndim == 1 else array
+    outside = (array >= config.vocab_size) | ((array < 0) & (array != also))
+    if outside.any():
+        bad = int(array[outside][0])
+        raise InputError(f"{what}: id {bad} is outside the model's vocabulary of {config.vocab_size:,}; give its own ids")
+    if array.shape[1] > config.n_positions:
+        raise InputError(f"{what}: {array.shape[1]:,} tokens in a row, the model has {config.n_positions:,} positions; cut them")
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def read_ids(path: str | Path) -> np.ndarray:
+    """Read a file of ids: an ``.npy`` of any integers, or a text of whole numbers, one line a row. Raises InputError."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise InputError(f"{path}: is larger than {MAX_BYTES >> 20} MiB; give the ids of a few rows")
+        if path.suffix == ".npy":
+            return np.array(np.load(path, mmap_mode="r", allow_pickle=False))  # mapped: a header that lies allocates nothing
+        text = path.read_text(encoding="utf-8")
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); give a file of ids") from None
+    except (ValueError, EOFError, SyntaxError):
+        what = "an .npy file of whole numbers" if path.suffix == ".npy" else "a text of whole numbers, or an .npy file"
+        raise InputError(f"{path}: is not {what}; write it again") from None
+    return _parsed(text, path)
+
+
+def _parsed(text: str, path: Path) -> np.ndarray:
+    rows: list[list[int]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = [word for word in SEPARATORS.split(line) if word]
+        for word in words:
+            if not re.fullmatch(r"[0-9]{1,9}", word, re.ASCII):
+                raise InputError(f"{path}: line {number} has {quoted(word)}, not a token id; give whole numbers")
+        rows += [[int(word) for word in words]] if words else []
+    if not rows:
+        raise InputError(f"{path}: holds no ids; give whole numbers, one line a row")
+    if all(len(row) == 1 for row in rows):
+        return np.array(rows, dtype=np.int64).T  # one id a line
+    if uneven := next((row for row in rows if len(row) != len(rows[0])), None):
+        raise InputError(f"{path}: a line has {len(uneven)} ids and the first {len(rows[0])}; give rows of one length")
+    return np.array(rows, dtype=np.int64)
+
+
+def default_batch(checkpoint: Checkpoint, text: str | None, tokens: int | None, *, offline: bool = False) -> Batch:
+    """Return four rows of ``tokens`` ids each (fewer of a short text), as they follow in ``text``.
+
+    ``text`` is a name or a file as in :func:`gpt2.measure.texts.open_text`. Without one, a model that has no tokenizer gets
+    random ids. Raises InputError: no such text, one that is too short, or more tokens than the model has positions.
+    """
+    config = checkpoint.config
+    length = min(TOKENS, config.n_positions) if tokens is None else tokens
+    if not 1 <= length <= config.n_positions:
+        raise InputError(
+            f"{length} tokens in a row; the model {checkpoint.name} takes 1 to {config.n_positions:,}, choose so many"
+        )
+    tokenizer = checkpoint.own_tokenizer()
+    if tokenizer is None:
+        if text is not None:
+            raise InputError(f"{checkpoint.name}: has no tokenizer to read a text with; give ids in a file, --ids")
+        generator = torch.Generator().manual_seed(SEED)
+        ids = torch.randint(config.vocab_size, (ROWS * length + 1,), generator=generator)
+        return _cut(ids, ROWS, length, f"random ids, seed {SEED}: the model has no tokenizer")
+    try:
+        opened = open_text(text, offline=offline)
+    except InputError as error:
+        raise type(error)(str(error).replace(OWN_FILE, "--text FILE")) from None
+    ids = torch.tensor(tokenizer.encode(opened.text)[: ROWS * length + 1], dtype=torch.int64)
+    if len(ids) < 2 or (tokens is not None and len(ids) <= length):
+        raise InputError(f"{opened.name}: {len(ids):,} tokens are too few for a row of {length:,} and a next one; give more text")
+    known = len(ids) - 1  # tokens with a next one
+    rows = known // length
+    if tokens is None and rows < 2:
+        rows = min(2, known)  # in a single row, the batch cannot be told from a dimension of one
+    length = min(length, known // rows)
+    return _cut(ids, rows, length, f"{opened.name} ({opened.source}), sha256 {opened.sha256[:16]}")
+
+
+def _cut(ids: Tensor, rows: int, length: int, source: str) -> Batch:
+    count = rows * length
+    return Batch(ids[:count].view(rows, length), ids[1 : count + 1].view(rows, length), source)

@@ -1,0 +1,104 @@
+"""Write arrays by name to a file: safetensors, npz, or a directory of .npy files with an index."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from gpt2.checkpoint.cache import written_aside
+from gpt2.checkpoint.saving import safetensors_file
+from gpt2.config import quoted
+from gpt2.errors import InputError
+from gpt2.pages.reports import as_json
+
+INDEX = "index.json"
+ABOUT = "about.json"  # of an .npz: the bytes of the JSON, as uint8
+Arrays = Mapping[str, Tensor]
+
+
+def require_form(path: str | Path) -> str:
+    """Return the form that a path's suffix names, "" for a directory. Raises InputError: none, or it cannot be written."""
+    path = Path(path)
+    form = path.suffix.lower() if not path.is_dir() else ""
+    if form not in FORMS:
+        known = ", ".join(filter(None, FORMS))
+        raise InputError(f"{path}: unknown form {quoted(form)}; give a file that ends in {known}, or a folder without a suffix")
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"{path}: cannot be written; give a place in an existing folder that you may write to")
+    if form == "" and path.exists():
+        _require_own(path)
+    return form
+
+
+def write(path: Path, arrays: Arrays, about: dict[str, Any]) -> Path:
+    """Write ``arrays`` in the form that the path's suffix names, with ``about`` (JSON). Raises InputError: it cannot."""
+    form = require_form(path)
+    try:
+        FORMS[form](path, arrays, about)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror or error}); choose another place, or make room") from error
+    return path
+
+
+def _safetensors(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
+    with written_aside(path) as file:
+        file.writelines(safetensors_file(arrays, {"about": as_json(about, None)}))
+
+
+def _npz(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
+    rows: dict[str, Any] = {name: tensor.numpy() for name, tensor in arrays.items()}
+    rows[ABOUT] = np.frombuffer(as_json(about).encode(), dtype=np.uint8)
+    with written_aside(path) as file:
+        np.savez(file, **rows)
+
+
+def _directory(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
+    """Write a new directory aside and rename it; one that was written before is removed once the new one is there."""
+    mark = secrets.token_hex(8)
+    aside, old = (path.with_name(f".{path.name}.{mark}.{what}") for what in ("incomplete", "old"))
+    aside.mkdir()
+    try:
+        for name, tensor in arrays.items():
+            with _synced(aside / f"{name}.npy") as file:
+                np.save(file, tensor.numpy())
+        rows = [{**row, "file": f"{row['name']}.npy"} for row in about["arrays"]]
+        with _synced(aside / INDEX) as file:
+            file.write((as_json({**about, "arrays": rows}) + "\n").encode())
+        if path.exists():
+            os.replace(path, old)
+        os.replace(aside, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _synced(path: Path) -> Iterator[Any]:
+    with open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _require_own(folder: Path) -> None:
+    """Raise InputError if a directory holds anything but what was written here before: it would be removed."""
+    held = {entry.name for entry in folder.iterdir()}
+    listed: set[str] = set()
+    if INDEX in held:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            listed = {INDEX, *(row["file"] for row in json.loads((folder / INDEX).read_bytes())["arrays"])}
+    if others := sorted(held - listed):
+        raise InputError(f"{folder}: holds {quoted(others[0])}, which is not of a trace; choose another folder, or remove it")
+
+
+FORMS: dict[str, Callable[[Path, Arrays, dict[str, Any]], None]] = {".safetensors": _safetensors, ".npz": _npz, "": _directory}

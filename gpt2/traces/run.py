@@ -1,0 +1,103 @@
+"""``gpt2.trace``: compute the reference's numbers on a few tokens, to compare another program with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.names import DEFAULT, EXPORTS, FLOATS, ModelName
+from gpt2.checkpoint.saving import sha256
+from gpt2.config import quoted
+from gpt2.errors import InputError
+from gpt2.measure.metrics import Progress, silent
+from gpt2.pages.reports import environment
+from gpt2.traces import arrays
+from gpt2.traces.batch import NO_TARGET, Batch, as_rows, default_batch, read_ids
+from gpt2.traces.result import Trace
+
+STORED = ("float32", "float64", "float16")  # NumPy has no bfloat16
+
+Ids = str | Path | Tensor | np.ndarray | list[int] | list[list[int]]
+
+
+def trace(
+    name: str = DEFAULT,
+    *,
+    ids: Ids | None = None,
+    targets: Tensor | np.ndarray | None = None,
+    text: str | None = None,
+    tokens: int | None = None,
+    gradients: bool = False,
+    dtype: str = "float32",
+    revision: str | None = None,
+    offline: bool = False,
+    progress: Progress = silent,
+) -> Trace:
+    """Run a model on a few tokens in float64, and return every intermediate under the checkpoint's names.
+
+    Args:
+        name: a model name as in :func:`gpt2.load`; with a suffix such as ``:bf16`` its weights are rounded first.
+        ids: token ids, (T,) or (B, T), or a file of them: ``.npy``, or a text of whole numbers, one line a row. Default: 4 rows
+            of 64 tokens of Twelfth Night; random ids for a model without a tokenizer.
+        targets: the next id of each of the ``ids``, of the same shape, -100 where there is none. Default: the next one in the
+            row, and none for its last.
+        text: a text to take the ids from, by name or file as in ``gpt2 compare --on``.
+        tokens: how many tokens a row has.
+        gradients: also compute ``loss``, the mean next-token cross-entropy in nats, and its gradient by every parameter.
+        dtype: what the arrays are kept in: "float32", "float64" or "float16".
+
+    Raises:
+        InputError: no such model, ids, text or dtype, ids outside the vocabulary, more tokens than positions, or values that
+            ``dtype`` cannot hold. CheckpointError: the checkpoint cannot be read.
+    """
+    if (kept_name := FLOATS.get(dtype, dtype)) not in STORED:
+        raise InputError(f"unknown dtype {quoted(dtype)} to store arrays in; use {', '.join(STORED)}")
+    kept: torch.dtype = getattr(torch, kept_name)
+    checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
+    batch = _batch(checkpoint, ids, targets, text, tokens, offline)
+    progress("sha256 of the files")
+    files = {file: sha256(path) for file, path in checkpoint.files().items()}
+    progress("loading")
+    model = checkpoint.load().double()
+    require_whole_files()
+    found = dict(arrays.forward(model, batch, kept, progress))
+    if gradients:
+        progress("gradients")
+        found |= arrays.gradients(model, batch, kept)
+    return Trace(
+        model=name,
+        revision=checkpoint.revision,
+        ids_from=batch.source,
+        dtype=kept_name,
+        arrays=found,
+        files=files,
+        environment=environment([torch.float64]),
+    )
+
+
+def _batch(
+    checkpoint: Checkpoint,
+    ids: Ids | None,
+    targets: Tensor | np.ndarray | None,
+    text: str | None,
+    tokens: int | None,
+    offline: bool,
+) -> Batch:
+    if ids is None:
+        if targets is not None:
+            raise InputError("targets are the next ids of given ids; give ids too")
+        return default_batch(checkpoint, text, tokens, offline=offline)
+    if text is not None or tokens is not None:
+        raise InputError(f"ids are given, so {'text' if text is not None else 'tokens'} has no effect; give one of them")
+    what = str(ids) if isinstance(ids, str | Path) else "ids"
+    rows = as_rows(read_ids(ids) if isinstance(ids, str | Path) else ids, what, checkpoint.config)
+    if targets is not None:
+        targets = as_rows(targets, "targets", checkpoint.config, also=NO_TARGET)
+        if targets.shape != rows.shape:
+            raise InputError(f"targets: have the shape {list(targets.shape)}, the ids {list(rows.shape)}; give one for each id")
+    return Batch.of(rows, "the ids given" if what == "ids" else what, targets)
