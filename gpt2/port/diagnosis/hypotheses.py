@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,85 +63,142 @@ SHORT = {"gelu": "erf", "gelu_new": "tanh", "quick_gelu": "quick"}  # names in t
 SAME = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
 
 
-def activations(config: GPT2Config, up: Tensor) -> list[Option]:
-    """Return the possible results of the activation of ``up`` (B, T, I)."""
+def activation_faults(config: GPT2Config) -> Iterator[tuple[str, Formula, Fault]]:
+    """Yield the label, the formula and the fault of every activation but the checkpoint's."""
     right = SAME.get(config.activation_function, config.activation_function)
     wanted = FUNCTIONS[right][0] if right in FUNCTIONS else right
 
-    def other(label: str, formula: Formula, detail: str) -> Option:
-        return Option(label, lambda: formula(up), (Fault("gelu-variant", "mlp.act", detail),), silent=label == "none")
+    def fault(detail: str) -> Fault:
+        return Fault("gelu-variant", "mlp.act", detail)
 
-    options = [Option("right", lambda: ACTIVATIONS[config.activation_function](up), kind=Kind.RIGHT)]
     for name, root in CONSTANTS.items() if right == "gelu_new" else ():
-        options.append(other(f"gelu_new {name}", _tanh_gelu(root), f"the tanh GELU with sqrt(2/pi) rounded ({name})"))
+        yield f"gelu_new {name}", _tanh_gelu(root), fault(f"the tanh GELU with sqrt(2/pi) rounded ({name})")
     for name, (words, formula) in FUNCTIONS.items():
         if name != right:
             detail = f"{SHORT.get(name, name)}: your activation is {words}; the checkpoint's is {wanted}"
-            options.append(other(name, formula, detail))
+            yield name, formula, fault(detail)
+
+
+def activations(config: GPT2Config, up: Tensor) -> list[Option]:
+    """Return the possible results of the activation of ``up`` (B, T, I)."""
+    options = [Option("right", lambda: ACTIVATIONS[config.activation_function](up), kind=Kind.RIGHT)]
+    for label, formula, fault in activation_faults(config):
+        options.append(Option(label, partial(formula, up), (fault,), silent=label == "none"))
     return options
+
+
+# Which keys (columns) a query (row) may attend to, of T tokens; by label.
+ALLOWED: dict[str, Callable[[Tensor], Tensor]] = {
+    "right": lambda every: every.tril(),
+    "missing": lambda every: every,
+    "strict": lambda every: every.tril(-1),
+    "ahead": lambda every: every.tril(1),
+    "future": lambda every: every.triu(),
+    "strict future": lambda every: every.triu(1),
+}
+INVERTED = Fault("mask-missing", "attn", "the mask is the wrong way round: a token sees itself and the future, not the past")
+MASK_FAULTS: dict[str, tuple[Fault, ...]] = {
+    "right": (),
+    "missing": (Fault("mask-missing", "attn", "every token sees the whole sequence, the future too"),),
+    "strict": (Fault("mask-strict", "attn", "a token sees only what came before it, and not itself"),),
+    "ahead": (Fault("mask-off-by-one", "attn", "a token sees the one after it"),),
+    "future": (INVERTED,),
+    "strict future": (INVERTED,),
+}
+
+
+def allowed(label: str, scores: Tensor) -> Tensor:
+    """Return the boolean mask (T, T) of ``label`` for scores (..., T, T)."""
+    return ALLOWED[label](torch.ones(scores.shape[-2:], dtype=torch.bool))
+
+
+def _masked(label: str, fill: float, axis: int = -1) -> Formula:
+    return lambda scores: scores.masked_fill(~allowed(label, scores), fill).softmax(axis)
+
+
+def _cleared(label: str, axis: int = -1) -> Formula:
+    return lambda scores: _masked(label, -math.inf, axis)(scores).nan_to_num(0.0)
+
+
+def _added(label: str) -> Formula:
+    """Return the weights if a large number is added to hidden scores: a token that may see nothing sees everything."""
+
+    def formula(scores: Tensor) -> Tensor:
+        empty = ~allowed(label, scores).any(-1)
+        return torch.where(empty[:, None], scores.softmax(-1), _masked(label, -1e30)(scores))
+
+    return formula
+
+
+def _after(label: str, axis: int = -1) -> Formula:
+    return lambda scores: scores.softmax(axis) * allowed(label, scores)
+
+
+class Weighing(NamedTuple):
+    """A way from scores (B, H, T, T) to attention weights; ``axis``: of the softmax."""
+
+    label: str
+    formula: Formula
+    faults: tuple[Fault, ...] = ()
+    cost: float = 0.0
+    axis: int = -1
+
+
+@cache
+def weighings() -> tuple[Weighing, ...]:
+    """Return the known ways of mask and softmax, the right one first."""
+    out: list[Weighing] = []
+
+    def add(label: str, formula: Formula, *faults: Fault, cost: float = 0.0, axis: int = -1) -> None:
+        out.append(Weighing(label, formula, faults, cost, axis))
+
+    def fault(id: str, detail: str) -> Fault:
+        return Fault(id, "attn", detail)
+
+    for label, why in MASK_FAULTS.items():
+        add(label, _masked(label, -math.inf), *why)
+        if label.startswith("strict"):  # some token sees nothing
+            add(f"{label} filled", _masked(label, -1e30), *why)
+            add(f"{label} cleared", _cleared(label), *why)
+            add(f"{label} added", _added(label), *why)
+    for fill in (-1e4, -1e9, torch.finfo(torch.float32).min):  # the same weights, unless scores are this large
+        add(f"filled {fill:g}", _masked("right", fill), cost=0.1)
+    multiplied = "masked scores become {}, which softmax gives a share, instead of minus infinity"
+    after = fault("mask-multiplied", "the mask is multiplied in after softmax, so the weights no longer sum to one")
+    for label in ("right", "strict", "ahead"):
+        for fill in (0.0, 1e-9, -1e-9, -1.0, 1.0, -10.0, -100.0, -1000.0, 1e-20, 1e9):
+            detail = fault("mask-multiplied", multiplied.format("zero" if fill == 0 else f"{fill:g}"))
+            add(f"{label} fill {fill:g}", _masked(label, fill), detail, *MASK_FAULTS[label])
+        add(f"{label} after", _after(label), after, *MASK_FAULTS[label])
+    ones = fault("mask-missing", "the mask is added to the scores as zeros and ones, which hides nothing")
+    add("ones added", lambda scores: (scores + allowed("right", scores)).softmax(-1), ones)
+    add("ones taken", lambda scores: (scores - (~allowed("right", scores)).to(scores)).softmax(-1), ones)
+    none = fault("softmax-missing", "scores weigh the values as they are, without a softmax")
+    add("no softmax", lambda scores: scores * allowed("right", scores), none)
+    zero = fault("mask-multiplied", multiplied.format("zero"))
+    for axis, words in ((-2, "over the queries"), (1, "over the heads"), (0, "over the batch")):
+        wrong = fault("softmax-axis", f"the softmax runs {words} (dim={axis}), not over the keys")
+        for label, why in MASK_FAULTS.items():
+            add(f"{label} axis {axis}", _masked(label, -math.inf, axis), wrong, *why, axis=axis)
+            if label.startswith("strict") or (axis >= 0 and label != "missing"):  # nothing along the axis is allowed somewhere
+                add(f"{label} axis {axis} cleared", _cleared(label, axis), wrong, *why, axis=axis)
+            add(f"{label} axis {axis} filled", _masked(label, -1e30, axis), wrong, *why, axis=axis)
+        add(f"axis {axis} multiplied", _multiplied(axis), wrong, zero, axis=axis)
+        add(f"axis {axis} after", _after("right", axis), wrong, axis=axis)
+    return tuple(out)
+
+
+def _multiplied(axis: int) -> Formula:
+    return lambda scores: (scores * allowed("right", scores)).softmax(axis)
 
 
 def attention_weights(scores: Tensor, factor: float, cost: float = 0.0) -> Iterator[Option]:
     """Yield the possible results of mask and softmax on scores (B, H, T, T); ``factor`` scaled them, ``cost`` is its price."""
-    every = torch.ones(scores.shape[-2:], dtype=torch.bool)
-    past = every.tril()
-
-    def option(label: str, weights: Tensor, *faults: Fault, more: float = 0.0) -> Option:
-        kind = Kind.RIGHT if label == "right" else Kind.OTHER
-        return Option.known(label, weights, *faults, kind=kind, cost=cost + more, factor=factor)
-
-    def masked(allowed: Tensor, fill: float, axis: int = -1) -> Tensor:
-        return scores.masked_fill(~allowed, fill).softmax(axis)
-
-    def fault(id: str, detail: str) -> tuple[Fault]:
-        return (Fault(id, "attn", detail),)
-
-    inverted = fault("mask-missing", "the mask is the wrong way round: a token sees itself and the future, not the past")
-    kinds: dict[str, tuple[Tensor, tuple[Fault, ...]]] = {
-        "right": (past, ()),
-        "missing": (every, fault("mask-missing", "every token sees the whole sequence, the future too")),
-        "strict": (every.tril(-1), fault("mask-strict", "a token sees only what came before it, and not itself")),
-        "ahead": (every.tril(1), fault("mask-off-by-one", "a token sees the one after it")),
-        "future": (past.mT, inverted),
-        "strict future": (every.tril(-1).mT, inverted),
-    }
-    for label, (allowed, why) in kinds.items():
-        hidden = masked(allowed, -math.inf)
-        yield option(label, hidden, *why)
-        empty = ~allowed.any(-1)
-        if bool(empty.any()):  # some token sees nothing
-            filled = masked(allowed, -1e30)
-            yield option(f"{label} filled", filled, *why)
-            yield option(f"{label} cleared", hidden.nan_to_num(0.0), *why)
-            yield option(f"{label} added", torch.where(empty[:, None], scores.softmax(-1), filled), *why)
-    for fill in (-1e4, -1e9, torch.finfo(torch.float32).min):  # the same weights, unless scores are this large
-        yield option(f"filled {fill:g}", masked(past, fill), more=0.1)
-    multiplied = "masked scores become {}, which softmax gives a share, instead of minus infinity"
-    after = fault("mask-multiplied", "the mask is multiplied in after softmax, so the weights no longer sum to one")
-    for label in ("right", "strict", "ahead"):
-        allowed, why = kinds[label]
-        for fill in (0.0, 1e-9, -1e-9, -1.0, 1.0, -10.0, -100.0, -1000.0, 1e-20, 1e9):
-            detail = fault("mask-multiplied", multiplied.format("zero" if fill == 0 else f"{fill:g}"))
-            yield option(f"{label} fill {fill:g}", masked(allowed, fill), *detail, *why)
-        yield option(f"{label} after", scores.softmax(-1) * allowed, *after, *why)
-    ones = fault("mask-missing", "the mask is added to the scores as zeros and ones, which hides nothing")
-    yield option("ones added", (scores + past).softmax(-1), *ones)
-    yield option("ones taken", (scores - (~past).to(scores)).softmax(-1), *ones)
-    none = fault("softmax-missing", "scores weigh the values as they are, without a softmax")
-    yield option("no softmax", scores * past, *none)
-    for axis, words in ((-2, "over the queries"), (1, "over the heads"), (0, "over the batch")):
-        if axis >= 0 and scores.size(axis) == 1:
-            continue
-        wrong = fault("softmax-axis", f"the softmax runs {words} (dim={axis}), not over the keys")
-        for label, (allowed, why) in kinds.items():
-            weights = masked(allowed, -math.inf, axis)
-            yield option(f"{label} axis {axis}", weights, *wrong, *why)
-            if bool(weights.isnan().any()):
-                yield option(f"{label} axis {axis} cleared", weights.nan_to_num(0.0), *wrong, *why)
-            yield option(f"{label} axis {axis} filled", masked(allowed, -1e30, axis), *wrong, *why)
-        zero = fault("mask-multiplied", multiplied.format("zero"))
-        yield option(f"axis {axis} multiplied", (scores * past).softmax(axis), *wrong, *zero)
-        yield option(f"axis {axis} after", scores.softmax(axis) * past, *wrong)
+    for one in weighings():
+        if one.axis < 0 or scores.size(one.axis) > 1:
+            kind = Kind.RIGHT if one.label == "right" else Kind.OTHER
+            make = partial(one.formula, scores)
+            yield Option(one.label, make, one.faults, kind=kind, cost=cost + one.cost, factor=factor)
 
 
 def right_scale(config: GPT2Config, layer: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,7 +90,7 @@ def account(trail: Trail, reference: GPT2) -> Walk:
     if first is None and trail.lost:
         first = trail.lost[0], math.inf
     divergence = None if first is None else Divergence(first[0], layer_of(first[0]), first[1])
-    faults = [*_post_norms(trail.faults), *_scales(trail), *_sequence(trail, reference)]
+    faults = [*post_norms(trail.faults), *_scales(trail), *_sequence(trail, reference)]
     causes, lost = _causes(faults, trail, explained), tuple(dict.fromkeys(trail.lost))
     return Walk(known, explained, divergence, tuple(causes), tuple(trail.blocks), lost)
 
@@ -104,7 +104,7 @@ def _departure(value: Tensor, expected: Tensor) -> float:
     return worst_relative_error(value, expected) if value.shape == expected.shape else math.inf
 
 
-def _post_norms(faults: list[Fault]) -> list[Fault]:
+def post_norms(faults: list[Fault]) -> list[Fault]:
     """Merge norms that stand after the branches, and not before, into one fault for each block."""
     out = []
     for layer in dict.fromkeys(one.layer for one in faults):
@@ -146,7 +146,12 @@ def _sequence(trail: Trail, reference: GPT2) -> list[Fault]:
 
     holders = [holder(block) for block in trail.blocks]
     ran = holders if len(set(holders)) == len(set(trail.blocks)) else trail.blocks
-    if ran == list(range(layers)) or not trail.reached:
+    return sequence_faults(ran, layers) if trail.reached else []
+
+
+def sequence_faults(ran: Sequence[int], layers: int) -> list[Fault]:
+    """Return the faults of a run of the blocks ``ran``, in a model of ``layers`` blocks."""
+    if list(ran) == list(range(layers)):
         return []
     names = ", ".join(f"h.{block}" for block in ran)
     faults = []

@@ -66,6 +66,14 @@ class Embeddings:
         kept.sort(key=lambda option: option.price)
         return [right, *kept, *(more for option in kept[:3] for more in self._normed(option))]
 
+    def unrecorded(self) -> Iterator[Option]:
+        """Yield what may enter the first block if nothing is recorded, the right one first."""
+        factors = [1.0, *_others([*self.pool.factors(self.words, 0), math.sqrt(self.width)])]
+        for option in self._sums(list(dict.fromkeys(factors))):
+            yield option
+            if not option.faults:
+                yield from self._normed(option)
+
     def _normed(self, stream: Option) -> Iterator[Option]:
         words = "the embeddings are normalised before the first block"
         yield from self.norms.after(("h.0.ln_1", "ln_f"), "embed", stream, words)
