@@ -1,0 +1,105 @@
+"""The training steps of tests/support/steps are what they say: faulty ones end at other parameters, right ones at the same."""
+
+import warnings
+from functools import cache
+
+import pytest
+from support.steps import CONFIG, FAULTY_STEPS, MEANINGS, STAGES, STYLES, Settings, Step, module_of, words_of
+from support.steps.drawn import WithSettings, draw
+from support.steps.reference import apart, batches, right_run, run
+from support.steps.right import RIGHT_STEPS
+
+ROUNDING = 1e-8  # of the learning rate: float64, where a gradient of zero is all rounding
+FLOAT32 = 1e-3  # where logits are rounded to float32 on the way
+COUNT = 3  # steps
+
+SAMPLE = ("loop: unshifted", "tutorial: summed", "handmade: eps-inside", "trainer: clipped-scaled", "handmade: moments-kept")
+RIGHT_SAMPLE = ("fused", "written over lists", "tied by hand: gradients added, values copied", "autocast with GradScaler")
+
+
+@cache
+def expected(kind: str, settings: Settings, padded: bool) -> list:
+    data = batches(settings, COUNT, CONFIG.vocab_size, padded=padded)
+    return right_run(module_of(kind).double(), settings, data, CONFIG.vocab_size)
+
+
+def gap(step, kind: str, *, padded: bool = False) -> float:
+    """How far a step's parameters are from the right ones after any of a few steps, in units of the learning rate."""
+    data = batches(step.settings, COUNT, CONFIG.vocab_size, padded=padded)
+    found = run(step.module().double(), step.make_step, data)
+    return apart(found, expected(kind, step.settings, padded), step.settings.lr)
+
+
+def check_faulty(step: Step) -> None:
+    """A scale of all gradients hides behind clipping, and then behind AdamW: it is looked for without clipping, too."""
+    kind = STYLES[step.style][0]
+    if "moments-kept" in step.words:
+        gap(step, kind)  # a run before, whose moments it keeps
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = gap(step, kind, padded=step.padded)
+        if found < 1e-4:
+            unclipped = WithSettings(step.style, step.line, step.settings.changed({"clip": 0.0}))
+            found = gap(unclipped, kind, padded=step.padded)
+    assert found > 1e-6
+
+
+def check_right(name: str) -> None:
+    step = RIGHT_STEPS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.compile's own
+        found = gap(step, step.kind)
+    assert found < (FLOAT32 if step.rounds else ROUNDING)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_some_faulty_steps_end_at_other_parameters(name):
+    """A fault that changes nothing would make every diagnosis of it a wrong one."""
+    check_faulty(FAULTY_STEPS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTY_STEPS)
+def test_faulty_steps_end_at_other_parameters(name):
+    """As above, for all."""
+    check_faulty(FAULTY_STEPS[name])
+
+
+@pytest.mark.parametrize("name", RIGHT_SAMPLE)
+def test_some_right_steps_end_at_the_right_parameters(name):
+    """A right step that is wrong would count a true diagnosis as a false alarm."""
+    check_right(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RIGHT_STEPS if name not in RIGHT_SAMPLE])
+def test_right_steps_end_at_the_right_parameters(name):
+    """As above, for all."""
+    check_right(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"grad_accum": 2}, {"clip": 0.0}, {"warmup": 3, "steps": 12, "min_lr": 1e-4}], ids=str)
+@pytest.mark.parametrize("style", STYLES)
+def test_a_style_without_faults_is_right_in_all_settings(style, changes, padded):
+    """A fault is the only difference between a faulty step and the right one, also where some targets are -100."""
+    if style == "tutorial" and "warmup" in changes:
+        pytest.skip("this style has one rate")
+    step = WithSettings(style, "", Settings().changed(changes))
+    assert gap(step, STYLES[style][0], padded=padded) < ROUNDING
+
+
+def test_every_fault_is_in_a_style_and_every_stage_has_some():
+    """A word that no style implements would be scored on a right step."""
+    assert {word for style in STYLES for word in words_of(style)} == set(MEANINGS)
+    assert {meaning.stage for meaning in MEANINGS.values()} == set(STAGES)
+    assert len(MEANINGS) >= 40
+    assert len(RIGHT_STEPS) >= 30
+
+
+def test_draws_are_the_same_for_the_same_seed():
+    """A table of drawn steps must be repeatable."""
+    first, second = draw(2, 3), draw(2, 3)
+    assert first == second
+    assert all(len(step.words) in (2, 3) for step in first)

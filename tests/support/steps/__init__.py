@@ -1,0 +1,153 @@
+"""Training steps that are almost right, in four styles, and right ones of many kinds, to test `diagnose_step`.
+
+A style is a file with `make(has, settings)`, which returns its author's `make_step(model)`; `has` is the set of its faults
+(`faults.py` says what the words mean). `right.py` has the steps without a fault. tests/port/test_steps.py proves, by the
+independent computation of `reference.py`, that every faulty step ends at other parameters and every right one at the same.
+"""
+
+import copy
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from gpt2.model import GPT2
+from support.faulty import CONFIG
+from support.ports import PORTS
+from support.random_models import random_model
+from support.steps.faults import MEANINGS, STAGES, Meaning, Settings
+
+__all__ = ["COMBINED", "CONFIG", "FAULTY_STEPS", "MEANINGS", "STAGES", "STYLES", "Settings", "Step", "module_of", "our_model"]
+
+MakeStep = Callable[[nn.Module], Callable[[Tensor, Tensor], object]]
+
+# Style -> the module that it trains, and what it is.
+STYLES = {
+    "loop": ("nano", "a loop over micro-batches, two groups, a cosine schedule"),
+    "tutorial": ("ours", "one function with its own cross-entropy"),
+    "handmade": ("mha", "a class with AdamW written by hand"),
+    "trainer": ("ours", "an object with autocast, a scaler and a scheduler"),
+}
+
+
+@cache
+def _ours() -> GPT2:
+    return random_model(CONFIG, 0.2, 0.1, dtype=torch.float32, seed=5)
+
+
+def our_model() -> GPT2:
+    """A model of random weights, in float32 and eval mode."""
+    return copy.deepcopy(_ours())
+
+
+def module_of(kind: str) -> nn.Module:
+    """The module ``kind`` ("ours", or a name of PORTS) with the weights of :func:`our_model`, without dropout."""
+    if kind == "ours":
+        module: nn.Module = our_model()
+    else:
+        module = PORTS[kind].build(CONFIG).float()
+        PORTS[kind].fill(module, our_model().state_dict())
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        for name in ("dropout", "attn_pdrop"):  # floats, of attention weights
+            if isinstance(getattr(part, name, None), float):
+                setattr(part, name, 0.0)
+    return module
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of one style with its faults, as a line of words; an empty line is the style without a fault."""
+
+    style: str
+    line: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.style}: {self.line or 'right'}"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return tuple(self.line.split())
+
+    @property
+    def meanings(self) -> dict[str, Meaning]:
+        return {word: MEANINGS[word] for word in self.words}
+
+    @property
+    def settings(self) -> Settings:
+        settings = Settings()
+        for meaning in self.meanings.values():
+            settings = settings.changed(meaning.settings)
+        return settings
+
+    @property
+    def padded(self) -> bool:
+        """Whether a fault of it shows only where some targets are -100."""
+        return any(meaning.padded for meaning in self.meanings.values())
+
+    def module(self) -> nn.Module:
+        return module_of(STYLES[self.style][0])
+
+    @property
+    def make_step(self) -> MakeStep:
+        return importlib.import_module(f"{__name__}.{self.style}").make(frozenset(self.words), self.settings)
+
+
+def words_of(style: str) -> list[str]:
+    """The faults that a style can have."""
+    return importlib.import_module(f"{__name__}.{style}").WORDS
+
+
+COMBINED = {
+    "loop": (
+        "unshifted decay-on-all",
+        "summed eps-1e-6",
+        "accumulation-summed unclipped",
+        "smoothed not-zeroed",
+        "untied rate-doubled",
+        "clipped-by-value betas-swapped",
+        "last-missing clipped-harder decay-missing",
+        "block-detached amsgrad",
+        "temperature positions-frozen schedule-late",
+        "half-logits decay-on-norms",
+    ),
+    "tutorial": (
+        "shifted-twice unclipped",
+        "summed-by-row betas-default",
+        "head-detached decay-on-all",
+        "not-zeroed clipped-by-tensor",
+        "rolled blocks-frozen rate-doubled",
+        "smoothed clipped-by-value adam",
+        "branch-detached decay-tenth",
+    ),
+    "handmade": (
+        "unshifted decay-coupled",
+        "temperature uncorrected",
+        "untied eps-inside",
+        "clipped-by-tensor decay-on-all",
+        "unclipped betas-swapped",
+        "last-missing not-zeroed corrected-late",
+        "accumulation-halved eps-inside decay-not-on-embeddings",
+        "embedding-detached clipped-by-value",
+        "tied-twice sgd",
+    ),
+    "trainer": (
+        "unshifted clipped-scaled",
+        "shifted-twice decay-on-all",
+        "accumulation-summed clipped-early",
+        "head-detached rate-doubled",
+        "blocks-frozen unclipped eps-1e-6",
+        "smoothed schedule-early",
+        "not-zeroed decay-missing",
+        "half-logits clipped-harder",
+    ),
+}
+
+FAULTY_STEPS = {
+    step.name: step for style in STYLES for step in (Step(style, line) for line in (*words_of(style), *COMBINED[style]))
+}

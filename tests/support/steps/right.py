@@ -1,0 +1,281 @@
+"""Right training steps of many kinds: each is AdamW with decay on matrices and embeddings, in another author's way."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from support.ports import logits
+from support.steps import STYLES, Settings, Step, module_of
+
+V = 67  # vocabulary of support.faulty.CONFIG
+
+
+@dataclass(frozen=True)
+class RightStep:
+    """A right step. ``make`` takes settings and gives `make_step`; ``rounds``: it computes in float32 on the way."""
+
+    name: str
+    kind: str
+    make: Callable
+    changes: Mapping[str, float] = field(default_factory=dict)
+    slow: bool = False
+    rounds: bool = False
+
+    @property
+    def settings(self) -> Settings:
+        return Settings().changed(self.changes)
+
+    @property
+    def make_step(self) -> Callable:
+        return self.make(self.settings)
+
+    def module(self) -> nn.Module:
+        return module_of(self.kind)
+
+
+RIGHT_STEPS: dict[str, RightStep] = {}
+
+
+def right(name: str, kind: str = "ours", *, slow: bool = False, rounds: bool = False, **changes: float) -> Callable:
+    def register(make: Callable) -> Callable:
+        RIGHT_STEPS[name] = RightStep(name, kind, make, changes, slow, rounds)
+        return make
+
+    return register
+
+
+def groups(model, s):
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    return [
+        {"params": matrices, "weight_decay": s.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def adamw(model, s, **options):
+    return torch.optim.AdamW(groups(model, s), lr=s.lr, betas=(s.beta1, s.beta2), **options)
+
+
+def loss_of(model, x, y):
+    return F.cross_entropy(logits(model, x, V).flatten(0, 1), y.flatten())
+
+
+def plain(s, new_optimizer=adamw, loss_of=loss_of, clip=nn.utils.clip_grad_norm_, prepare=lambda model: model):
+    """`make_step` of a plain step; each argument is what one variety does in its own way."""
+
+    def make_step(model):
+        trained = prepare(model.train())
+        optimizer = new_optimizer(model, s)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = loss_of(trained, x, y)
+            loss.backward()
+            if s.clip:
+                clip(model.parameters(), s.clip)
+            optimizer.step()
+            return loss
+
+        return step
+
+    return make_step
+
+
+for _kind in ("ours", "nano", "mha", "prenorm", "kqv"):
+    right(f"groups, {_kind}", _kind)(plain)
+for _option in ("fused", "foreach"):
+    right(_option, "nano")(lambda s, option=_option: plain(s, lambda model, s: adamw(model, s, **{option: True})))
+right("for-loop", "mha")(lambda s: plain(s, lambda model, s: adamw(model, s, foreach=False)))
+right("amsgrad false, maximize false")(lambda s: plain(s, lambda model, s: adamw(model, s, amsgrad=False, maximize=False)))
+right("no clipping", "nano", clip=0.0)(plain)
+right("no decay", "mha", weight_decay=0.0)(plain)
+right("no decay, no clipping", weight_decay=0.0, clip=0.0)(plain)
+right("clipping that never bites", clip=1e6)(plain)
+right("other betas and rate", "nano", lr=6e-4, min_lr=6e-4, beta1=0.8, beta2=0.999, weight_decay=0.01)(plain)
+right("clipping with foreach", clip=0.5)(lambda s: plain(s, clip=lambda ps, c: nn.utils.clip_grad_norm_(ps, c, foreach=True)))
+
+
+@right("a group for each parameter", "mha")
+def each_a_group(s):
+    def optimizer(model, s):
+        each = [{"params": [p], "weight_decay": s.weight_decay * (p.ndim > 1)} for p in model.parameters()]
+        return torch.optim.AdamW(each, lr=s.lr, betas=(s.beta1, s.beta2))
+
+    return plain(s, optimizer)
+
+
+@right("Adam, decay outside")
+def decay_outside(s):
+    class Outside(torch.optim.Adam):
+        def step(self, closure=None):
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        if p.ndim >= 2:
+                            p.mul_(1 - group["lr"] * s.weight_decay)
+            return super().step(closure)
+
+    return plain(s, lambda model, s: Outside(model.parameters(), lr=s.lr, betas=(s.beta1, s.beta2)))
+
+
+@right("clipping by hand", "nano")
+def clip_by_hand(s):
+    @torch.no_grad()
+    def clip(parameters, most):
+        grads = [p.grad for p in parameters]
+        norm = math.sqrt(sum(float((g**2).sum()) for g in grads))
+        for g in grads:
+            if norm > most:
+                g *= most / (norm + 1e-6)
+
+    return plain(s, clip=clip)
+
+
+@right("gather, no -100 allowed")
+def gather(s):
+    def loss(model, x, y):
+        log_p = F.log_softmax(model(x), -1)
+        return -log_p.gather(2, y[..., None]).mean()
+
+    return plain(s, loss_of=loss)
+
+
+@right("one-hot targets", "mha")
+def one_hot(s):
+    def loss(model, x, y):
+        p = model(x).softmax(-1)
+        return -(F.one_hot(y, V) * p.log()).sum(-1).mean()
+
+    return plain(s, loss_of=loss)
+
+
+@right("the model's own loss", "nano")
+def own_loss(s):
+    return plain(s, loss_of=lambda model, x, y: model(x, y)[1])
+
+
+@right("nll per row", "kqv")
+def per_row(s):
+    def loss(model, x, y):
+        return torch.stack(
+            [F.nll_loss(F.log_softmax(row, -1), it) for row, it in zip(logits(model, x, V), y, strict=True)]
+        ).mean()
+
+    return plain(s, loss_of=loss)
+
+
+@right("shifts by itself, over one more token")
+def shifts_by_itself(s):
+    """As a library whose model takes labels equal to its ids: the whole row of T + 1 goes in."""
+
+    def loss(model, x, y):
+        row = torch.cat([x, y[:, -1:]], dim=1)
+        return F.cross_entropy(model(row)[:, :-1].flatten(0, 1), row[:, 1:].flatten())
+
+    return plain(s, loss_of=loss)
+
+
+@right("logits.float()", "nano", rounds=True)
+def float_logits(s):
+    return plain(s, loss_of=lambda model, x, y: F.cross_entropy(logits(model, x, V).float().flatten(0, 1), y.flatten()))
+
+
+@right("autocast", rounds=True)
+def autocast(s):
+    def loss(model, x, y):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss_of(model, x, y)
+
+    return plain(s, loss_of=loss)
+
+
+@right("autocast with GradScaler", "nano")
+def scaled(s):
+    def make_step(model):
+        optimizer, scaler = adamw(model.train(), s), torch.amp.GradScaler("cpu", init_scale=2.0**12)
+
+        def step(x, y):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(model, x, y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), s.clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=False)
+            return loss.detach()
+
+        return step
+
+    return make_step
+
+
+@right("torch.compile", "nano", slow=True)
+def compiled(s):
+    return plain(s, prepare=lambda model: torch.compile(model, backend="inductor"))
+
+
+@right("torch.compile, aot_eager", "mha", slow=True)
+def compiled_eager(s):
+    return plain(s, prepare=lambda model: torch.compile(model, backend="aot_eager"))
+
+
+@right("a copy in DataParallel's place")
+def wrapped(s):
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args):
+            return self.module(*args)
+
+    return plain(s, prepare=Wrapper)
+
+
+@right("gradient checkpointing")
+def checkpointing(s):
+    from torch.utils.checkpoint import checkpoint
+
+    def prepare(model):
+        for block in model.h:
+            forward = block.forward
+            block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
+        return model
+
+    return plain(s, prepare=prepare)
+
+
+@right("average of weights beside")
+def averaged(s):
+    def make_step(model):
+        own, average = plain(s)(model), copy.deepcopy(model)
+
+        @torch.no_grad()
+        def step(x, y):
+            with torch.enable_grad():
+                loss = own(x, y)
+            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+                slow.lerp_(fast, 0.01)
+            return float(loss)
+
+        return step
+
+    return make_step
+
+
+for _style in STYLES:
+    RIGHT_STEPS[f"style {_style}"] = RightStep(
+        f"style {_style}", STYLES[_style][0], lambda s, style=_style: Step(style, "").make_step, rounds=_style == "trainer"
+    )
+
+for _file in ("right_by_hand", "right_accumulated"):
+    importlib.import_module(f"support.steps.{_file}")  # registers its own

@@ -1,0 +1,275 @@
+"""Right training steps whose optimizer, gradients or ties are written by hand, and adapters of two training libraries."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from support.ports import logits
+from support.steps.faults import SCHEDULE
+from support.steps.right import V, adamw, groups, loss_of, plain, right
+from support.steps.right_accumulated import factor
+
+
+class Written(torch.optim.Optimizer):
+    """AdamW as an Optimizer of one's own."""
+
+    def __init__(self, parameter_groups, lr, betas):
+        super().__init__(parameter_groups, {"lr": lr, "betas": betas, "t": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["t"] += 1
+            (b1, b2), t = group["betas"], group["t"]
+            for p in group["params"]:
+                held = self.state[p]
+                m = held["m"] = held.get("m", torch.zeros_like(p)).mul(b1).add(p.grad, alpha=1 - b1)
+                v = held["v"] = held.get("v", torch.zeros_like(p)).mul(b2).addcmul(p.grad, p.grad, value=1 - b2)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.addcdiv_(m / (1 - b1**t), (v / (1 - b2**t)).sqrt().add_(1e-8), value=-group["lr"])
+
+
+@right("written as an Optimizer", "nano")
+def written(s):
+    return plain(s, lambda model, s: Written(groups(model, s), s.lr, (s.beta1, s.beta2)))
+
+
+@right("written over lists", "mha")
+def over_lists(s):
+    def make_step(model):
+        ps = list(model.train().parameters())
+        ms, vs = [torch.zeros_like(p) for p in ps], [torch.zeros_like(p) for p in ps]
+        count = [0]
+
+        def step(x, y):
+            loss = loss_of(model, x, y)
+            grads = torch.autograd.grad(loss, ps)
+            norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))
+            grads = [g * min(1.0, s.clip / (float(norm) + 1e-6)) for g in grads]
+            count[0] += 1
+            with torch.no_grad():
+                torch._foreach_lerp_(ms, grads, 1 - s.beta1)
+                torch._foreach_mul_(vs, s.beta2)
+                torch._foreach_addcmul_(vs, grads, grads, 1 - s.beta2)
+                for p, m, v in zip(ps, ms, vs, strict=True):
+                    ratio = m / (1 - s.beta1 ** count[0]) / ((v / (1 - s.beta2 ** count[0])) ** 0.5 + 1e-8)
+                    p.copy_(p * (1 - s.lr * (s.weight_decay if p.ndim > 1 else 0)) - s.lr * ratio)
+            return loss.item()
+
+        return step
+
+    return make_step
+
+
+@right("one flat vector of parameters")
+def flat(s):
+    def make_step(model):
+        ps = list(model.train().parameters())
+        decays = torch.cat([torch.full((p.numel(),), s.weight_decay * (p.ndim > 1)) for p in ps]).to(ps[0])
+        state = {"m": torch.zeros_like(decays), "v": torch.zeros_like(decays), "t": 0}
+
+        def step(x, y):
+            model.zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            g = nn.utils.parameters_to_vector([p.grad for p in ps])
+            g = g * (s.clip / (g.norm() + 1e-6)).clamp(max=1)
+            state["t"] += 1
+            state["m"] = s.beta1 * state["m"] + (1 - s.beta1) * g
+            state["v"] = s.beta2 * state["v"] + (1 - s.beta2) * g**2
+            m, v = state["m"] / (1 - s.beta1 ** state["t"]), state["v"] / (1 - s.beta2 ** state["t"])
+            w = nn.utils.parameters_to_vector(ps).detach()
+            nn.utils.vector_to_parameters(w - s.lr * (decays * w + m / (v.sqrt() + 1e-8)), ps)
+            return loss
+
+        return step
+
+    return make_step
+
+
+@right("tied by hand: gradients added, values copied", "nano")
+def tied_by_hand(s):
+    def make_step(model):
+        word = model.transformer["wte"].weight
+        model.lm_head.weight = nn.Parameter(word.detach().clone())
+        own = [p for p in model.parameters() if p is not model.lm_head.weight]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in own if p.ndim > 1], "weight_decay": s.weight_decay},
+                {"params": [p for p in own if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=s.lr,
+            betas=(s.beta1, s.beta2),
+        )
+
+        def step(x, y):
+            model.train().zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            word.grad += model.lm_head.weight.grad
+            nn.utils.clip_grad_norm_(own, s.clip)
+            optimizer.step()
+            with torch.no_grad():
+                model.lm_head.weight.copy_(word)
+            return loss.item()
+
+        return step
+
+    return make_step
+
+
+@right("tied through a property of the head")
+def tied_by_head(s):
+    def prepare(model):
+        model.head = lambda hidden: torch.einsum("btd,vd->btv", hidden, model.wte.weight)
+        return model
+
+    return plain(s, prepare=prepare)
+
+
+@right("update within the backward pass", "mha", clip=0.0)
+def in_backward(s):
+    def make_step(model):
+        for p in model.train().parameters():
+            own = torch.optim.AdamW([p], lr=s.lr, betas=(s.beta1, s.beta2), weight_decay=s.weight_decay * (p.ndim > 1))
+
+            def update(p, own=own):
+                own.step()
+                own.zero_grad()
+
+            p.register_post_accumulate_grad_hook(update)
+
+        def step(x, y):
+            loss = loss_of(model, x, y)
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    return make_step
+
+
+@right("functional_call")
+def functional(s):
+    def make_step(model):
+        own, optimizer = dict(model.train().named_parameters()), adamw(model, s)
+
+        def step(x, y):
+            found = torch.func.functional_call(model, own, (x,))
+            loss = F.cross_entropy(found.flatten(0, 1), y.flatten())
+            for p, g in zip(own.values(), torch.autograd.grad(loss, list(own.values())), strict=True):
+                p.grad = g
+            nn.utils.clip_grad_norm_(own.values(), s.clip)
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    return make_step
+
+
+@right("a closure for the optimizer", "nano")
+def closure(s):
+    def make_step(model):
+        optimizer = adamw(model.train(), s)
+
+        def step(x, y):
+            def compute():
+                optimizer.zero_grad()
+                loss = loss_of(model, x, y)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), s.clip)
+                return loss
+
+            return optimizer.step(compute)
+
+        return step
+
+    return make_step
+
+
+@right("Lightning-like")
+def lightning(s):
+    """An adapter as one is written for a module with training_step and configure_optimizers."""
+
+    class Lit(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch, batch_idx):
+            ids, targets = batch
+            return {"loss": F.cross_entropy(self.net(ids).mT, targets)}
+
+        def configure_optimizers(self):
+            return {"optimizer": adamw(self.net, s)}
+
+    def make_step(model):
+        lit = Lit(model).train()
+        optimizer, n = lit.configure_optimizers()["optimizer"], 0
+
+        def step(x, y):
+            nonlocal n
+            loss = lit.training_step((x, y), n)["loss"]
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(lit.parameters(), s.clip)
+            optimizer.step()
+            n += 1
+            return loss.detach()
+
+        return step
+
+    return make_step
+
+
+@right("Trainer-like", "nano", grad_accum=2)
+def trainer(s):
+    """Labels equal to ids, shifted by the model; sums divided by the number of targets in the whole batch."""
+
+    def make_step(model):
+        optimizer = adamw(model.train(), s)
+
+        def loss(row, items):
+            found = logits(model, row, V)[:, :-1]
+            return F.cross_entropy(found.flatten(0, 1), row[:, 1:].flatten(), reduction="sum") / items
+
+        def step(x, y):
+            rows, total = torch.cat([x, y[:, -1:]], dim=1), 0.0
+            for row in rows.split(len(x) // s.grad_accum):
+                part = loss(row, y.numel())
+                part.backward()
+                total += part.item()
+            nn.utils.clip_grad_norm_(model.parameters(), s.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            return total
+
+        return step
+
+    return make_step
+
+
+@right("written, with warm-up and cosine", "prenorm", **SCHEDULE)
+def written_scheduled(s):
+    def make_step(model):
+        held = []
+
+        def remember(model, s):
+            held.append(Written(groups(model, s), s.lr, (s.beta1, s.beta2)))
+            return held[0]
+
+        inner, n = plain(s, remember)(model), 0
+
+        def step(x, y):
+            nonlocal n
+            for group in held[0].param_groups:
+                group["lr"] = s.lr * factor(n, s)
+            n += 1
+            return inner(x, y)
+
+        return step
+
+    return make_step

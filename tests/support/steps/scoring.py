@@ -1,0 +1,56 @@
+"""Decide whether a diagnosis of a training step was right: one rule for the tests and for tools/step_table.py."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import gpt2
+from support.steps import Step, our_model
+from support.steps.right import RightStep
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The result of one step. ``missed`` are its faults that no cause names; ``beside`` the causes that it does not have."""
+
+    name: str
+    style: str
+    verdict: str
+    first: bool  # the first cause is one of its faults
+    causes: tuple[str, ...]
+    missed: tuple[str, ...]
+    beside: tuple[str, ...]
+    seconds: float
+
+    @property
+    def perfect(self) -> bool:
+        return self.verdict == "mismatch" and self.first and not self.missed and not self.beside
+
+    def flaws(self) -> str:
+        parts = [f"verdict {self.verdict}"] if self.verdict != "mismatch" else []
+        parts += [f"missed {word}" for word in self.missed] + ([f"beside: {', '.join(self.beside)}"] if self.beside else [])
+        return "; ".join((*parts, f"said {' | '.join(self.causes) or '-'}"))
+
+
+def diagnosis_of(step: Step | RightStep):
+    """What `diagnose_step` says of a step whose settings are all given."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the authors' own
+        return gpt2.diagnose_step(step.module(), step.make_step, our_model(), settings=step.settings.overrides())
+
+
+def score_step(name: str, style: str, wanted: dict[str, tuple[str, ...]], diagnosis, seconds: float) -> StepRow:
+    """Compare a diagnosis with the faults of a step: a word -> the ids of causes that say it rightly."""
+    said = [cause.id for cause in diagnosis.causes]
+    known = {one for ids in wanted.values() for one in ids}
+    return StepRow(
+        name,
+        style,
+        diagnosis.verdict,
+        first=bool(said) and said[0] in known,
+        causes=tuple(f"{cause.id} {cause.where}" for cause in diagnosis.causes),
+        missed=tuple(word for word, ids in wanted.items() if not set(ids) & set(said)),
+        beside=tuple(one for one in dict.fromkeys(said) if one not in known),
+        seconds=seconds,
+    )
