@@ -78,16 +78,20 @@ def run(text: str, model: str, *, timeout: float = TIMEOUT, revision: str | None
         folder, limits = Path(name), {"short": timeout, "whole": timeout * DIAGNOSIS_FACTOR}
         order = {"file": str(port.path), "name": port.name, "model": model, "revision": revision, "offline": offline, **limits}
         (folder / "order.json").write_text(json.dumps(order))
-        code = _watch(folder, 2 * limits["whole"])
+        command = [sys.executable, "-P", "-c", START, str(folder), str(Path(__file__).parents[3])]
+        code = watch(command, folder, 2 * limits["whole"])
         if not (folder / "answer.json").exists():
             raise InputError(f"{port.shown}: {_failure(folder, port, timeout, code)}")
         with open(folder / "answer.json", "rb") as file:
             return _diagnosis(file.read(MAX_ANSWER), port)
 
 
-def _watch(folder: Path, limit: float) -> int | None:
-    """Run the worker, with the guard beside it, and return its exit code; None if it did not end itself in time."""
-    command = [sys.executable, "-P", "-c", START, str(folder), str(Path(__file__).parents[3])]
+def watch(command: list[str], folder: Path, limit: float) -> int | None:
+    """Run a command, with the guard beside it, and return its exit code; None if it did not end itself in ``limit`` seconds.
+
+    What it prints goes to ``printed`` in ``folder``. Afterwards none of its process group runs. If this process is killed, the
+    guard ends the command's and removes the folder. Raises OSError if the command cannot be started.
+    """
     with open(folder / "printed", "wb") as printed:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True

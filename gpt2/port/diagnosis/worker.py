@@ -90,9 +90,13 @@ def _directory(checkpoint: Checkpoint, model: GPT2, place: Path) -> Path:
     as_stored = type(checkpoint) is StoredCheckpoint and checkpoint.dtype == checkpoint.stored  # no adapter, its own dtype
     if isinstance(checkpoint, StoredCheckpoint) and as_stored and (checkpoint.path / "config.json").is_file():
         return checkpoint.path
+    return write_official(model, place / "checkpoint")
+
+
+def write_official(model: GPT2, folder: Path) -> Path:
+    """Make ``folder``, and write ``config.json`` and ``model.safetensors`` into it in the official layout."""
     from safetensors.torch import save_file
 
-    folder = place / "checkpoint"
     folder.mkdir()
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
