@@ -1,14 +1,16 @@
 """``diagnose``: find where a port departs from the checkpoint's GPT-2, with the cause, the evidence and the fix.
 
-Three kinds of checks: its weights, read in the checkpoint's layout (:mod:`.own`, :mod:`.weights`); its recorded tensors, which
+A module: three kinds of checks. Its weights, read in the checkpoint's layout (:mod:`.own`, :mod:`.weights`); its recorded tensors, which
 the walk compares with GPT-2's stages, each by the right formula and by every known wrong one (:mod:`.walk`); and its behaviour
-from call to call (:mod:`.behaviour`).
+from call to call (:mod:`.behaviour`). What another program wrote: :mod:`gpt2.port.dump`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.errors import InputError
@@ -23,23 +25,32 @@ __all__ = ["Cause", "Diagnosis", "Divergence", "diagnose"]
 
 
 def diagnose(
-    module: nn.Module, model: str | GPT2 = DEFAULT, *, revision: str | None = None, offline: bool = False, fill: bool = False
+    what: nn.Module | str | Path | Mapping[str, Any],
+    model: str | GPT2 = DEFAULT,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    fill: bool = False,
 ) -> Diagnosis:
-    """Say why ``module``, any torch implementation of GPT-2, does not compute what ``model`` computes, or that it does.
+    """Say why ``what``, any implementation of GPT-2, does not compute what ``model`` computes, or that it does.
 
     Args:
-        module: maps ids (B, T) to logits, or to a tuple, dict or object that holds them, and holds its author's weights. It is
-            unchanged afterwards.
+        what: a torch module, or a dump of what any program computed. The module maps ids (B, T) to logits, or to a tuple, dict or
+            object that holds them, holds its author's weights, and is unchanged afterwards. The dump is a path (``.npz``,
+            ``.safetensors``, a directory of ``.npy``, llm.c's ``.bin``) or a mapping of NumPy's or torch's arrays: token ids under
+            ``ids`` (also ``input_ids``, ``tokens``, ``idx``), of shape (T,) or (B, T), the logits, and any number of
+            intermediate values, all in any layout and under any names.
         model: a model's name, as for :func:`gpt2.load`, or a model.
         revision, offline: as for :func:`gpt2.load`.
         fill: first load the weights as :func:`gpt2.load_into` does, for a module that has none yet.
 
-    The verdict is "equal" if the logits agree with our model's to 1e-10 in float64, at several lengths, and the module behaves
-    the same in every call.
+    The verdict on a module is "equal" if the logits agree with our model's to 1e-10 in float64, at several lengths, and the module
+    behaves the same in every call. A dump is "equal" if its logits are right up to the rounding that our model shows in the same
+    precision, and none of its arrays shows a fault.
 
     Raises:
-        InputError: ``module`` is not a torch module, does not run, or returns NaN or no logits of the right shape; or ``model``
-            is not a GPT-2, has another size, or does not exist.
+        InputError: the module does not run, or returns NaN or no logits of the right shape; the dump is damaged, or holds no ids
+            or no logits; or ``model`` is not a GPT-2, has another size, or does not exist.
     """
     import torch
 
@@ -47,10 +58,16 @@ def diagnose(
     from gpt2.int8 import require_float
     from gpt2.port.diagnosis.examination import Examination
 
-    if not isinstance(module, torch.nn.Module):
-        raise InputError(f"diagnose takes a torch.nn.Module, and was given {type(module).__name__}; build the module first")
+    if not isinstance(what, (torch.nn.Module, str, Path, Mapping)):
+        hint = "a torch.nn.Module, the path of a dump, or a mapping of arrays"
+        raise InputError(f"diagnose takes {hint}, and was given {type(what).__name__}; build the module first")
     ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
     require_float(ours, "diagnose")
-    with torch.no_grad():
-        diagnosis = Examination(module, ours, fill).diagnosis()
+    if isinstance(what, torch.nn.Module):
+        with torch.no_grad():
+            diagnosis = Examination(what, ours, fill).diagnosis()
+    else:
+        from gpt2.port.dump.examination import examine
+
+        diagnosis = examine(what, ours)
     return replace(diagnosis, checkpoint=model if isinstance(model, str) else "a model")

@@ -45,7 +45,8 @@ class Diagnosis:
     """The result: ``verdict`` is "equal", "mismatch" or "undetermined" (logits differ, and no known causes explain it).
 
     ``causes``: the most likely first. ``notes``: facts that do not affect the verdict. ``logits_error``: the largest difference
-    of a logit over the root mean square of the reference's; None if they cannot be compared.
+    of a logit over the root mean square of the reference's; None if they cannot be compared. ``seen``: what was given: "module",
+    "dump" or "logits".
     """
 
     verdict: str
@@ -55,6 +56,7 @@ class Diagnosis:
     module: str = "your module"
     checkpoint: str = "the checkpoint"
     logits_error: float | None = None
+    seen: str = "module"
 
     @property
     def ok(self) -> bool:

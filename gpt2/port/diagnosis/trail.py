@@ -86,7 +86,8 @@ def account(trail: Trail, reference: GPT2) -> Walk:
     bound = NARROW_BOUND if trail.pool.narrow else FLOAT64_BOUND
     known = tuple(point for point in points(trail.config.n_layer) if point in trail.values)
     errors = ((point, _departure(trail.values[point], traced[point])) for point in known)
-    first = next(((point, error) for point, error in errors if error > bound), None)
+    allowed = trail.pool.allowance
+    first = next(((point, error) for point, error in errors if error > allowed.get(point, bound)), None)
     if first is None and trail.lost:
         first = trail.lost[0], math.inf
     divergence = None if first is None else Divergence(first[0], layer_of(first[0]), first[1])

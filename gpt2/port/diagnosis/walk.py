@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import point_at
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.attending import Attending, Projected, added, affine, project
@@ -25,7 +24,6 @@ from gpt2.port.diagnosis.wiring import STREAM, Branch, Embeddings, inputs, outpu
 from gpt2.port.recording.pool import Pool
 
 SAMPLE = 64  # vocabulary entries on which a candidate for the last stream is tested first
-ROW_SUM_BOUND = 1e-6  # error of a sum of probabilities, in any dtype
 
 
 @torch.no_grad()
@@ -126,7 +124,7 @@ class Walker:
         entries = list(streams(self.pool, self.trail.ids, self.config.n_embd))
         for entry in entries:
             if (result := confirm(entry)) is not None:
-                sources = (x for x in entries if worst_relative_error(formula(x), entry) < self.pool.bound)
+                sources = (x for x in entries if self.pool.error(formula(x), entry) < self.pool.bound)
                 stream = next((Option.known("recorded stream", x) for x in sources), None)
                 self.trail.lost.append(input_point if stream is None else stream_point)
                 return Choice(Option.known("recorded", entry, base=stream), entry, 0.0, result)
@@ -218,11 +216,11 @@ class Ending:
     """How the port's logits follow from the last normed stream; ``weight`` (V, D) is the head's."""
 
     def __init__(self, pool: Pool, weight: Tensor) -> None:
-        self.bound, self.given, self.weight = pool.bound, pool.logits, weight
+        self.pool, self.bound, self.given, self.weight = pool, pool.bound, pool.logits, weight
         shared = min(self.given.shape[-1], len(weight))
         self.sample = torch.randperm(shared, generator=torch.Generator().manual_seed(0))[:SAMPLE]
         probabilities = {"softmax": self.given.clamp(min=0.0), "log_softmax": self.given.exp()}
-        self.softmaxed = [name for name, p in probabilities.items() if bool(((p.sum(-1) - 1).abs() < ROW_SUM_BOUND).all())]
+        self.softmaxed = [name for name, p in probabilities.items() if bool(((p.sum(-1) - 1).abs() < pool.sum_bound).all())]
 
     def logits(self, x: Tensor) -> Recorded | None:
         """Return the port's logits (B, T', V), T' being 1 or T, if they follow from a normed stream (B, T, D)."""
@@ -241,12 +239,12 @@ class Ending:
             shift = (wanted - mine).mean((0, 1), keepdim=True)
             candidates["extra-bias"] = mine + shift, "the head adds a bias; GPT-2's head has none"
         for id, (value, words) in candidates.items():
-            if (error := worst_relative_error(value, wanted)) <= self.bound:
+            if (error := self.pool.logits_error(value, wanted)) <= self.bound:
                 return Recorded(given, error, (Fault(id, "logits", words),) if id else ())
         for name in self.softmaxed if width == len(self.weight) else ():
             whole = x @ self.weight.T
             made = whole.softmax(-1) if name == "softmax" else whole.log_softmax(-1)
-            if (error := worst_relative_error(made, given)) <= self.bound:
+            if (error := self.pool.logits_error(made, given)) <= self.bound:
                 words = f"the model returns {name} of the logits"
                 return Recorded(given, error, (Fault("logits-softmaxed", "logits", words),))
         return None

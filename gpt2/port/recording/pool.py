@@ -7,7 +7,7 @@ float64 numbers do not agree to 1e-12 by chance.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from gpt2.port.recording.forward import logits_of, plain_attention
 
 STRICT = 1e-9  # relative to the root mean square; float64 rounding is 1e-15, and a softmax amplifies it
 LOOSE = 1e-5  # if the port computes anything in float32
+ROW_SUM_BOUND = 1e-6  # error of a sum of probabilities, in any dtype
 VIEWS_PER_TOKEN = 4  # views of a parameter are kept up to this many widths per token (rows of an embedding)
 
 
@@ -65,6 +66,24 @@ class Pool:
     def bound(self) -> float:
         """The largest relative error of a match."""
         return LOOSE if self.narrow else STRICT
+
+    @property
+    def allowance(self) -> Mapping[str, float]:
+        """The largest error of a right value, by traced point, where it was measured."""
+        return {}
+
+    @property
+    def sum_bound(self) -> float:
+        """The largest error of a sum of probabilities in the logits' place."""
+        return ROW_SUM_BOUND
+
+    def error(self, value: Tensor, entry: Tensor) -> float:
+        """Return the relative error of ``value`` as the origin of ``entry``, one of this pool's, in the same layout."""
+        return worst_relative_error(value, entry)
+
+    def logits_error(self, value: Tensor, logits: Tensor) -> float:
+        """Return the relative error of ``value`` as the origin of ``logits``, a part of this pool's."""
+        return worst_relative_error(value, logits)
 
     def of_size(self, numel: int) -> list[Tensor]:
         return [self.entries[number] for number in self._by_size.get(numel, [])]

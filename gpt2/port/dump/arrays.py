@@ -1,0 +1,109 @@
+"""Find a dump's logits, and say which of its arrays hold which traced point of the right model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt2.checkpoint.containers import shown
+from gpt2.config import GPT2Config
+from gpt2.errors import InputError
+from gpt2.measure.metrics import relative_error
+from gpt2.measure.tracing import part_of
+from gpt2.port.diagnosis.attending import GRID, HEADS, Layout
+from gpt2.port.diagnosis.wiring import STREAM
+from gpt2.port.dump.pool import DumpPool
+from gpt2.port.dump.reading import Dump
+
+MAX_PADDING = 128  # a vocabulary is padded to a multiple of this at most
+
+
+@dataclass(frozen=True)
+class Output:
+    """A dump's logits (B, T', V'), T' being 1 or T, in their own dtype, and the ids (B, T) that they belong to."""
+
+    name: str
+    logits: Tensor
+    ids: Tensor
+
+
+def find_output(dump: Dump, expected: Tensor, config: GPT2Config) -> Output | None:
+    """Return the dump's logits; ``expected`` (B, T, V) are the right ones. Raises InputError for NaN in them."""
+    candidates = [
+        Output(name, laid, dump.ids if rows is None else dump.ids[rows])
+        for name, array in dump.arrays.items()
+        for laid, rows in _as_logits(array, dump.ids, expected, config)
+    ]
+    if not candidates:
+        return None
+
+    def rank(one: Output) -> tuple[bool, bool, float]:
+        probabilities = bool((one.logits >= 0).all()) or bool((one.logits <= 0).all())
+        return one.logits.shape[-1] != config.vocab_size, probabilities, _distance(one, dump.ids, expected)
+
+    output = min(candidates, key=rank)
+    if bool((missing := output.logits.isnan()).any()):
+        where = int(missing.any(-1).any(0).nonzero()[0])
+        raise InputError(
+            f"{dump.source}: the logits ({shown(output.name)}) are NaN from position {where} on; look for a division by zero, or a "
+            "softmax over nothing but -inf"
+        )
+    return output
+
+
+def _distance(one: Output, ids: Tensor, expected: Tensor) -> float:
+    rows = [row for row in range(len(ids)) if torch.equal(ids[row : row + 1], one.ids)] if len(one.ids) != len(ids) else []
+    right = expected[rows[:1]] if rows else expected
+    value = one.logits[..., : expected.shape[-1]].double()
+    error = relative_error(value, right[:, -value.shape[1] :])
+    return error if math.isfinite(error) else math.inf
+
+
+def _as_logits(array: Tensor, ids: Tensor, expected: Tensor, config: GPT2Config) -> Iterable[tuple[Tensor, slice | None]]:
+    """Yield an array as logits of all rows or of one, all positions or the last, if its shape allows this."""
+    batch, tokens = ids.shape
+    least = config.vocab_size
+    most = math.ceil(least / MAX_PADDING) * MAX_PADDING
+    array = array.squeeze() if array.ndim > 1 else array
+    laid = []
+    axes = [axis for axis, size in enumerate(array.shape) if least <= size <= most]
+    if axes:
+        laid.append(array.movedim(axes[-1], -1))
+    elif array.ndim == 1:
+        widths = (array.numel() // (batch * tokens), array.numel() // tokens)
+        laid += [array.view(-1, width) for width in widths if least <= width <= most and array.numel() % width == 0]
+    for one in laid:
+        width = one.shape[-1]
+        lead = one.numel() // width
+        if lead == batch * tokens:
+            if one.shape[:-1] == (tokens, batch) and batch != tokens:
+                one = one.transpose(0, 1)
+            yield one.reshape(batch, tokens, width), None
+        elif lead == batch:
+            yield one.reshape(batch, 1, width), None
+        elif lead in (tokens, 1):
+            whole = one.reshape(1, lead, width)
+            right = [relative_error(whole[..., :least].double(), row[None, -lead:]) for row in expected]
+            row = min(range(batch), key=lambda n: right[n])
+            yield whole, slice(row, row + 1)
+
+
+def recognised(pool: DumpPool, exact: Mapping[str, Tensor], config: GPT2Config) -> dict[str, tuple[str, ...]]:
+    """Return the arrays' names by the traced point whose right value they hold."""
+    found: dict[str, tuple[str, ...]] = {}
+    for point, value in exact.items():
+        if point == "logits":
+            continue
+        part, axes = part_of(point), STREAM
+        if part in ("attn.q", "attn.k", "attn.v", "attn.heads"):
+            value, axes = Layout.RIGHT.split(value, config.n_head), HEADS
+        elif part in ("attn.scores", "attn.weights"):
+            axes = GRID
+        match = pool.find(value, *axes)
+        if match is not None:
+            found[point] = tuple(dict.fromkeys(pool.names[number] for number in match.entries))
+    return found

@@ -1,0 +1,151 @@
+"""Search the arrays of a dump by value, in any layout, with the tolerance that was measured for the dump."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gpt2.config import GPT2Config
+from gpt2.port.dump.tolerance import HALVES, UNITS, Tolerance, excess
+from gpt2.port.recording.pool import Match, Pool
+
+MASKED = -1e4  # scores of this size or below hide a token
+
+
+class TimeUp(Exception):
+    """The time for a search is over."""
+
+
+class DumpPool(Pool):
+    """The arrays of a dump, and their parts: blocks, thirds, lower triangles.
+
+    Errors are measured beyond the rounding of each array's dtype. Values from a narrow dtype are not adopted: the program had more
+    digits than it wrote, and our own numbers are closer to them. ``deadline``: seconds of :func:`time.monotonic`.
+    """
+
+    def __init__(self, tolerance: Tolerance, config: GPT2Config, shape: tuple[int, int], deadline: float = math.inf) -> None:
+        super().__init__()
+        self.tolerance, self.config, self.deadline = tolerance, config, deadline
+        self.narrow = tolerance.dtype != torch.float64
+        self.rows, self.tokens = shape
+        self.dtypes: list[torch.dtype] = []
+        self.names: list[str] = []
+        self.logits_dtype = torch.float64
+        width, root = config.n_embd, math.sqrt(config.head_dim)
+        self._round = [1.0, 1 / root, root, math.sqrt(width), 1 / math.sqrt(width), 1 / width, 1 / config.head_dim]
+        self._round += [value / n for n in range(2, config.n_layer + 1) for value in (1 / root, 1.0)]
+        self._round += [1 / root / math.sqrt(width), 1 / math.sqrt(config.n_head), math.sqrt(2.0), math.sqrt(0.5)]
+
+    def fill(self, arrays: Iterable[tuple[str, Tensor]], logits: Tensor) -> None:
+        """Add arrays by name, with their parts, and the logits (B, T', V)."""
+        for name, array in arrays:
+            for part, tensor in parts(name, array, self.config, self.tokens):
+                self.names.append(part)
+                self.dtypes.append(array.dtype)
+                self.add(tensor)
+        self.logits_dtype = logits.dtype
+        self.logits = logits.double()
+
+    @property
+    def bound(self) -> float:
+        return self.tolerance.worst
+
+    @property
+    def allowance(self) -> dict[str, float]:
+        return self.tolerance.points
+
+    def error(self, value: Tensor, entry: Tensor) -> float:
+        dtype = self.dtypes[next((i for i, one in enumerate(self.entries) if one.data_ptr() == entry.data_ptr()), 0)]
+        return excess(entry, value, dtype)
+
+    def logits_error(self, value: Tensor, logits: Tensor) -> float:
+        return excess(logits, value, self.logits_dtype)
+
+    def find(self, value: Tensor, *axes: int) -> Match | None:
+        if time.monotonic() > self.deadline:
+            raise TimeUp
+        return super().find(value, *axes)
+
+    def adopt(self, value: Tensor, match: Match) -> Tensor:
+        if any(self.dtypes[number] in HALVES for number in match.entries):
+            return value.clone(memory_format=torch.contiguous_format)
+        return super().adopt(value, match)
+
+    def factors(self, value: Tensor, *axes: int) -> list[float]:
+        found: list[float] = []
+        for part in [value, *(value.select(axis, 0) for axis in axes)]:
+            count, ordered = part.numel(), part.flatten().sort().values
+            first, second = float(part.sum()), float(part.square().sum())
+            for number in self._by_size.get(count, []) if second > 0 else ():
+                mine, squares = self._sums[number]
+                unit = UNITS[self.dtypes[number]][0]
+                size = math.sqrt(squares / second)
+                loose = max(self.bound, 4 * unit / math.sqrt(count))
+                for factor in (size, -size) if 0 < size < math.inf else ():
+                    if abs(mine - factor * first) > (self.bound + unit) * size * math.sqrt(second / count) * count:
+                        continue
+                    factor = self._rounded(factor, loose)
+                    known = any(math.isclose(factor, other, rel_tol=loose) for other in found)
+                    mirrored = ordered if factor > 0 else ordered.flip(0)
+                    if not known and excess(self._in_order(number), factor * mirrored, self.dtypes[number]) <= self.bound + loose:
+                        found.append(factor)
+            if found:
+                break
+        return found
+
+    def _rounded(self, factor: float, loose: float) -> float:
+        """Return the number that a fitted factor was meant to be, if one is within the error of the fit."""
+        sign, size = math.copysign(1.0, factor), abs(factor)
+        short = [float(f"{size:.{digits}g}") for digits in (1, 2, 3)]
+        near = (one for one in [*self._round, *short] if math.isclose(one, size, rel_tol=loose))
+        return sign * next(near, size)
+
+    def _near(self, value: Tensor, number: int, first: float, second: float) -> bool:
+        count, (mine, squares) = value.numel(), self._sums[number]
+        unit = UNITS[self.dtypes[number]][0]
+        rms = max(math.sqrt(second / count), 1e-300)
+        spread = abs(mine - first) <= (self.bound + unit) * rms * count + 1e-290
+        return spread and abs(squares - second) <= 2.2 * (self.bound + unit) * second + 1e-290
+
+    def _find(self, value: Tensor) -> tuple[float, int] | None:
+        numbers = self._by_size.get(value.numel())
+        if not numbers:
+            return None
+        finite = value.nan_to_num(0.0, 0.0, 0.0)
+        first, second = float(finite.sum()), float(finite.square().sum())
+        numbers = [number for number in numbers if self._near(value, number, first, second)]
+        if not numbers:
+            return None
+        mine = value.flatten().sort().values
+        floor = self.bound / 10  # errors below are equal: the first hypothesis in order is then chosen
+        errors = ((excess(self._in_order(number), mine, self.dtypes[number]), number) for number in numbers)
+        error, number = min(errors)
+        return (max(error, floor), number) if error <= self.bound else None
+
+
+def parts(name: str, array: Tensor, config: GPT2Config, tokens: int) -> list[tuple[str, Tensor]]:
+    """Return an array and what it may be made of, named: blocks in a stack, q, k and v in one, scores without their mask."""
+    array = array.squeeze()
+    found = [(name, array)]
+    layers, width = config.n_layer, config.n_embd
+    for stack in (layers, layers + 1, 2 * layers):
+        axis = next((axis for axis, size in enumerate(array.shape[:-1]) if size == stack and array.ndim > 2), None)
+        if axis is not None and stack > 1:
+            found += [(f"{name}[{n}]", part) for n, part in enumerate(array.unbind(axis))]
+    for label, part in list(found):
+        for axis, size in enumerate(part.shape):
+            if size == 3 * width:
+                found += [(f"{label}[{third}]", one) for third, one in zip("qkv", part.chunk(3, axis), strict=True)]
+            elif size == 3 and part.ndim > 2:
+                found += [(f"{label}[{n}]", one) for n, one in enumerate(part.unbind(axis))]
+    for label, part in list(found):
+        if part.ndim >= 2 and part.shape[-2:] == (tokens, tokens) and tokens > 1:
+            future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+            hidden = part[..., future]
+            if bool((hidden <= MASKED).all()) or bool((hidden == 0).all()) or bool((hidden == hidden.flatten()[0]).all()):
+                found.append((f"{label} masked", part.masked_fill(future, 0.0)))
+    return found

@@ -1,0 +1,172 @@
+"""Read a dump: the token ids and floating-point arrays of one forward pass, which any program may have written.
+
+Containers: ``.npz`` (without pickles), ``.safetensors``, a directory of ``.npy`` files, and llm.c's debug state (``.bin``).
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt2.checkpoint.containers import shown
+from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
+from gpt2.config import GPT2Config
+from gpt2.errors import InputError
+
+IDS = ("ids", "input_ids", "tokens", "idx")  # the names of the token ids, the first found counts
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+MAX_BYTES = 16_000_000_000  # of all arrays; a full dump of gpt2 on 1024 tokens has 3 GB
+SUFFIXES = (".npz", ".safetensors", ".bin", ".npy")
+WAYS = "a .npz or .safetensors file, a directory of .npy files, or llm.c's debug state (.bin)"
+SAVE = f"save them as integers under the name {IDS[0]} (or {', '.join(IDS[1:])}), shape (T,) or (B, T)"
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What a program wrote: ``ids`` (B, T) int64, and ``arrays`` by their own names, of any float dtype and shape.
+
+    ``source`` is shown to the user. ``ignored``: names of arrays that are not of floating point.
+    """
+
+    source: str
+    ids: Tensor
+    arrays: Mapping[str, Tensor]
+    ignored: tuple[str, ...] = ()
+
+
+def is_dump(text: str) -> bool:
+    """Return whether WHAT of the command line is meant as a dump, not as ``FILE.py:build``."""
+    path = Path(text).expanduser()
+    return path.suffix.lower() in SUFFIXES or path.is_dir()
+
+
+def read(path: str | Path, config: GPT2Config) -> Dump:
+    """Read the dump at ``path``. Raises InputError: not there, damaged, without ids or floats, or with NaN."""
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise InputError(f"{path}: no such file or directory; give {WAYS}")
+    readers: dict[str, Callable[[Path], Iterator[tuple[str, Tensor]]]]
+    readers = {".npz": _npz, ".safetensors": _safetensors}
+    reader = _directory if path.is_dir() else readers.get(path.suffix.lower())
+    if reader is None:
+        alone = "; a single array is not a dump: put it and the ids into a directory" if path.suffix.lower() == ".npy" else ""
+        raise InputError(f"{path}: is not a dump{alone or f'; give {WAYS}'}")
+    return dump_of(dict(reader(path)), config, str(path))
+
+
+def dump_of(arrays: Mapping[str, Any], config: GPT2Config, source: str = "your arrays") -> Dump:
+    """Return the dump of ``arrays``, NumPy's or torch's, by any names. Raises InputError as :func:`read` does."""
+    tensors = {str(name): _tensor(value, f"{source}: {shown(str(name))}") for name, value in arrays.items()}
+    key = _ids_name(tensors)
+    if key is None:
+        raise InputError(f"{source}: holds no token ids; {SAVE}")
+    ids = _ids(tensors.pop(key), f"{source}: {shown(key)}", config)
+    floats = {name: tensor for name, tensor in tensors.items() if tensor.dtype in FLOATS and tensor.numel()}
+    if not floats:
+        raise InputError(f"{source}: holds no floating-point arrays beside the ids; save at least the logits")
+    return Dump(source, ids, floats, tuple(name for name in tensors if name not in floats))
+
+
+def _ids_name(tensors: Mapping[str, Tensor]) -> str | None:
+    for wanted in IDS:
+        for name in tensors:
+            if PurePosixPath(name).name.lower() == wanted:
+                return name
+    return None
+
+
+def _ids(given: Tensor, where: str, config: GPT2Config) -> Tensor:
+    """Return ids (B, T). Raises InputError: another shape, no whole numbers, too many, or not in the vocabulary."""
+    shape = tuple(given.shape)
+    if given.ndim not in (1, 2) or not given.numel():
+        raise InputError(f"{where}: has shape {shape}, and ids are (T,) or (B, T); {SAVE}")
+    if given.dtype == torch.bool or (given.is_floating_point() and not bool((given == given.round()).all())):
+        raise InputError(f"{where}: holds {str(given.dtype).removeprefix('torch.')} values that are not ids; {SAVE}")
+    ids = given.long().reshape(-1, shape[-1])
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= config.vocab_size:
+        wrong = low if low < 0 else high
+        raise InputError(f"{where}: holds the id {wrong}, and the model knows 0 to {config.vocab_size - 1}; is --model the right one?")
+    if shape[-1] > config.n_positions:
+        raise InputError(f"{where}: has {shape[-1]} tokens in a row, and the model has {config.n_positions} positions; run fewer")
+    return ids
+
+
+def _tensor(value: Any, where: str) -> Tensor:
+    """Return one array as a tensor; integers of any kind become int64. Raises InputError: no numbers."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu")
+    array = np.asarray(value)
+    if array.dtype.kind == "f" and array.dtype.itemsize > 8:
+        array = array.astype(np.float64)
+    if array.dtype.kind in "iu":
+        array = array.astype(np.int64)
+    elif array.dtype.kind not in "fb":
+        raise InputError(f"{where}: holds {array.dtype} values; save numbers, without pickles")
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return torch.from_numpy(np.require(native, requirements=["C", "W"]))
+
+
+# Containers
+
+
+def _npz(path: Path) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+            if size > MAX_BYTES:
+                raise InputError(f"{path}: unpacks to {size:,} bytes; dump fewer tokens")
+        with np.load(path, allow_pickle=False) as arrays:
+            for name in arrays.files:
+                _require_inside(name, path)
+                yield name, _tensor(arrays[name], f"{path}: {shown(name)}")
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error, NotImplementedError, MemoryError) as error:
+        raise _damaged(path, error) from None
+
+
+def _safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    file = SafetensorsFile(path)
+    for name in file.entries:
+        yield name, file.read(name, mapped=False)
+
+
+def _directory(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the arrays of all .npy files; ``layers/0.npy`` is named ``layers/0``. Other files are not read."""
+    files = sorted(Path(folder) / name for folder, _, names in os.walk(path) for name in names if name.endswith(".npy"))
+    if not files:
+        raise InputError(f"{path}: a directory without .npy files; give {WAYS}")
+    root, size = path.resolve(), 0
+    for file in files:
+        name = file.relative_to(path).with_suffix("").as_posix()
+        if not file.resolve().is_relative_to(root):
+            raise InputError(f"{file}: links to a file outside {path}; copy it there")
+        try:
+            size += file.stat().st_size
+            if size > MAX_BYTES:
+                raise InputError(f"{path}: holds over {MAX_BYTES:,} bytes; dump fewer tokens")
+            yield name, _tensor(np.load(file, allow_pickle=False), str(file))
+        except (OSError, EOFError, ValueError, MemoryError) as error:
+            raise _damaged(file, error) from None
+
+
+def _require_inside(name: str, path: Path) -> None:
+    parts = PurePosixPath(name.replace("\\", "/"))
+    if parts.is_absolute() or ".." in parts.parts:
+        raise InputError(f"{path}: holds an array named {shown(name)}, a path that leads out of it; name it otherwise")
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    if isinstance(error, InputError):
+        return error
+    if "pickle" in str(error).lower():
+        return InputError(f"{path}: holds Python objects (a pickle), which are not read; save plain arrays of numbers")
+    return InputError(f"{path}: cannot be read ({str(error).splitlines()[0][:120] if str(error) else type(error).__name__}); write it again")
