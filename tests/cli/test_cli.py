@@ -125,7 +125,7 @@ MISTAKES = [
     ("compare shakespeare-mini random:distilgpt2", "vocabularies of 2,048 and 50,257 ids, and one has no tokenizer"),
     ("diagnose nowhere.py:build", "nowhere.py: no such file; there are port.py; give"),
     ("diagnose no/such/folder.py", "folder.py: no such file; give a Python file"),
-    ("diagnose .", "is a directory; give the Python file"),
+    ("diagnose .", "is a directory without .npy files"),
     ("diagnose port.py:a-b", "'a-b' is not the name of a function; write port.py:build"),
     ("diagnose port.py --model gtp2 --offline", "unknown model 'gtp2' (did you mean gpt2?)"),
     *((f"diagnose port.py --timeout {seconds}", "--timeout") for seconds in ("0", "-1", "nan", "inf")),

@@ -1,8 +1,8 @@
 """``diagnose``: find where a port departs from the checkpoint's GPT-2, with the cause, the evidence and the fix.
 
-A module: three kinds of checks. Its weights, read in the checkpoint's layout (:mod:`.own`, :mod:`.weights`); its recorded tensors, which
-the walk compares with GPT-2's stages, each by the right formula and by every known wrong one (:mod:`.walk`); and its behaviour
-from call to call (:mod:`.behaviour`). What another program wrote: :mod:`gpt2.port.dump`.
+A module: three kinds of checks. Its weights, read in the checkpoint's layout (:mod:`.own`, :mod:`.weights`); its recorded
+tensors, which the walk compares with GPT-2's stages, each by the right formula and by every known wrong one (:mod:`.walk`); and
+its behaviour from call to call (:mod:`.behaviour`). What another program wrote: :mod:`gpt2.port.dump`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def diagnose(
     """Say why ``what``, any implementation of GPT-2, does not compute what ``model`` computes, or that it does.
 
     Args:
-        what: a torch module, or a dump of what any program computed. The module maps ids (B, T) to logits, or to a tuple, dict or
-            object that holds them, holds its author's weights, and is unchanged afterwards. The dump is a path (``.npz``,
-            ``.safetensors``, a directory of ``.npy``, llm.c's ``.bin``) or a mapping of NumPy's or torch's arrays: token ids under
-            ``ids`` (also ``input_ids``, ``tokens``, ``idx``), of shape (T,) or (B, T), the logits, and any number of
+        what: a torch module, or a dump of what any program computed. The module maps ids (B, T) to logits, or to a tuple, dict
+            or object that holds them, holds its author's weights, and is unchanged afterwards. The dump is a path (``.npz``,
+            ``.safetensors``, a directory of ``.npy``, llm.c's ``.bin``) or a mapping of NumPy's or torch's arrays: token ids
+            under ``ids`` (also ``input_ids``, ``tokens``, ``idx``), of shape (T,) or (B, T), the logits, and any number of
             intermediate values, all in any layout and under any names.
         model: a model's name, as for :func:`gpt2.load`, or a model.
         revision, offline: as for :func:`gpt2.load`.
         fill: first load the weights as :func:`gpt2.load_into` does, for a module that has none yet.
 
-    The verdict on a module is "equal" if the logits agree with our model's to 1e-10 in float64, at several lengths, and the module
-    behaves the same in every call. A dump is "equal" if its logits are right up to the rounding that our model shows in the same
-    precision, and none of its arrays shows a fault.
+    The verdict on a module is "equal" if the logits agree with our model's to 1e-10 in float64, at several lengths, and the
+    module behaves the same in every call. A dump is "equal" if its logits are right up to the rounding that our model shows in
+    the same precision, and none of its arrays shows a fault.
 
     Raises:
         InputError: the module does not run, or returns NaN or no logits of the right shape; the dump is damaged, or holds no ids

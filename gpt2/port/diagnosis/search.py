@@ -18,7 +18,6 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.diagnosis.places import Place
 from gpt2.port.recording.pool import Match, Pool
 
-EXACT = 1e-13  # stop searching at a match as good as this
 MAX_UNSEEN = 48  # how many options without a recorded value are tried
 Result = TypeVar("Result")
 Formula = Callable[[Tensor], Tensor]
@@ -143,7 +142,7 @@ class Chooser:
         known = self.known.setdefault(place, [])
         rank = {path: number for number, path in enumerate(known)}
         ordered = sorted(options, key=lambda o: (o.price > 0, rank.get(o.path, len(rank)), o.label not in self.labels, o.price))
-        chosen = self._first(ordered, confirm, axes)
+        chosen = self._first(place, ordered, confirm, axes)
         if chosen is None:
             return None
         if chosen.option.path not in rank:
@@ -156,7 +155,7 @@ class Chooser:
                 return replace(chosen, missed=worst_relative_error(right.value, chosen.value))
         return chosen
 
-    def _first(self, ordered: list[Option], confirm: Confirm[Result], axes: Axes) -> Choice[Result] | None:
+    def _first(self, place: str, ordered: list[Option], confirm: Confirm[Result], axes: Axes) -> Choice[Result] | None:
         def confirmed(option: Option, match: Match | None) -> Choice[Result] | None:
             value = option.value if match is None or option.silent else self.pool.adopt(option.value, match)
             result = confirm(value)
@@ -166,10 +165,12 @@ class Chooser:
         unseen: list[Option] = []
         chosen: Choice[Result] | None = None
         for number, option in enumerate(ordered):
-            match = self.pool.find(option.value, *axes)
+            match = self.pool.find_at(place, option.value, *axes)
+            if match is not None and option.price > 0 and match.error > self.pool.fault_bound(place):
+                continue
             if match is None and option.price != 0 and not option.silent:
                 unseen.append(option)
-            elif match is not None and match.error > EXACT and not option.silent:
+            elif match is not None and match.error > self.pool.exact and not option.silent:
                 near.append((number, option, match))
             elif (chosen := confirmed(option, match)) is not None:
                 break

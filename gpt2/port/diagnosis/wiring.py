@@ -183,9 +183,23 @@ def _scaled(pool: Pool, part: str, x: Tensor, branch: Option) -> Iterator[Option
     for factor in _others(pool.factors(branch.value, *STREAM)):
         wrong = Fault("residual-scaled", part, f"the branch is multiplied by {factor:.6g} before it is added")
         yield branch.then(f"scaled {factor:.6g}", _plus(x, factor), wrong, cost=0.1)
+    for factor in _fitted(pool, x, branch.value):
+        wrong = Fault("residual-scaled", part, f"the branch is multiplied by {factor:.6g} before it is added")
+        yield branch.then(f"fitted {factor:.6g}", _plus(x, factor), wrong, cost=0.1)
     for factor in _others(pool.factors(x + branch.value, *STREAM)):
         wrong = Fault("residual-scaled", part, f"the sum of stream and branch is multiplied by {factor:.6g}")
         yield branch.then(f"sum {factor:.6g}", _plus(factor * x, factor), wrong, cost=0.1)
+
+
+def _fitted(pool: Pool, x: Tensor, y: Tensor) -> list[float]:
+    """Return all f other than 0 and 1 with an entry x + f y; entries in another layout are not tried."""
+    size = y.square().sum().clamp(min=1e-300)
+    found = []
+    for entry in streams(pool, y[..., 0], y.shape[-1]):
+        factor = pool.rounded(float(((entry - x) * y).sum() / size))
+        if abs(factor) > 1e-3 and not math.isclose(factor, 1.0) and pool.error(x + factor * y, entry) <= pool.bound:
+            found.append(factor)
+    return found
 
 
 def inputs(norms: Norms, layer: int, attention: Branch, mids: list[Option]) -> Iterator[Option]:

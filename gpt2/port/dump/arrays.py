@@ -15,6 +15,7 @@ from gpt2.errors import InputError
 from gpt2.measure.metrics import relative_error
 from gpt2.measure.tracing import part_of
 from gpt2.port.diagnosis.attending import GRID, HEADS, Layout
+from gpt2.port.diagnosis.search import Axes
 from gpt2.port.diagnosis.wiring import STREAM
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.reading import Dump
@@ -49,8 +50,8 @@ def find_output(dump: Dump, expected: Tensor, config: GPT2Config) -> Output | No
     if bool((missing := output.logits.isnan()).any()):
         where = int(missing.any(-1).any(0).nonzero()[0])
         raise InputError(
-            f"{dump.source}: the logits ({shown(output.name)}) are NaN from position {where} on; look for a division by zero, or a "
-            "softmax over nothing but -inf"
+            f"{dump.source}: the logits ({shown(output.name)}) are NaN from position {where} on; look for a division by "
+            "zero, or a softmax over nothing but -inf"
         )
     return output
 
@@ -98,12 +99,13 @@ def recognised(pool: DumpPool, exact: Mapping[str, Tensor], config: GPT2Config) 
     for point, value in exact.items():
         if point == "logits":
             continue
-        part, axes = part_of(point), STREAM
+        part = part_of(point)
+        axes: Axes = STREAM
         if part in ("attn.q", "attn.k", "attn.v", "attn.heads"):
             value, axes = Layout.RIGHT.split(value, config.n_head), HEADS
         elif part in ("attn.scores", "attn.weights"):
             axes = GRID
-        match = pool.find(value, *axes)
+        match = pool.find_within(pool.tolerance.points[point], value, *axes)
         if match is not None:
             found[point] = tuple(dict.fromkeys(pool.names[number] for number in match.entries))
     return found

@@ -19,7 +19,7 @@ from gpt2.port.diagnosis.logits import Reference, padding_causes
 from gpt2.port.diagnosis.report import Diagnosis, Divergence
 from gpt2.port.diagnosis.trail import Trail, Walk, account
 from gpt2.port.diagnosis.walk import Walker
-from gpt2.port.dump.arrays import Output, find_output, recognised
+from gpt2.port.dump.arrays import find_output, recognised
 from gpt2.port.dump.pool import DumpPool, TimeUp
 from gpt2.port.dump.reading import Dump, dump_of, read
 from gpt2.port.dump.tolerance import HALVES, excess, measured
@@ -75,7 +75,6 @@ class DumpExamination:
             yield self.output.logits.dtype
 
     def _diagnosed(self, attempt: Attempt) -> Diagnosis:
-        walked, error = attempt.walked, attempt.error
         padding, notes = padding_causes(self.output.logits.double(), self.config)
         causes = ranked([*attempt.causes, *padding], self.config.n_layer)
         equal = attempt.equal and not causes
@@ -88,7 +87,7 @@ class DumpExamination:
             tuple(cause.cause() for cause in causes),
             tuple(dict.fromkeys([*attempt.notes(), *notes, *self.notes])),
             self.dump.source,
-            logits_error=error,
+            logits_error=attempt.error,
             seen="dump" if others else "logits",
         )
 

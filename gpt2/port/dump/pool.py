@@ -13,6 +13,7 @@ from gpt2.config import GPT2Config
 from gpt2.port.dump.tolerance import HALVES, UNITS, Tolerance, excess
 from gpt2.port.recording.pool import Match, Pool
 
+FAULT_MARGIN = 4  # how many times better than the tolerance a wrong formula has to fit
 MASKED = -1e4  # scores of this size or below hide a token
 
 
@@ -23,13 +24,14 @@ class TimeUp(Exception):
 class DumpPool(Pool):
     """The arrays of a dump, and their parts: blocks, thirds, lower triangles.
 
-    Errors are measured beyond the rounding of each array's dtype. Values from a narrow dtype are not adopted: the program had more
-    digits than it wrote, and our own numbers are closer to them. ``deadline``: seconds of :func:`time.monotonic`.
+    Errors are measured beyond the rounding of each array's dtype. Values from a narrow dtype are not adopted: the program had
+    more digits than it wrote, and our own numbers are closer to them. ``deadline``: seconds of :func:`time.monotonic`.
     """
 
     def __init__(self, tolerance: Tolerance, config: GPT2Config, shape: tuple[int, int], deadline: float = math.inf) -> None:
         super().__init__()
         self.tolerance, self.config, self.deadline = tolerance, config, deadline
+        self._bound = tolerance.stage
         self.narrow = tolerance.dtype != torch.float64
         self.rows, self.tokens = shape
         self.dtypes: list[torch.dtype] = []
@@ -52,7 +54,30 @@ class DumpPool(Pool):
 
     @property
     def bound(self) -> float:
-        return self.tolerance.worst
+        return self._bound
+
+    def fault_bound(self, place: str) -> float:
+        # Narrower than for what is right: noise above the measured tolerance must not look like a fault.
+        return self._at(place) / FAULT_MARGIN
+
+    def find_at(self, place: str, value: Tensor, *axes: int) -> Match | None:
+        return self.find_within(self._at(place), value, *axes)
+
+    def find_within(self, bound: float, value: Tensor, *axes: int) -> Match | None:
+        """Do :meth:`find` with another bound."""
+        self._bound = bound
+        try:
+            return self.find(value, *axes)
+        finally:
+            self._bound = self.tolerance.stage
+
+    def _at(self, place: str) -> float:
+        part = {"act": "mlp.act", "weights": "attn.weights"}.get(place, place)
+        return self.tolerance.stages.get(part, self.tolerance.stage)
+
+    @property
+    def exact(self) -> float:
+        return self.bound
 
     @property
     def allowance(self) -> dict[str, float]:
@@ -88,7 +113,7 @@ class DumpPool(Pool):
                 for factor in (size, -size) if 0 < size < math.inf else ():
                     if abs(mine - factor * first) > (self.bound + unit) * size * math.sqrt(second / count) * count:
                         continue
-                    factor = self._rounded(factor, loose)
+                    factor = self.rounded(factor, loose)
                     known = any(math.isclose(factor, other, rel_tol=loose) for other in found)
                     mirrored = ordered if factor > 0 else ordered.flip(0)
                     if not known and excess(self._in_order(number), factor * mirrored, self.dtypes[number]) <= self.bound + loose:
@@ -97,9 +122,10 @@ class DumpPool(Pool):
                 break
         return found
 
-    def _rounded(self, factor: float, loose: float) -> float:
+    def rounded(self, factor: float, loose: float | None = None) -> float:
         """Return the number that a fitted factor was meant to be, if one is within the error of the fit."""
         sign, size = math.copysign(1.0, factor), abs(factor)
+        loose = self.bound if loose is None else loose
         short = [float(f"{size:.{digits}g}") for digits in (1, 2, 3)]
         near = (one for one in [*self._round, *short] if math.isclose(one, size, rel_tol=loose))
         return sign * next(near, size)
@@ -121,10 +147,8 @@ class DumpPool(Pool):
         if not numbers:
             return None
         mine = value.flatten().sort().values
-        floor = self.bound / 10  # errors below are equal: the first hypothesis in order is then chosen
-        errors = ((excess(self._in_order(number), mine, self.dtypes[number]), number) for number in numbers)
-        error, number = min(errors)
-        return (max(error, floor), number) if error <= self.bound else None
+        best = min((excess(self._in_order(number), mine, self.dtypes[number]), number) for number in numbers)
+        return best if best[0] <= self.bound else None
 
 
 def parts(name: str, array: Tensor, config: GPT2Config, tokens: int) -> list[tuple[str, Tensor]]:

@@ -95,7 +95,9 @@ def _ids(given: Tensor, where: str, config: GPT2Config) -> Tensor:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= config.vocab_size:
         wrong = low if low < 0 else high
-        raise InputError(f"{where}: holds the id {wrong}, and the model knows 0 to {config.vocab_size - 1}; is --model the right one?")
+        raise InputError(
+            f"{where}: holds the id {wrong}, and the model knows 0 to {config.vocab_size - 1}; is --model the right one?"
+        )
     if shape[-1] > config.n_positions:
         raise InputError(f"{where}: has {shape[-1]} tokens in a row, and the model has {config.n_positions} positions; run fewer")
     return ids
@@ -143,7 +145,8 @@ def _directory(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the arrays of all .npy files; ``layers/0.npy`` is named ``layers/0``. Other files are not read."""
     files = sorted(Path(folder) / name for folder, _, names in os.walk(path) for name in names if name.endswith(".npy"))
     if not files:
-        raise InputError(f"{path}: a directory without .npy files; give {WAYS}")
+        port = "the Python file that builds your model, as in port.py:build"
+        raise InputError(f"{path}: is a directory without .npy files; give {WAYS}, or {port}")
     root, size = path.resolve(), 0
     for file in files:
         name = file.relative_to(path).with_suffix("").as_posix()
@@ -169,4 +172,6 @@ def _damaged(path: Path, error: Exception) -> InputError:
         return error
     if "pickle" in str(error).lower():
         return InputError(f"{path}: holds Python objects (a pickle), which are not read; save plain arrays of numbers")
-    return InputError(f"{path}: cannot be read ({str(error).splitlines()[0][:120] if str(error) else type(error).__name__}); write it again")
+    return InputError(
+        f"{path}: cannot be read ({str(error).splitlines()[0][:120] if str(error) else type(error).__name__}); write it again"
+    )

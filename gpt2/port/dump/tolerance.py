@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import model_with
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.measure.tracing import trace
+from gpt2.measure.tracing import part_of, point_at, trace
 from gpt2.model import GPT2
 
 SLACK = 16  # a program's sums in float32 may round this many times as much as torch's
@@ -26,33 +27,40 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The allowed error of values computed in ``dtype``, by traced point, relative to the root mean square there.
+    """The allowed errors of values computed in ``dtype``, relative to the root mean square.
 
-    The rounding of storage is not in it: see :func:`excess`.
+    ``points``: at each traced point, all rounding since the embeddings included. ``stages``: within one block, by part of
+    a block or point outside. The rounding of storage is in neither: see :func:`excess`.
     """
 
     dtype: torch.dtype
     points: dict[str, float]
+    stages: dict[str, float]
 
-    @property
-    def worst(self) -> float:
-        """The allowed error where nothing is known about the place."""
-        return max(self.points.values())
+    @cached_property
+    def stage(self) -> float:
+        """The allowed error from one recorded value to the next, at any place."""
+        return max(self.stages.values())
 
 
 def measured(reference: GPT2, ids: Tensor, exact: dict[str, Tensor], dtype: torch.dtype) -> Tolerance:
     """Measure our model's rounding in ``dtype`` on ``ids`` (B, T); ``exact`` is the trace of ``reference``, in float64."""
     if dtype == torch.float64:
-        return Tolerance(dtype, dict.fromkeys(exact, FLOOR))
+        return Tolerance(dtype, dict.fromkeys(exact, FLOOR), {part_of(point): FLOOR for point in exact})
     model = model_with(reference.config, ((name, value.to(dtype)) for name, value in reference.state_dict().items()))
     rounded = trace(model.eval(), ids)
-    errors = {point: worst_relative_error(rounded[point], value) for point, value in exact.items()}
     least = 4 * UNITS[dtype][0]
-    running, allowed = least, {}
-    for point, error in errors.items():  # what one place rounds away, the next ones inherit
-        running = max(running, error)
-        allowed[point] = SLACK * max(error, least, running / 4)
-    return Tolerance(dtype, allowed)
+    allowed = {point: SLACK * max(worst_relative_error(rounded[point], value), least) for point, value in exact.items()}
+    for layer, block in enumerate(model.h):  # from here on, each block takes the exact stream
+        stream = exact["embed" if layer == 0 else point_at(layer - 1, "")].to(dtype)
+        block.register_forward_pre_hook(lambda _, args, stream=stream: (stream, *args[1:]))
+    model.ln_f.register_forward_pre_hook(lambda *_: exact[point_at(len(model.h) - 1, "")].to(dtype))
+    alone = trace(model, ids)
+    stages: dict[str, float] = {}
+    for point, value in exact.items():
+        error = SLACK * max(worst_relative_error(alone[point], value), least)
+        stages[part_of(point)] = max(error, stages.get(part_of(point), 0.0))
+    return Tolerance(dtype, allowed, stages)
 
 
 def excess(stored: Tensor, value: Tensor, dtype: torch.dtype) -> float:

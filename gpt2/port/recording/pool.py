@@ -20,6 +20,7 @@ from gpt2.port.recording.forward import logits_of, plain_attention
 
 STRICT = 1e-9  # relative to the root mean square; float64 rounding is 1e-15, and a softmax amplifies it
 LOOSE = 1e-5  # if the port computes anything in float32
+EXACT = 1e-13  # stop searching at a match as good as this
 ROW_SUM_BOUND = 1e-6  # error of a sum of probabilities, in any dtype
 VIEWS_PER_TOKEN = 4  # views of a parameter are kept up to this many widths per token (rows of an embedding)
 
@@ -68,6 +69,11 @@ class Pool:
         return LOOSE if self.narrow else STRICT
 
     @property
+    def exact(self) -> float:
+        """The error of a match that is as good as any."""
+        return EXACT
+
+    @property
     def allowance(self) -> Mapping[str, float]:
         """The largest error of a right value, by traced point, where it was measured."""
         return {}
@@ -87,6 +93,18 @@ class Pool:
 
     def of_size(self, numel: int) -> list[Tensor]:
         return [self.entries[number] for number in self._by_size.get(numel, [])]
+
+    def fault_bound(self, place: str) -> float:
+        """The largest error of a match that shows a fault at a place, such as "ln_1"."""
+        return self.bound
+
+    def find_at(self, place: str, value: Tensor, *axes: int) -> Match | None:
+        """Do :meth:`find` with the bound for a place."""
+        return self.find(value, *axes)
+
+    def rounded(self, factor: float) -> float:
+        """Return the number that a fitted factor was meant to be."""
+        return factor
 
     def find(self, value: Tensor, *axes: int) -> Match | None:
         """Return the best match of a value: whole, else slice by slice along one of ``axes``, else along all. None if none."""

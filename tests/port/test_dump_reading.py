@@ -1,0 +1,95 @@
+"""What a dump may be: any container and layout of the ids, and one clear line for what cannot be read."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from support import hf_layouts
+
+from gpt2.errors import InputError
+from gpt2.port.dump.reading import dump_of, read
+
+CONFIG = hf_layouts.TINY
+IDS = np.array([[1, 2, 3], [4, 5, 6]])
+LOGITS = np.zeros((2, 3, 61), np.float32)
+
+
+def test_every_container_gives_the_same_dump(tmp_path: Path) -> None:
+    """A name, dtype or byte order lost on the way would be taken for a fault of the program."""
+    np.savez(tmp_path / "a.npz", ids=IDS.astype(np.int32), logits=LOGITS.astype(">f4"), mask=np.ones(3, bool))
+    save_file({"ids": torch.tensor(IDS), "logits": torch.tensor(LOGITS)}, tmp_path / "a.safetensors")
+    (tmp_path / "d" / "deep").mkdir(parents=True)
+    np.save(tmp_path / "d" / "deep" / "logits.npy", LOGITS)
+    np.save(tmp_path / "d" / "tokens.npy", IDS[0])
+    (tmp_path / "d" / "index.json").write_text("{}")
+    npz, safetensors, folder = (read(tmp_path / name, CONFIG) for name in ("a.npz", "a.safetensors", "d"))
+    assert torch.equal(npz.ids, safetensors.ids)
+    assert torch.equal(npz.ids[:1], folder.ids)
+    assert torch.equal(npz.arrays["logits"], safetensors.arrays["logits"])
+    assert (list(folder.arrays), npz.ignored) == (["deep/logits"], ("mask",))
+    given = dump_of({"x/IDX": IDS[0].tolist(), "a": torch.zeros(3, dtype=torch.bfloat16), "b": np.float16([1])}, CONFIG)
+    assert given.ids.tolist() == [[1, 2, 3]]
+    assert given.arrays["a"].dtype == torch.bfloat16
+
+
+BAD = {
+    "no ids": ({"logits": LOGITS}, "holds no token ids; save them as integers under the name ids"),
+    "out of range": ({"ids": IDS + 60, "logits": LOGITS}, "holds the id 66, and the model knows 0 to 60"),
+    "negative": ({"ids": IDS - 2, "logits": LOGITS}, "holds the id -1"),
+    "three axes": ({"ids": IDS[None], "logits": LOGITS}, "has shape (1, 2, 3), and ids are (T,) or (B, T)"),
+    "fractions": ({"ids": IDS + 0.5, "logits": LOGITS}, "holds float64 values that are not ids"),
+    "too long": ({"ids": np.zeros(17, int), "logits": LOGITS}, "has 17 tokens in a row, and the model has 16 positions"),
+    "no floats": ({"ids": IDS, "logits": IDS}, "holds no floating-point arrays beside the ids"),
+    "empty": ({"ids": IDS[:, :0], "logits": LOGITS}, "has shape (2, 0)"),
+    "words": ({"ids": IDS, "logits": np.array(["a"])}, "holds <U1 values; save numbers"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_arrays_that_are_no_dump(case: str) -> None:
+    """A traceback, or a diagnosis of nonsense, would hide the mistake."""
+    arrays, words = BAD[case]
+    with pytest.raises(InputError) as error:
+        dump_of(arrays, CONFIG)
+    assert words in str(error.value)
+
+
+def test_files_that_are_no_dump(tmp_path: Path) -> None:
+    """Cut files, pickles and names that lead outside come from other machines."""
+    np.savez(tmp_path / "a.npz", ids=IDS, logits=LOGITS)
+    whole = (tmp_path / "a.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.npz").write_bytes(b"")
+    np.savez(tmp_path / "objects.npz", ids=IDS, logits=np.array([{}], object))
+    with zipfile.ZipFile(tmp_path / "out.npz", "w") as archive, zipfile.ZipFile(tmp_path / "a.npz") as source:
+        for member in source.namelist():
+            archive.writestr(f"../{member}", source.read(member))
+    (tmp_path / "none").mkdir()
+    (tmp_path / "linked").mkdir()
+    np.save(tmp_path / "x.npy", IDS)
+    (tmp_path / "linked" / "ids.npy").symlink_to(tmp_path / "x.npy")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "ids.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:90])
+    save_file({"ids": torch.tensor(IDS)}, tmp_path / "cut.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "cut.safetensors").read_bytes()[:-1])
+    said = {
+        "cut.npz": "cut.npz: cannot be read",
+        "empty.npz": "empty.npz: cannot be read",
+        "objects.npz": "holds Python objects (a pickle)",
+        "out.npz": "a path that leads out of it",
+        "none": "is a directory without .npy files",
+        "linked": "links to a file outside",
+        "damaged": "ids.npy: cannot be read",
+        "cut.safetensors": "bytes where its header says",
+        "x.npy": "is not a dump; a single array is not a dump",
+        "nowhere.npz": "no such file or directory",
+    }
+    for name, words in said.items():
+        with pytest.raises(InputError) as error:
+            read(tmp_path / name, CONFIG)
+        assert words in str(error.value), name
