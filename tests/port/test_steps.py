@@ -4,7 +4,7 @@ import warnings
 from functools import cache
 
 import pytest
-from support.steps import CONFIG, FAULTY_STEPS, MEANINGS, STAGES, STYLES, Settings, Step, module_of, words_of
+from support.steps import CONFIG, FAULTY_STEPS, MEANINGS, STAGES, STYLES, Settings, Step, module_of, our_model, words_of
 from support.steps.drawn import WithSettings, draw
 from support.steps.reference import apart, batches, right_run, run
 from support.steps.right import RIGHT_STEPS
@@ -96,6 +96,12 @@ def test_every_fault_is_in_a_style_and_every_stage_has_some():
     assert {meaning.stage for meaning in MEANINGS.values()} == set(STAGES)
     assert len(MEANINGS) >= 40
     assert len(RIGHT_STEPS) >= 30
+
+
+def test_every_module_is_tied():
+    """A module whose head is a parameter of its own trains another model: no step of it is right."""
+    for kind in {step.kind for step in RIGHT_STEPS.values()}:
+        assert sum(p.numel() for p in module_of(kind).parameters()) == sum(p.numel() for p in our_model().parameters())
 
 
 def test_draws_are_the_same_for_the_same_seed():

@@ -89,7 +89,7 @@ def plain(s, new_optimizer=adamw, loss_of=loss_of, clip=nn.utils.clip_grad_norm_
     return make_step
 
 
-for _kind in ("ours", "nano", "mha", "prenorm", "kqv"):
+for _kind in ("ours", "nano", "mha", "encoder_layer", "kqv"):
     right(f"groups, {_kind}", _kind)(plain)
 for _option in ("fused", "foreach"):
     right(_option, "nano")(lambda s, option=_option: plain(s, lambda model, s: adamw(model, s, **{option: True})))

@@ -252,7 +252,7 @@ def trainer(s):
     return make_step
 
 
-@right("written, with warm-up and cosine", "prenorm", **SCHEDULE)
+@right("written, with warm-up and cosine", "encoder_layer", **SCHEDULE)
 def written_scheduled(s):
     def make_step(model):
         held = []
