@@ -1,7 +1,8 @@
 """Find a checkpoint's config: in config.json, in the container itself, or from the tensors' shapes.
 
-Some containers state their sizes: nanoGPT's `model_args`, OpenAI's `hparams.json`, GGUF's metadata. If config.json is there
-too, both must agree, because no tensor's shape shows the number of heads: a wrong number would load without an error.
+Some containers state their sizes: nanoGPT's `model_args`, OpenAI's `hparams.json`, GGUF's metadata, llm.c's header. If
+config.json is there too, both must agree, because no tensor's shape shows the number of heads: a wrong number would load
+without an error.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2.checkpoint.containers import Container, gguf_file, listed, read_json
+from gpt2.checkpoint.containers.llmc_file import LlmcFile
 from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, read_hparams
 from gpt2.checkpoint.containers.torch_file import TorchFile
 from gpt2.checkpoint.files import folder_of, what_is_there
@@ -46,6 +48,8 @@ def config_of(path: Path, files: Mapping[str, Container]) -> GPT2Config:
         stated = _checked(_sizes(read_hparams(hparams), OPENAI), hparams)
     if isinstance(file, TorchFile) and file.model_args:
         stated = _from_nanogpt(file.model_args, file.path, files)
+    if isinstance(file, LlmcFile):
+        stated = _checked(file.sizes, file.path)
     written = read_config(path) if (folder_of(path) / "config.json").is_file() else None
     if written is not None and stated is not None:
         odd = [name for name in SIZES if getattr(written, name) != getattr(stated, name)]

@@ -1,4 +1,4 @@
-"""Export any model that loads, in Hugging Face's layout or as one GGUF file."""
+"""Export any model that loads: in Hugging Face's layout, as one GGUF file, or for llm.c."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from gpt2.checkpoint.containers.gguf_file import NoTokenizer
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.files import WEIGHTS, folder_of
 from gpt2.checkpoint.gguf_writer import TANH_GELU, TYPES, gguf_pieces
+from gpt2.checkpoint.llmc_writer import model_pieces, require_expressible, tokenizer_file
 from gpt2.checkpoint.loading import require_vocabulary
 from gpt2.checkpoint.names import EXPORTS, ModelName
 from gpt2.checkpoint.saving import save, write_file, writing
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from gpt2.data import Tokenizer
     from gpt2.model import GPT2
 
-FORMATS = ("hf", "gguf")
+FORMATS = ("hf", "gguf", "llmc")
 GGUF_FILE = "model.gguf"
+LLMC_FILES = ("model.bin", "tokenizer.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", ADDED, CHARS, *(name for pair in FILES for name in pair))
 OF_DTYPE = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -58,7 +60,8 @@ def export(
     """Write the model ``name`` (as in :func:`gpt2.load`) to ``directory``, with its tokenizer if it has one.
 
     ``hf`` writes what :func:`gpt2.save` writes, in the model's dtype. ``gguf`` writes ``model.gguf`` with its matrices as
-    ``type`` ("f32", "f16", "bf16", "q8_0"; default: the model's dtype). An embedding with more rows than the tokenizer has tokens
+    ``type`` ("f32", "f16", "bf16", "q8_0"; default: the model's dtype). ``llmc`` writes ``model.bin``, bfloat16 for a model in
+    bfloat16 and float32 for others, and ``tokenizer.bin``. An embedding with more rows than the tokenizer has tokens
     is cropped. The same model gives the same bytes, also from such an export. A reader never sees a half-written file.
 
     Raises InputError: no such model, a format that cannot express it, a directory that cannot be written or holds another
@@ -67,7 +70,9 @@ def export(
     if format not in FORMATS:
         raise InputError(f"unknown format {quoted(format)}; known: {', '.join(FORMATS)}")
     if type is not None and format != "gguf":
-        raise InputError(f"type {quoted(type)} is for gguf; hf keeps the model's dtype, so put one behind its name: {name}:bf16")
+        raise InputError(
+            f"type {quoted(type)} is for gguf; {format} keeps the model's dtype, so put one behind its name: {name}:bf16"
+        )
     if type is not None and type not in TYPES:
         raise InputError(f"unknown type {quoted(type)}; known: {', '.join(TYPES)}")
     if not str(directory):
@@ -80,6 +85,9 @@ def export(
         type = str(model.wte.weight.dtype).removeprefix("torch.")
         names = ["config.json", "generation_config.json", WEIGHTS, *sorted(TOKENIZER_FILES)]
         notes += _unlike_others(model.config)
+    elif format == "llmc":
+        type, more = _write_llmc(model, tokenizer, directory, name)
+        names, notes = list(LLMC_FILES), notes + more
     else:
         type = type or OF_DTYPE[model.wte.weight.dtype]
         content, more = gguf_pieces(model, tokenizer, type, name)
@@ -88,6 +96,32 @@ def export(
         names, notes = [GGUF_FILE], notes + more
     files = tuple(File.of(directory / name) for name in names if (directory / name).is_file())
     return Export(name, str(directory), format, type, model.config, files, tuple(notes))
+
+
+def _write_llmc(model: GPT2, tokenizer: Tokenizer | None, directory: Path, name: str) -> tuple[str, list[str]]:
+    """Write llm.c's files; return the type of the weights, and what the files cannot express."""
+    dtype, config, notes = model.wte.weight.dtype, model.config, []
+    type = "bf16" if dtype == torch.bfloat16 else "f32"
+    if dtype == torch.float64:
+        notes.append("float64 weights are rounded to float32")
+    require_expressible(config, name)
+    tokens = None
+    if tokenizer is not None:
+        eot = tokenizer.eot if tokenizer.eot is not None else config.eos_token_id
+        try:
+            tokens = tokenizer_file(tokenizer, eot or 0)
+        except ValueError as error:
+            notes.append(f"without its tokenizer: {error}")
+        else:
+            notes += ["without an end of text, for which llm.c takes token 0"] if eot is None else []
+    path, tokenizer_path = (directory / file for file in LLMC_FILES)
+    if tokens is None and tokenizer_path.exists():
+        raise InputError(f"{directory}: holds {tokenizer_path.name} of another model; choose another folder, or remove it")
+    with writing(directory):
+        write_file(path, model_pieces(model, type, name))
+        if tokens is not None:
+            write_file(tokenizer_path, tokens)
+    return type, notes
 
 
 def _load(name: str, revision: str | None, offline: bool) -> tuple[GPT2, Tokenizer | None, list[str]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gpt2.checkpoint.containers import Container, listed, read_json, shown
 from gpt2.checkpoint.containers.gguf_file import GGUFFile
+from gpt2.checkpoint.containers.llmc_file import MODEL, OTHER_FILES, LlmcFile, magic_of
 from gpt2.checkpoint.containers.mapped_file import MappedFile
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, checkpoint_prefix
@@ -27,7 +28,7 @@ def open_weights(path: Path) -> dict[str, Container]:
     """Return the open file of each tensor of a checkpoint, given a directory or a file. The content decides, not the name.
 
     The formats are safetensors and torch.save's (HF's ``.bin``, nanoGPT's ``ckpt.pt``, minGPT's), with or without shards;
-    OpenAI's TensorFlow files; GGUF. Raises CheckpointError: no weights, a missing shard, or shards unlike their index.
+    OpenAI's TensorFlow files; GGUF; llm.c's. Raises CheckpointError: no weights, a missing shard, or shards unlike their index.
     """
     if path.is_file():
         return _by_tensor([open_file(path)])
@@ -41,7 +42,7 @@ def open_weights(path: Path) -> dict[str, Container]:
     if (path / ADAPTER).is_file():
         what = f"a LoRA adapter, not a model; gpt2 export {path} DIR writes the model that it makes of its base"
         raise CheckpointError(f"{path}: {what}")
-    lone = [file for file in _files(path) if file.suffix in LONE]
+    lone = [file for file in _files(path) if file.suffix in LONE and magic_of(file) not in OTHER_FILES]
     if len(lone) != 1:
         raise CheckpointError(f"{path}: no {WEIGHTS} there; {what_is_there(path)}")
     return _by_tensor([open_file(lone[0])])
@@ -56,8 +57,12 @@ def open_file(path: Path) -> Container:
         return GGUFFile(path)
     if head.startswith(b"PK\x03\x04") or (head.startswith(b"\x80") and not head.endswith(b"\0{")):
         return TorchFile(path)
+    if magic_of(path) in (MODEL, *OTHER_FILES):
+        return LlmcFile(path)
     if path.suffix not in LONE and not head.endswith(b"\0{"):
-        raise CheckpointError(f"{path}: does not begin as weights do; give safetensors, torch.save's, GGUF, or an .index")
+        raise CheckpointError(
+            f"{path}: does not begin as weights do; give safetensors, torch.save's, GGUF, llm.c's, or an .index"
+        )
     return SafetensorsFile(path)
 
 

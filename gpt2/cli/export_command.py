@@ -20,17 +20,18 @@ EXAMPLES = """\
   gpt2 export ckpt.pt out/mine                               a nanoGPT checkpoint, in Hugging Face's layout
   gpt2 export gpt2:bf16 out/half                             the same in bfloat16
   gpt2 export gpt2 out/gguf --format gguf                    out/gguf/model.gguf, for llama.cpp
-  gpt2 export gpt2 out/small --format gguf --type q8_0       a quarter of the size"""
+  gpt2 export gpt2 out/small --format gguf --type q8_0       a quarter of the size
+  gpt2 export shakespeare-mini out/llmc --format llmc        model.bin and tokenizer.bin, for llm.c"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, required=True)
     parser.add_argument("directory", metavar="DIR", help="folder to write; files of the same names are replaced")
-    parser.add_argument("--format", default="hf", choices=("hf", "gguf"), help="(default: %(default)s)")
+    parser.add_argument("--format", default="hf", choices=("hf", "gguf", "llmc"), help="(default: %(default)s)")
     parser.add_argument(
         "--type",
         choices=("f32", "f16", "bf16", "q8_0"),
-        help="how GGUF stores the matrices (default: in the model's dtype); hf keeps the model's dtype",
+        help="how GGUF stores the matrices (default: in the model's dtype); the other formats keep the model's dtype",
     )
 
 

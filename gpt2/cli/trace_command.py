@@ -13,6 +13,7 @@ EXAMPLES = """\
   gpt2 trace gpt2 --out reference.npz                        the official weights, for NumPy
   gpt2 trace --out reference                                 a folder: an .npy for each array, and index.json
   gpt2 trace --gradients --tokens 16 --out reference.npz     the loss and every gradient too, 16 tokens a row
+  gpt2 trace --out gpt2_124M_debug_state.bin                 ids, next ids, logits, loss, gradients, as llm.c's ports read them
   gpt2 trace random:distilgpt2 --tokens 8 --out random.npz   random weights, random ids
 
 Computed in float64, stored in float32. The arrays, for B rows of T tokens, width D, H heads, vocabulary V:
@@ -32,12 +33,13 @@ Computed in float64, stored in float32. The arrays, for B rows of T tokens, widt
   grad.wte.weight              with --gradients: by each parameter, in the checkpoint's layout
 
 What each array is, the environment, the ids' origin and the sha256 of the checkpoint's files are in index.json, in an .npz under
-about.json (bytes of JSON), in a .safetensors in its metadata. gpt2 diagnose reads all of these forms."""
+about.json (bytes of JSON), in a .safetensors in its metadata. A .bin is llm.c's debug state; it has no room for these, and the
+last id of each row of --ids is a next id only. gpt2 diagnose reads all of these forms."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--out", required=True, metavar="PATH", help="FILE.safetensors, FILE.npz, or a folder of .npy files")
+    parser.add_argument("--out", required=True, metavar="PATH", help="FILE.safetensors, FILE.npz, llm.c's FILE.bin, or a folder")
     parser.add_argument("--ids", metavar="FILE", help="token ids to use: .npy, or a text of whole numbers, one line a row")
     parser.add_argument(
         "--text", metavar="TEXT", help="take the ids from a text file, - for stdin, or a name (default: Twelfth Night)"
@@ -53,12 +55,20 @@ def run(args: argparse.Namespace) -> int:
     if args.ids is not None and (args.text is not None or args.tokens is not None):
         flag = "--text" if args.text is not None else "--tokens"
         raise InputError(f"{flag} has no effect with --ids, which gives the tokens; leave it out")
-    from gpt2.traces.files import require_form
+    import numpy as np
+
+    from gpt2.traces.batch import read_ids
+    from gpt2.traces.files import STATE_FORM, require_form
     from gpt2.traces.run import trace
 
-    require_form(args.out)
+    form = require_form(args.out)
+    options = {name: getattr(args, name) for name in ("ids", "text", "tokens", "gradients", "dtype", "revision", "offline")}
+    if form == STATE_FORM:
+        options["gradients"] = True
+        if args.ids is not None:
+            rows = np.atleast_2d(read_ids(args.ids))
+            options |= {"ids": rows[:, :-1], "targets": rows[:, 1:]}
     with Status() as status:
-        options = {name: getattr(args, name) for name in ("ids", "text", "tokens", "gradients", "dtype", "revision", "offline")}
         traced = trace(args.model, **options, progress=status)
         status("writing")
         traced.save(args.out)

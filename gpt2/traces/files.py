@@ -1,4 +1,4 @@
-"""Write arrays by name to a file: safetensors, npz, or a directory of .npy files with an index."""
+"""Write a trace's arrays: safetensors, npz, a directory of .npy files with an index, or llm.c's debug state."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ import numpy as np
 from torch import Tensor
 
 from gpt2.checkpoint.cache import written_aside
+from gpt2.checkpoint.llmc_writer import require_expressible, state_pieces
 from gpt2.checkpoint.saving import safetensors_file
-from gpt2.config import quoted
+from gpt2.config import GPT2Config, quoted
 from gpt2.errors import InputError
 from gpt2.pages.reports import as_json
+from gpt2.traces.arrays import GRADIENT
+from gpt2.traces.batch import NO_TARGET
 
 INDEX = "index.json"
 ABOUT = "about.json"  # of an .npz: the bytes of the JSON, as uint8
+STATE_FORM = ".bin"  # llm.c's debug state
 Arrays = Mapping[str, Tensor]
 
 
@@ -82,6 +86,21 @@ def _directory(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _state(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
+    """Write llm.c's debug state, which has no room for anything else."""
+    config: GPT2Config = about["config"]
+    if "loss" not in arrays:
+        raise InputError(f"{path}: llm.c's debug state holds gradients; compute them too (gradients=True)")
+    if about["stored"] == "float16":
+        raise InputError(f"{path}: llm.c's debug state is in float32, and these arrays are in float16; keep them in float32")
+    if bool((arrays["targets"] == NO_TARGET).any()):
+        raise InputError(f"{path}: llm.c's debug state needs the next id of each token; give targets, or leave the last id out")
+    require_expressible(config, about["model"])
+    gradients = {name.removeprefix(GRADIENT): tensor for name, tensor in arrays.items() if name.startswith(GRADIENT)}
+    with written_aside(path) as file:
+        file.writelines(state_pieces(config, *(arrays[name] for name in ("ids", "targets", "logits", "loss")), gradients))
+
+
 @contextlib.contextmanager
 def _synced(path: Path) -> Iterator[Any]:
     with open(path, "xb") as file:
@@ -101,4 +120,9 @@ def _require_own(folder: Path) -> None:
         raise InputError(f"{folder}: holds {quoted(others[0])}, which is not of a trace; choose another folder, or remove it")
 
 
-FORMS: dict[str, Callable[[Path, Arrays, dict[str, Any]], None]] = {".safetensors": _safetensors, ".npz": _npz, "": _directory}
+FORMS: dict[str, Callable[[Path, Arrays, dict[str, Any]], None]] = {
+    ".safetensors": _safetensors,
+    ".npz": _npz,
+    STATE_FORM: _state,
+    "": _directory,
+}

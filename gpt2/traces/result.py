@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gpt2 import __version__
+from gpt2.config import GPT2Config
 from gpt2.measure.tracing import layer_of
 from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table, dtype_label
 from gpt2.traces.arrays import meaning
@@ -36,6 +37,7 @@ class Trace(Printed):
     ids_from: str
     dtype: str
     arrays: Mapping[str, Tensor] = field(repr=False)
+    config: GPT2Config
     files: Mapping[str, str]
     environment: Environment
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -55,6 +57,7 @@ class Trace(Printed):
             "ids_from": self.ids_from,
             "computed": "float64",
             "stored": self.dtype,
+            "config": self.config,
             "files": dict(self.files),
             "environment": self.environment,
             **({"settings": dict(self.settings)} if self.settings else {}),

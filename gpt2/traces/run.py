@@ -75,6 +75,7 @@ def trace(
         ids_from=batch.source,
         dtype=kept_name,
         arrays=found,
+        config=checkpoint.config,
         files=files,
         environment=environment([torch.float64]),
     )

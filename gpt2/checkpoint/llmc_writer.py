@@ -1,0 +1,101 @@
+"""Write a GPT-2 for llm.c: its checkpoint, its tokenizer, and its debug state, in pieces.
+
+Source: karpathy/llm.c, train_gpt2.py (write_model, write_tokenizer, write_state); layout: containers/llmc_file.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gpt2.checkpoint.containers.llmc_file import (
+    BFLOAT16,
+    FLOAT32,
+    MODEL,
+    STATE,
+    TOKENIZER,
+    header,
+    is_matrix,
+    order,
+    padded_rows,
+)
+from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.gguf_writer import TANH_GELU
+from gpt2.config import GPT2Config
+from gpt2.errors import InputError
+
+if TYPE_CHECKING:
+    from gpt2.data import Tokenizer
+    from gpt2.model import GPT2
+
+VERSIONS = {"f32": FLOAT32, "bf16": BFLOAT16}
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+STATE_VERSION = TOKENIZER_VERSION = 2
+MAX_TOKEN = 255  # bytes
+Pieces = Iterator[bytes | memoryview]
+
+
+def require_expressible(config: GPT2Config, name: str) -> None:
+    """Raise InputError if llm.c would compute another function: its formulas are constants of its code."""
+    departures = {
+        f"activation_function {config.activation_function!r}": config.activation_function not in TANH_GELU,
+        "scale_attn_weights false": not config.scale_attn_weights,
+        "scale_attn_by_inverse_layer_idx true": config.scale_attn_by_inverse_layer_idx,
+        f"a feed-forward of {config.inner:,}": config.inner != 4 * config.n_embd,
+        f"layer_norm_epsilon {config.layer_norm_epsilon:g}": config.layer_norm_epsilon != 1e-5,
+    }
+    if odd := next((what for what, departs in departures.items() if departs), None):
+        has = "llm.c has the tanh GELU, a feed-forward of 4 times the width, an epsilon of 1e-05, and plain scaled scores"
+        raise InputError(f"{name}: cannot be expressed for llm.c: {odd}, and {has}; export it as hf")
+
+
+def model_pieces(model: GPT2, type: str, name: str) -> Pieces:
+    """Return a checkpoint's pieces in order, as ``type`` ("f32", "bf16"). Raises InputError: llm.c cannot express the model."""
+    config, state = model.config, model.state_dict()
+    require_expressible(config, name)
+    sizes = (config.n_positions, config.vocab_size, config.n_layer, config.n_head, config.n_embd, padded_rows(config.vocab_size))
+    first = header(MODEL, VERSIONS[type], *sizes)
+    return _pieces(first, _as_stored(state, config, DTYPES[type]))
+
+
+def tokenizer_file(tokenizer: Tokenizer, eot: int) -> bytes:
+    """Return the tokenizer's file: each token's length and bytes. Raises ValueError: a token does not fit one byte of length."""
+    content = bytearray(header(TOKENIZER, TOKENIZER_VERSION, tokenizer.n_vocab, eot))
+    for number in range(tokenizer.n_vocab):
+        token = tokenizer.token_bytes(number)
+        if not 1 <= len(token) <= MAX_TOKEN:
+            raise ValueError(f"llm.c's tokens have 1 to {MAX_TOKEN} bytes, and token {number} has {len(token):,}")
+        content += bytes([len(token)]) + token
+    return bytes(content)
+
+
+def state_pieces(
+    config: GPT2Config, ids: Tensor, targets: Tensor, logits: Tensor, loss: Tensor, gradients: Mapping[str, Tensor]
+) -> Pieces:
+    """Return a debug state's pieces: ids and next ids (B, T), logits (B, T, V), the loss, every parameter's gradient."""
+    rows, tokens = ids.shape
+    return _pieces(
+        header(STATE, STATE_VERSION, rows, tokens),
+        iter([ids.to(torch.int32), targets.to(torch.int32), logits.float(), loss.float()]),
+        _as_stored(gradients, config, torch.float32),
+    )
+
+
+def _as_stored(tensors: Mapping[str, Tensor], config: GPT2Config, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield the tensors in the file's order and orientation, the token embedding padded with zeros."""
+    for name in order(config.n_layer):
+        tensor = tensors[name].detach()
+        yield (tensor.t() if is_matrix(name) else tensor).to(dtype)
+        if name == "wte.weight":
+            yield torch.zeros(padded_rows(config.vocab_size) - config.vocab_size, config.n_embd, dtype=dtype)
+
+
+def _pieces(first: bytes, *groups: Iterator[Tensor]) -> Pieces:
+    yield first
+    for group in groups:
+        for tensor in group:
+            require_whole_files()
+            yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
