@@ -98,7 +98,8 @@ def _state(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
     require_expressible(config, about["model"])
     gradients = {name.removeprefix(GRADIENT): tensor for name, tensor in arrays.items() if name.startswith(GRADIENT)}
     with written_aside(path) as file:
-        file.writelines(state_pieces(config, *(arrays[name] for name in ("ids", "targets", "logits", "loss")), gradients))
+        pieces = state_pieces(config, arrays["ids"], arrays["targets"], arrays["logits"], arrays["loss"], gradients)
+        file.writelines(pieces)
 
 
 @contextlib.contextmanager

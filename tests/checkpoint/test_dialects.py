@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from support import gguf_layouts, tf_bundle, torch_layouts
+from support import gguf_layouts, llmc_layouts, tf_bundle, torch_layouts
 from support.checks import TESTS, refused
 from support.hf_layouts import TINY, official, prefixed, sharded, transformers_saved, turned, weights, write_config, write_weights
 from support.oracle import assert_same, oracle
@@ -81,6 +81,10 @@ def gguf(kind: str) -> Writer:
     return file(gguf_layouts.write, "model.gguf", config, kind=GGMLQuantizationType[kind])
 
 
+def llmc(version: int) -> Writer:
+    return file(llmc_layouts.write, "gpt2_124M.bin", TINY, version=version)
+
+
 def lightning(directory: Path) -> tuple[Path, Truth, GPT2Config]:
     write_config(directory)
     return directory / "last.ckpt", torch_layouts.lightning(directory / "last.ckpt"), TINY
@@ -135,6 +139,9 @@ DIALECTS = {
     "gguf-f32": Dialect("GGUF, F32", gguf("F32"), "oracle"),
     "gguf-f16": Dialect("GGUF, F16", gguf("F16"), "oracle"),
     "gguf-q8": Dialect("GGUF, Q8_0", gguf("Q8_0"), "oracle"),
+    "llmc": Dialect("llm.c, float32 (version 3), vocabulary padded", llmc(3), "oracle"),
+    "llmc-bf16": Dialect("llm.c, bfloat16 (version 5)", llmc(5), "oracle"),
+    "llmc-first": Dialect("llm.c's first float32 (version 1), not padded", llmc(1), "oracle"),
 }
 
 

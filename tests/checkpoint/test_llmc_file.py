@@ -1,0 +1,196 @@
+"""llm.c's files: what it writes is loaded, what we export is what it would write, and lies are told in a line."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import llmc_layouts
+from support.checks import all_same, refused
+from support.commands import mistake, refusal
+from support.hf_layouts import TINY
+from support.random_models import random_model, write_checkpoint
+
+import gpt2
+from gpt2.checkpoint.export import export
+from gpt2.checkpoint.llmc_writer import tokenizer_file
+from gpt2.checkpoint.loading import load
+from gpt2.cli.main import main
+from gpt2.config import GPT2Config
+from gpt2.data.chars import Chars
+
+CONFIG = replace(TINY, bos_token_id=None, eos_token_id=None)
+
+
+@pytest.mark.parametrize(("dtype", "type"), [("float32", "f32"), ("bfloat16", "bf16"), ("float16", "f32"), ("float64", "f32")])
+def test_an_export_is_what_llm_c_would_write(dtype: str, type: str, tmp_path: Path) -> None:
+    """A matrix not turned, or one layer's parameters together, loads in C without a word: it has no names to check."""
+    done = export(f"shakespeare-mini:{dtype}", tmp_path, format="llmc")
+    assert (done.type, [file.name for file in done.files]) == (type, ["model.bin", "tokenizer.bin"])
+    assert any("rounded" in note for note in done.notes) == (dtype == "float64")
+    state = gpt2.load(f"shakespeare-mini:{dtype}").state_dict()
+    found = llmc_layouts.read_model(tmp_path / "model.bin", done.config)
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        wanted = tensor.view(torch.int16) if type == "bf16" else tensor.float()
+        np.testing.assert_array_equal(found[name], wanted.numpy(), err_msg=name)
+    again = gpt2.load(str(tmp_path)).state_dict()
+    assert all_same(
+        again, {name: tensor.to(torch.bfloat16 if type == "bf16" else torch.float32) for name, tensor in state.items()}
+    )
+
+
+def test_exporting_an_export_gives_the_same_bytes(tmp_path: Path) -> None:
+    """A vocabulary that is padded once more, or padding that becomes tokens."""
+    model = str(write_checkpoint(tmp_path / "model"))  # 300 tokens: padded to 384
+    export(model, tmp_path / "one", format="llmc")
+    export(str(tmp_path / "one" / "model.bin"), tmp_path / "two", format="llmc")
+    assert (tmp_path / "one" / "model.bin").read_bytes() == (tmp_path / "two" / "model.bin").read_bytes()
+    assert all_same(gpt2.load(str(tmp_path / "two")).state_dict(), gpt2.load(model).state_dict())
+
+
+def test_the_tokenizer_is_written_token_by_token(tmp_path: Path) -> None:
+    """Read by llm.c's own reader in test_llmc_program.py, and here without it."""
+    export("shakespeare-mini", tmp_path, format="llmc")
+    tokenizer = gpt2.load_tokenizer()
+    tokens, end = llmc_layouts.read_tokenizer(tmp_path / "tokenizer.bin")
+    assert tokens == [tokenizer.token_bytes(i) for i in range(tokenizer.n_vocab)]
+    assert end == tokenizer.eot
+    text = "ROMEO:\nWhat's here? 123\n"
+    assert b"".join(tokens[i] for i in tokenizer.encode(text)).decode() == text
+
+
+def test_a_tokenizer_without_an_end_or_with_a_long_token(tmp_path: Path) -> None:
+    """A token of 256 bytes would shift every token after it."""
+    model = random_model(replace(CONFIG, vocab_size=4), dtype=torch.float32)
+    gpt2.save(model, Chars("abcd"), tmp_path / "chars")
+    done = export(str(tmp_path / "chars"), tmp_path / "out", format="llmc")
+    assert "without an end of text, for which llm.c takes token 0" in done.notes
+    assert llmc_layouts.read_tokenizer(tmp_path / "out" / "tokenizer.bin") == ([b"a", b"b", b"c", b"d"], 0)
+    bare = str(gpt2.save(model, None, tmp_path / "bare"))
+    done = export(bare, tmp_path / "alone", format="llmc")
+    assert [file.name for file in done.files] == ["model.bin"]
+    assert "without a tokenizer" in done.notes[0]
+    assert "holds tokenizer.bin of another model" in refusal(export, bare, tmp_path / "out", format="llmc")
+    long = Chars("abcd")
+    long._bytes[2] = b"c" * 256
+    with pytest.raises(ValueError, match="1 to 255 bytes, and token 2 has 256"):
+        tokenizer_file(long, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"activation_function": "gelu"}, "activation_function 'gelu'"),
+        ({"n_inner": 48 + 1}, "a feed-forward of 49"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06"),
+        ({"scale_attn_weights": False}, "scale_attn_weights false"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ],
+)
+def test_what_llm_c_computes_otherwise_is_refused(change: dict, says: str, tmp_path: Path) -> None:
+    """Its formulas are constants of its code: the file would load, and the logits be others."""
+    gpt2.save(random_model(replace(CONFIG, **change), dtype=torch.float32), None, tmp_path / "model")
+    assert says in refusal(export, str(tmp_path / "model"), tmp_path / "out", format="llmc")
+    assert not (tmp_path / "out").exists()
+
+
+def write(path: Path, change: dict[int, int] | None = None, length: int | None = None) -> Path:
+    """A tiny checkpoint with numbers of its header replaced, cut to a length (negative: from the end)."""
+    llmc_layouts.write(path, CONFIG)
+    content = bytearray(path.read_bytes())
+    for place, number in (change or {}).items():
+        struct.pack_into("<i", content, 4 * place, number)
+    path.write_bytes(content[:length])
+    return path
+
+
+LIES = [
+    ({1: 2}, "version 2, and 1, 3, 5 are read"),
+    ({1: 4}, "version 4"),
+    ({1: -1}, "version -1"),
+    ({0: 20240327}, "debug state, which holds gradients, not a GPT-2's weights"),
+    ({0: 20240328}, "tokenizer, not"),
+    ({0: 20240520}, "file of tokens"),
+    ({0: 20240801}, "Llama 3"),
+    ({2: 0}, "states n_positions 0"),
+    ({3: -61}, "vocab_size -61"),
+    ({4: 2**31 - 1}, "n_layer 2,147,483,647"),
+    ({4: 3}, "where its header says"),
+    ({5: 5}, "n_embd 12 is not divisible by n_head 5"),
+    ({5: 2**31 - 1}, "is not divisible by n_head"),
+    ({6: 2**31 - 1, 4: 10_000}, "where its header says"),
+    ({7: 60}, "60 rows for a vocabulary of 61"),
+    ({7: 0}, "0 rows"),
+    ({7: 2**31 - 1}, "where its header says"),
+    ({1: 1}, "where its header says"),
+    ({1: 5}, "where its header says"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), LIES, ids=[says for _, says in LIES])
+def test_a_header_that_lies_is_told(change: dict[int, int], says: str, tmp_path: Path) -> None:
+    """No name and no shape stands in these files: a wrong number reads every parameter from another's place."""
+    refused(lambda: load(str(write(tmp_path / "model.bin", change))), says)
+
+
+@pytest.mark.parametrize(
+    ("length", "says"), [(3, "does not begin as weights do"), (500, "cut short"), (-1, "where its header says")]
+)
+def test_a_file_that_was_cut_is_told(length: int, says: str, tmp_path: Path) -> None:
+    """A download that ended early."""
+    path = write(tmp_path / ("model" if length == 3 else "model.bin"), length=length)
+    refused(lambda: load(str(path)), says)
+
+
+def test_a_folder_of_llm_c_s_files_is_opened_by_its_model(tmp_path: Path) -> None:
+    """The starter pack has the tokenizer and the debug state beside the model, all .bin."""
+    truth = llmc_layouts.write(tmp_path / "gpt2_124M.bin", CONFIG)
+    for name, magic in (("gpt2_tokenizer.bin", 20240328), ("gpt2_124M_debug_state.bin", 20240327)):
+        (tmp_path / name).write_bytes(struct.pack("<i", magic) + bytes(2000))
+    assert all_same(load(str(tmp_path)).state_dict(), truth)
+    llmc_layouts.write(tmp_path / "gpt2_124M_bf16.bin", CONFIG, version=5)
+    refused(lambda: load(str(tmp_path)), "could each be it, give one of them")
+    assert load(str(tmp_path / "gpt2_124M_bf16.bin")).wte.weight.dtype == torch.bfloat16
+
+
+def test_a_config_beside_it_has_to_agree(tmp_path: Path) -> None:
+    """A config.json left over from another model: no tensor shows the number of heads."""
+    llmc_layouts.write(tmp_path / "model.bin", CONFIG)
+    gpt2.save(random_model(replace(CONFIG, n_head=4), dtype=torch.float32), None, tmp_path / "other")
+    (tmp_path / "other" / "config.json").replace(tmp_path / "config.json")
+    refused(lambda: load(str(tmp_path / "model.bin")), "disagree: n_head 4 and 3")
+
+
+def test_the_weights_are_views_of_the_file(tmp_path: Path) -> None:
+    """Half a gigabyte need not be copied to be read; a byte changed in the file is another weight."""
+    path = write(tmp_path / "model.bin")
+    before = load(str(path)).state_dict()
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.with_name("other.bin").write_bytes(content)
+    after = load(str(path.with_name("other.bin"))).state_dict()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == ["ln_f.bias"]
+    assert {tensor.untyped_storage().data_ptr() for tensor in before.values()}
+    assert gpt2.checkpoint.checkpoint.open_path(path).container == "llm.c"
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """`--type` is GGUF's; here the dtype stands behind the model's name."""
+    assert main(["export", "shakespeare-mini:bf16", str(tmp_path), "--format", "llmc"]) == 0
+    assert "llmc, bf16, 1,915,360 parameters" in capsys.readouterr().out
+    says = mistake(capsys, "export", "shakespeare-mini", str(tmp_path), "--format", "llmc", "--type", "bf16")
+    assert "llmc keeps the model's dtype" in says
+    assert main(["info", str(tmp_path)]) == 0
+    assert "llm.c" in capsys.readouterr().out
+
+
+def test_a_config_of_an_official_size_is_whole(tmp_path: Path) -> None:
+    """GPT-2's end of text is known by the size of its vocabulary, as for the other formats without one."""
+    config = GPT2Config(50257, 4, 4, 1, 1, bos_token_id=50256, eos_token_id=50256)
+    llmc_layouts.write(tmp_path / "model.bin", config)
+    assert load(str(tmp_path / "model.bin")).config == config

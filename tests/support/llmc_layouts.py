@@ -1,0 +1,117 @@
+"""Tiny files of llm.c, written and read as its train_gpt2.py and train_gpt2.c lay them out, with none of our code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt2.config import GPT2Config
+from support.hf_layouts import TINY, weights
+
+# llm.c's names of its parameters, in the order of its files, and ours. All layers of one kind come together.
+ORDER = (
+    ("wte", "wte.weight"),
+    ("wpe", "wpe.weight"),
+    ("ln1w", "h.{}.ln_1.weight"),
+    ("ln1b", "h.{}.ln_1.bias"),
+    ("qkvw", "h.{}.attn.c_attn.weight"),
+    ("qkvb", "h.{}.attn.c_attn.bias"),
+    ("attprojw", "h.{}.attn.c_proj.weight"),
+    ("attprojb", "h.{}.attn.c_proj.bias"),
+    ("ln2w", "h.{}.ln_2.weight"),
+    ("ln2b", "h.{}.ln_2.bias"),
+    ("fcw", "h.{}.mlp.c_fc.weight"),
+    ("fcb", "h.{}.mlp.c_fc.bias"),
+    ("fcprojw", "h.{}.mlp.c_proj.weight"),
+    ("fcprojb", "h.{}.mlp.c_proj.bias"),
+    ("lnfw", "ln_f.weight"),
+    ("lnfb", "ln_f.bias"),
+)
+TURNED = ("qkvw", "attprojw", "fcw", "fcprojw")
+
+
+def write(path: Path, config: GPT2Config = TINY, *, version: int = 3, seed: int = 0) -> dict[str, Tensor]:
+    """A checkpoint of a version; the rows of padding are filled with 7, which no reader may take for a token's."""
+    dtype = torch.bfloat16 if version == 5 else torch.float32
+    truth = weights(config, seed, dtype)
+    rows = config.vocab_size if version == 1 else (config.vocab_size + 127) // 128 * 128
+    numbers = [20240326, version, config.n_positions, config.vocab_size, config.n_layer, config.n_head, config.n_embd]
+    numbers += [] if version == 1 else [rows]
+    content = np.array(numbers + [0] * (256 - len(numbers)), dtype="<i4").tobytes()
+    for short, name in ORDER:
+        for layer in range(config.n_layer if "{}" in name else 1):
+            tensor = truth[name.format(layer)]
+            tensor = tensor.t() if short in TURNED else tensor
+            content += tensor.contiguous().view(torch.int16 if version == 5 else torch.int32).numpy().tobytes()
+        if short == "wte":
+            content += torch.full((rows - config.vocab_size, config.n_embd), 7, dtype=dtype).view(torch.uint8).numpy().tobytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return truth
+
+
+def parameters(flat: np.ndarray, config: GPT2Config) -> dict[str, np.ndarray]:
+    """Cut the numbers of a file into our parameters' names and shapes; none may be left."""
+    width, layers = config.n_embd, config.n_layer
+    rows = (config.vocab_size + 127) // 128 * 128
+    shapes = {"wte": (rows, width), "wpe": (config.n_positions, width), "qkvw": (3 * width, width), "qkvb": (3 * width,)}
+    shapes |= {"attprojw": (width, width), "fcw": (4 * width, width), "fcb": (4 * width,), "fcprojw": (width, 4 * width)}
+    found = {}
+    for short, name in ORDER:
+        for layer in range(layers if "{}" in name else 1):
+            shape = shapes.get(short, (width,))
+            count = int(np.prod(shape))
+            part, flat = flat[:count].reshape(shape), flat[count:]
+            found[name.format(layer)] = part.T if short in TURNED else part
+    assert not flat.size
+    assert not found["wte.weight"][config.vocab_size :].any(), "padding is zeros"
+    found["wte.weight"] = found["wte.weight"][: config.vocab_size]
+    return found
+
+
+def read_model(path: Path, config: GPT2Config) -> dict[str, np.ndarray]:
+    """The parameters of a float32 checkpoint, or the raw 16 bits of a bfloat16 one."""
+    content = path.read_bytes()
+    first = np.frombuffer(content[:1024], "<i4")
+    rows = (config.vocab_size + 127) // 128 * 128
+    sizes = [config.n_positions, config.vocab_size, config.n_layer, config.n_head, config.n_embd, rows]
+    assert first[0] == 20240326
+    assert first[2:8].tolist() == sizes
+    assert not first[8:].any()
+    return parameters(np.frombuffer(content[1024:], {3: "<f4", 5: "<i2"}[int(first[1])]), config)
+
+
+def read_state(path: Path, config: GPT2Config) -> dict[str, Any]:
+    """A debug state: ids, targets, logits, loss, and a dictionary of gradients."""
+    content = path.read_bytes()
+    magic, version, rows, tokens, *rest = np.frombuffer(content[:1024], "<i4").tolist()
+    assert (magic, version, any(rest)) == (20240327, 2, False)
+    count, logits = rows * tokens, rows * tokens * config.vocab_size
+    integers = np.frombuffer(content, "<i4", 2 * count, 1024).reshape(2, rows, tokens)
+    floats = np.frombuffer(content, "<f4", offset=1024 + 8 * count)
+    return {
+        "ids": integers[0],
+        "targets": integers[1],
+        "logits": floats[:logits].reshape(rows, tokens, -1),
+        "loss": floats[logits],
+        "gradients": parameters(floats[logits + 1 :], config),
+    }
+
+
+def read_tokenizer(path: Path) -> tuple[list[bytes], int]:
+    """The tokens of a tokenizer's file, and the id that ends a text."""
+    content = path.read_bytes()
+    magic, version, count, end, *rest = np.frombuffer(content[:1024], "<u4").tolist()
+    assert (magic, version, any(rest)) == (20240328, 2, False)
+    tokens, at = [], 1024
+    for _ in range(count):
+        length = content[at]
+        tokens.append(content[at + 1 : at + 1 + length])
+        assert 0 < length == len(tokens[-1])
+        at += 1 + length
+    assert at == len(content)
+    return tokens, end
