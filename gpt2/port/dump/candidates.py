@@ -1,0 +1,159 @@
+"""List what a program may do otherwise than GPT-2: each known fault in all blocks, in one, or outside them; and pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from gpt2.port.diagnosis.places import Place, collapsed
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.diagnosis.trail import post_norms, sequence_faults
+from gpt2.port.dump.faults import Variant, block_variants, embedding_variants, norm_variants
+from gpt2.port.dump.misloading import loading_variants, outside_variants, rounded_outside
+from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
+
+
+@dataclass(frozen=True)
+class Found:
+    """One fault of a program: ``id`` is a key of :data:`..diagnosis.causes.CAUSES`; ``detail`` says what the program does."""
+
+    id: str
+    places: tuple[Place, ...]
+    detail: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Faults switched on: variants with the number of their block (None outside), and perhaps another order of blocks."""
+
+    sites: tuple[tuple[Variant, int | None], ...] = ()
+    order: tuple[int, ...] | None = None
+    head: tuple[Fault, ...] = ()  # what is seen in the logits alone
+
+    @property
+    def is_right(self) -> bool:
+        return not self.sites and self.order is None and not self.head
+
+    @property
+    def labels(self) -> frozenset[str]:
+        return frozenset(variant.label for variant, _ in self.sites) | ({str(self.order)} if self.order else set())
+
+    @cached_property
+    def price(self) -> float:
+        """How much a candidate assumes: its faults, however many places each has."""
+        faults = self.faults(0)
+        return len({(fault.id, fault.kind or fault.detail) for fault in faults}) + 0.25 * self.rare
+
+    @property
+    def rare(self) -> bool:
+        return any(variant.rare for variant, _ in self.sites)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (frozenset((variant.label, layer) for variant, layer in self.sites), self.order, self.head)
+
+    def program(self, simulation: Simulation) -> Program | None:
+        """Return the program, None if nothing is replaced or one stage is replaced twice."""
+        blocks: dict[int, dict[str, Stage]] = {}
+        outside: dict[str, Stage] = {}
+        for variant, layer in self.sites:
+            stages: Stages = variant.replaced(simulation, layer or 0)
+            target = outside if layer is None else blocks.setdefault(layer, {})
+            if target.keys() & stages.keys():
+                return None
+            target.update(stages)
+        if not outside and not any(blocks.values()) and self.order is None:
+            return None
+        return Program({layer: stages for layer, stages in blocks.items() if stages}, outside, self.order)
+
+    def overlaps(self, other: Candidate) -> bool:
+        """Return whether both change one thing: a variant at one place, or the order of blocks."""
+        mine = {(variant.label, layer) for variant, layer in self.sites}
+        theirs = {(variant.label, layer) for variant, layer in other.sites}
+        return bool(mine & theirs) or (self.order is not None and other.order is not None)
+
+    def with_(self, other: Candidate) -> Candidate:
+        """Return both candidates' faults together."""
+        return Candidate((*self.sites, *other.sites), self.order or other.order, (*self.head, *other.head))
+
+    def faults(self, layers: int) -> list[Fault]:
+        faults = [fault for variant, layer in self.sites for fault in variant.faults(layer)]
+        sequence = [] if self.order is None else sequence_faults(self.order, layers)
+        return [*post_norms(faults), *sequence, *self.head]
+
+    def found(self, layers: int) -> tuple[Found, ...]:
+        """Return the faults with all places of each, in order of appearance."""
+        groups: dict[tuple[str, str], list[Fault]] = {}
+        for fault in self.faults(layers):
+            groups.setdefault((fault.id, fault.kind or fault.detail), []).append(fault)
+        return tuple(
+            Found(id, collapsed((fault.place for fault in same), layers), same[0].detail) for (id, _), same in groups.items()
+        )
+
+
+@dataclass(frozen=True)
+class Table:
+    """Every known variant: of a block, of the embeddings, of the last norm, of the head."""
+
+    blocks: tuple[Variant, ...]
+    embeddings: tuple[Variant, ...]
+    ends: tuple[Variant, ...]
+    layers: int
+
+    @classmethod
+    def of(cls, simulation: Simulation) -> Table:
+        return cls(
+            (*block_variants(simulation), *loading_variants(simulation)),
+            (*embedding_variants(simulation), *outside_variants(simulation)),
+            tuple(norm_variants(simulation, "ln_f")),
+            simulation.config.n_layer,
+        )
+
+    def singles(self, first: int, last: int, is_first: bool, is_last: bool) -> Iterator[Candidate]:
+        """Yield every fault alone, in blocks ``first`` to ``last`` (excluded); ``is_first``: and in the embeddings, ``is_last``:
+        and after the blocks."""
+        blocks = range(first, last)
+        whole = is_first and is_last
+        if is_first:
+            yield from (Candidate(((variant, None),)) for variant in self.embeddings)
+        if is_last:
+            yield from (Candidate(((variant, None),)) for variant in self.ends)
+        if whole:
+            yield from (Candidate(order=order) for order in self._orders())
+            yield from self._everywhere()
+        if len(blocks) > 1:
+            yield from (Candidate(tuple((variant, n) for n in blocks)) for variant in self.blocks)
+            yield from (Candidate(sites) for sites in self._both_norms(blocks, is_last))
+        for n in blocks:
+            yield from (Candidate(((variant, n),)) for variant in self.blocks)
+            yield from (Candidate(sites) for sites in self._both_norms(range(n, n + 1), False))
+
+    def _both_norms(self, blocks: Iterable[int], ending: bool) -> Iterator[tuple[tuple[Variant, int | None], ...]]:
+        """Yield the same fault in both norms of ``blocks``; ``ending``: also with the last norm."""
+        seconds = {variant.label.removeprefix("ln_2 "): variant for variant in self.blocks if variant.label.startswith("ln_2 ")}
+        lasts = {variant.label.removeprefix("ln_f "): variant for variant in self.ends}
+        for variant in self.blocks:
+            label = variant.label.removeprefix("ln_1 ")
+            if label == variant.label or label not in seconds:
+                continue
+            both = tuple((one, n) for n in blocks for one in (variant, seconds[label]))
+            yield both
+            if ending and label in lasts:
+                yield (*both, (lasts[label], None))
+
+    def _everywhere(self) -> Iterator[Candidate]:
+        """Yield roundings of all weights."""
+        for variant in self.blocks:
+            if variant.label.startswith(" rounded to "):
+                outside = rounded_outside(variant.label.removeprefix(" rounded to "))
+                yield Candidate((*((variant, n) for n in range(self.layers)), (outside, None)))
+
+    def _orders(self) -> Iterator[tuple[int, ...]]:
+        """Yield the usual wrong sequences of blocks."""
+        right = tuple(range(self.layers))
+        out = [right[::-1], *(right[:n] + right[n + 1 :] for n in right), *(right[: n + 1] + right[n:] for n in right)]
+        out += [(*right[:n], n + 1, n, *right[n + 2 :]) for n in right[:-1]]
+        out += [(*right[1:], 0), (right[-1], *right[:-1]), right + right]
+        out += [(n,) * self.layers for n in (right[0], right[-1])]
+        yield from (order for order in dict.fromkeys(out) if order != right and order)

@@ -1,0 +1,210 @@
+"""Explain a program's numbers by faults: which known ones, switched on in our own forward pass, give the same numbers.
+
+A program may show one tensor a block, or only its logits. Between two streams that it shows, every known fault is tried, alone
+and then in pairs; the search goes on behind an explained part with our own values, behind an unexplained one with the program's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt2.measure.metrics import Progress, silent, worst_relative_error
+from gpt2.measure.tracing import point_at, points
+from gpt2.model import GPT2
+from gpt2.port.dump.candidates import Candidate, Found, Table
+from gpt2.port.dump.matching import Fit, Segment, fitting
+from gpt2.port.dump.simulation import Program, Simulation, State
+
+SAME = 1e-9  # programs whose values differ by less are one function
+MAX_OFFERED = 8  # explanations that are reported
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """Faults that together explain a program; ``error`` is the largest relative error of its values at the points that it shows.
+
+    ``same``: faults that are the same function on this model and these ids, so that nothing can tell them apart.
+    """
+
+    faults: tuple[Found, ...]
+    error: float
+    same: tuple[Found, ...] = ()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What explains a program's values.
+
+    ``right``: GPT-2 itself does. ``hypotheses``: every set of faults that does, the simplest first. ``decisive``: the traced
+    point that would tell the first two apart. ``last_right``: the last shown point that is explained, None if there is none;
+    ``first_wrong``: the first one that is not GPT-2's. ``unexplained``: the first point that no fault explains. ``complete``: all
+    single faults were tried before the deadline.
+    """
+
+    right: bool
+    hypotheses: tuple[Hypothesis, ...]
+    decisive: str | None
+    last_right: str | None
+    first_wrong: str | None
+    unexplained: str | None
+    complete: bool
+
+
+@torch.no_grad()
+def explain(
+    reference: GPT2,
+    ids: Tensor,
+    evidence: Mapping[str, Tensor],
+    tolerance: Mapping[str, float],
+    deadline: float,
+    progress: Progress = silent,
+) -> Explanation:
+    """Return what explains ``evidence``, a program's values for ``ids`` (B, T), with the weights of ``reference``.
+
+    Args:
+        evidence: by traced point, float64, as :func:`gpt2.measure.tracing.trace` has them; of the logits (B, T', V') perhaps only
+            the last position, and a padded vocabulary.
+        tolerance: the relative error that rounding explains, by point.
+        deadline: the time of :func:`time.monotonic` when to stop.
+    """
+    vocabulary = reference.config.vocab_size
+    shown = {point: evidence[point] for point in points(reference.config.n_layer) if point in evidence}
+    if "logits" in shown:
+        shown["logits"] = shown["logits"][..., :vocabulary]
+    simulation = Simulation(reference.state_dict(), reference.config, ids)
+    return Explainer(simulation, shown, tolerance, deadline, progress).explanation()
+
+
+class Explainer:
+    """Follows the shown points from one stream to the next."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        shown: Mapping[str, Tensor],
+        tolerance: Mapping[str, float],
+        deadline: float,
+        progress: Progress,
+    ) -> None:
+        self.simulation, self.shown, self.tolerance = simulation, shown, tolerance
+        self.deadline, self.progress = deadline, progress
+        self.layers = simulation.config.n_layer
+        self.complete = True
+        self.explained: list[tuple[Segment, list[Fit]]] = []
+
+    def explanation(self) -> Explanation:
+        last_right = first_wrong = unexplained = None
+        right = True
+        table = None
+        for segment in self._segments():
+            bad = segment.first_wrong(Candidate())
+            if bad is None:
+                self.explained.append((segment, [Fit(Candidate(), 0.0)]))
+                last_right = last_right if unexplained else segment.end
+                segment.go_on(Candidate())
+                continue
+            right, first_wrong = False, first_wrong or bad
+            table = table or Table.of(self.simulation)
+            fits, complete = fitting(segment, table, self.deadline, self.progress)
+            self.complete &= complete
+            self.explained.append((segment, fits))
+            if fits:
+                last_right = last_right if unexplained else segment.end
+                segment.go_on(fits[0].candidate)
+            else:
+                unexplained = unexplained or bad
+        hypotheses: list[Hypothesis] = []
+        decisive = None
+        if not right and unexplained is None:
+            whole = self._whole()
+            hypotheses = self._described(whole)
+            decisive = self._decisive([fit.candidate for fit in whole]) if len(hypotheses) > 1 else None
+        return Explanation(right, tuple(hypotheses), decisive, last_right, first_wrong, unexplained, self.complete)
+
+    def _segments(self) -> Iterable[Segment]:
+        """Yield the parts between two shown streams; the value that enters one is known when it is yielded."""
+        ends = [point for point in ("embed", *(point_at(n, "") for n in range(self.layers)), "logits") if point in self.shown]
+        if "logits" not in ends and "ln_f" in self.shown:
+            ends.append("ln_f")
+        order = points(self.layers)
+        before = None
+        for end in ends:
+            first = 0 if before is None else before.last
+            inside = [
+                point
+                for point in self.shown
+                if order.index(point) <= order.index(end) and (before is None or order.index(point) > order.index(before.end))
+            ]
+            start = None if before is None else before.entering
+            segment = Segment(self.simulation, first, end, start, {point: self.shown[point] for point in inside}, self.tolerance)
+            yield segment
+            before = segment
+
+    def _whole(self) -> list[Fit]:
+        """Return explanations of all segments together: a fault that explains several is preferred in each."""
+        faulty = [fits for _, fits in self.explained if fits[0].candidate.sites or not fits[0].candidate.is_right]
+        counts: dict[frozenset[str], int] = {}
+        for fits in faulty:
+            for labels in {fit.candidate.labels for fit in fits}:
+                counts[labels] = counts.get(labels, 0) + 1
+        choices = [sorted(fits, key=lambda fit: (fit.price, -counts[fit.candidate.labels])) for fits in faulty]
+        best = [fits[0] for fits in choices]
+        out = [joined(best)]
+        for number, fits in enumerate(choices):
+            for other in fits[1:]:
+                mine = best[number].candidate.labels
+                swapped = [
+                    next((fit for fit in choices[i] if fit.candidate.labels == other.candidate.labels), None)
+                    if one.candidate.labels == mine
+                    else one
+                    for i, one in enumerate(best)
+                ]
+                if all(fit is not None for fit in swapped):
+                    out.append(joined([fit for fit in swapped if fit is not None]))
+        unique: dict[object, Fit] = {}
+        for fit in out:
+            unique.setdefault(fit.candidate.key, fit)
+        return list(unique.values())
+
+    def _described(self, fits: list[Fit]) -> list[Hypothesis]:
+        """Return hypotheses; those that are the same function are one."""
+        out: list[Hypothesis] = []
+        values: list[Tensor] = []
+        for fit in fits:
+            value = self._trace(fit.candidate)["end"]
+            faults = fit.candidate.found(self.layers)
+            twin = next((n for n, other in enumerate(values) if worst_relative_error(value, other) < SAME), None)
+            if twin is not None and fit.candidate.head == fits[twin].candidate.head:
+                one = out[twin]
+                new = tuple(fault for fault in faults if fault.id not in {other.id for other in (*one.faults, *one.same)})
+                out[twin] = Hypothesis(one.faults, one.error, (*one.same, *new))
+            elif len(out) < MAX_OFFERED:
+                out.append(Hypothesis(faults, fit.error))
+                values.append(value)
+        return out
+
+    def _trace(self, candidate: Candidate) -> State:
+        return self.simulation.trace(candidate.program(self.simulation) or Program())
+
+    def _decisive(self, candidates: list[Candidate]) -> str | None:
+        """Return the traced point at which the first two candidates differ most."""
+        one, other = (self._trace(candidate) for candidate in candidates[:2])
+        apart = {
+            point: worst_relative_error(one[point], other[point])
+            for point in points(self.layers)
+            if point in one and point in other and point not in self.shown
+        }
+        return max(apart, key=lambda point: apart[point]) if apart and max(apart.values()) > 0 else None
+
+
+def joined(fits: Iterable[Fit]) -> Fit:
+    """Return the fits of all segments as one."""
+    fits = list(fits)
+    candidate = Candidate()
+    for fit in fits:
+        candidate = candidate.with_(fit.candidate)
+    return Fit(candidate, max((fit.error for fit in fits), default=0.0))

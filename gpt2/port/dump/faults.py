@@ -1,0 +1,313 @@
+"""List every known fault of a block or of what surrounds the blocks, as formulas that replace stages of a simulation.
+
+The wrong formulas are those of the walk (:mod:`..diagnosis.hypotheses`, ``norms``, ``wiring``, ``attending``), found there by
+their labels; misread weights are in :mod:`.misloading`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
+
+from gpt2.config import GPT2Config
+from gpt2.port.diagnosis.attending import MERGED, MIXED, NO_PROJECTION, Layout
+from gpt2.port.diagnosis.hypotheses import SCALES, activation_faults, right_scale, scale_faults, weighings
+from gpt2.port.diagnosis.norms import RMS, Hypothesis, Norms, layer_norm
+from gpt2.port.diagnosis.search import Fault, Formula, Option
+from gpt2.port.diagnosis.wiring import Branch, Embeddings, inputs, outputs, residuals
+from gpt2.port.dump.simulation import Simulation, Stage, Stages, State
+from gpt2.port.recording.pool import Pool
+
+Scale = Callable[[GPT2Config, int], float]
+Blame = Callable[[int], tuple[Fault, ...]]
+Replaced = Callable[[Simulation, int], Stages]
+MAX_SHIFT = 3  # how far positions are tried to be off, if embeddings are not shown
+MOVED_NORMS = ("right", "no affine")  # hypotheses that are tried for a norm where GPT-2 has none
+
+
+class Unrecorded(Pool):
+    """A pool without tensors: the factors that a program may multiply with are the usual ones."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__()
+        width, layers = simulation.config.n_embd, simulation.config.n_layer
+        roots = [math.sqrt(0.5), math.sqrt(2.0), 1 / math.sqrt(2 * layers), 1 / math.sqrt(layers), math.sqrt(width)]
+        self.usual = [0.5, 2.0, 0.1, *roots, 1 / math.sqrt(width), 1 / layers, 1 / (2 * layers)]
+
+    def factors(self, value: Tensor, *axes: int) -> list[float]:
+        return [factor for factor in dict.fromkeys(self.usual) if not math.isclose(factor, 1.0)]
+
+
+class UsualNorms(Norms):
+    """The norms that programs put where GPT-2 has none."""
+
+    @classmethod
+    def of(cls, simulation: Simulation) -> UsualNorms:
+        norms = simulation.norms
+        return simulation.remember("usual norms", norms, lambda: cls(norms.config, norms.own))
+
+    def at(self, name: str) -> list[Hypothesis]:
+        return [one for one in super().at(name) if one.label in MOVED_NORMS]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A fault that can be switched on in a block, or outside the blocks.
+
+    ``label``: equal in all blocks. ``blame``: the faults by the block's number, without a layer. ``replaced``: the stages in a
+    block; none if the fault changes nothing there. ``rare``: tried in all blocks together only, if blocks are expensive.
+    """
+
+    label: str
+    blame: Blame
+    replaced: Replaced
+    outside: bool = False
+    rare: bool = False
+
+    @classmethod
+    def of(cls, label: str, faults: Iterable[Fault], replaced: Replaced, rare: bool = False) -> Variant:
+        fixed = tuple(faults)
+        return cls(label, lambda layer: fixed, replaced, False, rare)
+
+    def faults(self, layer: int | None) -> tuple[Fault, ...]:
+        """Return the faults with their places; ``layer`` is None outside the blocks."""
+        return tuple(replace(fault, layer=layer) for fault in self.blame(layer or 0))
+
+
+def joined(label: str, *variants: Variant) -> Variant:
+    """Return several variants as one, in one block."""
+
+    def replaced(simulation: Simulation, layer: int) -> Stages:
+        return {stage: formula for one in variants for stage, formula in one.replaced(simulation, layer).items()}
+
+    return Variant(label, lambda layer: tuple(fault for one in variants for fault in one.blame(layer)), replaced)
+
+
+def all_faults(option: Option) -> tuple[Fault, ...]:
+    """Return an option's faults and those of the options that it starts from."""
+    return (*(() if option.base is None else all_faults(option.base)), *option.faults)
+
+
+def norm_replaced(part: str, label: str, simulation: Simulation, layer: int) -> Stages:
+    """Return the stage ``part`` (``ln_1``, ``ln_2``, ``ln_f``), if its norm has the hypothesis ``label`` there."""
+    name = part if part == "ln_f" else f"h.{layer}.{part}"
+    source = {"ln_1": "x", "ln_2": "mid", "ln_f": "x"}[part]
+    formula = next((one.formula for one in simulation.norms.at(name) if one.label == label), None)
+    return {} if formula is None else {part: _then(formula, source)}
+
+
+def _then(formula: Formula, source: str) -> Stage:
+    return lambda s: formula(s[source])
+
+
+def norm_variants(simulation: Simulation, part: str) -> list[Variant]:
+    """Return the known faults of one norm: ``ln_1``, ``ln_2``, or ``ln_f`` outside the blocks."""
+    out = []
+    for one in simulation.norms.at(part if part == "ln_f" else f"h.0.{part}"):
+        rare = len(one.faults) > 1 or one.label.startswith(("outside", "by ", "centred over", "rms outside"))
+        if one.faults:
+            out.append(Variant.of(f"{part} {one.label}", one.faults, partial(norm_replaced, part, one.label), rare=rare))
+    missing = Option.known("stream", simulation.norms.own["wte.weight"][:1])
+    words = {
+        "ln_1": "attention takes the stream as it is, without a norm before it",
+        "ln_2": "the feed-forward takes the stream as it is, without a norm before it",
+        "ln_f": "the head takes the stream as it is, without the last norm",
+    }[part]
+    none = next(one for one in simulation.norms.before(part if part == "ln_f" else f"h.0.{part}", missing, words) if one.silent)
+    source = "mid" if part == "ln_2" else "x"
+    out.append(Variant.of(f"{part} no norm", none.faults, lambda simulation, layer: {part: lambda s: s[source]}))
+    return out
+
+
+def block_variants(simulation: Simulation) -> list[Variant]:
+    """Return the known faults of a block's formulas."""
+    return [
+        *norm_variants(simulation, "ln_1"),
+        *norm_variants(simulation, "ln_2"),
+        *_activations(simulation),
+        *_weighings(simulation),
+        *_scales(simulation),
+        *_layouts(),
+        *_mixtures(),
+        *_wiring(simulation),
+    ]
+
+
+def _activations(simulation: Simulation) -> Iterator[Variant]:
+    for label, formula, fault in activation_faults(simulation.config):
+        yield Variant.of(f"act {label}", [fault], _by_formula("mlp.act", formula, "mlp.c_fc"))
+
+
+def _weighings(simulation: Simulation) -> Iterator[Variant]:
+    sizes = {1: simulation.config.n_head, 0: len(simulation.ids)}
+    for one in weighings():
+        if one.faults and sizes.get(one.axis, 2) > 1:
+            replaced = _by_formula("attn.weights", one.formula, "attn.scores")
+            yield Variant.of(f"weights {one.label}", one.faults, replaced, len(one.faults) > 1)
+
+
+def _by_formula(stage: str, formula: Formula, source: str) -> Replaced:
+    return lambda simulation, layer: {stage: _then(formula, source)}
+
+
+# Wiring: the generators' options, found by their labels
+
+Options = Callable[[Simulation, int, State], Iterable[Option]]
+
+
+def _after_attention(simulation: Simulation, layer: int, s: State) -> Iterable[Option]:
+    attention = Branch(True, s["x"], s["ln_1"], True, [])
+    return residuals(
+        UsualNorms.of(simulation), Unrecorded(simulation), layer, attention, Option.known("branch", s["attn.c_proj"])
+    )
+
+
+def _into_feed_forward(simulation: Simulation, layer: int, s: State) -> Iterable[Option]:
+    attention = Branch(True, s["x"], s["ln_1"], True, [])
+    return inputs(UsualNorms.of(simulation), layer, attention, [])
+
+
+def _after_feed_forward(simulation: Simulation, layer: int, s: State) -> Iterable[Option]:
+    attention = Branch(True, s["x"], s["ln_1"], True, [Option.known("attention", s["attn.c_proj"])])
+    feed_forward = Branch(False, s["mid"], s["ln_2"], True, [])
+    result = Option.known("branch", s["mlp.c_proj"])
+    return outputs(UsualNorms.of(simulation), Unrecorded(simulation), layer, attention, feed_forward, False, result)
+
+
+def _by_option(simulation: Simulation, stage: str, options: Options) -> Iterator[Variant]:
+    """Yield a variant for each wrong option of a stage."""
+    for option in options(simulation, 0, simulation.right_state(0)):
+        faults = all_faults(option)
+        if faults:
+            yield Variant.of(
+                " ".join((stage or "out", *option.path)), faults, _chosen(stage, options, option.path), len(faults) > 1
+            )
+
+
+def _chosen(stage: str, options: Options, path: tuple[str, ...]) -> Replaced:
+    """Return the stage computed by the option with ``path``; by GPT-2's formula if there is none."""
+
+    def replaced(simulation: Simulation, layer: int) -> Stages:
+        def formula(s: State) -> Tensor:
+            source = s["attn.c_proj" if stage == "mid" else "ln_1" if stage == "ln_2" else "mlp.c_proj"]
+            by_path = simulation.remember(
+                (options, layer), source, lambda: {one.path: one for one in options(simulation, layer, s)}
+            )
+            return by_path[path].make() if path in by_path else simulation.right(layer)[stage](s)
+
+        return {stage: formula}
+
+    return replaced
+
+
+def _wiring(simulation: Simulation) -> Iterator[Variant]:
+    mids = {one.label.removeprefix("mid "): one for one in _by_option(simulation, "mid", _after_attention)}
+    outs = {one.label.removeprefix("out "): one for one in _by_option(simulation, "", _after_feed_forward)}
+    yield from mids.values()
+    yield from outs.values()
+    yield from _by_option(simulation, "ln_2", _into_feed_forward)
+    for label, one in mids.items():
+        if label in outs:
+            yield joined(f"both {label}", one, outs[label])
+        exchanged = label.replace("after 0", "after 1") if "after 0" in label else label
+        if exchanged != label and exchanged in outs:
+            yield joined(f"both {label}, exchanged", one, outs[exchanged])
+    bare = [one for part in ("ln_1", "ln_2") for one in norm_variants(simulation, part) if one.label.endswith(" no norm")]
+    for label in [label for label in mids if "after " in label and label in outs]:
+        yield joined(f"moved {label}", *bare, mids[label], outs[label])
+
+
+# Attention
+
+
+def _scales(simulation: Simulation) -> Iterator[Variant]:
+    for label, scale in SCALES.items():
+
+        def blame(layer: int, scale: Scale = scale, label: str = label) -> tuple[Fault, ...]:
+            config = simulation.config
+            return scale_faults(config, layer, scale(config, layer), inverse_first=label == "by the layer")
+
+        def replaced(simulation: Simulation, layer: int, scale: Scale = scale) -> Stages:
+            factor = scale(simulation.config, layer)
+            if math.isclose(factor, right_scale(simulation.config, layer)):
+                return {}
+            return {"attn.scores": lambda s: simulation.scores(s, layer, factor=factor)}
+
+        yield Variant(f"scale {label}", blame, replaced)
+
+
+def _mixed(layout: Layout, source: str, heads: int) -> Stage:
+    return lambda s: s["attn.weights"] @ layout.split(s[source], heads)
+
+
+def _layouts() -> Iterator[Variant]:
+    for layout in Layout:
+        if layout is Layout.RIGHT:
+            continue
+        cut, merged = Fault("head-layout", "attn", layout.value), Fault("head-layout", "attn", MERGED)
+
+        def split(simulation: Simulation, layer: int, layout: Layout = layout) -> Stages:
+            return {
+                "attn.scores": lambda s: simulation.scores(s, layer, layout),
+                "attn.mixed": _mixed(layout, "attn.v", simulation.config.n_head),
+            }
+
+        def merge(simulation: Simulation, layer: int, layout: Layout = layout) -> Stages:
+            return {"attn.heads": lambda s: layout.merge(s["attn.mixed"])}
+
+        yield Variant.of(f"split {layout.name}", [cut], split)
+        yield Variant.of(f"merge {layout.name}", [merged], merge)
+        both = joined(f"layout {layout.name}", Variant.of("", [cut], split), Variant.of("", [], merge))
+        yield both
+
+
+def _mixtures() -> Iterator[Variant]:
+    sources = {"k": "attn.k", "q": "attn.q", "input": "ln_1", "stream": "x"}
+    for source, words in MIXED.items():
+        if words:
+            wrong = Fault("value-projection-wrong", "attn", words)
+
+            def replaced(simulation: Simulation, layer: int, source: str = sources[source]) -> Stages:
+                return {"attn.mixed": _mixed(Layout.RIGHT, source, simulation.config.n_head)}
+
+            yield Variant.of(f"mixed {source}", [wrong], replaced)
+    yield Variant.of("no projection", [NO_PROJECTION], lambda simulation, layer: {"attn.c_proj": lambda s: s["attn.heads"]})
+    words = "the heads are normalised before the output projection"
+    for label, how in (("layer norm", {}), ("rms", RMS)):
+        normed = partial(layer_norm, **how)
+
+        def extra(simulation: Simulation, layer: int, normed: Formula = normed) -> Stages:
+            return {"attn.heads": lambda s: normed(Layout.RIGHT.merge(s["attn.mixed"]))}
+
+        yield Variant.of(f"heads {label}", [Fault("extra-norm", "attn", words)], extra)
+
+
+# Outside the blocks
+
+
+def embedding_variants(simulation: Simulation) -> Iterator[Variant]:
+    """Yield what may enter the first block."""
+
+    def options(simulation: Simulation) -> dict[tuple[str, ...], Option]:
+        embeddings = Embeddings(Unrecorded(simulation), UsualNorms.of(simulation), simulation.ids)
+        return simulation.remember("embeddings", None, lambda: {one.path: one for one in embeddings.unrecorded()})
+
+    def replaced(path: tuple[str, ...], simulation: Simulation, layer: int) -> Stages:
+        option = options(simulation).get(path)
+        return {} if option is None else {"embed": lambda s: option.value}
+
+    for option in options(simulation).values():
+        faults = all_faults(option)
+        shift = re.match(r"(?:shift|clamped) -?(\d+)", option.path[0])
+        if faults and (shift is None or int(shift[1]) <= MAX_SHIFT):
+            rare = len(faults) > 1
+            yield Variant(" ".join(("embed", *option.path)), _always(faults), partial(replaced, option.path), True, rare)
+
+
+def _always(faults: tuple[Fault, ...]) -> Blame:
+    return lambda layer: faults

@@ -1,0 +1,315 @@
+"""List the known faults of loading: weights that a program holds otherwise than the checkpoint, as stages of a simulation.
+
+How a tensor is misread comes from :mod:`..diagnosis.entries`, and narrow dtypes from :mod:`..diagnosis.weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gpt2.config import GPT2Config
+from gpt2.port.diagnosis import entries
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.diagnosis.weights import NARROW
+from gpt2.port.dump.faults import Replaced, Variant, joined
+from gpt2.port.dump.simulation import Simulation, Stage, Stages, affine
+
+# The stages that read each module's tensors.
+READERS = {
+    "ln_1": ("ln_1",),
+    "attn.c_attn": ("attn.q", "attn.k", "attn.v"),
+    "attn.c_proj": ("attn.c_proj",),
+    "ln_2": ("ln_2",),
+    "mlp.c_fc": ("mlp.c_fc",),
+    "mlp.c_proj": ("mlp.c_proj",),
+}
+INPUTS = {"attn.c_proj": "attn.heads", "mlp.c_fc": "ln_2", "mlp.c_proj": "mlp.act"}
+MAX_BLOCKS = 4  # beyond that, a tensor of another block is of a neighbour or of the first
+Change = Callable[[Mapping[str, Tensor], GPT2Config], Mapping[str, Tensor]]  # a block's tensors -> those that differ
+
+
+def held(simulation: Simulation, layer: int, changed: Mapping[str, Tensor]) -> Stages:
+    """Return the stages of a block that holds ``changed`` tensors, by their names in the block, in place of the checkpoint's."""
+    own = {**simulation.weights(layer), **{name: tensor.to(simulation.dtype) for name, tensor in changed.items()}}
+    stages = {}
+    for module in dict.fromkeys(name.rpartition(".")[0] for name in changed):
+        weight, bias = own[f"{module}.weight"], own[f"{module}.bias"]
+        if module.startswith("ln_"):
+            source = "x" if module == "ln_1" else "mid"
+            stages[module] = _norm(simulation, source, weight, bias)
+        elif module == "attn.c_attn":
+            for name, w, b in zip("qkv", weight.chunk(3, 1), bias.chunk(3, 0), strict=True):
+                stages[f"attn.{name}"] = _linear("ln_1", w.contiguous(), b)
+        else:
+            stages[module] = _linear(INPUTS[module], weight, bias)
+    return stages
+
+
+def _norm(simulation: Simulation, source: str, weight: Tensor, bias: Tensor) -> Stage:
+    eps = simulation.config.layer_norm_epsilon
+    return lambda s: torch.layer_norm(s[source], weight.shape, weight, bias, eps)
+
+
+def _linear(source: str, weight: Tensor, bias: Tensor) -> Stage:
+    return lambda s: affine(s[source], weight, bias)
+
+
+def misread(label: str, fault: Fault, change: Change) -> Variant:
+    """Return the variant of a block whose tensors ``change`` replaces."""
+
+    def replaced(simulation: Simulation, layer: int) -> Stages:
+        return held(simulation, layer, change(simulation.weights(layer), simulation.config))
+
+    return Variant.of(label, [fault], replaced)
+
+
+def loading_variants(simulation: Simulation) -> list[Variant]:
+    """Return the known faults of loading in a block."""
+    config, weights = simulation.config, simulation.weights(0)
+    return [
+        *_orders(weights, config),
+        *_shares(weights, config),
+        *_matrices(weights, config),
+        *_biases(),
+        *_exchanged(),
+        *_others(config),
+        *_rounded(),
+    ]
+
+
+def _nth_c_attn(number: int, leaves: tuple[str, ...]) -> Change:
+    def change(weights: Mapping[str, Tensor], config: GPT2Config) -> Mapping[str, Tensor]:
+        out = {}
+        for leaf in leaves:
+            ours = weights[f"attn.c_attn.{leaf}"]
+            skipped = ours.ndim == 2  # a weight's first misreading, reshaping, has no counterpart in a bias
+            out[f"attn.c_attn.{leaf}"] = list(entries.misread_c_attn(ours, config))[number + skipped].tensor
+        return out
+
+    return change
+
+
+def _orders(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Variant]:
+    """Yield orders of c_attn's columns, of the weight and the bias or of the weight alone."""
+    name = "attn.c_attn.weight"
+    reshaped, *orders = entries.misread_c_attn(weights[name], config)
+    fault = Fault(reshaped.id, name, f"c_attn's weight {reshaped.words}")
+    yield misread(f"c_attn {reshaped.words}", fault, lambda w, c: {name: next(entries.misread_c_attn(w[name], c)).tensor})
+    for number, one in enumerate(orders):
+        if torch.equal(one.tensor, weights[name]):
+            continue
+        part = "attn.c_attn"
+        for leaves, what in ((("weight", "bias"), "c_attn"), (("weight",), "c_attn's weight")):
+            fault = Fault(one.id, part, f"{what} {one.words}")
+            yield misread(f"{what} {number} {one.words}", fault, _nth_c_attn(number, leaves))
+
+
+def _third(share: int, leaves: tuple[str, ...], number: int) -> Change:
+    """Return the change of q, k or v by the ``number``-th misreading of its weight (and of its bias, among its orders)."""
+
+    def change(weights: Mapping[str, Tensor], config: GPT2Config) -> Mapping[str, Tensor]:
+        out = {}
+        for leaf in leaves:
+            name = f"attn.c_attn.{leaf}"
+            thirds = list(weights[name].chunk(3, -1))
+            ways = list(entries.misread(name, thirds[share], config))
+            if (place := number - (0 if leaf == "weight" else 2)) >= 0:
+                thirds[share] = ways[place].tensor
+            out[name] = torch.cat(thirds, -1)
+        return out
+
+    return change
+
+
+def _shares(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Variant]:
+    """Yield misreadings of the queries', keys' and values' projections, each alone and together."""
+    name = "attn.c_attn.weight"
+    for number, one in enumerate(entries.misread(name, weights[name].chunk(3, -1)[0], config)):
+        every = []
+        for share, letter in enumerate("qkv"):
+            words = f"the projection to {letter} {one.words}"
+            leaves = ("weight", "bias") if one.id == "head-layout" else ("weight",)
+            every.append(misread(words, Fault(one.id, f"attn.{letter}", words), _third(share, leaves, number)))
+        yield from every
+        yield joined_as(f"q, k and v: each {one.words}", Fault(one.id, "attn.c_attn", f"q, k and v: each {one.words}"), *every)
+
+
+def joined_as(label: str, fault: Fault, *variants: Variant) -> Variant:
+    """Return several variants in one block as one fault."""
+    whole = joined(label, *variants)
+    return Variant.of(label, [fault], whole.replaced)
+
+
+def _matrices(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Variant]:
+    transposed = []
+    for part in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        name = f"{part}.weight"
+        for number, one in enumerate(entries.misread(name, weights[name], config)):
+
+            def change(w: Mapping[str, Tensor], c: GPT2Config, name: str = name, number: int = number) -> Mapping[str, Tensor]:
+                return {name: list(entries.misread(name, w[name], c))[number].tensor}
+
+            yield misread(f"{name} {one.words}", Fault(one.id, name, f"the weight {one.words}"), change)
+            if number == (1 if part == "attn.c_proj" else 0):
+                transposed.append(misread(name, Fault(one.id, name, one.words), change))
+    words = "every matrix was reshaped where it had to be transposed"
+    name = "attn.c_attn.weight"
+    transposed.append(misread("", Fault("", "", ""), lambda w, c: {name: next(entries.misread_c_attn(w[name], c)).tensor}))
+    yield joined_as(words, Fault("transposed", "", words), *transposed)
+
+
+def _zero(*names: str) -> Change:
+    return lambda weights, config: {name: torch.zeros_like(weights[name]) for name in names}
+
+
+def _share_zero(share: int) -> Change:
+    def change(weights: Mapping[str, Tensor], config: GPT2Config) -> Mapping[str, Tensor]:
+        thirds = list(weights["attn.c_attn.bias"].chunk(3))
+        thirds[share] = torch.zeros_like(thirds[share])
+        return {"attn.c_attn.bias": torch.cat(thirds)}
+
+    return change
+
+
+def _biases() -> Iterator[Variant]:
+    words = {"attn.c_attn": "queries, keys and values", "attn.c_proj": "attention's output projection"}
+    words |= {"mlp.c_fc": "the feed-forward's first layer", "mlp.c_proj": "the feed-forward's second layer"}
+    for part, what in words.items():
+        yield misread(f"{part} no bias", Fault("missing-bias", part, f"{what}: no bias is added"), _zero(f"{part}.bias"))
+    for share, what in ((0, "queries"), (2, "values")):
+        fault = Fault("missing-bias", f"attn.{'qkv'[share]}", f"the {what} have no bias")
+        yield misread(f"{what} no bias", fault, _share_zero(share))
+    linear = [f"{part}.bias" for part in words]
+    yield misread("linear no bias", Fault("missing-bias", "", "no linear layer has a bias"), _zero(*linear))
+    every = [*linear, "ln_1.bias", "ln_2.bias"]
+    yield misread("nothing has a bias", Fault("missing-bias", "", "neither linear layers nor norms have a bias"), _zero(*every))
+
+
+def _exchanged() -> Iterator[Variant]:
+    """Yield tensors of one block that have changed places, or of which one is held twice."""
+
+    def holds(one: str, other: str) -> Change:
+        return lambda weights, config: {one: weights[other]}
+
+    def exchanges(*pairs: tuple[str, str]) -> Change:
+        return lambda weights, config: {name: weights[source] for a, b in pairs for name, source in ((a, b), (b, a))}
+
+    for one, other in (("attn.c_proj.bias", "mlp.c_proj.bias"), ("mlp.c_proj.bias", "attn.c_proj.bias")):
+        fault = Fault("wrong-tensor", one.removesuffix(".bias"), f"{one} holds the checkpoint's {other}")
+        yield misread(f"{one} is {other}", fault, holds(one, other))
+    both = exchanges(("attn.c_proj.bias", "mlp.c_proj.bias"))
+    words = "the biases of the two c_proj have changed places"
+    yield misread("biases exchanged", Fault("wrong-tensor", "attn.c_proj", words), both)
+    for norm in ("ln_1", "ln_2"):
+        words = f"{norm}: weight and bias have changed places"
+        yield misread(words, Fault("wrong-tensor", norm, words), exchanges((f"{norm}.weight", f"{norm}.bias")))
+    words = "the parameters of ln_1 and ln_2 have changed places"
+    norms = exchanges(("ln_1.weight", "ln_2.weight"), ("ln_1.bias", "ln_2.bias"))
+    yield misread(words, Fault("norms-swapped", "ln_1", words), norms)
+
+
+def _others(config: GPT2Config) -> Iterator[Variant]:
+    """Yield blocks that hold the tensors of another block, in one module or in all."""
+    steps = range(1, config.n_layer) if config.n_layer <= MAX_BLOCKS else (1, config.n_layer - 1)
+    sources: dict[str, Callable[[int], int]] = {f"{step} on": partial(_on, step, config.n_layer) for step in steps}
+    sources |= {"the first": lambda layer: 0, "the last": lambda layer: config.n_layer - 1}
+    for which, source in sources.items():
+        for module in (*READERS, ""):
+
+            def blame(layer: int, source: Callable[[int], int] = source, module: str = module) -> tuple[Fault, ...]:
+                other = ".".join(filter(None, (f"h.{source(layer)}", module)))
+                words = f"it holds the checkpoint's {other}"
+                return (Fault("wrong-tensor", module, words, f"another block's {module}"),)
+
+            def replaced(
+                simulation: Simulation, layer: int, source: Callable[[int], int] = source, module: str = module
+            ) -> Stages:
+                if source(layer) == layer:
+                    return {}
+                theirs = simulation.right(source(layer))
+                modules = [module] if module else [*READERS]
+                return {stage: theirs[stage] for one in modules for stage in READERS[one]}
+
+            yield Variant(f"{module} of {which}", blame, replaced)
+
+
+def _on(step: int, layers: int, layer: int) -> int:
+    return (layer + step) % layers
+
+
+def rounded(tensor: Tensor, dtype: str) -> Tensor:
+    """Return a tensor rounded to a narrow dtype; int8 with a scale for each column, or one for all ("int8 a tensor")."""
+    if not dtype.startswith("int8"):
+        return tensor.to(NARROW[dtype]).to(tensor)
+    largest = tensor.abs().amax(0, keepdim=True) if dtype == "int8" and tensor.ndim > 1 else tensor.abs().max()
+    scale = (largest / 127).clamp(min=1e-30)
+    return (tensor / scale).round() * scale
+
+
+def _rounded() -> Iterator[Variant]:
+    for dtype in (*NARROW, "int8", "int8 a tensor"):
+        for module in ("", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+
+            def change(
+                weights: Mapping[str, Tensor], config: GPT2Config, dtype: str = dtype, module: str = module
+            ) -> Mapping[str, Tensor]:
+                matrices = {name: tensor for name, tensor in weights.items() if name.startswith(module)}
+                if module or dtype.startswith("int8"):  # alone, or quantised: the matrices, not biases and norms
+                    matrices = {name: tensor for name, tensor in matrices.items() if tensor.ndim > 1}
+                return {name: rounded(tensor, dtype) for name, tensor in matrices.items()}
+
+            words = f"the weights are the checkpoint's rounded to {dtype}"
+            part = f"{module}.weight" if module else ""
+            yield misread(f"{module} rounded to {dtype}", Fault("reduced-precision", part, words), change)
+
+
+def outside_variants(simulation: Simulation) -> Iterator[Variant]:
+    """Yield faults of loading outside the blocks: rows in other places, a reshaped position table."""
+    for by in (1, -1, 2, -2):
+        words = f"token t reads the checkpoint's row t {'-' if by > 0 else '+'} {abs(by)}"
+        for head in (True, False):
+            where = words if head else f"{words}, in the embedding and not in the head"
+            yield _outside(f"rows {by} {head}", Fault("wrong-tensor", "wte", where), partial(_moved, by, head))
+    words = "the position table was reshaped where it had to be transposed"
+    yield _outside("wpe reshaped", Fault("transposed", "wpe", words), _reshaped_positions)
+
+
+def rounded_outside(dtype: str) -> Variant:
+    """Return the rounding of embeddings, positions, last norm and head."""
+    fault = Fault("reduced-precision", "", f"the weights are the checkpoint's rounded to {dtype}")
+    return _outside(f"outside rounded to {dtype}", fault, partial(_all_rounded, dtype))
+
+
+def _outside(label: str, fault: Fault, replaced: Replaced) -> Variant:
+    return Variant(label, lambda layer: (fault,), replaced, outside=True)
+
+
+def _embedded(simulation: Simulation, words: Tensor, positions: Tensor) -> Stages:
+    value = words[simulation.ids] + positions[: simulation.ids.shape[1]]
+    return {"embed": lambda s: value}
+
+
+def _moved(by: int, head: bool, simulation: Simulation, layer: int) -> Stages:
+    table = simulation.state["wte.weight"].roll(by, 0)
+    stages = dict(_embedded(simulation, table, simulation.state["wpe.weight"]))
+    return stages | ({"head": lambda s: table} if head else {})
+
+
+def _reshaped_positions(simulation: Simulation, layer: int) -> Stages:
+    wpe = simulation.state["wpe.weight"]
+    return _embedded(simulation, simulation.state["wte.weight"], wpe.reshape(wpe.shape[::-1]).t())
+
+
+def _all_rounded(dtype: str, simulation: Simulation, layer: int) -> Stages:
+    names = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
+    quantised = dtype.startswith("int8")  # matrices alone
+    wte, wpe, weight, bias = (
+        simulation.state[name] if quantised and name.startswith("ln_f") else rounded(simulation.state[name], dtype)
+        for name in names
+    )
+    norm = _norm(simulation, "x", weight, bias)
+    return {**_embedded(simulation, wte, wpe), "ln_f": norm, "head": lambda s: wte}

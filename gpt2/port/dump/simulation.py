@@ -1,0 +1,312 @@
+"""Compute GPT-2's forward pass stage by stage, with some stages replaced, for many variants at once.
+
+A *stage* has the name of its traced point within a block (``attn.scores``, ``mlp.act``, "" for the block's output). Its formula
+takes the tensors of the stages before it, by name, and the block's input as ``x``. A *program* replaces the formulas of some
+stages. Programs share what is equal: everything before the first replaced stage is computed once, and everything after the last
+one in a single batch.
+
+Shapes: streams (B, T, D); scores and weights (B, H, T, T); heads before they are merged (B, H, T, K).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt2.config import GPT2Config
+from gpt2.measure.tracing import point_at
+from gpt2.model import ACTIVATIONS, causal_mask
+from gpt2.port.diagnosis.attending import Layout
+from gpt2.port.diagnosis.hypotheses import right_scale
+from gpt2.port.diagnosis.norms import Norms
+
+State = dict[str, Tensor]
+Stage = Callable[[State], Tensor]
+Stages = Mapping[str, Stage]
+Made = TypeVar("Made")
+
+# Each stage of a block, in order, with the stages that GPT-2's formula reads; "x" is the block's input.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "ln_1": ("x",),
+    "attn.q": ("ln_1",),
+    "attn.k": ("ln_1",),
+    "attn.v": ("ln_1",),
+    "attn.scores": ("attn.q", "attn.k"),
+    "attn.weights": ("attn.scores",),
+    "attn.mixed": ("attn.weights", "attn.v"),
+    "attn.heads": ("attn.mixed",),
+    "attn.c_proj": ("attn.heads",),
+    "mid": ("x", "attn.c_proj"),
+    "ln_2": ("mid",),
+    "mlp.c_fc": ("ln_2",),
+    "mlp.act": ("mlp.c_fc",),
+    "mlp.c_proj": ("mlp.act",),
+    "": ("mid", "mlp.c_proj"),
+}
+ORDER = {stage: number for number, stage in enumerate(NEEDS)}
+MAX_ELEMENTS = 1 << 22  # of the widest tensor of a batch of programs
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a simulated program computes otherwise than GPT-2.
+
+    ``blocks``: replaced stages by the number of the block; ``outside``: of ``embed``, ``ln_f`` and ``logits``. ``order``: the
+    blocks that run, None for GPT-2's order.
+    """
+
+    blocks: Mapping[int, Stages] = field(default_factory=dict)
+    outside: Stages = field(default_factory=dict)
+    order: tuple[int, ...] | None = None
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return ``x @ weight + bias`` for (..., I), (I, O) and (O,)."""
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
+
+
+class Simulation:
+    """GPT-2 with the weights ``state`` on ``ids`` (B, T), in ``dtype``; programs replace stages of it."""
+
+    def __init__(self, state: Mapping[str, Tensor], config: GPT2Config, ids: Tensor, dtype: torch.dtype = torch.float64) -> None:
+        self.state = {name: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
+        self.config, self.ids, self.dtype = config, ids.cpu(), dtype
+        self.norms = Norms(config, self.state)
+        self.seen = causal_mask(ids.shape[1], ids.shape[1])
+        self._blocks = [self._make(layer) for layer in range(config.n_layer)]
+        self.base = Program()
+        self.stacks = True  # rows of a batch do not see each other
+        self._inputs: list[Tensor] = []
+        self._states: dict[int, State] = {}
+        self._memory: dict[Hashable, tuple[object, Any]] = {}
+
+    def remember(self, key: Hashable, owner: object, make: Callable[[], Made]) -> Made:
+        """Return what ``make`` makes, from the call before if ``key`` and ``owner`` are the same; one value for each key."""
+        known = self._memory.get(key)
+        if known is None or known[0] is not owner:
+            known = self._memory[key] = owner, make()
+        return cast(Made, known[1])
+
+    def weights(self, layer: int) -> dict[str, Tensor]:
+        """Return a block's tensors by their names within the block."""
+        start = f"h.{layer}."
+        return {name.removeprefix(start): tensor for name, tensor in self.state.items() if name.startswith(start)}
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        """Return GPT-2's norm ``name`` (``h.0.ln_1``, ``ln_f``) of x (..., D)."""
+        weight, bias = self.state[f"{name}.weight"], self.state[f"{name}.bias"]
+        return F.layer_norm(x, weight.shape, weight, bias, self.config.layer_norm_epsilon)
+
+    def embed(self) -> Tensor:
+        if "embed" in self.base.outside:
+            return self.base.outside["embed"]({})
+        return self.state["wte.weight"][self.ids] + self.state["wpe.weight"][: self.ids.shape[1]]
+
+    def normed(self, program: Program, x: Tensor) -> Tensor:
+        """Return the last norm of the stream x (B, T, D)."""
+        stage = program.outside.get("ln_f", self.base.outside.get("ln_f"))
+        return self.norm("ln_f", x) if stage is None else stage({"x": x})
+
+    def head(self, program: Program) -> Tensor:
+        """Return the head's weight (V, D)."""
+        stage = program.outside.get("head", self.base.outside.get("head"))
+        return self.state["wte.weight"] if stage is None else stage({})
+
+    def on(self, base: Program) -> Simulation:
+        """Return this simulation with ``base`` in place of GPT-2: further programs are run on top of its faults."""
+        other = copy(self)
+        other.base = base
+        other._blocks = [{**stages, **base.blocks.get(layer, {})} for layer, stages in enumerate(self._blocks)]
+        other._inputs, other._states, other._memory = [], {}, {}
+        other.stacks = all(other._stacks(layer) for layer in base.blocks)
+        return other
+
+    def _stacks(self, layer: int) -> bool:
+        """Return whether rows of a batch do not see each other in a block."""
+        x = self.state["wte.weight"][self.ids]
+        alone, stacked = (self.run_block(layer, {"x": rows}, {})[""] for rows in (x, torch.cat([x, 2 * x.flip(1)])))
+        return bool(torch.allclose(alone, stacked[: len(x)], equal_nan=True))
+
+    def scores(self, s: State, layer: int, layout: Layout = Layout.RIGHT, factor: float | None = None) -> Tensor:
+        """Return the scaled scores before the mask."""
+        heads = self.config.n_head
+        q, k = layout.split(s["attn.q"], heads), layout.split(s["attn.k"], heads)
+        return (q * (right_scale(self.config, layer) if factor is None else factor)) @ k.mT
+
+    def right(self, layer: int) -> Stages:
+        """Return GPT-2's formula of every stage of a block."""
+        return self._blocks[layer]
+
+    def _make(self, layer: int) -> Stages:
+        w, config = self.weights(layer), self.config
+        thirds = zip("qkv", w["attn.c_attn.weight"].chunk(3, 1), w["attn.c_attn.bias"].chunk(3, 0), strict=True)
+        projections = {name: (weight.contiguous(), bias) for name, weight, bias in thirds}
+        activation = ACTIVATIONS[config.activation_function]
+        heads = config.n_head
+
+        def linear(source: str, weight: Tensor, bias: Tensor) -> Stage:
+            return lambda s: affine(s[source], weight, bias)
+
+        return {
+            "ln_1": lambda s: self.norm(f"h.{layer}.ln_1", s["x"]),
+            **{f"attn.{name}": linear("ln_1", *projections[name]) for name in "qkv"},
+            "attn.scores": lambda s: self.scores(s, layer),
+            "attn.weights": lambda s: s["attn.scores"].masked_fill(~self.seen, -torch.inf).softmax(-1),
+            "attn.mixed": lambda s: s["attn.weights"] @ Layout.RIGHT.split(s["attn.v"], heads),
+            "attn.heads": lambda s: Layout.RIGHT.merge(s["attn.mixed"]),
+            "attn.c_proj": linear("attn.heads", w["attn.c_proj.weight"], w["attn.c_proj.bias"]),
+            "mid": lambda s: s["x"] + s["attn.c_proj"],
+            "ln_2": lambda s: self.norm(f"h.{layer}.ln_2", s["mid"]),
+            "mlp.c_fc": linear("ln_2", w["mlp.c_fc.weight"], w["mlp.c_fc.bias"]),
+            "mlp.act": lambda s: activation(s["mlp.c_fc"]),
+            "mlp.c_proj": linear("mlp.act", w["mlp.c_proj.weight"], w["mlp.c_proj.bias"]),
+            "": lambda s: s["mid"] + s["mlp.c_proj"],
+        }
+
+    # Right values, computed once
+
+    def right_input(self, layer: int) -> Tensor:
+        """Return the stream that enters block ``layer`` of the right model; the one after the last for ``n_layer``."""
+        while len(self._inputs) <= layer:
+            last = len(self._inputs) - 1
+            self._inputs.append(self.embed() if last < 0 else self.right_state(last)[""])
+        return self._inputs[layer]
+
+    def right_state(self, layer: int) -> State:
+        """Return every stage of block ``layer`` of the right model."""
+        if layer not in self._states:
+            self._states[layer] = self.run_block(layer, {"x": self.right_input(layer)}, {})
+        return self._states[layer]
+
+    def run_block(self, layer: int, state: State, replaced: Stages, after: int = -1) -> State:
+        """Return ``state`` with the stages beyond number ``after`` of a block computed."""
+        state = dict(state)
+        for stage, formula in self._blocks[layer].items():
+            if ORDER[stage] > after:
+                state[stage] = replaced.get(stage, formula)(state)
+        return state
+
+    # Programs
+
+    def trace(self, program: Program, first: int = 0, last: int | None = None, start: Tensor | None = None) -> State:
+        """Return a program's tensors at all traced points of these blocks, and what lies before and behind them."""
+        last = self.config.n_layer if last is None else last
+        points: State = {}
+        x = start
+        if x is None:
+            x = points["embed"] = program.outside["embed"]({}) if "embed" in program.outside else self.embed()
+        for number, layer in enumerate(program.order or range(first, last)):
+            state = self.run_block(layer, {"x": x}, program.blocks.get(layer, {}))
+            points |= {point_at(number if program.order else layer, stage): state[stage] for stage in NEEDS}
+            x = state[""]
+        points["end"] = x
+        if last == self.config.n_layer:
+            points["ln_f"] = self.normed(program, x)
+            points["logits"] = points["ln_f"] @ self.head(program).T
+        return points
+
+    def outputs(
+        self, programs: Sequence[Program], first: int = 0, last: int | None = None, start: Tensor | None = None
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Yield each program's number and its tensors by traced point, blocks ``first`` to ``last`` (excluded).
+
+        ``start``: the stream that enters block ``first``; the embeddings if None. A program with an order of its own runs all
+        blocks. The points are the outputs of the blocks that a program changed or that follow (``h.3``), and of replaced stages.
+        """
+        last = self.config.n_layer if last is None else last
+        size = self.ids.numel() * max(self.config.inner, self.config.n_head * self.ids.shape[1])
+        step = max(1, MAX_ELEMENTS // size)
+        for begin in range(0, len(programs), step):
+            yield from self._batch(programs, range(begin, min(begin + step, len(programs))), first, last, start)
+
+    def _batch(
+        self, programs: Sequence[Program], numbers: range, first: int, last: int, start: Tensor | None
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        found: dict[int, dict[str, Tensor]] = {number: {} for number in numbers}
+        streams: dict[int, Tensor] = {}  # those that differ from the right model's
+        for number in numbers:
+            if "embed" in programs[number].outside:
+                streams[number] = found[number]["embed"] = programs[number].outside["embed"]({})
+        natural = [number for number in numbers if programs[number].order is None]
+        shared = self if start is None else _From(self, first, start)
+        for layer in range(first, last):
+            edited = [number for number in natural if programs[number].blocks.get(layer)]
+            plain = [number for number in natural if number in streams and number not in edited]
+            states: dict[int, tuple[int, State]] = {}  # the last replaced stage, and the state until then
+            for number in edited:
+                stages = programs[number].blocks[layer]
+                if number in streams:
+                    begin, state = 0, {"x": streams[number]}
+                else:
+                    begin, state = min(ORDER[stage] for stage in stages), dict(shared.right_state(layer))
+                states[number] = self._edited(layer, state, stages, begin)
+                found[number] |= {point_at(layer, stage): states[number][1][stage] for stage in stages}
+            self._finish(layer, states, streams)
+            if plain and not self.stacks:
+                streams |= {number: self.run_block(layer, {"x": streams[number]}, {})[""] for number in plain}
+            elif plain:
+                whole = self.run_block(layer, {"x": torch.cat([streams[number] for number in plain])}, {})
+                streams |= dict(zip(plain, whole[""].split(len(self.ids)), strict=True))
+            for number in natural:
+                if number in streams:
+                    found[number][point_at(layer, "")] = streams[number]
+        for number in numbers:
+            if (order := programs[number].order) is not None:
+                x = streams.get(number, self.right_input(0))
+                for layer in order:
+                    x = self.run_block(layer, {"x": x}, programs[number].blocks.get(layer, {}))[""]
+                streams[number] = found[number]["end"] = x
+            found[number].setdefault("end", streams[number] if number in streams else shared.right_input(last))
+            yield number, found[number]
+
+    def _edited(self, layer: int, state: State, stages: Stages, begin: int) -> tuple[int, State]:
+        """Run a block from stage number ``begin`` to the last replaced one."""
+        end = max(ORDER[stage] for stage in stages)
+        for stage, formula in self._blocks[layer].items():
+            if begin <= ORDER[stage] <= end:
+                state[stage] = stages.get(stage, formula)(state)
+        return end, state
+
+    def _finish(self, layer: int, states: dict[int, tuple[int, State]], streams: dict[int, Tensor]) -> None:
+        """Run the rest of a block, in one batch for all programs that were replaced up to the same stage."""
+        for end in {end for end, _ in states.values()}:
+            same = [number for number in states if states[number][0] == end]
+            later = [stage for stage in NEEDS if ORDER[stage] > end]
+            if not later:
+                streams |= {number: states[number][1][""] for number in same}
+                continue
+            live = {need for stage in later for need in NEEDS[stage] if ORDER.get(need, -1) <= end}
+            if not self.base.blocks.get(layer, {}).keys().isdisjoint(later):
+                live = {"x", *(stage for stage in NEEDS if ORDER[stage] <= end)}
+            if not self.stacks:
+                for number in same:
+                    streams[number] = self.run_block(layer, states[number][1], {}, after=end)[""]
+                continue
+            state = {need: torch.cat([states[number][1][need] for number in same]) for need in live}
+            whole = self.run_block(layer, state, {}, after=end)
+            streams |= dict(zip(same, whole[""].split(len(self.ids)), strict=True))
+
+
+class _From:
+    """The right blocks after a given stream that enters block ``first``."""
+
+    def __init__(self, simulation: Simulation, first: int, start: Tensor) -> None:
+        self.simulation, self.first = simulation, first
+        self._inputs, self._states = [start], list[State]()
+
+    def right_input(self, layer: int) -> Tensor:
+        if layer > self.first:
+            return self.right_state(layer - 1)[""]
+        return self._inputs[0]
+
+    def right_state(self, layer: int) -> State:
+        while len(self._states) <= layer - self.first:
+            number = self.first + len(self._states)
+            self._states.append(self.simulation.run_block(number, {"x": self.right_input(number)}, {}))
+        return self._states[layer - self.first]
