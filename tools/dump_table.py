@@ -34,10 +34,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.faulty.scoring import Row, score
+from support.faulty.scoring import Row
 from support.programs import DTYPES, LANGUAGES, LEVELS, PROGRAMS, SIZES, Home, Program, missing, read_dump, shuffled
 from support.programs.drawn import draw_pairs
 from support.programs.reference import expected_logits
+from support.programs.scoring import score_dump
 
 import gpt2
 
@@ -135,7 +136,7 @@ class Bench:
             return Result(case, None, visible, f"{type(error).__name__}: {str(error)[:150]}")
         finally:
             dump.unlink()
-        row = score(case.program, diagnosis, self.home.config, time.perf_counter() - start, time.process_time() - cpu)
+        row = score_dump(case.program, diagnosis, self.home.config, time.perf_counter() - start, time.process_time() - cpu)
         if whole:
             print(f"\n{case.name}\n{diagnosis.table()}\n", file=sys.stderr)
         said = f"{row.verdict} first at {row.point}: {' | '.join(row.causes) or 'no cause'}"

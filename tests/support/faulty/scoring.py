@@ -87,12 +87,12 @@ def _placed(port: Faulty, word: str, causes, n_layer: int) -> bool:
     if WHOLE.match(port.causes[word][0]):
         return True
     others = {one for other, ids in port.causes.items() if other != word for one in ids}
-    blocks = _blocks(places, n_layer)
-    right = _blocks(_places(port, word, n_layer), n_layer)
-    return right <= blocks and (blocks <= right or bool(others & set(port.causes[word])))
+    said = blocks(places, n_layer)
+    right = blocks(_places(port, word, n_layer), n_layer)
+    return right <= said and (said <= right or bool(others & set(port.causes[word])))
 
 
-def _blocks(places: list[str], n_layer: int) -> set[int | str]:
+def blocks(places: list[str], n_layer: int) -> set[int | str]:
     """The numbers of the blocks in some places, and the names of what is outside of blocks."""
     found: set[int | str] = set()
     for place in places:
