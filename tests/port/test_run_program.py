@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.programs import Home
+import torch
+from support.programs import Home, numpy_port
 
+import gpt2
 from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from gpt2.checkpoint.names import VERIFIES, ModelName
+from gpt2.cli.main import main
 from gpt2.errors import InputError
-from gpt2.port.dump.programs import ProgramError, run_program, split
+from gpt2.port.dump.programs import ProgramError, diagnose_program, given_ids, run_program, split
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +165,136 @@ def test_when_time_is_up_its_children_end_too(tmp_path: Path, checkpoint: Checkp
             return
         time.sleep(0.05)
     pytest.fail("the child still runs")
+
+
+README = (Path(gpt2.__file__).parent / "port" / "README.md").read_text()
+# What stands around the lines of README.md: a program that was given its tensors, and checks the ids.
+NUMPY_MODEL = """
+import numpy as np
+
+def gpt2(ids, kept):
+    held = dict(np.load({tensors!r}))
+    assert held.pop("ids").tolist() == ids.tolist()
+    logits = held.pop("logits")
+    kept.update(held)
+    return logits
+"""
+C_MAIN = """
+#include <stdio.h>
+#include <sys/stat.h>
+{dump}
+static float x[1 << 20];
+
+int main(int count, char **argv) {{
+    FILE *file = fopen("{tensors}", "rb"), *ids = fopen(argv[1], "r");
+    int rows, columns, id, given, number = 0;
+    char name[99];
+    for (int t = 0; t < {tokens}; t++)
+        if (fread(&id, 4, 1, file) != 1 || fscanf(ids, "%d", &given) != 1 || id != given) return 3;
+    while (fread(&rows, 4, 1, file) == 1 && fread(&columns, 4, 1, file) == 1) {{
+        if (fread(x, 4, (size_t)rows * columns, file) != (size_t)rows * columns) return 4;
+        snprintf(name, sizeof name, "tensor %d", number++);
+        dump(argv[2], name, x, rows, columns);
+    }}
+    return count != 3;
+}}
+"""
+JS_MAIN = """
+{dump}
+const bytes = fs.readFileSync("{tensors}"), ids = fs.readFileSync(process.argv[2], "utf8").trim().split(" ").map(Number);
+ids.forEach((id, t) => {{
+  if (bytes.readInt32LE(4 * t) !== id) process.exit(3);
+}});
+for (let at = 4 * {tokens}, number = 0; at < bytes.length; number++) {{
+  const rows = bytes.readInt32LE(at), columns = bytes.readInt32LE(at + 4);
+  const x = Float32Array.from({{ length: rows * columns }}, (_, i) => bytes.readFloatLE(at + 8 + 4 * i));
+  dump(process.argv[3], `tensor ${{number}}`, x, [rows, columns]);
+  at += 8 + 4 * x.length;
+}}
+"""
+
+
+def tensors(home: Home, line: str) -> dict[str, np.ndarray]:
+    """What our NumPy program computes from the ids that every program is given: rows (N, M) in float32, and the ids."""
+    given, out = home.folder / "given.npy", home.folder / "computed.npz"
+    np.save(given, given_ids(home.config).numpy())
+    numpy_port.main([str(given), str(out), str(home.folder / "weights.npz"), "--faults", line])
+    arrays = dict(np.load(out))
+    ids = arrays.pop("input_ids")[0].astype(np.int32)
+    return {"ids": ids, **{name: array.reshape(-1, array.shape[-1]) for name, array in arrays.items()}}
+
+
+def flat(arrays: dict[str, np.ndarray], file: Path) -> None:
+    """The ids, then of each array two sizes and its values."""
+    ids, *others = arrays.values()
+    sizes = (np.array(array.shape, np.int32).tobytes() for array in others)
+    file.write_bytes(ids.tobytes() + b"".join(size + array.tobytes() for size, array in zip(sizes, others, strict=True)))
+
+
+def block(language: str) -> str:
+    """The lines of README.md that dump."""
+    section = README[README.index("## A program in any language") :]
+    found: list[str] = re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+    return found[0]
+
+
+def program(language: str, folder: Path, arrays: dict[str, np.ndarray]) -> str:
+    """A program around the lines of README.md, and the command that runs it."""
+    kept, tokens = folder / "tensors", len(arrays["ids"])
+    if language == "python":
+        np.savez(kept, **arrays)
+        (folder / "my_gpt2.py").write_text(NUMPY_MODEL.format(tensors=str(kept) + ".npz"))
+        (folder / "port.py").write_text(block("python"))
+        return f"{shlex.quote(sys.executable)} {folder / 'port.py'} {{ids}} {{out}}"
+    flat(arrays, kept)
+    main = {"c": C_MAIN, "js": JS_MAIN}[language].format(dump=block(language), tensors=kept, tokens=tokens)
+    (folder / f"port.{language}").write_text(main)
+    if language == "js":
+        return f"node {folder / 'port.js'} {{text}} {{out}}"
+    command = ["gcc", "-Wall", "-Werror", "-o", str(folder / "port"), str(folder / "port.c")]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return f"{folder / 'port'} {{text}} {{out}}"
+
+
+@pytest.mark.parametrize("language", ["python", *(pytest.param(name, marks=pytest.mark.slow) for name in ("c", "js"))])
+def test_the_lines_shown_dump(language: str, tmp_path: Path, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines that people copy must work: a right program is equal, and the fault of another is named."""
+    tool = {"python": sys.executable, "c": "gcc", "js": "node"}[language]
+    if shutil.which(tool) is None:
+        pytest.skip(f"no {tool} on this machine")
+    for number, (line, code) in enumerate((("", 0), ("gelu-relu@1", 1))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        command = program(language, folder, tensors(home, line))
+        assert main(["diagnose", "--run", command, "--model", str(home.model), "--json", "-"]) == code
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["seen"] == "dump"
+        assert answer["module"] == command
+        assert [(cause["id"], cause["where"]) for cause in answer["causes"]] == [("gelu-variant", "h.1.mlp.act")] * code
+
+
+def test_ids_are_those_given_unless_the_dump_has_others(tmp_path: Path, home: Home) -> None:
+    """A program that ignores {ids} is diagnosed by what it ran, and the reader is told so."""
+    expected = gpt2.load(str(home.model))(torch.arange(9)[None])[0].detach().numpy()
+    np.save(tmp_path / "logits.npy", expected)
+    code = f"import numpy as np; np.savez(out, a=np.load({str(tmp_path / 'logits.npy')!r}), ids=np.arange(9))"
+    diagnosis = diagnose_program(script(tmp_path, code), str(home.model), timeout=30)
+    assert diagnosis.verdict == "equal"
+    assert any("the dump's count" in note for note in diagnosis.notes)
+    code = f"import numpy as np; np.savez(out, a=np.load({str(tmp_path / 'logits.npy')!r}))"
+    with pytest.raises(InputError, match=r"\{out\}"):  # 9 rows of logits, and 16 ids
+        diagnose_program(script(tmp_path, code), str(home.model), timeout=30)
+
+
+def test_the_command_line_shows_what_the_program_said(tmp_path: Path, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, the program's last lines, then ours; a control character of the program's reaches no terminal."""
+    code = main(["diagnose", "--run", script(tmp_path, "print('so \\x1b[31mred'); sys.exit(9)"), "--model", str(home.model)])
+    printed = capsys.readouterr()
+    assert code == 2
+    assert printed.out == ""
+    assert printed.err.splitlines()[0] == "  | so ␛[31mred"
+    assert printed.err.splitlines()[1].startswith("gpt2 diagnose: --run: ")
+    assert "ended with exit code 9" in printed.err
+    for words in (["diagnose"], ["diagnose", "dump.npz", "--run", "x {ids} {out}"]):
+        assert main(words) == 2
+        assert "give WHAT to diagnose or --run CMD" in capsys.readouterr().err

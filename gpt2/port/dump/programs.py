@@ -12,19 +12,24 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint
+from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
+from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
+from gpt2.int8 import require_float
 from gpt2.model import GPT2
+from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.diagnosis.runner import watch
 from gpt2.port.diagnosis.worker import write_official
+from gpt2.port.dump.examination import DumpExamination
+from gpt2.port.dump.reading import read
 
 TOKENS = 16  # of the one row that the program runs
 SHOWN_LINES, READ_BYTES = 20, 65_536  # of what the program printed last
@@ -52,6 +57,30 @@ class ProgramDump:
 
     path: Path
     ids: Tensor
+
+
+def diagnose_program(
+    command: str, model: str, *, timeout: float, revision: str | None = None, offline: bool = False
+) -> Diagnosis:
+    """Run CMD, and diagnose the dump that it wrote; the ids that it was given count if the dump holds none.
+
+    Raises:
+        InputError: CMD or the dump is of no use, as :func:`split` and :func:`.reading.read` say; or there is no such model.
+        ProgramError: the program left no dump, as :func:`run_program` says.
+    """
+    split(command)  # before anything is downloaded
+    checkpoint = open_checkpoint(ModelName.parse(model, VERIFIES, revision=revision), offline=offline)
+    ours: GPT2 = checkpoint.load()
+    require_float(ours, "diagnose")
+    with run_program(command, checkpoint, timeout=timeout) as left:
+        try:
+            dump = read(left.path, checkpoint.config, left.ids)
+        except InputError as error:  # the file is gone before the message is read
+            raise InputError(f"--run: {str(error).replace(str(left.path.with_suffix('')), '{out}')}") from None
+    diagnosis = DumpExamination(replace(dump, source=command), ours).diagnosis()
+    others = not torch.equal(dump.ids, left.ids)
+    note = ("the ids in the dump are not those that the program was given: the dump's count",) if others else ()
+    return replace(diagnosis, checkpoint=model, notes=(*diagnosis.notes, *note))
 
 
 def split(command: str) -> list[str]:
@@ -83,7 +112,7 @@ def run_program(command: str, checkpoint: Checkpoint, *, timeout: float) -> Iter
     words = split(command)
     with tempfile.TemporaryDirectory(prefix="gpt2-diagnose-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        ids, out = _ids(checkpoint.config), folder / "out"
+        ids, out = given_ids(checkpoint.config), folder / "out"
         np.save(folder / "ids.npy", ids[0].numpy())
         (folder / "ids.txt").write_text(" ".join(map(str, ids[0].tolist())) + "\n")
         places = {"{ids}": folder / "ids.npy", "{text}": folder / "ids.txt", "{out}": out}
@@ -93,8 +122,8 @@ def run_program(command: str, checkpoint: Checkpoint, *, timeout: float) -> Iter
         yield ProgramDump(_written(out, words[0], folder), ids)
 
 
-def _ids(config: GPT2Config) -> Tensor:
-    """Return one row of ids (1, T), the same in every run."""
+def given_ids(config: GPT2Config) -> Tensor:
+    """Return the ids that every program is given: one row (1, T), the same in each run."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(config.vocab_size, (1, min(TOKENS, config.n_positions)), generator=generator)
 

@@ -49,8 +49,11 @@ def is_dump(text: str) -> bool:
     return path.suffix.lower() in SUFFIXES or path.is_dir()
 
 
-def read(path: str | Path, config: GPT2Config) -> Dump:
-    """Read the dump at ``path``. Raises InputError: not there, damaged, without ids or floats, or with NaN."""
+def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None) -> Dump:
+    """Read the dump at ``path``; ``ids`` (B, T) count where it holds none.
+
+    Raises InputError: not there, damaged, without ids or floats, or with NaN.
+    """
     path = Path(path).expanduser()
     if not path.exists():
         raise InputError(f"{path}: no such file or directory; give {WAYS}")
@@ -60,16 +63,17 @@ def read(path: str | Path, config: GPT2Config) -> Dump:
     if reader is None:
         alone = "; a single array is not a dump: put it and the ids into a directory" if path.suffix.lower() == ".npy" else ""
         raise InputError(f"{path}: is not a dump{alone or f'; give {WAYS}'}")
-    return dump_of(dict(reader(path)), config, str(path))
+    return dump_of(dict(reader(path)), config, str(path), ids)
 
 
-def dump_of(arrays: Mapping[str, Any], config: GPT2Config, source: str = "your arrays") -> Dump:
+def dump_of(arrays: Mapping[str, Any], config: GPT2Config, source: str = "your arrays", ids: Tensor | None = None) -> Dump:
     """Return the dump of ``arrays``, NumPy's or torch's, by any names. Raises InputError as :func:`read` does."""
     tensors = {str(name): _tensor(value, f"{source}: {shown(str(name))}") for name, value in arrays.items()}
     key = _ids_name(tensors)
-    if key is None:
+    if key is not None:
+        ids = _ids(tensors.pop(key), f"{source}: {shown(key)}", config)
+    if ids is None:
         raise InputError(f"{source}: holds no token ids; {SAVE}")
-    ids = _ids(tensors.pop(key), f"{source}: {shown(key)}", config)
     floats = {name: tensor for name, tensor in tensors.items() if tensor.dtype in FLOATS and tensor.numel()}
     if not floats:
         raise InputError(f"{source}: holds no floating-point arrays beside the ids; save at least the logits")

@@ -301,7 +301,7 @@ def main(argv=None):
     parser.add_argument("--compute", default="float64")
     parser.add_argument("--foreign", type=int, default=-1)
     given = parser.parse_args(argv)
-    ids, weights, kept = np.load(given.ids), dict(np.load(given.weights)), {}
+    ids, weights, kept = np.atleast_2d(np.load(given.ids)), dict(np.load(given.weights)), {}
     Port(weights, parse(given.faults), np.dtype(given.compute), kept).forward(ids)
     starts = {"full": "", "block": ("embedded", "stream/", "logits"), "logits": "logits"}[given.level]
     with np.errstate(over="ignore"):
