@@ -195,12 +195,17 @@ class Chooser:
         if option is not None and option.path not in known:
             known.append(option.path)
 
-    def seen(self, options: Iterable[Option], axes: Axes) -> list[Option]:
-        """Return the options with recorded values, as the port's own numbers, and the right one in any case."""
-        kept = []
+    def seen(self, options: Iterable[Option], axes: Axes, others: Iterable[Option] = ()) -> list[Option]:
+        """Return the options with recorded values, as the port's own numbers, and the right one in any case.
+
+        If the right one alone is left, and not recorded, return those of ``others`` that are recorded for no other reason.
+        """
+        kept, unseen = [], []
         for option in options:
             if (recorded := self.recorded(option.value, axes)) is not None:
                 kept.append(option.seen_as(recorded.value))
             elif option.price == 0:
-                kept.append(option)
-        return kept
+                unseen.append(option)
+        if unseen and not kept and (better := self.seen([one for one in others if one.price > 0 and not one.silent], axes)):
+            return better
+        return [*kept, *unseen]

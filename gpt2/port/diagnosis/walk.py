@@ -80,7 +80,7 @@ class Walker:
         every = range(self.config.n_layer)
         expected, *others = sorted(every, key=lambda layer: (layer != expected, layer < expected, layer))
         for quick in (True, False):
-            kept = self.chooser.seen(self.chooser.likely("out", options) if quick else options, STREAM)
+            kept = self.chooser.seen(self.chooser.likely("out", options) if quick else options, STREAM, options)
             for layer in (expected, *others):  # another block is more likely than another fault
                 streams_in = kept if quick or layer == expected else kept[:6]
                 if (choice := self._enter(layer, streams_in, narrow=layer != expected)) is not None:
@@ -150,7 +150,7 @@ class Walker:
         choice = None
         every = [mid for one in attention.results for mid in residuals(self.norms, self.pool, layer, attention, one)]
         for mids in (self.chooser.likely("mid", every), every):
-            kept = self.chooser.seen(mids, STREAM)
+            kept = self.chooser.seen(mids, STREAM, every)
             choice = self.chooser.choose("ln_2", inputs(self.norms, layer, attention, kept), confirm, STREAM)
             if choice is not None:
                 break

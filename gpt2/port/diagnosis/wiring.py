@@ -64,7 +64,7 @@ class Embeddings:
         if all(option.silent for option in kept):
             kept += self._unknown_positions(factors)
         kept.sort(key=lambda option: option.price)
-        return [right, *kept, *(more for option in kept[:3] for more in self._normed(option))]
+        return [right, *kept, *(more for option in (right, *kept[:3]) for more in self._normed(option))]
 
     def unrecorded(self) -> Iterator[Option]:
         """Yield what may enter the first block if nothing is recorded, the right one first."""

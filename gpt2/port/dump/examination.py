@@ -16,10 +16,11 @@ from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import ranked
 from gpt2.port.diagnosis.logits import Reference, padding_causes
-from gpt2.port.diagnosis.report import Diagnosis, Divergence
+from gpt2.port.diagnosis.report import LIKELY, SURE, Diagnosis, Divergence
 from gpt2.port.diagnosis.trail import Trail, Walk, account
 from gpt2.port.diagnosis.walk import Walker
 from gpt2.port.dump.arrays import find_output, recognised
+from gpt2.port.dump.loading import Loaded, Loading
 from gpt2.port.dump.pool import DumpPool, TimeUp
 from gpt2.port.dump.reading import Dump, dump_of, read
 from gpt2.port.dump.tolerance import HALVES, excess, measured
@@ -56,6 +57,7 @@ class DumpExamination:
         attempts = [Attempt(self, dtype) for dtype in self._computed()]
         best: Attempt | None = None
         for attempt in attempts:
+            self.last = attempt
             attempt.run()
             if attempt.settled:
                 return self._diagnosed(attempt)
@@ -110,8 +112,12 @@ class Attempt:
         self.pool = DumpPool(self.tolerance, of.config, shape)
         self.pool.fill(((name, array) for name, array in of.dump.arrays.items() if name != of.output.name), logits)
         self.points = recognised(self.pool, of.exact, of.config)
+        self.loaded = Loaded(of.reference.state_dict(), ())
+        if not self.right:
+            self.loaded = Loading(self.pool, self.loaded.weights, of.config, of.ids).run()
         self.walked = self._walk()
-        self.causes = list(self.walked.causes)
+        sure = SURE if self.walked.explained else LIKELY
+        self.causes = [*self.walked.causes, *(replace(cause, confidence=sure) for cause in self.loaded.causes)]
         if self.right and not self.walked.explained:
             self.causes = []  # nothing contradicts the logits; a walk that misses arrays may only guess
         self.equal = self.right and not self.causes
@@ -123,10 +129,10 @@ class Attempt:
 
     def _walk(self) -> Walk:
         of = self.of
-        trail = Trail(self.pool, dict(of.reference.state_dict()), of.config, of.ids)
+        trail = Trail(self.pool, dict(self.loaded.weights), of.config, of.ids)
         self.pool.deadline = time.monotonic() + (of.end - time.monotonic()) / 2
         try:
-            Walker(trail, of.reference.wte.weight).run()
+            Walker(trail, trail.own["wte.weight"]).run()
         except TimeUp:
             trail.lost.append("logits")
         self.pool.deadline = float("inf")

@@ -36,6 +36,7 @@ class DumpPool(Pool):
         self.rows, self.tokens = shape
         self.dtypes: list[torch.dtype] = []
         self.names: list[str] = []
+        self.whole: list[bool] = []  # by entry: an array of the dump, and not a part of one
         self.logits_dtype = torch.float64
         width, root = config.n_embd, math.sqrt(config.head_dim)
         self._round = [1.0, 1 / root, root, math.sqrt(width), 1 / math.sqrt(width), 1 / width, 1 / config.head_dim]
@@ -47,6 +48,7 @@ class DumpPool(Pool):
         for name, array in arrays:
             for part, tensor in parts(name, array, self.config, self.tokens):
                 self.names.append(part)
+                self.whole.append(part == name)
                 self.dtypes.append(array.dtype)
                 self.add(tensor)
         self.logits_dtype = logits.dtype
@@ -83,6 +85,11 @@ class DumpPool(Pool):
     def allowance(self) -> dict[str, float]:
         return self.tolerance.points
 
+    @property
+    def sum_bound(self) -> float:
+        unit, smallest = UNITS[self.logits_dtype]
+        return super().sum_bound + unit + self.logits.shape[-1] * smallest
+
     def error(self, value: Tensor, entry: Tensor) -> float:
         dtype = self.dtypes[next((i for i, one in enumerate(self.entries) if one.data_ptr() == entry.data_ptr()), 0)]
         return excess(entry, value, dtype)
@@ -93,7 +100,12 @@ class DumpPool(Pool):
     def find(self, value: Tensor, *axes: int) -> Match | None:
         if time.monotonic() > self.deadline:
             raise TimeUp
-        return super().find(value, *axes)
+        match = super().find(value, *axes)
+        if match is None or not match.axes:
+            return match
+        whole = {self.whole[number] for number in match.entries}
+        origins = {self.names[number].partition("[")[0] for number in match.entries}
+        return match if whole == {True} or len(origins) == 1 else None  # not pieces of several arrays
 
     def adopt(self, value: Tensor, match: Match) -> Tensor:
         if any(self.dtypes[number] in HALVES for number in match.entries):
@@ -129,6 +141,10 @@ class DumpPool(Pool):
         short = [float(f"{size:.{digits}g}") for digits in (1, 2, 3)]
         near = (one for one in [*self._round, *short] if math.isclose(one, size, rel_tol=loose))
         return sign * next(near, size)
+
+    def sums_of(self, numel: int) -> list[float]:
+        """Return the sums of all arrays of a size."""
+        return [self._sums[number][0] for number in self._by_size.get(numel, [])]
 
     def _near(self, value: Tensor, number: int, first: float, second: float) -> bool:
         count, (mine, squares) = value.numel(), self._sums[number]
