@@ -1,9 +1,17 @@
 """``gpt2 compare``: measure how two models differ, from weights to generated text."""
 
 import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Status, add_offline, save_page, say, seed, write_result
+from gpt2.cli.common import Status, add_offline, require_writable, save_page, say, seed, write_result
 from gpt2.errors import InputError
+
+if TYPE_CHECKING:
+    from gpt2.comparison.results import Comparison
 
 HELP = "measure how two models differ, from weights to words"
 EXAMPLES = """\
@@ -14,8 +22,14 @@ EXAMPLES = """\
   gpt2 compare gpt2 gpt2-medium --on wikitext2:stride=512    two sizes, on a text with its protocol
   gpt2 compare shakespeare-mini --attention "To be, or not to be" --html heads.html
   gpt2 compare out/step-1000 out/step-2000 --on my.txt --json -
+  gpt2 compare gpt2 ./quantised --fail-if 'kl>1e-3' --fail-if 'same_top<0.98' --junit gpt2.xml      in a build
 
-The exit code is 0 whatever the result. gpt2 verify checks equality, and exits with 1 where the models differ."""
+METRIC of --fail-if: kl, kl_max, js (nats a token), same_top (a fraction), perplexity_ratio (B over A), weights (norm of the
+change over the norm), activation (the largest relative error), logit (that of the logits). OP: >, >=, <, <=. A metric with a
+95 % interval is judged by its far end (the upper one for >, the lower one for <), so a build passes only if the whole interval
+does. Where GITHUB_STEP_SUMMARY is set, a table is appended there.
+
+exit code: 0 whatever the models are, but 1 if a --fail-if is met, and 2 if its metric cannot be measured between these models"""
 DEFAULTS = {"on": None, "tokens": None, "threshold": 1e-3, "seed": 0}  # options that --attention does not use
 
 
@@ -41,6 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=seed, default=DEFAULTS["seed"], metavar="N", help="seeds intervals and samples (default: %(default)s)"
     )
     add_offline(parser)
+    parser.add_argument(
+        "--fail-if", action="append", default=[], metavar="EXPR", help="METRIC OP NUMBER: exit 1 if it is met; repeat for several"
+    )
+    parser.add_argument("--junit", metavar="FILE", help="write what --fail-if found as a JUnit report")
     parser.add_argument("--attention", metavar="TEXT", help="compare only the attention of each head on TEXT")
     parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page (with --attention also .png)")
 
@@ -53,18 +71,51 @@ def run(args: argparse.Namespace) -> int:
     if args.attention is not None:
         if unused := [name for name in DEFAULTS if getattr(args, name) != DEFAULTS[name]]:
             raise InputError(f"--{unused[0]} has no effect with --attention, which has a text of its own; leave it out")
+        if args.fail_if or args.junit:
+            raise InputError("--fail-if and --junit have no effect with --attention, which measures none of their metrics")
         return _attention(args)
     from gpt2.cli.terminal import Terminal
+    from gpt2.comparison.gates import Gate
     from gpt2.comparison.pair import compare
     from gpt2.measure.allocator import keep_freed_memory
 
+    if args.junit and not args.fail_if:
+        raise InputError("--junit reports what --fail-if found; add a --fail-if, such as --fail-if 'kl>1e-3'")
+    require_writable("--junit", args.junit)
+    gates = [Gate.parse(text) for text in args.fail_if]
     keep_freed_memory()
     with Status() as status:
         options = {name: getattr(args, name) for name in (*DEFAULTS, "offline")}
         result = compare(args.a, args.b, **options, progress=status)
+    not_measured = None
+    try:
+        result = replace(result, gates=tuple(gate.judge(result) for gate in gates))
+    except InputError as error:  # raised below: what was measured is shown first
+        not_measured = error
     save_page(args.html, result.save_html)
     write_result(args.json, result.to_json, lambda: result.print(Terminal()))
-    return 0
+    if not_measured is not None:
+        raise not_measured
+    return _report_gates(result, args.junit) if gates else 0
+
+
+def _report_gates(result: "Comparison", junit_file: str | None) -> int:
+    """Report the gates on stderr and to the build; return the exit code."""
+    from gpt2.comparison.gates import junit, step_summary
+    from gpt2.pages.rendering import write
+
+    gates, names = result.gates, (result.a.name, result.b.name)
+    for gate in gates:
+        print(f"{'met' if gate.met else 'not met'}: {gate}", file=sys.stderr)
+    if junit_file:
+        write(junit_file, junit(gates, *names))
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        try:
+            with Path(summary).open("a", encoding="utf-8") as file:
+                file.write(step_summary(gates, *names))
+        except OSError as error:
+            raise InputError(f"GITHUB_STEP_SUMMARY {summary}: cannot be written ({error.strerror}); unset it") from None
+    return 1 if any(gate.met for gate in gates) else 0
 
 
 def _attention(args: argparse.Namespace) -> int:

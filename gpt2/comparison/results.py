@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from gpt2.comparison.gates import Judgement
+
 VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00
 
 
@@ -85,6 +87,7 @@ class Comparison(Printed):
     environment: Environment
     seed: int
     seconds: float
+    gates: tuple[Judgement, ...] = ()  # of --fail-if
 
     @property
     def ok(self) -> bool:

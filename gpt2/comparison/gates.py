@@ -1,0 +1,152 @@
+"""Judge a comparison by thresholds, such as ``kl>1e-3``, and report the judgement to a build: ``--fail-if``."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from gpt2.comparison.distributions import Distributions
+from gpt2.comparison.results import Comparison
+from gpt2.errors import InputError, printable
+from gpt2.measure.estimates import Estimate
+
+Measured = float | Estimate | None
+
+OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+
+
+def _of_distributions(read: Callable[[Distributions], float | Estimate]) -> Callable[[Comparison], Measured]:
+    return lambda comparison: None if comparison.distributions is None else read(comparison.distributions)
+
+
+def _weights(comparison: Comparison) -> Measured:
+    return None if comparison.weights is None else comparison.weights.total.distance
+
+
+def _errors(*points: str) -> Callable[[Comparison], Measured]:
+    """Return a function that reads the largest error of these traced points, or of all."""
+
+    def read(comparison: Comparison) -> Measured:
+        traced = () if comparison.activations is None else comparison.activations.points
+        errors = [each.error for each in traced if not points or each.point in points]
+        return math.nan if any(map(math.isnan, errors)) else max(errors, default=None)
+
+    return read
+
+
+# Each metric: what it is, and where a comparison holds it (None: not measured between these models).
+METRICS: dict[str, tuple[str, Callable[[Comparison], Measured]]] = {
+    "kl": ("mean KL(a‖b) in nats", _of_distributions(lambda both: both.kl_ab.mean)),
+    "kl_max": ("largest KL(a‖b) of a token, in nats", _of_distributions(lambda both: both.kl_ab.max)),
+    "js": ("mean Jensen-Shannon divergence in nats", _of_distributions(lambda both: both.js.mean)),
+    "same_top": ("fraction of tokens with the same first choice", _of_distributions(lambda both: both.same_top)),
+    "perplexity_ratio": ("perplexity of b over that of a", _of_distributions(lambda both: both.ratio)),
+    "weights": ("norm of the weights' change over their norm", _weights),
+    "activation": ("largest relative error of a traced point", _errors()),
+    "logit": ("relative error of the logits on the traced tokens", _errors("logits")),
+}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A condition under which a build fails: ``metric`` ``op`` ``threshold``."""
+
+    metric: str
+    op: str
+    threshold: float
+
+    @classmethod
+    def parse(cls, text: str) -> Gate:
+        """Read ``METRIC OP NUMBER``, such as ``kl>1e-3``; raises InputError, with the metrics and operators that exist."""
+        parts = re.fullmatch(r"\s*(\w+)\s*(>=|<=|>|<)\s*(\S+)\s*", text)
+        if parts is None:
+            raise InputError(f"--fail-if {text!r}: is not METRIC OP NUMBER; write it as in 'kl>1e-3' or 'same_top<0.98', quoted")
+        metric, op, number = parts.groups()
+        if metric not in METRICS:
+            raise InputError(f"--fail-if {text!r}: there is no metric {metric!r}; use one of {', '.join(METRICS)}")
+        try:
+            threshold = float(number)
+        except ValueError:
+            threshold = math.nan
+        if not math.isfinite(threshold):
+            raise InputError(f"--fail-if {text!r}: {number!r} is no finite number; write one such as 1e-3 or 0.98")
+        return cls(metric, op, threshold)
+
+    def __str__(self) -> str:
+        return f"{self.metric}{self.op}{self.threshold:g}"
+
+    def judge(self, comparison: Comparison) -> Judgement:
+        """Apply the condition; raises InputError if the metric was not measured between these two models."""
+        measured = METRICS[self.metric][1](comparison)
+        if measured is None:
+            why = "; ".join(dict.fromkeys(comparison.compatibility.impossible.values())) or "this comparison has no such part"
+            raise InputError(f"--fail-if {self}: {self.metric} was not measured ({why}); gate on another metric")
+        interval = measured if isinstance(measured, Estimate) else Estimate(measured, measured, measured)
+        judged = interval.high if self.op in (">", ">=") else interval.low
+        undefined = math.isnan(interval.value) or math.isnan(judged)
+        return Judgement(self, interval, judged, undefined or OPERATORS[self.op](judged, self.threshold))
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Whether a gate's condition is met; ``judged`` is the figure that was held against the threshold.
+
+    A metric with a 95 % interval is judged by the end that lies farther in the operator's direction: the upper end for ``>``,
+    the lower end for ``<``. So a build passes only if the whole interval passes. A metric that is NaN meets every condition.
+    """
+
+    gate: Gate
+    measured: Estimate
+    judged: float
+    met: bool
+
+    def __str__(self) -> str:
+        value, low, high = (f"{x:.4g}" for x in (self.measured.value, self.measured.low, self.measured.high))
+        interval = f" (95 % interval {low} .. {high})" if low != high else ""
+        words = f"{self.gate}: {METRICS[self.gate.metric][0]} is {value}{interval}"
+        return f"{words}, {self._distance()}" if self.met else f"{words}, within the limit"
+
+    def _distance(self) -> str:
+        if math.isnan(self.judged):
+            return "which meets no limit"
+        end = "which" if self.measured.low == self.measured.high else f"whose far end {self.judged:.4g}"
+        past = abs(self.judged - self.gate.threshold)
+        return f"{end} is {past:.2g} past the limit" if past else f"{end} is the limit itself"
+
+
+def junit(judgements: Sequence[Judgement], a: str, b: str) -> str:
+    """Return the judgements as a JUnit XML report: a test case for each gate, one failure for each condition that is met."""
+    met = sum(each.met for each in judgements)
+    names = printable(f"{a} and {b}", one_line=True)  # XML has no control characters
+    suite = ElementTree.Element("testsuite", name="gpt2 compare", tests=str(len(judgements)), failures=str(met), errors="0")
+    for each in judgements:
+        case = ElementTree.SubElement(suite, "testcase", classname=names, name=str(each.gate))
+        if each.met:
+            ElementTree.SubElement(case, "failure", message=str(each))
+        else:
+            ElementTree.SubElement(case, "system-out").text = str(each)
+    suites = ElementTree.Element("testsuites")
+    suites.append(suite)
+    ElementTree.indent(suites)
+    return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def step_summary(judgements: Sequence[Judgement], a: str, b: str) -> str:
+    """Return the judgements as Markdown, for GitHub's step summary."""
+
+    def cell(text: str) -> str:
+        return printable(text, one_line=True).replace("|", "\\|")
+
+    rows = [f"| {'❌' if each.met else '✅'} | `{each.gate}` | {cell(str(each))} |" for each in judgements]
+    return "\n".join(
+        [f"### gpt2 compare: {cell(a)} and {cell(b)}", "", "| | fails if | measured |", "| --- | --- | --- |", *rows, ""]
+    )

@@ -1,0 +1,47 @@
+"""Assert in a test that two models do the same: ``assert_same(a, b, kl=1e-3)``, as a function and as a pytest fixture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpt2.errors import InputError
+
+if TYPE_CHECKING:
+    from gpt2.comparison.results import Comparison
+
+
+def assert_same(a: str, b: str, *, on: str | None = None, tokens: int | None = None, **limits: float) -> Comparison:
+    """Compare two models by name, and raise AssertionError where a limit is passed; return the comparison.
+
+    Args:
+        a, b, on, tokens: as for :func:`gpt2.compare`.
+        limits: the largest ``kl``, ``kl_max`` or ``js`` (nats), ``perplexity_ratio``, ``weights``, ``activation`` or ``logit``
+            (relative errors) that passes, or the smallest ``same_top`` (a fraction). At least one.
+
+    A metric with a 95 % interval passes only if the whole interval does, as with ``gpt2 compare --fail-if``.
+
+    Raises:
+        AssertionError: a limit is passed: each with its figure and interval.
+        InputError: no limit, an unknown one, or one that cannot be measured between these models; or as for
+            :func:`gpt2.compare`.
+    """
+    from gpt2.comparison.gates import METRICS, Gate
+    from gpt2.comparison.pair import compare
+
+    if not limits:
+        raise InputError(f"assert_same needs a limit, such as kl=1e-3; there are {', '.join(METRICS)}")
+    gates = [Gate.parse(f"{metric}{'<' if metric == 'same_top' else '>'}{limit!r}") for metric, limit in limits.items()]
+    comparison = compare(a, b, on=on, tokens=tokens)
+    judged = [gate.judge(comparison) for gate in gates]
+    if met := [str(each) for each in judged if each.met]:
+        raise AssertionError(f"{a} and {b} differ: " + "; ".join(met))
+    return comparison
+
+
+@pytest.fixture(name="assert_same")
+def assert_same_fixture() -> Callable[..., Comparison]:
+    """Return :func:`assert_same`; a ``conftest.py`` with ``pytest_plugins = ["gpt2.testing"]`` offers it to all tests."""
+    return assert_same

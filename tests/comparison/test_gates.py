@@ -1,0 +1,200 @@
+"""`compare --fail-if`: conditions are parsed, judged on the far end of an interval, and reported to a build."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from support.commands import refusal
+from support.random_models import TEXT, write_checkpoint
+
+import gpt2
+from gpt2.checkpoint.loading import load
+from gpt2.cli.main import main
+from gpt2.comparison.gates import METRICS, Gate, junit, step_summary
+from gpt2.comparison.results import Comparison
+from gpt2.data.bpe import train_bpe
+from gpt2.measure.estimates import Estimate
+from gpt2.testing import assert_same
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+    """A model, the same with noise in one tensor, and one with another tokenizer; and the text beside them."""
+    base = write_checkpoint(tmp_path_factory.mktemp("base"))
+    model = load(str(base))
+    with torch.no_grad():
+        model.h[1].mlp.c_fc.weight.add_(torch.randn(model.h[1].mlp.c_fc.weight.shape, generator=torch.Generator().manual_seed(1)))
+    noisy = gpt2.save(model, gpt2.load_tokenizer(str(base)), tmp_path_factory.mktemp("noisy"))
+    other = write_checkpoint(tmp_path_factory.mktemp("other"), tokenizer=train_bpe("Enter GHOST. Who's there?\n" * 20, 270))
+    return str(base), str(noisy), str(other)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "witches.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def compared(folders: tuple[str, str, str], text: str) -> Comparison:
+    return gpt2.compare(folders[0], folders[1], on=text, tokens=200)
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("kl", "METRIC OP NUMBER"),
+        ("kl=1", "METRIC OP NUMBER"),
+        ("kl>1>2", "no finite number"),
+        ("kl>nan", "no finite number"),
+        ("kl>-inf", "no finite number"),
+        ("kl > one", "no finite number"),
+        ("kld>1", "there is no metric 'kld'; use one of kl, kl_max, js"),
+        ("", "METRIC OP NUMBER"),
+    ],
+)
+def test_a_wrong_expression_is_one_line(expression: str, words: str) -> None:
+    """A gate that is misspelt and passes guards nothing."""
+    assert words in refusal(Gate.parse, expression)
+
+
+@pytest.mark.parametrize("expression", ["kl>1e-3", " kl  >= .5", "same_top<0.98", "weights <= 1E3", "logit>-1"])
+def test_an_expression_is_read_with_or_without_spaces(expression: str) -> None:
+    gate = Gate.parse(expression)
+    assert str(Gate.parse(str(gate))) == str(gate)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_every_metric_is_what_the_report_says(metric: str, compared: Comparison) -> None:
+    """A metric read from the wrong field passes or fails on another figure than the report shows."""
+    both = compared.distributions
+    shown = {
+        "kl": both.kl_ab.mean.value,
+        "kl_max": both.kl_ab.max,
+        "js": both.js.mean.value,
+        "same_top": both.same_top.value,
+        "perplexity_ratio": both.ratio.value,
+        "weights": compared.weights.total.distance,
+        "activation": max(point.error for point in compared.activations.points),
+        "logit": compared.activations.points[-1].error,
+    }
+    judged = Gate(metric, ">", -1.0).judge(compared)
+    assert judged.measured.value == shown[metric]
+    assert judged.met
+    assert Gate(metric, "<", 1e9).judge(compared).met
+    assert not Gate(metric, ">", 1e9).judge(compared).met
+    assert not Gate(metric, "<", -1.0).judge(compared).met
+
+
+@pytest.mark.parametrize(
+    ("expression", "met"),
+    [
+        ("kl>0.29", True),
+        ("kl>=0.3", True),
+        ("kl>0.3", False),
+        ("kl<0.2", False),
+        ("kl<0.21", True),
+        ("kl<0.25", True),
+    ],
+)
+def test_an_interval_is_judged_by_its_far_end(expression: str, met: bool, compared: Comparison) -> None:
+    """A figure within the limit by luck, whose interval reaches past it, passes a build that it should stop."""
+    divergence = replace(compared.distributions.kl_ab, mean=Estimate(0.25, 0.2, 0.3))
+    judged = Gate.parse(expression).judge(replace(compared, distributions=replace(compared.distributions, kl_ab=divergence)))
+    assert judged.met == met
+    assert "95 % interval 0.2 .. 0.3" in str(judged)
+
+
+def test_a_broken_model_meets_every_gate(compared: Comparison) -> None:
+    """NaN is neither above nor below a limit: a model that returns it would pass."""
+    divergence = replace(compared.distributions.kl_ab, max=math.nan)
+    broken = replace(compared, distributions=replace(compared.distributions, kl_ab=divergence))
+    assert Gate.parse("kl_max>1").judge(broken).met
+    assert Gate.parse("kl_max<1").judge(broken).met
+
+
+def test_exit_codes_and_reports(
+    folders: tuple[str, str, str],
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Met, not met, not measurable: 1, 0, 2; and each gate in JSON, JUnit and the step summary."""
+    base, noisy, other = folders
+    summary, report = tmp_path / "summary.md", tmp_path / "gates.xml"
+    summary.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    command = ["compare", base, noisy, "--on", text, "--tokens", "200", "--json", "-"]
+    assert main([*command, "--fail-if", "kl>1e-9", "--fail-if", "weights>1e9", "--junit", str(report)]) == 1
+    out, err = capsys.readouterr()
+    first, second = json.loads(out)["gates"]
+    assert (first["gate"]["metric"], first["met"], second["met"]) == ("kl", True, False)
+    assert err.splitlines()[0].startswith("met: kl>1e-09: mean KL(a‖b) in nats is ")
+    assert err.splitlines()[1].startswith("not met: weights>1e+09")
+    suite = ElementTree.fromstring(report.read_text())[0]
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    assert [case.find("failure") is not None for case in suite] == [True, False]
+    assert summary.read_text().startswith("before\n### gpt2 compare")
+    assert summary.read_text().count("| `") == 2
+    assert main([*command, "--fail-if", "kl>1e9"]) == 0
+    capsys.readouterr()
+    assert main(["compare", base, other, "--on", text, "--fail-if", "kl>1"]) == 2
+    out, err = capsys.readouterr()
+    assert "bits per byte" in out  # what was measured is shown
+    assert "kl was not measured (" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--junit", "x.xml"], "add a --fail-if"),
+        (["--fail-if", "kl>1", "--junit", "/nowhere/x.xml"], "--junit /nowhere/x.xml: cannot be written"),
+        (["--fail-if", "kl>1", "--attention", "To be"], "no effect with --attention"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_before_the_measurement(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Minutes of measuring, and then no report."""
+    assert main(["compare", "shakespeare-mini", "shakespeare-mini:bf16", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_reports_stand_hostile_names(compared: Comparison) -> None:
+    """A name with markup or control characters breaks the XML that a build server reads, or the table of a summary."""
+    judged = [Gate.parse("kl>1e-9").judge(compared)]
+    names = "a|b<c>&\x1b[31m", 'd"\n\x00'
+    suite = ElementTree.fromstring(junit(judged, *names))[0]
+    assert "a|b<c>&␛[31m" in suite[0].get("classname")
+    assert len(step_summary(judged, *names).splitlines()) == 5
+
+
+def test_assert_same_raises_where_a_limit_is_passed(folders: tuple[str, str, str], text: str) -> None:
+    """A limit the wrong way round: same_top is a floor, all others are ceilings."""
+    base, noisy, _ = folders
+    assert assert_same(base, base, on=text, tokens=64, kl=0.0, same_top=0.9, weights=0.0).ok
+    with pytest.raises(AssertionError, match=r"differ: kl>0.*; weights>0\.01"):
+        assert_same(base, noisy, on=text, tokens=64, kl=0.0, weights=0.01, same_top=0.0)
+    assert "needs a limit, such as kl=1e-3" in refusal(assert_same, base, base)
+    assert "there is no metric 'nats'" in refusal(assert_same, base, base, nats=1.0)
+
+
+@pytest.mark.slow
+def test_the_fixture_in_a_project_of_its_own(folders: tuple[str, str, str], text: str, tmp_path: Path) -> None:
+    """The lines that the README of comparison shows, run by a pytest of their own: one test that passes, one that fails."""
+    base, noisy, _ = folders
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["gpt2.testing"]\n')
+    call = "def test_{}(assert_same):\n    assert_same({!r}, {!r}, on={!r}, tokens=64, kl=1e-3)\n"
+    (tmp_path / "test_it.py").write_text(call.format("same", base, base, text) + call.format("noisy", base, noisy, text))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert "1 failed, 1 passed" in ran.stdout
+    assert "differ: kl>0.001: mean KL(a‖b) in nats is" in ran.stdout
