@@ -1,0 +1,101 @@
+"""Attention in forms that no tutorial has: one head's share for all, no split into heads, scores of queries alone; separate q, k, v."""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from support.faulty.loading import put
+
+
+class Attention(nn.Module):
+    def __init__(self, config, wrong):
+        super().__init__()
+        self.n_head, self.wrong = config.n_head, wrong
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(config.n_embd, config.n_embd) for _ in range(4))
+        self.register_buffer("past", torch.ones(config.n_positions, config.n_positions).tril().bool(), persistent=False)
+        self.register_buffer("slopes", 2.0 ** -torch.arange(1, config.n_head + 1)[:, None, None], persistent=False)
+
+    def split(self, x):
+        (b, t, d), wrong = x.shape, self.wrong
+        if "heads-unsplit" in wrong:
+            return x
+        heads = 1 if "heads-one" in wrong else 2 if "heads-halved" in wrong else self.n_head
+        return x.view(b, t, heads, d // heads).transpose(1, 2)
+
+    def scores(self, q, k):
+        wrong, (t, size) = self.wrong, q.shape[-2:]
+        if "scores-cosine" in wrong:
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        if "scores-of-queries" in wrong:
+            k = q
+        if "scores-of-keys" in wrong:
+            q = k
+        scores = q @ k.transpose(-2, -1) / math.sqrt(size)
+        if "scores-by-distance" in wrong:
+            return scores - self.slopes * (torch.arange(t)[:, None] - torch.arange(t))
+        return scores
+
+    def forward(self, x):
+        wrong = self.wrong
+        q, k, v = (self.split(project(x)) for project in (self.to_q, self.to_k, self.to_v))
+        if "heads-share-keys" in wrong:
+            k = k[:, :1]
+        if "heads-share-values" in wrong:
+            v = v[:, :1]
+        scores = self.scores(q, k).masked_fill(~self.past[: x.size(1), : x.size(1)], -math.inf)
+        weights = F.softmax(scores, dim=-1)
+        if "weights-of-one-head" in wrong:
+            weights = weights[:, 1].unsqueeze(1)
+        if "weights-averaged" in wrong:
+            weights = weights.mean(1, keepdim=True)
+        if "weights-rounded" in wrong:
+            weights = weights.round(decimals=2)
+        if "weights-turned" in wrong:
+            weights = weights.transpose(-2, -1)
+        if "weights-squared" in wrong:
+            weights = weights.square()
+        y = weights @ v
+        if "heads-squashed" in wrong:
+            y = torch.tanh(y)
+        y = y if y.ndim == 3 else y.transpose(1, 2).flatten(2)
+        return self.to_out(y)
+
+
+class Block(nn.Module):
+    def __init__(self, config, wrong):
+        super().__init__()
+        self.before_attention, self.before_feeding = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
+        self.attention = Attention(config, wrong)
+        self.up, self.down = nn.Linear(config.n_embd, config.inner), nn.Linear(config.inner, config.n_embd)
+
+    def forward(self, x):
+        x = x + self.attention(self.before_attention(x))
+        return x + self.down(F.gelu(self.up(self.before_feeding(x)), approximate="tanh"))
+
+
+class Model(nn.Module):
+    def __init__(self, config, faults):
+        super().__init__()
+        self.words, self.places = nn.Embedding(config.vocab_size, config.n_embd), nn.Embedding(config.n_positions, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config, faults.at(layer)) for layer in range(config.n_layer))
+        self.last = nn.LayerNorm(config.n_embd)
+
+    def forward(self, ids):
+        x = self.words(ids) + self.places.weight[: ids.size(1)]
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) @ self.words.weight.t()
+
+
+def build(config, faults):
+    return Model(config, faults)
+
+
+def fill(model, state):
+    put(model, state, {"words": "wte", "places": "wpe", "last": "ln_f"})
+    for layer, block in enumerate(model.blocks):
+        names = {"before_attention": "ln_1", "before_feeding": "ln_2", "up": "mlp.c_fc.T", "down": "mlp.c_proj.T"}
+        put(block, state, names | {"attention.to_out": "attn.c_proj.T"}, f"h.{layer}.")
+        put(block.attention, state, {"to_q": "q.T", "to_k": "k.T", "to_v": "v.T"}, f"h.{layer}.")
