@@ -5,23 +5,28 @@ Shapes: y (B, T, D); q, k, v split into heads (B, H, T, K); scores and weights (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from enum import Enum
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.measure.tracing import point_at
-from gpt2.port.diagnosis.hypotheses import attention_weights, likely_scales, scale_faults
+from gpt2.port.diagnosis.hypotheses import attention_weights, likely_scales, right_scale, scale_faults
 from gpt2.port.diagnosis.norms import RMS, layer_norm
-from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Option, Recorded
+from gpt2.port.diagnosis.scores import Layout as Layout  # also for those that read dumps
+from gpt2.port.diagnosis.scores import Scoring, right_scorings, wrong_scorings
+from gpt2.port.diagnosis.screen import Mixture, Projection, stacked
+from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Option, Recorded, against_right
 from gpt2.port.diagnosis.trail import Trail
 from gpt2.port.diagnosis.wiring import STREAM, streams
 
 HEADS = (1, 0, 2)  # axes of (B, H, T, K) that a port may split: heads, rows, tokens
 GRID = (1, 0)  # axes of (B, H, T, T) that a port may split
-MAX_HIDDEN = 60  # combinations of weights to try where neither weights nor heads are recorded
+MAX_HIDDEN = 60  # combinations of weights to try, in each way to merge heads, where neither weights nor heads are recorded
+MASKS = 10  # of the possible results of mask and softmax, those tried with an unlikely comparison of tokens
 # What the weights may mix, the right one first; the words describe the fault.
 MIXED = {
     "v": "",
@@ -31,39 +36,11 @@ MIXED = {
     "stream": "the stream itself is mixed, not the values",
 }
 MERGED = "heads are put side by side without transposing back, which mixes positions and heads"
+OWN_WEIGHTS = "y = weights @ v  # weights (B, n_head, T, T), v (B, n_head, T, head_size): each head its own"
 NO_PROJECTION = Fault("output-projection-missing", "attn", "the heads are added to the stream as they are")
 EXCHANGED = Fault("qkv-order", "attn", "queries and keys have changed places")
 Projected = dict[str, Recorded]  # "q", "k" and "v" of an input, each (B, T, D)
 Heads = tuple[Tensor, tuple[Fault, ...]]  # (B, H, T, K), and the faults if the port computes this
-
-
-class Layout(Enum):
-    """How heads are cut out of the width; the value describes the fault."""
-
-    RIGHT = ""
-    VIEWED = "heads are cut out by view(B, H, T, K) without a transpose, which mixes positions and heads"
-    INTERLEAVED = "a head is made of every n_head-th column, not of neighbouring ones"
-    TIME_FIRST = "heads are cut out of (T, B, D) by a view, which mixes positions, rows and heads"
-
-    def split(self, y: Tensor, heads: int) -> Tensor:
-        """Split (B, T, D) into (B, H, T, K)."""
-        batch, tokens, _ = y.shape
-        return {
-            Layout.RIGHT: y.unflatten(-1, (heads, -1)).transpose(1, 2),
-            Layout.VIEWED: y.reshape(batch, heads, tokens, -1),
-            Layout.INTERLEAVED: y.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2),
-            Layout.TIME_FIRST: y.transpose(0, 1).reshape(batch, heads, tokens, -1),
-        }[self]
-
-    def merge(self, y: Tensor) -> Tensor:
-        """Merge (B, H, T, K) into (B, T, D)."""
-        batch, _, tokens, _ = y.shape
-        return {
-            Layout.RIGHT: y.transpose(1, 2).flatten(2),
-            Layout.VIEWED: y.reshape(batch, tokens, -1),
-            Layout.INTERLEAVED: y.permute(0, 2, 3, 1).flatten(2),
-            Layout.TIME_FIRST: y.permute(2, 0, 1, 3).reshape(batch, tokens, -1),
-        }[self]
 
 
 def affine(chooser: Chooser, x: Tensor, weight: Tensor, bias: Tensor, part: str, heads: int = 0) -> Recorded | None:
@@ -114,6 +91,8 @@ class Attending:
         self.parts, self.input = choice.result, choice.value
         self.stream = None if choice.option.base is None else choice.option.base.value
         self.faults: list[Fault] = []
+        self.scorings = list(right_scorings({name: part.value for name, part in self.parts.items()}, self.config))
+        self._known_mixtures: dict[Scoring, list[tuple[Mixture, tuple[Fault, ...]]]] = {}
 
     def run(self) -> list[Option]:
         """Return the results that the branch may have (what follows decides among several); none if attention is unknown."""
@@ -122,21 +101,21 @@ class Attending:
         words = {"q": "queries", "k": "keys", "v": "values"}
         if without := ", ".join(words[name] for name, part in self.parts.items() if part.faults):
             self.faults.append(Fault("missing-bias", "attn", f"the {without} have no bias"))
-        layout, factors = self._layout()
-        chosen = self._weigh(layout, factors)
-        if chosen is None:
+        scoring, factors = self._scoring()
+        found = self._weigh(scoring, factors) or (None if factors else self._weigh_otherwise())
+        if found is None:
             error = None
-            results = self._project(list(self._hidden(layout, factors)), recorded=False)
+            self._keep_right(factors)
+            results = self._unrecognised() or self._project(list(self._hidden(scoring, factors)), recorded=False)
         else:
+            scoring, chosen = found
             mixed, factor = chosen.result, chosen.option.factor or 0.0
             error = mixed.error if chosen.error is None else chosen.error
-            self.trail.factors[self.n] = factor, chosen.error
+            self.trail.factors[self.n] = self._factor(scoring, factor), chosen.error
             if chosen.missed is not None:
                 self.trail.missed[point_at(self.n, "attn")] = chosen.missed
-            if layout is not Layout.RIGHT:
-                self.faults.append(Fault("head-layout", "attn", layout.value))
-            self.faults += [*chosen.option.faults, *mixed.faults]
-            self._keep("attn.scores", self._scaled(layout, factor).tril())
+            self.faults += [*scoring.faults, *chosen.option.faults, *mixed.faults]
+            self._keep("attn.scores", self._scaled(scoring, factor).tril())
             self._keep("attn.weights", chosen.value)
             self._keep("attn.heads", Layout.RIGHT.merge(mixed.value))
             results = self._project([(mixed.value, ())], recorded=True)
@@ -146,65 +125,156 @@ class Attending:
     def _keep(self, part: str, value: Tensor) -> None:
         self.trail.values[point_at(self.n, part)] = value
 
-    def _layout(self) -> tuple[Layout, list[float]]:
-        """Return how heads are cut out, according to the scores, and the factors of the scores if recorded."""
-        for layout in Layout:
-            if factors := self.pool.factors(self._scores(layout), *GRID):
-                return layout, factors
-        return Layout.RIGHT, []
+    # From queries and keys to weights
 
-    def _scores(self, layout: Layout) -> Tensor:
-        q, k = (layout.split(self.parts[name].value, self.config.n_head) for name in "qk")
-        return q @ k.mT
+    def _scoring(self) -> tuple[Scoring, list[float]]:
+        """Return how tokens are compared, according to the scores, and the factors of the scores if recorded."""
+        for scoring in self.scorings:
+            if factors := self.pool.factors(scoring.value, *GRID):
+                return scoring, factors
+        return self.scorings[0], []
 
-    def _scaled(self, layout: Layout, factor: float) -> Tensor:
+    def _scaled(self, scoring: Scoring, factor: float) -> Tensor:
         """Return the scores, with the port's own numbers if recorded."""
-        scores = self._scores(layout) * factor
+        scores = scoring.value * factor
         recorded = self.chooser.recorded(scores, GRID)
         return scores if recorded is None else recorded.value
 
-    def _options(self, layout: Layout, factors: list[float]) -> Iterator[Option]:
+    def _factor(self, scoring: Scoring, factor: float) -> float:
+        """Return the scores' factor as if the port had the right number of heads."""
+        is_usual = scoring.heads != self.config.n_head and math.isclose(factor, scoring.usual_factor, rel_tol=1e-7)
+        return right_scale(self.config, self.layer) if is_usual else factor
+
+    def _options(self, scoring: Scoring, factors: list[float]) -> Iterator[Option]:
+        """Yield what the weights may be; factors other than the recorded ones cost more."""
         likely = likely_scales(self.config, self.layer)
         for factor in dict.fromkeys([*factors, *likely]):  # scores scaled after the mask are not recorded
-            cost = len(scale_faults(self.config, self.layer, factor)) + 0.5 * bool(factors and factor not in factors)
-            yield from attention_weights(self._scaled(layout, factor), factor, cost)
+            wrong = scale_faults(self.config, self.layer, self._factor(scoring, factor))
+            cost = len(wrong) + 0.5 * bool(factors and factor not in factors)
+            yield from attention_weights(self._scaled(scoring, factor), factor, cost)
         for factor in (factors or likely)[:3]:
-            right = next(attention_weights(self._scores(layout).mT * factor, factor))
+            right = next(attention_weights(scoring.value.mT * factor, factor))
             yield Option.known("exchanged", right.value, EXCHANGED, factor=factor, cost=1.0)
+            yield from self._shared(scoring, factor)
 
-    def _mixtures(self, layout: Layout) -> Iterator[Heads]:
-        """Yield what the weights may mix, the most likely first."""
+    def _shared(self, scoring: Scoring, factor: float) -> Iterator[Option]:
+        """Yield the right weights of one head, or their mean, for all heads."""
+        cost = 1.0 + len(scale_faults(self.config, self.layer, self._factor(scoring, factor)))
+        right = next(attention_weights(self._scaled(scoring, factor), factor)).value
+        for head in range(scoring.heads if scoring.heads > 1 else 0):
+            words = f"every head mixes its values with the weights of head {head}"
+            fault = Fault("head-layout", "attn", words, fix=OWN_WEIGHTS)
+            yield Option.known(f"head {head}", right[:, head, None].expand_as(right), fault, factor=factor, cost=cost)
+        if scoring.heads > 1:
+            fault = Fault(
+                "head-layout", "attn", "every head mixes its values with the mean of all heads' weights", fix=OWN_WEIGHTS
+            )
+            yield Option.known("mean", right.mean(1, keepdim=True).expand_as(right), fault, factor=factor, cost=cost)
+
+    # From weights and values to heads
+
+    def _mixtures(self, scoring: Scoring) -> list[tuple[Mixture, tuple[Fault, ...]]]:
+        """Return what the weights may mix, the most likely first."""
+        if scoring not in self._known_mixtures:
+            self._known_mixtures[scoring] = [(Mixture(values), faults) for values, faults in self._values(scoring)]
+        return self._known_mixtures[scoring]
+
+    def _values(self, scoring: Scoring) -> Iterator[Heads]:
         sources = {name: part.value for name, part in self.parts.items()} | {"input": self.input}
         if self.stream is not None:
             sources["stream"] = self.stream
-        for way in dict.fromkeys([layout, *Layout]):
+        for way in dict.fromkeys([scoring.layout, *Layout]):
             for source, words in MIXED.items():
                 if source in sources:
                     faults = (Fault("value-projection-wrong", "attn", words),) if words else ()
-                    yield way.split(sources[source], self.config.n_head), faults
+                    yield way.split(sources[source], scoring.heads), faults
+        values = scoring.layout.split(sources["v"], scoring.heads)
+        for head in range(scoring.heads if scoring.heads > 1 else 0):
+            words = f"every head mixes the values of head {head}"
+            yield values[:, head, None].expand_as(values), (Fault("head-layout", "attn", words, fix=OWN_WEIGHTS),)
 
-    def _mixed(self, layout: Layout, weights: Tensor) -> Recorded | None:
+    def _mixed(self, scoring: Scoring, weights: Tensor) -> Recorded | None:
         """Return weights times values, if recorded."""
-        for values, faults in self._mixtures(layout):
-            if (recorded := self.chooser.recorded(weights @ values, HEADS)) is not None:
+        some = stacked([weights])
+        for mixture, faults in self._mixtures(scoring):
+            if mixture.recorded(self.pool, some) and (recorded := self._product(weights, mixture)) is not None:
                 return recorded._replace(faults=faults)
         return None
 
-    def _weigh(self, layout: Layout, factors: list[float]) -> Choice[Recorded] | None:
-        options = list(self._options(layout, factors))
-        chosen = self.chooser.choose("weights", options, lambda weights: self._mixed(layout, weights), GRID)
-        if chosen is None:  # one operator computes weights and values: try all products
-            for option in sorted(options, key=lambda option: option.price):
-                if (mixed := self._mixed(layout, option.value)) is not None:
-                    return Choice(option, option.value, None, mixed)
-        return chosen
+    def _product(self, weights: Tensor, mixture: Mixture) -> Recorded | None:
+        return self.chooser.recorded(weights @ mixture.values, HEADS)
 
-    def _hidden(self, layout: Layout, factors: list[float]) -> Iterator[Heads]:
-        """Yield what the heads may be if neither weights nor heads are recorded."""
-        for option in sorted(self._options(layout, factors), key=lambda option: option.price)[:MAX_HIDDEN]:
-            scale = () if option.factor is None else scale_faults(self.config, self.layer, option.factor)
-            for values, faults in list(self._mixtures(layout))[:5]:
-                yield option.value @ values, (*scale, *option.faults, *faults)
+    def _weigh(self, scoring: Scoring, factors: list[float]) -> tuple[Scoring, Choice[Recorded]] | None:
+        """Return which weights mix which values, if their product is recorded."""
+        options = list(self._options(scoring, factors))
+        chosen = self.chooser.choose("weights", options, lambda weights: self._mixed(scoring, weights), GRID, 0)
+        chosen = chosen or self._screened(scoring, options)  # one operator computes weights and values: try all products
+        return None if chosen is None else (scoring, chosen)
+
+    def _screened(self, scoring: Scoring, options: list[Option]) -> Choice[Recorded] | None:
+        """Return the cheapest option whose product with values is recorded, the weights being recorded or not."""
+        options = sorted(options, key=lambda option: option.price)
+        weights = stacked(option.value for option in options)
+        tries = sorted(
+            (number, rank)
+            for rank, (mixture, _) in enumerate(self._mixtures(scoring))
+            for number in mixture.recorded(self.pool, weights)
+        )
+        for number, rank in tries:
+            mixture, faults = self._mixtures(scoring)[rank]
+            if (mixed := self._product(options[number].value, mixture)) is not None:
+                chosen = Choice(options[number], options[number].value, None, mixed._replace(faults=faults))
+                return against_right(chosen, options)
+        return None
+
+    def _weigh_otherwise(self) -> tuple[Scoring, Choice[Recorded]] | None:
+        """Do :meth:`_weigh` for other ways to compare tokens, where the scores are not recorded as GPT-2 makes them."""
+        others = list(wrong_scorings({name: part.value for name, part in self.parts.items()}, self.config))
+        for scoring in others:
+            if factors := self.pool.factors(scoring.value, *GRID):
+                return self._weigh(scoring, factors)
+        for scoring in (*self.scorings[1:], *others):
+            factors = list(dict.fromkeys([scoring.usual_factor, right_scale(self.config, self.layer), 1.0]))
+            every = (attention_weights(scoring.value * factor, factor) for factor in factors)
+            options = [option for some in every for option in islice(some, MASKS)]
+            if (chosen := self._screened(scoring, options)) is not None:
+                return scoring, chosen
+        return None
+
+    # From heads to the branch's result
+
+    def _keep_right(self, factors: list[float]) -> None:
+        """Keep scores and weights that are GPT-2's, to say how far an attention that is not recognised is right."""
+        factor = right_scale(self.config, self.layer)
+        if any(math.isclose(factor, one, rel_tol=1e-7) for one in factors):
+            scores = self._scaled(self.scorings[0], factor)
+            self._keep("attn.scores", scores.tril())
+        mixture, _ = self._mixtures(self.scorings[0])[0]
+        shape = mixture.values.shape[:3]
+        for entry in self.pool.of_size(shape.numel() * shape[2]):  # whatever the port weighs the values with
+            weights = entry.view(*shape, shape[2])
+            if mixture.recorded(self.pool, stacked([weights])) and self._product(weights, mixture) is not None:
+                self._keep("attn.weights", weights)
+                return
+
+    def _hidden(self, scoring: Scoring, factors: list[float]) -> Iterator[Heads]:
+        """Yield what the heads may be if neither weights nor heads are recorded, the screened ones first."""
+        options = sorted(self._options(scoring, factors), key=lambda option: option.price)
+        weight, bias = self.weights["attn.c_proj.weight"], self.weights["attn.c_proj.bias"]
+        weights, mixtures = stacked(option.value for option in options), self._mixtures(scoring)
+        screened = []
+        for rank, (mixture, _) in enumerate(mixtures):
+            projection = Projection(mixture.values, weight)
+            for added in (bias, torch.zeros_like(bias)):
+                screened += [(number, rank) for number in projection.recorded(self.pool, weights, added)]
+        few = (
+            (number, rank) for number in range(min(len(options), MAX_HIDDEN)) for rank in range(min(len(mixtures), len(MIXED)))
+        )
+        for number, rank in dict.fromkeys([*sorted(screened), *few]):
+            option, (mixture, faults) = options[number], mixtures[rank]
+            factor = option.factor
+            scale = () if factor is None else scale_faults(self.config, self.layer, self._factor(scoring, factor))
+            yield option.value @ mixture.values, (*scoring.faults, *scale, *option.faults, *faults)
 
     def _project(self, heads: list[Heads], recorded: bool) -> list[Option]:
         """Return the branch's possible results; ``recorded``: the heads are recorded, not candidates."""
@@ -226,9 +296,11 @@ class Attending:
             for words, normed in self._normed(right) if recorded else ():
                 if (results := self._projected(normed, *faults, Fault("extra-norm", "attn", words))) is not None:
                     return results
-        if recorded:
-            return unseen
-        for entry in streams(self.pool, self.input[..., 0], self.config.n_embd):  # any tensor may enter the projection
+        return self._unrecognised() or unseen if recorded else []
+
+    def _unrecognised(self) -> list[Option]:
+        """Return the results of the projection of any recorded tensor: the heads are then recorded, and unknown."""
+        for entry in streams(self.pool, self.input[..., 0], self.config.n_embd):
             if (results := self._projected(entry)) is not None:
                 self.trail.lost.append(point_at(self.n, "attn"))
                 return results

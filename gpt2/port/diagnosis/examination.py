@@ -20,6 +20,7 @@ from gpt2.port.diagnosis.logits import Reference, padding_causes, require_logits
 from gpt2.port.diagnosis.own import Own, own_weights
 from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
 from gpt2.port.diagnosis.structure import require_size, structural_causes
+from gpt2.port.diagnosis.trail import Walk
 from gpt2.port.diagnosis.walk import walk
 from gpt2.port.diagnosis.weights import WeightComparison
 from gpt2.port.mapping.filling import fill, put
@@ -27,7 +28,7 @@ from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.dataflow import Use
 from gpt2.port.recording.dispatch import run_deterministically
 from gpt2.port.recording.forward import Borrowed, ForwardError, error_line, logits_of, plain_attention
-from gpt2.port.recording.pool import collect
+from gpt2.port.recording.pool import Pool, collect
 from gpt2.port.recording.recorder import give_shapes, record_probe
 
 SLACK = 10  # for ports without float64: the allowed error over our model's error in that dtype
@@ -238,11 +239,7 @@ class Examination:
         weights = dict(own.weights)
         if own.placed and not bool(own.placed["wpe.weight"].any()):  # the walk finds what is added in place of positions
             weights["wpe.weight"] = self.state["wpe.weight"]
-        walked = walk(pool, weights, config, ids, reference.model, own.head)
-        if not pool.narrow and not walked.explained:  # float32 constants may be the only obstacle
-            pool.narrow = True
-            again = walk(pool, weights, config, ids, reference.model, own.head)
-            walked = again if again.explained else walked
+        walked = self._best_walk(pool, ids, reference, weights, own)
         if walked.explained:
             held = [cause for cause in self.weight_causes if cause.id != "extra-bias"]  # the walk has measured its effect
             return walked.first_divergence, [*walked.causes, *(_sure(cause) for cause in held)]
@@ -254,6 +251,29 @@ class Examination:
         if causes:
             self.notes.append("these causes do not explain all of the difference; fix them and run the diagnosis again")
         return walked.first_divergence, causes
+
+    def _best_walk(self, pool: Pool, ids: Tensor, reference: Reference, weights: dict[str, Tensor], own: Own) -> Walk:
+        """Walk with the module's weights; if they do not explain its logits, with the checkpoint's where they may be misread.
+
+        A bias that the anatomy has not found, or blocks that it has taken for others, need not be wrong: if the walk ends at the
+        logits with the checkpoint's own, the causes that say so are dropped.
+        """
+        walks = [walk(pool, weights, self.config, ids, reference.model, own.head)]
+        if walks[0].explained:
+            return walks[0]
+        completed = {name: torch.where(placed, weights[name], self.state[name]) for name, placed in own.placed.items()}
+        checkpoint = self.state if own.placed else {}
+        misread_all = {cause.id for cause in self.weight_causes}
+        for others, misread in ((completed, {"missing-bias", "layernorm-without-affine"}), (checkpoint, misread_all)):
+            if any(not torch.equal(tensor, weights[name]) for name, tensor in others.items()):
+                walks.append(walk(pool, others, self.config, ids, reference.model, own.head))
+                if walks[-1].explained:
+                    self.weight_causes = [cause for cause in self.weight_causes if cause.id not in misread]
+                    return walks[-1]
+        if not pool.narrow:  # float32 constants may be the only obstacle
+            pool.narrow = True
+            walks.append(walk(pool, weights, self.config, ids, reference.model, own.head))
+        return walks[-1] if walks[-1].explained else walks[0]
 
 
 def _sure(cause: PlacedCause, evidence: str = "") -> PlacedCause:

@@ -31,7 +31,8 @@ class Fault:
 
     Faults of one id and ``kind`` are one fault in several places, for a ``detail`` that names a block. ``norm_after``: the norm
     ("ln_1", "ln_2") that may have moved from before the branch to after it. ``fitted``: a factor was fitted. ``layer``: the
-    running block's number, None outside. ``error``: of the match that shows the fault.
+    running block's number, None outside. ``error``: of the match that shows the fault. ``fix``: the corrected line, if it is not
+    that of the table.
     """
 
     id: str
@@ -42,6 +43,7 @@ class Fault:
     fitted: bool = False
     layer: int | None = None
     error: float | None = None
+    fix: str | None = None
 
     @property
     def place(self) -> Place:
@@ -124,6 +126,14 @@ class Choice(Generic[Result]):
     missed: float | None = None  # the error of GPT-2's own formula here, if the port follows another
 
 
+def against_right(chosen: Choice[Result], options: Iterable[Option]) -> Choice[Result]:
+    """Return a choice with the error of GPT-2's own formula, which is among ``options``, if the port follows another."""
+    rights = [option for option in options if option.kind is Kind.RIGHT] if chosen.option.faults else []
+    alike = (o for o in rights if o.base is chosen.option.base and o.factor == chosen.option.factor)
+    right = next(alike, next(iter(rights), None))
+    return chosen if right is None else replace(chosen, missed=worst_relative_error(right.value, chosen.value))
+
+
 class Chooser:
     """Chooses among options, and remembers earlier choices at the same kind of place."""
 
@@ -137,25 +147,24 @@ class Chooser:
         match = self.pool.find(value, *axes)
         return None if match is None else Recorded(self.pool.adopt(value, match), match.error)
 
-    def choose(self, place: str, options: Iterable[Option], confirm: Confirm[Result], axes: Axes) -> Choice[Result] | None:
+    def choose(
+        self, place: str, options: Iterable[Option], confirm: Confirm[Result], axes: Axes, max_unseen: int = MAX_UNSEEN
+    ) -> Choice[Result] | None:
         """Return the cheapest option with a value that ``confirm`` accepts (by returning a result); None if there is none."""
         known = self.known.setdefault(place, [])
         rank = {path: number for number, path in enumerate(known)}
         ordered = sorted(options, key=lambda o: (o.price > 0, rank.get(o.path, len(rank)), o.label not in self.labels, o.price))
-        chosen = self._first(place, ordered, confirm, axes)
+        chosen = self._first(place, ordered, confirm, axes, max_unseen)
         if chosen is None:
             return None
         if chosen.option.path not in rank:
             known.append(chosen.option.path)
             self.labels.add(chosen.option.label)
-        if chosen.option.faults:
-            rights = [option for option in ordered if option.kind is Kind.RIGHT]
-            alike = (o for o in rights if o.base is chosen.option.base and o.factor == chosen.option.factor)
-            if (right := next(alike, next(iter(rights), None))) is not None:
-                return replace(chosen, missed=worst_relative_error(right.value, chosen.value))
-        return chosen
+        return against_right(chosen, ordered)
 
-    def _first(self, place: str, ordered: list[Option], confirm: Confirm[Result], axes: Axes) -> Choice[Result] | None:
+    def _first(
+        self, place: str, ordered: list[Option], confirm: Confirm[Result], axes: Axes, max_unseen: int
+    ) -> Choice[Result] | None:
         def confirmed(option: Option, match: Match | None) -> Choice[Result] | None:
             value = option.value if match is None or option.silent else self.pool.adopt(option.value, match)
             result = confirm(value)
@@ -181,7 +190,7 @@ class Chooser:
                     if chosen is None or (option.price < chosen.option.price and match.error < 1e-12):
                         chosen = nearest
                     break
-        for option in unseen[:MAX_UNSEEN] if chosen is None else ():
+        for option in unseen[:max_unseen] if chosen is None else ():
             if (chosen := confirmed(option, None)) is not None:
                 break
         return chosen

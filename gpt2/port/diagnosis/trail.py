@@ -176,7 +176,7 @@ def _causes(faults: list[Fault], trail: Trail, explained: bool) -> list[PlacedCa
     layers = len(trail.blocks) if trail.reached else trail.config.n_layer
     causes = []
     for (id, _), same in groups.items():
-        fault, fix = same[0], None
+        fault, fix = same[0], same[0].fix
         if id == "layernorm-eps":
             fix = f"nn.LayerNorm(n_embd, eps={trail.config.layer_norm_epsilon:g})"
         elif id == "gelu-variant" and (name := trail.config.activation_function) != "gelu_new" and SAME.get(name) != "gelu_new":

@@ -146,6 +146,9 @@ class DumpPool(Pool):
         """Return the sums of all arrays of a size."""
         return [self._sums[number][0] for number in self._by_size.get(numel, [])]
 
+    def _margins(self, n: int) -> Tensor:
+        return torch.tensor([self.bound + UNITS[self.dtypes[number]][0] for number in self._by_size[n]], dtype=torch.float64)
+
     def _near(self, value: Tensor, number: int, first: float, second: float) -> bool:
         count, (mine, squares) = value.numel(), self._sums[number]
         unit = UNITS[self.dtypes[number]][0]

@@ -7,6 +7,7 @@ float64 numbers do not agree to 1e-12 by chance.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ class Pool:
         self._by_size: dict[int, list[int]] = {}
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
         self._tables: dict[int, Tensor] = {}  # by size: the sums of all entries
+        self._ranked: dict[int, list[tuple[float, int]]] = {}  # by size: sum and number of the entries, by their sums
         self._sorted: dict[int, Tensor] = {}
 
     @classmethod
@@ -60,6 +62,7 @@ class Pool:
         entry = tensor.detach().to("cpu", torch.float64, copy=True).contiguous()
         self._by_size.setdefault(entry.numel(), []).append(len(self.entries))
         self._tables.pop(entry.numel(), None)
+        self._ranked.pop(entry.numel(), None)
         self._sums.append(_sums(entry))
         self.entries.append(entry)
 
@@ -115,6 +118,8 @@ class Pool:
             matches = []
             if value.numel() // max(math.prod(value.shape[axis] for axis in cut), 1) not in self._by_size:
                 continue
+            if self._find(value[tuple(0 if axis in cut else slice(None) for axis in range(value.ndim))]) is None:
+                continue
             for part in _slices(value, cut):
                 match = self._find(part)
                 if match is None:
@@ -154,17 +159,36 @@ class Pool:
                 break
         return factors
 
-    def _find(self, value: Tensor) -> tuple[float, int] | None:
-        """Return the error and number of the best entry for a whole value; sums are compared first, because that is fast."""
-        n, (first, second) = value.numel(), _sums(value)
-        if not n or n not in self._by_size:
-            return None
+    def near(self, n: int, first: Tensor, second: Tensor) -> Tensor:
+        """Return (N, entries): whether each entry of ``n`` elements has the sum ``first`` (N,) and squares ``second`` (N,)."""
+        if n not in self._by_size:
+            return torch.zeros(len(first), 0, dtype=torch.bool)
         if n not in self._tables:
             self._tables[n] = torch.tensor([self._sums[number] for number in self._by_size[n]], dtype=torch.float64)
         sums, squares = self._tables[n].unbind(1)
-        near = (sums - first).abs() <= (self.bound + 1e-14) * max(math.sqrt(second / n), 1e-300) * n
-        near &= (squares - second).abs() <= (2 * self.bound + 1e-14) * second + 1e-290
-        numbers = [self._by_size[n][i] for i in near.nonzero()[:, 0].tolist()]
+        first, second, margins = first[:, None], second[:, None], self._margins(n)
+        near = (sums - first).abs() <= margins * (second / n).sqrt().clamp(min=1e-300) * n + 1e-290
+        return near & ((squares - second).abs() <= 2.2 * margins * second + 1e-290)
+
+    def _margins(self, n: int) -> Tensor:
+        """Return the largest relative error of a sum, for each entry of ``n`` elements."""
+        return torch.full((len(self._by_size[n]),), self.bound + 1e-14, dtype=torch.float64)
+
+    def _find(self, value: Tensor) -> tuple[float, int] | None:
+        """Return the error and number of the best entry for a whole value; sums are compared first, because that is fast."""
+        n = value.numel()
+        if not n or n not in self._by_size:
+            return None
+        if n not in self._ranked:
+            self._ranked[n] = sorted((self._sums[number][0], number) for number in self._by_size[n])
+        (first, second), ranked, numbers = _sums(value), self._ranked[n], []
+        margin = (self.bound + 1e-14) * max(math.sqrt(second / n), 1e-300) * n
+        for position in range(bisect_left(ranked, (first - margin,)), len(ranked)):
+            total, number = ranked[position]
+            if total > first + margin:
+                break
+            if abs(self._sums[number][1] - second) <= (2 * self.bound + 1e-14) * second + 1e-290:
+                numbers.append(number)
         mine = value.flatten().sort().values if numbers else value
         best = min(((_error(self._in_order(number), mine), number) for number in numbers), default=None)
         return best if best is not None and best[0] <= self.bound else None

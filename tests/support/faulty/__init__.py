@@ -1,4 +1,4 @@
-"""Hundreds of GPT-2s that are almost right, in nine architectures, and the faults of each, to test `diagnose`.
+"""Hundreds of GPT-2s that are almost right, in ten architectures, and the faults of each, to test `diagnose`.
 
 An architecture is a file with `build(config, faults)`, in the style of the people who write such a thing, and
 `fill(module, state)`, its author's loading. A port is an architecture and a line of faults (`faults.py` says what the words
@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "conv1d": "Conv1D, the checkpoint's names, cache, attention mask, an object out",
     "compiled": "fused, through torch.compile",
     "scanned": "layers stacked in single tensors, time first, bmm",
+    "attentions": "attention in forms that no tutorial has; separate projections",
     "tutorials": "what four kinds of tutorial end with",
 }
 
@@ -205,6 +206,13 @@ LINES = {
         """,
         "gelu-erf unbiased",
         "scale-by-width mask-off-by-one@2",
+    ),
+    "attentions": _ports(
+        """
+        heads-unsplit heads-one@1 heads-halved heads-share-keys heads-share-values@2 weights-of-one-head weights-averaged@0
+        scores-of-queries scores-of-keys@1 scores-cosine@2
+        """,
+        "weights-of-one-head@0 heads-unsplit@2",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Attention in forms that no tutorial has: one head's share for all, no split into heads, scores of queries alone; separate q, k, v."""
+"""Attention in forms that no tutorial has: one head for all, no split into heads, queries with queries; separate q, k, v."""
 
 import math
 

@@ -26,7 +26,7 @@ def draw(n: int, seed: int, config: GPT2Config, directory) -> list[Faulty]:
     """``n`` ports of two or three faults, in different blocks, each of which changes the logits of the whole."""
     chance, found = random.Random(seed), {}
     while len(found) < n:
-        architecture = chance.choice([name for name in LINES if name != "compiled"])
+        architecture = chance.choice([name for name in LINES if name not in ("compiled", "attentions")])
         known = sorted({word.partition("@")[0] for line in LINES[architecture] for word in line.split()})
         words = chance.sample([word for word in known if not any(part in word for part in APART)], chance.choice((2, 2, 3)))
         blocks = chance.sample(range(config.n_layer), len(words))

@@ -75,6 +75,16 @@ MEANINGS: dict[str, Meaning] = {
     "value-from-key": _mean("value-projection-wrong", HEADS),
     "value-from-query": _mean("value-projection-wrong", HEADS),
     "value-identity": _mean("value-projection-wrong", HEADS),
+    "heads-unsplit": _mean("head-layout", SCORES),
+    "heads-one": _mean("head-layout", SCORES),
+    "heads-halved": _mean("head-layout", SCORES),
+    "heads-share-keys": _mean("head-layout", SCORES),
+    "heads-share-values": _mean("head-layout", SCORES),
+    "weights-of-one-head": _mean("head-layout", SCORES),
+    "weights-averaged": _mean("head-layout", SCORES),
+    "scores-of-queries": _mean("wrong-tensor qkv-order", SCORES),
+    "scores-of-keys": _mean("wrong-tensor qkv-order", SCORES),
+    "scores-cosine": _mean("extra-norm", SCORES),
     "heads-split-wrongly": _mean("head-layout", HEADS),  # view(B, H, T, K) without a transpose
     "heads-merged-wrongly": _mean("head-layout", HEADS),  # view(B, T, D) without a transpose
     # Positions and embeddings.
