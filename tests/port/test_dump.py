@@ -63,6 +63,49 @@ def test_a_right_dump_is_equal_and_a_fault_is_named(dtype: torch.dtype) -> None:
     assert diagnosis.first_divergence.point == "h.0.mlp.act"
 
 
+def by_level(traced: dict[str, Tensor], level: str) -> dict[str, Tensor]:
+    """The values of a dump that shows one tensor a block, or the logits alone, by names that say nothing."""
+    shown = ["logits"] if level == "logits" else ["embed", "h.2", "h.0", "h.1", "logits"]
+    return {f"x{number}": traced[point] for number, point in enumerate(shown)}
+
+
+@pytest.mark.parametrize("level", ["block", "logits"])
+def test_less_in_a_dump_still_names_a_fault(level: str) -> None:
+    """Most programs show their logits only: every known fault is tried in our own forward pass."""
+    diagnosis = gpt2.diagnose(dump(by_level(trace(MODEL, IDS), level), torch.float16), MODEL)
+    assert (diagnosis.verdict, diagnosis.causes) == ("equal", ())
+    wrong = trace(faulty(activation_function="gelu"), IDS)
+    diagnosis = gpt2.diagnose(dump(by_level(wrong, level), torch.float32), MODEL)
+    assert (diagnosis.seen, causes(diagnosis)) == ({"block": "dump"}.get(level, level), [("gelu-variant", "h.*.mlp.act")])
+
+
+LOADED = {  # a fault of loading in block 1, and how the cause is called
+    "transposed": ("attn.c_proj.weight", lambda w: w["h.1.attn.c_proj.weight"].t().clone(), "transposed"),
+    "another block's": ("mlp.c_fc.weight", lambda w: w["h.2.mlp.c_fc.weight"], "wrong-tensor"),
+    "rounded": ("mlp.c_proj.weight", lambda w: w["h.1.mlp.c_proj.weight"].bfloat16().double(), "reduced-precision"),
+    "no bias": ("attn.c_proj.bias", lambda w: torch.zeros_like(w["h.1.attn.c_proj.bias"]), "missing-bias"),
+    "other roles": (
+        "attn.c_attn.weight",
+        lambda w: torch.cat([w["h.1.attn.c_attn.weight"].chunk(3, 1)[n] for n in (1, 2, 0)], 1),
+        "qkv-order",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", LOADED)
+def test_weights_that_were_misread_are_seen_in_the_products(fault: str) -> None:
+    """The weights are not in a dump: without trying misreadings like formulas, the walk would end at the first product."""
+    name, misread, id = LOADED[fault]
+    model = checkpoint()
+    state = dict(model.state_dict())
+    model.load_state_dict(state | {f"h.1.{name}": misread(state)})
+    diagnosis = gpt2.diagnose(dump(laid_out(trace(model, IDS), seed=1), torch.float32), MODEL)
+    assert (diagnosis.causes[0].id, {cause.where.partition(".attn")[0].partition(".mlp")[0] for cause in diagnosis.causes}) == (
+        id,
+        {"h.1"},
+    )
+
+
 def test_a_dump_without_logits_or_with_nan_in_them_is_refused() -> None:
     """Both are mistakes of the dumping, to be said in a line."""
     with pytest.raises(InputError, match="holds no logits"):

@@ -37,6 +37,22 @@ def test_every_container_gives_the_same_dump(tmp_path: Path) -> None:
     assert given.arrays["a"].dtype == torch.bfloat16
 
 
+def test_the_debug_state_of_llmc_is_read(tmp_path: Path) -> None:
+    """Its ids and logits lie one behind the other, with no names: a wrong offset would read the targets as logits."""
+    logits = np.random.default_rng(0).normal(size=(2, 3, 61)).astype("<f4")
+    header = np.zeros(256, "<i4")
+    header[:4] = 20240327, 2, 2, 3
+    whole = b"".join(a.tobytes() for a in (header, IDS.astype("<i4"), (IDS + 1).astype("<i4"), logits, np.float32([4.5, 1, 2])))
+    (tmp_path / "state.bin").write_bytes(whole)
+    dump = read(tmp_path / "state.bin", CONFIG)
+    assert dump.ids.tolist() == IDS.tolist()
+    assert torch.equal(dump.arrays["logits"], torch.tensor(logits))
+    for content, words in ((whole[:1200], "it is cut short"), (whole[:40], "is cut short"), (b"\1" + whole, "not with llm.c")):
+        (tmp_path / "bad.bin").write_bytes(content)
+        with pytest.raises(InputError, match=words):
+            read(tmp_path / "bad.bin", CONFIG)
+
+
 BAD = {
     "no ids": ({"logits": LOGITS}, "holds no token ids; save them as integers under the name ids"),
     "out of range": ({"ids": IDS + 60, "logits": LOGITS}, "holds the id 66, and the model knows 0 to 60"),

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import shown
+from gpt2.checkpoint.containers.llmc_file import HEADER, STATE
+from gpt2.checkpoint.containers.mapped_file import MappedFile
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
@@ -25,6 +27,7 @@ from gpt2.errors import InputError
 IDS = ("ids", "input_ids", "tokens", "idx")  # the names of the token ids, the first found counts
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MAX_BYTES = 16_000_000_000  # of all arrays; a full dump of gpt2 on 1024 tokens has 3 GB
+STATE_VERSION = 2  # of llm.c's debug state: its logits are not padded
 SUFFIXES = (".npz", ".safetensors", ".bin", ".npy")
 WAYS = "a .npz or .safetensors file, a directory of .npy files, or llm.c's debug state (.bin)"
 SAVE = f"save them as integers under the name {IDS[0]} (or {', '.join(IDS[1:])}), shape (T,) or (B, T)"
@@ -58,7 +61,7 @@ def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None) -> Dum
     if not path.exists():
         raise InputError(f"{path}: no such file or directory; give {WAYS}")
     readers: dict[str, Callable[[Path], Iterator[tuple[str, Tensor]]]]
-    readers = {".npz": _npz, ".safetensors": _safetensors}
+    readers = {".npz": _npz, ".safetensors": _safetensors, ".bin": lambda path: _debug_state(path, config)}
     reader = _directory if path.is_dir() else readers.get(path.suffix.lower())
     if reader is None:
         alone = "; a single array is not a dump: put it and the ids into a directory" if path.suffix.lower() == ".npy" else ""
@@ -143,6 +146,28 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     file = SafetensorsFile(path)
     for name in file.entries:
         yield name, file.read(name, mapped=False)
+
+
+def _debug_state(path: Path, config: GPT2Config) -> Iterator[tuple[str, Tensor]]:
+    """Yield ids and logits of llm.c's debug state; its loss and gradients are not of a forward pass."""
+    file = MappedFile(path)
+    head = file.bytes(0, HEADER.size)
+    if len(head) < HEADER.size:
+        raise InputError(f"{path}: is cut short: {len(head)} bytes, and llm.c's debug state has a header of {HEADER.size:,}")
+    magic, version, batch, tokens, *_ = HEADER.unpack(head)
+    if magic != STATE or version != STATE_VERSION:
+        found = f"begins with {magic:,}, version {version:,}"
+        raise InputError(
+            f"{path}: {found}, not with llm.c's debug state's {STATE:,}, version {STATE_VERSION}; write it with its train_gpt2.py"
+        )
+    count = batch * tokens
+    needed = HEADER.size + 8 * count + 4 * count * config.vocab_size
+    if min(batch, tokens) < 1 or needed > file.size:
+        what = f"has {file.size:,} bytes, and {batch} x {tokens} tokens of {config.vocab_size:,} logits need {needed:,}"
+        raise InputError(f"{path}: {what}; it is cut short, or of another vocabulary")
+    yield "ids", file.tensor(HEADER.size, (batch, tokens), torch.int32, mapped=False)
+    logits = (batch, tokens, config.vocab_size)
+    yield "logits", file.tensor(HEADER.size + 8 * count, logits, torch.float32, mapped=False)
 
 
 def _directory(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,190 @@
+"""Explain one dump under the assumption that its program computed in one dtype."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gpt2.measure.metrics import worst_relative_error
+from gpt2.measure.tracing import layer_of, points
+from gpt2.model import GPT2
+from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
+from gpt2.port.diagnosis.trail import SEQUENCE, Trail, Walk, account
+from gpt2.port.diagnosis.walk import Walker
+from gpt2.port.dump.arrays import Output, recognised
+from gpt2.port.dump.evidence import chained, streams, with_storage
+from gpt2.port.dump.explaining import Explanation, Hypothesis, explain
+from gpt2.port.dump.loading import Loaded, Loading
+from gpt2.port.dump.pool import DumpPool, TimeUp
+from gpt2.port.dump.tolerance import UNITS, excess, measured
+
+WALKED = 3  # arrays of a stream's size a block from which on a walk is tried
+RIGHT_SECONDS = 10.0  # for the walk through a dump with right logits
+FEW = 5  # arrays, blocks or hypotheses that are named in a note
+
+
+class Attempt:
+    """An examination of ``arrays``, all but the logits, in ``dtype``.
+
+    ``exact``: the trace of ``reference``, our model in float64, on the same ids. ``deadline``: of :func:`time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, Tensor],
+        output: Output,
+        exact: Mapping[str, Tensor],
+        reference: GPT2,
+        dtype: torch.dtype,
+        deadline: float,
+    ) -> None:
+        self.arrays, self.output, self.exact, self.reference, self.deadline = arrays, output, exact, reference, deadline
+        self.config, self.ids = reference.config, output.ids
+        self.tolerance = measured(reference, self.ids, dict(exact), dtype)
+        expected = exact["logits"][:, -output.logits.shape[1] :]
+        mine = output.logits[..., : self.config.vocab_size].double()
+        self.error = worst_relative_error(mine, expected)
+        self.right = excess(mine, expected, output.logits.dtype) <= self.tolerance.points["logits"]
+        self.pool = DumpPool(self.tolerance, self.config, (self.ids.shape[0], self.ids.shape[1]))
+        self.pool.fill(arrays.items(), output.logits)
+        self.held = recognised(self.pool, exact, self.config)
+        self.causes: list[PlacedCause] = []
+        self.notes: list[str] = list(self._shown())
+        self.first: Divergence = Divergence("logits", None, self.error)
+        self.walked: Walk | None = None
+        self.explanation: Explanation | None = None
+        self._examine()
+        self.equal = self.right and not self.causes
+
+    @property
+    def settled(self) -> bool:
+        """Whether this assumption explains all that the dump shows."""
+        explained = self.explanation is not None and bool(self.explanation.hypotheses)
+        return self.equal or explained or (self.walked is not None and self.walked.explained)
+
+    def _examine(self) -> None:
+        loaded = Loaded(self.reference.state_dict(), ())
+        if walkable := self._walkable():
+            if not self.right:
+                loaded = Loading(self.pool, loaded.weights, self.config, self.ids).run()
+            trail, self.walked = self._walk(loaded)
+            if self.walked.first_divergence is not None:
+                self.first = self.walked.first_divergence
+            if self.walked.explained:
+                self.causes = [*self._walked_causes(), *(replace(cause, confidence=SURE) for cause in loaded.causes)]
+                return
+        if self.right:
+            return  # nothing contradicts the logits; a walk that misses arrays can only guess
+        known = {p: v for p, v in trail.values.items() if self.pool.find(v) is not None} if walkable else {}
+        self._explain(known)
+        if self.explanation is not None and self.explanation.hypotheses:
+            self.causes = list(self._simulated(self.explanation.hypotheses))
+        elif self.walked is not None:
+            self.causes = [*self._walked_causes(), *loaded.causes]
+            if self.causes:
+                self.notes.append("these causes do not explain all of the difference; fix them and dump again")
+
+    # A walk through recorded values
+
+    def _walkable(self) -> bool:
+        size = self.ids.numel() * self.config.n_embd
+        return len(self.pool.of_size(size)) >= WALKED * self.config.n_layer
+
+    def _walk(self, loaded: Loaded) -> tuple[Trail, Walk]:
+        trail = Trail(self.pool, dict(loaded.weights), self.config, self.ids)
+        now = time.monotonic()
+        self.pool.deadline = now + min((self.deadline - now) / 2, RIGHT_SECONDS if self.right else math.inf)
+        try:
+            Walker(trail, trail.own["wte.weight"]).run()
+        except TimeUp:
+            if not trail.lost:
+                trail.lost.append("logits")
+        self.pool.deadline = math.inf
+        return trail, account(trail, self.reference)
+
+    def _walked_causes(self) -> list[PlacedCause]:
+        assert self.walked is not None
+        in_order = self.walked.blocks == tuple(range(self.config.n_layer))  # a block may hold another's c_fc and still be itself
+        return [cause for cause in self.walked.causes if not (in_order and cause.id in SEQUENCE)]
+
+    # A simulation of what is not recorded
+
+    def _explain(self, known: Mapping[str, Tensor]) -> None:
+        evidence = {point: self.exact[point] for point in self.held if point not in ("wte", "wpe")} | dict(known)
+        used = {number for number, name in enumerate(self.pool.names) if any(name in names for names in self.held.values())}
+        left = streams(self.pool, self.ids, self.config.n_embd, used)
+        if left and not known:
+            evidence |= self._chain(left)
+        evidence["logits"] = self.output.logits.double()
+        allowed = with_storage(self.tolerance.points, evidence, self._coarsest())
+        self.explanation = explain(self.reference, self.ids, evidence, allowed, self.deadline)
+        self._place(self.explanation, evidence)
+
+    def _chain(self, left: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Return the streams that are not GPT-2's, by the block whose output they may be."""
+        blocks = [layer for point in self.held if (layer := layer_of(point)) is not None and point == f"h.{layer}"]
+        first = max(blocks, default=-1) + 1
+        start = self.exact[f"h.{first - 1}" if first else "embed"]
+        found = chained(self.reference, start, first, left)
+        return {point: left[number] for point, number in found.items()}
+
+    def _coarsest(self) -> torch.dtype:
+        dtypes = {array.dtype for array in self.arrays.values()} | {self.output.logits.dtype}
+        return max(dtypes, key=lambda dtype: UNITS[dtype][0])
+
+    def _place(self, explanation: Explanation, evidence: Mapping[str, Tensor]) -> None:
+        """Set the first place that is not GPT-2's, and say what is right before it."""
+        point = explanation.first_wrong
+        if point is None:
+            return
+        value, expected = evidence[point], self.exact[point]
+        if point == "logits":
+            value, expected = value[..., : self.config.vocab_size], expected[:, -value.shape[1] :]
+        self.first = Divergence(point, layer_of(point), worst_relative_error(value, expected))
+        if not explanation.hypotheses:
+            before = f"right up to {explanation.last_right}, " if explanation.last_right else ""
+            self.notes.append(f"{before}wrong from {explanation.unexplained or point} on; no known fault gives your numbers")
+            self.notes.append(f"dump more between these places: {self._between(explanation.last_right, point)}")
+        if not explanation.complete:
+            self.notes.append("the search ended at its time limit, before every known fault was tried")
+
+    def _between(self, before: str | None, point: str) -> str:
+        order = points(self.config.n_layer)
+        inside = order[order.index(before) + 1 if before in order else 0 : order.index(point)]
+        return ", ".join(inside[:FEW]) + (", ..." if len(inside) > FEW else "") or point
+
+    def _simulated(self, hypotheses: tuple[Hypothesis, ...]) -> Iterator[PlacedCause]:
+        assert self.explanation is not None
+        several = len(hypotheses) > 1
+        for number, one in enumerate(hypotheses[:FEW]):
+            confidence = (LIKELY if self.arrays else LIKELY - 0.1) - (0.2 + 0.05 * number if several else 0.0)
+            for fault in one.faults:
+                evidence = f"our model with this fault gives all numbers of your dump that it can be held to, to {one.error:.0e}"
+                evidence += "; it is one of several explanations" if several else ""
+                yield PlacedCause(fault.id, fault.places, fault.detail, evidence, confidence)
+            for fault in one.same:
+                self.notes.append(f"on this model and these ids, {fault.id} gives the same numbers: {fault.detail}")
+        if several:
+            names = [" and ".join(dict.fromkeys(fault.id for fault in one.faults)) for one in hypotheses[:FEW]]
+            decide = f"; dump {self.explanation.decisive} as well to decide" if self.explanation.decisive else ""
+            self.notes.append(f"{len(hypotheses)} explanations fit equally well: {'; '.join(names)}{decide}")
+
+    # What the report says about the arrays
+
+    def _shown(self) -> Iterator[str]:
+        dtypes = sorted({str(array.dtype).removeprefix("torch.") for array in [*self.arrays.values(), self.output.logits]})
+        if not self.arrays:
+            yield f"seen: logits alone ({dtypes[0]}); every known fault is tried in our own forward pass"
+            return
+        origin = {name: name.partition("[")[0].removesuffix(" masked") for names in self.held.values() for name in names}
+        count = len(set(origin.values()) & set(self.arrays))
+        some = [f"{names[0]} is {point}" for point, names in self.held.items() if len(names) == 1][: FEW - 2]
+        shown = f", such as: {', '.join(some)}" if some else ""
+        yield f"seen: the logits ({self.output.name}) and {len(self.arrays)} arrays ({', '.join(dtypes)})"
+        yield f"{count} of the arrays hold GPT-2's own values{shown}"
