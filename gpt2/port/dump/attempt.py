@@ -14,6 +14,7 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, points
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.places import EVERY, Place
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.diagnosis.trail import SEQUENCE, Trail, Walk, account
 from gpt2.port.diagnosis.walk import Walker
@@ -77,7 +78,7 @@ class Attempt:
             if self.walked.first_divergence is not None:
                 self.first = self.walked.first_divergence
             if self.walked.explained:
-                self.causes = [*self._walked_causes(), *(replace(cause, confidence=SURE) for cause in loaded.causes)]
+                self.causes = self._with_loaded(loaded, SURE)
                 return
         if self.right:
             return  # nothing contradicts the logits; a walk that misses arrays can only guess
@@ -86,7 +87,7 @@ class Attempt:
         if self.explanation is not None and self.explanation.hypotheses:
             self.causes = list(self._simulated(self.explanation.hypotheses))
         elif self.walked is not None:
-            self.causes = [*self._walked_causes(), *loaded.causes]
+            self.causes = self._with_loaded(loaded, LIKELY)
             if self.causes:
                 self.notes.append("these causes do not explain all of the difference; fix them and dump again")
 
@@ -108,10 +109,20 @@ class Attempt:
         self.pool.deadline = math.inf
         return trail, account(trail, self.reference)
 
-    def _walked_causes(self) -> list[PlacedCause]:
+    def _with_loaded(self, loaded: Loaded, confidence: float) -> list[PlacedCause]:
+        """Return the causes of the walk and of loading; a fault that both saw once."""
         assert self.walked is not None
         in_order = self.walked.blocks == tuple(range(self.config.n_layer))  # a block may hold another's c_fc and still be itself
-        return [cause for cause in self.walked.causes if not (in_order and cause.id in SEQUENCE)]
+        seen = {(cause.id, place.layer) for cause in loaded.causes if cause.id == "qkv-order" for place in cause.places}
+        causes = [replace(cause, confidence=confidence) for cause in loaded.causes]
+        for cause in self.walked.causes:
+            again = all((cause.id, layer) in seen for place in cause.places for layer in self._layers(place))
+            if not again and not (in_order and cause.id in SEQUENCE):
+                causes.append(cause)
+        return causes
+
+    def _layers(self, place: Place) -> list[int | None]:
+        return list(range(self.config.n_layer)) if place.layer == EVERY else [place.layer]
 
     # A simulation of what is not recorded
 

@@ -78,8 +78,9 @@ class Loading:
         uses = {(layer, part): self._uses(layer, part) for layer in layers for part in PARTS}
         for layer in layers:
             there = [part for part in PARTS if uses[layer, part]]
+            misread = any(not uses[layer, part] for part in LINEAR[:3]) and self._misread_columns(layer) if there else False
             for part in PARTS if there else ():
-                if not uses[layer, part]:
+                if not uses[layer, part] and not (misread and part in LINEAR[:3]):
                     self._misread(layer, part, {n for n in layers if len(uses[n, part]) > 1})
             self._order(layer)
         self._tokens()
@@ -121,8 +122,6 @@ class Loading:
             yield Held(bias, weight, "wrong-tensor", "", f"{part}: weight and bias have changed places")
         for one in entries.misread(f"{part}.weight", weight, self.config) if weight.ndim == 2 else ():
             yield Held(one.tensor, bias, one.id, ".weight", f"the weight {one.words}")
-        if part.startswith("attn.") and part != "attn.c_proj":
-            yield from self._columns(layer, part)
         for dtype, narrow in NARROW.items():
             words = f"the weight holds the checkpoint's values rounded to {dtype}"
             yield Held(weight.to(narrow).double(), bias, "reduced-precision", ".weight", words)
@@ -143,17 +142,37 @@ class Loading:
                         theirs.weight, bias, "wrong-tensor", ".weight", f"the weight is that of {name[: -len(part)]}{other_part}"
                     )
 
-    def _columns(self, layer: int, part: str) -> Iterator[Held]:
-        """Yield a third of c_attn whose columns are read in another order."""
-        number = "qkv".index(part[-1])
+    def _columns(self, layer: int) -> Iterator[tuple[Held, Held, Held]]:
+        """Yield q, k and v of c_attn with its columns in another order, with biases in that order or the right one."""
         weight, bias = (self.state[f"h.{layer}.attn.c_attn.{leaf}"] for leaf in ("weight", "bias"))
+        none = torch.zeros_like(bias[: self.config.n_embd])
+        q, k, v = (
+            Held(third, none, "missing-bias", "", "the queries, keys, values have no bias") for third in weight.chunk(3, 1)
+        )
+        yield q, k, v
         whole = list(entries.misread_c_attn(weight, self.config))
-        biases = [None, *entries.misread_c_attn(bias, self.config)]  # a reshaped weight has no bias of its own
+        biases = [bias, *(one.tensor for one in entries.misread_c_attn(bias, self.config))]  # a reshaped weight has none
         for one, other in zip(whole, biases, strict=True):
-            theirs = bias if other is None else other.tensor
-            for b in (theirs, bias):
-                words, third = f"c_attn {one.words}", (one.tensor.chunk(3, 1)[number], b.chunk(3)[number])
-                yield Held(*third, one.id, "c_attn", words)
+            for theirs in (other, bias):
+                words = f"c_attn {one.words}"
+                q, k, v = (Held(w, b, one.id, "", words) for w, b in zip(one.tensor.chunk(3, 1), theirs.chunk(3), strict=True))
+                yield q, k, v
+
+    def _misread_columns(self, layer: int) -> bool:
+        """Find c_attn with its columns in another order, and keep it; return whether that is so."""
+        given = self._given(layer, "attn.q")
+        for thirds in self._columns(layer):
+            if all(self._origins(part, one, given) for part, one in zip(LINEAR, thirds, strict=False)):
+                for leaf, values in (("weight", [one.weight for one in thirds]), ("bias", [one.bias for one in thirds])):
+                    self.own[f"h.{layer}.attn.c_attn.{leaf}"] = torch.cat(values, -1)
+                self._blame(thirds[0], Place(layer, "attn.c_attn"))
+                return True
+        return False
+
+    def _blame(self, held: Held, place: Place) -> None:
+        evidence = "an array of your dump is the product of another one with these values, and of none with the checkpoint's"
+        for id in held.id.split():
+            self.causes.append(PlacedCause(id, (place,), held.words, evidence, LIKELY, None, held.kind or held.words))
 
     def _biases(self, layer: int, part: str) -> Iterator[Held]:
         """Yield other biases, with the right weight."""
@@ -183,12 +202,7 @@ class Loading:
         if found is None:
             return
         name = f"h.{layer}.{part}"
-        for id in found.id.split():
-            place = Place(layer, "attn.c_attn" if found.leaf == "c_attn" else f"{part}{found.leaf if part in NORMS else ''}")
-            if part in LINEAR[3:]:
-                place = Place(layer, f"{part}{found.leaf}")
-            evidence = "an array of your dump is the product of another one with these values, and of none with the checkpoint's"
-            self.causes.append(PlacedCause(id, (place,), found.words, evidence, LIKELY, None, found.kind or found.words))
+        self._blame(found, Place(layer, part if part in (*NORMS, *LINEAR[:3]) else f"{part}{found.leaf}"))
         for leaf, value in (("weight", found.weight), ("bias", found.bias)):
             if part in LINEAR[:3]:
                 name = f"h.{layer}.attn.c_attn"
