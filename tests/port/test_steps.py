@@ -4,8 +4,20 @@ import warnings
 from functools import cache
 
 import pytest
-from support.steps import CONFIG, FAULTY_STEPS, MEANINGS, STAGES, STYLES, Settings, Step, module_of, our_model, words_of
-from support.steps.drawn import WithSettings, draw
+from support.steps import (
+    CONFIG,
+    FAULTY_STEPS,
+    MEANINGS,
+    STAGES,
+    STYLES,
+    Settings,
+    Step,
+    WithSettings,
+    module_of,
+    our_model,
+    words_of,
+)
+from support.steps.drawn import draw
 from support.steps.reference import apart, batches, right_run, run
 from support.steps.right import RIGHT_STEPS
 
@@ -18,16 +30,16 @@ RIGHT_SAMPLE = ("fused", "written over lists", "tied by hand: gradients added, v
 
 
 @cache
-def expected(kind: str, settings: Settings, padded: bool) -> list:
-    data = batches(settings, COUNT, CONFIG.vocab_size, padded=padded)
+def expected(kind: str, settings: Settings) -> list:
+    data = batches(settings, COUNT, CONFIG.vocab_size)
     return right_run(module_of(kind).double(), settings, data, CONFIG.vocab_size)
 
 
-def gap(step, kind: str, *, padded: bool = False) -> float:
+def gap(step, kind: str) -> float:
     """How far a step's parameters are from the right ones after any of a few steps, in units of the learning rate."""
-    data = batches(step.settings, COUNT, CONFIG.vocab_size, padded=padded)
+    data = batches(step.settings, COUNT, CONFIG.vocab_size)
     found = run(step.module().double(), step.make_step, data)
-    return apart(found, expected(kind, step.settings, padded), step.settings.lr)
+    return apart(found, expected(kind, step.settings), step.settings.lr)
 
 
 def check_faulty(step: Step) -> None:
@@ -37,10 +49,10 @@ def check_faulty(step: Step) -> None:
         gap(step, kind)  # a run before, whose moments it keeps
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = gap(step, kind, padded=step.padded)
+        found = gap(step, kind)
         if found < 1e-4:
             unclipped = WithSettings(step.style, step.line, step.settings.changed({"clip": 0.0}))
-            found = gap(unclipped, kind, padded=step.padded)
+            found = gap(unclipped, kind)
     assert found > 1e-6
 
 
@@ -79,15 +91,15 @@ def test_right_steps_end_at_the_right_parameters(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("prompt", ["", "prompt"])
 @pytest.mark.parametrize("changes", [{}, {"grad_accum": 2}, {"clip": 0.0}, {"warmup": 3, "steps": 12, "min_lr": 1e-4}], ids=str)
 @pytest.mark.parametrize("style", STYLES)
-def test_a_style_without_faults_is_right_in_all_settings(style, changes, padded):
+def test_a_style_without_faults_is_right_in_all_settings(style, changes, prompt):
     """A fault is the only difference between a faulty step and the right one, also where some targets are -100."""
     if style == "tutorial" and "warmup" in changes:
         pytest.skip("this style has one rate")
-    step = WithSettings(style, "", Settings().changed(changes))
-    assert gap(step, STYLES[style][0], padded=padded) < ROUNDING
+    step = WithSettings(style, "", Settings(prompt=prompt).changed(changes))
+    assert gap(step, STYLES[style][0]) < ROUNDING
 
 
 def test_every_fault_is_in_a_style_and_every_stage_has_some():

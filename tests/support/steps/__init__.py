@@ -20,7 +20,19 @@ from support.ports import PORTS
 from support.random_models import random_model
 from support.steps.faults import MEANINGS, STAGES, Meaning, Settings
 
-__all__ = ["COMBINED", "CONFIG", "FAULTY_STEPS", "MEANINGS", "STAGES", "STYLES", "Settings", "Step", "module_of", "our_model"]
+__all__ = [
+    "COMBINED",
+    "CONFIG",
+    "FAULTY_STEPS",
+    "MEANINGS",
+    "STAGES",
+    "STYLES",
+    "Settings",
+    "Step",
+    "WithSettings",
+    "module_of",
+    "our_model",
+]
 
 MakeStep = Callable[[nn.Module], Callable[[Tensor, Tensor], object]]
 
@@ -85,17 +97,24 @@ class Step:
             settings = settings.changed(meaning.settings)
         return settings
 
-    @property
-    def padded(self) -> bool:
-        """Whether a fault of it shows only where some targets are -100."""
-        return any(meaning.padded for meaning in self.meanings.values())
-
     def module(self) -> nn.Module:
         return module_of(STYLES[self.style][0])
 
     @property
     def make_step(self) -> MakeStep:
         return importlib.import_module(f"{__name__}.{self.style}").make(frozenset(self.words), self.settings)
+
+
+class WithSettings(Step):
+    """A step with settings other than those its faults ask for."""
+
+    def __init__(self, style: str, line: str, settings: Settings) -> None:
+        super().__init__(style, line)
+        object.__setattr__(self, "given", settings)
+
+    @property
+    def settings(self) -> Settings:
+        return self.given
 
 
 def words_of(style: str) -> list[str]:

@@ -6,12 +6,12 @@ import random
 import warnings
 from functools import cache
 
-from support.steps import CONFIG, FAULTY_STEPS, MEANINGS, STAGES, STYLES, Step, module_of, words_of
+from support.steps import CONFIG, FAULTY_STEPS, MEANINGS, STAGES, STYLES, Step, WithSettings, module_of, words_of
 from support.steps.faults import Settings
 from support.steps.reference import apart, batches, right_run, run
 
 # They are seen in a run other than the first, at random, or only with padding: each is tried alone.
-APART = {"moments-kept", "dropout", *(word for word, meaning in MEANINGS.items() if meaning.padded)}
+APART = {"moments-kept", "dropout", *(word for word, meaning in MEANINGS.items() if "prompt" in meaning.settings)}
 # A fault that leaves nothing of another: without moments there are no betas, without a clip no norm.
 MOMENTS = {"betas-swapped", "betas-default", "uncorrected", "corrected-late", "eps-inside", "eps-before-correction", "eps-1e-6"}
 EMPTIED = {
@@ -72,15 +72,3 @@ def _all_count(step: Step) -> bool:
     whole, lr = found(step.words), step.settings.lr
     others = [found(tuple(word for word in step.words if word != left_out)) for left_out in step.words]
     return all(apart(whole, other, lr) > SEEN for other in (*others, _right(step.style, step.settings)))
-
-
-class WithSettings(Step):
-    """A step with settings other than those its faults ask for."""
-
-    def __init__(self, style: str, line: str, settings: Settings) -> None:
-        super().__init__(style, line)
-        object.__setattr__(self, "given", settings)
-
-    @property
-    def settings(self) -> Settings:
-        return self.given

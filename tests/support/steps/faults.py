@@ -10,7 +10,10 @@ STAGES = ("loss", "gradient", "clip", "update")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a step should do, in a recipe's keys: the rate follows warm-up and cosine, decay is on matrices and embeddings."""
+    """What a step should do, in a recipe's keys: the rate follows warm-up and cosine, decay is on matrices and embeddings.
+
+    With a ``prompt`` some targets are -100, and are not trained on.
+    """
 
     lr: float = 1e-3
     min_lr: float = 1e-3
@@ -24,13 +27,16 @@ class Settings:
     grad_accum: int = 1
     context: int = 8
     dropout: float = 0.0
+    prompt: str = ""
 
     def overrides(self) -> tuple[str, ...]:
         """All of them as the command line takes them: ``optim.lr=0.001``."""
-        optim = ("lr", "min_lr", "warmup", "beta1", "beta2", "weight_decay", "clip")
-        return tuple(f"{'optim.' if key in optim else ''}{key}={value}" for key, value in vars(self).items())
+        tables = dict.fromkeys(("lr", "min_lr", "warmup", "beta1", "beta2", "weight_decay", "clip"), "optim.") | {
+            "prompt": "data."
+        }
+        return tuple(f"{tables.get(key, '')}{key}={value}" for key, value in vars(self).items() if value != "")
 
-    def changed(self, changes: Mapping[str, float]) -> Settings:
+    def changed(self, changes: Mapping[str, float | str]) -> Settings:
         return replace(self, **changes)
 
 
@@ -38,18 +44,16 @@ class Settings:
 class Meaning:
     """The meaning of a fault's name.
 
-    ``ids`` are the causes that describe it, the best first. ``settings`` are those in which it shows. ``padded``: it shows only
-    where some targets are -100.
+    ``ids`` are the causes that describe it, the best first. ``settings`` are those in which it shows.
     """
 
     stage: str
     ids: tuple[str, ...]
-    settings: Mapping[str, float] = field(default_factory=dict)
-    padded: bool = False
+    settings: Mapping[str, float | str] = field(default_factory=dict)
 
 
-def _mean(stage: str, ids: str, *, padded: bool = False, **settings: float) -> Meaning:
-    return Meaning(stage, tuple(ids.split()), settings, padded)
+def _mean(stage: str, ids: str, **settings: float | str) -> Meaning:
+    return Meaning(stage, tuple(ids.split()), settings)
 
 
 def words(text: str) -> list[str]:
@@ -66,7 +70,7 @@ MEANINGS: dict[str, Meaning] = {
     "last-missing": _mean("loss", "last-token-missing"),
     "summed": _mean("loss", "loss-not-averaged"),
     "summed-by-row": _mean("loss", "loss-not-averaged loss-average-wrong"),  # a sum over the tokens of a row, a mean over rows
-    "padding-averaged": _mean("loss", "padding-in-average loss-average-wrong", padded=True),
+    "padding-averaged": _mean("loss", "padding-in-average loss-average-wrong", prompt="prompt"),
     "zero-ignored": _mean("loss", "token-ignored"),  # token 0 is taken for padding
     "smoothed": _mean("loss", "label-smoothing"),
     "temperature": _mean("loss", "logits-scaled"),
@@ -74,7 +78,7 @@ MEANINGS: dict[str, Meaning] = {
     "dropout": _mean("loss", "dropout-active"),
     "accumulation-summed": _mean("loss", "accumulation-not-averaged", grad_accum=2),
     "accumulation-halved": _mean("loss", "accumulation-average-wrong gradient-scaled", grad_accum=2),
-    "accumulation-by-mean": _mean("loss", "accumulation-average-wrong loss-average-wrong", padded=True, grad_accum=2),
+    "accumulation-by-mean": _mean("loss", "accumulation-average-wrong loss-average-wrong", prompt="prompt", grad_accum=2),
     # The gradients.
     "not-zeroed": _mean("gradient", "gradient-not-zeroed"),
     "last-micro-batch": _mean("gradient", "accumulation-last-only", grad_accum=2),  # zeroed before each micro-batch

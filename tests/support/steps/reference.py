@@ -15,15 +15,15 @@ from support.steps.faults import Settings
 Batch = tuple[Tensor, Tensor]
 
 
-def batches(settings: Settings, count: int, vocabulary: int, *, padded: bool = False, seed: int = 11) -> list[Batch]:
-    """Batches of ids and next ids (B, T), each other than the last; ``padded``: the ends of some rows have targets of -100."""
+def batches(settings: Settings, count: int, vocabulary: int, seed: int = 11) -> list[Batch]:
+    """Batches of ids and next ids (B, T), each other than the last; with a prompt, some targets are -100."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):
         ids = torch.randint(vocabulary, (settings.batch_size, settings.context + 1), generator=generator)
         ids[0, 1] = ids[1, 2] = 0  # token 0 is an ordinary token
-        x, y = ids[:, :-1].clone(), ids[:, 1:].clone()
-        if padded:
+        x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        if settings.prompt:
             y[-1, 3:] = -100
             y[0, -1] = -100
         found.append((x, y))

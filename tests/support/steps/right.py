@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from support.ports import logits
-from support.steps import STYLES, Settings, Step, module_of
+from support.steps import STYLES, Settings, Step, WithSettings, module_of
 
 V = 67  # vocabulary of support.faulty.CONFIG
 
@@ -25,7 +25,7 @@ class RightStep:
     name: str
     kind: str
     make: Callable
-    changes: Mapping[str, float] = field(default_factory=dict)
+    changes: Mapping[str, float | str] = field(default_factory=dict)
     slow: bool = False
     rounds: bool = False
 
@@ -44,7 +44,7 @@ class RightStep:
 RIGHT_STEPS: dict[str, RightStep] = {}
 
 
-def right(name: str, kind: str = "ours", *, slow: bool = False, rounds: bool = False, **changes: float) -> Callable:
+def right(name: str, kind: str = "ours", *, slow: bool = False, rounds: bool = False, **changes: float | str) -> Callable:
     def register(make: Callable) -> Callable:
         RIGHT_STEPS[name] = RightStep(name, kind, make, changes, slow, rounds)
         return make
@@ -96,6 +96,7 @@ for _option in ("fused", "foreach"):
 right("for-loop", "mha")(lambda s: plain(s, lambda model, s: adamw(model, s, foreach=False)))
 right("amsgrad false, maximize false")(lambda s: plain(s, lambda model, s: adamw(model, s, amsgrad=False, maximize=False)))
 right("no clipping", "nano", clip=0.0)(plain)
+right("prompts left out", "nano", prompt="prompt")(plain)
 right("no decay", "mha", weight_decay=0.0)(plain)
 right("no decay, no clipping", weight_decay=0.0, clip=0.0)(plain)
 right("clipping that never bites", clip=1e6)(plain)
@@ -277,5 +278,8 @@ for _style in STYLES:
         f"style {_style}", STYLES[_style][0], lambda s, style=_style: Step(style, "").make_step, rounds=_style == "trainer"
     )
 
+RIGHT_STEPS["style loop, prompts left out"] = RightStep(
+    "style loop, prompts left out", "nano", lambda s: WithSettings("loop", "", s).make_step, {"grad_accum": 2, "prompt": "prompt"}
+)
 for _file in ("right_by_hand", "right_accumulated"):
     importlib.import_module(f"support.steps.{_file}")  # registers its own

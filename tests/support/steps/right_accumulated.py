@@ -47,6 +47,7 @@ right("accumulated by row", grad_accum=4, clip=0.0)(accumulated(4, "loss"))
 right("ranks averaged")(accumulated(2, "gradients"))
 
 
+@right("accumulated by tokens, prompts left out", "mha", grad_accum=2, prompt="prompt")
 @right("accumulated by tokens", "nano", grad_accum=2)
 def by_tokens(s):
     def make_step(model):
