@@ -44,16 +44,18 @@ class Settings:
 class Meaning:
     """The meaning of a fault's name.
 
-    ``ids`` are the causes that describe it, the best first. ``settings`` are those in which it shows.
+    ``ids`` are the causes that describe it, the best first; ``implied`` are causes that follow from it and are true as well: what
+    an optimizer lacks, its zero_grad leaves alone. ``settings`` are those in which it shows.
     """
 
     stage: str
     ids: tuple[str, ...]
     settings: Mapping[str, float | str] = field(default_factory=dict)
+    implied: tuple[str, ...] = ()
 
 
-def _mean(stage: str, ids: str, **settings: float | str) -> Meaning:
-    return Meaning(stage, tuple(ids.split()), settings)
+def _mean(stage: str, ids: str, *, implied: str = "", **settings: float | str) -> Meaning:
+    return Meaning(stage, tuple(ids.split()), settings, tuple(implied.split()))
 
 
 def words(text: str) -> list[str]:
@@ -130,8 +132,8 @@ MEANINGS: dict[str, Meaning] = {
     "moments-lost": _mean("update", "momentum-lost"),  # a new optimizer for every step
     "sgd": _mean("update", "optimizer-sgd"),
     "adam": _mean("update", "optimizer-adam decay-coupled"),
-    "biases-left-out": _mean("update", "parameter-missing parameters-frozen"),
-    "head-left-out": _mean("update", "parameter-missing parameters-frozen"),
+    "biases-left-out": _mean("update", "parameter-missing parameters-frozen", implied="gradient-not-zeroed"),
+    "head-left-out": _mean("update", "parameter-missing parameters-frozen", implied="gradient-not-zeroed"),
     "stepped-twice": _mean("update", "parameter-twice"),  # the embedding is in two optimizers
     "step-per-micro-batch": _mean("update", "step-per-micro-batch", grad_accum=2),
     "overflow": _mean("update", "update-skipped"),  # the scaler's first scale overflows

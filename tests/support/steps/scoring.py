@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import gpt2
-from support.steps import Step, our_model
+from support.steps import Meaning, Step, our_model
 from support.steps.right import RightStep
 
 
@@ -40,17 +41,17 @@ def diagnosis_of(step: Step | RightStep):
         return gpt2.diagnose_step(step.module(), step.make_step, our_model(), settings=step.settings.overrides())
 
 
-def score_step(name: str, style: str, wanted: dict[str, tuple[str, ...]], diagnosis, seconds: float) -> StepRow:
-    """Compare a diagnosis with the faults of a step: a word -> the ids of causes that say it rightly."""
+def score_step(name: str, style: str, meanings: Mapping[str, Meaning], diagnosis, seconds: float) -> StepRow:
+    """Compare a diagnosis with the meanings of the faults of a step."""
     said = [cause.id for cause in diagnosis.causes]
-    known = {one for ids in wanted.values() for one in ids}
+    known = {one for meaning in meanings.values() for one in (*meaning.ids, *meaning.implied)}
     return StepRow(
         name,
         style,
         diagnosis.verdict,
         first=bool(said) and said[0] in known,
         causes=tuple(f"{cause.id} {cause.where}" for cause in diagnosis.causes),
-        missed=tuple(word for word, ids in wanted.items() if not set(ids) & set(said)),
+        missed=tuple(word for word, meaning in meanings.items() if not set(meaning.ids) & set(said)),
         beside=tuple(one for one in dict.fromkeys(said) if one not in known),
         seconds=seconds,
     )

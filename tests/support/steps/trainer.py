@@ -111,10 +111,9 @@ class Trainer:
         curve = 1 - part if "schedule-linear" in has else (1 + math.cos(math.pi * part)) / 2
         return least + (1 - least) * curve
 
+    @torch.autocast("cpu", dtype=torch.bfloat16)
     def compute_loss(self, inputs, labels):
-        has = self.has
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits = self.model(inputs)
+        has, logits = self.has, self.model(inputs)
         if "half-logits" in has:
             logits = logits.to(torch.bfloat16).to(logits.dtype)
         if "temperature" in has:
