@@ -13,6 +13,7 @@ EXAMPLES = """\
   gpt2 trace gpt2 --out reference.npz                        the official weights, for NumPy
   gpt2 trace --out reference                                 a folder: an .npy for each array, and index.json
   gpt2 trace --gradients --tokens 16 --out reference.npz     the loss and every gradient too, 16 tokens a row
+  gpt2 trace --steps 2 --set optim.lr=3e-4 --out steps.npz   the parameters and losses after 1 and 2 AdamW steps too
   gpt2 trace --out gpt2_124M_debug_state.bin                 ids, next ids, logits, loss, gradients, as llm.c's ports read them
   gpt2 trace random:distilgpt2 --tokens 8 --out random.npz   random weights, random ids
 
@@ -31,10 +32,18 @@ Computed in float64, stored in float32. The arrays, for B rows of T tokens, widt
   ln_f logits                  after the last layer norm; (B, T, V)
   targets loss                 with --gradients: next ids; mean cross-entropy in nats
   grad.wte.weight              with --gradients: by each parameter, in the checkpoint's layout
+  losses step1.wte.weight      with --steps: before and after each step; each parameter after it
+
+A step is AdamW's on the same batch: mean loss, clipping to a norm of 1, then the update with a constant rate of 1e-3, betas 0.9
+and 0.99, eps 1e-8, a decay of 0.1 on matrices and embeddings; no dropout. --set changes optim.lr, optim.beta1, optim.beta2,
+optim.weight_decay and optim.clip.
 
 What each array is, the environment, the ids' origin and the sha256 of the checkpoint's files are in index.json, in an .npz under
 about.json (bytes of JSON), in a .safetensors in its metadata. A .bin is llm.c's debug state; it has no room for these, and the
 last id of each row of --ids is a next id only. gpt2 diagnose reads all of these forms."""
+
+
+NAMES = ("ids", "text", "tokens", "gradients", "steps", "dtype", "revision", "offline")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens in each of the 4 rows (default: 64)")
     parser.add_argument("--gradients", action="store_true", help="also the loss and its gradient by every parameter")
+    parser.add_argument("--steps", type=int, default=0, metavar="N", help="also every parameter after each of N AdamW steps")
+    help = "a setting of the steps, such as optim.lr=3e-4; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
     parser.add_argument(
         "--dtype", default="float32", metavar="D", help="stored as float32, float64 or float16 (default: %(default)s)"
     )
@@ -62,7 +74,10 @@ def run(args: argparse.Namespace) -> int:
     from gpt2.traces.run import trace
 
     form = require_form(args.out)
-    options = {name: getattr(args, name) for name in ("ids", "text", "tokens", "gradients", "dtype", "revision", "offline")}
+    options = {name: getattr(args, name) for name in NAMES}
+    options["settings"] = _settings(args.set)
+    if form == STATE_FORM and args.steps:
+        raise InputError(f"--steps {args.steps}: llm.c's debug state holds no training steps; choose another form than .bin")
     if form == STATE_FORM:
         options["gradients"] = True
         if args.ids is not None:
@@ -76,3 +91,13 @@ def run(args: argparse.Namespace) -> int:
     write_result(args.json, traced.to_json, lambda: say(traced.table(max(width, 80))))
     print(f"wrote {args.out}", file=sys.stderr)
     return 0
+
+
+def _settings(lines: list[str]) -> dict[str, str]:
+    settings = {}
+    for line in lines:
+        key, equals, value = (part.strip() for part in line.partition("="))
+        if not equals:
+            raise InputError(f"--set {line}: write key=value, as in optim.lr=3e-4")
+        settings[key] = value
+    return settings

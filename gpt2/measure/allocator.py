@@ -1,9 +1,11 @@
-"""Keep freed memory in the process, so that the next step need not request it from the kernel again."""
+"""Memory: how much this process may use, and how to keep what is freed for the next step."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+from pathlib import Path
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # parameters of mallopt, from glibc's malloc.h
 
@@ -19,3 +21,12 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(MMAP_MAX, 0)) and bool(mallopt(TRIM_THRESHOLD, -1))
+
+
+def machine_memory() -> float:
+    """Return the bytes of memory that this process may use: the machine's, or its container's if that is less."""
+    counted = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ())  # Windows has no such call
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if counted else math.inf
+    file = Path("/sys/fs/cgroup/memory.max")
+    limit = file.read_text().strip() if file.is_file() else "max"
+    return min(machine, int(limit)) if limit.isdigit() else machine

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.keys import PREFIX
+from gpt2.measure.allocator import machine_memory
 from gpt2.measure.metrics import relative_error, token_losses, worst_relative_error
 from gpt2.measure.tracing import layer_of
 from gpt2.pages.reports import dtype_label
@@ -30,21 +29,12 @@ def training(subject: Subject) -> list[Check]:
     # 48 bytes a parameter: a float64 model, gradients, AdamW's moments, expected changes; the rest is fragmentation, as measured
     # at the peak of gpt2-medium.
     needed = 56 * subject.config.num_parameters()
-    memory = _memory()
+    memory = machine_memory()
     if needed > 0.9 * memory:
         why = f"needs {needed / 1e9:.0f} GB of memory, this machine has {memory / 1e9:.0f}"
         return [Check(id, MAPPING, title, "float64", skipped=why) for id, title in TITLES.items()]
     checks = [check for measured in (_gradients, _steps) for check in measured(subject)]
     return sorted(checks, key=lambda check: check.kind == ROUNDING)
-
-
-def _memory() -> float:
-    """Return the bytes of memory that this process may use: the machine's, or its container's if that is less."""
-    counted = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ())  # Windows has no such call
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if counted else math.inf
-    file = Path("/sys/fs/cgroup/memory.max")
-    limit = file.read_text().strip() if file.is_file() else "max"
-    return min(machine, int(limit)) if limit.isdigit() else machine
 
 
 Errors = dict[str, float]  # by point

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gpt2.config import GPT2Config
 from gpt2.errors import InputError
+from gpt2.measure.allocator import machine_memory
 from gpt2.measure.metrics import Progress, token_losses
 from gpt2.measure.tracing import part_of, points, trace_blocks
 from gpt2.model import GPT2
@@ -38,12 +41,15 @@ POINTS = {
     "logits": "ln_f times the token embedding, (B, T, V)",
 }
 GRADIENT = "grad."  # before a parameter's name
+STEP = re.compile(r"step(\d+)\.")  # likewise
 
 
 def meaning(name: str) -> str:
     """Return what an array of a trace is, in one line."""
     if name.startswith(GRADIENT):
         return f"gradient of the loss by {name.removeprefix(GRADIENT)}, in the checkpoint's layout"
+    if after := STEP.match(name):
+        return f"{name[after.end() :]} after step {after[1]}, in the checkpoint's layout"
     return OTHERS.get(name) or POINTS[part_of(name) if name.count(".") > 1 or not name.startswith("h.") else ""]
 
 
@@ -51,6 +57,7 @@ OTHERS = {
     "ids": "token ids, (B, T)",
     "targets": f"the next token of each, (B, T); {NO_TARGET} where it is unknown",
     "loss": "mean cross-entropy of the known targets, in nats",
+    "losses": "the loss before the first step and after each, in nats",
 }
 
 
@@ -81,22 +88,29 @@ def backward(model: GPT2, batch: Batch) -> Tensor:
     return loss.detach()
 
 
-def gradients(model: GPT2, batch: Batch, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the targets, the loss, and every parameter's gradient; the model keeps the gradients."""
+def gradients(model: GPT2, batch: Batch, dtype: torch.dtype, *, loss_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield the targets, the loss, and unless ``loss_only`` every parameter's gradient."""
     if not bool((batch.targets != NO_TARGET).any()):
         raise InputError("no token has a next one, so there is no loss; give rows of two tokens or more")
     yield "targets", batch.targets.to(torch.int32)
     yield "loss", stored(backward(model, batch), dtype, "loss")
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters() if not loss_only else ():
         assert parameter.grad is not None, name
         yield GRADIENT + name, stored(parameter.grad, dtype, GRADIENT + name)
 
 
-def forward_bytes(model: GPT2, batch: Batch, itemsize: int) -> int:
-    """Return about how many bytes the points of a forward pass take."""
-    config, (rows, tokens) = model.config, batch.ids.shape
+def require_memory(config: GPT2Config, batch: Batch, copies: int, itemsize: int, *, trains: bool) -> None:
+    """Raise InputError if this machine cannot hold a trace with ``copies`` of the parameters, in ``itemsize`` bytes a number."""
+    rows, tokens = batch.ids.shape
     block = 10 * config.n_embd + 2 * config.inner + 2 * config.n_head * tokens
-    return rows * tokens * itemsize * (config.n_layer * block + 3 * config.n_embd + config.vocab_size)
+    points = rows * tokens * (config.n_layer * block + 3 * config.n_embd + config.vocab_size)
+    parameters = config.num_parameters()
+    # In float64: the weights, with gradients and AdamW's moments; one block's points, or all that autograd keeps.
+    computed = 8 * (parameters * (4 if trains else 1) + (points if trains else points // config.n_layer))
+    needed, memory = computed + itemsize * (points + copies * parameters), machine_memory()
+    if needed > 0.9 * memory:
+        sizes = f"{needed / 1e9:,.1f} GB, this machine has {memory / 1e9:,.1f}"
+        raise InputError(f"{rows} x {tokens:,} tokens need about {sizes}; trace fewer tokens or rows, or fewer steps")
 
 
 assert {part_of(name) if name != "h.0" else "" for name in points(1)} == POINTS.keys()

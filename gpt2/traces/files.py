@@ -91,6 +91,8 @@ def _state(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
     config: GPT2Config = about["config"]
     if "loss" not in arrays:
         raise InputError(f"{path}: llm.c's debug state holds gradients; compute them too (gradients=True)")
+    if "losses" in arrays:
+        raise InputError(f"{path}: llm.c's debug state holds no training steps; leave them out, or choose another form")
     if about["stored"] == "float16":
         raise InputError(f"{path}: llm.c's debug state is in float32, and these arrays are in float16; keep them in float32")
     if bool((arrays["targets"] == NO_TARGET).any()):

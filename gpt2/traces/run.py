@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,11 @@ from gpt2.pages.reports import environment
 from gpt2.traces import arrays
 from gpt2.traces.batch import NO_TARGET, Batch, as_rows, default_batch, read_ids
 from gpt2.traces.result import Trace
+from gpt2.traces.steps import described, optim_of, step
 
 STORED = ("float32", "float64", "float16")  # NumPy has no bfloat16
 
+MAX_STEPS = 1000
 Ids = str | Path | Tensor | np.ndarray | list[int] | list[list[int]]
 
 
@@ -33,6 +36,8 @@ def trace(
     text: str | None = None,
     tokens: int | None = None,
     gradients: bool = False,
+    steps: int = 0,
+    settings: Mapping[str, object] | None = None,
     dtype: str = "float32",
     revision: str | None = None,
     offline: bool = False,
@@ -49,6 +54,10 @@ def trace(
         text: a text to take the ids from, by name or file as in ``gpt2 compare --on``.
         tokens: how many tokens a row has.
         gradients: also compute ``loss``, the mean next-token cross-entropy in nats, and its gradient by every parameter.
+        steps: train for so many AdamW steps on the same batch; add every parameter after each (``step1.wte.weight``) and
+            ``losses``, before the first step and after each.
+        settings: of these steps, by a recipe's keys: optim.lr, optim.beta1, optim.beta2, optim.weight_decay, optim.clip. Default:
+            a recipe's. The rate is constant, eps 1e-8; matrices and embeddings decay; there is no dropout.
         dtype: what the arrays are kept in: "float32", "float64" or "float16".
 
     Raises:
@@ -58,17 +67,26 @@ def trace(
     if (kept_name := FLOATS.get(dtype, dtype)) not in STORED:
         raise InputError(f"unknown dtype {quoted(dtype)} to store arrays in; use {', '.join(STORED)}")
     kept: torch.dtype = getattr(torch, kept_name)
+    if settings and not steps:
+        raise InputError("settings are of training steps, and none are asked for; give steps")
+    if not 0 <= steps <= MAX_STEPS:
+        raise InputError(f"steps is {steps}; give 0 to {MAX_STEPS}")
+    optim = optim_of(settings or {})
     checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
     batch = _batch(checkpoint, ids, targets, text, tokens, offline)
+    copies = gradients + steps
+    arrays.require_memory(checkpoint.config, batch, copies, kept.itemsize, trains=bool(copies))
     progress("sha256 of the files")
     files = {file: sha256(path) for file, path in checkpoint.files().items()}
     progress("loading")
     model = checkpoint.load().double()
     require_whole_files()
     found = dict(arrays.forward(model, batch, kept, progress))
-    if gradients:
+    if gradients or steps:
         progress("gradients")
-        found |= arrays.gradients(model, batch, kept)
+        found |= arrays.gradients(model, batch, kept, loss_only=not gradients)
+    if steps:
+        found |= step(model, batch, steps, optim, kept, progress)
     return Trace(
         model=name,
         revision=checkpoint.revision,
@@ -78,6 +96,7 @@ def trace(
         config=checkpoint.config,
         files=files,
         environment=environment([torch.float64]),
+        settings=described(optim) if steps else {},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -294,8 +295,8 @@ def test_infinite_errors_stay_valid_json(checkpoint: Path) -> None:
 
 def test_what_memory_cannot_hold_is_said_not_skipped_in_silence(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An EQUAL that left out the gradients must say so."""
-    real = training.os.sysconf
-    monkeypatch.setattr(training.os, "sysconf", lambda name: 1 if name == "SC_PHYS_PAGES" else real(name))
+    real = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PHYS_PAGES" else real(name))
     report = verify(str(checkpoint))
     assert [check.id for check in report.checks if check.skipped] == ["loss", "gradients", "adamw"]
     assert "not run: loss, gradients, adamw" in report.table(width=120)

@@ -43,7 +43,8 @@ def test_it_holds_what_was_traced(model: str, tmp_path: Path) -> None:
 
 def test_the_command_needs_no_flag_for_it(model: str, tmp_path: Path) -> None:
     """It always holds gradients; of ids from a file the last of a row can only be a next id."""
-    assert main(["trace", model, "--out", str(tmp_path / "a.bin"), "--text", "twelfth-night", "--tokens", "7"]) == 0
+    (tmp_path / "text.txt").write_text("When shall we three meet again In thunder, lightning, or in rain?\n" * 3)
+    assert main(["trace", model, "--out", str(tmp_path / "a.bin"), "--text", str(tmp_path / "text.txt"), "--tokens", "7"]) == 0
     config = gpt2.load(model).config
     state = read_state(tmp_path / "a.bin", config)
     assert state["ids"].shape == (4, 7)
