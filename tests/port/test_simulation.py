@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import time
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.explaining import Explanation, explain
+from gpt2.port.dump.sieve import Lens, Span
 from gpt2.port.dump.simulation import Program, Simulation
 
 CONFIG = GPT2Config(vocab_size=29, n_positions=11, n_embd=12, n_layer=2, n_head=3, n_inner=20, bos_token_id=0, eos_token_id=0)
@@ -103,3 +106,90 @@ def test_faults_in_several_blocks_are_found_one_after_the_other(model: GPT2, ids
         ("final-norm-missing", "ln_f"),
     ]
     assert (explanation.last_right, explanation.first_wrong) == ("logits", "h.0")
+
+
+@torch.no_grad()
+def logits_of_all(model: GPT2, ids: Tensor) -> tuple[list[Candidate], Tensor]:
+    """Every single fault with an effect, and its logits (N, B, T, V)."""
+    simulation = Simulation(model.state_dict(), CONFIG, ids)
+    candidates = list(Table.of(simulation).singles(0, CONFIG.n_layer, True, True))
+    programs = [(one, program) for one in candidates if (program := one.program(simulation)) is not None]
+    lens = Lens(simulation, Span(0, CONFIG.n_layer, "logits", None, model(ids)))
+    values = torch.empty(len(programs), *ids.shape, CONFIG.vocab_size, dtype=torch.float64)
+    for number, found in simulation.outputs([program for _, program in programs]):
+        values[number] = lens.ended(programs[number][1], found["end"])
+    return [one for one, _ in programs], values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tolerance", "share", "hidden"), [(1e-9, 0.97, 0.02), (1e-5, 0.93, 0.15)])
+def test_every_fault_shows_in_the_logits_and_has_one_cause(
+    model: GPT2, ids: Tensor, tolerance: float, share: float, hidden: float
+) -> None:
+    """Two causes with the same logits must be rare, or logits alone say nothing; each fault must change them.
+
+    Some epsilons and constants differ by less than float32's rounding.
+    """
+    candidates, values = logits_of_all(model, ids)
+    values = values.flatten(1).nan_to_num(1e9)
+    with torch.no_grad():
+        right = model(ids).flatten()
+    size = values.square().mean(1).sqrt()
+    shows = (values - right).abs().amax(1) > tolerance * size
+    causes = [{fault.id for fault in one.faults(CONFIG.n_layer)} for one in candidates]
+    silent = {next(iter(one.labels)) for one, seen in zip(candidates, shows.tolist(), strict=True) if not seen}
+    assert len(silent) <= hidden * len({next(iter(one.labels)) for one in candidates}), (len(silent), silent)
+    order = values[:, 0].argsort().tolist()
+    alone, counted = 0, 0
+    for place, number in enumerate(order):
+        if not bool(shows[number]):
+            continue
+        counted += 1
+        near = [order[at] for at in range(max(place - 40, 0), min(place + 40, len(order)))]
+        same = [one for one in near if float((values[one] - values[number]).abs().max()) <= tolerance * float(size[number])]
+        alone += all(causes[one] & causes[number] for one in same)
+    assert alone / counted > share, alone / counted
+
+
+@pytest.mark.slow
+def test_pairs_of_faults_are_found_from_logits_alone(model: GPT2, ids: Tensor) -> None:
+    """Two faults hide each other: none of them alone fits. Ten pairs from a fixed seed, in float32's tolerance."""
+    simulation = Simulation(model.state_dict(), CONFIG, ids)
+    singles = [one for one in Table.of(simulation).singles(0, CONFIG.n_layer, True, True) if not one.rare and one.order is None]
+    chance, right, drawn = random.Random(7), 0, 0
+    with torch.no_grad():
+        plain = model(ids)
+    while drawn < 10:
+        one, other = chance.sample(singles, 2)
+        both = one.with_(other)
+        programs = [candidate.program(simulation) for candidate in (one, other, both)]
+        if any(program is None for program in programs):
+            continue
+        logits = [simulation.trace(program)["logits"].detach() for program in programs if program is not None]
+        if min(worst_relative_error(value, wrong) for value in (plain, *logits[:2]) for wrong in logits[2:]) < 1e-2:
+            continue  # one of them hides the other
+        drawn += 1
+        wanted = {fault.id for fault in both.faults(CONFIG.n_layer)}
+        explanation = explained(model, ids, {"logits": logits[2]}, 1e-6)
+        right += any({fault.id for fault in each.faults} == wanted for each in explanation.hypotheses[:1])
+    assert right >= 8
+
+
+def test_only_the_last_position_and_a_padded_vocabulary(model: GPT2, ids: Tensor) -> None:
+    """Programs that generate show the last position only, and many pad the vocabulary."""
+    logits = wrong_by(model, ids, {"act relu": (0, 1)})["logits"]
+    padded = torch.cat([logits[:, -1:], torch.zeros(2, 1, 3, dtype=torch.float64)], -1)
+    assert named(explained(model, ids, {"logits": padded}))[0] == [("gelu-variant", "h.*.mlp.act")]
+
+
+def test_one_tensor_a_block_names_the_block_that_nothing_explains(model: GPT2, ids: Tensor) -> None:
+    """An unknown fault must be said to be unknown, at its place, and what follows must not be blamed."""
+    with torch.no_grad():
+        values = trace(model, ids)
+        start = values["h.0"] + 0.3 * torch.randn(values["h.0"].shape, generator=torch.Generator().manual_seed(1)).double()
+        simulation = Simulation(model.state_dict(), CONFIG, ids)
+        rest = simulation.trace(Program(), 1, CONFIG.n_layer, start)
+    evidence = {"embed": values["embed"], "h.0": start, "h.1": rest["h.1"], "logits": rest["logits"]}
+    explanation = explain(model, ids, evidence, dict.fromkeys(evidence, 1e-9), time.monotonic() + 1)
+    assert (explanation.last_right, explanation.first_wrong, explanation.unexplained) == ("embed", "h.0", "h.0")
+    assert not explanation.hypotheses

@@ -70,7 +70,8 @@ class Embeddings:
         """Yield what may enter the first block if nothing is recorded, the right one first."""
         factors = [1.0, *_others([*self.pool.factors(self.words, 0), math.sqrt(self.width)])]
         for option in self._sums(list(dict.fromkeys(factors))):
-            yield option
+            if len(option.faults) < 2:
+                yield option
             if not option.faults:
                 yield from self._normed(option)
 

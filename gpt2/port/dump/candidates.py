@@ -67,11 +67,12 @@ class Candidate:
             return None
         return Program({layer: stages for layer, stages in blocks.items() if stages}, outside, self.order)
 
-    def overlaps(self, other: Candidate) -> bool:
-        """Return whether both change one thing: a variant at one place, or the order of blocks."""
+    def allows(self, other: Candidate) -> bool:
+        """Return whether ``other`` can be switched on as well: it changes no stage that this candidate changes."""
+        if self.order is not None and other.order is not None:
+            return False
         mine = {(variant.label, layer) for variant, layer in self.sites}
-        theirs = {(variant.label, layer) for variant, layer in other.sites}
-        return bool(mine & theirs) or (self.order is not None and other.order is not None)
+        return mine.isdisjoint((variant.label, layer) for variant, layer in other.sites)
 
     def with_(self, other: Candidate) -> Candidate:
         """Return both candidates' faults together."""
@@ -110,9 +111,9 @@ class Table:
             simulation.config.n_layer,
         )
 
-    def singles(self, first: int, last: int, is_first: bool, is_last: bool) -> Iterator[Candidate]:
+    def singles(self, first: int, last: int, is_first: bool, is_last: bool, rare: bool = True) -> Iterator[Candidate]:
         """Yield every fault alone, in blocks ``first`` to ``last`` (excluded); ``is_first``: and in the embeddings, ``is_last``:
-        and after the blocks."""
+        and after the blocks. ``rare``: rare faults in single blocks too."""
         blocks = range(first, last)
         whole = is_first and is_last
         if is_first:
@@ -126,7 +127,7 @@ class Table:
             yield from (Candidate(tuple((variant, n) for n in blocks)) for variant in self.blocks)
             yield from (Candidate(sites) for sites in self._both_norms(blocks, is_last))
         for n in blocks:
-            yield from (Candidate(((variant, n),)) for variant in self.blocks)
+            yield from (Candidate(((variant, n),)) for variant in self.blocks if rare or not variant.rare)
             yield from (Candidate(sites) for sites in self._both_norms(range(n, n + 1), False))
 
     def _both_norms(self, blocks: Iterable[int], ending: bool) -> Iterator[tuple[tuple[Variant, int | None], ...]]:

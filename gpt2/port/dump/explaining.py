@@ -16,7 +16,7 @@ from gpt2.measure.metrics import Progress, silent, worst_relative_error
 from gpt2.measure.tracing import point_at, points
 from gpt2.model import GPT2
 from gpt2.port.dump.candidates import Candidate, Found, Table
-from gpt2.port.dump.matching import Fit, Segment, fitting
+from gpt2.port.dump.matching import Fit, Search, Segment
 from gpt2.port.dump.simulation import Program, Simulation, State
 
 SAME = 1e-9  # programs whose values differ by less are one function
@@ -109,8 +109,9 @@ class Explainer:
                 continue
             right, first_wrong = False, first_wrong or bad
             table = table or Table.of(self.simulation)
-            fits, complete = fitting(segment, table, self.deadline, self.progress)
-            self.complete &= complete
+            search = Search(segment, table, self.deadline, self.progress)
+            fits = search.fits()
+            self.complete &= search.complete
             self.explained.append((segment, fits))
             if fits:
                 last_right = last_right if unexplained else segment.end

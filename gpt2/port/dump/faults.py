@@ -74,6 +74,11 @@ class Variant:
         fixed = tuple(faults)
         return cls(label, lambda layer: fixed, replaced, False, rare)
 
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether a row's values depend on the other rows of the batch."""
+        return any(words in self.label for words in ("axis 0", "axes (0", "TIME_FIRST"))
+
     def faults(self, layer: int | None) -> tuple[Fault, ...]:
         """Return the faults with their places; ``layer`` is None outside the blocks."""
         return tuple(replace(fault, layer=layer) for fault in self.blame(layer or 0))

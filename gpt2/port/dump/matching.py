@@ -6,19 +6,24 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import Progress, worst_relative_error
 from gpt2.measure.tracing import layer_of, points
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import Candidate, Table
+from gpt2.port.dump.sieve import MIN_ROWS, Nearness, Sieve, Span
 from gpt2.port.dump.simulation import Program, Simulation
 
-COLUMNS = 512  # vocabulary entries on which candidates are compared first
-MIN_ROWS = 4  # positions from which a bias of the head can be fitted
-FIRSTS = 60  # single faults that pairs are built on, the nearest first
+ROW_SUM_BOUND = 1e-3  # of probabilities that a program stored in float16
+SIGNIFICANT = 100.0  # a fitted factor or bias must explain an error of so many times the tolerance
+MAX_CONFIRMED = 40  # candidates that are computed exactly
+SIEVED = 1e-3  # the largest error of a fit in float32, on few tokens, beside the tolerance
+FIRSTS = 40  # faults that pairs are built on
+DEEPER = 4  # pairs that triples are built on, for each of the first faults
+Ranked = list[tuple[Nearness, Candidate]]
 
 
 @dataclass(frozen=True)
@@ -54,17 +59,12 @@ class Segment:
         layer = layer_of(end)
         self.last = simulation.config.n_layer if self.is_last else 0 if layer is None else layer + 1
         self.entering = shown[end]  # of the next segment: the program's own, unless this one is explained
-        wanted = shown[end]
-        vocabulary = wanted.shape[-1]
-        self.columns = torch.arange(vocabulary)
-        if end == "logits" and vocabulary > COLUMNS:
-            self.columns = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[:COLUMNS]
         self.softmaxed = self._softmaxed()
 
-    def on(self, candidate: Candidate) -> Segment:
-        """Return this segment with a candidate's faults in place of GPT-2."""
-        base = self.simulation.on(candidate.program(self.simulation) or Program())
-        return Segment(base, self.first, self.end, self.start, self.shown, self.tolerance)
+    @cached_property
+    def sieve(self) -> Sieve:
+        span = Span(self.first, self.last, self.end, self.start, self.shown[self.end], self.softmaxed)
+        return Sieve(self.simulation, span)
 
     def go_on(self, candidate: Candidate) -> None:
         """Let the next segment begin with our own value."""
@@ -75,20 +75,42 @@ class Segment:
         program = candidate.program(self.simulation) or Program()
         return self.simulation.trace(program, self.first, self.last, self.start)
 
+    def allowed(self, point: str) -> float:
+        return self.tolerance.get(point, 0.0)
+
     def first_wrong(self, candidate: Candidate) -> str | None:
         """Return the first shown point where a candidate's value is not the program's."""
-        errors = self.errors(candidate)
-        return next((point for point, error in errors.items() if not error <= self.tolerance.get(point, 0.0)), None)
+        errors = self.errors(candidate, self.values(candidate))
+        return next((point for point, error in errors.items() if not error <= self.allowed(point)), None)
 
-    def errors(self, candidate: Candidate) -> dict[str, float]:
-        """Return a candidate's relative error at each shown point, in the order of the forward pass."""
-        values = self.values(candidate)
+    def errors(self, candidate: Candidate, values: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the relative error of a candidate's ``values`` at each shown point, in the order of the forward pass."""
         out = {}
         for point in points(self.simulation.config.n_layer):
             if point in self.shown and point in values:
                 value = self._headed(values[point], candidate.head) if point == "logits" else values[point]
-                out[point] = worst_relative_error(self.shown[point], value.expand_as(self.shown[point]))
+                shown = self.shown[point]
+                out[point] = (
+                    worst_relative_error(shown, value.expand_as(shown)) if value.shape[1:] == shown.shape[1:] else math.inf
+                )
         return out
+
+    def fits(self, candidate: Candidate) -> Iterator[Fit]:
+        """Yield a candidate, with each fault of the head that makes it fit all shown values; the first that does is enough."""
+        if not candidate.is_right and candidate.program(self.simulation) is None:
+            return  # two faults of one stage
+        values = self.values(candidate)
+        plain = None
+        for faults in self._heads(values["logits"]) if self.end == "logits" else [()]:
+            whole = replace(candidate, head=faults)
+            errors = self.errors(whole, values)
+            plain = errors if plain is None else plain
+            fitted = bool(faults) and faults[0].id != "logits-softmaxed"
+            if fitted and plain[self.end] <= SIGNIFICANT * self.allowed(self.end):
+                continue
+            if all(error <= self.allowed(point) for point, error in errors.items()):
+                yield Fit(whole, max(errors.values()))
+                return
 
     # The head: what is seen in the logits alone
 
@@ -96,8 +118,8 @@ class Segment:
         if self.end != "logits":
             return ""
         given = self.shown["logits"]
-        for name, p in (("softmax", given.clamp(min=0.0)), ("log_softmax", given.exp())):
-            if bool(((p.sum(-1) - 1).abs() < 1e-3).all()):
+        for name, p in (("softmax", given), ("log_softmax", given.exp())):
+            if bool((p >= 0).all()) and bool(((p.sum(-1) - 1).abs() < ROW_SUM_BOUND).all()):
                 return name
         return ""
 
@@ -114,7 +136,7 @@ class Segment:
                 logits = logits.softmax(-1) if self.softmaxed == "softmax" else logits.log_softmax(-1)
         return logits
 
-    def heads(self, logits: Tensor) -> Iterator[tuple[Fault, ...]]:
+    def _heads(self, logits: Tensor) -> Iterator[tuple[Fault, ...]]:
         """Yield what the program may do to its logits (B, T, V) in the end: nothing, or one of the known faults."""
         wanted = self.shown["logits"]
         yield ()
@@ -127,118 +149,85 @@ class Segment:
         if wanted.shape[:2].numel() >= MIN_ROWS:
             yield (Fault("extra-bias", "logits", "the head adds a bias; GPT-2's head has none"),)
 
-    # Many candidates at once
-
-    def distances(self, candidates: Iterable[tuple[Candidate, Program]]) -> list[float]:
-        """Return how far each candidate is from the program's values at the end, by the best of the head's forms."""
-        pairs = list(candidates)
-        out: list[float] = []
-        programs = [program for _, program in pairs]
-        for number, found in self.simulation.outputs(programs, self.first, self.last, self.start):
-            out.append(self._distance(programs[number], found["end"]))
-        return out
-
-    def _distance(self, program: Program, stream: Tensor) -> float:
-        wanted = self.shown[self.end]
-        if not self.is_last:
-            value = stream
-        else:
-            value = self.simulation.normed(program, stream)
-            if self.end == "logits":
-                value = value[:, -wanted.shape[1] :] @ self.simulation.head(program)[self.columns].T
-                wanted = wanted[..., self.columns]
-        value = value.expand_as(wanted)
-        if self.softmaxed:
-            logs = wanted if self.softmaxed == "log_softmax" else wanted.clamp(min=1e-12).log()
-            difference = (logs - value) - (logs - value).mean(-1, keepdim=True)
-            weight = wanted.clamp(0.0) if self.softmaxed == "softmax" else torch.ones_like(wanted)
-            return float((difference * weight).abs().max() / wanted.square().mean().sqrt())
-        size = float(wanted.square().mean().sqrt().clamp(min=1e-300))
-        difference = wanted - value
-        error = float(difference.abs().max()) / size
-        if self.end == "logits":
-            ratio = _ratio(value, wanted)
-            error = min(error, float((wanted - ratio * value).abs().max()) / size)
-            if wanted.shape[:2].numel() >= MIN_ROWS:
-                error = min(error, float((difference - difference.mean((0, 1))).abs().max()) / size)
-        return error if math.isfinite(error) else math.inf
-
 
 def _ratio(value: Tensor, wanted: Tensor) -> float:
     return float((value * wanted).sum() / value.square().sum().clamp(min=1e-300))
 
 
-def fitting(segment: Segment, table: Table, deadline: float, progress: Progress) -> tuple[list[Fit], bool]:
-    """Return the candidates that explain a segment, the simplest first, and whether all single faults were tried in time."""
-    singles, complete = _ranked(segment, table, deadline, progress)
-    fits = _confirmed(segment, [candidate for _, candidate in singles])
-    if fits or not complete:
-        return fits, complete
-    return _pairs(segment, singles, deadline, progress), complete
+class Search:
+    """Looks for the faults that explain a segment: single faults, then pairs and triples of the nearest ones."""
 
+    def __init__(self, segment: Segment, table: Table, deadline: float, progress: Progress) -> None:
+        self.segment, self.deadline, self.progress = segment, deadline, progress
+        self.singles = list(
+            table.singles(segment.first, segment.last, segment.start is None, segment.is_last, segment.sieve.small)
+        )
+        self.complete = True
 
-def _ranked(segment: Segment, table: Table, deadline: float, progress: Progress) -> tuple[list[tuple[float, Candidate]], bool]:
-    """Return every single fault with its distance, the nearest first."""
-    simulation = segment.simulation
-    singles = list(table.singles(segment.first, segment.last, segment.start is None, segment.is_last))
-    ranked: list[tuple[float, Candidate]] = []
-    batch: list[tuple[Candidate, Program]] = []
-    complete = True
-    for number, candidate in enumerate([Candidate(), *singles]):
-        if (program := candidate.program(simulation)) is not None or not number:
-            batch.append((candidate, program or Program()))
-        if len(batch) >= 200 or number == len(singles):
-            progress(f"{segment.end}: {number} of {len(singles)} single faults")
-            ranked += zip(segment.distances(batch), (one for one, _ in batch), strict=True)
-            batch = []
-            if time.monotonic() > deadline:
-                complete = number == len(singles)
-                break
-    ranked.sort(key=lambda one: one[0])
-    return ranked, complete
+    def late(self) -> bool:
+        return time.monotonic() > self.deadline
 
-
-def _confirmed(segment: Segment, candidates: Iterable[Candidate], enough: int = 40) -> list[Fit]:
-    """Return the candidates that fit all shown values, of the first ``enough``, with what is to be done at the head."""
-    fits: list[Fit] = []
-    for candidate in list(candidates)[:enough]:
-        for whole in _with_heads(segment, candidate):
-            errors = segment.errors(whole)
-            if all(error <= segment.tolerance.get(point, 0.0) for point, error in errors.items()):
-                ratio = max(error / max(segment.tolerance.get(point, 0.0), 1e-300) for point, error in errors.items())
-                fits.append(Fit(whole, max(errors.values()) if ratio else 0.0))
-                break
-    return sorted(fits, key=lambda fit: (fit.price, fit.error))
-
-
-def _with_heads(segment: Segment, candidate: Candidate) -> Iterator[Candidate]:
-    if segment.end != "logits":
-        yield candidate
-        return
-    logits = segment.values(candidate)["logits"]
-    for faults in segment.heads(logits):
-        yield replace(candidate, head=faults)
-
-
-def _pairs(segment: Segment, singles: list[tuple[float, Candidate]], deadline: float, progress: Progress) -> list[Fit]:
-    """Return the pairs of faults that explain a segment: the nearest single faults, each with every other."""
-    simulation = segment.simulation
-    worst = max(segment.tolerance.get(point, 0.0) for point in segment.shown)
-    near = [candidate for _, candidate in singles if not candidate.is_right]
-    firsts = [candidate for candidate in near if candidate.order is None]
-    for number, first in enumerate(firsts[:FIRSTS]):
-        progress(f"{segment.end}: pairs with fault {number + 1} of {FIRSTS}")
-        base = segment.on(first)
-        batch = []
-        for second in near:
-            if first.overlaps(second) or first.with_(second).program(simulation) is None:
-                continue
-            if (program := second.program(base.simulation)) is not None:
-                batch.append((second, program))
-        ranked = sorted(zip(base.distances(batch), range(len(batch)), strict=True))
-        wholes = [first.with_(batch[place][0]) for distance, place in ranked[:20] if distance < 10 * worst + 1e-9]
-        if fits := _confirmed(segment, wholes):
+    def fits(self) -> list[Fit]:
+        """Return the candidates that explain the segment, the simplest first."""
+        ranked = self._rank([Candidate(), *self.singles], None, "single faults")
+        if fits := self._confirmed(ranked):
             return fits
-        if time.monotonic() > deadline:
-            break
-    return []
+        return [] if self.late() else self._several(ranked)
+
+    def _rank(self, candidates: list[Candidate], base: Candidate | None, words: str) -> Ranked:
+        ranked: Ranked = []
+        for number, one in enumerate(self.segment.sieve.ranked(candidates, base)):
+            ranked.append(one)
+            if number % 64 == 0:
+                self.progress(f"{self.segment.end}: {number} of {len(candidates)} {words}")
+                if self.late():
+                    self.complete &= base is not None
+                    break
+        return sorted(ranked, key=lambda one: one[0].fit)
+
+    def _confirmed(self, ranked: Ranked, base: Candidate | None = None) -> list[Fit]:
+        """Return the candidates that fit exactly, of those that may by the sieve."""
+        segment = self.segment
+        bound = 2 * segment.allowed(segment.end) + (1e-12 if segment.sieve.small else SIEVED)
+        if segment.softmaxed:
+            bound = math.inf
+        fits: list[Fit] = []
+        for near, candidate in ranked[:MAX_CONFIRMED]:
+            if near.fit > bound or (len(fits) >= 3 and self.late()):
+                break
+            fits += segment.fits(candidate if base is None else base.with_(candidate))
+        return sorted(fits, key=lambda fit: (fit.price, fit.error))
+
+    def _several(self, ranked: Ranked) -> list[Fit]:
+        """Return pairs of faults that explain the segment, or triples: the nearest faults, each with every other."""
+        firsts = [one for one in _interleaved(ranked) if one.order is None and not one.is_right][:FIRSTS]
+        deeper: list[Candidate] = []
+        for number, first in enumerate(firsts):
+            pairs = self._beside(first, f"faults beside the nearest, number {number + 1}")
+            if fits := self._confirmed(pairs, first):
+                return fits
+            if self.late():
+                return []
+            wholes = (first.with_(second) for second in _interleaved(pairs)[:DEEPER] if second.order is None)
+            deeper += [whole for whole in wholes if whole.program(self.segment.simulation) is not None]
+        for number, pair in enumerate(deeper):
+            if fits := self._confirmed(self._beside(pair, f"faults beside a pair, number {number + 1}"), pair):
+                return fits
+            if self.late():
+                break
+        return []
+
+    def _beside(self, first: Candidate, words: str) -> Ranked:
+        return self._rank([one for one in self.singles if not one.rare and first.allows(one)], first, words)
+
+
+def _interleaved(ranked: Ranked) -> list[Candidate]:
+    """Return candidates in turn from the rankings by each measure of nearness."""
+    by_log = sorted(ranked, key=lambda one: one[0].log)
+    by_angle = sorted(ranked, key=lambda one: one[0].angle)
+    by_first = sorted(ranked, key=lambda one: one[0].first)
+    once: dict[int, Candidate] = {}
+    for several in zip(by_log, by_angle, by_first, strict=True):
+        for _, candidate in several:
+            once.setdefault(id(candidate), candidate)
+    return list(once.values())

@@ -105,7 +105,7 @@ class Simulation:
 
     def embed(self) -> Tensor:
         if "embed" in self.base.outside:
-            return self.base.outside["embed"]({})
+            return self.base.outside["embed"]({}).to(self.dtype)
         return self.state["wte.weight"][self.ids] + self.state["wpe.weight"][: self.ids.shape[1]]
 
     def normed(self, program: Program, x: Tensor) -> Tensor:
@@ -117,6 +117,14 @@ class Simulation:
         """Return the head's weight (V, D)."""
         stage = program.outside.get("head", self.base.outside.get("head"))
         return self.state["wte.weight"] if stage is None else stage({})
+
+    def on_ids(self, ids: Tensor) -> Simulation:
+        """Return this simulation on other ids (B, T)."""
+        other = copy(self)
+        other.ids, other.seen = ids, causal_mask(ids.shape[1], ids.shape[1])
+        other._blocks = [other._make(layer) for layer in range(self.config.n_layer)]
+        other._inputs, other._states, other._memory = [], {}, {}
+        return other
 
     def on(self, base: Program) -> Simulation:
         """Return this simulation with ``base`` in place of GPT-2: further programs are run on top of its faults."""
@@ -200,7 +208,7 @@ class Simulation:
         points: State = {}
         x = start
         if x is None:
-            x = points["embed"] = program.outside["embed"]({}) if "embed" in program.outside else self.embed()
+            x = points["embed"] = program.outside["embed"]({}).to(self.dtype) if "embed" in program.outside else self.embed()
         for number, layer in enumerate(program.order or range(first, last)):
             state = self.run_block(layer, {"x": x}, program.blocks.get(layer, {}))
             points |= {point_at(number if program.order else layer, stage): state[stage] for stage in NEEDS}
@@ -232,19 +240,15 @@ class Simulation:
         streams: dict[int, Tensor] = {}  # those that differ from the right model's
         for number in numbers:
             if "embed" in programs[number].outside:
-                streams[number] = found[number]["embed"] = programs[number].outside["embed"]({})
+                streams[number] = found[number]["embed"] = programs[number].outside["embed"]({}).to(self.dtype)
         natural = [number for number in numbers if programs[number].order is None]
         shared = self if start is None else _From(self, first, start)
         for layer in range(first, last):
             edited = [number for number in natural if programs[number].blocks.get(layer)]
             plain = [number for number in natural if number in streams and number not in edited]
             states: dict[int, tuple[int, State]] = {}  # the last replaced stage, and the state until then
-            for number in edited:
+            for number, begin, state in self._entered(layer, edited, programs, streams, shared):
                 stages = programs[number].blocks[layer]
-                if number in streams:
-                    begin, state = 0, {"x": streams[number]}
-                else:
-                    begin, state = min(ORDER[stage] for stage in stages), dict(shared.right_state(layer))
                 states[number] = self._edited(layer, state, stages, begin)
                 found[number] |= {point_at(layer, stage): states[number][1][stage] for stage in stages}
             self._finish(layer, states, streams)
@@ -264,6 +268,26 @@ class Simulation:
                 streams[number] = found[number]["end"] = x
             found[number].setdefault("end", streams[number] if number in streams else shared.right_input(last))
             yield number, found[number]
+
+    def _entered(
+        self, layer: int, edited: list[int], programs: Sequence[Program], streams: dict[int, Tensor], shared: Simulation | _From
+    ) -> Iterator[tuple[int, int, State]]:
+        """Yield for each program its first replaced stage in a block, and the state before it; those alike are one batch."""
+        firsts = {number: min(ORDER[stage] for stage in programs[number].blocks[layer]) for number in edited}
+        for number in edited:
+            if number not in streams:
+                yield number, firsts[number], dict(shared.right_state(layer))
+        for begin in sorted(set(firsts.values())):
+            same = [number for number in edited if number in streams and firsts[number] == begin]
+            stacked = [same] if self.stacks else [[number] for number in same]
+            for numbers in filter(None, stacked):
+                state = {"x": torch.cat([streams[number] for number in numbers])}
+                for stage, formula in self._blocks[layer].items():
+                    if ORDER[stage] < begin:
+                        state[stage] = formula(state)
+                parts = {stage: tensor.split(len(self.ids)) for stage, tensor in state.items()}
+                for place, number in enumerate(numbers):
+                    yield number, begin, {stage: tensors[place] for stage, tensors in parts.items()}
 
     def _edited(self, layer: int, state: State, stages: Stages, begin: int) -> tuple[int, State]:
         """Run a block from stage number ``begin`` to the last replaced one."""

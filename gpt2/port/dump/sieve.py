@@ -1,0 +1,185 @@
+"""Rank candidates by how near they come to a program's values, in batches; for a large model on few tokens and in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.causes import FUTURE
+from gpt2.port.dump.candidates import Candidate
+from gpt2.port.dump.simulation import Program, Simulation
+
+COLUMNS = 256  # vocabulary entries that are compared
+TOKENS = 4  # of a large model, where a token's values depend on earlier tokens alone
+SMALL = 1 << 24  # a model of fewer parameters times tokens is computed whole, in float64
+MIN_ROWS = 4  # positions from which a bias of the head can be fitted
+WIDE = {*FUTURE, "layernorm-axis", "position-offset"}  # faults by which a token's values may depend on later tokens
+BATCH = 256  # candidates that are ranked together
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """How far a candidate is from the program: ``fit`` is the largest relative error, after the head's scale or bias is fitted.
+
+    The others rank candidates that do not fit: ``log`` is the mean logarithm of each position's error, ``angle`` of each
+    position's angle, ``first`` the error at the first position, which sees no other token.
+    """
+
+    fit: float
+    log: float
+    angle: float
+    first: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of the forward pass that is compared: blocks ``first`` to ``last`` (excluded).
+
+    ``start``: the stream that enters, None for the embeddings; ``wanted``: the program's value at the point ``end``;
+    ``softmaxed``: what the program made of its logits.
+    """
+
+    first: int
+    last: int
+    end: str
+    start: Tensor | None
+    wanted: Tensor
+    softmaxed: str = ""
+
+    def cut(self, rows: int, tokens: int) -> Span:
+        start = None if self.start is None else self.start[:rows, :tokens]
+        return Span(self.first, self.last, self.end, start, self.wanted[:rows, :tokens], self.softmaxed)
+
+
+class Lens:
+    """A simulation on some of the tokens, and the program's values there."""
+
+    def __init__(self, simulation: Simulation, span: Span) -> None:
+        self.simulation, self.span = simulation, span
+        vocabulary = span.wanted.shape[-1]
+        self.columns = torch.arange(vocabulary)
+        if span.end == "logits" and vocabulary > COLUMNS:
+            self.columns = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[:COLUMNS]
+        wanted = span.wanted[..., self.columns].to(simulation.dtype)
+        if span.softmaxed == "softmax":
+            wanted = wanted.clamp(min=1e-12).log()
+        self.wanted = wanted - wanted.mean(-1, keepdim=True) if span.softmaxed else wanted
+
+    def on(self, program: Program) -> Lens:
+        return Lens(self.simulation.on(program), self.span)
+
+    def nearness(self, programs: list[Program]) -> list[Nearness]:
+        """Return how near each program comes."""
+        out: list[Nearness | None] = [None] * len(programs)
+        alike: list[tuple[int, Tensor]] = []
+        span, numbers = self.span, []
+        for number, found in self.simulation.outputs(programs, span.first, span.last, span.start):
+            program = programs[number]
+            if program.outside.keys() & {"ln_f", "head"}:
+                out[number] = self._measured(self.ended(program, found["end"])[None])[0]
+            else:
+                alike.append((number, found["end"].expand(len(self.wanted), -1, -1)))
+        for start in range(0, len(alike), BATCH):
+            part = alike[start : start + BATCH]
+            numbers = [number for number, _ in part]
+            values = self.ended(Program(), torch.stack([stream for _, stream in part]))
+            for number, one in zip(numbers, self._measured(values), strict=True):
+                out[number] = one
+        return [one for one in out if one is not None]
+
+    def ended(self, program: Program, stream: Tensor) -> Tensor:
+        """Return the value at the end from a stream (..., B, T, D)."""
+        if self.span.end not in ("ln_f", "logits"):
+            return stream
+        value = self.simulation.normed(program, stream)
+        if self.span.end == "logits":
+            value = value[..., -self.wanted.shape[1] :, :] @ self.simulation.head(program)[self.columns].T
+        return value - value.mean(-1, keepdim=True) if self.span.softmaxed else value
+
+    def _measured(self, values: Tensor) -> list[Nearness]:
+        """Return the nearness of values (N, B, T, X)."""
+        wanted = self.wanted
+        size = wanted.square().mean().sqrt().clamp(min=1e-30)
+        difference = wanted - values
+        fit = difference.abs().amax((1, 2, 3))
+        if self.span.end == "logits" and not self.span.softmaxed:
+            ratio = (values * wanted).sum((1, 2, 3)) / values.square().sum((1, 2, 3)).clamp(min=1e-30)
+            fit = torch.minimum(fit, (wanted - ratio[:, None, None, None] * values).abs().amax((1, 2, 3)))
+            if wanted.shape[:2].numel() >= MIN_ROWS:
+                fit = torch.minimum(fit, (difference - difference.mean((1, 2), keepdim=True)).abs().amax((1, 2, 3)))
+        errors = difference.square().mean(-1).sqrt() / size  # (N, B, T)
+        middle = values - values.mean(-1, keepdim=True)
+        goal = wanted - wanted.mean(-1, keepdim=True)
+        cosine = (middle * goal).sum(-1) / (middle.norm(dim=-1) * goal.norm(dim=-1)).clamp(min=1e-30)
+        log = errors.clamp(min=1e-9).log().mean((1, 2))
+        angle = (1 - cosine).clamp(min=1e-12).log().mean((1, 2))
+        columns = torch.stack([fit / size, log, angle, errors[..., 0].amax(1)], 1)
+        return [Nearness(*row) for row in columns.nan_to_num(math.inf, math.inf, math.inf).tolist()]
+
+
+class Sieve:
+    """Ranks candidates for a span; ``exact`` is the simulation in float64 on all tokens."""
+
+    def __init__(self, exact: Simulation, span: Span) -> None:
+        self.exact, self.span = exact, span
+        parameters = sum(tensor.numel() for name, tensor in exact.state.items() if name.startswith("h."))
+        self.small = parameters * exact.ids.numel() <= SMALL
+
+    @cached_property
+    def whole(self) -> Lens:
+        """All tokens: for faults that mix the rows of a batch, and for small models."""
+        simulation = self.exact if self.small else Simulation(self.exact.state, self.exact.config, self.exact.ids, torch.float32)
+        return Lens(simulation, self.span)
+
+    @cached_property
+    def row(self) -> Lens:
+        """All tokens of the first row."""
+        return self._cut(self.exact.ids.shape[1])
+
+    @cached_property
+    def few(self) -> Lens:
+        """The first tokens of the first row; all of them, if only the last position's logits are shown."""
+        tokens = self.exact.ids.shape[1]
+        return self.row if self.span.wanted.shape[1] < tokens else self._cut(min(TOKENS, tokens))
+
+    def _cut(self, tokens: int) -> Lens:
+        simulation = self.whole.simulation.on_ids(self.exact.ids[:1, :tokens])
+        return Lens(simulation, self.span.cut(1, tokens))
+
+    def lens(self, candidate: Candidate) -> Lens:
+        if self.small:
+            return self.whole
+        if any(one.mixes_rows for one, _ in candidate.sites):
+            return self.whole
+        return self.row if any(fault.id in WIDE for fault in candidate.faults(0)) else self.few
+
+    def ranked(self, candidates: Iterable[Candidate], base: Candidate | None = None) -> Iterator[tuple[Nearness, Candidate]]:
+        """Yield candidates with their nearness; ``base``: faults that every one of them has beside its own."""
+        waiting: dict[int, list[tuple[Candidate, Program]]] = {}
+        lenses: dict[int, Lens] = {}
+        based: dict[int, Lens] = {}
+        for candidate in candidates:
+            lens = self.lens(candidate if base is None else base.with_(candidate))
+            if base is not None:
+                if id(lens) not in based:
+                    based[id(lens)] = lens.on(base.program(lens.simulation) or Program())
+                lens = based[id(lens)]
+            program = candidate.program(lens.simulation)
+            if program is None and not candidate.is_right:
+                continue
+            lenses[id(lens)] = lens
+            batch = waiting.setdefault(id(lens), [])
+            batch.append((candidate, program or Program()))
+            if len(batch) == BATCH:
+                yield from self._flush(lens, batch)
+                batch.clear()
+        for key, batch in waiting.items():
+            yield from self._flush(lenses[key], batch)
+
+    def _flush(self, lens: Lens, batch: list[tuple[Candidate, Program]]) -> Iterator[tuple[Nearness, Candidate]]:
+        yield from zip(lens.nearness([program for _, program in batch]), (candidate for candidate, _ in batch), strict=True)
