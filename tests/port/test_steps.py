@@ -8,11 +8,15 @@ from support.steps import (
     CONFIG,
     FAULTY_STEPS,
     MEANINGS,
+    SECOND,
+    SECOND_STEPS,
     STAGES,
     STYLES,
     Settings,
     Step,
     WithSettings,
+    functional,
+    kind_of,
     module_of,
     our_model,
     words_of,
@@ -32,7 +36,8 @@ RIGHT_SAMPLE = ("fused", "written over lists", "tied by hand: gradients added, v
 @cache
 def expected(kind: str, settings: Settings) -> list:
     data = batches(settings, COUNT, CONFIG.vocab_size)
-    return right_run(module_of(kind).double(), settings, data, CONFIG.vocab_size)
+    decays = {"decays": functional.decays} if kind == "vmapped" else {}  # it has a bias for each head
+    return right_run(module_of(kind).double(), settings, data, CONFIG.vocab_size, **decays)
 
 
 def gap(step, kind: str) -> float:
@@ -44,7 +49,7 @@ def gap(step, kind: str) -> float:
 
 def check_faulty(step: Step) -> None:
     """A scale of all gradients hides behind clipping, and then behind AdamW: it is looked for without clipping, too."""
-    kind = STYLES[step.style][0]
+    kind = kind_of(step.style)
     if "moments-kept" in step.words:
         gap(step, kind)  # a run before, whose moments it keeps
     with warnings.catch_warnings():
@@ -71,10 +76,10 @@ def test_some_faulty_steps_end_at_other_parameters(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTY_STEPS)
+@pytest.mark.parametrize("name", [*FAULTY_STEPS, *SECOND_STEPS])
 def test_faulty_steps_end_at_other_parameters(name):
     """As above, for all."""
-    check_faulty(FAULTY_STEPS[name])
+    check_faulty((FAULTY_STEPS | SECOND_STEPS)[name])
 
 
 @pytest.mark.parametrize("name", RIGHT_SAMPLE)
@@ -93,13 +98,15 @@ def test_right_steps_end_at_the_right_parameters(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["", "prompt"])
 @pytest.mark.parametrize("changes", [{}, {"grad_accum": 2}, {"clip": 0.0}, {"warmup": 3, "steps": 12, "min_lr": 1e-4}], ids=str)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", [*STYLES, *SECOND])
 def test_a_style_without_faults_is_right_in_all_settings(style, changes, prompt):
     """A fault is the only difference between a faulty step and the right one, also where some targets are -100."""
-    if style == "tutorial" and "warmup" in changes:
+    if style in ("tutorial", "per_parameter") and "warmup" in changes:
         pytest.skip("this style has one rate")
+    if style in SECOND and prompt:
+        pytest.skip("this style does not count the targets of a part")
     step = WithSettings(style, "", Settings(prompt=prompt).changed(changes))
-    assert gap(step, STYLES[style][0]) < ROUNDING
+    assert gap(step, kind_of(style)) < ROUNDING
 
 
 def test_every_fault_is_in_a_style_and_every_stage_has_some():

@@ -45,6 +45,13 @@ STYLES = {
 }
 
 
+# The second set: written apart from the engine, and not used to develop it.
+SECOND = {
+    "functional": ("vmapped", "pure functions, explicit state, gradients by torch.func"),
+    "per_parameter": ("kv_joint", "loops over parameters by name, updates of .data"),
+}
+
+
 @cache
 def _ours() -> GPT2:
     return random_model(CONFIG, 0.2, 0.1, dtype=torch.float32, seed=5)
@@ -98,7 +105,7 @@ class Step:
         return settings
 
     def module(self) -> nn.Module:
-        return module_of(STYLES[self.style][0])
+        return module_of(kind_of(self.style))
 
     @property
     def make_step(self) -> MakeStep:
@@ -115,6 +122,11 @@ class WithSettings(Step):
     @property
     def settings(self) -> Settings:
         return self.given
+
+
+def kind_of(style: str) -> str:
+    """The module that a style trains."""
+    return (STYLES | SECOND)[style][0]
 
 
 def words_of(style: str) -> list[str]:
@@ -169,4 +181,9 @@ COMBINED = {
 
 FAULTY_STEPS = {
     step.name: step for style in STYLES for step in (Step(style, line) for line in (*words_of(style), *COMBINED[style]))
+}
+SECOND_STEPS = {
+    step.name: step
+    for style in SECOND
+    for step in (Step(style, line) for line in (*words_of(style), *importlib.import_module(f"{__name__}.{style}").COMBINED))
 }

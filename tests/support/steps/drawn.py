@@ -6,7 +6,7 @@ import random
 import warnings
 from functools import cache
 
-from support.steps import CONFIG, FAULTY_STEPS, MEANINGS, STAGES, STYLES, Step, WithSettings, module_of, words_of
+from support.steps import CONFIG, FAULTY_STEPS, MEANINGS, STAGES, STYLES, Step, WithSettings, kind_of, module_of, words_of
 from support.steps.faults import Settings
 from support.steps.reference import apart, batches, right_run, run
 
@@ -57,7 +57,7 @@ def _fit(words: list[str]) -> bool:
 
 @cache
 def _right(style: str, settings: Settings) -> list:
-    return right_run(module_of(STYLES[style][0]).double(), settings, batches(settings, 4, CONFIG.vocab_size), CONFIG.vocab_size)
+    return right_run(module_of(kind_of(style)).double(), settings, batches(settings, 4, CONFIG.vocab_size), CONFIG.vocab_size)
 
 
 def _all_count(step: Step) -> bool:

@@ -13,6 +13,7 @@ from support.ports import logits
 from support.steps.faults import Settings
 
 Batch = tuple[Tensor, Tensor]
+Decays = Callable[[str, nn.Parameter], bool]  # whether a parameter is a matrix or an embedding
 
 
 def batches(settings: Settings, count: int, vocabulary: int, seed: int = 11) -> list[Batch]:
@@ -38,12 +39,14 @@ def rate(n: int, s: Settings) -> float:
     return s.min_lr + (s.lr - s.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def right_run(module: nn.Module, settings: Settings, data: Iterable[Batch], vocabulary: int) -> list[list[Tensor]]:
+def right_run(
+    module: nn.Module, settings: Settings, data: Iterable[Batch], vocabulary: int, decays: Decays = lambda name, p: p.ndim >= 2
+) -> list[list[Tensor]]:
     """Parameters after each step of the right training; ``module`` is changed."""
     parameters = list(module.parameters())
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p], "weight_decay": settings.weight_decay if decays(name, p) else 0.0}
+        for name, p in module.named_parameters()
     ]
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), foreach=False)
     module.train()
