@@ -1,4 +1,4 @@
-"""Collect what a dump shows at traced points, where the walk through it does not arrive: the evidence for a search by simulation.
+"""Collect what a dump shows at traced points where the walk does not arrive: the evidence for a search by simulation.
 
 Right values are recognised by value. Streams that are wrong are put in order by what each block would make of the one before it.
 """
