@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -82,12 +83,18 @@ class OperatorMode(TorchDispatchMode):
         if func._overloadpacket in FUSED_ATTENTION:
             with self:
                 return plain_attention_kernel(call)
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
+        if _is_composite(func):
             with self:  # inference mode does not split these
                 result = func.decompose(*args, **call.kwargs)
             if result is not NotImplemented:
                 return result
         return self.handle(call)
+
+
+@cache
+def _is_composite(func: OpOverload) -> bool:
+    """Return whether an operator is made of others; only inference mode lets such a one reach a dispatch mode."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def plain_attention_kernel(call: Call) -> tuple[Any, ...]:

@@ -1,0 +1,145 @@
+"""The gradients that a right backward pass would give, from the author's own gradient of the logits; and how his differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as MappingType
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt2.checkpoint.checkpoint import model_with
+from gpt2.config import GPT2Config
+from gpt2.port.mapping.mapping import Mapping
+from gpt2.port.recording.dataflow import Source, Use
+from gpt2.port.training.watching import Sampler
+
+HEAD, TABLE = "head.weight", "wte.weight"  # the two uses of the token embedding
+
+
+class Roles:
+    """Which tensors of the checkpoint each parameter of a module holds, by the names that its step's parameters have."""
+
+    def __init__(self, module: nn.Module, mapping: Mapping | None) -> None:
+        self.mapping = mapping
+        named = list(module.named_parameters(remove_duplicate=False))
+        self.aliases: dict[int, list[str]] = {}
+        for name, parameter in named:
+            self.aliases.setdefault(id(parameter), []).append(name)
+        self.sources: dict[str, Source] = {}
+        self.parts: dict[str, list[tuple[int | None, str]]] = {}
+        for source in mapping.sources if mapping else ():
+            same = next((names for names in self.aliases.values() if source.name in names), [source.name])
+            for name in same:
+                self.sources[name] = source
+                self.parts[name] = [(part.layer, part.part) for part in mapping.parts(source)] if mapping else []
+
+    def names_of(self, *parts: str) -> list[str]:
+        """Return the parameters that hold only these parts, such as "ln_f"."""
+        return [name for name, held in self.parts.items() if held and all(part in parts for _, part in held)]
+
+    def role(self, name: str, parameter: Tensor) -> str:
+        """Return "embedding", "norm", "bias" or "matrix"."""
+        kinds = {_role(part) for _, part in self.parts.get(name, [])}
+        if len(kinds) == 1:
+            return kinds.pop()
+        if "embedding" in kinds:
+            return "embedding"
+        return "matrix" if parameter.ndim >= 2 else "bias" if "bias" in name.split(".")[-1] else "norm" if not kinds else "bias"
+
+    def where(self, name: str) -> list[str]:
+        """Return the checkpoint's names for a parameter; its own name if it holds none of its tensors."""
+        assert self.mapping is not None or not self.parts
+        found = [] if self.mapping is None else [self._tensor(layer, part) for layer, part in self.parts.get(name, [])]
+        return list(dict.fromkeys(found)) or [name]
+
+    @staticmethod
+    def _tensor(layer: int | None, part: str) -> str:
+        stem = "wte" if part == "head" else part
+        for letter in "qkv":
+            stem = "attn.c_attn" + stem.removeprefix(f"attn.{letter}") if stem.split(".")[:2] == ["attn", letter] else stem
+        stem += "" if stem.endswith((".weight", ".bias")) else ".weight"
+        return stem if layer is None else f"h.{layer}.{stem}"
+
+
+def _role(part: str) -> str:
+    if part in ("wte", "wpe", "head"):
+        return "embedding"
+    if part.endswith(".bias"):
+        return "bias"
+    return "norm" if part.startswith("ln_") else "matrix"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The right gradient of one parameter at the sampled entries, NaN where the checkpoint has none.
+
+    For the token embedding, also the share of the head and that of the rows that the ids chose.
+    """
+
+    whole: Tensor
+    head: Tensor | None = None
+    table: Tensor | None = None
+
+
+def expected_gradients(
+    config: GPT2Config,
+    state: MappingType[str, Tensor],
+    roles: Roles,
+    sampler: Sampler,
+    passes: Sequence[tuple[Tensor, Tensor]],
+) -> dict[str, Expected]:
+    """Return the gradients of a module's parameters for these ids (b, T) and gradients of the logits (b, T, V).
+
+    ``state`` is the checkpoint in float64. Our model runs forward and backward once for each pass. Parameters that are used
+    scaled or shifted, and those without a place in the checkpoint, are left out.
+    """
+    assert roles.mapping is not None
+    model = model_with(config, ((name, tensor.clone()) for name, tensor in state.items()))
+    model.requires_grad_(True)
+    table = model.wte.weight.detach().clone().requires_grad_(True)
+    for ids, gradient in passes:
+        hidden = model.hidden(ids.cpu(), rows=F.embedding(ids.cpu(), table))
+        logits = hidden @ model.wte.weight.t()
+        given = gradient.cpu().double().reshape(*ids.shape[:1], -1, gradient.shape[-1])[..., : config.vocab_size]
+        logits[:, -given.shape[1] :].backward(given)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients[HEAD] = gradients[TABLE]
+    assert table.grad is not None
+    shares = {"head": gradients[HEAD], "table": table.grad}
+    out = {}
+    for name in sampler.parameters:
+        source = roles.sources.get(name)
+        if source is None or Use() not in roles.mapping.anatomy.recording.uses.get(source.storage, {Use()}):
+            continue
+        entries = roles.mapping.entries(source).flatten()
+        if entries.numel() != sampler.parameters[name].numel():
+            continue
+        index = sampler.indices[name]
+        chosen = entries if index is None else entries[index]
+        parts = {part for _, part in roles.parts[name]}
+        if "wte" in parts or "head" in parts:
+            head = _taken(roles.mapping, chosen, {TABLE: shares["head"]})
+            rows = _taken(roles.mapping, chosen, {TABLE: shares["table"]})
+            out[name] = Expected(head + rows, head, rows)
+        else:
+            out[name] = Expected(_taken(roles.mapping, chosen, gradients))
+    return out
+
+
+def _taken(mapping: Mapping, entries: Tensor, gradients: MappingType[str, Tensor]) -> Tensor:
+    values = torch.full(entries.shape, torch.nan, dtype=torch.float64)
+    for name, mine, places in mapping.by_tensor(entries):
+        if name in gradients:
+            values[mine] = gradients[name].reshape(-1)[places.long()]
+    return values
+
+
+def difference(gradient: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over the expected norm, where the latter is known."""
+    known = ~expected.isnan()
+    size = float(expected[known].norm())
+    apart = float((gradient[known] - expected[known]).norm())
+    return apart / size if size > 0 else 0.0 if apart == 0 else float("inf")

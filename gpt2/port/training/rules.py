@@ -1,0 +1,159 @@
+"""Update rules of optimizers: AdamW as it should be and as it is mistaken, SGD; and the direction in which each moves.
+
+Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2; Kingma and Ba, "Adam" (2015). With
+gradients g of step t, m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g^2, the direction is (m / c1) / (sqrt(v / c2) + eps), with
+c = 1 - b^t. A parameter p becomes p - rate direction - decay p. Everything is elementwise, so a sample of the entries is enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+class Correction(Enum):
+    """The step whose factors correct the moments' bias: the right one, none, the one after, or the moments are lost."""
+
+    FULL = "full"
+    NONE = "none"
+    LATE = "late"
+    FIRST = "first moment only"
+    SECOND = "second moment only"
+
+
+class Eps(Enum):
+    """Where eps is added: to the corrected root, inside the root, or to the root before its correction."""
+
+    OUTSIDE = "outside"
+    INSIDE = "inside"
+    BEFORE = "before correction"
+
+
+class Kind(Enum):
+    ADAM = "adam"
+    SGD = "sgd"
+    SIGN = "lion"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer's formula, without its rate and its decoupled decay, which are fitted for each step and parameter.
+
+    ``coupled``: a decay that is added to the gradient. ``lost``: the moments begin at zero in every step.
+    """
+
+    kind: Kind = Kind.ADAM
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    correction: Correction = Correction.FULL
+    place: Eps = Eps.OUTSIDE
+    amsgrad: bool = False
+    coupled: float = 0.0
+    lost: bool = False
+    nesterov: bool = False
+
+
+@dataclass(frozen=True)
+class Track:
+    """One parameter over K updates: values before, gradients, and changes, each (K, n); ``seen`` are the updates with a gradient."""
+
+    name: str
+    before: Array
+    gradient: Array
+    change: Array
+    seen: NDArray[np.bool_]
+
+    def part(self, index: NDArray[np.int64]) -> Track:
+        return Track(self.name, self.before[:, index], self.gradient[:, index], self.change[:, index], self.seen)
+
+    def times(self, factors: Array) -> Track:
+        """Return the track with gradients multiplied by ``factors``, (K,) or (K, n)."""
+        factors = factors if factors.ndim > 1 else factors[:, None]
+        return Track(self.name, self.before, self.gradient * factors, self.change, self.seen)
+
+
+@dataclass
+class Moments:
+    """The state of one parameter."""
+
+    m: Array
+    v: Array
+    most: Array
+    step: int = 0
+
+
+def directions(rule: Rule, track: Track, state: Moments | None = None) -> Array:
+    """Return the directions (K, n) in which ``rule`` moves a parameter, from its own values and gradients; ``state`` goes on."""
+    n = track.before.shape[1]
+    state = Moments(np.zeros(n), np.zeros(n), np.zeros(n)) if state is None else state
+    out = np.zeros_like(track.before)
+    b1, b2 = rule.beta1, rule.beta2
+    for t in range(len(out)):
+        if not track.seen[t]:
+            continue
+        g = track.gradient[t]
+        if rule.coupled:
+            g = g + rule.coupled * track.before[t]
+        if rule.lost:
+            state.m, state.v, state.most, state.step = np.zeros(n), np.zeros(n), np.zeros(n), 0
+        state.step += 1
+        if rule.kind is Kind.SGD:
+            state.m = b1 * state.m + g
+            out[t] = g + b1 * state.m if rule.nesterov else state.m
+            continue
+        if rule.kind is Kind.SIGN:
+            out[t] = np.sign(b1 * state.m + (1 - b1) * g)
+            state.m = b2 * state.m + (1 - b2) * g
+            continue
+        state.m = b1 * state.m + (1 - b1) * g
+        state.v = b2 * state.v + (1 - b2) * g * g
+        state.most = np.maximum(state.most, state.v)
+        at = state.step + (rule.correction is Correction.LATE)
+        c1 = 1 - b1**at if rule.correction not in (Correction.NONE, Correction.SECOND) else 1.0
+        c2 = 1 - b2**at if rule.correction not in (Correction.NONE, Correction.FIRST) else 1.0
+        c1, c2 = max(c1, 1e-300), max(c2, 1e-300)
+        v = state.most if rule.amsgrad else state.v
+        if rule.place is Eps.INSIDE:
+            root = np.sqrt(v / c2 + rule.eps)
+        elif rule.place is Eps.BEFORE:
+            root = (np.sqrt(v) + rule.eps) / np.sqrt(c2)
+        else:
+            root = np.sqrt(v / c2) + rule.eps
+        out[t] = (state.m / c1) / np.where(root == 0, 1.0, root)
+    return out
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A rule on one parameter: its rates and decays by step (K,), and the error relative to the changes; decay NaN if unknown."""
+
+    rates: Array
+    decays: Array
+    error: float
+
+
+def fit(track: Track, direction: Array, rates: Array | None = None) -> Fit:
+    """Fit the rates and decays of each step to ``change = -rate direction - decay before``; ``rates`` if they are known."""
+    change, before = track.change, track.before
+    uu, up, pp = (direction * direction).sum(1), (direction * before).sum(1), (before * before).sum(1)
+    ud, pd = -(direction * change).sum(1), -(before * change).sum(1)
+    alone = np.divide(ud, uu, out=np.zeros_like(ud), where=uu > 0)
+    determinant = uu * pp - up * up
+    both = determinant > 1e-9 * uu * pp
+    safe = np.where(both, determinant, 1.0)
+    if rates is None:
+        found = np.where(both, (pp * ud - up * pd) / safe, alone)
+        decays = np.where(both, (uu * pd - up * ud) / safe, np.nan)
+    else:
+        found = rates
+        decays = np.divide(pd - rates * up, pp, out=np.full_like(pd, np.nan), where=pp > 1e-30)
+    residual = change + found[:, None] * direction + np.nan_to_num(decays)[:, None] * before
+    size = float((change * change).sum())
+    error = float(np.sqrt((residual * residual).sum() / size)) if size > 0 else 0.0
+    return Fit(found, decays, error)

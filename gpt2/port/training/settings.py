@@ -1,0 +1,110 @@
+"""The settings that a training step should have, by the keys of a recipe; what is not given is unknown."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from gpt2.errors import InputError
+
+WHOLE = ("steps", "batch_size", "context", "grad_accum", "optim.warmup")
+FRACTIONS = ("dropout", "optim.beta1", "optim.beta2")
+AT_LEAST_ONE = ("steps", "batch_size", "context", "grad_accum")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user says that the step should do; None where nothing is said. Keys as in a recipe: ``optim.lr`` is ``lr``.
+
+    ``padded``: some targets are -100 and are not to be trained on (the key ``data.prompt``). ``eps`` is AdamW's 1e-8 if any other
+    setting of the optimizer is given.
+    """
+
+    lr: float | None = None
+    min_lr: float | None = None
+    warmup: int | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    weight_decay: float | None = None
+    clip: float | None = None
+    steps: int | None = None
+    batch_size: int | None = None
+    context: int | None = None
+    grad_accum: int | None = None
+    dropout: float | None = None
+    padded: bool = False
+
+    @classmethod
+    def parse(cls, lines: Iterable[str]) -> Settings:
+        """Parse ``key=value`` lines, as in ``optim.lr=3e-4``; raise InputError for an unknown key or a bad value."""
+        values: dict[str, object] = {}
+        for line in lines:
+            key, sign, text = (part.strip() for part in line.partition("="))
+            if not sign or not key:
+                raise InputError(f"--set {line}: write key=value, as in optim.lr=3e-4")
+            values[key] = text
+        return cls.of(values)
+
+    @classmethod
+    def of(cls, values: Mapping[str, object]) -> Settings:
+        """Return the settings of a mapping from a recipe's keys to values, as numbers or text."""
+        known: dict[str, Any] = {}
+        for key, value in values.items():
+            if key == "data.prompt":
+                known["padded"] = bool(value)
+            elif key in KEYS:
+                known[KEYS[key]] = _number(key, value)
+            else:
+                close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.5)
+                hint = f"did you mean {close[0]}?" if close else f"keys are {', '.join(KEYS)}"
+                raise InputError(f"--set {key}: not a setting of a training step; {hint}")
+        settings = cls(**known)
+        rows, parts = settings.batch_size, settings.grad_accum
+        if rows and parts and rows % parts:
+            raise InputError(f"--set batch_size={rows}: does not divide into grad_accum {parts} parts")
+        return settings
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the rate at each step is known: ``optim.lr`` and a part of its schedule are given."""
+        given = self.warmup is not None or self.min_lr is not None or self.steps is not None
+        return self.lr is not None and given
+
+    @property
+    def optimizer_given(self) -> bool:
+        return any(value is not None for value in (self.lr, self.beta1, self.beta2, self.weight_decay, self.clip))
+
+    def rate(self, step: int) -> float:
+        """Return the rate at ``step`` (from 0): linear warm-up to ``lr``, then cosine decay to ``min_lr``, as a recipe says."""
+        assert self.lr is not None
+        warmup = self.warmup or 0
+        least = self.lr if self.min_lr is None else self.min_lr
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        if self.steps is None:
+            return self.lr
+        part = min(1.0, (step - warmup) / max(1, self.steps - warmup))
+        return least + (1 + math.cos(math.pi * part)) / 2 * (self.lr - least)
+
+
+OPTIM = ("lr", "min_lr", "warmup", "beta1", "beta2", "weight_decay", "clip")
+NAMES = [field.name for field in fields(Settings) if field.name != "padded"]
+KEYS = {f"optim.{name}" if name in OPTIM else name: name for name in NAMES}
+
+
+def _number(key: str, value: object) -> float | int:
+    try:
+        number = float(str(value))
+    except ValueError:
+        raise InputError(f"--set {key}={value}: give a number") from None
+    if not 0 <= number < (1 if key in FRACTIONS else math.inf) or (key in AT_LEAST_ONE and number < 1):
+        range = "0 or more and less than 1" if key in FRACTIONS else "1 or more" if key in AT_LEAST_ONE else "0 or more"
+        raise InputError(f"--set {key}={value}: give {range}")
+    if key in WHOLE:
+        if number != int(number):
+            raise InputError(f"--set {key}={value}: give a whole number")
+        return int(number)
+    return number

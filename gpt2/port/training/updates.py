@@ -1,0 +1,202 @@
+"""Find the rule by which a step updates its parameters, from their values and gradients alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gpt2.port.training.rules import Array, Correction, Eps, Kind, Rule, Track, directions, fit
+from gpt2.port.training.settings import Settings
+
+EXACT = 1e-8  # relative error of changes that a rule explains
+ROUNDED = 1e-4  # the same, where the author keeps moments or constants in float32
+PART = 192  # entries of each parameter that the search uses
+BETAS1 = (0.9, 0.95, 0.8, 0.99, 0.0, 0.999, 0.98, 0.5)
+BETAS2 = (0.999, 0.95, 0.99, 0.9, 0.98, 0.995, 0.8)
+EPSILONS = (1e-8, 1e-6, 1e-5, 1e-7, 1e-10, 1e-12, 1e-4, 1e-3)
+DECAYS = (0.1, 0.01, 0.001, 0.05, 1e-4, 0.5)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The rule of some parameters and its error, relative to their changes."""
+
+    rule: Rule
+    error: float
+
+
+class Search:
+    """The search for a rule that explains ``tracks``, a few parameters together; each keeps its own rates and decays."""
+
+    def __init__(self, tracks: Sequence[Track], settings: Settings) -> None:
+        self.tracks = [_chosen(track) for track in tracks]
+        given1, given2 = settings.beta1, settings.beta2
+        self.betas1 = tuple(dict.fromkeys(b for b in (given1, *BETAS1, given2) if b is not None))
+        self.betas2 = tuple(dict.fromkeys(b for b in (given2, *BETAS2, given1) if b is not None))
+        self.decays = tuple(dict.fromkeys(d for d in (settings.weight_decay, *DECAYS) if d))
+        size = sum(float((t.change**2).sum()) for t in self.tracks)
+        self.size = max(size, 1e-300)
+
+    def error(self, rule: Rule) -> float:
+        square = 0.0
+        for track in self.tracks:
+            one = fit(track, directions(rule, track))
+            square += one.error**2 * float((track.change**2).sum())
+        return math.sqrt(square / self.size)
+
+    def best(self) -> Found:
+        """Return the first rule, the usual before the rare, that explains the changes; else the one with the least error."""
+        best = Found(Rule(), math.inf)
+        for structure in self._structures():
+            found = self._refined(self._from_grid(structure))
+            if found.error < best.error / 30:
+                best = found
+            if best.error <= EXACT:
+                break
+        return best
+
+    def _structures(self) -> Iterator[Rule]:
+        adam = Rule()
+        yield adam
+        yield Rule(kind=Kind.SGD, beta1=0.0)
+        for decay in self.decays[:2]:
+            yield replace(adam, coupled=decay)
+        for correction, place in itertools.product(Correction, Eps):
+            if (correction, place) != (Correction.FULL, Eps.OUTSIDE):
+                yield replace(adam, correction=correction, place=place)
+        yield replace(adam, amsgrad=True)
+        yield replace(adam, lost=True)
+        yield Rule(kind=Kind.SGD, beta1=0.9)
+        yield Rule(kind=Kind.SGD, beta1=0.9, nesterov=True)
+        yield Rule(kind=Kind.SIGN)
+        yield replace(adam, amsgrad=True, place=Eps.INSIDE)
+        yield replace(adam, amsgrad=True, correction=Correction.NONE)
+        for decay in self.decays:
+            yield replace(adam, coupled=decay)
+            yield replace(adam, coupled=decay, correction=Correction.NONE)
+            yield replace(adam, coupled=decay, correction=Correction.LATE)
+            yield replace(adam, coupled=decay, place=Eps.INSIDE)
+            yield replace(adam, coupled=decay, amsgrad=True)
+            yield Rule(kind=Kind.SGD, beta1=0.9, coupled=decay)
+
+    def _from_grid(self, rule: Rule) -> Found:
+        """Return the best of the usual constants for a structure."""
+        if rule.kind is Kind.SGD:
+            choices = [rule] if rule.beta1 == 0 else [replace(rule, beta1=b) for b in self.betas1]
+        elif rule.lost:
+            choices = [rule]
+        else:
+            choices = [replace(rule, beta1=a, beta2=b) for a in self.betas1 for b in self.betas2]
+        best = self._least(choices)
+        if best.error > EXACT and rule.kind is Kind.ADAM:
+            best = min(best, self._least([replace(best.rule, eps=eps) for eps in EPSILONS]), key=lambda one: one.error)
+            if best.rule.eps != rule.eps:
+                near = [replace(one, eps=best.rule.eps) for one in choices]
+                best = min(best, self._least(near), key=lambda one: one.error)
+        return best
+
+    def _least(self, rules: list[Rule]) -> Found:
+        best = Found(rules[0], math.inf)
+        for rule in rules:
+            error = self.error(rule)
+            if error < best.error:
+                best = Found(rule, error)
+            if error <= EXACT:
+                break
+        return best
+
+    def _refined(self, found: Found) -> Found:
+        """Return the rule with its constants fitted, rounded to the digits that people write where that explains as much."""
+        if found.error <= EXACT or found.error > 0.5 or found.rule.kind is not Kind.ADAM:
+            return found
+        found = self._descended(found)
+        for eps in (found.rule.eps, *sorted(EPSILONS, key=lambda eps: abs(math.log(eps / (found.rule.eps or 1e-30))))[:3]):
+            if found.error <= EXACT:
+                break
+            tidy = self._tried(_tidy(replace(found.rule, eps=eps)))
+            if tidy.error < 10 * found.error:
+                again = self._descended(tidy, with_eps=False)
+                found = min(found, tidy, again, key=lambda one: one.error)
+        tidy = self._tried(_tidy(found.rule))
+        return tidy if tidy.error <= max(2 * found.error, EXACT / 10) else found
+
+    def _tried(self, rule: Rule) -> Found:
+        return Found(rule, self.error(rule))
+
+    def _descended(self, found: Found, with_eps: bool = True) -> Found:
+        """Return the rule with constants fitted by Gauss and Newton's method, on their logarithms."""
+        for _ in range(12):
+            x = _numbers(found.rule)
+            residual = self._residual(found.rule)
+            columns = []
+            for i in range(len(x)):
+                step = np.zeros(len(x))
+                step[i] = 1e-6 * (with_eps or i != 2)
+                columns.append((self._residual(_rule(found.rule, x + step)) - residual) / 1e-6)
+            move, *_ = np.linalg.lstsq(np.stack(columns, 1), -residual, rcond=1e-12)
+            move = np.clip(move, -2, 2)
+            tries = (self._tried(_rule(found.rule, x + scale * move)) for scale in (1.0, 0.3, 0.1, 0.01))
+            better = next((one for one in tries if one.error < found.error), None)
+            if better is None:
+                break
+            done = better.error > found.error * 0.99 or better.error <= EXACT / 100
+            found = better
+            if done:
+                break
+        return found
+
+    def _residual(self, rule: Rule) -> Array:
+        parts = []
+        for track in self.tracks:
+            direction = directions(rule, track)
+            one = fit(track, direction)
+            parts.append(
+                (track.change + one.rates[:, None] * direction + np.nan_to_num(one.decays)[:, None] * track.before).ravel()
+            )
+        return np.concatenate(parts) / math.sqrt(self.size)
+
+
+def _numbers(rule: Rule) -> Array:
+    x = [_logit(rule.beta1), _logit(rule.beta2), math.log(max(rule.eps, 1e-30))]
+    return np.array([*x, math.log(rule.coupled)] if rule.coupled else x)
+
+
+def _rule(rule: Rule, x: Array) -> Rule:
+    changed = replace(rule, beta1=_sigmoid(x[0]), beta2=_sigmoid(x[1]), eps=math.exp(min(0.0, x[2])))
+    return replace(changed, coupled=math.exp(min(5.0, x[3]))) if rule.coupled else changed
+
+
+def _logit(value: float) -> float:
+    value = min(max(value, 1e-9), 1 - 1e-9)
+    return math.log(value / (1 - value))
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-min(max(x, -25.0), 25.0)))
+
+
+def _tidy(rule: Rule) -> Rule:
+    """Return the rule with its constants rounded to the digits that people write."""
+    return replace(
+        rule,
+        beta1=round(rule.beta1, 5),
+        beta2=round(rule.beta2, 6),
+        eps=float(f"{rule.eps:.2g}") if rule.eps > 1e-20 else 0.0,
+        coupled=float(f"{rule.coupled:.4g}"),
+    )
+
+
+def _chosen(track: Track) -> Track:
+    """Return a part of a track: entries whose gradients differ in size, with small ones, where eps shows."""
+    count = track.before.shape[1]
+    if count <= PART:
+        return track
+    size = np.abs(track.gradient).sum(0)
+    order = np.argsort(size)
+    order = order[size[order] > 0] if bool((size > 0).any()) else order
+    picks = np.unique(np.linspace(0, len(order) - 1, PART).astype(np.int64))
+    return track.part(order[picks])
