@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gpt2.port.diagnosis import diagnose as diagnose
     from gpt2.port.mapping import MappingReport as MappingReport
     from gpt2.port.mapping import load_into as load_into
+    from gpt2.port.training import diagnose_step as diagnose_step
     from gpt2.traces.result import Trace as Trace
     from gpt2.traces.run import trace as trace
 
@@ -46,6 +47,7 @@ _HOME = {
     "Trace": "traces.result",
     "compare": "comparison.pair",
     "diagnose": "port.diagnosis",
+    "diagnose_step": "port.training",
     "generate": "generation",
     "load": "checkpoint.loading",
     "load_into": "port.mapping",

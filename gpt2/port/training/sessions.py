@@ -85,8 +85,9 @@ class Batches:
 class Subject:
     """A module with its weights, and ``make_step``; each :meth:`session` starts from these weights."""
 
-    def __init__(self, module: nn.Module, make_step: MakeStep, names: tuple[str, str] = ("your module", "make_step")) -> None:
-        self.module, self.make_step, (self.who, self.maker) = module, make_step, names
+    def __init__(self, module: nn.Module, make_step: MakeStep, vocabulary: int) -> None:
+        self.module, self.make_step, self.vocabulary = module, make_step, vocabulary
+        self.maker = getattr(make_step, "__name__", "make_step")
         self.casts = Casts.NONE
 
     @contextmanager
@@ -165,7 +166,7 @@ class Subject:
     def _call(self, step: Step, batch: Batch, sampler: Sampler, device: torch.device, as_written: bool) -> Watched:
         x, y = batch.x.to(device), batch.y.to(device)
         casts = Casts.ALL if as_written else self.casts
-        watch = Watch(self.module, sampler, Watched(x, y), casts, keep_random=as_written)
+        watch = Watch(self.module, sampler, Watched(x, y), casts, self.vocabulary, keep_random=as_written)
         try:
             with watch, torch.enable_grad():
                 loss = step(x.clone(), y.clone())

@@ -18,6 +18,7 @@ PART = 192  # entries of each parameter that the search uses
 BETAS1 = (0.9, 0.95, 0.8, 0.99, 0.0, 0.999, 0.98, 0.5)
 BETAS2 = (0.999, 0.95, 0.99, 0.9, 0.98, 0.995, 0.8)
 EPSILONS = (1e-8, 1e-6, 1e-5, 1e-7, 1e-10, 1e-12, 1e-4, 1e-3)
+MAX_BETA2, MAX_EPS = 0.99999, 1e-2
 DECAYS = (0.1, 0.01, 0.001, 0.05, 1e-4, 0.5)
 
 
@@ -42,6 +43,8 @@ class Search:
         self.size = max(size, 1e-300)
 
     def error(self, rule: Rule) -> float:
+        if rule.beta2 > MAX_BETA2 or rule.eps > MAX_EPS:  # these make Adam what SGD is
+            return math.inf
         square = 0.0
         for track in self.tracks:
             one = fit(track, directions(rule, track))
@@ -59,10 +62,20 @@ class Search:
                 break
         return best
 
+    def quick(self, near: Rule) -> Found:
+        """Return the best of the rules that people write most often, and of ``near``."""
+        best = Found(near, self.error(near))
+        for rule in (Rule(), Rule(kind=Kind.SGD, beta1=0.0), *(replace(Rule(), coupled=decay) for decay in self.decays[:2])):
+            if best.error <= EXACT:
+                break
+            best = min(best, self._from_grid(rule), key=lambda one: one.error)
+        return best
+
     def _structures(self) -> Iterator[Rule]:
         adam = Rule()
         yield adam
         yield Rule(kind=Kind.SGD, beta1=0.0)
+        yield Rule(kind=Kind.SGD, beta1=0.9)
         for decay in self.decays[:2]:
             yield replace(adam, coupled=decay)
         for correction, place in itertools.product(Correction, Eps):
@@ -70,7 +83,6 @@ class Search:
                 yield replace(adam, correction=correction, place=place)
         yield replace(adam, amsgrad=True)
         yield replace(adam, lost=True)
-        yield Rule(kind=Kind.SGD, beta1=0.9)
         yield Rule(kind=Kind.SGD, beta1=0.9, nesterov=True)
         yield Rule(kind=Kind.SIGN)
         yield replace(adam, amsgrad=True, place=Eps.INSIDE)
@@ -81,7 +93,7 @@ class Search:
             yield replace(adam, coupled=decay, correction=Correction.LATE)
             yield replace(adam, coupled=decay, place=Eps.INSIDE)
             yield replace(adam, coupled=decay, amsgrad=True)
-            yield Rule(kind=Kind.SGD, beta1=0.9, coupled=decay)
+            yield Rule(kind=Kind.SGD, beta1=0.9, coupled=decay)  # with momentum, decay is in the gradient
 
     def _from_grid(self, rule: Rule) -> Found:
         """Return the best of the usual constants for a structure."""

@@ -71,6 +71,8 @@ class Watched:
     x: Tensor
     y: Tensor
     loss: float = float("nan")
+    start: Gradient = field(default_factory=Gradient)  # ``.grad`` as the call before left it
+    trains: set[str] = field(default_factory=set)  # the parameters that require gradients
     forwards: list[Forward] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
@@ -157,9 +159,9 @@ class StepMode(DeterministicMode):
 class Watch(StepMode):
     """While entered, notes writes to the module's parameters; with its hooks, all of :class:`Watched`."""
 
-    def __init__(self, module: nn.Module, sampler: Sampler, seen: Watched, casts: Casts, *, keep_random: bool = False) -> None:
+    def __init__(self, module: nn.Module, sampler: Sampler, seen: Watched, casts: Casts, vocabulary: int, *, keep_random: bool = False) -> None:
         super().__init__(casts, keep_random=keep_random)
-        self.module, self.sampler = module, sampler
+        self.module, self.sampler, self.vocabulary = module, sampler, vocabulary
         self.seen = seen
         self._names = {p.untyped_storage()._cdata: name for name, p in sampler.parameters.items()}
         self._fired: set[str] = set()
@@ -172,6 +174,8 @@ class Watch(StepMode):
                 self._handles.append(parameter.register_hook(self._arrival(name)))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._holding(name)))
         self._start = self.sampler.values()
+        self.seen.start = self.sampler.gradients()
+        self.seen.trains = {name for name, parameter in self.sampler.parameters.items() if parameter.requires_grad}
         super().__enter__()
         return self
 
@@ -184,6 +188,8 @@ class Watch(StepMode):
             after = self.sampler.values()
             if any(not torch.equal(after[name], value) for name, value in self._start.items()):
                 gradient = self.seen.backwards[-1].held if self.seen.backwards else Gradient()
+                left = self.sampler.gradients()
+                gradient = left if left.total > 0 else gradient
                 update = Update(self._start, after, gradient, len(self.seen.backwards))
                 self.seen.updates.append(update)
 
@@ -251,22 +257,27 @@ class Watch(StepMode):
         return hook
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        ids = next((t for t in tensors((args, kwargs)) if not t.is_floating_point() and t.ndim == 2), None)
+        if ids is None:
+            return
         try:
-            logits = logits_of(output)
+            logits = logits_of(output, ids, self.vocabulary)
         except ValueError:
             return
-        ids = [t for t in tensors((args, kwargs)) if not t.is_floating_point() and t.ndim == 2]
-        if not logits.requires_grad or not ids:
+        named = getattr(output, "__dict__", None) or output
+        returned = [t for t in tensors(dict(output) if isinstance(output, dict) else named) if t.data_ptr() == logits.data_ptr()]
+        raw = next((t for t in returned if t.numel() == logits.numel()), logits)
+        if not raw.requires_grad:
             return
-        forward = Forward(ids[0].detach().clone(), logits.detach())
+        forward = Forward(ids.detach().clone(), logits.detach())
         self.seen.forwards.append(forward)
 
         def hook(gradient: Tensor) -> None:
             with torch.no_grad():
-                kept = gradient.detach().clone()
+                kept = gradient.detach().clone().view(logits.shape)
                 forward.gradient = kept if forward.gradient is None else forward.gradient + kept
 
-        logits.register_hook(hook)
+        raw.register_hook(hook)
 
 
 def _written(call: Call) -> list[Tensor]:

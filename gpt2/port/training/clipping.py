@@ -1,0 +1,166 @@
+"""Read how a step changes the gradient between its last backward pass and the update: clipping, unscaling, other factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from torch import Tensor
+
+from gpt2.port.training.watching import Gradient
+
+SAME = 1e-6  # relative difference of numbers that are meant to be equal; torch adds 1e-6 to the norm before it divides
+NORMS = ("two", "largest", "one")
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A gradient after the last backward pass (``held``), and at the update (``used``).
+
+    ``ratios`` by parameter, where one is a multiple of the other; ``clamped``: the others, if their entries are cut at one value.
+    """
+
+    held: Gradient
+    used: Gradient
+    ratios: dict[str, float]
+    clamped: dict[str, float]
+    odd: tuple[str, ...]  # parameters that are explained by neither
+
+
+def passage(held: Gradient, used: Gradient) -> Passage:
+    """Compare two gradients, parameter by parameter."""
+    ratios, clamped, odd = {}, {}, []
+    for name, before in held.samples.items():
+        after = used.samples.get(name)
+        if after is None or held.two[name] == 0:
+            continue
+        ratio = float(before @ after / (before @ before)) if bool((before != 0).any()) else 1.0
+        if _near(after, ratio * before):
+            ratios[name] = ratio
+            continue
+        limit = float(after.abs().max())
+        if _near(after, before.clamp(-limit, limit)):
+            clamped[name] = limit
+        else:
+            odd.append(name)
+    return Passage(held, used, ratios, clamped, tuple(odd))
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).norm()) <= SAME * float(one.norm())
+
+
+@dataclass
+class ClipReading:
+    """What happens to the gradient before the update.
+
+    ``factor``: what it is always multiplied by (1/scale of a GradScaler, 1/parts). ``kind``: "two", "one" or "largest" for the norm
+    over all parameters, "value", "tensor", or "" where nothing is clipped; ``limit``: to what, in units of the gradient after
+    ``factor``. ``largest``: the largest norm that went through. ``outliers``: parameters with another factor than the rest.
+    ``explained``: whether this gives all gradients that were used.
+    """
+
+    factor: float = 1.0
+    kind: str = ""
+    limit: float = math.inf
+    largest: float = 0.0
+    outliers: dict[str, float] = field(default_factory=dict)
+    odd: tuple[str, ...] = ()
+    scaled_first: bool = False  # clipped before it was multiplied by ``factor``
+
+    @property
+    def explained(self) -> bool:
+        return not self.odd
+
+
+def read_clipping(groups: Sequence[Sequence[Passage]], unscaled: float) -> ClipReading:
+    """Return what happens to the gradients of several sessions; in the last, gradients are so small that no clipping bites.
+
+    ``unscaled`` is what a GradScaler multiplied them by, if one was seen.
+    """
+    reading = ClipReading(odd=tuple(dict.fromkeys(name for group in groups for one in group for name in one.odd)))
+    passages = [one for group in groups for one in group if one.ratios or one.clamped]
+    if not passages:
+        return reading
+    reading.outliers = _outliers(passages)
+    reading.factor = unscaled if unscaled != 1 else _factor(groups, reading.outliers)
+    u = reading.factor
+    reading.largest = max(u * _norm(one, "two", reading.outliers) for one in passages)
+    limits = [limit for one in passages for limit in one.clamped.values()]
+    if limits:
+        reading.kind, reading.limit = "value", median(limits)
+        return reading
+    shares = [_shares(one, reading.outliers) for one in passages]
+    biting = [(one, share) for one, share in zip(passages, shares, strict=True) if share and min(share.values()) < u * (1 - SAME)]
+    if not biting:
+        return reading
+    scalar = all(max(share.values()) - min(share.values()) <= SAME * max(share.values()) for _, share in biting)
+    if not scalar:
+        bounds = [r * one.held.two[n] for one, share in biting for n, r in share.items() if r < u * (1 - SAME)]
+        reading.kind, reading.limit = "tensor", median(bounds)
+        if max(bounds) - min(bounds) > 1e-3 * max(bounds):
+            reading.odd = tuple(dict.fromkeys(n for _, share in biting for n, r in share.items() if r < u * (1 - SAME)))
+        return reading
+    best = (math.inf, "two", math.inf)
+    for kind in NORMS:
+        limits = [median(share.values()) * _norm(one, kind, reading.outliers) for one, share in biting]
+        spread = (max(limits) - min(limits)) / max(limits)
+        if spread < best[0] / 10:
+            best = (spread, kind, max(limits))
+    spread, reading.kind, reading.limit = best
+    if spread > 1e-3:
+        reading.odd = ("the gradient",)
+    return reading
+
+
+def _outliers(passages: Sequence[Passage]) -> dict[str, float]:
+    """Return the few parameters whose factor is always the same multiple of the others'."""
+    found: dict[str, float] = {}
+    first = passages[0].ratios
+    for name in first:
+        factors = [one.ratios[name] / median(one.ratios.values()) for one in passages if name in one.ratios and _middle(one)]
+        if factors and abs(factors[0] - 1) > 1e-3 and max(factors) - min(factors) <= SAME * abs(factors[0]):
+            found[name] = factors[0]
+    return found if len(found) * 2 < len(first) and len(passages) > 1 else {}
+
+
+def _middle(one: Passage) -> bool:
+    return bool(one.ratios) and median(one.ratios.values()) != 0
+
+
+def _shares(one: Passage, outliers: dict[str, float]) -> dict[str, float]:
+    return {name: ratio / outliers.get(name, 1.0) for name, ratio in one.ratios.items()}
+
+
+def _norm(one: Passage, kind: str, outliers: dict[str, float]) -> float:
+    """Return a norm of the gradient over all parameters that a ratio is known of, with the outliers' own factors."""
+    values = [getattr(one.held, kind)[name] * outliers.get(name, 1.0) for name in one.ratios]
+    return math.hypot(*values) if kind == "two" else max(values) if kind == "largest" else sum(values)
+
+
+def _factor(groups: Sequence[Sequence[Passage]], outliers: dict[str, float]) -> float:
+    """Return the factor that is no clipping: that of the smallest gradients, unless these are clipped too."""
+    last = [one for one in groups[-1] if one.ratios]
+    if not last:
+        return 1.0
+    ratios = [median(_shares(one, outliers).values()) for one in last]
+    if max(ratios) - min(ratios) <= SAME * max(map(abs, ratios)):
+        return ratios[-1] if abs(ratios[-1] - 1) > SAME else 1.0
+    return 1.0
+
+
+def clipped(gradient: Gradient, kind: str, limit: float) -> dict[str, Tensor]:
+    """Return the samples of a gradient as clipping makes them: ``kind`` as in :class:`ClipReading`."""
+    if kind == "value":
+        return {name: sample.clamp(-limit, limit) for name, sample in gradient.samples.items()}
+    if kind == "tensor":
+        each = {name: min(1.0, limit / (gradient.two[name] + 1e-6)) for name in gradient.samples}
+        return {name: sample * each[name] for name, sample in gradient.samples.items()}
+    total = gradient.total if kind == "two" else sum(gradient.one.values()) if kind == "one" else max(gradient.largest.values())
+    factor = min(1.0, limit / (total + 1e-6))
+    return {name: sample * factor for name, sample in gradient.samples.items()}
+
+
+__all__ = ["ClipReading", "Passage", "clipped", "passage", "read_clipping"]

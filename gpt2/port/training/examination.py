@@ -1,0 +1,339 @@
+"""Examine one training step: run it from the checkpoint's weights in a few sessions, and compare it stage by stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gpt2.errors import InputError
+from gpt2.model import GPT2
+from gpt2.port.anatomy.anatomy import Anatomy
+from gpt2.port.anatomy.stream import NotGPT2
+from gpt2.port.diagnosis.report import Diagnosis, Divergence
+from gpt2.port.mapping.mapping import Mapping
+from gpt2.port.recording.forward import Borrowed
+from gpt2.port.recording.recorder import record_probe
+from gpt2.port.training.backward import accumulation_stage, backward_stage, places, summed
+from gpt2.port.training.causes import STAGE, STAGES, cause, ranked
+from gpt2.port.training.clipping import ClipReading, Passage, passage, read_clipping
+from gpt2.port.training.gradients import Roles, expected_gradients
+from gpt2.port.training.losses import LossReading, logits_gradients, read_loss
+from gpt2.port.training.optimizer import update_stage
+from gpt2.port.training.sessions import Batch, Batches, Change, MakeStep, StepError, Subject, scaled
+from gpt2.port.training.settings import Settings
+from gpt2.port.training.stepping import Movement, gradient_of, read_movement
+from gpt2.port.training.trained import Stage, loss_stage, padding_stage
+from gpt2.port.training.watching import Gradient, Sampler, Update, Watched
+
+CALLS = 6  # of the first session
+MANY = 30e6  # parameters; above it fewer calls are made
+HUGE, TINY = 100.0, 1e-4  # factors of the last norm (and, for TINY, of the token embedding) that change the gradients' size
+BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
+
+
+class StepExamination:
+    """The checks of one step; :meth:`diagnosis` runs them. Raises InputError as :func:`gpt2.diagnose_step` does."""
+
+    def __init__(self, module: nn.Module, make_step: MakeStep, ours: GPT2, settings: Settings, forward: Diagnosis) -> None:
+        self.module, self.ours, self.settings, self.forward = module, ours, settings, forward
+        self.config = ours.config
+        self.subject = Subject(module, make_step, ours.config.vocab_size)
+        self.large = self.config.num_parameters() > MANY
+        self.notes: list[str] = []
+        self.stages: dict[str, Stage] = {name: Stage() for name in STAGES}
+
+    def diagnosis(self) -> Diagnosis:
+        """Run the sessions, draw the conclusions of each stage, and sum them up."""
+        self.roles = Roles(self.module, self._mapping())
+        self.batches = Batches(self.config, self.settings, self.config.vocab_size)
+        count = 4 if self.large else CALLS
+        self.calls, self.sampler = self._session([self.batches.batch(seed) for seed in range(count)])
+        self._require_training()
+        self.huge, self.tiny = self._scaled_sessions()
+        self._loss_and_gradients()
+        self._update()
+        self._as_written()
+        return self._diagnosed()
+
+    def _mapping(self) -> Mapping | None:
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), Borrowed(self.module):
+                return Mapping(Anatomy(record_probe(self.module, self.config, "your module")), self.config)
+        except (NotGPT2, InputError):
+            return None
+
+    # Sessions
+
+    def _session(self, batches: list[Batch], change: Change | None = None) -> tuple[list[Watched], Sampler]:
+        self.last_batches = batches
+        calls, sampler = self.subject.session(batches, change)
+        for call in calls:
+            if not math.isfinite(call.loss):
+                raise InputError(f"the step returns a loss of {call.loss}; look where it comes from (a mask, a label, a division)")
+        return calls, sampler
+
+    def _scaled_sessions(self) -> tuple[list[Watched], list[Watched]]:
+        """Return two calls with huge gradients, and two with tiny ones; empty where the parts of the module are unknown."""
+        last, table = self.roles.names_of("ln_f", "ln_f.bias"), self.roles.names_of("wte", "head")
+        if not last or not table:
+            self.notes.append("the parts of your module were not recognised: clipping was judged with one size of gradients only")
+            return [], []
+        batches = [self.batches.batch(100 + seed) for seed in range(2)]
+        huge, _ = self._session(batches, scaled(last, HUGE))
+        tiny, _ = self._session(batches, scaled([*last, *table], TINY))
+        return huge, tiny
+
+    def _require_training(self) -> None:
+        """Raise InputError for a step that changes nothing, or gives NaN."""
+        updates = [update for call in self.calls for update in call.updates]
+        if any(bool(value.isnan().any()) for update in updates for value in update.after.values()):
+            raise InputError("the step sets parameters to NaN; look at its rate, and at divisions by zero")
+        changed = any(not torch.equal(update.before[name], value) for update in updates for name, value in update.after.items())
+        if not changed:
+            why = "does it train another module than the one that make_step is given, or never call optimizer.step()?"
+            raise InputError(f"no parameter of your module changes in {len(self.calls)} calls of the step: {why}")
+
+    # The stages
+
+    def _loss_and_gradients(self) -> None:
+        first, batch = self.calls[0], self.batches.batch(0)
+        self._read_clipping()
+        factor = self.clip.factor
+        reading = read_loss(first, batch.ids)
+        if reading is None:
+            self.notes.append("the logits of your step were not seen (does it call the module?), so its loss was not judged")
+            self.stages["loss"].explained = False
+        else:
+            self.stages["loss"] = loss_stage(batch, reading, factor, self.settings)
+            self._later_losses(factor)
+            self._padded(factor)
+        gradient = accumulation_stage([*self.calls, *self.huge])
+        if reading is not None and self.roles.mapping is not None and self.forward.ok:
+            state = {name: tensor.detach().cpu().double() for name, tensor in self.ours.state_dict().items()}
+            expected = expected_gradients(self.config, state, self.roles, self.sampler, logits_gradients(first))
+            layers = self.config.n_layer
+            stage = backward_stage(first, expected, self.roles, layers, self._untied())
+            gradient.causes += stage.causes
+            gradient.notes += stage.notes
+            gradient.error = max(gradient.error, stage.error)
+        for name, value in self.clip.outliers.items():
+            where = places([name], self.roles, self.config.n_layer)
+            doubled = self.roles.role(name, self.sampler.parameters[name]) == "embedding" and abs(value - 2) < 1e-6
+            detail = f"after the backward pass its gradient is multiplied by {value:.6g}"
+            gradient.causes.append(cause("tied-gradient-doubled" if doubled else "gradient-scaled", where, detail))
+        self.stages["gradient"] = gradient
+        if self.settings.dropout is not None or any(call.dropouts for call in self.calls):
+            self._dropout()
+        if any(call.half for call in self.calls):
+            detail = "the logits are rounded to half precision before the softmax"
+            self.stages["loss"].causes.append(cause("logits-half-precision", "loss", detail, "seen in its operators"))
+
+    def _later_losses(self, factor: float) -> None:
+        """Add the causes that show in a later call only."""
+        known = {one.id for one in self.stages["loss"].causes}
+        for number, call in enumerate(self.calls[1:], 1):
+            batch = self.batches.batch(number)
+            reading = read_loss(call, batch.ids)
+            if reading is None:
+                continue
+            stage = loss_stage(batch, reading, factor, self.settings)
+            self.stages["loss"].causes += [one for one in stage.causes if one.id not in known]
+            known |= {one.id for one in stage.causes}
+
+    def _padded(self, factor: float) -> None:
+        """Try a batch in which some targets are -100; a step that refuses it is not faulty."""
+        if self.stages["loss"].causes and not self.settings.padded:
+            return
+        batch = self.batches.batch(50, ignored=True)
+        try:
+            (call,), _ = self.subject.session([batch])
+        except InputError:
+            return
+        reading = read_loss(call, batch.ids)
+        if reading is None or not math.isfinite(call.loss):
+            return
+        found = padding_stage(batch, reading, factor)
+        if self.settings.padded:
+            self.stages["loss"].causes += found
+        else:
+            self.notes += [f"where targets are -100 (yours need not be): {one.detail} ({one.id})" for one in found]
+
+    def _dropout(self) -> None:
+        found = sorted({p for call in self.calls for p in call.dropouts})
+        said = ", ".join(f"{p:g}" for p in found)
+        wanted = self.settings.dropout
+        if wanted is None:
+            self.notes.append(f"read off: dropout of {said} (it was left out of the comparison)")
+        elif wanted == 0 and found:
+            detail = f"dropout of {said} is active in the step"
+            self.stages["loss"].causes.append(cause("dropout-active", "h.*", detail, "seen in its operators"))
+        elif wanted and not found:
+            self.stages["loss"].causes.append(cause("dropout-missing", "h.*", f"no dropout is active, not {wanted:g}", "its operators"))
+
+    def _untied(self) -> list[str]:
+        """Return the parameters that were one tensor before make_step and are several in the step."""
+        names = set(self.sampler.parameters)
+        for aliases in self.roles.aliases.values():
+            apart = [name for name in aliases if name in names]
+            if len(apart) > 1:
+                return apart
+        return []
+
+    def _read_clipping(self) -> None:
+        groups = [_passages(calls) for calls in (self.calls, self.huge, self.tiny)]
+        unscaled = math.prod({call.unscaled for call in self.calls}) if any(call.unscaled != 1 for call in self.calls) else 1.0
+        self.clip = read_clipping([group for group in groups if group], unscaled)
+
+    def _update(self) -> None:
+        sessions = [_updates(calls) for calls in (self.calls, self.huge, self.tiny)]
+        sessions = [session for session in sessions if session]
+        layers = self.config.n_layer
+        many = [call for call in self.calls if len(call.updates) > 1]
+        if many:
+            detail = f"the parameters are updated {len(many[0].updates)} times in a step, after each part of its batch"
+            self.stages["update"].causes.append(cause("step-per-micro-batch", "optimizer", detail, "seen in its operators"))
+        silent = [number for number, call in enumerate(self.calls) if not any(_moved(update) for update in call.updates)]
+        movement = read_movement(sessions, self.settings, self._role)
+        numbers = [number for number, call in enumerate(self.calls) for _ in call.updates]
+        stage = update_stage(movement, self.settings, lambda names: places(names, self.roles, layers), numbers, self.calls[0].trains)
+        stage.causes = [*self.stages["update"].causes, *stage.causes]
+        if silent and len(silent) < len(self.calls) and not self._rate_is_zero(silent):
+            detail = f"{len(silent)} of {len(self.calls)} calls change no parameter"
+            stage.causes.append(cause("update-skipped", "optimizer", detail))
+        stage.causes += self._left_out(movement)
+        self.stages["update"] = stage
+        self._clip_stage(movement)
+
+    def _rate_is_zero(self, silent: list[int]) -> bool:
+        return silent == [0] and (not self.settings.scheduled or self.settings.rate(0) == 0)
+
+    def _role(self, name: str) -> str:
+        return self.roles.role(name, self.sampler.parameters[name])
+
+    def _left_out(self, movement: Movement) -> list:
+        """Return the cause for parameters with a gradient that never change."""
+        updates = [update for call in self.calls for update in call.updates]
+        arrived = summed(self.calls[0])
+        still = [
+            name
+            for name in self.sampler.parameters
+            if name in arrived
+            and bool((arrived[name] != 0).any())
+            and all(torch.equal(update.before[name], update.after[name]) for update in updates)
+        ]
+        if not still or not movement.rules:
+            return []
+        detail = "these have gradients, and never change"
+        return [cause("parameter-missing", places(still, self.roles, self.config.n_layer), detail, "their values after each step")]
+
+    def _clip_stage(self, movement: Movement) -> None:
+        stage, clip, wanted = self.stages["clip"], self.clip, self.settings.clip
+        kind, limit, u = clip.kind, clip.limit, clip.factor
+        if movement.clip is not None:
+            kind, limit = movement.clip
+        if clip.odd:
+            stage.explained = False
+            names = [name for name in clip.odd if name in self.sampler.parameters]
+            where = places(names, self.roles, self.config.n_layer) if names else "the gradient"
+            stage.notes.append(f"the gradient of {where} is changed before the update in a way that is not known")
+            return
+        evidence = f"gradients of norms up to {clip.largest:.3g}, before and after"
+        if not kind:
+            if wanted and clip.largest > wanted * BITES:
+                stage.causes.append(cause("clip-missing", "gradient", f"norms up to {clip.largest:.4g} are left as they are", evidence))
+            elif wanted is None:
+                stage.notes.append(f"read off: no clipping (norms up to {clip.largest:.3g})")
+        elif wanted == 0:
+            detail = f"it is clipped to {limit:.6g}"
+            stage.causes.append(cause("clip-unwanted", "gradient", detail, evidence))
+        elif kind == "value":
+            stage.causes.append(cause("clip-by-value", "gradient", f"entries beyond {limit:.6g} are cut", evidence))
+        elif kind == "tensor":
+            stage.causes.append(cause("clip-per-tensor", "gradient", f"each parameter's is clipped to {limit:.6g}", evidence))
+        elif kind in ("one", "largest"):
+            name = "sum of absolute values" if kind == "one" else "largest absolute value"
+            stage.causes.append(cause("clip-norm", "gradient", f"its {name} is clipped to {limit:.6g}", evidence))
+        else:
+            self._threshold(limit, u, evidence)
+        stage.error = 1.0 if stage.causes else 0.0
+
+    def _threshold(self, limit: float, factor: float, evidence: str) -> None:
+        stage, wanted = self.stages["clip"], self.settings.clip
+        before = limit / factor  # in units of the gradient before unscaling
+        near = [value for value in ((wanted,) if wanted else (1.0, 0.5, 0.25, 5.0)) if abs(before / value - 1) < 1e-3]
+        if factor < 0.02 and near and not (wanted and abs(limit / wanted - 1) < 1e-3):
+            detail = f"the gradient, still multiplied by {1 / factor:g}, is clipped to {before:.6g}"
+            stage.causes.append(cause("clip-before-unscaling", "gradient", detail, evidence))
+        elif wanted is None:
+            stage.notes.append(f"read off: gradients are clipped to a norm of {limit:.4g}")
+        elif abs(limit / wanted - 1) > 1e-3:
+            stage.causes.append(cause("clip-threshold", "gradient", f"the norm is clipped to {limit:.6g}, not {wanted:g}", evidence))
+
+    def _as_written(self) -> None:
+        """Run the step once as it is, in its own dtypes: it may skip updates, overflow, or compute its loss in half precision."""
+        narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters())
+        try:
+            calls, _ = self.subject.session([self.batches.batch(seed) for seed in range(2)], as_written=True)
+        except StepError as error:
+            self.notes.append(f"in float64 your step runs; as written it does not: {error}")
+            return
+        if any(call.half for call in calls) and not narrow and not any(call.half for call in self.calls):
+            detail = "the softmax of the loss is computed in half precision"
+            self.stages["loss"].causes.append(cause("logits-half-precision", "loss", detail, "seen in its operators"))
+        still = [not any(_moved(update) for update in call.updates) for call in calls]
+        exact = [not any(_moved(update) for update in call.updates) for call in self.calls[:2]]
+        if any(a and not b for a, b in zip(still, exact, strict=True)):
+            detail = "as written, in your own dtypes, a step changes no parameter; in float64 it does"
+            self.stages["update"].causes.append(cause("update-skipped", "optimizer", detail, "parameters before and after the step"))
+        elif not all(math.isfinite(call.loss) for call in calls):
+            raise InputError("the step returns NaN as written, and a number in float64; an overflow in half precision?")
+
+    def _diagnosed(self) -> Diagnosis:
+        causes = [one for stage in self.stages.values() for one in stage.causes]
+        found = [*self.forward.causes, *ranked(causes)]
+        explained = all(stage.explained for stage in self.stages.values())
+        notes = [*self.forward.notes, *self.notes, *(note for name in STAGES for note in self.stages[name].notes)]
+        verdict = "mismatch" if found else "equal" if explained and self.forward.ok else "undetermined"
+        first: Divergence | None = None
+        if verdict != "equal":
+            first = self.forward.first_divergence
+        if verdict != "equal" and first is None:
+            early = next((n for n in STAGES if any(STAGE[one.id] == n for one in causes) or not self.stages[n].explained), "update")
+            first = Divergence(early, None, max((stage.error for stage in self.stages.values()), default=0.0))
+        return Diagnosis(verdict, first, tuple(found), tuple(dict.fromkeys(notes)), self.forward.module, logits_error=None)
+
+
+def _passages(calls: Sequence[Watched]) -> list[Passage]:
+    """Return the gradient after the last backward pass before each update, and at the update."""
+    found = []
+    for call in calls:
+        for update in call.updates:
+            if update.gradient.samples and 0 < update.backwards <= len(call.backwards):
+                held = call.backwards[update.backwards - 1].held
+                if held.samples:
+                    found.append(passage(held, update.gradient))
+    return found
+
+
+def _updates(calls: Sequence[Watched]) -> list[Update]:
+    """Return all updates of some calls, each with the gradient that it used."""
+    found = []
+    for call in calls:
+        for update in call.updates:
+            held: Gradient | None = None
+            if 0 < update.backwards <= len(call.backwards):
+                last = call.backwards[update.backwards - 1]
+                held = last.held if last.held.samples else last.arrived
+            update.gradient = gradient_of(update, held)
+            found.append(update)
+    return found
+
+
+def _moved(update: Update) -> bool:
+    return any(not torch.equal(before, update.after[name]) for name, before in update.before.items())
+
+
+__all__ = ["StepExamination", "Tensor"]

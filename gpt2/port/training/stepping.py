@@ -1,0 +1,204 @@
+"""Causes in the update: fit a rule to each parameter's own values and gradients, and compare it with the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import numpy as np
+import torch
+
+from gpt2.port.training.clipping import clipped
+from gpt2.port.training.rules import Array, Fit, Moments, Rule, Track, directions, fit
+from gpt2.port.training.settings import Settings
+from gpt2.port.training.updates import ROUNDED, Found, Search
+from gpt2.port.training.watching import Gradient, Update
+
+FITS = 1e-6  # relative error of changes that a known rule explains
+GUESSES = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0)  # norms that people clip to
+Clip = tuple[str, float]  # a kind of clipping that leaves .grad as it is, and its limit
+
+
+@dataclass
+class Movement:
+    """How a step moves each parameter: its rule and the fits by session; what no rule explains is in ``odd``."""
+
+    rules: dict[str, Rule] = field(default_factory=dict)
+    fits: dict[str, Fit] = field(default_factory=dict)  # of the first session
+    roles: dict[str, str] = field(default_factory=dict)
+    clip: Clip | None = None  # clipping that happens inside the update
+    kept: bool = False  # moments go on from one session to the next
+    odd: list[str] = field(default_factory=list)
+    error: float = 0.0
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of most parameters."""
+        counts: dict[Rule, int] = {}
+        for rule in self.rules.values():
+            counts[rule] = counts.get(rule, 0) + 1
+        return max(counts, key=lambda rule: counts[rule]) if counts else Rule()
+
+
+def tracks(updates: Sequence[Update], clip: Clip | None = None) -> dict[str, Track]:
+    """Return each parameter's track over some updates; without a gradient in ``.grad``, what arrived is used."""
+    gradients = [
+        update.gradient.samples if clip is None else clipped(update.gradient, *clip) for update in updates
+    ]
+    found = {}
+    for name in updates[0].before:
+        before = torch.stack([update.before[name] for update in updates]).numpy()
+        after = torch.stack([update.after[name] for update in updates]).numpy()
+        seen = np.array([name in one for one in gradients])
+        blank = torch.zeros(before.shape[1], dtype=torch.float64)
+        gradient = torch.stack([one.get(name, blank) for one in gradients]).numpy()
+        found[name] = Track(name, before, gradient, after - before, seen)
+    return found
+
+
+def read_movement(sessions: Sequence[Sequence[Update]], settings: Settings, role: Callable[[str], str]) -> Movement:
+    """Find the rule of every parameter that moves in the first session, and test it in the others."""
+    movement = Movement()
+    first = tracks(sessions[0])
+    moving = {name: track for name, track in first.items() if bool((track.change != 0).any()) and bool(track.seen.any())}
+    movement.roles = {name: role(name) for name in first}
+    if not moving:
+        return movement
+    chosen = _chosen(moving, movement.roles)
+    found, movement.clip = _searched(sessions, chosen, settings)
+    moved = tracks(sessions[0], movement.clip)
+    known = [found.rule]
+    for name in moving:
+        rule, best = _rule_of(moved[name], known, settings, found)
+        movement.rules[name], movement.fits[name] = rule, best
+        movement.error = max(movement.error, best.error)
+        if best.error > max(FITS, ROUNDED if found.error > FITS else FITS):
+            movement.odd.append(name)
+        elif rule not in known:
+            known.append(rule)
+    _test_others(movement, sessions)
+    return movement
+
+
+def _chosen(moving: dict[str, Track], roles: dict[str, str]) -> list[str]:
+    """Return the parameters that the search uses: matrices, where there are some, whose gradients are not all alike."""
+    matrices = [name for name in moving if roles[name] == "matrix"] or list(moving)
+    return [matrices[len(matrices) // 3], matrices[2 * len(matrices) // 3]] if len(matrices) > 2 else matrices
+
+
+def _searched(sessions: Sequence[Sequence[Update]], names: list[str], settings: Settings) -> tuple[Found, Clip | None]:
+    """Search the rule of some parameters, with ``.grad`` as it is, and then as clipping inside the update would change it."""
+
+    def explains(rule: Rule, clip: Clip | None) -> bool:
+        for session in sessions[1:]:
+            moved = tracks(session, clip)
+            if any(fit(moved[name], directions(rule, moved[name])).error > 1e-4 for name in names):
+                return False
+        return True
+
+    plain = tracks(sessions[0])
+    best = Search([plain[name] for name in names], settings).best()
+    if best.error <= ROUNDED and explains(best.rule, None):
+        return best, None
+    for clip in _clips(settings, sessions):
+        moved = tracks(sessions[0], clip)
+        search = Search([moved[name] for name in names], settings)
+        quick = search.quick(best.rule)
+        if quick.error <= FITS and explains(quick.rule, clip):
+            return quick, clip
+    return best, None
+
+
+def _clips(settings: Settings, sessions: Sequence[Sequence[Update]]) -> Iterator[Clip]:
+    limits = dict.fromkeys(limit for limit in (settings.clip, *GUESSES) if limit)
+    for kind in ("two", "tensor", "value", "largest"):
+        for limit in limits:
+            yield kind, limit
+
+
+def _rule_of(track: Track, known: list[Rule], settings: Settings, found: Found) -> tuple[Rule, Fit]:
+    """Return the rule of one parameter: one that is known, one without the coupled decay, or a new one."""
+    tried: list[tuple[Rule, Fit]] = []
+    uncoupled = [replace(rule, coupled=0.0) for rule in known if rule.coupled]
+    coupled = [replace(rule, coupled=value) for rule in known if not rule.coupled for value in (settings.weight_decay,) if value]
+    for rule in [*known, *uncoupled, *coupled]:
+        one = fit(track, directions(rule, track))
+        tried.append((rule, one))
+        if one.error <= FITS:
+            return rule, one
+    best = min(tried, key=lambda pair: pair[1].error)
+    if found.error > ROUNDED or best[1].error <= ROUNDED < found.error:
+        return best
+    new = Search([track], settings).best().rule
+    one = fit(track, directions(new, track))
+    return (new, one) if one.error < best[1].error / 30 else best
+
+
+def _test_others(movement: Movement, sessions: Sequence[Sequence[Update]]) -> None:
+    """Test the rules in the other sessions, from moments of zero, or from those that the session before left."""
+    for earlier, later in zip(sessions, sessions[1:], strict=False):
+        if not earlier or not later:
+            continue
+        before, after = tracks(earlier, movement.clip), tracks(later, movement.clip)
+        fresh, going_on, failed = 0, 0, []
+        for name, rule in movement.rules.items():
+            if name in movement.odd or not bool((after[name].change != 0).any()):
+                continue
+            one = fit(after[name], directions(rule, after[name]))
+            if one.error <= 1e-4:
+                fresh += 1
+                continue
+            n = after[name].before.shape[1]
+            state = Moments(np.zeros(n), np.zeros(n), np.zeros(n))
+            directions(rule, before[name], state)
+            again = fit(after[name], directions(rule, after[name], state))
+            if again.error <= 1e-4:
+                going_on += 1
+            else:
+                failed.append(name)
+        if going_on > fresh:
+            movement.kept = True
+        if movement.kept or (failed and earlier is not sessions[0]):
+            return
+        if len(failed) > len(movement.rules) // 4:
+            movement.odd += [name for name in failed if name not in movement.odd]
+
+
+def rates_of(movement: Movement) -> tuple[Array, dict[str, float]]:
+    """Return the rates (K,) of most parameters, and the factor of those that differ from them (without what decay explains)."""
+    values = {name: one.rates for name, one in movement.fits.items() if name not in movement.odd}
+    if not values:
+        return np.zeros(0), {}
+    table = np.stack(list(values.values()))
+    plain = [name for name in values if not _decays(movement.fits[name])]
+    base = np.median(np.stack([values[name] for name in plain]) if plain else table, axis=0)
+    factors = {}
+    for name, rates in values.items():
+        live = np.abs(base) > 0
+        factor = median((rates[live] / base[live]).tolist()) if bool(live.any()) else 1.0
+        if abs(factor - 1) > 0.01:
+            factors[name] = factor
+    return base, factors
+
+
+def _decays(one: Fit) -> bool:
+    known = one.decays[~np.isnan(one.decays)]
+    return bool(len(known)) and float(np.abs(known).max()) > 1e-6 * float(np.abs(one.rates).max())
+
+
+def decay_of(one: Fit) -> float | None:
+    """Return a parameter's decay over its rate; None if it cannot be known."""
+    known = ~np.isnan(one.decays) & (np.abs(one.rates) > 0)
+    if not bool(known.any()):
+        return None
+    value = float(np.median(one.decays[known] / one.rates[known]))
+    return 0.0 if abs(value) < 1e-6 else value
+
+
+def gradient_of(update: Update, held: Gradient | None) -> Gradient:
+    """Return the gradient that an update used: ``.grad``, or what the backward passes left where there is none."""
+    return update.gradient if update.gradient.samples or held is None else held
+
+
+__all__ = ["Movement", "decay_of", "gradient_of", "rates_of", "read_movement", "tracks"]

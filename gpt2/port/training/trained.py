@@ -1,0 +1,171 @@
+"""Causes in the loss: compare what each position was trained on with the next token, and its weight with the mean's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.report import Cause
+from gpt2.port.training.causes import cause
+from gpt2.port.training.losses import BOUND, NOTHING, LossReading
+from gpt2.port.training.sessions import Batch
+from gpt2.port.training.settings import Settings
+
+SEEN = "read from the gradient of the logits, position by position"
+EVEN = 1e-6  # relative difference of weights that are meant to be equal
+
+
+@dataclass
+class Stage:
+    """What one stage of a step gave: causes, notes, whether they explain all of it, and how far it is from the reference's."""
+
+    causes: list[Cause] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    explained: bool = True
+    error: float = 0.0
+
+
+def loss_stage(batch: Batch, reading: LossReading, factor: float, settings: Settings) -> Stage:
+    """Return the causes in one reading of the loss; ``factor`` is what the step multiplies its gradient by before the update."""
+    stage = Stage(error=_distance(batch, reading))
+    if reading.unmatched:
+        stage.notes.append("your step runs the model on other ids than those that it is given; their rows are not judged")
+    if reading.error > max(BOUND, 1e-5):
+        stage.explained = False
+        stage.notes.append(f"the gradient of your logits is no cross-entropy of them (error {reading.error:.1e})")
+        return stage
+    stage.causes += _labels(batch, reading)
+    if reading.smoothing > 1e-6:
+        detail = f"a label smoothing of {reading.smoothing:.4g}"
+        stage.causes.append(cause("label-smoothing", "loss", detail, SEEN))
+    if abs(reading.temperature - 1) > 1e-6:
+        detail = f"the logits are multiplied by {reading.temperature:.6g} before the softmax"
+        stage.causes.append(cause("logits-scaled", "loss", detail, SEEN))
+    stage.causes += _weights(batch, reading, factor, settings)
+    return stage
+
+
+def _distance(batch: Batch, reading: LossReading) -> float:
+    """Return the relative distance of the weights on labels from those of the mean over the next tokens."""
+    y = batch.y
+    count = int((y >= 0).sum())
+    right = torch.where(y >= 0, 1 / count, 0.0).double()
+    same = (reading.labels == y) | (reading.weights == 0)
+    square = torch.where(same, (reading.weights - right) ** 2, reading.weights**2 + right**2).sum()
+    return float((square / (right**2).sum()).sqrt())
+
+
+def _labels(batch: Batch, reading: LossReading) -> list[Cause]:
+    ids, y, labels = batch.ids, batch.y, reading.labels
+    trained = labels != NOTHING
+    if not bool(trained.any()):
+        return []
+    beyond = torch.cat([ids[:, 2:], torch.full_like(ids[:, :1], NOTHING)], 1)
+    found: list[Cause] = []
+    expected = y
+    if not bool((labels == y)[trained].all()):
+        if bool((labels == batch.x)[trained].all()):
+            expected = batch.x
+            found.append(cause("labels-not-shifted", "loss", "the label of each position is the token that it reads", SEEN))
+        elif bool((labels == beyond)[trained].all()):
+            expected = beyond
+            found.append(cause("labels-shifted-twice", "loss", "the label of each position is the token after the next", SEEN))
+        elif bool((labels == y)[:, :-1][trained[:, :-1]].all()):
+            last = labels[:, -1]
+            rolled = bool((last == batch.x[:, 0]).all()) or bool((last == batch.x[:, 0].roll(-1)).all())
+            what = "the first token of the row (or of the next)" if rolled else f"token {int(last[0])}"
+            expected = torch.cat([y[:, :-1], last[:, None]], 1)
+            found.append(cause("last-token-in-loss", "loss", f"the label of the last position is {what}", SEEN))
+        else:
+            count = int((labels != y)[trained].sum())
+            return [cause("labels-wrong", "loss", f"{count} of {int(trained.sum())} positions have another label", SEEN)]
+    return found + _left_out(~trained & (expected >= 0), expected)
+
+
+def _left_out(missing: Tensor, expected: Tensor) -> list[Cause]:
+    if not bool(missing.any()):
+        return []
+    left = expected[missing]
+    whole_column = bool(missing[:, -1].all())
+    if whole_column and not bool(missing[:, :-1].any()):
+        return [cause("last-token-missing", "loss", "the last position of each row has no label", SEEN)]
+    rest = missing.clone()
+    found = []
+    if whole_column and missing.shape[1] > 1:
+        found = [cause("last-token-missing", "loss", "the last position of each row has no label", SEEN)]
+        rest[:, -1] = False
+        left = expected[rest]
+    if len(left.unique()) == 1 and bool(((expected == left[0]) == rest)[:, :-1].all()):
+        detail = f"positions with the label {int(left[0])} are not trained on"
+        return [*found, cause("token-ignored", "loss", detail, SEEN)]
+    detail = f"{int(missing.sum())} of {missing.numel()} positions are not trained on"
+    return [cause("tokens-left-out", "loss", detail, SEEN)]
+
+
+def _weights(batch: Batch, reading: LossReading, factor: float, settings: Settings) -> list[Cause]:
+    """Return the causes in the weights of the positions: a factor of all, or weights that differ."""
+    trained = reading.labels != NOTHING
+    weights = reading.weights[trained] * factor
+    if not len(weights):
+        return []
+    low, high = float(weights.min()), float(weights.max())
+    parts = sorted(set(reading.parts[trained].tolist()))
+    total, count = float(weights.sum()), int(trained.sum())
+    if high - low > EVEN * abs(high):
+        return [cause("loss-average-wrong", "loss", f"positions weigh between {low * count:.4g} and {high * count:.4g}", SEEN)]
+    if abs(total - 1) <= EVEN:
+        return []
+    rows = [int(trained[reading.parts.eq(part).any(1)].any(1).sum()) for part in parts]
+    names = _factors(count, len(parts), max(rows), int(trained.sum(1).max()))
+    for value, ids, words in names:
+        if abs(total / value - 1) <= EVEN:
+            if factor != 1 and abs(float(reading.weights.sum()) - 1) <= EVEN:
+                break
+            return [cause(id, "loss", f"the gradient is that of {words}: {total:.6g} times the mean's", SEEN) for id in ids]
+    scaled = f"the gradient is {total:.6g} times that of the mean loss"
+    return [cause("gradient-scaled", "gradient", scaled, SEEN)]
+
+
+def _factors(count: int, parts: int, rows: int, length: int) -> list[tuple[float, tuple[str, ...], str]]:
+    """Return what a gradient may be multiplied by: the number, the causes, and words."""
+    sums = "loss-not-averaged"
+    several: list[tuple[float, tuple[str, ...], str]] = []
+    if parts > 1:
+        each = count / parts
+        several = [
+            (parts, ("accumulation-not-averaged",), f"the sum over {parts} parts"),
+            (1 / parts, ("accumulation-average-wrong",), f"the mean over {parts} parts, divided by their number again"),
+            (1 / parts**2, ("accumulation-average-wrong",), f"the mean over {parts} parts, divided by their number again"),
+            (each, (sums,), "the sum over the tokens of each part"),
+            (count, (sums, "accumulation-not-averaged"), "the sum over all tokens and parts"),
+            (length * parts, (sums, "accumulation-not-averaged"), "the sum over the tokens of a row, and over parts"),
+        ]
+    return [
+        *several,
+        (count, (sums,), "the sum over all tokens"),
+        (length, (sums,), "the sum over the tokens of a row"),
+        (rows, ("gradient-scaled",), "the mean, times the number of rows"),
+    ]
+
+
+def padding_stage(batch: Batch, reading: LossReading, factor: float) -> list[Cause]:
+    """Return the causes that show where some targets are -100, in a loss that is right elsewhere."""
+    y = batch.y
+    ignored = y < 0
+    weights = reading.weights * factor
+    if bool((weights[ignored] != 0).any()):
+        return [cause("padding-in-average", "loss", "targets of -100 are trained on", SEEN)]
+    trained = weights[~ignored]
+    count = int((~ignored).sum())
+    if float(trained.max() - trained.min()) <= EVEN * float(trained.max()):
+        if abs(float(trained.sum()) - 1) <= EVEN:
+            return []
+        if abs(float(trained[0]) * y.numel() - 1) <= EVEN:
+            return [cause("padding-in-average", "loss", "the sum is divided by all targets, ignored ones too", SEEN)]
+    by_part = [int(((reading.parts == part) & ~ignored).sum()) for part in sorted(set(reading.parts.flatten().tolist())) if part >= 0]
+    words = f"positions weigh between {float(trained.min()) * count:.4g} and {float(trained.max()) * count:.4g} of the mean's"
+    if len(by_part) > 1:
+        return [cause("accumulation-average-wrong", "loss", f"each part is averaged alone, however many targets it has; {words}", SEEN)]
+    return [cause("loss-average-wrong", "loss", words, SEEN)]
