@@ -18,6 +18,7 @@ EXAMPLES = """\
   gpt2 diagnose port.py:build --model gpt2           against the official weights
   gpt2 diagnose port.py --model ./my-model           FILE.py alone means FILE.py:build
   gpt2 diagnose port.py:build --json -               for programs: verdict, first_divergence, causes
+  gpt2 diagnose port.py:build --step train.py:make_step --set optim.lr=3e-4 --set optim.clip=1.0
   gpt2 diagnose dump.npz --model gpt2                what a program in any language wrote
   gpt2 diagnose --run 'python port.py {ids} {out}' --model gpt2
   gpt2 diagnose --run './port {text} {out}' --model gpt2
@@ -29,6 +30,32 @@ port.py has a function that returns your module:
       model = MyGPT()
       model.load_state_dict(my_own_loading(checkpoint_dir))
       return model                                   # maps ids (B, T) to logits (B, T, V)
+
+--step diagnoses a training step of that module: its loss, gradients, clipping and optimizer. make_step(model) returns a function
+that makes one whole step, and is called again for each run:
+
+  def make_step(model):
+      optimizer = torch.optim.AdamW(groups(model), lr=3e-4)
+      def step(x, y):                                # ids and next ids (B, T)
+          loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+          optimizer.zero_grad(); loss.backward(); optimizer.step()
+          return loss
+      return step
+
+--set says what the step should do, with a recipe's keys: optim.lr, min_lr, warmup, beta1, beta2, weight_decay, clip (each after
+optim.), steps, batch_size, context, grad_accum, dropout. What is not set is read off and reported. Hugging Face's Trainer:
+
+  def make_step(model):                              # model: GPT2LMHeadModel; args: TrainingArguments
+      trainer = Trainer(model, args); trainer.create_optimizer_and_scheduler(num_training_steps=1000)
+      def step(x, y):
+          ids = torch.cat([x, y[:, -1:]], 1)         # it shifts the labels itself
+          loss = trainer.training_step(model, {"input_ids": ids, "labels": ids})
+          torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+          trainer.optimizer.step(); trainer.lr_scheduler.step(); model.zero_grad()
+          return loss
+      return step
+
+Lightning: net = MyLightningModule(model); optimizer = net.configure_optimizers(); in step, loss = net.training_step((x, y), 0).
 
 A dump (.npz, .safetensors, a directory of .npy, llm.c's debug state .bin) holds the token ids under the name ids, shape (T,) or
 (B, T), the logits, and any intermediate values in any layout, under any names. The more it holds, the more can be said.
@@ -51,6 +78,9 @@ exit code: 0 equal, 1 it differs, 2 it could not be built or run"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "a Python file and the function in it that returns the module, or a dump of arrays"
     parser.add_argument("what", nargs="?", metavar="WHAT", help=help)
+    parser.add_argument("--step", metavar="FILE.py:make_step", help="diagnose a training step of the module that WHAT builds")
+    help = "with --step: what the step should do, as in optim.lr=3e-4; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
     parser.add_argument("--run", dest="program", metavar="CMD", help="in place of WHAT: a program that writes a dump")
     parser.add_argument("--model", default="shakespeare-mini", metavar="MODEL", help="the right weights (default: %(default)s)")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
@@ -72,10 +102,16 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
     if (args.what is None) == (args.program is None):
         both = "not both" if args.what else "such as port.py:build, dump.npz, or --run 'python port.py {ids} {out}'"
         raise InputError(f"give WHAT to diagnose or --run CMD, {both}")
+    if args.set and args.step is None:
+        raise InputError(f"--set {args.set[0]}: is a setting of a training step; name that with --step FILE.py:make_step")
     if args.program is not None:
+        if args.step is not None:
+            raise InputError("--step and --run: a training step is diagnosed in Python; give FILE.py:build in place of --run")
         return _program(args)
     from gpt2.port.dump.reading import is_dump
 
+    if args.step is not None:
+        return _step(args)
     if is_dump(args.what):
         import gpt2
 
@@ -85,6 +121,23 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
 
     with Status(f"running {args.what}"):
         return run(args.what, args.model, timeout=args.timeout, revision=args.revision, offline=args.offline)
+
+
+def _step(args: argparse.Namespace) -> "Diagnosis":
+    from gpt2.port.diagnosis.runner import run
+    from gpt2.port.training.settings import Settings
+
+    Settings.parse(args.set)  # a misspelt key is refused before anything is built
+    with Status(f"running {args.step}"):
+        return run(
+            args.what,
+            args.model,
+            step=args.step,
+            settings=args.set,
+            timeout=args.timeout,
+            revision=args.revision,
+            offline=args.offline,
+        )
 
 
 def _program(args: argparse.Namespace) -> "Diagnosis":

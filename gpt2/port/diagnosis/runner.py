@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ STAGES = {
     "import": ("being imported", "while it was imported"),
     "build": ("its {name}()", "in {name}()"),
     "forward": ("its forward, called on 2 x 8 ids,", "in its forward"),
+    "step": ("one call of its step(x, y)", "in its step(x, y)"),
 }
 REASONS = {"SIGKILL": ": out of memory?", "SIGBUS": ": was the model's weight file cut short meanwhile?"}
 START = "import sys; sys.path.insert(0, sys.argv[2]); from gpt2.port.diagnosis.worker import main; main(sys.argv[1])"
@@ -45,11 +47,11 @@ class Target:
         return f"{self.path.name}:{self.name}"
 
 
-def target(text: str) -> Target:
-    """Parse ``FILE.py:build``; ``FILE.py`` alone means ``build``. Raises InputError if there is no such file."""
+def target(text: str, default: str = "build") -> Target:
+    """Parse ``FILE.py:build``; ``FILE.py`` alone means the ``default``. Raises InputError if there is no such file."""
     file, colon, name = text.rpartition(":")
     if not colon or name.endswith(".py") or os.sep in name:
-        file, name = text, "build"
+        file, name = text, default
     path = Path(file).expanduser()
     if path.is_dir():
         raise InputError(f"{file}: is a directory; give the Python file that builds your model, as in {path / 'port.py'}:build")
@@ -62,21 +64,41 @@ def target(text: str) -> Target:
     return Target(path.resolve(), name)
 
 
-def run(text: str, model: str, *, timeout: float = TIMEOUT, revision: str | None = None, offline: bool = False) -> Diagnosis:
+def run(
+    text: str,
+    model: str,
+    *,
+    step: str | None = None,
+    settings: Sequence[str] = (),
+    timeout: float = TIMEOUT,
+    revision: str | None = None,
+    offline: bool = False,
+) -> Diagnosis:
     """Build the model in a process of its own, and diagnose it there.
 
-    ``text``: ``FILE.py:build``, where ``build(checkpoint_dir)`` or ``build()`` returns the module. ``timeout``: seconds for the
-    user's code; the diagnosis may take longer. Raises InputError if the file, function or model is missing, or the module cannot
-    be built and run.
+    ``text``: ``FILE.py:build``, where ``build(checkpoint_dir)`` or ``build()`` returns the module. ``step``:
+    ``FILE.py:make_step``, to diagnose a training step of it, with ``settings`` as for :func:`gpt2.diagnose_step`. ``timeout``:
+    seconds for the user's code; the diagnosis may take longer. Raises InputError if the file, function or model is missing, or
+    the module cannot be built and run.
     """
     port = target(text)
+    training = None if step is None else target(step, "make_step")
     from gpt2.checkpoint.checkpoint import open_checkpoint
     from gpt2.checkpoint.names import VERIFIES, ModelName
 
     open_checkpoint(ModelName.parse(model, VERIFIES, revision=revision), offline=offline)  # download before the timeout begins
     with tempfile.TemporaryDirectory(prefix="gpt2-diagnose-", ignore_cleanup_errors=True) as name:
         folder, limits = Path(name), {"short": timeout, "whole": timeout * DIAGNOSIS_FACTOR}
-        order = {"file": str(port.path), "name": port.name, "model": model, "revision": revision, "offline": offline, **limits}
+        order: dict[str, object] = {
+            "file": str(port.path),
+            "name": port.name,
+            "model": model,
+            "revision": revision,
+            "offline": offline,
+            **limits,
+        }
+        if training is not None:
+            order |= {"step_file": str(training.path), "step": training.name, "settings": list(settings)}
         (folder / "order.json").write_text(json.dumps(order))
         command = [sys.executable, "-P", "-c", START, str(folder), str(Path(__file__).parents[3])]
         code = watch(command, folder, 2 * limits["whole"])

@@ -25,7 +25,7 @@ from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkp
 from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.errors import InputError
 from gpt2.model import GPT2
-from gpt2.port.diagnosis import diagnose
+from gpt2.port.diagnosis import Diagnosis, diagnose
 from gpt2.port.recording.forward import ForwardError, error_line
 
 NO_GPU = re.compile(
@@ -64,7 +64,7 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         model = checkpoint.load()
         directory = _directory(checkpoint, model, place)
         begin("import")
-        build, takes_directory = _builder(file, name)
+        build, takes_directory = _builder(_function(file, name), file, name)
         begin("build")
         module = build(str(directory)) if takes_directory else build()
         if not isinstance(module, nn.Module):
@@ -75,7 +75,11 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         begin("forward")
         failure = _once(module, model)
         begin("diagnosis")
-        diagnosis = diagnose(module, model, fill=not takes_directory)
+        if "step" in order:
+            file, name = Path(order["step_file"]), order["step"]
+            diagnosis = _step(file, name, module, model, order["settings"], not takes_directory, begin)
+        else:
+            diagnosis = diagnose(module, model, fill=not takes_directory)
         return json.dumps({**asdict(diagnosis), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
     except InputError as error:
         if failure is not None and isinstance(error, ForwardError):  # the first call's error names the user's line
@@ -104,9 +108,25 @@ def write_official(model: GPT2, folder: Path) -> Path:
     return folder
 
 
-def _builder(file: Path, name: str) -> tuple[Callable[..., Any], bool]:
-    """Import the file and return its function ``name``, and whether that takes the checkpoint's folder."""
+def _step(
+    file: Path, name: str, module: nn.Module, model: GPT2, settings: list[str], fill: bool, begin: Callable[[str], None]
+) -> Diagnosis:
+    """Diagnose the training step that the function ``name`` of a file makes; each call of it has the short time limit."""
+    from gpt2.port.training import diagnose_step
+
+    begin("import")
+    make_step = _function(file, name)
+    begin("diagnosis")
+    return diagnose_step(module, make_step, model, settings=settings, fill=fill, watch=begin)
+
+
+def _function(file: Path, name: str) -> Callable[..., Any]:
+    """Import the file, unless it is imported, and return its function ``name``."""
     sys.argv = [str(file)]
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(file) and callable(getattr(module, name, None)):
+            known: Callable[..., Any] = getattr(module, name)
+            return known
     sys.path.insert(0, str(file.parent))
     module_name = file.stem if file.stem.isidentifier() and file.stem not in sys.modules else f"port_{abs(hash(file))}"
     spec = importlib.util.spec_from_file_location(module_name, file)
@@ -114,12 +134,17 @@ def _builder(file: Path, name: str) -> tuple[Callable[..., Any], bool]:
         raise InputError(f"{file.name}: is not a Python file; give one that ends in .py")
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    build: Callable[..., Any] | None = getattr(module, name, None)
-    if not callable(build):
-        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        there = f"; it has {', '.join(own[:6])}" if own else ""
-        others = f"write {name}(checkpoint_dir), or name another: {file.name}:NAME"
-        raise InputError(f"{file.name}: has no function {name}{there}; {others}")
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if callable(function):
+        return function
+    own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+    there = f"; it has {', '.join(own[:6])}" if own else ""
+    takes = "checkpoint_dir" if name != "make_step" else "model"
+    raise InputError(f"{file.name}: has no function {name}{there}; write {name}({takes}), or name another: {file.name}:NAME")
+
+
+def _builder(build: Callable[..., Any], file: Path, name: str) -> tuple[Callable[..., Any], bool]:
+    """Return the function that builds the module, and whether it takes the checkpoint's folder."""
     try:
         parameters = inspect.signature(build).parameters.values()
     except (TypeError, ValueError):

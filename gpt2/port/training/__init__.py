@@ -1,7 +1,7 @@
 """``diagnose_step``: find where a training step departs from the reference's, with the cause, the evidence and the fix.
 
-The author's step runs from the checkpoint's weights, in float64 and without dropout, on batches that we choose. What it was trained
-on is read from the gradient of its logits, and then each stage is compared with what the stage before it really gave: the
+The author's step runs from the checkpoint's weights, in float64 and without dropout, on batches that we choose. What it was
+trained on is read from the gradient of its logits. Then each stage is compared with what the stage before it really gave: the
 gradients, their clipping, and the update of every parameter. So several faults are all found.
 """
 
@@ -32,6 +32,7 @@ def diagnose_step(
     revision: str | None = None,
     offline: bool = False,
     fill: bool = False,
+    watch: Callable[[str], None] = lambda stage: None,
 ) -> Diagnosis:
     """Say why a training step is not the reference's, or that it is.
 
@@ -41,14 +42,15 @@ def diagnose_step(
         make_step: ``make_step(module)`` returns ``step(x, y)``, which takes ids and next ids (B, T), int64, performs one whole
             optimizer step, and returns the loss. It is called several times, each time with the checkpoint's weights.
         model: a model's name, as for :func:`gpt2.load`, or a model.
-        settings: what the step should do, as ``key=value`` lines with a recipe's keys ("optim.lr=3e-4"), or a mapping. What is not
-            given is read off and reported in the notes.
+        settings: what the step should do, as ``key=value`` lines with a recipe's keys ("optim.lr=3e-4"), or a mapping. What is
+            not given is read off and reported in the notes. With ``data.prompt``, targets of -100 are judged too.
         revision, offline: as for :func:`gpt2.load`.
         fill: first load the weights as :func:`gpt2.load_into` does; they stay.
+        watch: called with "step" before each call of the step, and with "diagnosis" after it, to limit its time.
 
     The reference is the mean cross-entropy of all tokens, clipping by the norm of the whole gradient, and AdamW with decay on
-    matrices and embeddings. ``first_divergence`` names the stage: "loss", "gradient", "clip" or "update"; or a traced point, if the
-    forward pass differs already.
+    matrices and embeddings. ``first_divergence`` names the stage: "loss", "gradient", "clip" or "update"; or a traced point, if
+    the forward pass differs already.
 
     Raises:
         InputError: the module or model is refused as by :func:`gpt2.diagnose`; a setting is unknown; the step fails, returns no
@@ -69,5 +71,5 @@ def diagnose_step(
     if fill:
         load_into(module, ours)
     forward = diagnose(module, ours)
-    diagnosis = StepExamination(module, make_step, ours, known, forward).diagnosis()
+    diagnosis = StepExamination(module, make_step, ours, known, forward, watch).diagnosis()
     return replace(diagnosis, checkpoint=model if isinstance(model, str) else "a model")

@@ -15,7 +15,7 @@ from gpt2.port.diagnosis.report import Cause
 from gpt2.port.training.causes import cause
 from gpt2.port.training.gradients import Expected, Roles
 from gpt2.port.training.trained import Stage
-from gpt2.port.training.watching import Backward, Gradient, Samples, Watched
+from gpt2.port.training.watching import Backward, Gradient, Samples, Update, Watched
 
 EQUAL = 1e-8  # relative error of a parameter's gradient; constants in float32 reach 1e-8
 NOISE = 1e-11  # of the whole gradient's norm: a gradient that is zero in exact arithmetic
@@ -29,10 +29,15 @@ def places(names: Sequence[str], roles: Roles, layers: int) -> str:
     return f"{shown} and {len(found) - 6} more" if len(found) > 6 else shown
 
 
+def first_backwards(seen: Watched) -> int:
+    """Return how many backward passes of a call come before its first update: all of them, as a rule."""
+    return seen.updates[0].backwards if len(seen.updates) > 1 else len(seen.backwards)
+
+
 def summed(seen: Watched) -> Samples:
-    """Return the sum of what arrived at each parameter in all backward passes of a call."""
+    """Return the sum of what arrived at each parameter before a call's first update."""
     total: Samples = {}
-    for backward in seen.backwards:
+    for backward in seen.backwards[: first_backwards(seen)]:
         for name, sample in backward.arrived.samples.items():
             total[name] = total[name] + sample if name in total else sample
     return total
@@ -41,14 +46,18 @@ def summed(seen: Watched) -> Samples:
 def accumulation_stage(calls: Sequence[Watched]) -> Stage:
     """Compare ``.grad`` after each backward pass with what was in it before and what arrived."""
     stage = Stage()
-    kept, lost, others, unexplained = [], [], [], []
+    kept: list[float] = []
+    lost: list[float] = []
+    others: list[float] = []
+    unexplained: list[float] = []
+    moving = {name for call in calls for update in call.updates for name in update.before if _moves(update, name)}
     for call in calls:
         updated = {update.backwards for update in call.updates}
         before, fresh = call.start, True
         for number, backward in enumerate(call.backwards):
             if number in updated:
                 before, fresh = call.updates[0].gradient, True
-            share, error = _share(before, backward)
+            share, error = _share(before, backward, moving)
             if share is not None and error > 1e-6:
                 unexplained.append(error)
             elif share is not None and fresh:
@@ -58,7 +67,9 @@ def accumulation_stage(calls: Sequence[Watched]) -> Stage:
             before, fresh = backward.held, False
     if kept:
         detail = f"each backward pass adds to {_times(kept)} of the step before"
-        stage.causes.append(cause("gradient-not-zeroed", "gradient", detail, ".grad after the backward pass, and what arrived in it"))
+        stage.causes.append(
+            cause("gradient-not-zeroed", "gradient", detail, ".grad after the backward pass, and what arrived in it")
+        )
     if lost:
         detail = "the gradient is zeroed between the parts of a batch"
         stage.causes.append(cause("accumulation-last-only", "gradient", detail, ".grad after each backward pass"))
@@ -75,10 +86,14 @@ def _times(shares: list[float]) -> str:
     return "the gradient" if abs(share - 1) < 1e-3 else f"{share:.3g} times the gradient"
 
 
-def _share(before: Gradient, backward: Backward) -> tuple[float | None, float]:
+def _moves(update: Update, name: str) -> bool:
+    return not torch.equal(update.before[name], update.after[name])
+
+
+def _share(before: Gradient, backward: Backward, moving: set[str]) -> tuple[float | None, float]:
     """Return how much of the gradient ``before`` is in ``.grad`` after a backward pass, and the relative error of that."""
     held, arrived = backward.held.samples, backward.arrived.samples
-    names = [name for name in held if name in arrived and name in before.samples and before.two[name] > 0]
+    names = [name for name in held if name in moving and name in arrived and name in before.samples and before.two[name] > 0]
     if not names:
         return None, 0.0
     rest = torch.cat([held[name] - arrived[name] for name in names])
@@ -114,7 +129,8 @@ def backward_stage(
     positions = [name for name in (*dead, *rest) if any(part == "wpe" for _, part in roles.parts.get(name, []))]
     for name in tables:
         got, one = wrong[name]
-        assert one.head is not None and one.table is not None
+        assert one.head is not None
+        assert one.table is not None
         if _equal(got, one.head, whole) and not positions:
             detail = "it gets the head's gradient only, not that of the rows that the ids choose"
             stage.causes.append(cause("tied-gradient-lost", "wte", detail, BACKWARD))
@@ -136,7 +152,9 @@ def backward_stage(
     return stage
 
 
-def _scaled(names: list[str], wrong: MappingType[str, tuple[Tensor, Expected]], roles: Roles, layers: int, whole: float) -> list[Cause]:
+def _scaled(
+    names: list[str], wrong: MappingType[str, tuple[Tensor, Expected]], roles: Roles, layers: int, whole: float
+) -> list[Cause]:
     factors = {}
     for name in names:
         got, one = wrong[name]
@@ -164,4 +182,4 @@ def _equal(got: Tensor, right: Tensor, whole: float) -> bool:
     return _apart(got, right) <= EQUAL * float(right.nan_to_num().norm()) + NOISE * whole
 
 
-__all__ = ["accumulation_stage", "backward_stage", "places", "summed"]
+__all__ = ["accumulation_stage", "backward_stage", "first_backwards", "places", "summed"]

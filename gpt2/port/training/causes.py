@@ -77,7 +77,11 @@ _TABLE: dict[str, tuple[str, str, str]] = {
     "rate-wrong": ("update", "another rate", RATE),
     "schedule-step": ("update", "the schedule is off by a step", RATE),
     "schedule-wrong": ("update", "another schedule", RATE),
-    "momentum-kept": ("update", "moments are kept from one training to the next", "a new optimizer, with its own state, in make_step"),
+    "momentum-kept": (
+        "update",
+        "moments are kept from one training to the next",
+        "a new optimizer, with its own state, in make_step",
+    ),
     "momentum-lost": ("update", "the moments begin at zero in every step", "make the optimizer once, outside of step"),
     "parameter-missing": ("update", "the optimizer lacks parameters", "AdamW(model.parameters(), ...): all of them, in groups"),
     "parameter-twice": ("update", "parameters are updated twice in a step", "each parameter in one group of one optimizer"),

@@ -41,7 +41,9 @@ def passage(held: Gradient, used: Gradient) -> Passage:
             ratios[name] = ratio
             continue
         limit = float(after.abs().max())
-        if _near(after, before.clamp(-limit, limit)):
+        inside = (after.abs() < limit * (1 - SAME)) & (before != 0)
+        slope = float((after[inside] / before[inside]).median()) if bool(inside.any()) else 1.0
+        if _near(after, (slope * before).clamp(-limit, limit)):
             clamped[name] = limit
         else:
             odd.append(name)
@@ -56,8 +58,8 @@ def _near(one: Tensor, other: Tensor) -> bool:
 class ClipReading:
     """What happens to the gradient before the update.
 
-    ``factor``: what it is always multiplied by (1/scale of a GradScaler, 1/parts). ``kind``: "two", "one" or "largest" for the norm
-    over all parameters, "value", "tensor", or "" where nothing is clipped; ``limit``: to what, in units of the gradient after
+    ``factor``: what it is always multiplied by (1/scale of a GradScaler, 1/parts). ``kind``: "two", "one" or "largest" for the
+    norm over all parameters, "value", "tensor", or "" where nothing is clipped; ``limit``: to what, in units of the gradient after
     ``factor``. ``largest``: the largest norm that went through. ``outliers``: parameters with another factor than the rest.
     ``explained``: whether this gives all gradients that were used.
     """

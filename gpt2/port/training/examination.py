@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,15 @@ from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
-from gpt2.port.diagnosis.report import Diagnosis, Divergence
+from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.forward import Borrowed
 from gpt2.port.recording.recorder import record_probe
-from gpt2.port.training.backward import accumulation_stage, backward_stage, places, summed
+from gpt2.port.training.backward import accumulation_stage, backward_stage, first_backwards, places, summed
 from gpt2.port.training.causes import STAGE, STAGES, cause, ranked
-from gpt2.port.training.clipping import ClipReading, Passage, passage, read_clipping
+from gpt2.port.training.clipping import Passage, passage, read_clipping
 from gpt2.port.training.gradients import Roles, expected_gradients
-from gpt2.port.training.losses import LossReading, logits_gradients, read_loss
+from gpt2.port.training.losses import logits_gradients, read_loss
 from gpt2.port.training.optimizer import update_stage
 from gpt2.port.training.sessions import Batch, Batches, Change, MakeStep, StepError, Subject, scaled
 from gpt2.port.training.settings import Settings
@@ -30,17 +30,25 @@ from gpt2.port.training.watching import Gradient, Sampler, Update, Watched
 
 CALLS = 6  # of the first session
 MANY = 30e6  # parameters; above it fewer calls are made
-HUGE, TINY = 100.0, 1e-4  # factors of the last norm (and, for TINY, of the token embedding) that change the gradients' size
+HUGE, TINY = 100.0, 1e-8  # factors of the last norm (and, for TINY, of the token embedding) that change the gradients' size
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
 
 
 class StepExamination:
     """The checks of one step; :meth:`diagnosis` runs them. Raises InputError as :func:`gpt2.diagnose_step` does."""
 
-    def __init__(self, module: nn.Module, make_step: MakeStep, ours: GPT2, settings: Settings, forward: Diagnosis) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        make_step: MakeStep,
+        ours: GPT2,
+        settings: Settings,
+        forward: Diagnosis,
+        watch: Callable[[str], None] = lambda stage: None,
+    ) -> None:
         self.module, self.ours, self.settings, self.forward = module, ours, settings, forward
         self.config = ours.config
-        self.subject = Subject(module, make_step, ours.config.vocab_size)
+        self.subject = Subject(module, make_step, ours.config.vocab_size, watch)
         self.large = self.config.num_parameters() > MANY
         self.notes: list[str] = []
         self.stages: dict[str, Stage] = {name: Stage() for name in STAGES}
@@ -72,12 +80,14 @@ class StepExamination:
         calls, sampler = self.subject.session(batches, change)
         for call in calls:
             if not math.isfinite(call.loss):
-                raise InputError(f"the step returns a loss of {call.loss}; look where it comes from (a mask, a label, a division)")
+                raise InputError(
+                    f"the step returns a loss of {call.loss}; look where it comes from (a mask, a label, a division)"
+                )
         return calls, sampler
 
     def _scaled_sessions(self) -> tuple[list[Watched], list[Watched]]:
         """Return two calls with huge gradients, and two with tiny ones; empty where the parts of the module are unknown."""
-        last, table = self.roles.names_of("ln_f", "ln_f.bias"), self.roles.names_of("wte", "head")
+        last, table = self.roles.names_of("ln_f", "ln_f.weight", "ln_f.bias"), self.roles.names_of("wte", "head")
         if not last or not table:
             self.notes.append("the parts of your module were not recognised: clipping was judged with one size of gradients only")
             return [], []
@@ -113,7 +123,9 @@ class StepExamination:
         gradient = accumulation_stage([*self.calls, *self.huge])
         if reading is not None and self.roles.mapping is not None and self.forward.ok:
             state = {name: tensor.detach().cpu().double() for name, tensor in self.ours.state_dict().items()}
-            expected = expected_gradients(self.config, state, self.roles, self.sampler, logits_gradients(first))
+            passes = logits_gradients(first)
+            passes = passes[: first_backwards(first)] if len(first.updates) > 1 else passes
+            expected = expected_gradients(self.config, state, self.roles, self.sampler, passes)
             layers = self.config.n_layer
             stage = backward_stage(first, expected, self.roles, layers, self._untied())
             gradient.causes += stage.causes
@@ -171,7 +183,9 @@ class StepExamination:
             detail = f"dropout of {said} is active in the step"
             self.stages["loss"].causes.append(cause("dropout-active", "h.*", detail, "seen in its operators"))
         elif wanted and not found:
-            self.stages["loss"].causes.append(cause("dropout-missing", "h.*", f"no dropout is active, not {wanted:g}", "its operators"))
+            self.stages["loss"].causes.append(
+                cause("dropout-missing", "h.*", f"no dropout is active, not {wanted:g}", "its operators")
+            )
 
     def _untied(self) -> list[str]:
         """Return the parameters that were one tensor before make_step and are several in the step."""
@@ -197,8 +211,10 @@ class StepExamination:
             self.stages["update"].causes.append(cause("step-per-micro-batch", "optimizer", detail, "seen in its operators"))
         silent = [number for number, call in enumerate(self.calls) if not any(_moved(update) for update in call.updates)]
         movement = read_movement(sessions, self.settings, self._role)
-        numbers = [number for number, call in enumerate(self.calls) for _ in call.updates]
-        stage = update_stage(movement, self.settings, lambda names: places(names, self.roles, layers), numbers, self.calls[0].trains)
+        numbers = [update.call for update in sessions[0]]
+        stage = update_stage(
+            movement, self.settings, lambda names: places(names, self.roles, layers), numbers, self.calls[0].trains
+        )
         stage.causes = [*self.stages["update"].causes, *stage.causes]
         if silent and len(silent) < len(self.calls) and not self._rate_is_zero(silent):
             detail = f"{len(silent)} of {len(self.calls)} calls change no parameter"
@@ -213,7 +229,7 @@ class StepExamination:
     def _role(self, name: str) -> str:
         return self.roles.role(name, self.sampler.parameters[name])
 
-    def _left_out(self, movement: Movement) -> list:
+    def _left_out(self, movement: Movement) -> list[Cause]:
         """Return the cause for parameters with a gradient that never change."""
         updates = [update for call in self.calls for update in call.updates]
         arrived = summed(self.calls[0])
@@ -227,7 +243,9 @@ class StepExamination:
         if not still or not movement.rules:
             return []
         detail = "these have gradients, and never change"
-        return [cause("parameter-missing", places(still, self.roles, self.config.n_layer), detail, "their values after each step")]
+        return [
+            cause("parameter-missing", places(still, self.roles, self.config.n_layer), detail, "their values after each step")
+        ]
 
     def _clip_stage(self, movement: Movement) -> None:
         stage, clip, wanted = self.stages["clip"], self.clip, self.settings.clip
@@ -243,7 +261,9 @@ class StepExamination:
         evidence = f"gradients of norms up to {clip.largest:.3g}, before and after"
         if not kind:
             if wanted and clip.largest > wanted * BITES:
-                stage.causes.append(cause("clip-missing", "gradient", f"norms up to {clip.largest:.4g} are left as they are", evidence))
+                stage.causes.append(
+                    cause("clip-missing", "gradient", f"norms up to {clip.largest:.4g} are left as they are", evidence)
+                )
             elif wanted is None:
                 stage.notes.append(f"read off: no clipping (norms up to {clip.largest:.3g})")
         elif wanted == 0:
@@ -270,7 +290,9 @@ class StepExamination:
         elif wanted is None:
             stage.notes.append(f"read off: gradients are clipped to a norm of {limit:.4g}")
         elif abs(limit / wanted - 1) > 1e-3:
-            stage.causes.append(cause("clip-threshold", "gradient", f"the norm is clipped to {limit:.6g}, not {wanted:g}", evidence))
+            stage.causes.append(
+                cause("clip-threshold", "gradient", f"the norm is clipped to {limit:.6g}, not {wanted:g}", evidence)
+            )
 
     def _as_written(self) -> None:
         """Run the step once as it is, in its own dtypes: it may skip updates, overflow, or compute its loss in half precision."""
@@ -281,13 +303,15 @@ class StepExamination:
             self.notes.append(f"in float64 your step runs; as written it does not: {error}")
             return
         if any(call.half for call in calls) and not narrow and not any(call.half for call in self.calls):
-            detail = "the softmax of the loss is computed in half precision"
+            detail = "as written, in your own dtypes, the softmax of the loss reads logits in half precision"
             self.stages["loss"].causes.append(cause("logits-half-precision", "loss", detail, "seen in its operators"))
         still = [not any(_moved(update) for update in call.updates) for call in calls]
         exact = [not any(_moved(update) for update in call.updates) for call in self.calls[:2]]
         if any(a and not b for a, b in zip(still, exact, strict=True)):
             detail = "as written, in your own dtypes, a step changes no parameter; in float64 it does"
-            self.stages["update"].causes.append(cause("update-skipped", "optimizer", detail, "parameters before and after the step"))
+            self.stages["update"].causes.append(
+                cause("update-skipped", "optimizer", detail, "parameters before and after the step")
+            )
         elif not all(math.isfinite(call.loss) for call in calls):
             raise InputError("the step returns NaN as written, and a number in float64; an overflow in half precision?")
 
@@ -301,7 +325,9 @@ class StepExamination:
         if verdict != "equal":
             first = self.forward.first_divergence
         if verdict != "equal" and first is None:
-            early = next((n for n in STAGES if any(STAGE[one.id] == n for one in causes) or not self.stages[n].explained), "update")
+            early = next(
+                (n for n in STAGES if any(STAGE[one.id] == n for one in causes) or not self.stages[n].explained), "update"
+            )
             first = Divergence(early, None, max((stage.error for stage in self.stages.values()), default=0.0))
         return Diagnosis(verdict, first, tuple(found), tuple(dict.fromkeys(notes)), self.forward.module, logits_error=None)
 
@@ -321,8 +347,9 @@ def _passages(calls: Sequence[Watched]) -> list[Passage]:
 def _updates(calls: Sequence[Watched]) -> list[Update]:
     """Return all updates of some calls, each with the gradient that it used."""
     found = []
-    for call in calls:
+    for number, call in enumerate(calls):
         for update in call.updates:
+            update.call = number
             held: Gradient | None = None
             if 0 < update.backwards <= len(call.backwards):
                 last = call.backwards[update.backwards - 1]

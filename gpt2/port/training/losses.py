@@ -1,7 +1,7 @@
 """Read the loss that a step trains from the gradient of its logits: each position's label and weight, and the formula.
 
-For logits l with p = softmax(l), label k and weight w, the gradient of a mean cross-entropy is w (p - 1_k). A label smoothing of s
-gives w (p - (1 - s) 1_k - s/V), and logits times c give w c (softmax(c l) - 1_k). So each row says what it was trained on.
+For logits l with p = softmax(l), label k and weight w, the gradient of a mean cross-entropy is w (p - 1_k). A label smoothing
+of s gives w (p - (1 - s) 1_k - s/V), and logits times c give w c (softmax(c l) - 1_k). So each row says what it was trained on.
 """
 
 from __future__ import annotations

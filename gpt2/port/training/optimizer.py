@@ -38,6 +38,10 @@ def update_stage(movement: Movement, settings: Settings, where: Where, calls: Se
         id = "optimizer-sgd" if rule.kind is Kind.SGD else "optimizer-other"
         stage.causes.append(cause(id, "optimizer", f"{name}{momentum}, at a rate of {_listed(rates)}", FITTED))
         return stage
+    if rule.beta1 < 1e-6 and rule.correction is Correction.NONE:
+        detail = f"RMSprop, at a rate of {_listed(rates)}: no first moment, no correction"
+        stage.causes.append(cause("optimizer-other", "optimizer", detail, FITTED))
+        return stage
     stage.causes += _formula(rule)
     stage.causes += _constants(rule, settings, stage.notes)
     stage.causes += _rates(rates, factors, settings, where, calls, stage.notes)
@@ -58,7 +62,11 @@ def _formula(rule: Rule) -> list[Cause]:
     if rule.correction is Correction.LATE:
         found.append(cause("bias-correction-step", "optimizer", "the factors 1 - beta**t are those of step t + 1", FITTED))
     elif rule.correction is not Correction.FULL:
-        which = {Correction.NONE: "neither moment", Correction.FIRST: "only the first moment", Correction.SECOND: "only the second"}
+        which = {
+            Correction.NONE: "neither moment",
+            Correction.FIRST: "only the first moment",
+            Correction.SECOND: "only the second",
+        }
         detail = f"{which[rule.correction]} is divided by 1 - beta**t"
         found.append(cause("bias-correction-missing", "optimizer", detail, FITTED))
     if rule.place is Eps.INSIDE:
@@ -84,7 +92,9 @@ def _constants(rule: Rule, settings: Settings, notes: list[str]) -> list[Cause]:
             notes.append(f"read off: {said}")
     if rule.place is Eps.OUTSIDE and abs(rule.eps / EPSILON - 1) > 0.02:
         if settings.optimizer_given:
-            found.append(cause("eps-wrong", "optimizer", f"an eps of {rule.eps:.4g}, not {EPSILON:g}", FITTED, fix=_adamw(settings)))
+            found.append(
+                cause("eps-wrong", "optimizer", f"an eps of {rule.eps:.4g}, not {EPSILON:g}", FITTED, fix=_adamw(settings))
+            )
         else:
             notes.append(f"read off: an eps of {rule.eps:.4g}")
     return found
@@ -191,7 +201,9 @@ def _decays(movement: Movement, rates: Array, settings: Settings, where: Where, 
         return
     if coupled:
         if abs(median(coupled.values()) / wanted - 1) > 0.01:
-            stage.causes.append(cause("decay-wrong", where(names), f"a decay of {median(coupled.values()):.4g}, not {wanted:g}", FITTED))
+            stage.causes.append(
+                cause("decay-wrong", where(names), f"a decay of {median(coupled.values()):.4g}, not {wanted:g}", FITTED)
+            )
         return
     stage.causes += _amount(movement, names, rates, wanted, where)
 

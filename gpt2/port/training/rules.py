@@ -61,7 +61,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Track:
-    """One parameter over K updates: values before, gradients, and changes, each (K, n); ``seen`` are the updates with a gradient."""
+    """One parameter over K updates: values before, gradients, and changes, each (K, n); ``seen``: whether it had a gradient."""
 
     name: str
     before: Array

@@ -85,10 +85,11 @@ class Batches:
 class Subject:
     """A module with its weights, and ``make_step``; each :meth:`session` starts from these weights."""
 
-    def __init__(self, module: nn.Module, make_step: MakeStep, vocabulary: int) -> None:
+    def __init__(self, module: nn.Module, make_step: MakeStep, vocabulary: int, watch: Callable[[str], None]) -> None:
         self.module, self.make_step, self.vocabulary = module, make_step, vocabulary
         self.maker = getattr(make_step, "__name__", "make_step")
         self.casts = Casts.NONE
+        self.note_stage = watch
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -160,7 +161,9 @@ class Subject:
             except Exception as error:
                 raise StepError(f"{self.maker}(model) fails: {error_line(error)}") from error
         if not callable(step):
-            raise InputError(f"{self.maker}(model) returned {type(step).__name__}; return a function step(x, y) that returns the loss")
+            raise InputError(
+                f"{self.maker}(model) returned {type(step).__name__}; return a function step(x, y) that returns the loss"
+            )
         return step
 
     def _call(self, step: Step, batch: Batch, sampler: Sampler, device: torch.device, as_written: bool) -> Watched:
@@ -168,14 +171,18 @@ class Subject:
         casts = Casts.ALL if as_written else self.casts
         watch = Watch(self.module, sampler, Watched(x, y), casts, self.vocabulary, keep_random=as_written)
         try:
+            self.note_stage("step")
             with watch, torch.enable_grad():
                 loss = step(x.clone(), y.clone())
+            self.note_stage("diagnosis")
         except InputError:
             raise
         except Exception as error:
             if casts is not Casts.ALL and watch.casts:
                 raise _CastsNeeded from error
-            raise StepError(f"its step fails on x and y of shape {tuple(x.shape)}: {error_line(error)}{_advice(error)}") from error
+            raise StepError(
+                f"its step fails on x and y of shape {tuple(x.shape)}: {error_line(error)}{_advice(error)}"
+            ) from error
         seen = watch.seen
         seen.loss = _number(loss, self.maker)
         seen.dropouts = watch.probabilities

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -10,13 +11,19 @@ import numpy as np
 import torch
 
 from gpt2.port.training.clipping import clipped
-from gpt2.port.training.rules import Array, Fit, Moments, Rule, Track, directions, fit
+from gpt2.port.training.rules import Array, Correction, Eps, Fit, Kind, Moments, Rule, Track, directions, fit
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.updates import ROUNDED, Found, Search
 from gpt2.port.training.watching import Gradient, Update
 
 FITS = 1e-6  # relative error of changes that a known rule explains
 GUESSES = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0)  # norms that people clip to
+ALIKE = (  # these move a parameter in one direction, and differ in its length
+    ((Correction.FULL, Eps.OUTSIDE), (Correction.SECOND, Eps.OUTSIDE)),
+    ((Correction.FULL, Eps.BEFORE), (Correction.NONE, Eps.OUTSIDE), (Correction.FIRST, Eps.OUTSIDE)),
+    ((Correction.FULL, Eps.INSIDE), (Correction.SECOND, Eps.INSIDE)),
+    ((Correction.NONE, Eps.INSIDE), (Correction.FIRST, Eps.INSIDE)),
+)
 Clip = tuple[str, float]  # a kind of clipping that leaves .grad as it is, and its limit
 
 
@@ -43,9 +50,7 @@ class Movement:
 
 def tracks(updates: Sequence[Update], clip: Clip | None = None) -> dict[str, Track]:
     """Return each parameter's track over some updates; without a gradient in ``.grad``, what arrived is used."""
-    gradients = [
-        update.gradient.samples if clip is None else clipped(update.gradient, *clip) for update in updates
-    ]
+    gradients = [update.gradient.samples if clip is None else clipped(update.gradient, *clip) for update in updates]
     found = {}
     for name in updates[0].before:
         before = torch.stack([update.before[name] for update in updates]).numpy()
@@ -68,6 +73,8 @@ def read_movement(sessions: Sequence[Sequence[Update]], settings: Settings, role
     chosen = _chosen(moving, movement.roles)
     found, movement.clip = _searched(sessions, chosen, settings)
     moved = tracks(sessions[0], movement.clip)
+    calls = [update.call for update in sessions[0]]
+    found = replace(found, rule=_plainest(found.rule, [moved[name] for name in chosen], settings, calls))
     known = [found.rule]
     for name in moving:
         rule, best = _rule_of(moved[name], known, settings, found)
@@ -79,6 +86,31 @@ def read_movement(sessions: Sequence[Sequence[Update]], settings: Settings, role
             known.append(rule)
     _test_others(movement, sessions)
     return movement
+
+
+def _plainest(rule: Rule, tracks: Sequence[Track], settings: Settings, calls: Sequence[int]) -> Rule:
+    """Return the rule whose rates are the expected ones, or steady, among those that differ in each step by a factor only.
+
+    A factor of a step cannot be told from its rate: moments without correction move a parameter as those do whose eps is added
+    before the correction, at other rates.
+    """
+    if rule.kind is not Kind.ADAM or rule.lost:
+        return rule
+    alike = next(group for group in ALIKE if (rule.correction, rule.place) in group) if _has_alike(rule) else ()
+    expected = np.array([settings.rate(call) for call in calls]) if settings.scheduled else np.ones(len(calls))
+    if not bool((expected > 0).all()):
+        return rule
+    spreads = []
+    for correction, place in alike:
+        one = replace(rule, correction=correction, place=place)
+        shares = np.median(np.stack([fit(track, directions(one, track)).rates for track in tracks]), axis=0) / expected
+        spreads.append((float(shares.max() - shares.min()) / float(np.abs(shares).max() or 1), one))
+    steady = [one for spread, one in spreads if spread < 1e-4]
+    return steady[0] if steady else spreads[0][1] if spreads else rule
+
+
+def _has_alike(rule: Rule) -> bool:
+    return any((rule.correction, rule.place) in group for group in ALIKE)
 
 
 def _chosen(moving: dict[str, Track], roles: dict[str, str]) -> list[str]:
@@ -137,7 +169,7 @@ def _rule_of(track: Track, known: list[Rule], settings: Settings, found: Found) 
 
 def _test_others(movement: Movement, sessions: Sequence[Sequence[Update]]) -> None:
     """Test the rules in the other sessions, from moments of zero, or from those that the session before left."""
-    for earlier, later in zip(sessions, sessions[1:], strict=False):
+    for earlier, later in itertools.pairwise(sessions):
         if not earlier or not later:
             continue
         before, after = tracks(earlier, movement.clip), tracks(later, movement.clip)

@@ -164,8 +164,12 @@ def padding_stage(batch: Batch, reading: LossReading, factor: float) -> list[Cau
             return []
         if abs(float(trained[0]) * y.numel() - 1) <= EVEN:
             return [cause("padding-in-average", "loss", "the sum is divided by all targets, ignored ones too", SEEN)]
-    by_part = [int(((reading.parts == part) & ~ignored).sum()) for part in sorted(set(reading.parts.flatten().tolist())) if part >= 0]
+    parts = len(set(reading.parts[reading.labels != NOTHING].tolist()))
     words = f"positions weigh between {float(trained.min()) * count:.4g} and {float(trained.max()) * count:.4g} of the mean's"
-    if len(by_part) > 1:
-        return [cause("accumulation-average-wrong", "loss", f"each part is averaged alone, however many targets it has; {words}", SEEN)]
+    if parts > 1:
+        return [
+            cause(
+                "accumulation-average-wrong", "loss", f"each part is averaged alone, however many targets it has; {words}", SEEN
+            )
+        ]
     return [cause("loss-average-wrong", "loss", words, SEEN)]

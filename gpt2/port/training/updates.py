@@ -60,6 +60,9 @@ class Search:
                 best = found
             if best.error <= EXACT:
                 break
+        if best.rule.kind is Kind.ADAM and max(best.rule.beta1, best.rule.beta2) < 1e-3:  # moments that hold one step
+            lost = self._tried(replace(Rule(), eps=best.rule.eps, place=best.rule.place, coupled=best.rule.coupled, lost=True))
+            best = lost if lost.error <= max(EXACT, 2 * best.error) else best
         return best
 
     def quick(self, near: Rule) -> Found:
@@ -74,6 +77,7 @@ class Search:
     def _structures(self) -> Iterator[Rule]:
         adam = Rule()
         yield adam
+        yield replace(adam, lost=True)
         yield Rule(kind=Kind.SGD, beta1=0.0)
         yield Rule(kind=Kind.SGD, beta1=0.9)
         for decay in self.decays[:2]:
@@ -82,7 +86,6 @@ class Search:
             if (correction, place) != (Correction.FULL, Eps.OUTSIDE):
                 yield replace(adam, correction=correction, place=place)
         yield replace(adam, amsgrad=True)
-        yield replace(adam, lost=True)
         yield Rule(kind=Kind.SGD, beta1=0.9, nesterov=True)
         yield Rule(kind=Kind.SIGN)
         yield replace(adam, amsgrad=True, place=Eps.INSIDE)

@@ -53,6 +53,7 @@ class Update:
     after: Samples = field(default_factory=dict)
     gradient: Gradient = field(default_factory=Gradient)
     backwards: int = 0  # backward passes of this call before it
+    call: int = 0  # the number of the call in its session
 
 
 @dataclass
@@ -159,7 +160,9 @@ class StepMode(DeterministicMode):
 class Watch(StepMode):
     """While entered, notes writes to the module's parameters; with its hooks, all of :class:`Watched`."""
 
-    def __init__(self, module: nn.Module, sampler: Sampler, seen: Watched, casts: Casts, vocabulary: int, *, keep_random: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, sampler: Sampler, seen: Watched, casts: Casts, vocabulary: int, *, keep_random: bool = False
+    ) -> None:
         super().__init__(casts, keep_random=keep_random)
         self.module, self.sampler, self.vocabulary = module, sampler, vocabulary
         self.seen = seen
@@ -176,7 +179,7 @@ class Watch(StepMode):
         self._start = self.sampler.values()
         self.seen.start = self.sampler.gradients()
         self.seen.trains = {name for name, parameter in self.sampler.parameters.items() if parameter.requires_grad}
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -214,7 +217,6 @@ class Watch(StepMode):
         """Note the parameters' values and gradients before their first write since the last backward pass."""
         if self._open is None:
             self._open = Update(backwards=len(self.seen.backwards))
-            self._fired = set()
         for name in names:
             if name not in self._open.before:
                 parameter = self.sampler.parameters[name]
@@ -232,10 +234,10 @@ class Watch(StepMode):
 
     def _backward(self, name: str, kind: str) -> Backward:
         """Return the backward pass that this hook belongs to: a new one if this parameter's hook has been called in the last."""
-        if self._open is not None:
-            self._close()
+        updated = self._open is not None
+        self._close()
         key = f"{kind} {name}"
-        if not self.seen.backwards or (kind == "arrived" and key in self._fired):
+        if not self.seen.backwards or updated or (kind == "arrived" and key in self._fired):
             self.seen.backwards.append(Backward())
             self._fired = set()
         self._fired.add(key)
