@@ -59,9 +59,9 @@ class ClipReading:
     """What happens to the gradient before the update.
 
     ``factor``: what it is always multiplied by (1/scale of a GradScaler, 1/parts). ``kind``: "two", "one" or "largest" for the
-    norm over all parameters, "value", "tensor", or "" where nothing is clipped; ``limit``: to what, in units of the gradient after
-    ``factor``. ``largest``: the largest norm that went through. ``outliers``: parameters with another factor than the rest.
-    ``explained``: whether this gives all gradients that were used.
+    norm over all parameters, "value", "tensor", or "" where nothing is clipped; ``limit``: to what, in units of the gradient
+    after ``factor``. ``largest``: the largest norm that went through. ``outliers``: parameters with another factor than the
+    rest. ``odd``: what this does not explain.
     """
 
     factor: float = 1.0
@@ -70,11 +70,6 @@ class ClipReading:
     largest: float = 0.0
     outliers: dict[str, float] = field(default_factory=dict)
     odd: tuple[str, ...] = ()
-    scaled_first: bool = False  # clipped before it was multiplied by ``factor``
-
-    @property
-    def explained(self) -> bool:
-        return not self.odd
 
 
 def read_clipping(groups: Sequence[Sequence[Passage]], unscaled: float) -> ClipReading:
