@@ -123,6 +123,7 @@ def test_every_module_is_tied():
         assert sum(p.numel() for p in module_of(kind).parameters()) == sum(p.numel() for p in our_model().parameters())
 
 
+@pytest.mark.slow
 def test_draws_are_the_same_for_the_same_seed():
     """A table of drawn steps must be repeatable."""
     first, second = draw(2, 3), draw(2, 3)
