@@ -78,7 +78,8 @@ class Lens:
         out: list[Nearness | None] = [None] * len(programs)
         alike: list[tuple[int, Tensor]] = []
         span, numbers = self.span, []
-        for number, found in self.simulation.outputs(programs, span.first, span.last, span.start):
+        entering = None if span.start is None else span.start.to(self.simulation.dtype)
+        for number, found in self.simulation.outputs(programs, span.first, span.last, entering):
             program = programs[number]
             if program.outside.keys() & {"ln_f", "head"}:
                 out[number] = self._measured(self.ended(program, found["end"])[None])[0]
