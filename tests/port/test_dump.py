@@ -79,6 +79,17 @@ def test_less_in_a_dump_still_names_a_fault(level: str) -> None:
     assert (diagnosis.seen, causes(diagnosis)) == ({"block": "dump"}.get(level, level), [("gelu-variant", "h.*.mlp.act")])
 
 
+def test_streams_show_the_sequence_of_blocks() -> None:
+    """Without this, blocks in another order would be taken for faults inside the blocks, in pairs."""
+    wrong = checkpoint()
+    blocks = list(wrong.h)
+    wrong.h = torch.nn.ModuleList([blocks[0], blocks[2], blocks[1]])
+    diagnosis = gpt2.diagnose(dump(by_level(trace(wrong, IDS), "block"), torch.float32), MODEL)
+    assert causes(diagnosis) == [("layer-order", "h.1")]
+    assert diagnosis.first_divergence is not None
+    assert diagnosis.first_divergence.point == "h.1"
+
+
 LOADED = {  # a fault of loading in block 1, and how the cause is called
     "transposed": ("attn.c_proj.weight", lambda w: w["h.1.attn.c_proj.weight"].t().clone(), "transposed"),
     "another block's": ("mlp.c_fc.weight", lambda w: w["h.2.mlp.c_fc.weight"], "wrong-tensor"),

@@ -19,7 +19,7 @@ from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.diagnosis.trail import SEQUENCE, Trail, Walk, account
 from gpt2.port.diagnosis.walk import Walker
 from gpt2.port.dump.arrays import Output, recognised
-from gpt2.port.dump.evidence import chained, streams, with_storage
+from gpt2.port.dump.evidence import chained, order_run, streams, with_storage
 from gpt2.port.dump.explaining import Explanation, Hypothesis, explain
 from gpt2.port.dump.loading import Loaded, Loading
 from gpt2.port.dump.pool import DumpPool, TimeUp
@@ -27,6 +27,7 @@ from gpt2.port.dump.tolerance import UNITS, excess, measured
 
 WALKED = 3  # arrays of a stream's size a block from which on a walk is tried
 RIGHT_SECONDS = 10.0  # for the walk through a dump with right logits
+STORED = 40  # error of a product of stored values, in units of their rounding
 FEW = 5  # arrays, blocks or hypotheses that are named in a note
 
 
@@ -60,6 +61,7 @@ class Attempt:
         self.first: Divergence = Divergence("logits", None, self.error)
         self.walked: Walk | None = None
         self.explanation: Explanation | None = None
+        self.ordered = False  # each stream is exactly what some block makes of the one before it
         self._examine()
         self.equal = self.right and not self.causes
 
@@ -67,7 +69,7 @@ class Attempt:
     def settled(self) -> bool:
         """Whether this assumption explains all that the dump shows."""
         explained = self.explanation is not None and bool(self.explanation.hypotheses)
-        return self.equal or explained or (self.walked is not None and self.walked.explained)
+        return self.equal or explained or self.ordered or (self.walked is not None and self.walked.explained)
 
     def _examine(self) -> None:
         loaded = Loaded(self.reference.state_dict(), ())
@@ -83,11 +85,15 @@ class Attempt:
         if self.right:
             return  # nothing contradicts the logits; a walk that misses arrays can only guess
         known = {p: v for p, v in trail.values.items() if self.pool.find(v) is not None} if walkable else {}
+        if not walkable and (causes := list(self._sequence())):
+            self.causes = causes
+            return
         self._explain(known)
         if self.explanation is not None and self.explanation.hypotheses:
             self.causes = list(self._simulated(self.explanation.hypotheses))
         elif self.walked is not None:
             self.causes = self._with_loaded(loaded, LIKELY)
+            self.causes = self.causes or list(self._head())
             if self.causes:
                 self.notes.append("these causes do not explain all of the difference; fix them and dump again")
 
@@ -144,6 +150,42 @@ class Attempt:
         start = self.exact[f"h.{first - 1}" if first else "embed"]
         found = chained(self.reference, start, first, left)
         return {point: left[number] for point, number in found.items()}
+
+    def _sequence(self) -> Iterator[PlacedCause]:
+        """Yield the faults in the sequence of blocks, if the streams show one block after the other."""
+        used = {number for number, name in enumerate(self.pool.names) if name in self.held.get("embed", ())}
+        arrays = streams(self.pool, self.ids, self.config.n_embd, used)
+        whole = {number: array for number, array in arrays.items() if self.pool.whole[number]}
+        logits, layers = self.output.logits.double(), range(self.config.n_layer)
+        bound = self.tolerance.points["logits"] + STORED * UNITS[self._coarsest()][0]
+        ran = order_run(self.reference, self.exact["embed"], whole or arrays, logits, bound)
+        blocks = [block for block, _ in ran]
+        if not ran or blocks == list(layers):
+            return
+        self.ordered = True
+        names = ", ".join(f"h.{block}" for block in blocks)
+        for point, (_, number) in zip(map("h.{}".format, layers), ran, strict=False):
+            if (error := worst_relative_error(arrays[number], self.exact[point])) > bound:
+                self.first = Divergence(point, layer_of(point), error)
+                break
+        evidence = (
+            "each recorded stream is what one of these blocks makes of the one before it, and the logits follow from the last"
+        )
+        for block in layers:
+            if (times := blocks.count(block)) != 1:
+                id = "layer-repeated" if times else "layer-missing"
+                words = f"it {f'runs {times} times' if times else 'does not run'}; the blocks run are {names}"
+                yield PlacedCause(id, (Place(block, ""),), words, evidence, LIKELY)
+        firsts = list(dict.fromkeys(blocks))
+        if firsts != sorted(firsts):
+            wrong = next(number for number, block in enumerate(firsts) if block != sorted(firsts)[number])
+            yield PlacedCause("layer-order", (Place(wrong, ""),), f"the blocks run as {names}", evidence, LIKELY)
+
+    def _head(self) -> Iterator[PlacedCause]:
+        """Yield the head's own weights as a cause, where its input is right and its result is not."""
+        if "ln_f" in self.held:
+            evidence = "the stream after the last norm is GPT-2's, and no known formula gives your logits from it and wte"
+            yield PlacedCause("untied-head", (Place(None, "logits"),), "the head has weights other than wte's", evidence, LIKELY)
 
     def _coarsest(self) -> torch.dtype:
         dtypes = {array.dtype for array in self.arrays.values()} | {self.output.logits.dtype}

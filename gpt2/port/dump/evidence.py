@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import point_at
 from gpt2.model import GPT2
 from gpt2.port.dump.pool import DumpPool
@@ -51,6 +52,30 @@ def chained(reference: GPT2, start: Tensor, first: int, arrays: Mapping[int, Ten
         found[point_at(layer, "")] = best
         stream = left.pop(best)
     return found
+
+
+def order_run(
+    reference: GPT2, start: Tensor, arrays: Mapping[int, Tensor], logits: Tensor, bound: float
+) -> list[tuple[int, int]]:
+    """Return the blocks that run, each with the number of its result: what it makes of the array before, up to ``bound``.
+
+    ``start`` (B, T, D) enters the first block, and ``logits`` must follow from the last. Empty if some array is not explained so.
+    """
+    ran: list[tuple[int, int]] = []
+    left, stream = dict(arrays), start
+    while left:
+        expected = len(ran)
+        for layer in sorted(range(reference.config.n_layer), key=lambda n: n != expected):
+            result = reference.h[layer](stream)
+            number = next((n for n, array in left.items() if worst_relative_error(array, result) <= bound), None)
+            if number is not None:
+                ran.append((layer, number))
+                stream = left.pop(number)
+                break
+        else:
+            return []
+    made = reference.head(reference.ln_f(stream))[:, -logits.shape[1] :]
+    return ran if worst_relative_error(logits[..., : made.shape[-1]], made) <= bound else []
 
 
 def _likeness(one: Tensor, other: Tensor) -> float:
