@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from support.steps import FAULTY_STEPS, our_model
+from support.steps import FAULTY_STEPS, SECOND_STEPS, our_model
 from support.steps.drawn import draw
 from support.steps.right import RIGHT_STEPS
 from support.steps.scoring import diagnosis_of, score_step
@@ -97,3 +97,9 @@ def test_a_right_step_is_equal_and_its_module_untouched():
     diagnosis = gpt2.diagnose_step(module, step.make_step, our_model(), settings=step.settings.overrides())
     assert json.loads(diagnosis.to_json())["verdict"] == "equal"
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_gradients_by_torch_func_are_refused_in_words_that_say_so():
+    """Where no gradient can be watched, every parameter looks detached, in right steps too; and the step itself does not fail."""
+    with pytest.raises(gpt2.InputError, match=r"torch\.func.*loss\.backward"):
+        diagnosis_of(SECOND_STEPS["functional: unshifted"])

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
+from gpt2.errors import InputError
 from gpt2.port.recording.dispatch import RANDOM, Call, DeterministicMode, tensors
 from gpt2.port.recording.forward import logits_of
 
@@ -266,6 +268,11 @@ class Watch(StepMode):
             logits = logits_of(output, ids, self.vocabulary)
         except ValueError:
             return
+        if is_functorch_wrapped_tensor(logits):  # its gradients reach no parameter that could be watched
+            raise InputError(
+                "its step takes gradients with torch.func, which cannot be watched; "
+                "for the diagnosis compute them with loss.backward()"
+            )
         named = getattr(output, "__dict__", None) or output
         returned = [t for t in tensors(dict(output) if isinstance(output, dict) else named) if t.data_ptr() == logits.data_ptr()]
         raw = next((t for t in returned if t.numel() == logits.numel()), logits)
