@@ -237,12 +237,12 @@ class Loading:
         size = float(held.weight.square().mean().sqrt() * one.rows.square().mean().sqrt())
         scale = (size * (1.0 if is_norm else len(held.weight) ** 0.5) + float(held.bias.abs().mean())) * self.count * width
         loose = (self.pool.bound + ROUNDED_INPUT * one.unit) * scale
-        candidates = [width] if width % self.config.n_head else [width, width // self.config.n_head]
+        apart = not is_norm and width == self.config.n_embd
+        candidates = [width, width // self.config.n_head] if apart else [width]
         for part in candidates:
-            sums = self.pool.sums_of(self.count * part)
-            if part != width and len(sums):
-                return True  # heads apart: their sums are not predicted
-            if any(abs(sum - total) <= loose for sum in sums):
+            if part != width:
+                return self.pool.has_whole(self.count * part)  # heads apart: their sums are not predicted
+            if any(abs(theirs - total) <= loose for theirs in self.pool.sums_of(self.count * part)):
                 return True
         return False
 

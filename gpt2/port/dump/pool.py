@@ -146,6 +146,10 @@ class DumpPool(Pool):
         """Return the sums of all arrays of a size."""
         return [self._sums[number][0] for number in self._by_size.get(numel, [])]
 
+    def has_whole(self, numel: int) -> bool:
+        """Return whether the dump has an array of a size; parts of its arrays do not count."""
+        return any(self.whole[number] for number in self._by_size.get(numel, []))
+
     def _margins(self, n: int) -> Tensor:
         return torch.tensor([self.bound + UNITS[self.dtypes[number]][0] for number in self._by_size[n]], dtype=torch.float64)
 
