@@ -122,10 +122,11 @@ class Table:
             yield from (Candidate(((variant, None),)) for variant in self.ends)
         if whole:
             yield from (Candidate(order=order) for order in self._orders())
-            yield from self._everywhere()
         if len(blocks) > 1:
             yield from (Candidate(tuple((variant, n) for n in blocks)) for variant in self.blocks)
             yield from (Candidate(sites) for sites in self._both_norms(blocks, is_last))
+        if whole:
+            yield from self._everywhere()
         for n in blocks:
             yield from (Candidate(((variant, n),)) for variant in self.blocks if rare or not variant.rare)
             yield from (Candidate(sites) for sites in self._both_norms(range(n, n + 1), False))

@@ -16,7 +16,7 @@ from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.diagnosis.weights import NARROW
 from gpt2.port.dump.faults import Replaced, Variant, joined
-from gpt2.port.dump.simulation import Simulation, Stage, Stages, affine
+from gpt2.port.dump.simulation import Simulation, Stage, Stages, State, affine
 
 # The stages that read each module's tensors.
 READERS = {
@@ -27,26 +27,28 @@ READERS = {
     "mlp.c_fc": ("mlp.c_fc",),
     "mlp.c_proj": ("mlp.c_proj",),
 }
+QKV = READERS["attn.c_attn"]
+ALL = tuple(stage for stages in READERS.values() for stage in stages)
 INPUTS = {"attn.c_proj": "attn.heads", "mlp.c_fc": "ln_2", "mlp.c_proj": "mlp.act"}
 MAX_BLOCKS = 4  # beyond that, a tensor of another block is of a neighbour or of the first
 Change = Callable[[Mapping[str, Tensor], GPT2Config], Mapping[str, Tensor]]  # a block's tensors -> those that differ
 
 
-def held(simulation: Simulation, layer: int, changed: Mapping[str, Tensor]) -> Stages:
-    """Return the stages of a block that holds ``changed`` tensors, by their names in the block, in place of the checkpoint's."""
-    own = {**simulation.weights(layer), **{name: tensor.to(simulation.dtype) for name, tensor in changed.items()}}
-    stages = {}
-    for module in dict.fromkeys(name.rpartition(".")[0] for name in changed):
-        weight, bias = own[f"{module}.weight"], own[f"{module}.bias"]
+def _reading(simulation: Simulation, layer: int, stage: str, changed: Callable[[], Mapping[str, Tensor]]) -> Stage:
+    """Return a stage of a block that holds ``changed`` tensors, by their names in the block, in place of the checkpoint's."""
+    module = next(module for module, readers in READERS.items() if stage in readers)
+    share = "qkv".index(stage[-1]) if module == "attn.c_attn" else None
+
+    def formula(s: State) -> Tensor:
+        held = {**simulation.weights(layer), **changed()}
+        weight, bias = (held[f"{module}.{leaf}"].to(simulation.dtype) for leaf in ("weight", "bias"))
         if module.startswith("ln_"):
-            source = "x" if module == "ln_1" else "mid"
-            stages[module] = _norm(simulation, source, weight, bias)
-        elif module == "attn.c_attn":
-            for name, w, b in zip("qkv", weight.chunk(3, 1), bias.chunk(3, 0), strict=True):
-                stages[f"attn.{name}"] = _linear("ln_1", w.contiguous(), b)
-        else:
-            stages[module] = _linear(INPUTS[module], weight, bias)
-    return stages
+            return _norm(simulation, "x" if module == "ln_1" else "mid", weight, bias)(s)
+        if share is not None:
+            return affine(s["ln_1"], weight.chunk(3, 1)[share], bias.chunk(3, 0)[share])
+        return affine(s[INPUTS[module]], weight, bias)
+
+    return formula
 
 
 def _norm(simulation: Simulation, source: str, weight: Tensor, bias: Tensor) -> Stage:
@@ -54,17 +56,18 @@ def _norm(simulation: Simulation, source: str, weight: Tensor, bias: Tensor) -> 
     return lambda s: torch.layer_norm(s[source], weight.shape, weight, bias, eps)
 
 
-def _linear(source: str, weight: Tensor, bias: Tensor) -> Stage:
-    return lambda s: affine(s[source], weight, bias)
-
-
-def misread(label: str, fault: Fault, change: Change) -> Variant:
-    """Return the variant of a block whose tensors ``change`` replaces."""
+def misread(label: str, fault: Fault, change: Change, *stages: str, rare: bool = False) -> Variant:
+    """Return the variant of a block whose tensors ``change`` replaces where ``stages`` read them; computed when they run."""
 
     def replaced(simulation: Simulation, layer: int) -> Stages:
-        return held(simulation, layer, change(simulation.weights(layer), simulation.config))
+        this = object()
 
-    return Variant.of(label, [fault], replaced)
+        def changed() -> Mapping[str, Tensor]:
+            return simulation.remember("changed", this, lambda: change(simulation.weights(layer), simulation.config))
+
+        return {stage: _reading(simulation, layer, stage, changed) for stage in stages}
+
+    return Variant.of(label, [fault], replaced, rare)
 
 
 def loading_variants(simulation: Simulation) -> list[Variant]:
@@ -98,14 +101,14 @@ def _orders(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Varia
     name = "attn.c_attn.weight"
     reshaped, *orders = entries.misread_c_attn(weights[name], config)
     fault = Fault(reshaped.id, name, f"c_attn's weight {reshaped.words}")
-    yield misread(f"c_attn {reshaped.words}", fault, lambda w, c: {name: next(entries.misread_c_attn(w[name], c)).tensor})
+    yield misread(f"c_attn {reshaped.words}", fault, lambda w, c: {name: next(entries.misread_c_attn(w[name], c)).tensor}, *QKV)
     for number, one in enumerate(orders):
         if torch.equal(one.tensor, weights[name]):
             continue
         part = "attn.c_attn"
         for leaves, what in ((("weight", "bias"), "c_attn"), (("weight",), "c_attn's weight")):
             fault = Fault(one.id, part, f"{what} {one.words}")
-            yield misread(f"{what} {number} {one.words}", fault, _nth_c_attn(number, leaves))
+            yield misread(f"{what} {number} {one.words}", fault, _nth_c_attn(number, leaves), *QKV)
 
 
 def _third(share: int, leaves: tuple[str, ...], number: int) -> Change:
@@ -133,7 +136,7 @@ def _shares(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Varia
         for share, letter in enumerate("qkv"):
             words = f"the projection to {letter} {one.words}"
             leaves = ("weight", "bias") if one.id == "head-layout" else ("weight",)
-            every.append(misread(words, Fault(one.id, f"attn.{letter}", words), _third(share, leaves, number)))
+            every.append(misread(words, Fault(one.id, f"attn.{letter}", words), _third(share, leaves, number), f"attn.{letter}"))
         yield from every
         yield joined_as(f"q, k and v: each {one.words}", Fault(one.id, "attn.c_attn", f"q, k and v: each {one.words}"), *every)
 
@@ -153,12 +156,12 @@ def _matrices(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Var
             def change(w: Mapping[str, Tensor], c: GPT2Config, name: str = name, number: int = number) -> Mapping[str, Tensor]:
                 return {name: list(entries.misread(name, w[name], c))[number].tensor}
 
-            yield misread(f"{name} {one.words}", Fault(one.id, name, f"the weight {one.words}"), change)
+            yield misread(f"{name} {one.words}", Fault(one.id, name, f"the weight {one.words}"), change, part)
             if number == (1 if part == "attn.c_proj" else 0):
-                transposed.append(misread(name, Fault(one.id, name, one.words), change))
+                transposed.append(misread(name, Fault(one.id, name, one.words), change, part))
     words = "every matrix was reshaped where it had to be transposed"
     name = "attn.c_attn.weight"
-    transposed.append(misread("", Fault("", "", ""), lambda w, c: {name: next(entries.misread_c_attn(w[name], c)).tensor}))
+    transposed.append(misread("", Fault("", "", ""), lambda w, c: {name: next(entries.misread_c_attn(w[name], c)).tensor}, *QKV))
     yield joined_as(words, Fault("transposed", "", words), *transposed)
 
 
@@ -179,14 +182,23 @@ def _biases() -> Iterator[Variant]:
     words = {"attn.c_attn": "queries, keys and values", "attn.c_proj": "attention's output projection"}
     words |= {"mlp.c_fc": "the feed-forward's first layer", "mlp.c_proj": "the feed-forward's second layer"}
     for part, what in words.items():
-        yield misread(f"{part} no bias", Fault("missing-bias", part, f"{what}: no bias is added"), _zero(f"{part}.bias"))
+        yield misread(
+            f"{part} no bias", Fault("missing-bias", part, f"{what}: no bias is added"), _zero(f"{part}.bias"), *READERS[part]
+        )
     for share, what in ((0, "queries"), (2, "values")):
         fault = Fault("missing-bias", f"attn.{'qkv'[share]}", f"the {what} have no bias")
-        yield misread(f"{what} no bias", fault, _share_zero(share))
+        yield misread(f"{what} no bias", fault, _share_zero(share), f"attn.{'qkv'[share]}")
     linear = [f"{part}.bias" for part in words]
-    yield misread("linear no bias", Fault("missing-bias", "", "no linear layer has a bias"), _zero(*linear))
+    yield misread(
+        "linear no bias",
+        Fault("missing-bias", "", "no linear layer has a bias"),
+        _zero(*linear),
+        *(stage for part in words for stage in READERS[part]),
+    )
     every = [*linear, "ln_1.bias", "ln_2.bias"]
-    yield misread("nothing has a bias", Fault("missing-bias", "", "neither linear layers nor norms have a bias"), _zero(*every))
+    yield misread(
+        "nothing has a bias", Fault("missing-bias", "", "neither linear layers nor norms have a bias"), _zero(*every), *ALL
+    )
 
 
 def _exchanged() -> Iterator[Variant]:
@@ -200,16 +212,16 @@ def _exchanged() -> Iterator[Variant]:
 
     for one, other in (("attn.c_proj.bias", "mlp.c_proj.bias"), ("mlp.c_proj.bias", "attn.c_proj.bias")):
         fault = Fault("wrong-tensor", one.removesuffix(".bias"), f"{one} holds the checkpoint's {other}")
-        yield misread(f"{one} is {other}", fault, holds(one, other))
+        yield misread(f"{one} is {other}", fault, holds(one, other), one.removesuffix(".bias"))
     both = exchanges(("attn.c_proj.bias", "mlp.c_proj.bias"))
     words = "the biases of the two c_proj have changed places"
-    yield misread("biases exchanged", Fault("wrong-tensor", "attn.c_proj", words), both)
+    yield misread("biases exchanged", Fault("wrong-tensor", "attn.c_proj", words), both, "attn.c_proj", "mlp.c_proj")
     for norm in ("ln_1", "ln_2"):
         words = f"{norm}: weight and bias have changed places"
-        yield misread(words, Fault("wrong-tensor", norm, words), exchanges((f"{norm}.weight", f"{norm}.bias")))
+        yield misread(words, Fault("wrong-tensor", norm, words), exchanges((f"{norm}.weight", f"{norm}.bias")), norm)
     words = "the parameters of ln_1 and ln_2 have changed places"
     norms = exchanges(("ln_1.weight", "ln_2.weight"), ("ln_1.bias", "ln_2.bias"))
-    yield misread(words, Fault("norms-swapped", "ln_1", words), norms)
+    yield misread(words, Fault("norms-swapped", "ln_1", words), norms, "ln_1", "ln_2")
 
 
 def _others(config: GPT2Config) -> Iterator[Variant]:
@@ -264,7 +276,9 @@ def _rounded() -> Iterator[Variant]:
 
             words = f"the weights are the checkpoint's rounded to {dtype}"
             part = f"{module}.weight" if module else ""
-            yield misread(f"{module} rounded to {dtype}", Fault("reduced-precision", part, words), change)
+            stages = READERS[module] if module else ALL
+            rare = bool(module) and dtype in ("float8_e4m3fn", "int8 a tensor")
+            yield misread(f"{module} rounded to {dtype}", Fault("reduced-precision", part, words), change, *stages, rare=rare)
 
 
 def outside_variants(simulation: Simulation) -> Iterator[Variant]:
