@@ -66,10 +66,10 @@ class Embeddings:
         kept.sort(key=lambda option: option.price)
         return [right, *kept, *(more for option in (right, *kept[:3]) for more in self._normed(option))]
 
-    def unrecorded(self) -> Iterator[Option]:
-        """Yield what may enter the first block if nothing is recorded, the right one first."""
+    def unrecorded(self, max_shift: int) -> Iterator[Option]:
+        """Yield what may enter the first block if nothing is recorded, the right one first; positions off by ``max_shift``."""
         factors = [1.0, *_others([*self.pool.factors(self.words, 0), math.sqrt(self.width)])]
-        for option in self._sums(list(dict.fromkeys(factors))):
+        for option in self._sums(list(dict.fromkeys(factors)), max_shift):
             if len(option.faults) < 2:
                 yield option
             if not option.faults:
@@ -84,10 +84,10 @@ class Embeddings:
         root = f" (sqrt(n_embd) = {math.sqrt(self.width):.6g})" if is_root else ""
         return Fault("embedding-scaled", "wte", f"{what} are multiplied by {factor:.6g}{root}", fitted=not is_root)
 
-    def _sums(self, factors: list[float]) -> Iterator[Option]:
+    def _sums(self, factors: list[float], max_shift: int | None = None) -> Iterator[Option]:
         """Yield sums of token embeddings (perhaps scaled) and positions (perhaps from other rows)."""
         for factor in factors:
-            for label, rows, faults in self._positions():
+            for label, rows, faults in self._positions(max_shift):
                 values = {"wte": self.words * factor, "wpe": rows.expand(1, self.tokens, self.width) if rows.ndim < 3 else rows}
                 sums = [("words", self.words * factor + rows, [self._scaled(factor, "token embeddings")])]
                 sums.append(("both", (self.words + rows) * factor, [self._scaled(factor, BOTH)]))
@@ -97,12 +97,13 @@ class Embeddings:
                     name = f"{label} {factor:g} {what}"
                     yield Option.known(name, value, *first, *faults, silent=label == "none", values=values)
 
-    def _positions(self) -> Iterator[tuple[str, Tensor, list[Fault]]]:
+    def _positions(self, max_shift: int | None = None) -> Iterator[tuple[str, Tensor, list[Fault]]]:
         """Yield label, rows (T, D) or (B, T, D), and faults."""
         wpe, tokens, rows = self.wpe, self.tokens, torch.arange(self.tokens)
         yield "right", wpe[:tokens], []
-        others = [(f"shift {n}", rows + n, f"positions begin at row {n}, not at 0") for n in range(1, len(wpe) - tokens + 1)]
-        for n in range(1, tokens + 1):
+        ahead, back = range(1, len(wpe) - tokens + 1)[:max_shift], range(1, tokens + 1)[:max_shift]
+        others = [(f"shift {n}", rows + n, f"positions begin at row {n}, not at 0") for n in ahead]
+        for n in back:
             others.append((f"shift -{n}", (rows - n) % len(wpe), f"positions begin at row -{n}, the end of the table"))
             others.append((f"clamped {n}", (rows - n).clamp(min=0), f"positions lag by {n}"))
         others.append(("reversed", rows.flip(0), "positions count backwards"))

@@ -36,6 +36,12 @@ class Candidate:
         return not self.sites and self.order is None and not self.head
 
     @property
+    def is_local(self) -> bool:
+        """Whether all faults are in one block."""
+        layers = {layer for _, layer in self.sites}
+        return len(layers) == 1 and None not in layers
+
+    @property
     def labels(self) -> frozenset[str]:
         return frozenset(variant.label for variant, _ in self.sites) | ({str(self.order)} if self.order else set())
 

@@ -7,7 +7,6 @@ their labels; misread weights are in :mod:`.misloading`.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -300,7 +299,7 @@ def embedding_variants(simulation: Simulation) -> Iterator[Variant]:
 
     def options(simulation: Simulation) -> dict[tuple[str, ...], Option]:
         embeddings = Embeddings(Unrecorded(simulation), UsualNorms.of(simulation), simulation.ids)
-        return simulation.remember("embeddings", None, lambda: {one.path: one for one in embeddings.unrecorded()})
+        return simulation.remember("embeddings", None, lambda: {one.path: one for one in embeddings.unrecorded(MAX_SHIFT)})
 
     def replaced(path: tuple[str, ...], simulation: Simulation, layer: int) -> Stages:
         option = options(simulation).get(path)
@@ -308,8 +307,7 @@ def embedding_variants(simulation: Simulation) -> Iterator[Variant]:
 
     for option in options(simulation).values():
         faults = all_faults(option)
-        shift = re.match(r"(?:shift|clamped) -?(\d+)", option.path[0])
-        if faults and (shift is None or int(shift[1]) <= MAX_SHIFT):
+        if faults:
             rare = len(faults) > 1
             yield Variant(" ".join(("embed", *option.path)), _always(faults), partial(replaced, option.path), True, rare)
 

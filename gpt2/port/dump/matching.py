@@ -20,7 +20,8 @@ from gpt2.port.dump.simulation import Program, Simulation
 ROW_SUM_BOUND = 1e-3  # of probabilities that a program stored in float16
 SIGNIFICANT = 100.0  # a fitted factor or bias must explain an error of so many times the tolerance
 MAX_CONFIRMED = 40  # candidates that are computed exactly
-SIEVED = 1e-3  # the largest error of a fit in float32, on few tokens, beside the tolerance
+MAX_CONFIRMED_LARGE = 12
+SIEVED = 5e-5  # the largest error of a fit in float32, on few tokens, beside the tolerance
 FIRSTS = 40  # faults that pairs are built on
 DEEPER = 4  # pairs that triples are built on, for each of the first faults
 Ranked = list[tuple[Nearness, Candidate]]
@@ -169,10 +170,17 @@ class Search:
 
     def fits(self) -> list[Fit]:
         """Return the candidates that explain the segment, the simplest first."""
-        ranked = self._rank([Candidate(), *self.singles], None, "single faults")
-        if fits := self._confirmed(ranked):
-            return fits
-        return [] if self.late() else self._several(ranked)
+        if self.segment.sieve.small:
+            ranked = self._rank([Candidate(), *self.singles], None, "single faults")
+            fits = self._confirmed(ranked)
+        else:  # most faults are in all blocks, or outside them
+            local = [one for one in self.singles if one.is_local]
+            ranked = self._rank([Candidate(), *(one for one in self.singles if not one.is_local)], None, "faults in all blocks")
+            fits = self._confirmed(ranked)
+            if not fits:
+                ranked += self._rank(local, None, "faults in one block")
+                fits = self._confirmed(sorted(ranked, key=lambda one: one[0].fit))
+        return fits or ([] if self.late() else self._several(ranked))
 
     def _rank(self, candidates: list[Candidate], base: Candidate | None, words: str) -> Ranked:
         ranked: Ranked = []
@@ -192,7 +200,7 @@ class Search:
         if segment.softmaxed:
             bound = math.inf
         fits: list[Fit] = []
-        for near, candidate in ranked[:MAX_CONFIRMED]:
+        for near, candidate in ranked[: MAX_CONFIRMED if segment.sieve.small else MAX_CONFIRMED_LARGE]:
             if near.fit > bound or (len(fits) >= 3 and self.late()):
                 break
             fits += segment.fits(candidate if base is None else base.with_(candidate))
