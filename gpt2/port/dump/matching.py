@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import Progress, worst_relative_error
@@ -89,7 +90,7 @@ class Segment:
         out = {}
         for point in points(self.simulation.config.n_layer):
             if point in self.shown and point in values:
-                value = self._headed(values[point], candidate.head) if point == "logits" else values[point]
+                value = self._headed(values, candidate.head) if point == "logits" else values[point]
                 shown = self.shown[point]
                 out[point] = (
                     worst_relative_error(shown, value.expand_as(shown)) if value.shape[1:] == shown.shape[1:] else math.inf
@@ -124,15 +125,17 @@ class Segment:
                 return name
         return ""
 
-    def _headed(self, logits: Tensor, faults: Iterable[Fault]) -> Tensor:
+    def _headed(self, values: Mapping[str, Tensor], faults: Iterable[Fault]) -> Tensor:
         """Return a candidate's logits as the program gives them, with the head's faults."""
         wanted = self.shown["logits"]
-        logits = logits[:, -wanted.shape[1] :]
+        logits, stream = (values[point][:, -wanted.shape[1] :] for point in ("logits", "ln_f"))
         for fault in faults:
             if fault.id == "logits-scaled":
                 logits = logits * _ratio(logits, wanted)
             elif fault.id == "extra-bias":
                 logits = logits + (wanted - logits).mean((0, 1), keepdim=True)
+            elif fault.id == "untied-head":
+                logits = stream @ torch.linalg.lstsq(stream.flatten(0, 1), wanted.flatten(0, 1)).solution
             elif fault.id == "logits-softmaxed":
                 logits = logits.softmax(-1) if self.softmaxed == "softmax" else logits.log_softmax(-1)
         return logits
@@ -149,6 +152,9 @@ class Segment:
         yield (Fault("logits-scaled", "logits", f"the logits are multiplied by {ratio:.6g}"),)
         if wanted.shape[:2].numel() >= MIN_ROWS:
             yield (Fault("extra-bias", "logits", "the head adds a bias; GPT-2's head has none"),)
+        if wanted.shape[:2].numel() >= self.simulation.config.n_embd + MIN_ROWS:  # else any logits fit
+            words = "the logits follow from the right stream by other weights than the token embedding's"
+            yield (Fault("untied-head", "logits", words),)
 
 
 def _ratio(value: Tensor, wanted: Tensor) -> float:
@@ -200,10 +206,13 @@ class Search:
         if segment.softmaxed:
             bound = math.inf
         fits: list[Fit] = []
+        if base is None:  # its head may be another
+            fits += segment.fits(Candidate())
         for near, candidate in ranked[: MAX_CONFIRMED if segment.sieve.small else MAX_CONFIRMED_LARGE]:
             if near.fit > bound or (len(fits) >= 3 and self.late()):
                 break
-            fits += segment.fits(candidate if base is None else base.with_(candidate))
+            if base is not None or not candidate.is_right:
+                fits += segment.fits(candidate if base is None else base.with_(candidate))
         return sorted(fits, key=lambda fit: (fit.price, fit.error))
 
     def _several(self, ranked: Ranked) -> list[Fit]:
