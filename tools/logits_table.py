@@ -93,7 +93,7 @@ def shown(port: Faulty, ids: Tensor, directory: Path) -> Tensor:
 def judged(port: Faulty, explanation: Explanation) -> str:
     """Whether the first explanation names the port's faults, and nothing else."""
     if explanation.right:
-        return "right" if port.causes else "called right"
+        return "called right" if port.causes else "right"
     if not explanation.hypotheses:
         return "undetermined"
 

@@ -213,7 +213,8 @@ class Search:
                 break
             if base is not None or not candidate.is_right:
                 fits += segment.fits(candidate if base is None else base.with_(candidate))
-        return sorted(fits, key=lambda fit: (fit.price, fit.error))
+        known = [fit for fit in fits if all(fault.id != "untied-head" for fault in fit.candidate.head)]
+        return sorted(known or fits, key=lambda fit: (fit.price, fit.error))  # a head's free weights hide other faults
 
     def _several(self, ranked: Ranked) -> list[Fit]:
         """Return pairs of faults that explain the segment, or triples: the nearest faults, each with every other."""
