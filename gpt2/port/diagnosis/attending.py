@@ -100,7 +100,7 @@ class Attending:
             self._keep(f"attn.{name}", part.value)
         words = {"q": "queries", "k": "keys", "v": "values"}
         if without := ", ".join(words[name] for name, part in self.parts.items() if part.faults):
-            self.faults.append(Fault("missing-bias", "attn", f"the {without} have no bias"))
+            self.faults.append(Fault("missing-bias", "attn.c_attn", f"the {without} have no bias"))
         scoring, factors = self._scoring()
         found = self._weigh(scoring, factors) or (None if factors else self._weigh_otherwise())
         if found is None:
@@ -145,11 +145,14 @@ class Attending:
         is_usual = scoring.heads != self.config.n_head and math.isclose(factor, scoring.usual_factor, rel_tol=1e-7)
         return right_scale(self.config, self.layer) if is_usual else factor
 
+    def _scale_faults(self, scoring: Scoring, factor: float) -> tuple[Fault, ...]:
+        return scale_faults(self.config, self.layer, self._factor(scoring, factor), exact=not self.pool.narrow)
+
     def _options(self, scoring: Scoring, factors: list[float]) -> Iterator[Option]:
         """Yield what the weights may be; factors other than the recorded ones cost more."""
         likely = likely_scales(self.config, self.layer)
         for factor in dict.fromkeys([*factors, *likely]):  # scores scaled after the mask are not recorded
-            wrong = scale_faults(self.config, self.layer, self._factor(scoring, factor))
+            wrong = self._scale_faults(scoring, factor)
             cost = len(wrong) + 0.5 * bool(factors and factor not in factors)
             yield from attention_weights(self._scaled(scoring, factor), factor, cost)
         for factor in (factors or likely)[:3]:
@@ -159,7 +162,7 @@ class Attending:
 
     def _shared(self, scoring: Scoring, factor: float) -> Iterator[Option]:
         """Yield the right weights of one head, or their mean, for all heads."""
-        cost = 1.0 + len(scale_faults(self.config, self.layer, self._factor(scoring, factor)))
+        cost = 1.0 + len(self._scale_faults(scoring, factor))
         right = next(attention_weights(self._scaled(scoring, factor), factor)).value
         for head in range(scoring.heads if scoring.heads > 1 else 0):
             words = f"every head mixes its values with the weights of head {head}"
@@ -191,7 +194,10 @@ class Attending:
         values = scoring.layout.split(sources["v"], scoring.heads)
         for head in range(scoring.heads if scoring.heads > 1 else 0):
             words = f"every head mixes the values of head {head}"
-            yield values[:, head, None].expand_as(values), (Fault("head-layout", "attn", words, fix=OWN_WEIGHTS),)
+            yield (
+                values[:, head, None].expand_as(values),
+                (Fault("head-layout", "attn.c_attn", words, fix=OWN_WEIGHTS, share="v"),),
+            )
 
     def _mixed(self, scoring: Scoring, weights: Tensor) -> Recorded | None:
         """Return weights times values, if recorded."""
@@ -273,7 +279,7 @@ class Attending:
         for number, rank in dict.fromkeys([*sorted(screened), *few]):
             option, (mixture, faults) = options[number], mixtures[rank]
             factor = option.factor
-            scale = () if factor is None else scale_faults(self.config, self.layer, self._factor(scoring, factor))
+            scale = () if factor is None else self._scale_faults(scoring, factor)
             yield option.value @ mixture.values, (*scoring.faults, *scale, *option.faults, *faults)
 
     def _project(self, heads: list[Heads], recorded: bool) -> list[Option]:

@@ -116,18 +116,20 @@ class PlacedCause:
         return Cause(self.id, where, self.detail, self.evidence, self.confidence, fix)
 
 
-# The cause on the left explains those on the right, which are dropped at the same place.
-EXPLAINS = {
-    "rmsnorm": {"missing-bias", "layernorm-without-affine"},
-    "norm-missing": {"missing-bias", "layernorm-without-affine"},
-    "final-norm-missing": {"missing-bias", "layernorm-without-affine"},
-    "layernorm-without-affine": {"missing-bias"},
-    "post-norm": {"norm-missing"},
-    "residual-from-normed": {"norm-missing"},
-    "layer-missing": {"missing-bias", "layernorm-without-affine"},
-    "output-projection-missing": {"missing-bias"},
-    "value-projection-wrong": {"missing-bias", "wrong-tensor"},
-    "position-sinusoidal": {"position-missing"},
+# The cause on the left explains those on the right, which are dropped, at the same place or at the part of it that is named: what
+# else is missing there is a fault of its own.
+EXPLAINS: dict[str, dict[str, str]] = {
+    "rmsnorm": {"missing-bias": "", "layernorm-without-affine": ""},
+    "norm-missing": {"missing-bias": "", "layernorm-without-affine": ""},
+    "final-norm-missing": {"missing-bias": "", "layernorm-without-affine": ""},
+    "layernorm-without-affine": {"missing-bias": ""},
+    "post-norm": {"norm-missing": ""},
+    "residual-from-normed": {"norm-missing": ""},
+    "layer-missing": {"missing-bias": "", "layernorm-without-affine": ""},
+    "output-projection-missing": {"missing-bias": "attn.c_proj"},
+    "value-projection-wrong": {"missing-bias": "attn.c_attn v", "wrong-tensor": "attn.c_attn v"},
+    "head-layout": {"missing-bias": ""},
+    "position-sinusoidal": {"position-missing": ""},
 }
 FUTURE = ("head-layout", "mask-missing", "mask-multiplied", "mask-off-by-one", "mask-strict", "softmax-axis", "softmax-missing")
 RANDOM = ("not-deterministic", "dropout-active", "ffn-dropout")
@@ -148,12 +150,24 @@ def ranked(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
     implied = {id for cause in merged for id in IMPLIES.get(cause.id, ())}
     if any(cause.id in ("not-deterministic", "batch-dependent") for cause in merged):  # a factor may fit one call only
         merged = [cause for cause in merged if not cause.fitted]
-    kept = [
-        cause
-        for cause in _join_nested(merged)
-        if cause.id not in implied and not any(_explains(other, cause) for other in merged)
-    ]
+    kept = []
+    for cause in _join_nested(merged):
+        places = _unexplained(cause, merged, layers)
+        if cause.id not in implied and places:
+            kept.append(replace(cause, places=places))
+    kept = [*(cause for cause in kept if cause.id != "missing-bias"), *_one_cause_of_biases(kept, layers)]
     return sorted(kept, key=lambda cause: (-round(cause.confidence, 2), forward_rank(cause.places[0], layers)))
+
+
+def _one_cause_of_biases(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
+    """Return all missing biases as one cause with all its places: they are one decision of the port's author."""
+    absent = [cause for cause in causes if cause.id == "missing-bias"]
+    if len(absent) < 2:
+        return absent
+    by_tensor = {(place.layer, place.stem, place.share): place for cause in absent for place in cause.places}
+    places = tuple(sorted(by_tensor.values(), key=lambda place: forward_rank(place, layers)))
+    confidence = min(cause.confidence for cause in absent)
+    return [replace(absent[0], places=places, detail="no bias is added in these places", confidence=confidence, kind="")]
 
 
 def merge_blocks(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
@@ -192,8 +206,26 @@ def _nested(one: tuple[Place, ...], other: tuple[Place, ...]) -> bool:
     return inner != outer and (not outer or inner.startswith(f"{outer}."))
 
 
-def _explains(one: PlacedCause, other: PlacedCause) -> bool:
-    """Return whether ``other`` follows from ``one``: each of its places contains, or is contained in, a place of ``one``."""
-    if other.id not in EXPLAINS.get(one.id, ()):
-        return False
-    return all(any(x.contains(y) or y.contains(x) for x in one.places) for y in other.places)
+def _unexplained(cause: PlacedCause, others: Iterable[PlacedCause], layers: int) -> tuple[Place, ...]:
+    """Return the places of ``cause`` that do not follow from another one."""
+    explaining = [
+        (place, part)
+        for other in others
+        if (part := EXPLAINS.get(other.id, {}).get(cause.id)) is not None
+        for place in other.places
+        if other.id != "head-layout" or place.share
+    ]
+    if not explaining:
+        return cause.places
+    every = [one for place in cause.places for one in place.each(layers)]
+    left = [one for one in every if not any(_follows(one, place, part) for place, part in explaining)]
+    return cause.places if left == every else collapsed(left, layers)
+
+
+def _follows(place: Place, from_place: Place, part: str) -> bool:
+    """Return whether a fault at ``place`` follows from one at ``from_place``, or at a part of that."""
+    if not part:
+        same_share = not from_place.share or place.share == from_place.share
+        return same_share and (from_place.contains(place) or (place.contains(from_place) and bool(place.part)))
+    part, _, share = part.partition(" ")
+    return Place(from_place.layer, part, share).contains(place) and (not share or place.share == share)

@@ -18,6 +18,7 @@ from gpt2.port.diagnosis.behaviour import Behaviour
 from gpt2.port.diagnosis.causes import PlacedCause, ranked
 from gpt2.port.diagnosis.logits import Reference, padding_causes, require_logits
 from gpt2.port.diagnosis.own import Own, own_weights
+from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
 from gpt2.port.diagnosis.structure import require_size, structural_causes
 from gpt2.port.diagnosis.trail import Walk
@@ -246,34 +247,40 @@ class Examination:
         if self.not_gpt2 and not walked.causes:
             raise InputError(f"{self.who}: {self.not_gpt2}; this is another kind of model, and gpt2 diagnose needs a GPT-2")
         known = {cause.id for cause in walked.causes}
-        structural = [cause for cause in self.structural if cause.id not in known]
+        structural = [cause for cause in self.structural if cause.id not in known and not _refuted(cause, walked)]
         causes = [*walked.causes, *structural, *self.weight_causes]
         if causes:
             self.notes.append("these causes do not explain all of the difference; fix them and run the diagnosis again")
         return walked.first_divergence, causes
 
     def _best_walk(self, pool: Pool, ids: Tensor, reference: Reference, weights: dict[str, Tensor], own: Own) -> Walk:
-        """Walk with the module's weights; if they do not explain its logits, with the checkpoint's where they may be misread.
+        """Walk with the module's weights; if these do not explain its logits, with the checkpoint's too.
 
-        A bias that the anatomy has not found, or blocks that it has taken for others, need not be wrong: if the walk ends at the
-        logits with the checkpoint's own, the causes that say so are dropped.
+        A bias that the anatomy has not found, or blocks that it has taken for others, need not be wrong: if the walk comes
+        further with the checkpoint's own, the causes that say so are dropped.
         """
-        walks = [walk(pool, weights, self.config, ids, reference.model, own.head)]
-        if walks[0].explained:
-            return walks[0]
+        best = walk(pool, weights, self.config, ids, reference.model, own.head)
         completed = {name: torch.where(placed, weights[name], self.state[name]) for name, placed in own.placed.items()}
         checkpoint = self.state if own.placed else {}
         misread_all = {cause.id for cause in self.weight_causes}
         for others, misread in ((completed, {"missing-bias", "layernorm-without-affine"}), (checkpoint, misread_all)):
-            if any(not torch.equal(tensor, weights[name]) for name, tensor in others.items()):
-                walks.append(walk(pool, others, self.config, ids, reference.model, own.head))
-                if walks[-1].explained:
-                    self.weight_causes = [cause for cause in self.weight_causes if cause.id not in misread]
-                    return walks[-1]
-        if not pool.narrow:  # float32 constants may be the only obstacle
+            if best.explained or all(torch.equal(tensor, weights[name]) for name, tensor in others.items()):
+                continue
+            walked = walk(pool, others, self.config, ids, reference.model, own.head)
+            if walked.explained or len(walked.points) > len(best.points):
+                best = walked
+                self.weight_causes = [cause for cause in self.weight_causes if cause.id not in misread]
+        if not best.explained and not pool.narrow:  # float32 constants may be the only obstacle
             pool.narrow = True
-            walks.append(walk(pool, weights, self.config, ids, reference.model, own.head))
-        return walks[-1] if walks[-1].explained else walks[0]
+            walked = walk(pool, weights, self.config, ids, reference.model, own.head)
+            best = walked if walked.explained else best
+        return best
+
+
+def _refuted(cause: PlacedCause, walked: Walk) -> bool:
+    """Return whether the walk was at a place of this structural cause, and its formula did not give the port's values."""
+    reached = [Place.of(point) for point in walked.points]
+    return any(place.part and place.contains(point) for place in cause.places for point in reached)
 
 
 def _sure(cause: PlacedCause, evidence: str = "") -> PlacedCause:

@@ -17,12 +17,73 @@ from gpt2.port.diagnosis.search import Fault, Formula, Kind, Option
 
 ROUNDED = float(torch.tensor(2 / math.pi, dtype=torch.float32).sqrt())  # as a port computes it in float32
 _TANH = math.sqrt(2 / math.pi)
+MIN_FITTED, FITTED_BOUND = 32, 1e-6  # elements that a fit needs, and its largest relative error
 
 
 def _tanh_gelu(root: float = _TANH, cubic: float = 0.044715, power: int = 3) -> Formula:
     return lambda x: 0.5 * x * (1 + torch.tanh(root * (x + cubic * x**power)))
 
 
+# The tanh and the erf GELU with parentheses in the wrong place; r is sqrt(2/pi), c is 0.044715.
+MISPLACED: dict[str, tuple[str, Formula]] = {
+    "constant cubed": ("the tanh GELU with its constant inside the cube, (c x)^3 for c x^3", _tanh_gelu(cubic=0.044715**3)),
+    "sum cubed": (
+        "the tanh GELU with the cube around the sum, (x + c x)^3 for x + c x^3",
+        lambda x: 0.5 * x * (1 + torch.tanh(_TANH * (1.044715 * x) ** 3)),
+    ),
+    "root on x": (
+        "the tanh GELU with r on x alone, r x + c x^3 for r (x + c x^3)",
+        _tanh_gelu(cubic=0.044715 / _TANH),
+    ),
+    "root on the cube": (
+        "the tanh GELU with r on the cube alone, x + r c x^3 for r (x + c x^3)",
+        lambda x: 0.5 * x * (1 + torch.tanh(x + _TANH * 0.044715 * x**3)),
+    ),
+    "no cube's x": (
+        "the tanh GELU with x^3 outside the sum, r (x + c) x^3 for r (x + c x^3)",
+        lambda x: 0.5 * x * (1 + torch.tanh(_TANH * (x + 0.044715) * x**3)),
+    ),
+    "tanh of r": (
+        "the tanh GELU with tanh around r alone, tanh(r) (x + c x^3) for tanh(r (x + c x^3))",
+        lambda x: 0.5 * x * (1 + math.tanh(_TANH) * (x + 0.044715 * x**3)),
+    ),
+    "tanh of x": (
+        "the tanh GELU with tanh around the first summand alone, tanh(r x) + c x^3",
+        lambda x: 0.5 * x * (1 + torch.tanh(_TANH * x) + 0.044715 * x**3),
+    ),
+    "no parentheses": (
+        "the tanh GELU without the parentheses around 1 + tanh(...): 0.5 x + tanh(...)",
+        lambda x: 0.5 * x + torch.tanh(_TANH * (x + 0.044715 * x**3)),
+    ),
+    "half on both": (
+        "the tanh GELU with x on the first summand alone: 0.5 (x + tanh(...)) for 0.5 x (1 + tanh(...))",
+        lambda x: 0.5 * (x + torch.tanh(_TANH * (x + 0.044715 * x**3))),
+    ),
+    "half on one": (
+        "the tanh GELU with 0.5 on the first summand alone: x (0.5 + tanh(...)) for 0.5 x (1 + tanh(...))",
+        lambda x: x * (0.5 + torch.tanh(_TANH * (x + 0.044715 * x**3))),
+    ),
+    "no one": (
+        "the tanh GELU without its 1: 0.5 x tanh(...)",
+        lambda x: 0.5 * x * torch.tanh(_TANH * (x + 0.044715 * x**3)),
+    ),
+    "minus": ("the tanh GELU with a minus: 0.5 x (1 - tanh(...))", lambda x: x - _tanh_gelu()(x)),
+    "cubic subtracted": ("the tanh GELU with x - c x^3 for x + c x^3", _tanh_gelu(cubic=-0.044715)),
+    "no cubic": ("the tanh GELU without its cubic term", _tanh_gelu(cubic=0.0)),
+    "erf over root": (
+        "the erf GELU with the root outside: 0.5 x (1 + erf(x) / sqrt(2)) for 0.5 x (1 + erf(x / sqrt(2)))",
+        lambda x: 0.5 * x * (1 + torch.erf(x) / math.sqrt(2)),
+    ),
+    "erf times root": ("the erf GELU with a product, erf(x sqrt(2))", lambda x: 0.5 * x * (1 + torch.erf(x * math.sqrt(2)))),
+    "erf no parentheses": (
+        "the erf GELU without the parentheses around 1 + erf(...): 0.5 x + erf(...)",
+        lambda x: 0.5 * x + torch.erf(x / math.sqrt(2)),
+    ),
+    "erf float32": (
+        "the exact GELU, by erf, its constant in float32",
+        lambda x: 0.5 * x * (1 + torch.erf(x / float(torch.tensor(2.0, dtype=torch.float32).sqrt()))),
+    ),
+}
 FUNCTIONS: dict[str, tuple[str, Formula]] = {
     "gelu_new": ("GELU by its tanh approximation", _tanh_gelu()),
     "gelu": ("the exact GELU, by erf", F.gelu),
@@ -56,6 +117,7 @@ FUNCTIONS: dict[str, tuple[str, Formula]] = {
     },
     "root 0.8": ("the tanh GELU with 0.8 for sqrt(2/pi)", _tanh_gelu(0.8)),
     "square": ("the tanh GELU with x^2 for x^3", _tanh_gelu(power=2)),
+    **MISPLACED,
     "no x": ("0.5 (1 + tanh(...)) without the factor x", lambda x: 0.5 * (1 + torch.tanh(_TANH * (x + 0.044715 * x**3)))),
 }
 CONSTANTS = {"0.7978845608": 0.7978845608, "0.79788456": 0.79788456, "float32": ROUNDED, "0.7979": 0.7979}  # for sqrt(2/pi)
@@ -79,6 +141,27 @@ def activation_faults(config: GPT2Config) -> Iterator[tuple[str, Formula, Fault]
             yield name, formula, fault(detail)
 
 
+def fitted_activation(x: Tensor, y: Tensor) -> str | None:
+    """Return in words which constants a tanh GELU has that gives ``y`` from ``x``, tensors of one shape; None if none does.
+
+    ``tanh`` is undone, and its argument is fitted by a x + b x^p for a few powers p: any constants show, wherever they stand.
+    """
+    x, y = x.flatten(), y.flatten()
+    ratio = 2 * y / x - 1
+    usable = (x.abs() > 0.05) & (ratio.abs() < 0.999) & ratio.isfinite()
+    x, argument = x[usable], torch.atanh(ratio[usable])
+    if len(x) < MIN_FITTED:
+        return None
+    for power in (3, 2, 4, 5):
+        columns = torch.stack((x, x**power), 1)
+        a, b = torch.linalg.lstsq(columns, argument[:, None]).solution[:, 0].tolist()
+        error = float((columns @ torch.tensor([a, b], dtype=x.dtype) - argument).abs().max() / argument.abs().max())
+        if error < FITTED_BOUND:
+            right = f"GPT-2's is 0.5 x (1 + tanh({_TANH:.6g} x + {_TANH * 0.044715:.6g} x^3))"
+            return f"a tanh GELU with other constants, 0.5 x (1 + tanh({a:.6g} x + {b:.6g} x^{power})); {right}"
+    return None
+
+
 def activations(config: GPT2Config, up: Tensor) -> list[Option]:
     """Return the possible results of the activation of ``up`` (B, T, I)."""
     options = [Option("right", lambda: ACTIVATIONS[config.activation_function](up), kind=Kind.RIGHT)]
@@ -92,18 +175,25 @@ ALLOWED: dict[str, Callable[[Tensor], Tensor]] = {
     "right": lambda every: every.tril(),
     "missing": lambda every: every,
     "strict": lambda every: every.tril(-1),
+    "all but first strict": lambda every: every.tril(-1) | (every.cumsum(0) + every.cumsum(1) == 2),
     "ahead": lambda every: every.tril(1),
     "future": lambda every: every.triu(),
     "strict future": lambda every: every.triu(1),
 }
 INVERTED = Fault("mask-missing", "attn", "the mask is the wrong way round: a token sees itself and the future, not the past")
+ALL_INVERTED = Fault(
+    "mask-missing", "attn", "the mask is the wrong way round: a token sees the future alone, not itself or the past"
+)
 MASK_FAULTS: dict[str, tuple[Fault, ...]] = {
     "right": (),
     "missing": (Fault("mask-missing", "attn", "every token sees the whole sequence, the future too"),),
     "strict": (Fault("mask-strict", "attn", "a token sees only what came before it, and not itself"),),
+    "all but first strict": (
+        Fault("mask-strict", "attn", "a token sees only what came before it, but for the first, which sees itself"),
+    ),
     "ahead": (Fault("mask-off-by-one", "attn", "a token sees the one after it"),),
     "future": (INVERTED,),
-    "strict future": (INVERTED,),
+    "strict future": (ALL_INVERTED,),
 }
 
 
@@ -207,8 +297,13 @@ def right_scale(config: GPT2Config, layer: int) -> float:
     return root / (layer + 1 if config.scale_attn_by_inverse_layer_idx else 1)
 
 
-def scale_faults(config: GPT2Config, layer: int, factor: float, inverse_first: bool = False) -> tuple[Fault, ...]:
-    """Return the faults that ``factor`` on the scores shows; ``inverse_first``: try the layer's number first."""
+def scale_faults(
+    config: GPT2Config, layer: int, factor: float, inverse_first: bool = False, exact: bool = False
+) -> tuple[Fault, ...]:
+    """Return the faults that ``factor`` on the scores shows; ``inverse_first``: try the layer's number first.
+
+    ``exact``: the factor was measured in float64, so that a constant rounded to float32 shows.
+    """
     width, size, number = config.n_embd, config.head_dim, layer + 1
     root, right = 1 / math.sqrt(size), right_scale(config, layer)
 
@@ -219,7 +314,9 @@ def scale_faults(config: GPT2Config, layer: int, factor: float, inverse_first: b
         return math.isclose(factor, value, rel_tol=1e-7)
 
     if is_factor(right):
-        return ()
+        if not exact or math.isclose(factor, right, rel_tol=1e-10):
+            return ()
+        return (fault("scale-wrong", f"the factor of the scores is rounded to float32: {factor:.12g} for {right:.12g}"),)
     inverse = f"the scores are also divided by the number of the layer{f', {number}' if number > 1 else ''}"
     by_layer = ("scale-inverse-layer", root / number, inverse)
     if config.scale_attn_by_inverse_layer_idx:

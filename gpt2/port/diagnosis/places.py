@@ -55,6 +55,10 @@ class Place:
     def pattern(self) -> Place:
         return Place(None if self.layer is None else EVERY, self.part)
 
+    def each(self, layers: int) -> list[Place]:
+        """Return this place in every block, if it stands for all."""
+        return [replace(self, layer=layer) for layer in range(layers)] if self.layer == EVERY else [self]
+
     def contains(self, other: Place) -> bool:
         """Return whether ``other`` is this place or a part of it, in the same block (EVERY matches all blocks)."""
         if self.layer != other.layer and (None in (self.layer, other.layer) or EVERY not in (self.layer, other.layer)):
@@ -86,5 +90,7 @@ def collapsed(places: Iterable[Place], layers: int) -> tuple[Place, ...]:
 def forward_rank(place: Place, n_layer: int) -> int:
     """Return the number of the first traced point in or around a place; beyond all points if there is none."""
     place = replace(place, layer=0) if place.layer == EVERY else place
+    if place.stem == "attn.c_attn":
+        place = replace(place, part=f"attn.{place.share or 'q'}")
     order = [Place.of(point) for point in points(n_layer)]
     return next((number for number, point in enumerate(order) if place.contains(point) or point.contains(place)), len(order))

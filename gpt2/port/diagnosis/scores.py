@@ -108,7 +108,7 @@ def wrong_scorings(parts: dict[str, Tensor], config: GPT2Config) -> Iterator[Sco
     for head in range(n_head):
         words = f"every head compares its queries with the keys of head {head}"
         fix = f"k = k.view(B, T, {n_head}, head_size).transpose(1, 2)  # keys of its own for each head"
-        shared = Fault("head-layout", "attn", words, fix=fix)
+        shared = Fault("head-layout", "attn.c_attn", words, fix=fix, share="k")
         yield Scoring(parts["q"], parts["k"], Layout.RIGHT, n_head, (shared,), shared=head)
 
 

@@ -32,7 +32,7 @@ class Fault:
     Faults of one id and ``kind`` are one fault in several places, for a ``detail`` that names a block. ``norm_after``: the norm
     ("ln_1", "ln_2") that may have moved from before the branch to after it. ``fitted``: a factor was fitted. ``layer``: the
     running block's number, None outside. ``error``: of the match that shows the fault. ``fix``: the corrected line, if it is not
-    that of the table.
+    that of the table. ``share``: "q", "k" or "v", if only that third of c_attn is concerned.
     """
 
     id: str
@@ -44,10 +44,11 @@ class Fault:
     layer: int | None = None
     error: float | None = None
     fix: str | None = None
+    share: str = ""
 
     @property
     def place(self) -> Place:
-        return Place.at(self.layer, self.part)
+        return replace(Place.at(self.layer, self.part), share=self.share)
 
 
 class Kind(Enum):

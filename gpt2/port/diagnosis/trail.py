@@ -89,7 +89,8 @@ def account(trail: Trail, reference: GPT2) -> Walk:
     allowed = trail.pool.allowance
     first = next(((point, error) for point, error in errors if error > allowed.get(point, bound)), None)
     if first is None and trail.lost:
-        first = trail.lost[0], math.inf
+        lost = trail.lost[0]
+        first = lost, _departure(trail.pool.logits, traced[lost]) if lost == "logits" else math.inf
     divergence = None if first is None else Divergence(first[0], layer_of(first[0]), first[1])
     faults = [*post_norms(trail.faults), *_scales(trail), *_sequence(trail, reference)]
     causes, lost = _causes(faults, trail, explained), tuple(dict.fromkeys(trail.lost))
@@ -127,7 +128,7 @@ def _scales(trail: Trail) -> list[Fault]:
         [
             replace(fault, layer=layer, error=error)
             for layer, (factor, error) in trail.factors.items()
-            for fault in scale_faults(trail.config, layer, factor, inverse_first)
+            for fault in scale_faults(trail.config, layer, factor, inverse_first, not trail.pool.narrow)
         ]
         for inverse_first in (True, False)
     )

@@ -8,6 +8,7 @@ tensor stays open until a later one decides.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,13 +17,15 @@ from gpt2.config import GPT2Config
 from gpt2.measure.tracing import point_at
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.attending import Attending, Projected, added, affine, project
-from gpt2.port.diagnosis.hypotheses import activations
+from gpt2.port.diagnosis.hypotheses import activations, fitted_activation
 from gpt2.port.diagnosis.norms import Norms
 from gpt2.port.diagnosis.search import Choice, Confirm, Fault, Kind, Option, Recorded, Result
 from gpt2.port.diagnosis.trail import Trail, Walk, account
 from gpt2.port.diagnosis.wiring import STREAM, Branch, Embeddings, inputs, outputs, residuals, streams
 from gpt2.port.recording.pool import Pool
 
+FEW_VALUES = 8  # an output with no more than these shows no rounding
+ROUNDING_SLACK = 1e-6
 SAMPLE = 64  # vocabulary entries on which a candidate for the last stream is tested first
 
 
@@ -68,7 +71,7 @@ class Walker:
             if following is None:
                 if not self.trail.lost or entered is None:
                     inside = len(self.blocks) < self.config.n_layer
-                    self.trail.lost.append(point_at(len(self.blocks), "ln_1") if inside else "ln_f")
+                    self.trail.lost.append(point_at(len(self.blocks), "ln_1") if inside else self._last_right(options))
                 return
             options = following
 
@@ -98,6 +101,15 @@ class Walker:
         )
         choice = choice or self._unseen(expected, kept)
         return None if choice is None else (expected, choice)
+
+    def _last_right(self, options: list[Option]) -> str:
+        """Return the point where a walk is lost behind the last block: the logits, if the last norm is recorded as GPT-2's."""
+        formula = self.norms.at("ln_f")[0].formula
+        for stream in options:
+            if stream.price <= 0 and (normed := self.chooser.recorded(formula(stream.value), STREAM)) is not None:
+                self.trail.values["ln_f"] = normed.value
+                return "logits"
+        return "ln_f"
 
     def _enter(self, layer: int, kept: list[Option], narrow: bool) -> Choice[Projected] | None:
         """Return attention's input, with block ``layer``'s weights. ``narrow``: only options that are cheap or known."""
@@ -189,6 +201,10 @@ class Walker:
             fault = Fault("gelu-variant", "mlp.act", "an activation that is none of those known here")
             others = ((x, confirm(x)) for x in streams(self.pool, self.trail.ids, up.shape[-1]))
             choice = next((Choice(Option.known("unknown", x, fault), x, 0.0, y) for x, y in others if y is not None), None)
+            words = None if choice is None else fitted_activation(up, choice.value)
+            if choice is not None and words is not None:
+                named = Option.known("fitted", choice.value, replace(fault, detail=words, fitted=True))
+                choice = replace(choice, option=named)
         if choice is None:  # neither recorded nor confirmed: a later stage decides
             return [Option.known(f"hidden {one.label}", one.value @ weight + bias, *one.faults) for one in options]
         self.trail.settle(n, choice, "mlp.act")
@@ -219,6 +235,7 @@ class Ending:
         self.pool, self.bound, self.given, self.weight = pool, pool.bound, pool.logits, weight
         shared = min(self.given.shape[-1], len(weight))
         self.sample = torch.randperm(shared, generator=torch.Generator().manual_seed(0))[:SAMPLE]
+        self.decimals = decimals_of(self.given[0, :1] if self.given.ndim == 3 else self.given)
         probabilities = {"softmax": self.given.clamp(min=0.0), "log_softmax": self.given.exp()}
         self.softmaxed = [name for name, p in probabilities.items() if bool(((p.sum(-1) - 1).abs() < pool.sum_bound).all())]
 
@@ -247,4 +264,30 @@ class Ending:
             if (error := self.pool.logits_error(made, given)) <= self.bound:
                 words = f"the model returns {name} of the logits"
                 return Recorded(given, error, (Fault("logits-softmaxed", "logits", words),))
+        return self._rounded(x, given) if self.decimals is not None and width == len(self.weight) else None
+
+    def _rounded(self, x: Tensor, given: Tensor) -> Recorded | None:
+        """Return the port's output if it is the logits, or their softmax, rounded to so many decimals."""
+        unit = 10.0 ** -(self.decimals or 0)
+        logits = x @ self.weight.T
+        made = {
+            "the logits": logits,
+            "softmax of the logits": logits.softmax(-1),
+            "log_softmax of the logits": logits.log_softmax(-1),
+        }
+        for words, value in made.items():
+            if float((value - given).abs().max()) <= 0.5 * unit * (1 + ROUNDING_SLACK):
+                id = "reduced-precision" if words == "the logits" else "logits-softmaxed"
+                fix = "return logits  # not rounded"
+                detail = f"the model returns {words}, rounded to {self.decimals} decimals"
+                return Recorded(given, 0.0, (Fault(id, "logits", detail, fix=fix),))
         return None
+
+
+def decimals_of(values: Tensor) -> int | None:
+    """Return to how many decimals all ``values`` are rounded, if they are, and take more than a few values."""
+    for decimals in range(9):
+        scaled = values * 10.0**decimals
+        if bool(((scaled - scaled.round()).abs() <= 1e-6 * scaled.abs().clamp(min=1.0)).all()):
+            return decimals if len(values.unique()) > FEW_VALUES else None
+    return None

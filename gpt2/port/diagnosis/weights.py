@@ -74,7 +74,6 @@ class WeightComparison:
         for name, norm in self.own.extra.items():
             words = f"your {name} (norm {norm:.2g}) is added where GPT-2 adds nothing"
             self._add("extra-bias", words, "its values are not zero", Place(None, name), confidence=0.7, kind="a parameter")
-        self._combine_missing_biases()
         self._combine_not_loaded()
 
     def _add(
@@ -84,14 +83,6 @@ class WeightComparison:
         self.causes.append(PlacedCause(id, places, f"{called} {words}".strip(), evidence, confidence, None, kind or words))
 
     # Many causes as one
-
-    def _combine_missing_biases(self) -> None:
-        absent = [cause for cause in self.causes if cause.id == "missing-bias"]
-        patterns = list(dict.fromkeys(cause.places[0].pattern for cause in absent))
-        if len(patterns) > MAX_KINDS:
-            self.causes = [cause for cause in self.causes if cause not in absent]
-            words = f"you have no biases in these places; the checkpoint has {joined(patterns)}"
-            self._add("missing-bias", words, absent[0].evidence, Place(EVERY, ""), confidence=0.9)
 
     def _combine_not_loaded(self) -> None:
         fresh = [cause for cause in self.causes if cause.id == "not-loaded"]
@@ -125,6 +116,7 @@ class WeightComparison:
             else:
                 share = f" for {', '.join(shares)}" if 0 < len(shares) < 3 else ""
                 words = f"you have no bias{share} here; the checkpoint's is not zero (norm {missing.norm:.2g})"
+                place = replace(place, share=_incomplete_share(placed[name]) if place.stem == "attn.c_attn" else "")
                 self._add("missing-bias", words, f"{evidence} {name}", place, confidence=0.9, kind=f"no bias{share}")
 
     def _not_harmless(self, differing: list[str]) -> list[str]:
@@ -286,6 +278,12 @@ class WeightComparison:
             words = f"your head ({name}) has weights of its own: {values}; GPT-2's head is its token embedding"
             evidence = f"{name} differs from the checkpoint's wte.weight, which your embedding {holds}"
             self._add("untied-head", words, evidence, Place(None, "logits"))
+
+
+def _incomplete_share(placed: Tensor) -> str:
+    """Return which one of q, k and v has not all its entries placed; "" if several have not."""
+    incomplete = [share for share, third in zip("qkv", placed.chunk(3, -1), strict=True) if not bool(third.all())]
+    return incomplete[0] if len(incomplete) == 1 else ""
 
 
 def _family(tensors: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:

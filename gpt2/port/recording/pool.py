@@ -150,7 +150,7 @@ class Pool:
                 size = math.sqrt(squares / second) if squares < math.inf else 0.0
                 for factor in (size, -size) if size > 0 else ():
                     scale = math.sqrt(squares / part.numel()) * part.numel()
-                    known = any(math.isclose(factor, f, rel_tol=1e-7) for f in factors)
+                    known = any(math.isclose(factor, f, rel_tol=min(1e-7, self.bound)) for f in factors)
                     if known or abs(mine - factor * first) > self.bound * scale:
                         continue
                     if _error(self._in_order(number), (factor * part).flatten().sort().values) <= self.bound:

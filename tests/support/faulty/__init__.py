@@ -109,6 +109,9 @@ LINES = {
         "masked-first scale-by-width",
         "masked-first scale-missing@1",
         "masked-first rmsnorm@1.ln_1",
+        "output-projection-missing no-qkv-bias",
+        "value-from-key no-qkv-bias",
+        "rmsnorm no-qkv-bias no-out-bias",
         "gelu-erf eps-1e-6",
         "gelu-erf@2 scale-by-width@0",
         "post-norm gelu-relu scale-by-width",
@@ -210,7 +213,8 @@ LINES = {
     "attentions": _ports(
         """
         heads-unsplit heads-one@1 heads-halved heads-share-keys heads-share-values@2 weights-of-one-head weights-averaged@0
-        scores-of-queries scores-of-keys@1 scores-cosine@2
+        scores-of-queries scores-of-keys@1 scores-cosine@2 mask-inverted@1 mask-strict-but-first logits-rounded
+        scale-rounded@1 gelu-misplaced@2 gelu-constants gelu-erf-rounded
         """,
         "weights-of-one-head@0 heads-unsplit@2",
     ),

@@ -33,6 +33,8 @@ class Attention(nn.Module):
         if "scores-of-keys" in wrong:
             q = k
         scores = q @ k.transpose(-2, -1) / math.sqrt(size)
+        if "scale-rounded" in wrong:
+            scores = q @ k.transpose(-2, -1) * (1 / torch.sqrt(torch.tensor(float(size)))).item()
         if "scores-by-distance" in wrong:
             return scores - self.slopes * (torch.arange(t)[:, None] - torch.arange(t))
         return scores
@@ -44,7 +46,12 @@ class Attention(nn.Module):
             k = k[:, :1]
         if "heads-share-values" in wrong:
             v = v[:, :1]
-        scores = self.scores(q, k).masked_fill(~self.past[: x.size(1), : x.size(1)], -math.inf)
+        past = self.past[: x.size(1), : x.size(1)]
+        if "mask-inverted" in wrong:
+            past = past.mT & ~torch.eye(x.size(1), dtype=torch.bool)
+        if "mask-strict-but-first" in wrong:
+            past = past & ~torch.eye(x.size(1), dtype=torch.bool) | (torch.arange(x.size(1)) == 0)
+        scores = self.scores(q, k).masked_fill(~past, -1e9)
         weights = F.softmax(scores, dim=-1)
         if "weights-of-one-head" in wrong:
             weights = weights[:, 1].unsqueeze(1)
@@ -67,17 +74,28 @@ class Block(nn.Module):
     def __init__(self, config, wrong):
         super().__init__()
         self.before_attention, self.before_feeding = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
-        self.attention = Attention(config, wrong)
+        self.wrong, self.attention = wrong, Attention(config, wrong)
         self.up, self.down = nn.Linear(config.n_embd, config.inner), nn.Linear(config.inner, config.n_embd)
 
     def forward(self, x):
         x = x + self.attention(self.before_attention(x))
-        return x + self.down(F.gelu(self.up(self.before_feeding(x)), approximate="tanh"))
+        return x + self.down(self.activation(self.up(self.before_feeding(x))))
+
+    def activation(self, x):
+        wrong, root = self.wrong, math.sqrt(2 / math.pi)
+        if "gelu-misplaced" in wrong:
+            return 0.5 * x * (1 + torch.tanh(root * (x + (0.044715 * x) ** 3)))
+        if "gelu-constants" in wrong:
+            return 0.5 * x * (1 + torch.tanh(0.79 * (x + 0.05 * x**3)))
+        if "gelu-erf-rounded" in wrong:
+            return 0.5 * x * (1 + torch.erf(x / torch.sqrt(torch.tensor(2.0))))
+        return F.gelu(x, approximate="tanh")
 
 
 class Model(nn.Module):
     def __init__(self, config, faults):
         super().__init__()
+        self.faults = faults
         self.words, self.places = nn.Embedding(config.vocab_size, config.n_embd), nn.Embedding(config.n_positions, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, faults.at(layer)) for layer in range(config.n_layer))
         self.last = nn.LayerNorm(config.n_embd)
@@ -86,7 +104,10 @@ class Model(nn.Module):
         x = self.words(ids) + self.places.weight[: ids.size(1)]
         for block in self.blocks:
             x = block(x)
-        return self.last(x) @ self.words.weight.t()
+        logits = self.last(x) @ self.words.weight.t()
+        if "logits-rounded" in self.faults:
+            return logits.softmax(-1).round(decimals=4)
+        return logits
 
 
 def build(config, faults):
