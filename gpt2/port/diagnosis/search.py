@@ -208,7 +208,8 @@ class Chooser:
     def seen(self, options: Iterable[Option], axes: Axes, others: Iterable[Option] = ()) -> list[Option]:
         """Return the options with recorded values, as the port's own numbers, and the right one in any case.
 
-        If the right one alone is left, and not recorded, return those of ``others`` that are recorded for no other reason.
+        If the right one alone is left, and not recorded, return for a dump those of ``others`` that are recorded for no other
+        reason. A module's pool holds every tensor, a norm's inner ones too, so that this proves nothing there.
         """
         kept, unseen = [], []
         for option in options:
@@ -216,6 +217,7 @@ class Chooser:
                 kept.append(option.seen_as(recorded.value))
             elif option.price == 0:
                 unseen.append(option)
-        if unseen and not kept and (better := self.seen([one for one in others if one.price > 0 and not one.silent], axes)):
-            return better
+        if unseen and not kept and self.pool.allowance:
+            if better := self.seen([one for one in others if one.price > 0 and not one.silent], axes):
+                return better
         return [*kept, *unseen]
