@@ -217,7 +217,6 @@ class Chooser:
                 kept.append(option.seen_as(recorded.value))
             elif option.price == 0:
                 unseen.append(option)
-        if unseen and not kept and self.pool.allowance:
-            if better := self.seen([one for one in others if one.price > 0 and not one.silent], axes):
-                return better
-        return [*kept, *unseen]
+        wrong = [one for one in others if one.price > 0 and not one.silent] if self.pool.allowance else []
+        better = self.seen(wrong, axes) if unseen and not kept else []
+        return better or [*kept, *unseen]
