@@ -89,8 +89,8 @@ def account(trail: Trail, reference: GPT2) -> Walk:
     allowed = trail.pool.allowance
     first = next(((point, error) for point, error in errors if error > allowed.get(point, bound)), None)
     if first is None and trail.lost:
-        lost = trail.lost[0]
-        first = lost, _departure(trail.pool.logits, traced[lost]) if lost == "logits" else math.inf
+        point = trail.lost[0]
+        first = point, _departure(trail.pool.logits, traced[point]) if point == "logits" else math.inf
     divergence = None if first is None else Divergence(first[0], layer_of(first[0]), first[1])
     faults = [*post_norms(trail.faults), *_scales(trail), *_sequence(trail, reference)]
     causes, lost = _causes(faults, trail, explained), tuple(dict.fromkeys(trail.lost))
