@@ -1,4 +1,4 @@
-"""A text and a recipe so small that a run takes a fraction of a second."""
+"""Fixtures: a text and a recipe so small that a run takes a fraction of a second."""
 
 import os
 import random
@@ -24,7 +24,7 @@ def speeches(count: int) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_power_cuts():
-    """Half of such a run's time is waiting for the disk; which files are synced, and when, has a test of its own."""
+    """Replace fsync by nothing: it takes half of the time of such a run. Another test checks which files are synced, and when."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield
@@ -39,7 +39,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recipe(text: Path) -> Recipe:
-    """Twelve steps with dropout, evaluated every third and saved every fourth, so that the two fall apart."""
+    """Twelve steps with dropout, evaluated every third step and saved every fourth, so that evaluations and saves differ."""
     return Recipe(
         name="tiny",
         steps=12,
@@ -59,13 +59,13 @@ def recipe(text: Path) -> Recipe:
 
 @pytest.fixture
 def quiet(recipe: Recipe) -> Recipe:
-    """The same without dropout."""
+    """The same recipe without dropout."""
     return replace(recipe, dropout=0.0)
 
 
 @pytest.fixture(scope="session")
 def whole(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the recipe's run when nothing happens to it; to be read."""
+    """The folder of an undisturbed run of the recipe; read only."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert train(recipe, folder).stopped == "finished"
     return folder
@@ -73,5 +73,5 @@ def whole(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def init(whole: Path, tmp_path: Path) -> Path:
-    """A model to begin a fine-tune with, which a test may change."""
+    """A model to start a fine-tune from; a test may change it."""
     return Path(shutil.copytree(whole / "best", tmp_path / "init"))

@@ -1,4 +1,4 @@
-"""A run of adapters trains and stores the adapters alone, and resumes like any other run."""
+"""A run with adapters trains and stores the adapters alone, and resumes like any other run."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from gpt2.train.recipe import Lora, build, read
 
 @pytest.fixture(scope="module")
 def init(whole):
-    """The model that the adapters go beside."""
+    """The base model of the adapters."""
     return str(whole / "best")
 
 
@@ -30,7 +30,7 @@ def lora(recipe):
 
 @pytest.fixture(scope="module")
 def run(lora, init, tmp_path_factory):
-    """The undisturbed run; to be read."""
+    """The undisturbed run; read only."""
     folder = tmp_path_factory.mktemp("lora") / "run"
     events = []
     assert train(lora, folder, init=init, report=events.append).stopped == "finished"
@@ -47,7 +47,7 @@ def test_only_the_adapters_are_trained_and_they_learn(run, init):
 
 
 def test_a_checkpoint_holds_the_adapters_alone(run, init):
-    """The frozen weights once, not once a checkpoint; and they are the ones it began with, bit for bit."""
+    """The frozen weights are stored once, not in every checkpoint, and equal the initial ones bit for bit."""
     assert [path.name for path in run.rglob("model.safetensors")].count("model.safetensors") == 2  # base/ and best/
     assert is_adapter(run / "step-12")
     base = gpt2.load(str(run / "base")).state_dict()
@@ -58,7 +58,8 @@ def test_a_checkpoint_holds_the_adapters_alone(run, init):
 
 
 def test_best_is_the_merged_model_with_its_adapter_beside(run, init, tmp_path):
-    """transformers with PEFT takes a folder with both for the adapter, and looks for the base: so that lies one deeper."""
+    """If a folder holds a model and an adapter, transformers with PEFT loads the adapter and looks for its base: so it lies
+    one level deeper."""
     best = gpt2.load(str(run / "best")).state_dict()
     assert all(torch.equal(tensor, best[name]) for name, tensor in gpt2.load(str(run / "best" / "adapter")).state_dict().items())
     assert not (run / "best" / "adapter_config.json").exists()
@@ -70,7 +71,7 @@ def test_best_is_the_merged_model_with_its_adapter_beside(run, init, tmp_path):
 
 
 def test_compare_shows_the_rank_of_each_change(run, init, text):
-    """Is it a LoRA? The rank says so: 2 of 16 where there is an adapter, none where there is not."""
+    """The rank of each change shows LoRA: 2 of 16 where there is an adapter, 0 elsewhere."""
     report = gpt2.compare(init, str(run / "best"), on=str(text), tokens=64)
     ranks = {tensor.name: tensor.rank for tensor in report.weights.tensors if tensor.rank is not None}
     assert {name for name, rank in ranks.items() if rank == 2} == {
@@ -81,18 +82,18 @@ def test_compare_shows_the_rank_of_each_change(run, init, text):
 
 
 def test_a_full_fine_tune_has_another_rank(recipe, init, text, tmp_path):
-    """The control: a rank that any change would have says nothing about adapters."""
+    """Negative control: a full fine-tune must show another rank."""
     train(recipe, tmp_path / "full", init=init)
     report = gpt2.compare(init, str(tmp_path / "full" / "best"), on=str(text), tokens=64)
     assert min(tensor.rank for tensor in report.weights.tensors if tensor.name.startswith("h.") and tensor.rank is not None) > 8
 
 
-# Going on
+# Resuming
 
 
 @pytest.mark.parametrize("steps", [(1,), (5, 6, 11), (4, 8)])
 def test_a_stopped_run_ends_with_the_undisturbed_runs_bytes(lora, init, run, tmp_path, steps):
-    """Adapters that are drawn again, or dropout that is, change the last bit of some weight."""
+    """Adapters or dropout masks that are drawn again after a resume change the last bit of a weight."""
     for step in steps:
         assert train(lora, tmp_path / "run", init=init, report=stop_at(step)).step == step
     assert train(lora, tmp_path / "run", init=init).stopped == "finished"
@@ -126,7 +127,7 @@ def test_adapters_never_go_on_beside_a_damaged_base(lora, init, tmp_path):
     assert train(lora, tmp_path / "run", init=init, fresh=True).stopped == "finished"
 
 
-# What is refused, and before a file is written
+# Refused before a file is written
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_a_table_that_makes_no_sense_is_refused(lora, init, tmp_path, settings, 
 
 
 def test_adapters_need_a_model(lora, tmp_path):
-    """Beside random frozen weights they learn next to nothing."""
+    """Adapters beside random frozen weights learn next to nothing."""
     assert "lora: adapters need a pretrained model; name one with --init" in refusal(train, lora, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

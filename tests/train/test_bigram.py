@@ -1,4 +1,4 @@
-"""The bigram baseline: trained by the same loop, saved in files of its own, and refused as a GPT-2."""
+"""The bigram baseline: trained by the same loop, saved in its own files, and refused as a GPT-2."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def bigram(recipe):
 
 
 def test_it_learns_what_counting_pairs_would_tell(bigram, tmp_path):
-    """A baseline that falls short of its optimum makes every model look good."""
+    """The baseline must reach the loss of counted pairs: a weaker baseline makes every model look good."""
     events = []
     train(bigram, tmp_path / "run", report=events.append)
     ids = corpus(bigram)
@@ -36,7 +36,7 @@ def test_it_learns_what_counting_pairs_would_tell(bigram, tmp_path):
 
     counted = min(loss(added) for added in (0.001, 0.01, 0.1, 1.0))
     first, *_, last = [event.val.loss for event in events if isinstance(event, Evaluated)]
-    assert first == pytest.approx(np.log(ids.tokenizer.n_vocab))  # all zeros: every character as likely as any
+    assert first == pytest.approx(np.log(ids.tokenizer.n_vocab))  # all zeros: every character is equally likely
     assert last == pytest.approx(counted, abs=0.04)
 
 

@@ -1,4 +1,4 @@
-"""What a recipe trains on: texts by their tokenizers, token files, and windows on their way to the device."""
+"""The data of a recipe: texts by their tokenizers, token files, and windows copied to the device."""
 
 from dataclasses import replace
 
@@ -21,13 +21,13 @@ from gpt2.train.recipe import Data
 
 @pytest.mark.parametrize(("tokenizer", "size"), [("chars", 0), ("words", 270), ("bpe", 270)])
 def test_every_tokenizer_trains_saves_and_counts_the_same_bytes(recipe, text, tmp_path, tokenizer, size):
-    """Bits per byte compare only if every tokenizer is charged for the same bytes; and what is saved must open again."""
+    """Bits per byte compare only if every tokenizer counts the same bytes. The saved tokenizer must load again."""
     data = Data(path=str(text), tokenizer=tokenizer, vocab_size=size or 2048)
     events = []
     train(replace(recipe, steps=2, data=data), tmp_path / "run", report=events.append)
     score = next(event.val for event in events if isinstance(event, Evaluated))
     held_out = text.read_text()[-len(text.read_text()) // 10 :]
-    assert abs(score.bytes - len(held_out.encode())) < 20  # all but the first token, which nothing predicts
+    assert abs(score.bytes - len(held_out.encode())) < 20  # all but the first token, which is never a target
     again = from_directory(tmp_path / "run" / "best")
     assert again.decode(again.encode(held_out)) == held_out
     assert again.fingerprint == corpus(replace(recipe, data=data)).tokenizer.fingerprint
@@ -35,7 +35,7 @@ def test_every_tokenizer_trains_saves_and_counts_the_same_bytes(recipe, text, tm
 
 @pytest.fixture
 def files(text, tmp_path):
-    """The same text as token files, with their tokenizer beside them."""
+    """The same text as token files, with the tokenizer beside them."""
     folder = tmp_path / "tokens"
     whole = text.read_text()
     chars = Chars.from_text(whole)
@@ -78,14 +78,14 @@ def test_evaluations_are_cut_to_the_tokens_asked_for(recipe, tmp_path):
 
 @pytest.fixture
 def drawn(monkeypatch) -> list[tuple[int, int]]:
-    """What is drawn, by seed and step."""
+    """The windows drawn, by seed and step."""
     drawn = []
     monkeypatch.setattr(feed, "batch", lambda *args, **rest: drawn.append((rest["seed"], rest["step"])) or batch(*args, **rest))
     return drawn
 
 
 def test_on_an_accelerator_the_next_step_is_on_its_way(recipe, drawn):
-    """Sent too late, it is waited for; the wrong one, and the run is another run. (The device "meta" stands in for a GPU.)"""
+    """The next batch must be copied before it is needed, and must be the right one. (The device "meta" stands in for a GPU.)"""
     feeding = Feed(np.arange(200), Ranks(device=torch.device("meta")))
     feeding(recipe, 0)
     feeding.ahead(recipe, 1)
@@ -93,7 +93,7 @@ def test_on_an_accelerator_the_next_step_is_on_its_way(recipe, drawn):
     feeding(recipe, 1)
     assert len(drawn) == 2
     feeding.ahead(recipe, 2)
-    feeding(replace(recipe, seed=5), 2)  # a rewind came between
+    feeding(replace(recipe, seed=5), 2)  # a rewind lies between
     assert drawn[2:] == [(recipe.seed, 2), (5, 2)]
     feeding.ahead(recipe, recipe.steps)
     assert len(drawn) == 4
@@ -107,7 +107,7 @@ def test_what_was_sent_ahead_is_what_the_step_draws(recipe):
 
 
 def test_a_run_in_sliding_windows(recipe, tmp_path, monkeypatch):
-    """The recipe's stride must reach the windows."""
+    """The recipe's stride must reach the code that draws windows."""
     strides = []
     monkeypatch.setattr(feed, "batch", lambda *args, **rest: strides.append(rest["stride"]) or batch(*args, **rest))
     train(replace(recipe, steps=2, data=replace(recipe.data, stride=16)), tmp_path / "run")

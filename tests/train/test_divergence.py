@@ -1,4 +1,4 @@
-"""A loss or a gradient that is not finite, or a loss that explodes, never reaches the weights."""
+"""A loss or gradient that is not finite, or a loss that explodes, never reaches the weights."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def finite(folder):
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Multiply the loss of the given steps (counted from 0): of the windows that ``seed`` draws, or of all."""
+    """Multiply the loss of the given steps (counted from 0), for the windows drawn by ``seed`` or for all windows."""
 
     def at(*steps, by=math.nan, seed=None):
         real = loop.Scored.forward
@@ -79,7 +79,7 @@ def test_stop_logs_and_keeps_what_was(recipe, tmp_path, poison, by, says):
 
 
 def test_skip_leaves_the_step_out_and_nothing_else(skipping, tmp_path, poison):
-    """A skipped step that still moved the weights, by momentum or by decay, would be a step on nothing."""
+    """A skipped step must not change the weights, neither by momentum nor by weight decay."""
     poison(5, 6)
     events = []
     assert train(skipping, tmp_path / "run", report=events.append).stopped == "finished"
@@ -98,14 +98,14 @@ def test_skipped_steps_leave_the_weights_alone(skipping, tmp_path, poison):
 
 
 def test_skipping_has_an_end_also_across_a_restart(skipping, tmp_path, poison):
-    """A model that is broken diverges at every step, and would skip through the night."""
+    """A broken model diverges at every step: without a limit, the run would skip steps for ever, also after a restart."""
     poison(*range(99))
     for _ in range(3):
         assert re.match(r"step 10: .*10 steps in a row", refusal(train, replace(skipping, save_every=1), tmp_path / "run"))
 
 
 def test_rewind_goes_on_from_the_checkpoint_with_other_windows(rewinding, tmp_path, poison):
-    """With the same windows it would meet the same fault."""
+    """After a rewind the run draws other windows: the same windows would fail again."""
     drawn = poison(9, seed=rewinding.seed)
     events = []
     result = train(rewinding, tmp_path / "run", report=events.append)
@@ -120,7 +120,7 @@ def test_rewind_goes_on_from_the_checkpoint_with_other_windows(rewinding, tmp_pa
 
 
 def test_a_rewound_run_that_is_killed_ends_as_one_that_is_not(rewinding, tmp_path, poison):
-    """The rewind is part of the run's state: forgotten, the run would go on with the windows that failed."""
+    """The rewind is part of the run's state: a resume without it would draw the windows that failed."""
     poison(9, seed=rewinding.seed)
     train(rewinding, tmp_path / "whole")
 
@@ -135,7 +135,7 @@ def test_a_rewound_run_that_is_killed_ends_as_one_that_is_not(rewinding, tmp_pat
 
 
 def test_a_signal_in_the_very_step_that_is_rewound_is_not_lost(rewinding, tmp_path, poison):
-    """After the rewind the loop sets new handlers: a run that was asked to stop went on to its end."""
+    """After a rewind the loop installs its signal handlers again; a stop signal received before was lost."""
     poison(9, seed=rewinding.seed)
 
     def stop(event):
@@ -154,7 +154,7 @@ def test_rewinding_has_an_end(rewinding, tmp_path, poison, step, says):
 
 
 def test_fresh_does_not_clear_the_run_again_after_a_rewind(rewinding, tmp_path, poison):
-    """It would clear the checkpoint it was to go back to, and begin for ever."""
+    """`--fresh` must clear the run once: clearing again would delete the checkpoint to rewind to, and loop for ever."""
     poison(9, seed=rewinding.seed)
     train(replace(rewinding, steps=8), tmp_path / "run")
     assert train(rewinding, tmp_path / "run", fresh=True).stopped == "finished"

@@ -1,4 +1,4 @@
-"""The memory estimated before a run, against what autograd keeps and what AdamW holds."""
+"""The memory estimated before a run, compared with what autograd and AdamW hold."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def sized(context: int, width: int, layers: int, dropout: float = 0.0, attn_drop
 
 
 def kept(model, ids, precision="float32") -> int:
-    """Bytes of distinct storages that the backward pass of one step waits with, parameters aside."""
+    """Bytes of the distinct storages that one step keeps for the backward pass, without parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {ids.untyped_storage().data_ptr()}
     sizes, alive = {}, []
 
@@ -30,7 +30,7 @@ def kept(model, ids, precision="float32") -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             sizes[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)  # or its address would be given to another
+            alive.append(tensor)  # else its address could be reused
         return tensor
 
     bf16 = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
@@ -42,17 +42,17 @@ def kept(model, ids, precision="float32") -> int:
 @pytest.mark.parametrize(("dropout", "attn_dropout"), [(0.0, 0.0), (0.1, 0.0), (0.1, 0.1)])
 @pytest.mark.parametrize(("width", "layers", "context"), [(64, 6, 32), (96, 3, 128)])
 def test_activations_are_what_autograd_keeps(dropout, attn_dropout, width, layers, context):
-    """An estimate that is off by half sends a night's run into the swap file."""
+    """An estimate that is too low by half makes a long run swap."""
     recipe = Recipe(batch_size=8, grad_accum=2, context=context, dropout=dropout, attn_dropout=attn_dropout)
     config = sized(context, width, layers, dropout, attn_dropout)
     measured = kept(GPT2(config).train(), torch.zeros(4, context, dtype=torch.long))
-    logits = 4 * context * 65 * 4  # alive for a moment; none of them waits for the backward pass
+    logits = 4 * context * 65 * 4  # temporary; not kept for the backward pass
     assert estimate.passing(config, recipe) - logits == pytest.approx(measured, rel=0.12)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_in_bf16_and_computed_again(checkpointing):
-    """Bfloat16 and checkpointing make gpt2-medium fit 8 GB; an estimate without them would refuse it."""
+    """With bfloat16 and checkpointing gpt2-medium fits into 8 GB; an estimate without them would refuse it."""
     recipe = Recipe(batch_size=4, context=128, dropout=0.0, precision="bf16", checkpointing=checkpointing)
     model = GPT2(sized(128, 64, 8))
     if checkpointing:
@@ -61,14 +61,14 @@ def test_activations_in_bf16_and_computed_again(checkpointing):
     casts = sum(p.nbytes // 2 for p in model.parameters() if p.ndim > 1)
     measured = kept(model.train(), torch.zeros(4, 128, dtype=torch.long), "bf16")
     logits = 4 * 128 * 65 * (4 + 2) + 65 * 64 * 2
-    if checkpointing:  # what goes into every block and the last norm; what one block keeps on its way back comes later
+    if checkpointing:  # inputs of every block and of the last norm; a block's own activations are counted later
         assert measured == pytest.approx((8 + 1) * 4 * 128 * 64 * 4, rel=0.02)
     else:
         assert estimate.passing(recipe=recipe, config=model.config) - logits + casts == pytest.approx(measured, rel=0.15)
 
 
 def test_computed_again_is_computed_the_same(recipe, tmp_path):
-    """Dropout drawn anew on the way back would make gradients of another function."""
+    """Recomputing with other dropout masks would give gradients of another function."""
     steps = replace(recipe, steps=4)
     train(steps, tmp_path / "kept")
     train(replace(steps, checkpointing=True), tmp_path / "again")
@@ -85,7 +85,7 @@ def test_what_stands_is_weights_gradients_and_moments():
     optimizer.step()
     tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values()) if t.numel() > 1]
     assert estimate.lasting(model) == sum(t.nbytes for t in tensors)
-    model.wte.weight.requires_grad_(False)  # as a run of adapters freezes it
+    model.wte.weight.requires_grad_(False)  # as a run with adapters freezes it
     assert estimate.lasting(model) == sum(t.nbytes for t in tensors) - 3 * model.wte.weight.nbytes
 
 

@@ -1,4 +1,4 @@
-"""The loop learns, refuses what does not work together, and saves nothing that is broken."""
+"""The training loop learns, refuses options that contradict each other, and saves no broken model."""
 
 import json
 import math
@@ -44,16 +44,16 @@ def memorising(quiet, tmp_path, lr: float) -> list[Evaluated]:
 
 
 def test_a_repeated_text_is_learnt(quiet, tmp_path):
-    """A loop that runs without learning (gradients dropped, optimizer not stepped, targets unshifted) looks alive otherwise."""
+    """A loop that does not learn (gradients dropped, optimizer not stepped, targets unshifted) must be noticed."""
     before, after = memorising(quiet, tmp_path, lr=2e-2)
-    assert abs(before.val.loss - math.log(20)) < 0.3  # 20 characters, none preferred yet
+    assert abs(before.val.loss - math.log(20)) < 0.3  # 20 characters, all equally likely at first
     assert after.val.loss < 1.0
     assert after.best
     assert after.sample.startswith("To be, o")
 
 
 def test_with_rate_zero_nothing_is_learnt(quiet, tmp_path):
-    """The control: without a step, the bound above is not reached."""
+    """Negative control: with a learning rate of zero the bound above is not reached."""
     before, after = memorising(quiet, tmp_path, lr=0.0)
     assert after.val.loss == before.val.loss > 2.5
     assert not after.best  # equal is not better
@@ -62,7 +62,7 @@ def test_with_rate_zero_nothing_is_learnt(quiet, tmp_path):
 
 
 def gradients(model: GPT2, recipe: Recipe, ids: np.ndarray) -> dict[str, torch.Tensor]:
-    """Gradients of one step, caught on their way into the optimizer."""
+    """Gradients of one step, recorded as the optimizer receives them."""
     caught = {}
 
     class Catch(torch.optim.SGD):
@@ -87,7 +87,7 @@ def model() -> GPT2:
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_accumulated_parts_are_the_whole_batch(quiet, model, ids, parts):
-    """The usual bug: a sum of means, so that four parts make a gradient four times as large."""
+    """The usual bug: the sum of means, which makes the gradient of four parts four times too large."""
     free = replace(quiet, optim=replace(quiet.optim, clip=0.0))
     whole, split = gradients(model, free, ids), gradients(model, replace(free, grad_accum=parts), ids)
     for name in whole:
@@ -95,7 +95,7 @@ def test_accumulated_parts_are_the_whole_batch(quiet, model, ids, parts):
 
 
 def test_clipping_scales_the_gradient_to_the_norm_and_reports_the_norm_before(quiet, model, ids):
-    """Clipping each parameter alone turns the direction; reporting the clipped norm hides every spike."""
+    """Clipping each parameter alone changes the direction; logging the clipped norm hides every spike."""
     free = gradients(model, replace(quiet, optim=replace(quiet.optim, clip=0.0)), ids)
     norm = math.sqrt(sum(free[name].square().sum().item() for name, _ in model.named_parameters()))
     assert free["norm"].item() == pytest.approx(norm, rel=1e-6)
@@ -108,7 +108,7 @@ def test_clipping_scales_the_gradient_to_the_norm_and_reports_the_norm_before(qu
 
 
 def test_every_step_runs_at_its_scheduled_rate(recipe, tmp_path, monkeypatch):
-    """A schedule that is computed, logged, and never reaches the optimizer trains well enough for nobody to notice."""
+    """The schedule must reach the optimizer: training without it looks normal."""
     used = []
 
     def watched(model, optim):
@@ -124,7 +124,7 @@ def test_every_step_runs_at_its_scheduled_rate(recipe, tmp_path, monkeypatch):
 
 
 def test_seeding_a_step_is_torchs_own():
-    """Seeds lie anywhere in 64 bits; a generator that cuts them off, or another one, draws other masks than before."""
+    """Seeds may have 64 bits. A generator that truncates them, or another generator, draws other dropout masks."""
     for seed in (0, 2**63 + 5, 2**64 - 1):
         torch.manual_seed(seed)
         expected = torch.rand(4)
@@ -133,13 +133,13 @@ def test_seeding_a_step_is_torchs_own():
 
 
 def test_events_and_metrics_report_the_same_run(recipe, tmp_path):
-    """Tools read metrics.jsonl: every logged step once, with val_loss at evaluations, in order."""
+    """Tools read metrics.jsonl: every logged step once, in order, with val_loss at evaluations."""
     events = []
     result = train(replace(recipe, log_every=5), tmp_path / "run", report=events.append)
     assert isinstance(events[0], Started)
     assert events[0].step == 0
     rows = metrics(tmp_path / "run")
-    assert [row["step"] for row in rows if "loss" in row] == [5, 10, 12]  # the last step is logged whatever log_every says
+    assert [row["step"] for row in rows if "loss" in row] == [5, 10, 12]  # the last step is logged for any log_every
     assert [row["step"] for row in rows if "val_loss" in row] == [0, 3, 6, 9, 12]
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
     assert [e.step for e in events if isinstance(e, Logged)] == [5, 10, 12]
@@ -149,7 +149,7 @@ def test_events_and_metrics_report_the_same_run(recipe, tmp_path):
     assert result.best_loss == min(e.val.loss for e in evaluated)
     assert (result.step, result.stopped) == (12, "finished")
     assert all(len(e.sample) == 8 + 4 for e in evaluated)
-    # The best model scores what the metrics say: it is not the last one, nor one from before the step.
+    # The best model has the score in the metrics: it is neither the last one nor one from before the step.
     model, tokenizer = load_path(tmp_path / "run" / "best"), from_directory(tmp_path / "run" / "best")
     ids, lengths = torch.tensor(tokenizer.encode(texts(recipe)[1])), torch.ones(tokenizer.n_vocab, dtype=torch.long)
     score = loop.language_score(model, ids, lengths, Windows(recipe.context), batch_size=recipe.batch_size)
@@ -157,16 +157,16 @@ def test_events_and_metrics_report_the_same_run(recipe, tmp_path):
 
 
 def test_patience_counts_evaluations_without_a_better_one(recipe, tmp_path, monkeypatch):
-    """Stopping a turn early or late, or forgetting the count when a better one comes."""
+    """The run must not stop one evaluation early or late, and a better score must reset the count."""
     losses = iter([5.0, 4.0, 4.0, 4.5, 3.0, 3.1, 3.2, 3.3])
     real = loop.language_score
     monkeypatch.setattr(loop, "language_score", lambda *a, **k: replace(real(*a, **k), loss=next(losses)))
     result = train(replace(recipe, eval_every=1, patience=3, save_every=5), tmp_path / "run")
     assert (result.stopped, result.step, result.best_step, result.best_loss) == ("early", 7, 4, 3.0)
-    assert (tmp_path / "run" / "step-7").is_dir()  # or the next start would train the last steps again
+    assert (tmp_path / "run" / "step-7").is_dir()  # else the next start would repeat the last steps
 
 
-# What does not work together
+# Options that contradict each other
 
 
 def test_texts_too_short_are_refused_in_numbers(recipe, tmp_path):
@@ -176,14 +176,14 @@ def test_texts_too_short_are_refused_in_numbers(recipe, tmp_path):
     says = refusal(train, replace(recipe, data=data), run)
     assert "the training text has 9 tokens, too few for a context of 16" in says
     assert "--set context=8" in says
-    assert not run.exists()  # a start that failed leaves nothing to be refused by the next
+    assert not run.exists()  # a failed start leaves no files that make the next start refuse
     path.write_text("abcdefghij" * 2)
     shorter = replace(recipe, data=replace(data, held_out=0.05), context=8)
     assert "the validation text has 1 tokens" in refusal(train, shorter, run)
 
 
 def test_validation_text_shorter_than_a_window_is_scored_in_a_shorter_one(recipe, tmp_path):
-    """A user's two pages have a tenth that is shorter than the context; that is no reason to refuse them."""
+    """In a text of two pages the validation tenth is shorter than the context; it must be scored in a shorter window."""
     path = tmp_path / "short.txt"
     path.write_text("abcdefghij" * 10)
     events = []
@@ -200,7 +200,8 @@ def test_settings_that_do_not_fit_are_refused(recipe, tmp_path):
 
 
 def test_fine_tune_uses_the_models_own_vocabulary(recipe, text, init, tmp_path):
-    """New ids for old rows of the embedding would train on nonsense; a character it lacks must be named."""
+    """A fine-tune must keep the model's vocabulary: new ids for old embedding rows are wrong. Unknown characters must be
+    named."""
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[::-1])
     tuned = replace(recipe, steps=2, data=replace(recipe.data, path=str(other)), dropout=0.25)
@@ -213,7 +214,7 @@ def test_fine_tune_uses_the_models_own_vocabulary(recipe, text, init, tmp_path):
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(recipe, init, tmp_path):
-    """Otherwise the first rare token is an index error in the middle of the night."""
+    """Otherwise the first rare token raises an index error hours later."""
     chars = json.loads((init / "chars.json").read_text())["characters"]
     (init / "chars.json").write_text(json.dumps({"characters": chars + "Z"}))
     says = refusal(train, recipe, tmp_path / "run", init=str(init))
@@ -221,7 +222,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(recipe, init, tmp_path):
 
 
 def test_fine_tuning_leaves_the_file_it_starts_from_alone(recipe, init, tmp_path):
-    """Weights are views of the mapped file; training in place must not write through."""
+    """Weights are views of the mapped file; training in place must not write to the file."""
     before = {path.name: path.read_bytes() for path in init.iterdir()}
     train(replace(recipe, steps=2), tmp_path / "run", init=str(init))
     assert {path.name: path.read_bytes() for path in init.iterdir()} == before
@@ -230,7 +231,7 @@ def test_fine_tuning_leaves_the_file_it_starts_from_alone(recipe, init, tmp_path
 
 
 def test_a_file_that_changes_under_a_fine_tune_does_not_reach_it(recipe, init, tmp_path):
-    """A mapped page that was not yet written to shows what is in the file now: another program's new weights, half of them."""
+    """A mapped page that was never written to shows the file's current bytes: another program's new weights, or half of them."""
     train(recipe, tmp_path / "undisturbed", init=str(init))
 
     def overwrite(event):
@@ -244,7 +245,7 @@ def test_a_file_that_changes_under_a_fine_tune_does_not_reach_it(recipe, init, t
 
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_dropout_is_the_recipes_and_not_the_models(recipe, init, tmp_path, monkeypatch, goes_on):
-    """GPT-2's config says 0.1 for all three; who asks for another must get it, also after a resume."""
+    """The recipe's dropout replaces that of GPT-2's config (0.1 everywhere), also after a resume."""
     tuned = replace(recipe, dropout=0.25, attn_dropout=0.5)
     if goes_on:
         train(tuned, tmp_path / "run", init=str(init), report=stop_at(5))
@@ -256,17 +257,17 @@ def test_dropout_is_the_recipes_and_not_the_models(recipe, init, tmp_path, monke
     assert [block.attn.attn_pdrop for block in model.h] == [0.5]
 
 
-# Whose folder
+# Ownership of the output folder
 
 
 @pytest.fixture
 def run(whole, tmp_path):
-    """A finished run of the recipe, which a test may change."""
+    """A finished run of the recipe; a test may change it."""
     return shutil.copytree(whole, tmp_path / "run")
 
 
 def test_another_recipes_folder_is_refused_and_fresh_clears_it(recipe, run):
-    """Training over another run mixes two metrics and loses weights that took a night."""
+    """Training over another run mixes two metrics files and loses the old weights."""
     (run / "notes.txt").write_text("mine")
     other = replace(recipe, steps=3, optim=replace(recipe.optim, lr=2e-2))
     before = (run / "step-12" / "model.safetensors").read_bytes()
@@ -288,7 +289,7 @@ def test_fresh_computes_what_a_first_run_computes(recipe, run):
 
 
 def test_a_changed_description_or_an_older_recipe_file_is_the_same_run(recipe, run):
-    """A run of last week lacks the text's hash and any key added since; stating its expected loss must not orphan it."""
+    """An older run's recipe lacks the text's hash and newer keys, and may gain an expected loss; it must still resume."""
     raw = json.loads((run / "recipe.json").read_text())
     del raw["text_sha256"], raw["attn_dropout"], raw["optim"]["beta1"]
     (run / "recipe.json").write_text(json.dumps(raw))
@@ -296,19 +297,19 @@ def test_a_changed_description_or_an_older_recipe_file_is_the_same_run(recipe, r
 
 
 def test_a_changed_text_is_another_run(recipe, text, tmp_path):
-    """The recipe names a path, not its content: going on with another text under it would be neither run."""
+    """The recipe names a path, not its content: resuming with another text must be refused."""
     mine = tmp_path / "mine.txt"
     recipe = replace(recipe, steps=2, data=replace(recipe.data, path=str(mine)))
     mine.write_text(text.read_text())
     train(recipe, tmp_path / "run")
-    mine.write_text(text.read_text().replace("villain", "nillaiv"))  # as long, and of the same characters
+    mine.write_text(text.read_text().replace("villain", "nillaiv"))  # same length, same characters
     assert "the text is not the one this run began with" in refusal(train, recipe, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["best", "metrics.jsonl", "step-5"])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_strangers_files_are_not_clobbered(recipe, tmp_path, name, fresh):
-    """`--out .` in a project that has a `best/` of its own deleted it."""
+    """`--out .` in a project with its own `best/` deleted that folder."""
     (tmp_path / name).mkdir()
     (tmp_path / name / "keep").write_text("mine")
     assert f"holds {name} but no recipe.json" in refusal(train, recipe, tmp_path, fresh=fresh)
@@ -319,7 +320,7 @@ def test_a_strangers_files_are_not_clobbered(recipe, tmp_path, name, fresh):
 
 
 def test_two_processes_do_not_share_a_folder(recipe, run):
-    """The same command in two terminals: each would rename the other's checkpoints away."""
+    """The same command in two terminals: each process would rename the checkpoints of the first one away."""
     with state.locked(run):
         assert "another process is training there" in refusal(train, recipe, run)
     assert train(recipe, run).stopped == "finished"
@@ -332,7 +333,7 @@ def test_a_file_in_the_folders_place(recipe, tmp_path):
 
 
 def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path):
-    """A half-written checkpoint under a whole one's name, or the old one deleted before the new one is there."""
+    """A full disk must not leave a half-written checkpoint under a final name, nor delete the old one too early."""
     wide = replace(recipe, model=replace(recipe.model, n_embd=32))
     train(wide, tmp_path / "undisturbed")
     run, soft_hard = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -354,7 +355,7 @@ def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path):
 
 @pytest.mark.parametrize("what", ["metrics", "best", "recipe"])
 def test_writes_that_fail_anywhere_are_one_line(recipe, tmp_path, monkeypatch, what):
-    """Not only checkpoints are written: a traceback out of a log line is still a traceback."""
+    """Any failing write, also that of a log line, ends in one line and not in a traceback."""
 
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -371,7 +372,7 @@ def test_writes_that_fail_anywhere_are_one_line(recipe, tmp_path, monkeypatch, w
 
 
 def test_a_model_that_is_not_finite_is_never_the_best(recipe, init, tmp_path):
-    """The first evaluation has nothing to beat, so a NaN would have become the best, and nothing is below NaN."""
+    """The first evaluation has no previous score, so NaN became the best; and no score is lower than NaN."""
     model = load_path(init)
     model.ln_f.weight.data[0] = math.nan
     save(model, from_directory(init), tmp_path / "broken")
@@ -384,7 +385,7 @@ def test_a_model_that_is_not_finite_is_never_the_best(recipe, init, tmp_path):
 
 
 def test_handlers_are_put_back(recipe, tmp_path):
-    """After a run in a notebook, Ctrl-C must interrupt again, whichever way the run ended."""
+    """After a run in a notebook Ctrl-C must interrupt again, also after an error."""
 
     def handlers():
         return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -404,14 +405,14 @@ def test_handlers_are_put_back(recipe, tmp_path):
 
 
 def test_a_second_interrupt_acts_at_once(recipe, tmp_path):
-    """Someone who presses Ctrl-C twice does not want to wait for an evaluation."""
+    """The second Ctrl-C must stop the run at once, without an evaluation."""
 
     def twice(event):
         if isinstance(event, Logged) and event.step == 6:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
             train(recipe, tmp_path / "run", report=twice)
@@ -422,7 +423,7 @@ def test_a_second_interrupt_acts_at_once(recipe, tmp_path):
 
 
 def test_a_checkpoint_opens_in_transformers(recipe, tmp_path, monkeypatch):
-    """A checkpoint of the loop is a model for every other program, not a private format."""
+    """Other programs must open a checkpoint of the loop: it is in transformers' format."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     train(replace(recipe, data=replace(recipe.data, tokenizer="bpe", vocab_size=300)), tmp_path / "run")
     transformers = pytest.importorskip("transformers")

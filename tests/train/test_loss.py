@@ -1,4 +1,4 @@
-"""The loss that never holds all logits equals the plain one, in value and in gradient."""
+"""The chunked loss, which never holds all logits, equals the plain one in value and gradient."""
 
 import copy
 import math
@@ -19,20 +19,20 @@ V, B, T = 101, 3, 16
 
 @pytest.fixture(autouse=True)
 def chunks(monkeypatch):
-    """Ten rows at most, of 48: five parts, of which the last is smaller."""
+    """At most 10 of 48 rows at a time: five parts, the last one smaller."""
     monkeypatch.setitem(loss.CHUNK, "cpu", 4 * V * 10)
 
 
 @pytest.fixture
 def model() -> GPT2:
-    """Parameters so large that the softmax is far from even, and no gradient is small beside its rounding."""
+    """Parameters so large that the softmax is far from uniform, and gradients are large beside their rounding."""
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return random_model(GPT2Config(V, T, 16, 2, 2, **rates, bos_token_id=0, eos_token_id=0), 0.3)
 
 
 @pytest.fixture
 def windows() -> tuple[torch.Tensor, torch.Tensor]:
-    """Few enough ids that most occur several times: as a token, and as a target."""
+    """So few ids that most occur several times, as tokens and as targets."""
     generator = torch.Generator().manual_seed(1)
     return tuple(torch.randint(0, 20, (B, T), generator=generator) for _ in range(2))
 
@@ -42,7 +42,7 @@ def plain(model, ids, targets):
 
 
 def gradients(model, score, scale=1.0) -> dict[str, torch.Tensor]:
-    """A copy's loss and gradients, by name."""
+    """Loss and gradients of a copy of the model, by name."""
     model = copy.deepcopy(model)
     value = score(model)
     (value * scale).backward()
@@ -57,18 +57,18 @@ def distance(ours, theirs) -> float:
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_loss_and_gradients_are_the_plain_ones(model, windows, scale):
-    """A part's mean in place of the batch's, a target subtracted twice, the table's rows forgotten: each trains, and worse."""
+    """Possible bugs: the mean of a part instead of the batch, a target subtracted twice, missing rows of the embedding."""
     reference = gradients(model, lambda m: plain(m, *windows), scale)
     assert distance(gradients(model, lambda m: Scored(m)(*windows), scale), reference) < 1e-13
 
 
 def broken_rows(ctx, grad):
-    """The head's gradient alone."""
+    """Drop the gradient of the head's input."""
     return ctx.tie.take(), None, None
 
 
 def broken_loss(ctx, grad):
-    """Its factor lost: with four parts a step, four times too large."""
+    """Drop the loss's factor: with four parts a step, the gradient is four times too large."""
     (grad_hidden, ctx.tie.grad), ctx.grads = ctx.grads, None
     return grad_hidden, None, None, None
 
@@ -81,14 +81,14 @@ def test_what_is_broken_is_seen(model, windows, monkeypatch, where, broken):
 
 
 def test_a_lost_part_is_seen(model, windows, monkeypatch):
-    """The control: parts that do not cover every row change the loss."""
+    """Negative control: parts that do not cover every row change the loss."""
     monkeypatch.setattr(loss, "even", lambda rows, n_vocab: rows.chunk(5)[:-1])
     assert Scored(model)(*windows).item() != pytest.approx(plain(model, *windows).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_rounding_is_no_worse_than_the_plain_loss(model, windows, precision):
-    """In float32, and in bfloat16 by autocast: nearer to float64 than the plain loss, or as near as makes no difference."""
+    """In float32, and in bfloat16 by autocast: the error against float64 is at most about that of the plain loss."""
     exact = gradients(model, lambda m: plain(m, *windows))
     single = model.float()
 
@@ -100,12 +100,12 @@ def test_rounding_is_no_worse_than_the_plain_loss(model, windows, precision):
 
     ours, theirs = error(lambda m: Scored(m)(*windows)), error(lambda m: plain(m, *windows))
     assert ours < 1.5 * theirs
-    assert theirs > (1e-3 if precision == torch.bfloat16 else 1e-8)  # else the precision was never reached
+    assert theirs > (1e-3 if precision == torch.bfloat16 else 1e-8)  # else the precision was not in use
 
 
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_large_logits_do_not_overflow(model, windows, scale):
-    """exp(300) is infinite in float32, and a target that is 300 below the top has a probability of zero, not an infinite loss."""
+    """exp(300) overflows float32; a target 300 below the maximum has probability zero and a finite loss."""
     model.ln_f.weight.data *= scale
     single = model.float()
     ours, theirs = gradients(single, lambda m: Scored(m)(*windows)), gradients(single, lambda m: plain(m, *windows))
@@ -114,7 +114,7 @@ def test_large_logits_do_not_overflow(model, windows, scale):
 
 
 def test_beside_adapters_the_frozen_embedding_gets_no_gradient(model, windows):
-    """Half of the work at the head would be for nothing."""
+    """Computing the frozen embedding's gradient would waste half of the head's work."""
     adapted = inject(model, r=2)
     for name, parameter in adapted.named_parameters():
         if name.endswith("lora_B"):
@@ -125,14 +125,14 @@ def test_beside_adapters_the_frozen_embedding_gets_no_gradient(model, windows):
 
 
 def test_parts_are_equal_and_small_enough():
-    """A last part of a few rows costs as much traffic as a full one."""
+    """A last part of a few rows reads as much memory as a full one."""
     assert [len(part) for part in loss.even(torch.zeros(48, 3), V)] == [10, 10, 10, 10, 8]
     assert [len(part) for part in loss.even(torch.zeros(11, 3), V)] == [6, 5]
     assert [len(part) for part in loss.even(torch.zeros(3, 3), 10**9)] == [1, 1, 1]
 
 
 def test_the_logits_are_never_whole(model, windows, monkeypatch):
-    """Nothing as large as the logits is ever made, and the backward pass keeps nothing of the vocabulary's size."""
+    """No tensor may have the size of the logits, and the backward pass keeps none of the vocabulary's size."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -154,7 +154,7 @@ def test_the_logits_are_never_whole(model, windows, monkeypatch):
 
 
 def test_a_second_way_back_is_refused(model, windows):
-    """Its gradients were handed over, not copied."""
+    """A second backward pass is refused: the gradients were moved, not copied."""
     value = Scored(model)(*windows)
     value.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
@@ -162,6 +162,6 @@ def test_a_second_way_back_is_refused(model, windows):
 
 
 def test_a_loss_that_is_not_finite_stays_so(model, windows):
-    """The loop's guard against divergence reads the loss; a maximum that swallows NaN would blind it."""
+    """The divergence guard reads the loss, so NaN must stay NaN: a maximum may drop it."""
     model.wte.weight.data[3, 2] = math.nan
     assert math.isnan(Scored(model)(*windows).item())

@@ -1,4 +1,4 @@
-"""What a run reports beside its losses: overfitting, the time left, and all metrics in TensorBoard."""
+"""What a run reports beside its losses: overfitting, the remaining time, and all metrics in TensorBoard."""
 
 import json
 import time
@@ -30,20 +30,20 @@ def test_losses_that_part_are_reported_with_both_figures():
 @pytest.mark.parametrize(
     ("train_losses", "val_losses", "best_step"),
     [
-        ([2.0, 1.5, 1.0], [3.0, 2.0, 1.9, 1.8], 30),  # both fall
+        ([2.0, 1.5, 1.0], [3.0, 2.0, 1.9, 1.8], 30),  # both losses fall
         ([2.0, 1.5, 1.0], [3.0, 2.0, 2.0, 2.01], 10),  # within noise
-        ([2.0, 2.5, 3.0], [3.0, 2.0, 2.5, 3.0], 10),  # both rise: the run is ill, but it does not overfit
-        ([2.0], [3.0, 3.5], 0),  # the best is what it began with: nothing was trained before it to compare with
+        ([2.0, 2.5, 3.0], [3.0, 2.0, 2.5, 3.0], 10),  # both losses rise: the run fails, but does not overfit
+        ([2.0], [3.0, 3.5], 0),  # the best model is the initial one: there is no earlier training to compare with
         ([], [3.0], 0),
     ],
 )
 def test_no_warning_where_nothing_parts(train_losses, val_losses, best_step):
-    """Nobody reads a warning that always comes."""
+    """No warning while both losses move together: users ignore a warning that always appears."""
     assert overfitting(rows(train_losses, val_losses), best_step) == ""
 
 
 def test_a_text_known_by_heart_is_warned_of_and_stopped(recipe, tmp_path):
-    """Fine-tuning stops by itself where the held-out loss no longer falls."""
+    """Overfitting gives a warning, and fine-tuning stops once the held-out loss no longer falls."""
     few = tmp_path / "few.txt"
     few.write_text("the king doth sleep, and so speak no more,\n" * 3 + "while villains art, thou villain, night and art,\n")
     train(replace(recipe, steps=1), tmp_path / "first")
@@ -58,7 +58,7 @@ def test_a_text_known_by_heart_is_warned_of_and_stopped(recipe, tmp_path):
 
 
 def test_time_left_counts_steps_and_evaluations(monkeypatch):
-    """Evaluations left out of the estimate are a third of a short run."""
+    """Evaluations take a third of a short run: the estimate must include them."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     pace = Pace(0, Recipe(steps=100, eval_every=30, batch_size=2, context=5))

@@ -1,4 +1,4 @@
-"""The schedule in closed form, and which parameters decay."""
+"""The learning-rate schedule in closed form, and which parameters decay."""
 
 import math
 
@@ -12,11 +12,11 @@ from gpt2.train.recipe import Optim
 
 
 def test_schedule_has_its_closed_form_values():
-    """An off-by-one in warm-up starts at rate 0; a cosine over the wrong span never comes down."""
+    """Possible bugs: a warm-up that starts at rate 0, a cosine over the wrong number of steps."""
     optim = Optim(lr=1.0, min_lr=0.1, warmup=4)
     assert [learning_rate(step, 104, optim) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
     assert learning_rate(4, 104, optim) == 1.0
-    assert learning_rate(54, 104, optim) == pytest.approx(0.55, abs=1e-12)  # half-way: the middle of lr and min_lr
+    assert learning_rate(54, 104, optim) == pytest.approx(0.55, abs=1e-12)  # half-way: the mean of lr and min_lr
     assert learning_rate(29, 104, optim) == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2, abs=1e-12)
     assert learning_rate(104, 104, optim) == learning_rate(999, 104, optim) == pytest.approx(0.1, abs=1e-12)
     rates = [learning_rate(step, 104, optim) for step in range(4, 105)]
@@ -28,7 +28,7 @@ def test_schedule_has_its_closed_form_values():
 
 
 def test_only_matrices_decay():
-    """Decay on norms and biases pulls every norm to zero: worse, and quietly so."""
+    """Weight decay on norms and biases pulls them to zero: the model gets worse without an error."""
     model = GPT2(GPT2Config(11, 8, 8, 2, 2))
     optimizer = adamw(model, Optim(weight_decay=0.5))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -41,7 +41,7 @@ def test_only_matrices_decay():
 
 
 def test_a_step_is_adamw_by_the_book():
-    """Betas, decay and rate reach the optimizer: one step computed by hand, Loshchilov and Hutter, algorithm 2."""
+    """Betas, decay and rate must reach the optimizer: one step computed by hand (Loshchilov and Hutter, algorithm 2)."""
     torch.manual_seed(0)
     model = GPT2(GPT2Config(11, 8, 8, 1, 2))
     optim = Optim(lr=0.03, beta1=0.8, beta2=0.9, weight_decay=0.5)

@@ -1,4 +1,4 @@
-"""Training in several real processes: they compute what one does, agree on errors, and survive the loss of one."""
+"""Training in several processes: the same result as one process, errors on all ranks, and recovery from the loss of one."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def member(rank, size, port, work, results):
-    """One rank of a job, in a process of its own."""
+    """Run one rank of a job in a process of its own."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -37,7 +37,7 @@ def member(rank, size, port, work, results):
 
 
 def job(size, work) -> list[object]:
-    """What ``work(rank)`` returned on every rank, or its error in one line."""
+    """The results of ``work(rank)`` on every rank, or its one-line error."""
     context = forkserver()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -54,7 +54,7 @@ def job(size, work) -> list[object]:
 
 
 class Run:
-    """``train``, to be sent to another process; ``stop`` is a step after which rank ``by`` gets a SIGTERM."""
+    """``train`` as a picklable call; after step ``stop``, rank ``by`` gets a SIGTERM."""
 
     def __init__(self, recipe: Recipe, folder: Path, *, init=None, stop: int = 0, by: int = 0, change: str = ""):
         self.recipe, self.folder, self.init, self.stop, self.by, self.change = recipe, folder, init, stop, by, change
@@ -86,7 +86,7 @@ class Run:
 
 
 def furthest(a: Path, b: Path) -> float:
-    """The largest difference of any loss or held-out loss of two runs, relative to the first."""
+    """The largest difference of any training or held-out loss of two runs, relative to the first run."""
     pairs = list(zip(metrics(a), metrics(b), strict=True))
     assert [row.keys() for row, _ in pairs] == [row.keys() for _, row in pairs]
     return max(abs(x[key] - y[key]) / x[key] for x, y in pairs for key in ("loss", "val_loss") if key in x)
@@ -94,7 +94,7 @@ def furthest(a: Path, b: Path) -> float:
 
 @pytest.fixture(scope="module")
 def shared(recipe) -> Recipe:
-    """A batch that two and three processes can share; no dropout, because its masks depend on the rank."""
+    """A batch that two and three processes can divide; no dropout, because its masks depend on the rank."""
     return replace(recipe, batch_size=6, dropout=0.0, device="cpu", model=replace(recipe.model, n_layer=2))
 
 
@@ -110,18 +110,18 @@ def alone(shared, tmp_path_factory) -> Path:
     [(2, "ddp", 1), (2, "fsdp", 2), *(pytest.param(3, how, 3, marks=pytest.mark.slow) for how in ("ddp", "fsdp"))],
 )
 def test_many_compute_what_one_does(shared, alone, tmp_path, size, how, parts):
-    """Gradients summed instead of averaged, or over other rows, train another model without a sign of it."""
+    """Gradients that are summed instead of averaged, or taken from other rows, train another model without an error."""
     run = Run(replace(shared, parallel=how, grad_accum=parts), tmp_path / "run")
     assert job(size, run) == ["finished"] * size
     assert furthest(alone, tmp_path / "run") < 1e-6
     mine, theirs = (load_file(folder / "best" / "model.safetensors") for folder in (tmp_path / "run", alone))
     assert {name: tensor.shape for name, tensor in mine.items()} == {name: tensor.shape for name, tensor in theirs.items()}
-    # AdamW divides by the square root of a gradient's square, which is rounding where the gradient is.
+    # AdamW divides by the root of the squared gradient, which is only rounding where the gradient is.
     assert max(float((mine[name] - theirs[name]).abs().max()) for name in theirs) < 1e-4
 
 
 def test_the_control_of_that(shared, alone, tmp_path):
-    """Ranks that all read the first rows do not compute what one process does, and must be seen."""
+    """Negative control: ranks that all read the first rows must give another result than one process."""
     job(2, Run(shared, tmp_path / "run", change="the same rows on every rank"))
     assert furthest(alone, tmp_path / "run") > 1e-3
 
@@ -131,7 +131,7 @@ def test_the_control_of_that(shared, alone, tmp_path):
     [(2, 1, "fsdp"), (1, 2, "ddp"), *(pytest.param(*case, "fsdp", marks=pytest.mark.slow) for case in ((2, 3), (1, 3)))],
 )
 def test_saved_on_some_and_gone_on_with_on_others(shared, alone, tmp_path, first, then, how):
-    """A checkpoint that holds the slices of the ranks there were, and the moments of one of them, ties a run to its machines."""
+    """A checkpoint must resume on another number of processes: it must not hold one rank's slice or moments alone."""
     run = Run(replace(shared, parallel=how), tmp_path / "run", stop=5, by=first - 1)
     assert (job(first, run) if first > 1 else [one(run)]) == ["interrupted"] * first
     assert [path.name for path in state.checkpoints(tmp_path / "run")] == ["step-5", "step-4"]
@@ -153,7 +153,7 @@ def one(run: Run) -> str:
     [(2, "ddp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "fsdp"), (3, "ddp"), (3, "fsdp")))],
 )
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(recipe, tmp_path, size, how):
-    """With dropout. DDP sums its first step's gradients in other buckets than the later ones, and so a resumed run's."""
+    """With dropout. DDP's gradient buckets in the first step differ from later ones, also in the first step of a resumed run."""
     shared = replace(recipe, batch_size=6, parallel=how, device="cpu")
     assert job(size, Run(shared, tmp_path / "whole")) == ["finished"] * size
     assert job(size, Run(shared, tmp_path / "run", stop=6, by=size - 1)) == ["interrupted"] * size
@@ -170,7 +170,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(recipe, tmp_path, size
     ],
 )
 def test_what_one_rank_cannot_do_stops_all(shared, text, tmp_path, change, batch_size, says):
-    """The others would wait for it for ten minutes, and then report a lost connection."""
+    """An error on one rank must stop all ranks: otherwise they wait ten minutes and report a lost connection."""
     (tmp_path / "file").write_text("")
     Path(f"{text}.other").write_text(text.read_text()[::-1])
     first, second = job(2, Run(replace(shared, batch_size=batch_size), tmp_path, change=change))
@@ -180,10 +180,10 @@ def test_what_one_rank_cannot_do_stops_all(shared, text, tmp_path, change, batch
 
 
 def test_a_loss_that_one_rank_cannot_count_is_everyones(shared, tmp_path):
-    """A rank that skips a step alone has other weights than the rest from then on."""
+    """If one rank alone skips a step, its weights differ from then on; so a loss that is not finite counts on all ranks."""
     run = Run(replace(shared, on_divergence="skip"), tmp_path / "run", change="nan on rank 1")
     assert job(2, run) == ["finished"] * 2
-    assert [row["step"] for row in metrics(tmp_path / "run") if "diverged" in row] == [6]  # the warm-up pass was the first call
+    assert [row["step"] for row in metrics(tmp_path / "run") if "diverged" in row] == [6]  # the first call is the warm-up pass
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_adapters_shared_and_gone_on_with(shared, alone, tmp_path, how):
 
 
 def command(recipe: Recipe, folder: Path) -> subprocess.Popen:
-    """`gpt2 train --nproc 2`, as a user starts it; what it says goes to a file beside the folder."""
+    """Run `gpt2 train --nproc 2` as a user does; its output goes to a file beside the folder."""
     tables = {"data": recipe.data, "model": recipe.model, "optim": recipe.optim}
     file = folder.with_suffix(".toml")
     lines = [f"{key} = {json.dumps(value)}" for key, value in vars(recipe).items() if isinstance(value, int | float | str)]
@@ -246,7 +246,7 @@ def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(recipe, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_of_a_job_saves_once_and_ends(recipe, tmp_path, number):
-    """A worker that hands back a result waits for a launcher that is leaving, and the launcher for it."""
+    """Deadlock on Ctrl-C: a worker waits to return its result to the launcher, and the launcher waits for the worker."""
     shared = replace(recipe, batch_size=4, steps=100_000, save_every=100_000, eval_every=100_000)
     process = command(shared, tmp_path / "run")
     reached(tmp_path / "run", 10, process)

@@ -1,4 +1,4 @@
-"""Loss curves: every number that a run logged is in the picture, however the run ended."""
+"""Loss curves: the picture shows every logged number, also of a run that failed."""
 
 import json
 
@@ -19,7 +19,7 @@ def run(folder, losses, torn=""):
 
 
 def test_a_run_is_read_as_it_was_logged(tmp_path):
-    """A NaN or a torn line that stops the picture hides the run that most needs looking at."""
+    """A NaN or an incomplete line must not stop the plot: those runs need it most."""
     folder = run(tmp_path / "a", [3.0, 2.0, float("nan"), 1.8], torn='{"step": 99, "lo')
     curve = read_run(folder)
     assert curve.name == "a"

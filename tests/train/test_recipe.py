@@ -1,4 +1,4 @@
-"""Recipes: what is misspelt or of the wrong type is refused, never replaced by a default."""
+"""Recipes: a misspelt key or a value of the wrong type is refused, and never replaced by a default."""
 
 import json
 from dataclasses import asdict, replace
@@ -25,7 +25,7 @@ def mine(tmp_path):
 
 @pytest.mark.parametrize("name", recipes.names())
 def test_own_recipes_are_read_and_describe_themselves(name):
-    """A recipe with a typo would be found by the first user who trains it."""
+    """Every recipe in the package must load: otherwise its first user finds the typo."""
     found = read(name)
     assert found.name == name
     assert found.description
@@ -77,7 +77,8 @@ def test_recipe_by_path_has_defaults_for_what_it_does_not_say(mine):
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(override, says, mine):
-    """A typo that trains a night with the default, a negative clip that climbs the loss, a NaN that compares as fine."""
+    """Examples: a typo that would train with the default, a negative clip that increases the loss, NaN that passes
+    comparisons."""
     assert says in refusal(read, mine("steps = 9\ngrad_accum = 4\n"), [override])
 
 
@@ -87,11 +88,11 @@ def test_what_does_not_fit_is_refused_by_name(override, says, mine):
         ("steps=7", lambda r: r.steps == 7),
         (" steps = 7 ", lambda r: r.steps == 7),
         ("optim.lr=1", lambda r: type(r.optim.lr) is float and r.optim.lr == 1),
-        ("optim.lr=.01", lambda r: r.optim.lr == 0.01),  # not TOML, but what everyone types
+        ("optim.lr=.01", lambda r: r.optim.lr == 0.01),  # not TOML, but a common way to type it
         ("optim.lr=5e-3", lambda r: r.optim.lr == 0.005),
         ("data.path=my text.txt", lambda r: r.data.path == "my text.txt"),
         ('data.path="quoted.txt"', lambda r: r.data.path == "quoted.txt"),
-        ("data.path=1984", lambda r: r.data.path == "1984"),  # a number where text is wanted is text
+        ("data.path=1984", lambda r: r.data.path == "1984"),  # a number is accepted as text
         ("data.path=a=b", lambda r: r.data.path == "a=b"),
         ("data.path=", lambda r: r.data.path == ""),
         ("data.path=1\nsteps = 3", lambda r: r.steps == 1000 and r.data.path == "1\nsteps = 3"),
@@ -121,14 +122,14 @@ def test_two_texts_at_once_are_refused(mine):
 
 
 def test_a_fine_tune_stops_early_unless_told_otherwise():
-    """A small text is soon known by heart: the loss falls, the held-out loss climbs, and the night is wasted."""
+    """A small text is soon memorised: the training loss falls while the held-out loss rises."""
     assert Recipe().resolved(None).patience == 0
     assert Recipe().resolved("gpt2").patience == 5
     assert Recipe(patience=0).resolved("gpt2").patience == 0
 
 
 def test_the_activation_reaches_the_model_and_a_wrong_one_is_refused(recipe):
-    """nanoGPT's characters bend by the exact GELU; a key that stops at the recipe would train another model than it says."""
+    """nanoGPT's character model uses the exact GELU; a recipe key that is ignored would train another model."""
     exact = replace(recipe, model=replace(recipe.model, activation_function="gelu"))
     assert models.new(exact, Chars("ab")).config.activation_function == "gelu"
     assert models.new(recipe, Chars("ab")).config.activation_function == "gelu_new"
@@ -137,7 +138,7 @@ def test_the_activation_reaches_the_model_and_a_wrong_one_is_refused(recipe):
 
 @pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/b", "a\\b", "C:x", "..", ".", "", "a\0b", "a\x1b]0;x", "x" * 300])
 def test_a_name_is_one_component_of_a_path(mine, name):
-    """A run goes to out/NAME: somebody's recipe file could write anywhere that its reader may."""
+    """A run writes to out/NAME: a name with a path in it could write anywhere."""
     path = mine(f"name = {json.dumps(name)}\n")
     assert f"{path}: name" in refusal(read, path)
     assert read(path, ["name=mine"]).name == "mine"
@@ -145,7 +146,7 @@ def test_a_name_is_one_component_of_a_path(mine, name):
 
 @pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "a = " + "{b = " * 100_000, "steps = " + "1" * 5000])
 def test_toml_that_python_cannot_read_is_one_line(mine, text):
-    """Nested too deep or with too many digits, it ended in a traceback, as in --set."""
+    """TOML that is nested too deep, or has too many digits, ended in a traceback, as in --set."""
     path = mine(text)
     assert "not a TOML file" in refusal(read, path)
     assert len(refusal(read, path)) < 300

@@ -1,4 +1,4 @@
-"""A run that is stopped, killed or damaged computes, bit for bit, what it would have computed undisturbed."""
+"""A run that is stopped, killed or damaged ends with the same bits as an undisturbed run."""
 
 import os
 import random
@@ -21,13 +21,13 @@ from gpt2.train.recipe import Lora
 
 @pytest.fixture(scope="module")
 def undisturbed(whole):
-    """What the recipe's run leaves when nothing happens to it."""
+    """The files of the undisturbed run."""
     return outcome(whole)
 
 
 @pytest.fixture(scope="module")
 def stopped(recipe, tmp_path_factory):
-    """A run that was stopped after step 10, with checkpoints of steps 10 and 8; to be read."""
+    """A run that was stopped after step 10, with checkpoints of steps 10 and 8; read only."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     train(recipe, folder, report=stop_at(10))
     assert [path.name for path in state.checkpoints(folder)] == ["step-10", "step-8"]
@@ -36,7 +36,7 @@ def stopped(recipe, tmp_path_factory):
 
 @pytest.fixture
 def run(stopped, tmp_path):
-    """A copy of the stopped run, which a test may damage."""
+    """A copy of the stopped run; a test may damage it."""
     return shutil.copytree(stopped, tmp_path / "run")
 
 
@@ -44,7 +44,7 @@ def run(stopped, tmp_path):
     ("step", "number"), [(1, signal.SIGINT), (4, signal.SIGTERM), (5, signal.SIGTERM), (6, signal.SIGINT), (11, signal.SIGTERM)]
 )
 def test_an_orderly_stop_finishes_the_step_and_saves_it(recipe, tmp_path, undisturbed, step, number):
-    """Steps that are saved anyway, evaluated anyway, both, and neither: each had its own way of logging a step twice."""
+    """Steps that are saved, evaluated, both or neither: each case once logged a step twice."""
     run = tmp_path / "run"
     result = train(recipe, run, report=stop_at(step, number))
     assert (result.stopped, result.step) == ("interrupted", step)
@@ -58,7 +58,7 @@ def test_an_orderly_stop_finishes_the_step_and_saves_it(recipe, tmp_path, undist
 
 @pytest.mark.parametrize("step", [0, 6])
 def test_a_stop_in_the_middle_of_an_evaluation(recipe, tmp_path, undisturbed, monkeypatch, step):
-    """The score that was under way must be counted, saved and logged once; step 0 is before anything else was saved."""
+    """The interrupted evaluation must be counted, saved and logged once; at step 0 no checkpoint exists yet."""
     real, run, at = loop.language_score, tmp_path / "run", iter(range(0, 99, 3))
 
     def interrupted(*args, **kwargs):
@@ -78,7 +78,7 @@ def test_a_stop_in_the_middle_of_an_evaluation(recipe, tmp_path, undisturbed, mo
 
 
 def test_a_stop_after_every_single_step(recipe, tmp_path, undisturbed):
-    """A machine that is taken away all the time still gets there, and by the same way."""
+    """A run that is interrupted after every step still ends with the same result."""
     run = tmp_path / "run"
     for step in range(1, 12):
         assert train(recipe, run, report=stop_at(step)).stopped == "interrupted"
@@ -88,7 +88,7 @@ def test_a_stop_after_every_single_step(recipe, tmp_path, undisturbed):
 
 @pytest.mark.parametrize("patience", [0, 2])
 def test_a_run_that_ended_stays_as_it_is(recipe, tmp_path, patience):
-    """Starting an ended run again must not take another step, evaluate again, or touch a file of it."""
+    """Starting a finished run again must not train, evaluate, or change a file."""
     recipe = replace(recipe, patience=patience, optim=replace(recipe.optim, lr=0.0 if patience else 1e-2, min_lr=0.0))
     run = tmp_path / "run"
     first = train(recipe, run)
@@ -102,7 +102,7 @@ def test_a_run_that_ended_stays_as_it_is(recipe, tmp_path, patience):
 
 @pytest.mark.parametrize("rank", [0, 2], ids=["weights", "adapters"])
 def test_a_fine_tune_goes_on_without_the_model_it_began_with(recipe, init, tmp_path, rank):
-    """Everything needed is in the folder: a moved or changed --init must not change or stop the run."""
+    """The folder holds all that a resume needs: moving or changing --init must not change or stop the run."""
     recipe = replace(recipe, lora=Lora(r=rank, dropout=0.1))
     train(recipe, tmp_path / "undisturbed", init=str(init))
     train(recipe, tmp_path / "run", init=str(init), report=stop_at(7))
@@ -129,7 +129,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_checkpoint_is_passed_over_with_the_reason(recipe, run, undisturbed, what):
-    """safetensors has no checksum: without the manifest, a flipped bit trains on without a word."""
+    """safetensors has no checksum: without the manifest, training would resume from flipped bits."""
     damage, reason = DAMAGE[what]
     damage(run / "step-10")
     events = []
@@ -140,7 +140,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(recipe, run, undist
 
 
 def test_with_every_checkpoint_damaged_the_run_begins_again(recipe, run, undisturbed):
-    """Step 0 is evaluated and logged again; it must not stand in the metrics twice."""
+    """Step 0 is evaluated and logged again; metrics must hold it once."""
     for path in state.checkpoints(run):
         flip(path / "model.safetensors")
     events = []
@@ -151,7 +151,7 @@ def test_with_every_checkpoint_damaged_the_run_begins_again(recipe, run, undistu
 
 
 def test_damaged_newer_checkpoints_do_not_push_out_whole_ones(recipe, tmp_path):
-    """Keeping 'the newest two' by number kept two damaged ones, and deleted the one just written."""
+    """Keeping the two highest numbers kept two damaged checkpoints, and deleted the one just written."""
     run = tmp_path / "run"
     train(recipe, run, report=stop_at(4))
     for name in ("step-98", "step-99"):
@@ -163,7 +163,7 @@ def test_damaged_newer_checkpoints_do_not_push_out_whole_ones(recipe, tmp_path):
 
 
 def test_leftovers_of_a_kill_are_cleared(recipe, run, undisturbed):
-    """A `best/` killed between its two renames comes back; half-written directories do not fill the disk for ever."""
+    """A `best/` killed between its two renames is restored; half-written directories are removed."""
     best = (run / "best" / "model.safetensors").read_bytes()
     os.rename(run / "best", run / ".best.old")
     shutil.copytree(run / "step-8", run / ".step-11.partial")
@@ -182,7 +182,7 @@ def test_leftovers_of_a_kill_are_cleared(recipe, run, undisturbed):
 
 @pytest.mark.parametrize("torn", ['{"step": 5, "lo', '{"step"', "\x00\x00", "5", "[]", '"step"'])
 def test_a_line_torn_by_the_kill_is_cut_off(run, torn):
-    """Half a line in the middle of the file, and every reader of it fails from then on."""
+    """An incomplete line in the middle of the file would break every reader."""
     before = (run / "metrics.jsonl").read_text()
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 11, "loss": 9.9}\n' + torn)
@@ -192,7 +192,7 @@ def test_a_line_torn_by_the_kill_is_cut_off(run, torn):
 
 
 def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it_appears(recipe, tmp_path, monkeypatch):
-    """A rename that outruns its data leaves, after a power cut, a directory of the right name and empty files."""
+    """Data must be synced before the rename: after a power cut, the directory would have empty files."""
     did: list[tuple[str, str]] = []
     real = os.rename
 
@@ -219,14 +219,14 @@ RUNS = [("weights", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case i
 
 @pytest.mark.parametrize(("trains", "seed"), RUNS)
 def test_killed_at_random_moments(recipe, init, tmp_path, trains, seed):
-    """SIGKILL in the middle of a step, a rename, a line, an evaluation: whatever is on the disk must do to go on exactly."""
+    """SIGKILL during a step, a rename, a log line or an evaluation: the run must resume exactly from what is on the disk."""
     long = replace(recipe, steps=45, eval_every=2, save_every=3, lora=Lora(r=2 if trains == "adapters" else 0, dropout=0.1))
     init = str(init) if trains == "adapters" else None
     run, rng, reached = tmp_path / "run", random.Random(seed), []
     train(long, tmp_path / "whole", init=init)
     for _ in range(6):
         process = start(long, run, init=init)
-        aim = (reached[-1] if reached else 0) + rng.randint(4, 7)  # past one checkpoint or two
+        aim = (reached[-1] if reached else 0) + rng.randint(4, 7)  # more than one or two checkpoints
         while process.is_alive() and logged_steps(run) < aim:
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.1))
@@ -235,7 +235,7 @@ def test_killed_at_random_moments(recipe, init, tmp_path, trains, seed):
         assert process.exitcode in (-signal.SIGKILL, 0)
         reached.append(max((int(path.name[5:]) for path in state.checkpoints(run)), default=0))
     assert reached == sorted(reached)
-    assert len(set(reached) - {45}) >= 3  # it was killed on its way, and did go on from where it had been
+    assert len(set(reached) - {45}) >= 3  # it was killed in the middle, and resumed from there
     process = start(long, run, init=init)
     process.join()
     assert process.exitcode == 0
@@ -260,7 +260,8 @@ def test_a_process_that_is_asked_to_stop_saves_and_ends_well(recipe, tmp_path, n
 
 
 def test_the_moments_are_written_from_where_they_lie():
-    """Made into bytes first, they take their size again, twice: gpt2-medium's save peaked at 12 GB, where the step takes 7."""
+    """Moments must be written from their memory: converting them to bytes doubled gpt2-medium's peak to 12 GB, against 7 in a
+    step."""
     moments = {"0.exp_avg": torch.ones(3)}
     pieces = list(safetensors_file(moments))
     moments["0.exp_avg"].zero_()

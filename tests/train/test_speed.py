@@ -1,4 +1,4 @@
-"""What is measured as a run begins, and what is made of it."""
+"""Measurements at the start of a run, and the settings chosen from them."""
 
 import itertools
 import json
@@ -32,24 +32,24 @@ def sized(width: int, n_layer: int = 2) -> GPT2:
 
 @pytest.fixture
 def rates(monkeypatch):
-    """Give the machine these speeds, in operations a second."""
+    """Set the measured speeds of the machine, in operations per second."""
     given = {"float32": 1e9, "bf16": 8e9}
     monkeypatch.setattr(speed, "gemm_rate", lambda config, recipe, device, precision: given[precision])
     return given
 
 
 def test_operations_are_what_torch_counts():
-    """A share of the peak that forgets the way back, or counts it once, is off by half and looks plausible."""
+    """Without the backward pass, or with it counted once, the utilisation is wrong by a factor of two and looks plausible."""
     model, ids = sized(64, 3).use_attention(eager_attention), torch.zeros(2, 32, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         Scored(model)(ids, ids).backward()
-    whole_square = 3 * 3 * 2 * (32 - 1) * 64  # of attention, which the eager one computes in full: so many more for each token
+    whole_square = 3 * 3 * 2 * (32 - 1) * 64  # eager attention computes the full square: more operations per token
     assert speed.operations(model.config, 32) + whole_square == pytest.approx(counter.get_total_flops() / 64, rel=1e-6)
 
 
 @pytest.mark.parametrize(("low", "chosen"), [(8e9, "bf16"), (1.2e9, "float32"), (0.5e9, "float32")])
 def test_precision_is_chosen_by_measurement_and_says_why(rates, low, chosen):
-    """Half as fast on one machine, twelve times on another: neither is a default."""
+    """bfloat16 is half as fast on one machine and twelve times as fast on another: it must be measured."""
     rates["bf16"] = low
     recipe, why = speed.decide_precision(Recipe(precision="auto"), sized(128).config, ALONE)
     assert recipe.precision == chosen
@@ -67,7 +67,7 @@ def test_where_products_say_nothing_nothing_is_said(rates):
 
 
 def test_a_rate_is_that_of_the_best_run(monkeypatch):
-    """A clock that stops before the work does would make every run look idle."""
+    """A clock that stops before the work ends would make every run look slow."""
     now, real, times = [0.0], torch.mm, itertools.cycle([0.03, 0.01, 0.02])
 
     def mm(*args, **settings):
@@ -81,7 +81,7 @@ def test_a_rate_is_that_of_the_best_run(monkeypatch):
 
 
 def test_a_run_keeps_the_precision_it_began_with(recipe, tmp_path, rates, monkeypatch):
-    """Measured anew after a resume, a run would go on in another precision, and be another run."""
+    """A resumed run must not measure the precision again: another precision would change the result."""
     monkeypatch.setattr(speed, "MIN_WIDTH", 1)
     events, auto = [], replace(recipe, precision="auto", eval_every=12, steps=8)
     train(auto, tmp_path / "run", report=events.append)
@@ -90,7 +90,7 @@ def test_a_run_keeps_the_precision_it_began_with(recipe, tmp_path, rates, monkey
     assert any("GFLOP/s" in note for note in begun.notes)
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["precision"] == "bf16"
     rates["bf16"] = 1e6
-    train(auto, tmp_path / "run", report=events.append)  # goes on, and is not refused as another recipe
+    train(auto, tmp_path / "run", report=events.append)  # it resumes, and is not refused as another recipe
     assert [e.recipe.precision for e in events if isinstance(e, Started)] == ["bf16", "bf16"]
     train(replace(auto, precision="bf16"), tmp_path / "asked")
     assert stored(tmp_path / "run") == stored(tmp_path / "asked")
@@ -113,7 +113,7 @@ def test_the_share_of_the_peak_is_logged_where_there_is_one(recipe, tmp_path, ra
 
 @pytest.mark.slow
 def test_a_compiled_run_goes_on_to_the_same_bits(recipe, tmp_path):
-    """Compiled anew after a stop, in the other process that a resume is: the same code, or another run."""
+    """A resume compiles again in another process: the result must have the same bits."""
     compiled = replace(recipe, compile=True, steps=6, eval_every=6, save_every=3)
     script = (
         "import json, sys; from gpt2.train.recipe import build; from gpt2.train.loop import train;"
