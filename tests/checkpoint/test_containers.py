@@ -1,4 +1,4 @@
-"""What holds for every container of weights: mapping, damage, and files that are something else than their name says."""
+"""Tests of every container of weights: memory mapping, damage, and files whose content does not match their name."""
 
 import gc
 import gzip
@@ -24,12 +24,12 @@ from gpt2.checkpoint.containers.torch_file import TorchFile
 
 
 class Kind(NamedTuple):
-    """``write(path, tensors)`` writes a file by somebody else's code, ``read(path)`` opens it by ours."""
+    """``write(path, tensors)`` writes a file with another library, ``read(path)`` opens it with ours."""
 
     write: Callable[[Path, dict[str, Tensor]], object]
     read: Callable[[Path], Any]
-    data: str = ""  # what follows the path in the name of the file that holds the data
-    directory: str = ""  # and in the name of the one that is opened first
+    data: str = ""  # suffix of the file that holds the data
+    directory: str = ""  # suffix of the file that is opened first
 
 
 KINDS = {
@@ -56,20 +56,20 @@ def data_file(kind: Kind, path: Path) -> Path:
 
 
 def test_writing_to_a_tensor_leaves_the_file_alone(kind: Kind, path: Path) -> None:
-    """A shared mapping would train straight into the checkpoint."""
+    """Writing to a tensor must not change the file: with a shared mapping, training would write to the checkpoint."""
     kind.write(path, {"a": torch.ones(3000)})
     before, again = data_file(kind, path).read_bytes(), kind.read(path)
     file = kind.read(path)
     tensor = file.read("a")
     tensor.mul_(5)
     assert tensor.sum() == 15_000
-    file.read("a")  # the checksum of TensorFlow's files is not one of what was written
+    file.read("a")  # TensorFlow's checksum no longer fits
     assert data_file(kind, path).read_bytes() == before
     assert again.read("a").sum() == kind.read(path).read("a").sum() == 3000
 
 
 def test_directory_and_data_are_of_one_file(kind: Kind, path: Path) -> None:
-    """A training run renames a better checkpoint over the one that is being loaded: new data under the old header."""
+    """A training run may rename a new checkpoint over the one being loaded: the new data must not be read with the old header."""
     kind.write(path, {"a": torch.ones(4), "b": torch.ones(4)})
     file = kind.read(path)
     new = path.with_name("new")
@@ -79,7 +79,7 @@ def test_directory_and_data_are_of_one_file(kind: Kind, path: Path) -> None:
 
 
 def test_a_file_cut_while_open_is_refused(kind: Kind, path: Path) -> None:
-    """`readinto` returns 0 at the end of a file, for ever; and touching a missing page of a mapping ends the process."""
+    """At the end of a file `readinto` returns 0 for ever, and reading a missing page of a mapping ends the process."""
     kind.write(path, {"a": torch.ones(5000)})
     file = kind.read(path)
     os.truncate(data_file(kind, path), file.entries["a"].start + 5)
@@ -89,7 +89,7 @@ def test_a_file_cut_while_open_is_refused(kind: Kind, path: Path) -> None:
 
 @PROC
 def test_a_mapped_tensor_lies_in_a_private_mapping_and_closes_its_file(kind: Kind, path: Path) -> None:
-    """A "mapped" read that copies; and descriptors that leak until the process may open no more."""
+    """A "mapped" read must not copy, and must close its file descriptor."""
     kind.write(path, {"a": torch.ones(5000), "b": torch.ones(5000)})
     gc.collect()
     data, descriptors = str(data_file(kind, path)), len(os.listdir("/proc/self/fd"))
@@ -114,13 +114,13 @@ def test_a_mapped_tensor_lies_in_a_private_mapping_and_closes_its_file(kind: Kin
 
 
 def test_a_mapped_tensor_is_pickled_alone(kind: Kind, path: Path) -> None:
-    """Views of one storage over the whole file: saving a bias of 12 numbers would write gigabytes."""
+    """Views of one storage over the whole file: pickling a bias of 12 numbers must not write gigabytes."""
     kind.write(path, {"a": torch.ones(100_000), "b": torch.ones(3)})
     assert len(pickle.dumps(kind.read(path).read("b"))) < 3000
 
 
 def test_a_file_that_cannot_be_mapped_is_read(kind: Kind, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some network and FUSE file systems have no mmap."""
+    """Some network and FUSE file systems do not support mmap."""
 
     def no_mmap(*_: object, **__: object) -> None:
         raise OSError(19, "No such device")
@@ -131,7 +131,7 @@ def test_a_file_that_cannot_be_mapped_is_read(kind: Kind, path: Path, monkeypatc
 
 
 def test_a_disk_that_fails_is_one_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback out of a network drive."""
+    """An error of a network drive must not end in a traceback."""
 
     class Broken:
         def seek(self, *_: object) -> None:
@@ -149,9 +149,9 @@ def test_a_disk_that_fails_is_one_line(path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_file_cut_anywhere_is_refused(kind: Kind, path: Path) -> None:
-    """A download that broke off, at every byte: in a count, in a name, between two tensors, in a zip's directory."""
+    """A download that was cut at any byte: in a count, a name, between two tensors, or in a zip's directory."""
     kind.write(path, {"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.float16)})
-    padding = kind.write is gguf_layouts.write_tensors  # the last tensor's may be missing
+    padding = kind.write is gguf_layouts.write_tensors  # the last tensor's padding may be missing
     for file in {path.with_name(path.name + end) for end in (kind.directory, kind.data)}:
         whole = file.read_bytes()
         for size in range(max(entry.end for entry in kind.read(path).entries.values()) if padding else len(whole)):

@@ -1,4 +1,4 @@
-"""The folded checksum against the plain one, and against the RFC's examples."""
+"""The checksum by folding, against a plain implementation and the examples of the RFC."""
 
 import random
 
@@ -26,7 +26,8 @@ def test_known_checksums(data: bytes, expected: int) -> None:
 
 
 def test_every_length_and_split_gives_the_plain_checksum() -> None:
-    """A wrong exponent, a tail of one to seven bytes forgotten, the register lost between two parts, a chunk's end skipped."""
+    """Possible bugs: a wrong exponent, a missing tail of one to seven bytes, a lost register between two parts, a skipped
+    chunk end."""
     pick = random.Random(0)
     lengths = [*range(20), *range(DEGREE - 9, DEGREE + 18), *(pick.randrange(60_000) for _ in range(25))]
     for length in lengths:
@@ -39,7 +40,7 @@ def test_every_length_and_split_gives_the_plain_checksum() -> None:
 
 @pytest.mark.parametrize("words", [DEGREE - 1, DEGREE, 999])
 def test_more_than_one_chunk(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
-    """A chunk shorter than what is carried over from the one before."""
+    """A chunk shorter than the part carried over from the previous chunk."""
     monkeypatch.setattr("gpt2.checkpoint.containers.crc32c.CHUNK", words)
     for length in (8 * words * 3, 8 * words * 3 + 7, 8 * words * 3 + 8, 100_000):
         data = random.Random(length).randbytes(length)

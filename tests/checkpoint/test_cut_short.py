@@ -1,4 +1,4 @@
-"""A weight file that somebody cuts short while it is mapped: one line before the next part of a job, not SIGBUS."""
+"""A mapped weight file that is cut short: a one-line error before the next part of a job, not SIGBUS."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.checks import python
 import gpt2
 from gpt2.checkpoint.containers import mapped_file
 
-# Cuts the file right after the model was loaded from it, as a download that writes in place would.
+# Cut the file right after the model was loaded from it, as a download in place would.
 COMMAND = """
 import os, sys
 from pathlib import Path
@@ -42,7 +42,7 @@ sys.exit(main(sys.argv[1:]))
     ids=lambda arguments: arguments[0],
 )
 def test_a_file_cut_short_is_one_line(arguments: list[str], tmp_path: Path) -> None:
-    """The process was ended without a word: "Bus error" by the shell, nothing at all under a scheduler."""
+    """The process ended with "Bus error" in a shell, and with no message under a scheduler."""
     model = shutil.copytree(Path(gpt2.__file__).parent / "assets" / "shakespeare-mini", tmp_path / "model")
     words = [{"MODEL": str(model), "OUT": str(tmp_path / "out")}.get(word, word) for word in arguments]
     done = python("-c", COMMAND, model, *words, status=2)
@@ -53,7 +53,7 @@ def test_a_file_cut_short_is_one_line(arguments: list[str], tmp_path: Path) -> N
 
 
 def test_a_file_that_is_whole_or_gone_or_longer_is_none(tmp_path: Path) -> None:
-    """What is mapped outlives the file's name, and a name may stand for another file by now."""
+    """Negative controls: a mapping stays valid when the file is deleted, replaced or made longer."""
     model = shutil.copytree(Path(gpt2.__file__).parent / "assets" / "shakespeare-mini", tmp_path / "model")
     loaded = gpt2.load(str(model))
     expected = gpt2.generate(loaded, [1, 2, 3], 5, temperature=0)

@@ -1,8 +1,8 @@
-"""Every way in which people write GPT-2 down, each as its authors write it, into our model.
+"""Every common layout of GPT-2 checkpoints, written as its authors write it, loaded into our model.
 
-Whatever wrote a file is a real writer where one is installed (transformers, torch.save, the gguf package) and spelt out here
-where not. The judge is transformers where it opens the file itself, and the slow oracle elsewhere, or where transformers is
-wrong. The table of gpt2/checkpoint/README.md is this list: a row without a test would be a promise.
+Files are written by the real library where it is installed (transformers, torch.save, the gguf package), and by our own code
+elsewhere. The reference is transformers where it opens the file correctly, and the slow oracle elsewhere. The table of
+gpt2/checkpoint/README.md lists the same dialects: each row needs a test.
 """
 
 import json
@@ -34,7 +34,7 @@ Writer = Callable[[Path], tuple[Path, Truth, GPT2Config]]
 
 
 class Dialect(NamedTuple):
-    """``write(directory)`` gives what to load, the parameters by our names, and the config that they are to be run with."""
+    """``write(directory)`` returns the path to load, the parameters by our names, and the expected config."""
 
     what: str
     write: Writer
@@ -66,7 +66,7 @@ def mixed(directory: Path, config: GPT2Config) -> Truth:
 
 
 def file(layout: Callable, name: str, config: GPT2Config, **settings: Any) -> Writer:
-    """A folder with one file in it; the config names no beginning or end of a text."""
+    """A folder with one file in it; the config has no ids for the beginning and end of a text."""
     config = replace(config, bos_token_id=None, eos_token_id=None)
     return lambda directory: (directory, layout(directory / name, config, **settings), config)
 
@@ -90,10 +90,10 @@ def lightning(directory: Path) -> tuple[Path, Truth, GPT2Config]:
     return directory / "last.ckpt", torch_layouts.lightning(directory / "last.ckpt"), TINY
 
 
-NANO = replace(TINY, n_embd=48, n_layer=3)  # minGPT's own "gpt-nano", which its name tells to have 3 heads
+NANO = replace(TINY, n_embd=48, n_layer=3)  # minGPT's "gpt-nano": its name implies 3 heads
 LINEAR = partial(sharded, change=turned)
 BIN = partial(torch_layouts.hf_bin, prefix="transformer.", head=True)
-STEP = {"global_step": torch.tensor(5)}  # of a model that was trained further
+STEP = {"global_step": torch.tensor(5)}  # of a fine-tuned model
 CRFM = replace(TINY, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True)
 CEREBRAS = replace(
     TINY, n_embd=34, n_head=17, n_inner=136, n_positions=2048, activation_function="gelu", resid_pdrop=0.0, attn_pdrop=0.0
@@ -146,7 +146,7 @@ DIALECTS = {
 
 
 def judged(path: Path, truth: Truth, config: GPT2Config, judge: str, ids: Tensor) -> Tensor:
-    """Logits (B, T, V) in float64, by somebody else."""
+    """Logits (B, T, V) in float64, from another implementation."""
     if judge == "oracle":
         wide = {name: tensor.double() for name, tensor in truth.items()}
         return torch.stack([oracle(wide, config, row.tolist()) for row in ids])
@@ -159,7 +159,7 @@ def judged(path: Path, truth: Truth, config: GPT2Config, judge: str, ids: Tensor
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_dialect_is_read_as_its_authors_meant_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A matrix turned or not, a head count or a GELU assumed: each gives a model that loads, runs, and is wrong."""
+    """A matrix that is transposed or not, or a wrong head count or GELU, gives a model that loads, runs, and is wrong."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     dialect = DIALECTS[name]
     path, truth, config = dialect.write(tmp_path / "model")
@@ -175,7 +175,7 @@ def test_a_dialect_is_read_as_its_authors_meant_it(tmp_path: Path, monkeypatch: 
 
 
 def test_square_matrices_follow_the_others(tmp_path: Path) -> None:
-    """attn.c_proj fits both ways: if it alone is not turned, only the logits are wrong."""
+    """attn.c_proj is square: if it alone is not transposed, only the logits are wrong."""
     directory, truth, config = DIALECTS["linear-shards"].write(tmp_path)
     files = open_weights(directory)
     assignment = match(files, config_of(directory, files), directory)
@@ -191,7 +191,7 @@ def test_square_matrices_follow_the_others(tmp_path: Path) -> None:
 
 
 def test_matrices_that_lie_both_ways_are_refused(tmp_path: Path) -> None:
-    """PEFT turned all matrices but one kind; what is left must not be guessed at."""
+    """PEFT transposed all matrices but one kind; the loader must not guess the rest."""
     truth = weights()
     stored = turned(truth) | {"h.1.mlp.c_fc.weight": truth["h.1.mlp.c_fc.weight"]}
     write_weights(write_config(tmp_path) / "model.safetensors", stored)
@@ -210,21 +210,21 @@ def test_matrices_that_lie_both_ways_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_model_args_that_lie_are_told(tmp_path: Path, write: Callable, says: str) -> None:
-    """nanoGPT's sizes come out of a pickle from anywhere."""
+    """nanoGPT's sizes come from an untrusted pickle."""
     refused(lambda: load(str(write(tmp_path)[0])), says)
 
 
 def test_a_config_that_contradicts_the_container_is_told(tmp_path: Path) -> None:
-    """No tensor shows the number of heads: a config.json left over from another model would load in silence."""
+    """No tensor shows the number of heads: a config.json of another model would load without an error."""
     path, _, _ = nanogpt()(tmp_path)
     write_config(path, replace(TINY, n_head=4))
     refused(lambda: load(str(path)), "disagree: n_head 4 and 3")
     write_config(path, replace(TINY, activation_function="gelu_new"))
-    assert load(str(path)).config.activation_function == "gelu_new"  # an old nanoGPT's: what is written by hand counts
+    assert load(str(path)).config.activation_function == "gelu_new"  # the config of an old nanoGPT: values written by hand win
 
 
 def test_heads_are_not_guessed(tmp_path: Path) -> None:
-    """A bare state dict of an unpublished shape: any divisor of the width would load, and only one is right."""
+    """A bare state dict of an unpublished shape: any divisor of the width would load, and only one is correct."""
     torch.save(weights(), tmp_path / "model.pt")
     refused(lambda: load(str(tmp_path / "model.pt")), "do not tell the number of heads")
     write_config(tmp_path)
@@ -239,7 +239,7 @@ def test_the_first_of_several_containers(tmp_path: Path) -> None:
 
 
 def test_the_readmes_table_is_this_list() -> None:
-    """The README's rows and the tests are the same list."""
+    """The README's rows and the tests must be the same list."""
     text = (TESTS.parent / "gpt2/checkpoint/README.md").read_text()
     table = text[text.index("<!-- dialects -->") : text.index("<!-- /dialects -->")]
     rows = [row.split("|")[1].strip() for row in table.splitlines() if row.startswith("| ") and not row.startswith("| ---")]
@@ -247,7 +247,7 @@ def test_the_readmes_table_is_this_list() -> None:
 
 
 def test_models_of_turned_files_train_and_save(tmp_path: Path) -> None:
-    """Views with odd strides in places that expect rows: saving, copying, stepping."""
+    """Saving, copying and optimizer steps must accept views with unusual strides."""
     import copy
 
     from gpt2.checkpoint.saving import save
@@ -265,10 +265,10 @@ def test_models_of_turned_files_train_and_save(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_is_the_weights_own(tmp_path: Path) -> None:
-    """A GGUF file beside safetensors: weights and vocabulary must come from the same one."""
+    """A GGUF file beside safetensors: weights and vocabulary must come from the same file."""
     import gpt2
 
     model, tokenizer = gpt2.load(), gpt2.load_tokenizer()
     gpt2.save(model, tokenizer, tmp_path)
-    gguf("F32")(tmp_path)  # carries no tokenizer
+    gguf("F32")(tmp_path)  # has no tokenizer
     assert gpt2.load_tokenizer(str(tmp_path)).fingerprint == tokenizer.fingerprint

@@ -1,4 +1,4 @@
-"""Downloads that break off: killed processes, cut connections, damaged leftovers, two at once. Counted at the server."""
+"""Interrupted downloads: killed processes, cut connections, damaged partial files, two processes. The server counts requests."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from gpt2.checkpoint.cache import Declared
 from gpt2.checkpoint.download import fetch
 from gpt2.errors import InputError
 
-WEIGHTS = bytes(range(251)) * 30_000  # 7.5 MB; a prime period, so that a piece in the wrong place is another piece
+WEIGHTS = bytes(range(251)) * 30_000  # 7.5 MB; with a prime period, so that a misplaced piece is noticed
 SIZE = len(WEIGHTS)
 FILES = {"config.json": b'{"model_type": "gpt2"}', "model.safetensors": WEIGHTS}
 LFS = ("model.safetensors",)
@@ -64,7 +64,7 @@ def unfinished(home: Path) -> list[Path]:
 
 
 def size_of(file: Path) -> int:
-    """Bytes of a partial file; 0 if it is complete by now and has its final name, as a small file may be."""
+    """Bytes of a partial file; 0 once it has its final name, as a small file may."""
     try:
         return file.stat().st_size
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def size_of(file: Path) -> int:
 
 
 def kill_in_the_middle(hub: HubStandIn, home: Path) -> Path:
-    """SIGKILL a download of which `CUT` bytes have arrived; return what it left."""
+    """SIGKILL a download after `CUT` bytes; return the partial file."""
     hub.hold("org/name", "model.safetensors", after=CUT)
     process = start(hub, home)
     deadline = time.monotonic() + 30
@@ -86,12 +86,12 @@ def kill_in_the_middle(hub: HubStandIn, home: Path) -> Path:
 
 
 def asked(requests: list[Request]) -> list[str | None]:
-    """The Range of each request for the weights' bytes."""
+    """The Range header of each request for the weights."""
     return [request.range for request in requests if request.cdn and request.method == "GET"]
 
 
 def test_a_killed_download_goes_on_from_where_it_was(hub: HubStandIn, tmp_path: Path) -> None:
-    """SIGKILL, a power cut, a closed lid: 5 of 6 GB of gpt2-xl were fetched again."""
+    """After a SIGKILL or a power cut, 5 of gpt2-xl's 6 GB were fetched again."""
     left = kill_in_the_middle(hub, tmp_path)
     assert left.stat().st_size == CUT
     inode = left.stat().st_ino
@@ -124,7 +124,7 @@ def test_a_killed_download_goes_on_from_where_it_was(hub: HubStandIn, tmp_path: 
 def test_a_leftover_is_used_if_its_bytes_are_right(
     hub: HubStandIn, tmp_path: Path, leftover: bytes, ranges: list[str | None]
 ) -> None:
-    """A bad block in a partial file must neither become a model nor be kept: the hash shows it, and the file is fetched again."""
+    """A bad block in a partial file must be found by the hash; the file is then fetched again."""
     (tree,) = hub.repos["org/name"].commits.values()
     left = tmp_path / "hub/models--org--name/blobs" / f"{tree['model.safetensors'].sha256}.gpt2-toolkit.incomplete"
     left.parent.mkdir(parents=True)
@@ -135,7 +135,7 @@ def test_a_leftover_is_used_if_its_bytes_are_right(
 
 
 def test_a_cut_connection_is_taken_up_again(hub: HubStandIn, tmp_path: Path) -> None:
-    """A flaky line. And where no byte more comes, an end."""
+    """An unreliable connection must resume. If no more bytes arrive, the download must end."""
     hub.drop("org/name", "model.safetensors", after=2_000_000, times=2)
     result = resolve(hub, tmp_path / "flaky", HURRY)
     assert weights_of(result) == WEIGHTS
@@ -153,7 +153,7 @@ def test_a_cut_connection_is_taken_up_again(hub: HubStandIn, tmp_path: Path) -> 
 
 
 def test_a_server_that_dies_in_the_middle(hub: HubStandIn, tmp_path: Path) -> None:
-    """The port is closed under a running download: it ends, names the way out, and keeps what it has."""
+    """The server's port closes during a download: it ends, says what to do, and keeps the partial file."""
     hub.hold("org/name", "model.safetensors", after=CUT)
     process = start(hub, tmp_path)
     while not (left := unfinished(tmp_path)) or size_of(left[0]) < CUT:
@@ -166,8 +166,8 @@ def test_a_server_that_dies_in_the_middle(hub: HubStandIn, tmp_path: Path) -> No
 
 
 def test_a_server_without_ranges(hub: HubStandIn, tmp_path: Path) -> None:
-    """It sends the whole file whatever is asked: appended to what was there it would be nonsense. And it must come to an end
-    where each connection brings the same first half."""
+    """The server ignores Range and sends the whole file: appending it to the part would be wrong. The download must also end
+    if each connection brings the same first half."""
     hub.ranges = False
     kill_in_the_middle(hub, tmp_path)
     assert weights_of(resolve(hub, tmp_path)) == WEIGHTS
@@ -180,7 +180,7 @@ def test_a_server_without_ranges(hub: HubStandIn, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_compresses(hub: HubStandIn, tmp_path: Path) -> None:
-    """The real Hub compresses for clients that accept it, and a part of the compressed file is not a part of the file."""
+    """The real Hub compresses for clients that accept it: a part of the compressed file is not a part of the file."""
     hub.gzip = True
     kill_in_the_middle(hub, tmp_path)
     assert weights_of(resolve(hub, tmp_path)) == WEIGHTS
@@ -189,7 +189,7 @@ def test_a_server_that_compresses(hub: HubStandIn, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_silent_server_is_asked_again(hub: HubStandIn, tmp_path: Path) -> None:
-    """A line that is up and brings nothing: without a limit, for ever."""
+    """A connection that is open and sends nothing must time out."""
     hub.hold("org/name", "model.safetensors", after=CUT)
     environment = {"HF_HUB_DOWNLOAD_TIMEOUT": "1"}
     assert weights_of(resolve(hub, tmp_path, HURRY, **environment)) == WEIGHTS
@@ -207,7 +207,7 @@ def test_an_error_for_now_is_waited_out_and_a_refusal_is_final(hub: HubStandIn, 
 
 
 def test_a_download_without_links_where_only_what_is_written_can_be_synced(hub: HubStandIn, tmp_path: Path) -> None:
-    """Windows: os.fsync of a file opened for reading is EBADF there, and no flag keeps links off."""
+    """On Windows os.fsync fails with EBADF on a file opened for reading, and no flag disables links."""
     result = resolve(hub, tmp_path, WINDOWS, HF_HUB_DISABLE_SYMLINKS="1")
     assert weights_of(result) == WEIGHTS
     assert not any(file.is_symlink() for file in Path(result["path"]).iterdir())
@@ -215,7 +215,7 @@ def test_a_download_without_links_where_only_what_is_written_can_be_synced(hub: 
 
 @pytest.mark.parametrize("status", [403, 416])
 def test_a_refused_range_starts_over(hub: HubStandIn, tmp_path: Path, status: int) -> None:
-    """The large files' host refused ranges for a time: the part stayed, and every later run failed."""
+    """The host of large files refused ranges for a time: the partial file stayed, and every later run failed."""
     kill_in_the_middle(hub, tmp_path)
     hub.range_refusal = status
     assert weights_of(resolve(hub, tmp_path)) == WEIGHTS
@@ -224,14 +224,15 @@ def test_a_refused_range_starts_over(hub: HubStandIn, tmp_path: Path, status: in
 
 
 def test_two_processes_at_once(hub: HubStandIn, tmp_path: Path) -> None:
-    """One downloads, the others wait for it."""
+    """One process downloads, the others wait for it."""
     meet(hub, tmp_path)
     assert hub.sent["org/name", "model.safetensors"] == SIZE
 
 
 @pytest.mark.slow
 def test_two_processes_at_once_where_locks_do_nothing(hub: HubStandIn, tmp_path: Path) -> None:
-    """On such file systems all write one file, and it is right. Whether they meet is chance, so it is tried until they do."""
+    """Without locks all processes write one file, which must be correct. They meet by chance, so the test repeats until they
+    do."""
     for attempt in range(8):
         hub.sent.clear()
         meet(hub, tmp_path / str(attempt), NO_LOCKS)
@@ -241,7 +242,7 @@ def test_two_processes_at_once_where_locks_do_nothing(hub: HubStandIn, tmp_path:
 
 
 def meet(hub: HubStandIn, home: Path, before: str = "") -> None:
-    """Three processes that download the same file at once, with pauses in it."""
+    """Download the same file in three processes at once, with pauses."""
     hub.drop("org/name", "model.safetensors", after=3_000_000, times=2)
     results = [finish(process) for process in [start(hub, home, before) for _ in range(3)]]
     assert [weights_of(result) for result in results] == [WEIGHTS] * 3
@@ -249,7 +250,7 @@ def meet(hub: HubStandIn, home: Path, before: str = "") -> None:
 
 
 def test_stale_leftovers_are_swept_away(hub: HubStandIn, tmp_path: Path) -> None:
-    """Each broken try of the client leaves up to 6 GB, for ever. What may still be in use stays."""
+    """Each failed attempt of the client leaves up to 6 GB. Files that may be in use must stay."""
     blobs = tmp_path / "hub/models--org--name/blobs"
     blobs.mkdir(parents=True)
     for name, hours in (("a" * 64 + ".0123abcd", 25), ("b" * 64 + ".gpt2-toolkit", 25), ("c" * 64 + ".0123abcd", 1)):
@@ -258,7 +259,7 @@ def test_stale_leftovers_are_swept_away(hub: HubStandIn, tmp_path: Path) -> None
     (tree,) = hub.repos["org/name"].commits.values()
     ours = blobs / f"{tree['model.safetensors'].sha256}.gpt2-toolkit.incomplete"
     ours.write_bytes(WEIGHTS[:CUT])
-    os.utime(ours, (0, 0))  # a download may be taken up after weeks
+    os.utime(ours, (0, 0))  # a download may resume after weeks
     assert weights_of(resolve(hub, tmp_path)) == WEIGHTS
     assert [path.name[0] for path in unfinished(tmp_path)] == ["c"]
     assert asked(hub.requests) == [f"bytes={CUT}-"]
@@ -266,7 +267,7 @@ def test_stale_leftovers_are_swept_away(hub: HubStandIn, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("symlinks", [True, False])
 def test_what_another_program_fetched_meanwhile_is_used(hub: HubStandIn, tmp_path: Path, symlinks: bool) -> None:
-    """If the blob is there, nothing is downloaded, the partial file is removed, and a dangling link is repaired."""
+    """If the blob exists, nothing is downloaded, the partial file is removed, and a dangling link is repaired."""
     ((commit, tree),) = hub.repos["org/name"].commits.items()
     storage = tmp_path / "hub/models--org--name"
     blob = storage / "blobs" / tree["model.safetensors"].sha256
@@ -284,7 +285,7 @@ def test_what_another_program_fetched_meanwhile_is_used(hub: HubStandIn, tmp_pat
 
 
 def test_a_declared_hash_that_is_none_is_no_path(tmp_path: Path) -> None:
-    """The hash names a file in the cache: a server's `../../x` would be written anywhere."""
+    """The hash names a file in the cache: a server's `../../x` would write anywhere."""
     with pytest.raises(InputError, match=r"declares no hash for model\.safetensors"):
         fetch("org/name", tmp_path / "snapshots/0/model.safetensors", Declared("../../../../x", 3))
     assert list(tmp_path.iterdir()) == []

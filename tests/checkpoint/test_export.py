@@ -1,4 +1,4 @@
-"""What is exported: the same bytes every time, and what the programs that it is for would have written themselves."""
+"""Exported files: the same bytes every time, equal to the files that the target programs write themselves."""
 
 import dataclasses
 import hashlib
@@ -50,7 +50,7 @@ def export_refused(source: Path | str, out: Path, *words: str, error: type[Input
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_hf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: BPE, dtype: torch.dtype) -> None:
-    """A hash of an export that changes with the day it was made on."""
+    """The export must not depend on the day: its hash would change."""
     source = saved(tmp_path / "source", WIDE, tokenizer, dtype=dtype)
     done = export(str(source), tmp_path / "a")
     export(str(tmp_path / "a"), tmp_path / "b" / "deeper")
@@ -65,7 +65,8 @@ def test_hf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: B
 
 @pytest.mark.parametrize("type", KINDS)
 def test_gguf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: BPE, type: str) -> None:
-    """Q8_0 of Q8_0 rounded once more, an epsilon that drifts, a name from the folder. And over the file it is mapped from."""
+    """Possible bugs: Q8_0 rounded twice, an epsilon that drifts, the folder's name in the file. Also when overwriting the
+    mapped source."""
     source = saved(tmp_path / "source", dataclasses.replace(WIDE, layer_norm_epsilon=3e-6), tokenizer)
     done = export(str(source), tmp_path / "a", format="gguf", type=type)
     assert [file.name for file in done.files] == ["model.gguf"]
@@ -73,13 +74,13 @@ def test_gguf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer:
     first = content(tmp_path / "a")
     export(str(tmp_path / "a" / "model.gguf"), tmp_path / "b", format="gguf", type=type)
     export(str(tmp_path / "a"), tmp_path / "a", format="gguf", type=type)
-    export(str(tmp_path / "a"), tmp_path / "hf")  # and by way of the other format
+    export(str(tmp_path / "a"), tmp_path / "hf")  # through the other format as well
     export(str(tmp_path / "hf"), tmp_path / "c", format="gguf", type=type)
     assert content(tmp_path / "a") == content(tmp_path / "b") == content(tmp_path / "c") == first
 
 
 def test_the_suffix_chooses_the_dtype(tmp_path: Path) -> None:
-    """`:bf16` behind the model's name; GGUF's matrices have the model's dtype unless `type` is given."""
+    """`:bf16` after the model's name; GGUF's matrices have the model's dtype unless `type` is given."""
     source = saved(tmp_path / "source")
     assert export(f"{source}:bf16", tmp_path / "hf").type == "bfloat16"
     assert gpt2.load(str(tmp_path / "hf")).wte.weight.dtype == torch.bfloat16
@@ -92,15 +93,16 @@ def test_the_suffix_chooses_the_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [WIDE, ODD], ids=["usual", "odd"])
 @pytest.mark.parametrize("type", KINDS)
 def test_gguf_is_what_the_package_writes(tmp_path: Path, tokenizer: BPE, type: str, config: GPT2Config) -> None:
-    """Another order of dimensions, a value of another type, padding forgotten: readers that trust the order see other weights."""
+    """Possible bugs: another order of dimensions, a value of another type, missing padding. Some readers would read other
+    weights."""
     source = saved(tmp_path / "source", config, tokenizer)
     export(str(source), tmp_path / "ours", format="gguf", type=type)
     write(tmp_path / "theirs.gguf", config, KINDS[type], tokenizer=tokenizer)
     assert (tmp_path / "ours" / "model.gguf").read_bytes() == (tmp_path / "theirs.gguf").read_bytes()
 
 
-# sha256 of what convert_hf_to_gguf.py --model-name GPT-2 --outtype TYPE of llama.cpp (in llama-cpp-python 0.3.36) makes of
-# `saved(..., CONVERTED, openai, truth=arithmetic(CONVERTED))`, of OpenAI's vocabulary.
+# sha256 of the output of llama.cpp's convert_hf_to_gguf.py --model-name GPT-2 --outtype TYPE (in llama-cpp-python 0.3.36) for
+# `saved(..., CONVERTED, openai, truth=arithmetic(CONVERTED))`, with OpenAI's vocabulary.
 CONVERTED = GPT2Config(n_positions=16, n_embd=32, n_layer=11, n_head=2)
 BY_LLAMA_CPP = {
     "f32": "e9efe01c35a85fd8d3722df68981b49f0e9bac1638759ee9cb951a1f392863e4",
@@ -111,14 +113,14 @@ BY_LLAMA_CPP = {
 
 
 def test_gguf_is_what_llama_cpps_converter_writes(tmp_path: Path) -> None:
-    """Metadata that the converter does not write, or a tensor in another type: "works with llama.cpp" until it does not."""
+    """Metadata that the converter does not write, or a tensor in another type, may break llama.cpp later."""
     saved(tmp_path / "source", CONVERTED, BPE.from_files(*openai_vocabulary()), truth=arithmetic(CONVERTED))
     for type, sha256 in BY_LLAMA_CPP.items():
         assert export(str(tmp_path / "source"), tmp_path / type, format="gguf", type=type).files[0].sha256 == sha256
 
 
 def test_transformers_opens_a_cropped_export(tmp_path: Path, tokenizer: BPE, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrong rows cut off; a head of the old size."""
+    """Possible bugs: the wrong rows are cropped, or the head keeps its old size."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import AutoTokenizer, GPT2LMHeadModel
     from transformers.utils import logging
@@ -137,7 +139,7 @@ def test_transformers_opens_a_cropped_export(tmp_path: Path, tokenizer: BPE, mon
 
 
 def test_q8_0_is_ggmls(tmp_path: Path) -> None:
-    """Halves rounded to even, a scale rounded before it divides: one number in a thousand is another.
+    """Halves rounded to even, or a scale rounded before the division, change one number in a thousand.
 
     Where float16 makes the scale 0, a block is read as zeros; it must be written as zeros too, or the next export differs.
     """
@@ -145,7 +147,7 @@ def test_q8_0_is_ggmls(tmp_path: Path) -> None:
     rows = torch.randn(2000, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-5, 4, 2000)[:, None]
     rows[:4] = torch.tensor([127 * 2.0**-26, 1e-44, -127 * 2.0**-26, 127 * 2.0**-24])[:, None]
     rows[4] = 0
-    rows[5] = torch.arange(64) * 0.5 - 8  # halves, under a scale of 1 and less
+    rows[5] = torch.arange(64) * 0.5 - 8  # halves, with scales of 1 and less
     rows[5, :32] = torch.cat([torch.tensor([127.0]), torch.arange(31) - 15.5])
     export(str(saved(tmp_path, config, truth=truth | {"wte.weight": rows})), tmp_path, format="gguf", type="q8_0")
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
@@ -156,7 +158,7 @@ def test_q8_0_is_ggmls(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_no_whole_blocks_become_f16(tmp_path: Path) -> None:
-    """As llama.cpp does it: a width of 12, or of 48, cannot be cut into blocks of 32."""
+    """As in llama.cpp: a width of 12 or 48 cannot be divided into blocks of 32."""
     config = dataclasses.replace(WIDE, n_embd=48, n_inner=64)
     done = export(str(saved(tmp_path / "source", config)), tmp_path / "out", format="gguf", type="q8_0")
     kinds = {name: entry.kind.name for name, entry in GGUFFile(tmp_path / "out" / "model.gguf").entries.items()}
@@ -183,7 +185,7 @@ def test_rows_that_are_no_whole_blocks_become_f16(tmp_path: Path) -> None:
     ],
 )
 def test_values_that_a_type_cannot_hold_are_refused(tmp_path: Path, value: float, type: str, says: str | None) -> None:
-    """An infinity where there was a weight, and text that is noise."""
+    """A weight that overflows becomes infinite, and the model writes noise."""
     truth = weights(WIDE)
     truth["h.1.attn.c_attn.weight"][3, 5] = value
     source = saved(tmp_path / "source", truth=truth)
@@ -200,7 +202,7 @@ def test_values_that_a_type_cannot_hold_are_refused(tmp_path: Path, value: float
 
 
 def test_a_model_without_a_tokenizer_is_exported_and_said(tmp_path: Path) -> None:
-    """llama.cpp needs the size of the vocabulary then, and no end of text of its own."""
+    """Without a tokenizer llama.cpp needs the size of the vocabulary, and has no end-of-text token."""
     source = saved(tmp_path / "source")
     assert "without a tokenizer" in export(str(source), tmp_path / "hf").notes[0]
     assert sorted(content(tmp_path / "hf")) == HF
@@ -214,7 +216,7 @@ def test_a_model_without_a_tokenizer_is_exported_and_said(tmp_path: Path) -> Non
 
 
 def test_random_weights_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rehearsals: `random:SIZE` has neither path nor tokenizer."""
+    """For rehearsals: `random:SIZE` has neither path nor tokenizer."""
     monkeypatch.setitem(OFFICIAL_SIZES, "tiny", WIDE)
     done = export("random:tiny:7", tmp_path, format="gguf", type="q8_0")
     assert done.notes == ("without a tokenizer: the weights are random",)
@@ -226,7 +228,7 @@ def test_random_weights_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_characters_go_along_where_they_can(tmp_path: Path) -> None:
-    """GGUF has no tokenizer of characters: without a note, the text would be unreadable."""
+    """GGUF has no character tokenizer: a note must say that llama.cpp cannot read the text."""
     config = dataclasses.replace(WIDE, vocab_size=12, bos_token_id=None, eos_token_id=None)
     source = saved(tmp_path / "source", config, Chars("To be,rnt\n'!"))
     assert export(str(source), tmp_path / "hf").notes == ()
@@ -237,7 +239,7 @@ def test_characters_go_along_where_they_can(tmp_path: Path) -> None:
 
 
 def test_a_foreign_tokenizer_is_left_behind_and_said(tmp_path: Path) -> None:
-    """Chinese GPT-2s have BERT's tokenizer: the model is exported, and the ids' meaning stays with the source."""
+    """Chinese GPT-2s have BERT's tokenizer: the export keeps the model only, and says that the tokenizer stays behind."""
     source = saved(tmp_path / "source", dataclasses.replace(WIDE, bos_token_id=50256, eos_token_id=50256))
     (source / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordPiece", "vocab": {}}, "pre_tokenizer": None}))
     done = export(str(source), tmp_path / "out")
@@ -248,7 +250,7 @@ def test_a_foreign_tokenizer_is_left_behind_and_said(tmp_path: Path) -> None:
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path, tokenizer: BPE) -> None:
-    """If it were left out in silence, the export would have no tokenizer."""
+    """Without an error, the export would have no tokenizer."""
     source = saved(tmp_path / "source", WIDE, tokenizer)
     (source / "merges.txt").write_text("a b\n")
     for format in ("hf", "gguf"):
@@ -262,7 +264,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, tokenizer:
 
 
 def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, tokenizer: BPE) -> None:
-    """llama.cpp takes token 11, GPT-2's comma, where the end of the text is out of range: it stops at every comma."""
+    """If the end-of-text id is out of range, llama.cpp uses token 11, GPT-2's comma, and stops at every comma."""
     source = saved(
         tmp_path / "source", dataclasses.replace(WIDE, bos_token_id=50256, eos_token_id=300, vocab_size=320), tokenizer
     )
@@ -277,7 +279,7 @@ def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, to
 
 
 def test_an_end_of_the_text_that_nobody_names_is_said(tmp_path: Path, tokenizer: BPE) -> None:
-    """llama.cpp stops at every comma, too, where no end of the text is named."""
+    """Without an end-of-text id llama.cpp stops at every comma, too."""
     vocab = {token: i for token, i in tokenizer.vocab.items() if i < 299}
     config = dataclasses.replace(WIDE, vocab_size=299, bos_token_id=None, eos_token_id=None)
     source = saved(tmp_path / "source", config, BPE(vocab, tokenizer.merges))
@@ -290,7 +292,7 @@ def test_an_end_of_the_text_that_nobody_names_is_said(tmp_path: Path, tokenizer:
 
 @pytest.mark.parametrize("left", ["chars.json", "vocab.bpe", "added_tokens.json", "vocab.json", "tokenizer.json"])
 def test_another_tokenizer_in_the_folder_is_refused(tmp_path: Path, tokenizer: BPE, left: str) -> None:
-    """The files of an earlier export, read as this model's."""
+    """Tokenizer files of an earlier export in the folder would be read as this model's."""
     bpe, none = saved(tmp_path / "bpe", WIDE, tokenizer), saved(tmp_path / "none")
     out = tmp_path / "out"
     out.mkdir()
@@ -315,7 +317,7 @@ def test_another_tokenizer_in_the_folder_is_refused(tmp_path: Path, tokenizer: B
     ],
 )
 def test_what_llama_cpp_does_not_compute_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    """llama.cpp's converter writes these in silence, and the file computes another model."""
+    """llama.cpp's converter writes these without an error, and the file computes another model."""
     source = saved(tmp_path / "source", dataclasses.replace(WIDE, **changes))
     export_refused(source, tmp_path / "out", says, "cannot be expressed in GGUF", "export it as hf", format="gguf")
     assert not (tmp_path / "out").exists()
@@ -336,7 +338,7 @@ def test_what_llama_cpp_does_not_compute_is_refused(tmp_path: Path, changes: dic
     ],
 )
 def test_what_others_compute_otherwise_is_said(tmp_path: Path, changes: dict[str, Any], says: str | None) -> None:
-    """Each of these opens without an error in a program that computes another model."""
+    """Some programs open these without an error and compute another model."""
     notes = export(str(saved(tmp_path / "source", dataclasses.replace(WIDE, **changes))), tmp_path / "out").notes[1:]
     assert len(notes) == (says is not None)
     assert says is None or says in notes[0]
@@ -357,7 +359,7 @@ def test_bad_requests_are_refused_before_anything_is_read(tmp_path: Path) -> Non
 @pytest.mark.parametrize("format", ["hf", "gguf"])
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, format: str) -> None:
-    """Half a file under the name of a whole one."""
+    """A failed write must not leave half a file under the final name."""
     source, out = saved(tmp_path / "source"), tmp_path / "out"
     export(str(saved(tmp_path / "other", dataclasses.replace(WIDE, n_layer=1))), out, format=format)
     before = content(out)
@@ -396,7 +398,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path], dict[str, torch.Tensor]]]] = {
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_whatever_loads_comes_out_as_one_layout(tmp_path: Path, source: str) -> None:
-    """Masks, prefixes, turned matrices and optimizer states are left out: every source gives the same bytes."""
+    """Masks, prefixes, transposed matrices and optimizer states are left out: every source gives the same bytes."""
     name, writer = SOURCES[source]
     path = tmp_path / "source" / name
     truth = writer(path)
@@ -405,7 +407,7 @@ def test_whatever_loads_comes_out_as_one_layout(tmp_path: Path, source: str) -> 
     assert content(tmp_path / "out") == content(tmp_path / "plain")
     export(str(tmp_path / "out"), tmp_path / "again")
     assert content(tmp_path / "again") == content(tmp_path / "out")
-    if source.startswith("nanoGPT"):  # whose GELU is the exact one
+    if source.startswith("nanoGPT"):  # a model with the exact GELU
         export_refused(path, tmp_path / "gguf", "activation_function 'gelu'", format="gguf")
         return
     export(str(path), tmp_path / "gguf", format="gguf")
@@ -433,7 +435,7 @@ print(json.dumps([max(seen) - seen[0], len(seen)]))
 @pytest.mark.slow
 @PROC
 def test_a_conversion_does_not_hold_the_model_twice(tmp_path: Path) -> None:
-    """distilgpt2 is 328 MB, mapped; its largest matrix 154 MB. What is converted at a time is a few."""
+    """distilgpt2 has 328 MB, mapped; its largest matrix 154 MB. The conversion may hold a few matrices at a time."""
     export("random:distilgpt2", tmp_path / "source")
     grown, samples = report_of(ANONYMOUS, tmp_path / "source", tmp_path / "out")
     assert samples > 50

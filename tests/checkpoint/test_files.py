@@ -1,4 +1,4 @@
-"""The safetensors reader against the safetensors library, and against files that lie."""
+"""The safetensors reader against the safetensors library, and against invalid files."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def row(start: int, end: int, shape: Any = None, dtype: Any = "F32") -> dict[str
 
 
 def test_reads_what_the_library_reads(tmp_path: Path) -> None:
-    """A dtype under the wrong name, a scalar, an empty tensor, or data on an odd byte, read as something else."""
+    """Possible bugs: a wrong dtype, or a wrong scalar, empty tensor, or tensor at an odd byte."""
     pick, path = random.Random(1), tmp_path / "a.safetensors"
     mapped_once = unaligned_once = 0
     for _ in range(250):
@@ -107,16 +107,16 @@ def test_reads_what_the_library_reads(tmp_path: Path) -> None:
     ],
 )
 def test_a_lying_header_is_refused(tmp_path: Path, header: Any, says: str) -> None:
-    """Overlaps alias two parameters, gaps hide data, wrong offsets read past the end: none may reach memory."""
+    """Overlaps alias two parameters, gaps hide data, wrong offsets read past the end: all must be refused."""
     path = raw_file(tmp_path / "lie.safetensors", header, bytes(16))
     refused(lambda: SafetensorsFile(path), says, str(path))
-    if "occurs twice" not in says and "F8_E4M3" not in says:  # where we are stricter, knowingly
+    if "occurs twice" not in says and "F8_E4M3" not in says:  # where we are stricter on purpose
         with pytest.raises(SafetensorError):
             safe_open(path, "pt")
 
 
 def test_a_true_header_is_accepted(tmp_path: Path) -> None:
-    """The control of the test above: its file without the lie."""
+    """Control of the test above: the same file without the error."""
     file = SafetensorsFile(
         raw_file(tmp_path / "a", {"a": row(0, 12), "b": row(12, 16, []), "c": row(16, 16, [0, 2**40])}, bytes(16))
     )
@@ -132,7 +132,7 @@ def test_a_true_header_is_accepted(tmp_path: Path) -> None:
     ],
 )
 def test_a_header_of_megabytes_is_refused(tmp_path: Path, length: int, rest: bytes, says: str) -> None:
-    """It is parsed as JSON, which takes many times its size in memory."""
+    """The header is parsed as JSON, which takes many times its size in memory."""
     path = raw_file(tmp_path / "a.safetensors", rest, length=length)
     refused(lambda: SafetensorsFile(path), says, str(path))
 
@@ -147,14 +147,14 @@ def test_each_stricter_rule_refuses_what_the_library_accepts(rule: Rule, tmp_pat
 
 
 NO_FLOAT = [b"1e999", b"-1e999", b"9" * 400, b"9" * 5000, b"NaN", b"-Infinity"]
-NO_SIZE = [b"-0", b"1.0", b"1e0", b"-1", b"18446744073709551616"]  # Python reads -0 as 0, and the library does not
+NO_SIZE = [b"-0", b"1.0", b"1e0", b"-1", b"18446744073709551616"]  # Python reads -0 as 0; the library refuses it
 SHAPED = b'{"a":{"dtype":"F32","shape":[%s],"data_offsets":[0,0]}}'
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        *((ROW[:-1] + b',"more":%s}}' % number, "not JSON") for number in NO_FLOAT),  # refused also in a key that is not used
+        *((ROW[:-1] + b',"more":%s}}' % number, "not JSON") for number in NO_FLOAT),  # refused even in an unused key
         *((SHAPED % (shape % number), "contradicts itself") for number in NO_SIZE for shape in (b"%s,0", b"0,%s")),
     ],
 )
@@ -189,7 +189,7 @@ def rewrite(path: Path, change: Callable[[dict], object]) -> None:
     ],
 )
 def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path, change: Callable, says: str) -> None:
-    """A shard of another revision, or a path that leaves the folder."""
+    """A shard of another revision, or a path that leaves the folder, must be refused."""
     sharded(tmp_path)
     assert len(open_weights(tmp_path)) == 28
     rewrite(tmp_path / "model.safetensors.index.json", change)
@@ -197,7 +197,7 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path, change
 
 
 def test_shards_that_hold_one_tensor_twice_are_refused(tmp_path: Path) -> None:
-    """The last one read would win, silently."""
+    """Otherwise the tensor that is read last would win, without an error."""
     sharded(tmp_path)
     shards = sorted(tmp_path.glob("*.safetensors"))
     shards[1].write_bytes(shards[0].read_bytes())
@@ -206,7 +206,7 @@ def test_shards_that_hold_one_tensor_twice_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[1]", b"null", b"[" * 100_000, b" " * (HEADER_LIMIT + 1)])
 def test_json_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
-    """A config of half a page, or of gigabytes."""
+    """Invalid JSON: half a config, or gigabytes."""
     (tmp_path / "config.json").write_bytes(content)
     refused(lambda: read_json(tmp_path / "config.json"), "config.json")
     refused(lambda: read_json(tmp_path / "none.json"), "none.json", "No such file")
@@ -226,7 +226,7 @@ def test_json_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     ],
 )
 def test_a_folder_without_weights_says_what_it_holds(tmp_path: Path, names: list[str], says: str) -> None:
-    """`.bin` only, or the folder of a run instead of the `best/` in it: the two that people give most."""
+    """Two common mistakes: a folder with `.bin` only, or the folder of a run instead of its `best/`."""
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -234,7 +234,7 @@ def test_a_folder_without_weights_says_what_it_holds(tmp_path: Path, names: list
 
 
 def test_one_file_comes_before_an_index(tmp_path: Path) -> None:
-    """transformers prefers the single file too: otherwise the two would load different weights from one folder."""
+    """transformers prefers the single file too: otherwise both would load different weights from one folder."""
     sharded(tmp_path, seed=1)
     write_weights(tmp_path / "model.safetensors", weights(seed=2))
     assert {file.path.name for file in open_weights(tmp_path).values()} == {"model.safetensors"}

@@ -1,4 +1,4 @@
-"""Thousands of damaged files and answers: each is read or is refused in one line, in little time and memory."""
+"""Thousands of damaged files and answers: each is read, or refused in one line, in little time and memory."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,7 @@ import pytest
 from support.checks import python
 from support.safetensors_fuzz import STRICTER
 
-# How many files in a quick and in a slow run, which share of them must still load, and how many different refusals there must be:
-# so deep must the damage go.
+# For a quick and a slow run: the number of files, the share that must still load, and the number of different errors.
 CASES = {
     "torch": (500, 10_000, 0.1, 30),
     "gguf": (500, 10_000, 0.06, 20),
@@ -22,9 +21,9 @@ CASES = {
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "slow"])
 def test_damaged_files_load_or_are_refused(kind: str, slow: bool, tmp_path: Path) -> None:
-    """Any byte may be wrong: an IndexError, a minute of parsing, gigabytes of memory, or weights that nobody wrote.
+    """A damaged byte must not cause an IndexError, a minute of parsing, gigabytes of memory, or wrong weights.
 
-    In a process of its own, which may crash or hang without taking the tests along.
+    This runs in a process of its own, which may crash or hang.
     """
     quick, many, share, kinds = CASES[kind]
     count = many if slow else quick
@@ -44,7 +43,7 @@ def test_damaged_files_load_or_are_refused(kind: str, slow: bool, tmp_path: Path
 def test_damaged_answers_of_a_hub_are_refused_in_one_line_or_made_up_for(
     count: int, altered: int, refusals: int, tmp_path: Path
 ) -> None:
-    """Exit 0 or 2, one line, nothing beside the cache touched, no hang; `support/hub_fuzz.py` says how."""
+    """The command exits with 0 or 2 and one line, changes only the cache, and never hangs; see `support/hub_fuzz.py`."""
     done = python("-X", "faulthandler", "-m", "support.hub_fuzz", str(count), "0", tmp_path, timeout=120 + count)
     report = json.loads(done.stdout.splitlines()[-1])
     print(report)

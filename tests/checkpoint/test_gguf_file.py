@@ -1,4 +1,4 @@
-"""The reader of GGUF files against the `gguf` package, and against files that lie."""
+"""The reader of GGUF files against the `gguf` package, and against invalid files."""
 
 import dataclasses
 import struct
@@ -33,13 +33,13 @@ def tokenizer() -> BPE:
 
 
 def without(name: str) -> Callable[[gguf.GGUFWriter], Any]:
-    """A change of a file: a value that it lacks."""
+    """A change that removes a value from a file."""
     return lambda writer: writer.kv_data[0].pop(name)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_reads_what_the_package_reads(tmp_path: Path, tokenizer: BPE, kind: gguf.GGMLQuantizationType) -> None:
-    """Dimensions the wrong way round, an offset from the wrong place, a value of the wrong width: silently other weights."""
+    """Reversed dimensions, a wrong base for offsets, or a value of the wrong width give other weights without an error."""
     write(tmp_path / "a.gguf", kind=kind, tokenizer=tokenizer)
     ours, theirs = GGUFFile(tmp_path / "a.gguf"), gguf.GGUFReader(tmp_path / "a.gguf")
     assert list(ours.entries) == [tensor.name for tensor in theirs.tensors]
@@ -57,7 +57,7 @@ def test_reads_what_the_package_reads(tmp_path: Path, tokenizer: BPE, kind: gguf
 @pytest.mark.parametrize("config", [WIDE, TINY], ids=["whole blocks", "rows of 12"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_loads_into_our_model(tmp_path: Path, kind: gguf.GGMLQuantizationType, config: GPT2Config) -> None:
-    """The square c_proj left [out, in], or q, k, v in another order: every shape fits and every logit is wrong."""
+    """If the square c_proj stays [out, in], or q, k, v change places, every shape fits and every logit is wrong."""
     held = write(tmp_path / "a.gguf", config, kind, seed=3)
     state = load(str(tmp_path / "a.gguf")).state_dict()
     assert all_same(state, held)
@@ -67,7 +67,7 @@ def test_loads_into_our_model(tmp_path: Path, kind: gguf.GGMLQuantizationType, c
 
 
 def test_every_kind_of_metadata(tmp_path: Path) -> None:
-    """A bool read as four bytes shifts everything behind it."""
+    """A bool read as four bytes shifts all that follows."""
     values = {
         "x.u8": (255, "uint8"), "x.i8": (-128, "int8"), "x.u16": (65535, "uint16"), "x.i16": (-32768, "int16"),
         "x.u32": (2**32 - 1, "uint32"), "x.i32": (-(2**31), "int32"), "x.u64": (2**64 - 1, "uint64"),
@@ -89,10 +89,10 @@ def test_every_kind_of_metadata(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alignment", [1, 2, 8, 64, 4096])
 def test_every_alignment(tmp_path: Path, alignment: int) -> None:
-    """A tensor on an odd byte cannot be mapped; with another alignment than 32 every tensor lies elsewhere."""
+    """A tensor at an odd byte cannot be mapped; an alignment other than 32 moves every tensor."""
     truth = {"ln_f.weight": torch.ones(12), "wte.weight": torch.randn(61, 3), "wpe.weight": torch.randn(1, 7)}
     odd = []
-    for length in range(1, 5):  # one of these puts the data at an odd place, if the alignment allows it
+    for length in range(1, 5):  # one of these puts the data at an odd byte, if the alignment allows it
 
         def change(writer: gguf.GGUFWriter, length: int = length) -> None:
             writer.add_custom_alignment(alignment)
@@ -106,7 +106,7 @@ def test_every_alignment(tmp_path: Path, alignment: int) -> None:
 
 
 def test_q8_0_is_exact_for_every_scale_and_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Subnormal scales flushed, -128 clamped, a block cut between two pieces."""
+    """Possible bugs: subnormal scales flushed to zero, -128 clamped, a block split between two pieces."""
     monkeypatch.setattr(gguf_file, "PIECE", 37)
     scales = np.arange(65536, dtype=np.uint16).view(np.uint8).reshape(-1, 2)
     scales = scales[np.isfinite(scales.view(np.float16)).ravel()]  # 63,488 of them
@@ -131,7 +131,7 @@ def test_q8_0_is_exact_for_every_scale_and_number(tmp_path: Path, monkeypatch: p
     ],
 )
 def test_the_config_comes_back(tmp_path: Path, tokenizer: BPE, config: GPT2Config) -> None:
-    """n_inner guessed, 1e-05 become 9.999999747378752e-06, an end of text invented."""
+    """Possible bugs: a guessed n_inner, 1e-05 read as 9.999999747378752e-06, an invented end-of-text id."""
     write(tmp_path / "a.gguf", config, tokenizer=tokenizer)
     assert config_of(GGUFFile(tmp_path / "a.gguf")) == config
 
@@ -156,7 +156,7 @@ def test_the_config_comes_back(tmp_path: Path, tokenizer: BPE, config: GPT2Confi
     ],
 )  # fmt: skip
 def test_a_config_that_makes_no_model_is_refused(tmp_path: Path, change: Callable, says: str) -> None:
-    """Numbers of an untrusted file are used as sizes."""
+    """Numbers of an untrusted file become sizes."""
     with_path = tmp_path / "a.gguf"
     write(with_path, change=change)
     refused(lambda: config_of(GGUFFile(with_path)), says, str(with_path))
@@ -164,7 +164,7 @@ def test_a_config_that_makes_no_model_is_refused(tmp_path: Path, change: Callabl
 
 
 def test_a_file_without_an_embedding_is_refused(tmp_path: Path) -> None:
-    """A vocabulary-only file, as llama.cpp has for its tests; or an embedding of one dimension."""
+    """A file with the vocabulary only, as in llama.cpp's tests, or an embedding of one dimension."""
     write(tmp_path / "a.gguf", truth={})
     refused(lambda: config_of(GGUFFile(tmp_path / "a.gguf")), "lacks token_embd.weight; ")
     write(tmp_path / "b.gguf", truth={"wte.weight": torch.ones(32)})
@@ -172,14 +172,14 @@ def test_a_file_without_an_embedding_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_comes_back(tmp_path: Path, tokenizer: BPE) -> None:
-    """Another order of merges, a special token lost: other ids for the same text."""
+    """Another order of merges, or a lost special token, gives other ids for the same text."""
     write(tmp_path / "a.gguf", tokenizer=tokenizer)
     assert tokenizer_of(GGUFFile(tmp_path / "a.gguf")).fingerprint == tokenizer.fingerprint
     assert tokenizer_of(GGUFFile(tmp_path / "a.gguf")).eot == 299
 
 
 def vocabulary(tokenizer: BPE, tokens: list[str] | None = None, types: list[int] | None = None) -> Callable:
-    """A change of the file: another list of tokens or of types."""
+    """A change of the file: another list of tokens or types."""
 
     def change(writer: gguf.GGUFWriter) -> None:
         add_tokenizer(writer, tokenizer, dataclasses.replace(WIDE, vocab_size=tokenizer.n_vocab))
@@ -194,7 +194,7 @@ def vocabulary(tokenizer: BPE, tokens: list[str] | None = None, types: list[int]
 
 
 def test_tokens_that_only_fill_up_are_left_out(tmp_path: Path, tokenizer: BPE) -> None:
-    """`[PAD300]` encoded by a tokenizer as if somebody meant it. Converters of 2023 marked it user-defined, newer ones unused."""
+    """The tokenizer must not encode `[PAD300]` as a token. Converters of 2023 mark padding user-defined, newer ones unused."""
     padded = dataclasses.replace(WIDE, vocab_size=320)
     write(tmp_path / "a.gguf", padded, tokenizer=tokenizer)
     assert tokenizer_of(GGUFFile(tmp_path / "a.gguf")).fingerprint == tokenizer.fingerprint
@@ -202,7 +202,7 @@ def test_tokens_that_only_fill_up_are_left_out(tmp_path: Path, tokenizer: BPE) -
     change = vocabulary(tokenizer, tokens, [1] * 299 + [3] + [4] * 20)
     write(tmp_path / "b.gguf", padded, change=change)
     assert tokenizer_of(GGUFFile(tmp_path / "b.gguf")).fingerprint == tokenizer.fingerprint
-    # A token that a person added is not padding, nor is a hole in the middle; both keep their ids.
+    # An added token and a gap in the middle are not padding; both keep their ids.
     write(tmp_path / "d.gguf", padded, change=vocabulary(tokenizer, [*tokenizer.vocab, "smile"], [1] * 299 + [3, 4]))
     assert tokenizer_of(GGUFFile(tmp_path / "d.gguf")).special_tokens == {"<|endoftext|>": 299, "smile": 300}
     tokens = [*tokenizer.vocab, "hole", "smile", "[MASK]"]
@@ -247,7 +247,7 @@ def test_types_may_be_absent_and_so_may_pre(tmp_path: Path, tokenizer: BPE) -> N
 def test_a_tokenizer_that_is_none_is_refused(
     tmp_path: Path, tokenizer: BPE, change: Callable, says: str, error: type[InputError]
 ) -> None:
-    """Other ids for the same text, or a traceback."""
+    """Otherwise the text gets other ids, or loading ends in a traceback."""
 
     def changed(writer: gguf.GGUFWriter) -> None:
         add_tokenizer(writer, tokenizer, WIDE)
@@ -320,7 +320,7 @@ LIES: list[tuple[bytes, str]] = [
 
 @pytest.mark.parametrize(("content", "says"), LIES, ids=[says[:40] for _, says in LIES])
 def test_a_lie_is_refused_at_once(tmp_path: Path, content: bytes, says: str) -> None:
-    """A count of 2**60 in a file of 100 bytes: an hour in a loop, or all of the memory. (The package's reader does either.)"""
+    """A count of 2**60 in a file of 100 bytes would loop for an hour or take all memory. (The gguf package does either.)"""
     path = tmp_path / "a.gguf"
     path.write_bytes(content)
     tracemalloc.start()
@@ -333,9 +333,9 @@ def test_a_lie_is_refused_at_once(tmp_path: Path, content: bytes, says: str) -> 
 
 
 def test_the_truth_is_accepted(tmp_path: Path) -> None:
-    """The control of the test above."""
+    """Control of the test above."""
     path = tmp_path / "a.gguf"
-    for content in (TRUE, TRUE + bytes(28)):  # the last tensor's padding may be there or not
+    for content in (TRUE, TRUE + bytes(28)):  # the last tensor's padding is optional
         path.write_bytes(content)
         file = GGUFFile(path)
         assert file.metadata == {"k": 7}
@@ -346,7 +346,7 @@ def test_the_truth_is_accepted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in gguf.GGMLQuantizationType if kind not in KINDS], ids=lambda kind: kind.name)
 def test_other_types_are_refused_by_name(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
-    """Most GGUF files on the Hub are Q4_K: not damaged, only of a kind that says nothing exact about the weights."""
+    """Most GGUF files on the Hub are Q4_K: they are valid, but do not hold exact weights."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     (tmp_path / "a.gguf").write_bytes(padded(header(row(b"blk.0.x", (block,), kind), counts=(1, 0)), size))
     if kind.name in gguf_file.OTHER_KINDS.values():
@@ -383,7 +383,7 @@ print(json.dumps([len(file.metadata["k"]), time.process_time() - begin, memory("
 
 @pytest.mark.slow
 def test_the_largest_header_allowed(tmp_path: Path) -> None:
-    """The most that a hostile file may cost: 2,000,000 texts, each a Python object of its own."""
+    """The highest cost of a hostile file: 2,000,000 texts, each a Python object."""
     path = tmp_path / "a.gguf"
     count = gguf_file.ELEMENTS_LIMIT - 1
     path.write_bytes(header(values=value(b"k", 9, struct.pack("<IQ", 8, count)) + text("ā".encode()) * count, counts=(0, 1)))

@@ -1,4 +1,4 @@
-"""Hostile or broken servers and caches: nothing outside the cache is touched, and each error is one line."""
+"""Hostile or broken servers and caches: only the cache is changed, and each error is one line."""
 
 import json
 import os
@@ -29,11 +29,11 @@ def hub():
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """The cache's place, five folders deep: `../../..` of any file in it is still below `tmp_path`."""
+    """The cache's folder, five levels deep: `../../..` of any file in it is still below `tmp_path`."""
     return tmp_path / "a/b/c/d/home"
 
 
-# Root may write anywhere, unless it gives that up (prctl PR_CAPBSET_DROP, CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH).
+# Root may write anywhere unless it drops that capability (prctl PR_CAPBSET_DROP, CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH).
 WITHOUT_PRIVILEGES = """
 import ctypes, os, sys
 if os.geteuid() == 0:
@@ -46,7 +46,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 def resolve(
     hub: HubStandIn, home: Path, name: str = "org/name", offline: bool = False, within: list[str] | None = None, **environ: str
 ) -> dict[str, Any]:
-    """What came of one process: a path, or one line; anything but an InputError is a failure here."""
+    """The result of one process: a path, or the line of an InputError; other errors fail the test."""
     home.mkdir(parents=True, exist_ok=True)
     (result,) = hub_client.resolve(hub.environ(home, **environ), {"name": name, "offline": offline}, within=within)
     assert result.get("error", "InputError") in ("InputError", "CheckpointError"), result
@@ -58,7 +58,7 @@ def storage(home: Path) -> Path:
 
 
 def with_header(header: str, value: str) -> Rewrite:
-    """Every answer about a file has this header."""
+    """Add this header to every answer about a file."""
 
     def rewrite(request: Request, answer: Answer) -> Answer:
         about_a_file = "/resolve" in request.path and answer.status < 400
@@ -68,7 +68,7 @@ def with_header(header: str, value: str) -> Rewrite:
 
 
 def answering(part: str, body: bytes, status: int = 200, **headers: str) -> Rewrite:
-    """Whatever is asked for with ``part`` in its path gets this answer."""
+    """Give this answer to every request with ``part`` in its path."""
 
     def rewrite(request: Request, answer: Answer) -> Answer:
         wanted = part in request.path and "resolve" not in request.path
@@ -78,7 +78,7 @@ def answering(part: str, body: bytes, status: int = 200, **headers: str) -> Rewr
 
 
 def resolve_each(hub: HubStandIn, home: Path, rewrites: Iterable[Rewrite]) -> list[dict[str, Any]]:
-    """What comes of several repositories of the same files, each with the answers about it rewritten in another way."""
+    """The results for several repositories of the same files, each with a different change of the server's answers."""
     ways = {f"org/name-{number}": rewrite for number, rewrite in enumerate(rewrites)}
     for name in ways:
         hub.add_repo(name, FILES, lfs=LFS)
@@ -92,7 +92,7 @@ def resolve_each(hub: HubStandIn, home: Path, rewrites: Iterable[Rewrite]) -> li
 
 
 def test_no_header_becomes_a_path(hub: HubStandIn, home: Path) -> None:
-    """A small file's ETag named a link out of the cache; when its hash was wrong, the file that it led to was deleted."""
+    """A small file's ETag named a link out of the cache; when the hash was wrong, the link's target was deleted."""
     plant(home.parents[4], home)
     before = beside(home.parents[4], home)
     places = [f"{'../' * up}victim" for up in (1, 4, 5, 7)]
@@ -103,7 +103,7 @@ def test_no_header_becomes_a_path(hub: HubStandIn, home: Path) -> None:
 
 
 def test_a_commit_is_forty_hex_digits(hub: HubStandIn, home: Path) -> None:
-    """The client makes folders, a listing and a ref of whatever the server calls the commit."""
+    """The client makes folders, a listing and a ref named after the server's commit id."""
     plant(home.parents[4], home)
     before = beside(home.parents[4], home)
     wrong = ["../" * 4 + "new", "../" * 4 + "victim", "/tmp/gpt2-never", "main", "0" * 39, "0" * 41, "A" * 40, ""]
@@ -115,7 +115,7 @@ def test_a_commit_is_forty_hex_digits(hub: HubStandIn, home: Path) -> None:
 
 
 def test_a_pinned_commit_is_the_commit_that_is_used(hub: HubStandIn, home: Path) -> None:
-    """A server that answers another commit than the one asked for must not choose what is loaded."""
+    """A server must not answer with another commit than the requested one."""
     (commit,) = hub.repos["org/name"].commits
     hub.rewrite = with_header("X-Repo-Commit", "0" * 40)
     result = resolve(hub, home, f"org/name@{commit}")
@@ -133,7 +133,7 @@ def test_a_ref_in_a_shared_cache_is_no_path(hub: HubStandIn, home: Path) -> None
 
 
 def test_the_token_stays_with_the_hub(hub: HubStandIn, home: Path) -> None:
-    """The next page of a listing may be said to lie on another host: only the place in the listing is taken from there."""
+    """A server may say that the next page of a listing is on another host; only the cursor is taken from that link."""
     hub.rows_per_page = 1
 
     def elsewhere(request: Request, answer: Answer) -> Answer:
@@ -147,7 +147,7 @@ def test_the_token_stays_with_the_hub(hub: HubStandIn, home: Path) -> None:
 
 
 def test_a_planted_link_is_removed_and_never_followed(hub: HubStandIn, home: Path) -> None:
-    """A snapshot's entry that leads out of the cache: its hash is wrong, and the file behind it was deleted."""
+    """A snapshot entry that links out of the cache has a wrong hash; the link's target was deleted."""
     folder = Path(resolve(hub, home)["path"])
     victim = plant(home.parents[4], home)[0]
     for name in FILES:
@@ -159,7 +159,7 @@ def test_a_planted_link_is_removed_and_never_followed(hub: HubStandIn, home: Pat
 
 
 def test_only_a_blob_of_this_repository_is_removed(hub: HubStandIn, home: Path) -> None:
-    """Another repository's blob, and a file that only looks like a blob, are not ours to delete."""
+    """A blob of another repository, or a file that looks like a blob, must not be deleted."""
     folder = Path(resolve(hub, home)["path"])
     other = home / "hub/models--other--name/blobs" / ("a" * 64)
     other.parent.mkdir(parents=True)
@@ -175,7 +175,7 @@ def test_only_a_blob_of_this_repository_is_removed(hub: HubStandIn, home: Path) 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
 def test_a_partial_file_is_a_regular_file_of_its_own(hub: HubStandIn, home: Path, kind: str) -> None:
-    """Its name can be known beforehand: through a link the download was written into somebody's file."""
+    """The partial file's name is predictable: through a link, the download overwrote a user's file."""
     victim = plant(home.parents[4], home)[0]
     (tree,) = hub.repos["org/name"].commits.values()
     part = storage(home) / "blobs" / f"{tree['model.safetensors'].sha256}.gpt2-toolkit.incomplete"
@@ -216,7 +216,7 @@ def test_a_pipe_in_a_snapshot_does_not_hang(hub: HubStandIn, home: Path) -> None
 
 
 def tree(rows: Callable[[list[dict[str, Any]]], Any]) -> Rewrite:
-    """The listing, altered."""
+    """The listing with a change."""
 
     def rewrite(request: Request, answer: Answer) -> Answer:
         listing = "/tree/" in request.path and answer.body
@@ -250,7 +250,7 @@ ODD_ANSWERS: list[tuple[Rewrite, str]] = [
 
 
 def test_an_answer_that_no_hub_gives_is_one_line(hub: HubStandIn, home: Path) -> None:
-    """Tracebacks, and messages that blamed the line: info without a commit, a null hash, a listing that is HTML or an object."""
+    """Invalid answers gave tracebacks or blamed the network: no commit, a null hash, a listing that is HTML or an object."""
     results = resolve_each(hub, home, [rewrite for rewrite, _ in ODD_ANSWERS])
     for result, (_, message) in zip(results, ODD_ANSWERS, strict=True):
         assert message in result["message"]
@@ -258,7 +258,7 @@ def test_an_answer_that_no_hub_gives_is_one_line(hub: HubStandIn, home: Path) ->
 
 
 def test_a_body_without_an_end_is_not_read_to_its_end(hub: HubStandIn, home: Path) -> None:
-    """The body of a refusal was read to its end, for its message."""
+    """The client read the whole body of an error response for its message."""
 
     def endless(request: Request, answer: Answer) -> Answer:
         return Answer(403, {"Transfer-Encoding": "chunked"}, b"1000\r\n" + b"x" * 4096 + b"\r\n")
@@ -269,7 +269,7 @@ def test_a_body_without_an_end_is_not_read_to_its_end(hub: HubStandIn, home: Pat
 
 @pytest.mark.parametrize("silent", ["/revision/", "/tree/"])
 def test_a_question_has_a_limit_in_time(hub: HubStandIn, home: Path, silent: str) -> None:
-    """The listing had none: a server that stopped in the middle of it held the command for ever."""
+    """The listing had no timeout: a server that stopped in the middle blocked the command for ever."""
 
     def wait(request: Request, answer: Answer) -> Answer:
         if silent in request.path:
@@ -287,11 +287,11 @@ def test_a_question_has_a_limit_in_time(hub: HubStandIn, home: Path, silent: str
 
 
 def test_a_hub_that_asks_to_wait(hub: HubStandIn, home: Path) -> None:
-    """429 was an outage: the wait that the Hub asks for was ignored, and the message blamed the line."""
+    """429 was treated as an outage: the requested wait was ignored, and the message blamed the network."""
     hub.limit(300)
     assert "rate limited" in (refused := resolve(hub, home)["message"])
     assert "300 s" in refused
-    hub.limit(1, times=2)  # a question
+    hub.limit(1, times=2)  # a request
     waited = resolve(hub, home)
     assert waited["revision"]
     assert waited["stderr"].count("rate limited by") == 2
@@ -315,7 +315,7 @@ def test_a_download_that_is_asked_to_wait(hub: HubStandIn, home: Path) -> None:
 
 @pytest.mark.parametrize("part", ["/revision/", "/lfs/"])
 def test_a_wait_of_five_thousand_digits(hub: HubStandIn, home: Path, part: str) -> None:
-    """The client's parser accepts any number of digits and Python does not: a traceback, found by the fuzz test."""
+    """The client accepts any number of digits and Python's int does not: the fuzz test found a traceback."""
 
     def limited(request: Request, answer: Answer) -> Answer:
         return Answer(429, {"RateLimit": '"api";r=0;t=' + "9" * 5000}, b"") if part in request.path else answer
@@ -325,7 +325,7 @@ def test_a_wait_of_five_thousand_digits(hub: HubStandIn, home: Path, part: str) 
 
 
 def test_the_whole_listing_tells_what_can_be_loaded(hub: HubStandIn, home: Path) -> None:
-    """`siblings` may be cut short, or missing at a mirror; the listing comes in pages."""
+    """A mirror may cut `siblings` short or leave it out; the listing comes in pages."""
     (commit,) = hub.repos["org/name"].commits
     info = {"id": "org/name", "sha": commit, "siblings": [{"rfilename": "README.md"}]}
     hub.add_repo("org/name", FILES | {f"a/{number}.txt": b"" for number in range(20)}, lfs=LFS, commit=commit)
@@ -336,7 +336,7 @@ def test_the_whole_listing_tells_what_can_be_loaded(hub: HubStandIn, home: Path)
 
 
 def test_a_mirror_without_sha256(hub: HubStandIn, home: Path) -> None:
-    """The file was downloaded twice and refused, although git's hash of the pointer proves a large file as well."""
+    """The file was downloaded twice and refused, although git's hash of the LFS pointer identifies a large file as well."""
     hub.lists_sha256 = False
     result = resolve(hub, home)
     assert Path(result["path"], "model.safetensors").read_bytes() == WEIGHTS
@@ -349,7 +349,7 @@ def test_a_mirror_without_sha256(hub: HubStandIn, home: Path) -> None:
 
 
 def test_a_mirror_whose_hashes_of_large_files_are_its_own(hub: HubStandIn, home: Path) -> None:
-    """Nothing can be checked but the size: the file is used, fetched once, and the warning names it."""
+    """Only the size can be checked: the file is used, fetched once, and a warning names it."""
     large = FILES | {"model.safetensors": bytes(11 << 20)}
     hub.add_repo("org/name", large, lfs=LFS)
     hub.lists_sha256 = False
@@ -361,7 +361,7 @@ def test_a_mirror_whose_hashes_of_large_files_are_its_own(hub: HubStandIn, home:
 
 
 def test_other_programs_find_our_files_offline(hub: HubStandIn, home: Path) -> None:
-    """The layout is the client's: a model that we downloaded opens in transformers without the network."""
+    """The layout is the client's: transformers opens our downloads without the network."""
     path = resolve(hub, home)["path"]
     for call, expected in {
         "snapshot_download('org/name')": path,
@@ -373,7 +373,7 @@ def test_other_programs_find_our_files_offline(hub: HubStandIn, home: Path) -> N
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_complete_cache_that_is_read_only_serves_online(hub: HubStandIn, home: Path, ours: bool) -> None:
-    """Another user's cache could only be used offline, although nothing needs to be written."""
+    """Another user's complete cache could only be used offline, although nothing needs to be written."""
     fetch_as_others(hub, home, "snapshot_download('org/name')")
     if ours:
         resolve(hub, home)
@@ -406,7 +406,7 @@ def test_a_complete_cache_that_is_read_only_serves_online(hub: HubStandIn, home:
     ],
 )
 def test_a_wrong_setting_is_named(hub: HubStandIn, home: Path, environ: dict[str, str], messages: list[str]) -> None:
-    """A bad proxy or token blamed HF_ENDPOINT; a limit that is no number was a traceback."""
+    """With a bad proxy or token the message blamed HF_ENDPOINT; an invalid limit gave a traceback."""
     result = resolve(hub, home, **environ)
     assert all(message in result["message"] for message in messages), result["message"]
 
@@ -422,7 +422,7 @@ def test_a_refused_token_is_named(hub: HubStandIn, home: Path) -> None:
 
 
 def test_a_wrong_setting_is_named_where_transformers_is_imported(hub: HubStandIn, home: Path) -> None:
-    """transformers imports the client, which fails: a traceback from `gpt2 verify` of a model that needs no Hub."""
+    """transformers imports the client, which fails: `gpt2 verify` gave a traceback for a local model."""
     done = python("-m", "gpt2", "verify", environ=hub.environ(home, HF_HUB_ETAG_TIMEOUT="abc"), status=2)
     assert done.stderr.count("\n") == 1, done.stderr
     assert "HF_HUB_ETAG_TIMEOUT=abc is not a whole number of seconds" in done.stderr

@@ -1,4 +1,4 @@
-"""Names of models and the Hub, against a real server on loopback."""
+"""Model names and the Hub client, against a real server on loopback."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from gpt2.checkpoint.sources import resolve
 from gpt2.errors import CheckpointError, InputError
 
 CONFIG = b'{"model_type": "gpt2"}'
-WEIGHTS = bytes(range(256)) * 4096  # 1 MiB; this module never looks inside
+WEIGHTS = bytes(range(256)) * 4096  # 1 MiB; these tests never read its content
 FILES = {"config.json": CONFIG, "vocab.json": b'{"a": 0}', "merges.txt": b"#version: 0.2\n", "model.safetensors": WEIGHTS}
 LFS = ("model.safetensors",)
 
@@ -68,7 +68,7 @@ def test_a_path_that_exists_is_not_split(tmp_path: Path) -> None:
 
 
 def test_a_dtype_must_suit_what_is_done_with_the_model() -> None:
-    """int8 weights can be run; no file holds them, and transformers has no such model to verify against."""
+    """No file holds int8 weights, and transformers cannot verify them: int8 is for running a model only."""
     assert ModelName.parse("gpt2", RUNS, dtype="int8").dtype == "int8"
     for use in (VERIFIES, EXPORTS):
         assert ModelName.parse("gpt2:bf16", use).dtype == "bfloat16"
@@ -99,7 +99,7 @@ def test_random_names() -> None:
 
 
 def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder wins over a repository of the same name, but not over an official short name: ``gpt2`` lies in many roots."""
+    """A folder wins over a repository of the same name, but not over an official short name: many folders contain a ``gpt2``."""
     (tmp_path / "out/step-2000").mkdir(parents=True)
     (tmp_path / "a@b").mkdir()
     (tmp_path / "gpt2").mkdir()
@@ -143,7 +143,7 @@ def test_unknown_names(name: str, match: str) -> None:
 
 
 def test_download_cold_warm_offline(hub: HubStandIn, tmp_path: Path) -> None:
-    """Redirects, revisions and the files that are fetched; then warm and offline, counted at the server."""
+    """Redirects, revisions and the fetched files; then warm and offline. The server counts requests."""
     extra = {"pytorch_model.bin": b"pickle", "tf_model.h5": b"tf", "onnx/model.onnx": b"onnx", "README.md": b"#"}
     first = hub.add_repo("openai-community/gpt2", FILES | extra, lfs=(*LFS, "pytorch_model.bin"))
     hub.tag("openai-community/gpt2", "v1", first)
@@ -165,7 +165,7 @@ def test_download_cold_warm_offline(hub: HubStandIn, tmp_path: Path) -> None:
     assert sorted(path.name for path in Path(cold[0]["path"]).iterdir()) == sorted(FILES)
     assert sorted(path.name for path in Path(cold[4]["path"]).iterdir()) == sorted(sharded)
     assert cold[0]["hashed"] == len(WEIGHTS)
-    assert cold[1]["hashed"] == 0  # the same blob, under another commit's snapshot
+    assert cold[1]["hashed"] == 0  # the same blob, in another commit's snapshot
     assert any(request.cdn for request in hub.requests)
     assert all((request.authorization is None) == request.cdn for request in hub.requests)
     assert not any(re.search("bin|h5|onnx|README", request.path) for request in hub.requests)
@@ -180,7 +180,7 @@ def test_download_cold_warm_offline(hub: HubStandIn, tmp_path: Path) -> None:
         "/api/models/openai-community/gpt2/revision/refs%2Fpr%2F1",
         "/api/models/old/name/revision/main",
         "/api/models/new/name/revision/main",
-    ]  # and none for the commit
+    ]  # and none for a commit
 
     hub.requests.clear()
     flagged = run(environ, *({"name": n, "offline": True} if isinstance(n, str) else n for n in names), "new/other")
@@ -190,7 +190,7 @@ def test_download_cold_warm_offline(hub: HubStandIn, tmp_path: Path) -> None:
     assert "holds no copy of openai-community/gpt2 at v9: run once online" in by_variable[5]["message"]
     assert [request.path for request in hub.requests] == ["/api/models/new/other/revision/main"]
 
-    # A moved branch is seen online; the rest of the files is not fetched again.
+    # Online, a moved branch is noticed; other files are not fetched again.
     moved = hub.add_repo("openai-community/gpt2", FILES | {"vocab.json": b'{"d": 0}'}, lfs=LFS)
     hub.requests.clear()
     (after,) = run(environ, "gpt2")
@@ -258,8 +258,8 @@ FORMS = {
 
 
 def test_one_form_of_the_weights_is_fetched(hub: HubStandIn, tmp_path: Path) -> None:
-    """Both safetensors and .bin are twice the gigabytes; a .bin beside safetensors is a pickle for nothing. Each is hashed,
-    fetched again when damaged, and complete offline."""
+    """Safetensors and .bin together would double the download, and a .bin may run code. Each is hashed, fetched again when
+    damaged, and complete offline."""
     names = {f"org/{form.replace(' ', '-')}": FORMS[form] for form in FORMS}
     for name, (files, fetched) in names.items():
         hub.add_repo(name, files, lfs=tuple(file for file in files if files[file] in (WEIGHTS, WEIGHTS[1:], WEIGHTS[2:])))
@@ -274,7 +274,7 @@ def test_one_form_of_the_weights_is_fetched(hub: HubStandIn, tmp_path: Path) -> 
 
 
 def test_the_client_alone_accepts_a_flipped_byte(hub: HubStandIn, tmp_path: Path) -> None:
-    """The control: were this to fail one day, the hashing in hub.py would have become unnecessary."""
+    """Control: if the client checked hashes itself, the hashing in hub.py would be unnecessary."""
     hub.add_repo("org/name", FILES, lfs=LFS)
     hub.corrupt("org/name", "model.safetensors")
     hub.corrupt("org/name", "config.json")
@@ -284,7 +284,7 @@ def test_the_client_alone_accepts_a_flipped_byte(hub: HubStandIn, tmp_path: Path
         assert len(got) == len(FILES[name])
         assert sum(a != b for a, b in zip(got, FILES[name], strict=True)) == 1
 
-    # A damaged file that another program left in the cache is found on our first load, and fetched again.
+    # A damaged file of another program in the cache is found on our first load, and fetched again.
     hub.corrupt("org/name", "model.safetensors", times=0)
     hub.corrupt("org/name", "config.json", times=0)
     offline, online, again = run(hub.environ(tmp_path), {"name": "org/name", "offline": True}, "org/name", "org/name")
@@ -292,13 +292,13 @@ def test_the_client_alone_accepts_a_flipped_byte(hub: HubStandIn, tmp_path: Path
     assert "run once online" in offline["message"]
     assert content(online, "model.safetensors") == WEIGHTS
     assert content(online, "config.json") == CONFIG
-    pointer = len(CONFIG)  # its hash might have been the declared one
+    pointer = len(CONFIG)  # else its hash might equal the declared one
     assert (online["hashed"], again["hashed"]) == (2 * len(WEIGHTS) + pointer, 0)
 
 
 @pytest.mark.parametrize("symlinks", [True, False])
 def test_a_flipped_byte_is_mended_once_and_refused_twice(hub: HubStandIn, tmp_path: Path, symlinks: bool) -> None:
-    """With symlinks, and without (Windows), where no blob's name tells the hash and the commit's listing must."""
+    """With symlinks, and without (Windows), where the hash comes from the commit's listing, not from the blob's name."""
     for name in ("once/large", "once/small", "always/large", "always/small"):
         hub.add_repo(name, FILES, lfs=LFS)
         times = 1 if name.startswith("once") else float("inf")
@@ -313,7 +313,7 @@ def test_a_flipped_byte_is_mended_once_and_refused_twice(hub: HubStandIn, tmp_pa
         declared = next(iter(hub.repos["always/large"].commits.values()))[name].etag
         assert re.search(rf"{name} hashes to [0-9a-f]{{40,64}}, the Hub declares {declared}", refused["message"])
         assert declared not in refused["message"].split("declares")[0]
-    # Nothing damaged stays behind for another program to trust.
+    # No damaged file stays in the cache for another program.
     left = [path for path in (tmp_path / "hub").glob("models--always--*/snapshots/*/*")]
     assert {path.name for path in left} >= {"config.json", "merges.txt"}
     assert all(path.read_bytes() == FILES[path.name] for path in left)
@@ -328,7 +328,7 @@ def test_a_file_that_changes_after_it_was_verified_is_hashed_again(hub: HubStand
     assert "model.safetensors hashes to" in offline["message"]
     assert content(online, "model.safetensors") == WEIGHTS
 
-    # A blob may itself be a link, to the client's store of shared blobs or to wherever a user moved it. Not ours to delete.
+    # A blob may be a link to the client's store of shared blobs or to a folder of the user. Its target must not be deleted.
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_bytes(WEIGHTS[:-1] + b"\0")
     blob = weights.parent / weights.readlink()
@@ -340,7 +340,7 @@ def test_a_file_that_changes_after_it_was_verified_is_hashed_again(hub: HubStand
 
 
 def test_a_copied_cache_is_not_trusted_for_its_timestamps(hub: HubStandIn, tmp_path: Path) -> None:
-    """`cp -p` and `rsync -a` keep size and mtime, whatever happened to the bytes on the way."""
+    """`cp -p` and `rsync -a` keep size and mtime even if the bytes were damaged."""
     hub.add_repo("org/name", FILES, lfs=LFS)
     (first,) = run(hub.environ(tmp_path), "org/name")
     shutil.copytree(tmp_path / "hub", tmp_path / "copy", symlinks=True)
@@ -353,7 +353,7 @@ def test_a_copied_cache_is_not_trusted_for_its_timestamps(hub: HubStandIn, tmp_p
 
 
 def test_an_incomplete_cache_is_filled_online_and_refused_offline(hub: HubStandIn, tmp_path: Path) -> None:
-    """Another program may have fetched the tokenizer or config.json alone; and an interrupted download leaves a part."""
+    """Another program may have fetched the tokenizer or config.json alone; an interrupted download leaves a part."""
     commit = hub.add_repo("org/name", FILES, lfs=LFS)
     fetch_as_others(hub, tmp_path, "snapshot_download('org/name', allow_patterns=['vocab.json', 'merges.txt'])")
     (tokenizer,) = run(hub.environ(tmp_path), {"name": "org/name", "offline": True})
@@ -372,15 +372,15 @@ def test_an_incomplete_cache_is_filled_online_and_refused_offline(hub: HubStandI
 
 
 def test_a_dead_hub_gives_up_quickly_or_falls_back_on_a_warm_cache(hub: HubStandIn, tmp_path: Path) -> None:
-    """The client alone tries for 23 s, and waits for a silent listing for ever. Refused, silent and failing servers, cold and
-    warm: a warm cache serves soon; without one, a slow line has the client's own limit."""
+    """The client alone retries for 23 s, and waits for ever for a silent listing. Servers that refuse, stay silent or fail: a
+    warm cache is used soon; a cold one has the client's own limit."""
     commit = hub.add_repo("org/name", FILES, lfs=LFS)
     assert run(hub.environ(tmp_path / "warm"), "org/name")[0]["revision"] == commit
     hub.outage = 503
     down, warm = run(hub.environ(tmp_path / "cold"), "org/name") + run(hub.environ(tmp_path / "warm"), "org/name")
     assert "cannot reach the Hub" in down["message"]
     assert warm["revision"] == commit
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, never answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, never answers
         mute = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         (soon,) = run(hub.environ(tmp_path / "warm", **mute), "org/name")
         (hung,) = run(hub.environ(tmp_path / "cold", HF_HUB_ETAG_TIMEOUT="1", **mute), "org/name")
@@ -399,7 +399,7 @@ def test_a_dead_hub_gives_up_quickly_or_falls_back_on_a_warm_cache(hub: HubStand
 
 def test_an_endpoint_that_is_no_hub(hub: HubStandIn, tmp_path: Path) -> None:
     hub.add_repo("org/name", FILES)
-    page = f"{hub.endpoint}/org/name/resolve/main/config.json?"  # answers everything with 200 and some JSON
+    page = f"{hub.endpoint}/org/name/resolve/main/config.json?"  # answers every request with 200 and some JSON
     for endpoint in ("nonsense", "http://127.0.0.1:port", "http://[", page):
         (result,) = run(hub.environ(tmp_path) | {"HF_ENDPOINT": endpoint}, "org/name")
         assert result["error"] == "InputError", result

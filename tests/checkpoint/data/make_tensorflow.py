@@ -26,7 +26,7 @@ def numbers(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def shapes(n_vocab: int, n_ctx: int, n_embd: int, n_head: int, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The variables of openai/gpt-2, src/model.py."""
+    """Shapes of the variables of openai/gpt-2, src/model.py."""
     yield "model/wpe", (n_ctx, n_embd)
     yield "model/wte", (n_vocab, n_embd)
     for layer in range(n_layer):
@@ -91,7 +91,7 @@ def save(build, devices: int = 1) -> None:
 if __name__ == "__main__":
     v1.disable_eager_execution()
     HERE.mkdir(exist_ok=True)
-    os.chdir(HERE)  # an absolute path would be written into `checkpoint`
+    os.chdir(HERE)  # else `checkpoint` would hold an absolute path
     save(gpt2)
     Path("gpt2/hparams.json").write_text(json.dumps(SIZES))
     save(shards, devices=3)
