@@ -1,4 +1,4 @@
-"""llm.c's files: what it writes is loaded, what we export is what it would write, and lies are told in a line."""
+"""llm.c's files: they load, our exports equal llm.c's own files, and invalid files are refused in one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ CONFIG = replace(TINY, bos_token_id=None, eos_token_id=None)
 
 @pytest.mark.parametrize(("dtype", "type"), [("float32", "f32"), ("bfloat16", "bf16"), ("float16", "f32"), ("float64", "f32")])
 def test_an_export_is_what_llm_c_would_write(dtype: str, type: str, tmp_path: Path) -> None:
-    """A matrix not turned, or one layer's parameters together, loads in C without a word: it has no names to check."""
+    """llm.c's files have no names to check: a matrix that is not transposed, or parameters grouped by layer, loads without an
+    error."""
     done = export(f"shakespeare-mini:{dtype}", tmp_path, format="llmc")
     assert (done.type, [file.name for file in done.files]) == (type, ["model.bin", "tokenizer.bin"])
     assert any("rounded" in note for note in done.notes) == (dtype == "float64")
@@ -45,7 +46,7 @@ def test_an_export_is_what_llm_c_would_write(dtype: str, type: str, tmp_path: Pa
 
 
 def test_exporting_an_export_gives_the_same_bytes(tmp_path: Path) -> None:
-    """A vocabulary that is padded once more, or padding that becomes tokens."""
+    """Possible bugs: a vocabulary that is padded twice, or padding that becomes tokens."""
     model = str(write_checkpoint(tmp_path / "model"))  # 300 tokens: padded to 384
     export(model, tmp_path / "one", format="llmc")
     export(str(tmp_path / "one" / "model.bin"), tmp_path / "two", format="llmc")
@@ -54,7 +55,7 @@ def test_exporting_an_export_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_is_written_token_by_token(tmp_path: Path) -> None:
-    """Read by llm.c's own reader in test_llmc_program.py, and here without it."""
+    """Check the bytes here; test_llmc_program.py reads them with llm.c's own reader."""
     export("shakespeare-mini", tmp_path, format="llmc")
     tokenizer = gpt2.load_tokenizer()
     tokens, end = llmc_layouts.read_tokenizer(tmp_path / "tokenizer.bin")
@@ -93,14 +94,14 @@ def test_a_tokenizer_without_an_end_or_with_a_long_token(tmp_path: Path) -> None
     ],
 )
 def test_what_llm_c_computes_otherwise_is_refused(change: dict, says: str, tmp_path: Path) -> None:
-    """Its formulas are constants of its code: the file would load, and the logits be others."""
+    """llm.c's formulas are constants in its code: the file would load and give other logits."""
     gpt2.save(random_model(replace(CONFIG, **change), dtype=torch.float32), None, tmp_path / "model")
     assert says in refusal(export, str(tmp_path / "model"), tmp_path / "out", format="llmc")
     assert not (tmp_path / "out").exists()
 
 
 def write(path: Path, change: dict[int, int] | None = None, length: int | None = None) -> Path:
-    """A tiny checkpoint with numbers of its header replaced, cut to a length (negative: from the end)."""
+    """Write a tiny checkpoint with header numbers replaced, cut to a length (negative: from the end)."""
     llmc_layouts.write(path, CONFIG)
     content = bytearray(path.read_bytes())
     for place, number in (change or {}).items():
@@ -134,7 +135,7 @@ LIES = [
 
 @pytest.mark.parametrize(("change", "says"), LIES, ids=[says for _, says in LIES])
 def test_a_header_that_lies_is_told(change: dict[int, int], says: str, tmp_path: Path) -> None:
-    """No name and no shape stands in these files: a wrong number reads every parameter from another's place."""
+    """These files have no names and no shapes: a wrong number reads every parameter from a wrong place."""
     refused(lambda: load(str(write(tmp_path / "model.bin", change))), says)
 
 
@@ -142,7 +143,7 @@ def test_a_header_that_lies_is_told(change: dict[int, int], says: str, tmp_path:
     ("length", "says"), [(3, "does not begin as weights do"), (500, "cut short"), (-1, "where its header says")]
 )
 def test_a_file_that_was_cut_is_told(length: int, says: str, tmp_path: Path) -> None:
-    """A download that ended early."""
+    """A download that was cut short."""
     path = write(tmp_path / ("model" if length == 3 else "model.bin"), length=length)
     refused(lambda: load(str(path)), says)
 
@@ -159,7 +160,7 @@ def test_a_folder_of_llm_c_s_files_is_opened_by_its_model(tmp_path: Path) -> Non
 
 
 def test_a_config_beside_it_has_to_agree(tmp_path: Path) -> None:
-    """A config.json left over from another model: no tensor shows the number of heads."""
+    """A config.json of another model may disagree: no tensor shows the number of heads."""
     llmc_layouts.write(tmp_path / "model.bin", CONFIG)
     gpt2.save(random_model(replace(CONFIG, n_head=4), dtype=torch.float32), None, tmp_path / "other")
     (tmp_path / "other" / "config.json").replace(tmp_path / "config.json")
@@ -167,7 +168,7 @@ def test_a_config_beside_it_has_to_agree(tmp_path: Path) -> None:
 
 
 def test_the_weights_are_views_of_the_file(tmp_path: Path) -> None:
-    """Half a gigabyte need not be copied to be read; a byte changed in the file is another weight."""
+    """Reading must not copy half a gigabyte: a byte changed in the file changes the weight."""
     path = write(tmp_path / "model.bin")
     before = load(str(path)).state_dict()
     content = bytearray(path.read_bytes())
@@ -180,7 +181,7 @@ def test_the_weights_are_views_of_the_file(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """`--type` is GGUF's; here the dtype stands behind the model's name."""
+    """`--type` is for GGUF; here the dtype follows the model's name."""
     assert main(["export", "shakespeare-mini:bf16", str(tmp_path), "--format", "llmc"]) == 0
     assert "llmc, bf16, 1,915,360 parameters" in capsys.readouterr().out
     says = mistake(capsys, "export", "shakespeare-mini", str(tmp_path), "--format", "llmc", "--type", "bf16")
@@ -190,7 +191,7 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_config_of_an_official_size_is_whole(tmp_path: Path) -> None:
-    """GPT-2's end of text is known by the size of its vocabulary, as for the other formats without one."""
+    """As in other formats without a tokenizer, the size of the vocabulary shows GPT-2's end-of-text id."""
     config = GPT2Config(50257, 4, 4, 1, 1, bos_token_id=50256, eos_token_id=50256)
     llmc_layouts.write(tmp_path / "model.bin", config)
     assert load(str(tmp_path / "model.bin")).config == config

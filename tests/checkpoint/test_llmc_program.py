@@ -1,8 +1,8 @@
-"""llm.c's own programs, unchanged, on our files: its test of a forward and a backward pass, and its reader of tokens.
+"""llm.c's own programs, unchanged, on our files: its test of a forward and a backward pass, and its tokenizer reader.
 
-They are compiled where LLMC_SOURCE is a clone of https://github.com/karpathy/llm.c and there is a C compiler, else skipped. Of
-what test_gpt2.c checks, the logits (1e-2), the loss (1e-2) and sixteen gradients (2e-2) are compared with the debug state. Its
-ten losses are constants of the official weights: with others they cannot agree. Here they are compared with our own ten steps.
+They are compiled if LLMC_SOURCE is a clone of https://github.com/karpathy/llm.c and there is a C compiler; else skipped.
+test_gpt2.c compares the logits (1e-2), the loss (1e-2) and sixteen gradients (2e-2) with the debug state. Its ten losses are
+constants for the official weights, so other weights cannot match them. Here they are compared with our own ten steps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def files(folder: Path, model: str, tokens: int) -> gpt2.Trace:
 
 
 def verdict(output: str) -> tuple[bool, bool, int]:
-    """Whether it finds the logits right, and the loss, and how many of the sixteen gradients."""
+    """Whether test_gpt2.c accepts the logits and the loss, and how many of the sixteen gradients."""
     logits = re.search(r"^(NOT )?OK \(LOGITS\)", output, re.MULTILINE)
     return logits[1] is None, "LOSS OK" in output, len(re.findall(r"^TENSOR OK", output, re.MULTILINE))
 
@@ -70,14 +70,14 @@ def ten_losses(model: str, traced: gpt2.Trace) -> list[float]:
 
 
 def test_its_test_passes_and_sees_a_wrong_weight(tmp_path: Path) -> None:
-    """The embedded model, whole. The control: one weight of 1.9 million, one entry of a gradient, one of the logits."""
+    """The whole embedded model. Negative controls: one weight of 1.9 million, one gradient entry, one logit."""
     binary = program(Path(SOURCE, "test_gpt2.c"), tmp_path)
     traced = files(tmp_path, "shakespeare-mini", 16)
     output = run(binary)
     assert verdict(output) == (True, True, TENSORS), output
     losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)", output, re.MULTILINE)]
     assert losses == pytest.approx(ten_losses("shakespeare-mini", traced), abs=1e-4)
-    assert "overall okay: 0" in output  # because of its ten constants alone
+    assert "overall okay: 0" in output  # only because of its ten constants
     model, state = tmp_path / "gpt2_124M.bin", tmp_path / "gpt2_124M_debug_state.bin"
     right, right_state = model.read_bytes(), state.read_bytes()
 
@@ -98,7 +98,7 @@ def test_its_test_passes_and_sees_a_wrong_weight(tmp_path: Path) -> None:
 
 
 def test_its_tokenizer_reads_ours(tmp_path: Path) -> None:
-    """Decoded token by token in C; bytes that C prints as they are."""
+    """Decode token by token in C, for bytes that C prints unchanged."""
     export("shakespeare-mini", tmp_path, format="llmc")
     (tmp_path / "decode.c").write_text(
         '#include <stdio.h>\n#include <stdlib.h>\n#include <string.h>\n#include "llmc/tokenizer.h"\n'

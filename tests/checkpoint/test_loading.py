@@ -1,4 +1,4 @@
-"""Files to a model: every layout, every misfit in one line, no byte copied that need not be, and a fuzz."""
+"""Loading files into a model: every layout, one line for every mismatch, no unnecessary copy, and a fuzz test."""
 
 import copy
 import gc
@@ -28,7 +28,7 @@ from gpt2.model import GPT2
 
 
 def assert_holds(model: GPT2, truth: dict[str, Tensor]) -> None:
-    """Every parameter is the truth's, bit for bit, and there is no other."""
+    """Assert that the parameters equal the expected ones bit for bit, and that there are no others."""
     state = model.state_dict()
     assert state.keys() == truth.keys()
     assert [name for name in truth if not same(state[name].cpu(), truth[name])] == []
@@ -37,7 +37,7 @@ def assert_holds(model: GPT2, truth: dict[str, Tensor]) -> None:
 
 
 def altered(directory: Path, change: Callable[[dict[str, Tensor]], object], layout: Callable = prefixed) -> Path:
-    """A checkpoint whose tensors were changed by ``change`` after it was written."""
+    """A checkpoint whose tensors ``change`` modified after it was written."""
     layout(directory)
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
@@ -47,7 +47,7 @@ def altered(directory: Path, change: Callable[[dict[str, Tensor]], object], layo
 
 @pytest.mark.parametrize("shard_size", ["5GB", "8KB"])
 def test_opens_what_transformers_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_size: str) -> None:
-    """transformers writes the files and gives the expected logits: our own idea of the layout would prove nothing."""
+    """transformers writes the files and gives the expected logits: our own writer could share the reader's bugs."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     truth = transformers_saved(tmp_path, shard_size=shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "8KB")
@@ -63,7 +63,7 @@ def test_opens_what_transformers_writes(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_single_file_is_a_model(tmp_path: Path) -> None:
-    """`load("dir/model.safetensors")`, with a dtype behind it, and under another name."""
+    """`load("dir/model.safetensors")`, with a dtype suffix, and under another name."""
     truth = official(tmp_path)
     os.rename(tmp_path / "model.safetensors", tmp_path / "mine.safetensors")
     assert_holds(load(str(tmp_path / "mine.safetensors")), truth)
@@ -72,7 +72,7 @@ def test_a_single_file_is_a_model(tmp_path: Path) -> None:
 
 
 def test_the_key_table_and_its_inverse() -> None:
-    """A row that the inverse misses, or a layer's number read as another's."""
+    """Possible bugs: a row without inverse, or a layer's number read as another's."""
     names = list(expected(TINY))
     assert [from_file(to_file(name)) for name in names] == names == [from_file(name) for name in names]
     assert len(names) == len(set(names)) == 4 + 12 * TINY.n_layer
@@ -86,7 +86,7 @@ def test_the_key_table_and_its_inverse() -> None:
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("asked", [None, "fp32", "float16", torch.bfloat16, "f64"])
 def test_dtypes(tmp_path: Path, stored: torch.dtype, asked: Any) -> None:
-    """As stored unless asked; a conversion is one rounding, not a detour through another dtype."""
+    """Weights keep their dtype unless asked; a conversion rounds once, without another dtype in between."""
     truth = weights(dtype=stored)
     write_weights(write_config(tmp_path) / "model.safetensors", truth, start=0)
     target = {None: stored, "fp32": torch.float32, "float16": torch.float16, "f64": torch.float64}.get(asked, asked)
@@ -94,7 +94,7 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, asked: Any) -> None:
 
 
 def test_the_suffix_names_a_dtype(tmp_path: Path) -> None:
-    """A suffix that is ignored, or that silently loses against `dtype=`."""
+    """Possible bugs: a suffix that is ignored, or that loses against `dtype=` without an error."""
     truth = official(tmp_path)
     rounded = {name: tensor.half() for name, tensor in truth.items()}
     assert_holds(load(f"{tmp_path}:fp16"), rounded)
@@ -107,7 +107,7 @@ def test_the_suffix_names_a_dtype(tmp_path: Path) -> None:
 
 
 def test_mixed_dtypes_become_the_narrowest_that_holds_all(tmp_path: Path) -> None:
-    """Norms in float32 beside float16 matrices: loaded as they are, the first matmul of the model would raise."""
+    """Norms in float32 beside float16 matrices: without a common dtype, the first matmul would raise."""
     truth = weights(dtype=torch.float16)
     mixed = {name: tensor.bfloat16() if ".ln_" in name else tensor for name, tensor in truth.items()}
     write_weights(write_config(tmp_path) / "model.safetensors", mixed)
@@ -117,7 +117,7 @@ def test_mixed_dtypes_become_the_narrowest_that_holds_all(tmp_path: Path) -> Non
 
 
 def test_devices(tmp_path: Path) -> None:
-    """Weights that stay on the CPU, and torch's own AssertionError for a GPU that is not there."""
+    """Possible bugs: weights that stay on the CPU, or torch's AssertionError for a missing GPU."""
     official(tmp_path)
     assert {parameter.device.type for parameter in load(str(tmp_path), device="meta").parameters()} == {"meta"}
     assert {parameter.device.type for parameter in load(str(tmp_path), device=torch.device("cpu")).parameters()} == {"cpu"}
@@ -138,7 +138,7 @@ def test_weights_go_to_the_accelerator(tmp_path: Path) -> None:
 
 
 def test_random_models_are_drawn_from_their_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A global generator would make them depend on what ran before; a bias or norm left at its default hides a fault."""
+    """With the global generator, the weights would depend on earlier code; a bias or norm with its default value hides bugs."""
     monkeypatch.setitem(configs.OFFICIAL_SIZES, "tiny", TINY)
     torch.manual_seed(1)
     first, state = load("random:tiny:7"), torch.get_rng_state()
@@ -161,7 +161,7 @@ def test_random_models_are_drawn_from_their_seed_alone(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_random_distilgpt2_has_gpt2_statistics() -> None:
-    """Official shape: matrices N(0, 0.02), projections into the stream shrunk by 1 / sqrt(2 layers), norms around one."""
+    """Official shape: matrices N(0, 0.02), residual projections scaled by 1 / sqrt(2 layers), norms around one."""
     model = load("random:distilgpt2:3")
     assert sum(parameter.numel() for parameter in model.parameters()) == 81_912_576
     state = {name: tensor.double() for name, tensor in model.state_dict().items()}
@@ -195,7 +195,7 @@ MASKS = {
 
 @pytest.mark.parametrize("how", MASKS)
 def test_a_mask_that_is_not_causal_is_refused(tmp_path: Path, how: str) -> None:
-    """Dropped unseen, a banded or bidirectional model loads as a causal one and computes something else."""
+    """If the mask is ignored, a banded or bidirectional model loads as a causal one and computes something else."""
     key = "h.1.attn.bias"
     altered(tmp_path, lambda tensors: tensors.update({key: MASKS[how](tensors[key]).contiguous()}), official)
     refused(lambda: load_path(tmp_path), f"not the causal mask: {key};", str(tmp_path))
@@ -225,13 +225,13 @@ def test_a_causal_mask_of_any_dtype_is_dropped(tmp_path: Path, dtype: torch.dtyp
     ],
 )
 def test_a_buffer_that_is_not_what_it_claims_is_refused(tmp_path: Path, change: Callable, says: str) -> None:
-    """An untied head dropped for a tied one gives other logits with no error at all."""
+    """If an untied head is dropped as a tied one, the logits change without an error."""
     refused(lambda: load_path(altered(tmp_path, change)), says)
 
 
 @pytest.mark.parametrize("key", ["h.0.attn.bias", "h.0.attn.masked_bias", "lm_head.weight", "wte.weight", "more"])
 def test_an_empty_tensor_of_an_impossible_shape_is_refused(tmp_path: Path, key: str) -> None:
-    """No bytes, so the header is consistent; but torch raises a RuntimeError for the strides, if it is asked."""
+    """The tensor has no bytes, so the header is consistent; but torch raises a RuntimeError for its strides."""
     truth = weights()
     truth.pop(key, None)
     path = write_weights(write_config(tmp_path) / "model.safetensors", truth)
@@ -244,7 +244,7 @@ def test_an_empty_tensor_of_an_impossible_shape_is_refused(tmp_path: Path, key: 
 
 
 def test_a_tied_head_of_nan_is_still_tied(tmp_path: Path) -> None:
-    """NaN differs from NaN; a diverged run's checkpoint must still open, to be looked at."""
+    """NaN differs from NaN; the checkpoint of a diverged run must still open for inspection."""
     altered(
         tmp_path, lambda t: [t[key].view(-1)[3:4].fill_(float("nan")) for key in ("lm_head.weight", "transformer.wte.weight")]
     )
@@ -264,14 +264,14 @@ def test_a_tied_head_of_nan_is_still_tied(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_contradicts_the_tensors_names_both(tmp_path: Path, config: dict, says: str) -> None:
-    """An old DialoGPT-medium says 768 wide and is 1024: "size mismatch" 290 times does not help."""
+    """An old DialoGPT-medium's config says width 768 and its tensors 1024: "size mismatch" 290 times does not help."""
     official(tmp_path)
     write_config(tmp_path, **config)
     refused(lambda: load_path(tmp_path), says, "correct the config or the file", f"{tmp_path}: ")
 
 
 def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
-    """With one error per attempt there would be as many attempts as faults."""
+    """With one error per attempt, the user needs one attempt per error."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         del tensors["transformer.ln_f.bias"], tensors["transformer.h.0.ln_1.bias"]
@@ -296,7 +296,7 @@ def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_a_thousand_misfits_are_still_one_short_line(tmp_path: Path) -> None:
-    """Another model's file: every key unexpected, every parameter missing, some keys there twice."""
+    """For another model's file every key is unexpected, every parameter missing, and some keys are duplicates."""
     write_config(tmp_path, n_layer=500)
     many = {f"{prefix}layers.{n}.weight": torch.zeros(1) for n in range(3000) for prefix in ("", "transformer.")}
     write_weights(tmp_path / "model.safetensors", many)
@@ -306,7 +306,7 @@ def test_a_thousand_misfits_are_still_one_short_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", TABLE)
 def test_each_family_is_needed_and_of_its_shape(tmp_path: Path, family: str) -> None:
-    """Every row of the table is checked: missing, one longer, transposed, one axis more, of integers."""
+    """Check every row of the table: missing, one longer, transposed, with one more axis, of integers."""
     name = family.format(1)
     truth = official(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -342,7 +342,7 @@ def test_each_family_is_needed_and_of_its_shape(tmp_path: Path, family: str) -> 
     ],
 )
 def test_a_checkpoint_that_is_none_says_why(tmp_path: Path, make: Callable, says: str) -> None:
-    """A traceback from json, torch or os instead of one line."""
+    """The user must get one line, not a traceback from json, torch or os."""
     official(tmp_path)
     make(tmp_path)
     message = refused(lambda: load(str(tmp_path)), says, str(tmp_path))
@@ -350,7 +350,7 @@ def test_a_checkpoint_that_is_none_says_why(tmp_path: Path, make: Callable, says
 
 
 def test_the_folder_of_a_run_points_to_its_best(tmp_path: Path) -> None:
-    """`gpt2 generate out` instead of `out/best`: the folder has neither config nor weights, and says where they are."""
+    """`gpt2 generate out` instead of `out/best`: the folder has no config and no weights; the message says where they are."""
     official(tmp_path / "out" / "best")
     official(tmp_path / "out" / "step-20")
     refused(lambda: load(str(tmp_path / "out")), f"it is the folder of a training run, give {tmp_path}/out/best")
@@ -359,7 +359,7 @@ def test_the_folder_of_a_run_points_to_its_best(tmp_path: Path) -> None:
 
 
 def test_hostile_keys_of_a_config_change_nothing(tmp_path: Path) -> None:
-    """config.json decides sizes and nothing else: no code, no implementation, no dtype."""
+    """config.json decides sizes only: no code, no implementation, no dtype."""
     truth = official(tmp_path)
     plain = read_config(tmp_path)
     write_config(
@@ -390,7 +390,7 @@ def test_nothing_is_initialised_and_no_generator_is_touched(tmp_path: Path, monk
 
 @pytest.mark.parametrize("on", [True, False])
 def test_building_a_model_sets_off_no_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
-    """Garbage collection took a quarter of the time to load gpt2-medium; and it must be on again afterwards."""
+    """Garbage collection took a quarter of the time to load gpt2-medium. It must be enabled again afterwards."""
     official(tmp_path, TINY)
     collecting: list[bool] = []
 
@@ -416,7 +416,7 @@ def test_building_a_model_sets_off_no_collection(tmp_path: Path, monkeypatch: py
 
 
 def test_training_a_loaded_model_leaves_the_file_alone(tmp_path: Path) -> None:
-    """Mapped weights are written by every optimizer step; the file must keep its bytes, and a second load must see them."""
+    """Every optimizer step writes to mapped weights; the file must keep its bytes, and a second load must read them."""
     truth = official(tmp_path, unaligned=False)
     before = (tmp_path / "model.safetensors").read_bytes()
     model = load_path(tmp_path)

@@ -1,4 +1,4 @@
-"""What loading costs: at most 1.05 times the weights' own size at any moment, and at most one copy of each tensor."""
+"""Memory for loading: at most 1.05 times the size of the weights at any moment, and at most one copy of each tensor."""
 
 import runpy
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt2.checkpoint.loading import load_path
 from gpt2.config import official_size
 
-LIMIT = 1.05  # times the size of the loaded weights, above a process that only imports torch
+LIMIT = 1.05  # times the size of the loaded weights, on top of a process that only imports torch
 
 
 @PROC
@@ -23,13 +23,13 @@ LIMIT = 1.05  # times the size of the loaded weights, above a process that only 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-xl"])
 @pytest.mark.parametrize("layout", ["official", "aligned"])
 def test_loading_needs_the_size_of_the_weights(layout: str, name: str, tmp_path: Path) -> None:
-    """A second copy anywhere: of the file read before it is converted, of the model drawn before it is filled.
+    """There must be no second copy: of the file before its conversion, or of the model before it is filled.
 
-    Measured above a process that has loaded a tiny model: the code that loads, a fixed 6 MB, is 2.5 % of gpt2 in bfloat16.
+    Measured relative to a process that has loaded a tiny model: the loading code, a fixed 6 MB, is 2.5 % of gpt2 in bfloat16.
     """
     parameters = official_size(name).num_parameters()
     require_room(tmp_path, disk=4.5 * parameters, memory=5.2 * parameters)
-    tool = SimpleNamespace(**runpy.run_path(str(TESTS.parent / "tools/bench_memory.py")))  # it measures fresh processes
+    tool = SimpleNamespace(**runpy.run_path(str(TESTS.parent / "tools/bench_memory.py")))  # measures fresh processes
     official(tmp_path / "tiny")
     floor = tool.child(str(tmp_path / "tiny"))
     careless = tool.CHILD.replace("gpt2.load(sys.argv[1])", "gpt2.load(sys.argv[1][:-5]).to(torch.bfloat16)")
@@ -48,12 +48,12 @@ def test_loading_needs_the_size_of_the_weights(layout: str, name: str, tmp_path:
             assert twice["peak / size"] > 1.5, "the control: float32 first, then bfloat16"
 
 
-# A new module's norms are ones and zeros until they are replaced; a view is one under either name.
+# A new module's norms are ones and zeros until they are replaced; one view may have two names.
 NO_COPY = ("aten::empty", "aten::fill_", "aten::zero_", "aten::_unsafe_view")
 
 
 class Copies(TorchDispatchMode):
-    """Counts the elements that torch writes: copies, conversions, and whatever else makes tensors of tensors."""
+    """Count the elements that torch writes: copies, conversions, and other operators that make tensors from tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def read_so_far() -> int:
 
 
 def spans(path: Path) -> list[range]:
-    """Where a file is mapped in this process."""
+    """Address ranges where a file is mapped in this process."""
     rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
     return [range(*(int(end, 16) for end in row[0].split("-"))) for row in rows]
 
@@ -84,7 +84,7 @@ MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.
 @PROC
 @pytest.mark.parametrize("how", ["mapped", "unaligned", "converted", "converted, unaligned", "turned", "turned, unaligned"])
 def test_a_tensor_is_copied_at_most_once(how: str, tmp_path: Path) -> None:
-    """Mapped: never; unaligned: read once into its place; another dtype: read and converted once; turned: a view of either."""
+    """Mapped: no copy; unaligned: one read; another dtype: one read and conversion; transposed: a view of either."""
     tensors = weights(CONFIG)
     if "turned" in how:  # nn.Linear's orientation
         tensors = turned(tensors)
@@ -92,7 +92,7 @@ def test_a_tensor_is_copied_at_most_once(how: str, tmp_path: Path) -> None:
     write_weights(path, tensors, start=3 if "unaligned" in how else 0)
     size = CONFIG.num_parameters()
     dtype = torch.bfloat16 if "converted" in how else torch.float32
-    with Copies():  # a first time, for what is imported on the way
+    with Copies():  # a first load, for the modules it imports
         load_path(path.parent, dtype=dtype)
     before = read_so_far()
     idle = read_so_far() - before
@@ -102,7 +102,7 @@ def test_a_tensor_is_copied_at_most_once(how: str, tmp_path: Path) -> None:
     read = read_so_far() - before - idle
     parameters = dict(model.named_parameters())
     in_file = [any(p.data_ptr() in span for span in spans(path)) for p in parameters.values()]
-    overhead = path.stat().st_size - 4 * size + 20_000  # header, config, and what tells one container from another
+    overhead = path.stat().st_size - 4 * size + 20_000  # header, config, and the bytes that identify the container
     if how in ("mapped", "turned"):
         assert all(in_file)
         assert read < overhead
@@ -115,7 +115,7 @@ def test_a_tensor_is_copied_at_most_once(how: str, tmp_path: Path) -> None:
 
 
 def test_the_counter_counts() -> None:
-    """The control: a counter that sees no copy would find none."""
+    """Negative control: the counter must see copies."""
     source = torch.ones(3, 4)
     for copy in (
         lambda: source.clone(),

@@ -21,7 +21,7 @@ from gpt2.config import OFFICIAL_SIZES, official_size
 
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_the_small_files_are_the_official_ones(name: str) -> None:
-    """A rehearsal with a config of our own making would prove that we can read what we write."""
+    """With a config of our own, the rehearsal would only test our own format."""
     files = {file: hashlib.sha256(content).hexdigest() for file, content in small_files(name).items()}
     assert files == {file: digest for file, digest in OFFICIAL_FILES[name].items() if file not in WEIGHTS}
     assert json.loads(small_files(name)["config.json"])["n_layer"] == official_size(name).n_layer
@@ -37,7 +37,7 @@ def test_which_files_are_official() -> None:
     assert str(official_files(medium, "./copy")) == "the official file of gpt2-medium"
     other = {**own, "config.json": "0" * 64}
     assert str(official_files(other)) == "the official file of gpt2; config.json differs from gpt2's"
-    changed = {**own, "model.safetensors": "0" * 64}  # the pickle beside it is official, and not what is loaded
+    changed = {**own, "model.safetensors": "0" * 64}  # the pickle beside it is official, but is not loaded
     assert str(official_files(changed)) == "not the official file: model.safetensors differs from gpt2's"
     swapped = official_files({**medium, "README.md": "1" * 64}, "openai-community/gpt2@main")
     assert str(swapped).startswith("not the official file: generation_config.json, model.safetensors, config.json differ from")
@@ -57,7 +57,7 @@ def test_the_official_files_come_out(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     with open(path, "wb") as file:
         file.write(weights.head)
-        file.truncate(weights.size)  # the data is a hole, and takes no disk
+        file.truncate(weights.size)  # the data is a hole in the file and takes no disk
     size = path.stat().st_size
     assert int.from_bytes(weights.head[:8], "little") == official.header
     assert size == official.size
@@ -84,19 +84,19 @@ def hub():
 
 
 def report_of(hub: HubStandIn, home: Path, *command: str) -> Any:
-    """The JSON that Python prints, run as ``command`` in a process that knows this Hub."""
+    """The JSON printed by ``command``, run in a process with this Hub."""
     return json.loads(python(*command, environ=hub.environ(home), timeout=3600).stdout)
 
 
 def assert_nothing_else_was_fetched(hub: HubStandIn, name: str) -> None:
-    """Every byte of the wanted files was sent once, and nothing else."""
+    """Assert that every byte of the wanted files was sent once, and nothing else."""
     official, (tree,) = OFFICIAL[name], hub.repos[OFFICIAL[name].repo].commits.values()
     wanted = {path for path in tree if path in (*SMALL, "model.safetensors")}
     assert hub.sent == {(official.repo, path): tree[path].size for path in wanted}
     assert {request.file for request in hub.requests if "/api/" not in request.path} == wanted
 
 
-# Each parameter against the tensor that the server made, bit for bit, one at a time; one logit; how long, and where.
+# Compare each parameter with the server's tensor, bit for bit, one at a time; then one logit, the time and the path.
 LOAD = """
 import json, sys, time
 import torch
@@ -117,9 +117,9 @@ print(json.dumps(dict(logit=logit, wrong=wrong, parameters=sum(p.numel() for p i
 
 @pytest.mark.slow
 def test_verify_an_official_repository(hub: HubStandIn, tmp_path: Path) -> None:
-    """`gpt2 verify distilbert/distilgpt2`, the whole way: listing, download, hashes, cache, mapping, transformers, tokens.
+    """The whole path of `gpt2 verify distilbert/distilgpt2`: listing, download, hashes, cache, mapping, transformers, tokens.
 
-    The smallest of them: gpt2 itself takes half as long again, and is `gpt2 verify random:gpt2` in the README.
+    It is the smallest official model. gpt2 takes 1.5 times as long; the README has it as `gpt2 verify random:gpt2`.
     """
     name = "distilgpt2"
     require_room(tmp_path, disk=1e9, memory=56 * official_size(name).num_parameters())
@@ -147,7 +147,7 @@ def test_verify_an_official_repository(hub: HubStandIn, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
 def test_load_every_other_official_repository(hub: HubStandIn, name: str, tmp_path: Path) -> None:
-    """Every byte over the wire, every parameter where it belongs, and the same again without a request."""
+    """Send every byte over the network, check every parameter, and load again without a request."""
     require_room(tmp_path, disk=1.2 * OFFICIAL[name].size, memory=1.3 * OFFICIAL[name].size)
     commit = add(hub, name)
     try:

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files: what PEFT writes opens here, what is written here opens in PEFT, and the logits are the same."""
+"""Adapters in PEFT's format: PEFT's files open here, our files open in PEFT, and the logits are the same."""
 
 import json
 import warnings
@@ -28,12 +28,12 @@ ALL = ["c_attn", "c_proj", "c_fc"]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model on disk whose every parameter is drawn."""
+    """A saved model with every parameter drawn at random."""
     return gpt2.save(random_model(TINY, 0.2, dtype=torch.float32), None, tmp_path_factory.mktemp("base") / "model")
 
 
 def draw(module: torch.nn.Module) -> torch.nn.Module:
-    """Adapters as if trained: B of zeros would hide every fault."""
+    """Adapters as if trained: B of zeros would hide every bug."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -58,7 +58,7 @@ def edit(folder: Path, **changes: object) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """PEFT and transformers warn about their own imports."""
+    """Silence the warnings of PEFT and transformers about their own imports."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         yield
@@ -77,13 +77,13 @@ def reference(base: Path) -> torch.nn.Module:
 
 
 def theirs(peft, base: Path, adapter: Path) -> torch.Tensor:
-    """transformers' GPT-2 with the adapter that PEFT opens, in float64."""
+    """transformers' GPT-2 with the adapter opened by PEFT, in float64."""
     with quiet():
         return peft.PeftModel.from_pretrained(reference(base), str(adapter)).double().eval()(IDS).logits
 
 
 def written_by_peft(peft, base: Path, folder: Path, **settings) -> torch.Tensor:
-    """Save an adapter as PEFT does; returns the logits of PEFT's model, in float64."""
+    """Save an adapter with PEFT; return the logits of PEFT's model, in float64."""
     settings = {"r": 4, "lora_alpha": 12, "target_modules": ALL, "task_type": "CAUSAL_LM", "fan_in_fan_out": True} | settings
     with quiet():
         model = draw(peft.get_peft_model(reference(base), peft.LoraConfig(**settings)))
@@ -107,7 +107,7 @@ SETTINGS = {
 def test_what_peft_writes_opens_here(peft, base: Path, tmp_path: Path, what: str) -> None:
     expected = written_by_peft(peft, base, tmp_path, **SETTINGS[what])
     assert apart(ours(tmp_path), expected) < 1e-10
-    assert apart(ours(base), expected) > 1e-2  # the control: without the adapter it is another model
+    assert apart(ours(base), expected) > 1e-2  # negative control: without the adapter the logits differ
 
 
 @pytest.mark.parametrize("targets", [("c_attn", "c_proj", "c_fc"), ("attn.c_proj",), ("mlp.c_proj", "c_attn")])
@@ -129,7 +129,8 @@ def test_peft_finds_the_base_by_itself(peft, base: Path, tmp_path: Path) -> None
 
 
 def turn_square(folder: Path) -> None:
-    """What a wrong fan_in_fan_out does to attn.c_proj, the one it does not fail on: (Aᵀ Bᵀ)ᵀ is the product of Bᵀ and Aᵀ."""
+    """The effect of a wrong fan_in_fan_out on the square attn.c_proj, which raises no error: (Aᵀ Bᵀ)ᵀ is the product of Bᵀ and
+    Aᵀ."""
     tensors = load_file(folder / WEIGHTS)
     for name in [name for name in tensors if "attn.c_proj.lora_A" in name]:
         other = name.replace("lora_A", "lora_B")
@@ -146,11 +147,11 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_every_wrong_reading_would_show(peft, base: Path, tmp_path: Path, what: str) -> None:
-    """Negative controls: each wrong reading that loads in silence is far outside the tolerance."""
+    """Negative controls: each wrong reading that loads without an error is far outside the tolerance."""
     expected = written_by_peft(peft, base, tmp_path)
     WRONG[what](tmp_path)
     assert apart(ours(tmp_path), expected) > 1e-2
-    assert apart(theirs(peft, base, tmp_path), expected) > 1e-2  # and PEFT reads the same out of the wrong files
+    assert apart(theirs(peft, base, tmp_path), expected) > 1e-2  # PEFT reads the same from the wrong files
 
 
 @pytest.fixture
@@ -159,7 +160,7 @@ def adapter(base: Path, tmp_path: Path) -> Path:
 
 
 def test_the_files_say_what_peft_reads(base: Path, adapter: Path) -> None:
-    """Pinned from what PEFT 0.21 writes itself, so that a slip shows where PEFT is not installed too."""
+    """The expected values are those that PEFT 0.21 writes, so the test also works without PEFT."""
     config = json.loads((adapter / CONFIG).read_text())
     expected = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "fan_in_fan_out": True, "r": 4, "lora_alpha": 12}
     expected |= {"use_rslora": False, "base_model_name_or_path": str(base)}
@@ -224,7 +225,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("what", CONFIGS)
 def test_a_config_that_says_more_is_refused(adapter: Path, what: str) -> None:
-    """If DoRA's magnitudes or PiSSA's changed base were ignored, the model would be nearly right."""
+    """If DoRA's magnitudes or PiSSA's changed base were ignored, the logits would be nearly right."""
     changes, says = CONFIGS[what]
     edit(adapter, **changes)
     refused(lambda: gpt2.load(str(adapter)), says)
@@ -238,7 +239,7 @@ def test_a_base_of_another_shape_is_refused(adapter: Path, tmp_path: Path) -> No
 
 
 def test_an_adapter_on_an_adapter_is_refused(adapter: Path) -> None:
-    """One that names itself would be opened for ever."""
+    """An adapter that names itself as its base would recurse for ever."""
     edit(adapter, base_model_name_or_path=str(adapter))
     refused(lambda: gpt2.load(str(adapter)), "is an adapter too")
 
@@ -278,7 +279,8 @@ def test_a_pickled_adapter_opens_as_data(base: Path, adapter: Path) -> None:
 
 
 def test_a_base_stored_the_other_way_round_is_merged_the_right_way(base: Path, adapter: Path, tmp_path: Path) -> None:
-    """[out, in] matrices: the product of A and B is turned once, not twice, and the square one tells."""
+    """For [out, in] matrices, the product of A and B is transposed once, not twice; only the square matrix shows the
+    difference."""
     folder = tmp_path / "linear"
     folder.mkdir()
     stored = {name.removeprefix("transformer."): tensor for name, tensor in load_file(base / "model.safetensors").items()}
@@ -298,7 +300,7 @@ def test_a_model_without_adapters_has_none_to_save(tmp_path: Path) -> None:
 
 
 def test_every_command_takes_an_adapter_or_says_what_to_do(base: Path, adapter: Path, tmp_path: Path) -> None:
-    """info, compare (by either implementation), export and verify see the merged model."""
+    """info, compare (with either implementation), export and verify use the merged model."""
     from gpt2.checkpoint.describe import describe
     from gpt2.checkpoint.export import export
 
@@ -331,7 +333,7 @@ def test_verify_refuses_an_adapter_that_is_merged_wrongly_into_a_square_matrix(b
 
 
 def test_a_model_with_an_adapter_beside_it_is_not_left_to_transformers(base: Path, adapter: Path) -> None:
-    """Where PEFT is installed, transformers would add the adapter, and the reference would be another model."""
+    """If PEFT is installed, transformers would add the adapter, and the reference would be another model."""
     from gpt2.parity import reference
 
     gpt2.save(gpt2.load(str(base)), None, adapter)
@@ -349,9 +351,9 @@ for offline in (False, True):
 
 
 def test_an_adapter_and_its_base_from_the_hub(base: Path, adapter: Path, tmp_path: Path) -> None:
-    """Both repositories are fetched, the base at the revision that the adapter names, and both are there offline.
+    """Both repositories are downloaded, the base at the adapter's revision, and both work offline.
 
-    A folder of the base's name where the command runs is not that revision: it was taken without a word.
+    A folder in the working directory with the base's name was used instead, without a message.
     """
     expected = ours(adapter)
     edit(adapter, base_model_name_or_path="org/base", revision="v1")

@@ -1,4 +1,4 @@
-"""What is written: opened by transformers unedited, the same bytes every time, whole or not at all."""
+"""Saved checkpoints: transformers opens them unedited, their bytes are reproducible, and a failed write leaves the old files."""
 
 import dataclasses
 import io
@@ -72,7 +72,7 @@ def test_transformers_opens_it_unedited(
 @pytest.mark.parametrize("config", [TINY, ODD], ids=["usual", "odd"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_save_load_save_gives_the_same_bytes(tmp_path: Path, config: GPT2Config, dtype: str) -> None:
-    """An order, a time or a padding that varies: then no hash of a checkpoint means anything."""
+    """If an order, a time or a padding varied, the hash of a checkpoint would be useless."""
     model = model_of(config, dtype=getattr(torch, dtype))
     assert save(model, None, tmp_path / "a") == tmp_path / "a"
     again = load(str(tmp_path / "a"))
@@ -81,13 +81,13 @@ def test_save_load_save_gives_the_same_bytes(tmp_path: Path, config: GPT2Config,
     save(again, None, str(tmp_path / "b" / "deeper"))
     assert content(tmp_path / "a") == content(tmp_path / "b" / "deeper")
     assert list(content(tmp_path / "a")) == FILES
-    save(again, None, tmp_path / "a")  # over the very file that its weights are mapped from
+    save(again, None, tmp_path / "a")  # over the file that its weights are mapped from
     assert content(tmp_path / "a") == content(tmp_path / "b" / "deeper")
     assert all_same(dict(again.state_dict()), dict(model.state_dict()))
 
 
 def test_the_file_is_as_the_library_reads_it(tmp_path: Path) -> None:
-    """Names, order, alignment and metadata: a header that our own reader forgives and others refuse."""
+    """Names, order, alignment and metadata: our own reader may accept a header that others refuse."""
     model = model_of()
     save(model, None, tmp_path)
     path = tmp_path / "model.safetensors"
@@ -114,7 +114,7 @@ def test_config_has_what_other_programs_need(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
-    """Without its tokenizer a checkpoint's ids have no meaning; transformers warns beyond `model_max_length`."""
+    """Without a tokenizer a checkpoint's ids have no meaning; transformers warns beyond `model_max_length`."""
     tokenizer = Chars.from_text("To be, or not to be\n")
     save(model_of(), tokenizer, tmp_path)
     assert load_tokenizer(str(tmp_path)).fingerprint == tokenizer.fingerprint
@@ -124,7 +124,7 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
 
 
 def test_mixed_dtypes_stay_aligned_and_exact(tmp_path: Path) -> None:
-    """A float32 tensor behind an odd number of halves lies on an odd place, where nothing can map it."""
+    """A float32 tensor after an odd number of halves would start at an unaligned byte and could not be mapped."""
     model = model_of(dataclasses.replace(TINY, vocab_size=61, n_embd=9), dtype=torch.float16)
     model.ln_f.float()
     save(model, None, tmp_path)
@@ -134,7 +134,7 @@ def test_mixed_dtypes_stay_aligned_and_exact(tmp_path: Path) -> None:
 
 
 def test_tensors_that_are_not_contiguous_are_written_in_order(tmp_path: Path) -> None:
-    """A transposed view written as its memory lies."""
+    """A transposed view must not be written in its memory order."""
     model = model_of()
     truth = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for block in model.h:
@@ -154,7 +154,7 @@ HARMS: dict[str, Callable[[GPT2], object]] = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_what_is_not_a_plain_model_is_refused_before_anything_is_written(tmp_path: Path, harm: str) -> None:
-    """Unmerged adapters or a wrapped module would write keys that no other program knows."""
+    """Adapters that are not merged, or a wrapped module, would write keys that no other program knows."""
     model = model_of()
     HARMS[harm](model)
     refused(lambda: save(model, None, tmp_path / "new"), "not a plain GPT-2's; unwrap it, or merge", error=InputError)
@@ -166,7 +166,7 @@ def test_what_is_not_a_plain_model_is_refused_before_anything_is_written(tmp_pat
 def test_a_failed_write_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, failing: int
 ) -> None:
-    """The new config beside the old weights, or half a file: the n-th fsync, or the n-th rename aside, fails."""
+    """The n-th fsync or rename fails: neither a new config beside old weights nor half a file may remain."""
     save(model_of(seed=1), None, tmp_path)
     before, calls, real = content(tmp_path), [], getattr(os, step)
 
@@ -184,7 +184,7 @@ def test_a_failed_write_leaves_the_old_checkpoint(
 
 
 def test_a_tokenizer_that_cannot_be_written_leaves_the_old_model(tmp_path: Path) -> None:
-    """The new weights beside the old tokenizer."""
+    """The new weights must not lie beside the old tokenizer."""
 
     class Full(Chars):
         def save(self, directory: Any, *, n_positions: int = 1024) -> list[Path]:
@@ -216,7 +216,7 @@ except InputError as error:
 
 
 def test_a_file_that_the_disk_cuts_short_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    """A real failing write, halfway through the weights, in a process that is not allowed larger files."""
+    """A real write error halfway through the weights, in a process with a file size limit."""
     save(model_of(), None, tmp_path)
     before = content(tmp_path)
     limit = str(len(before["model.safetensors"]) // 2)
@@ -237,7 +237,7 @@ def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_reader_sees_old_or_new_and_never_half(tmp_path: Path) -> None:
-    """A file written in place shows its first half to a reader; here the old one is still open and still whole."""
+    """A file written in place shows a reader its first half; here the old file stays open and complete."""
     path = tmp_path / "x"
     write_file(path, b"old")
     with open(path, "rb") as reader:
@@ -280,7 +280,7 @@ print(json.dumps([memory("VmHWM") - before, sum(parameter.nbytes for parameter i
 
 @PROC
 def test_saving_makes_no_second_copy(tmp_path: Path) -> None:
-    """The library's `save` builds the file in memory first: 6 GB more for gpt2-xl, at the end of a run."""
+    """The library's `save` builds the file in memory first: 6 GB more for gpt2-xl at the end of a run."""
     peak, size = report_of(PEAK, tmp_path)
     print(f"peak {peak / size:.4f} of {size:,} bytes")
     assert size > 150e6

@@ -1,9 +1,9 @@
-"""TensorFlow's bundles: what TensorFlow itself wrote, and files that lie.
+"""TensorFlow's checkpoints: files that TensorFlow itself wrote, and invalid files.
 
-The files under `data/tensorflow` were written by TensorFlow 2.21.0, by `data/make_tensorflow.py`. All others come from
-`tests/support/tf_bundle.py`, and a test here compares its bytes. TensorFlow is not a dependency, so this was checked by
-hand: TensorFlow 2.21.0 reads what that module writes, in one block and in many, and this reader gives the bits that TensorFlow
-gives for a checkpoint of gpt2's full shape.
+TensorFlow 2.21.0 wrote the files under `data/tensorflow`, by `data/make_tensorflow.py`. `tests/support/tf_bundle.py` writes
+all others, and a test here compares its bytes with TensorFlow's. TensorFlow is not a dependency. So we checked by hand that
+TensorFlow 2.21.0 reads the files of that module, in one block and in many, and that our reader gives TensorFlow's bits for a
+checkpoint of gpt2's full shape.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ DATA = Path(__file__).parent / "data" / "tensorflow"
 
 
 def numbers(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """What `make_tensorflow.py` drew."""
+    """The numbers that `make_tensorflow.py` drew."""
     drawn = hashlib.shake_128(name.encode()).digest(torch.Size(shape).numel())
     return torch.frombuffer(bytearray(drawn), dtype=torch.int8).double().reshape(shape) / 64
 
@@ -51,7 +51,7 @@ def gpt2_numbers() -> dict[str, torch.Tensor]:
 
 
 def test_reads_what_tensorflow_wrote() -> None:
-    """TensorFlow wrote these files: a reader and a writer of our own would share their mistakes."""
+    """TensorFlow wrote these files: our own writer could share the reader's bugs."""
     bundle = TensorBundle(DATA / "gpt2" / "model.ckpt")
     expected = gpt2_numbers()
     assert bundle.path == DATA / "gpt2" / "model.ckpt.index"
@@ -72,7 +72,7 @@ def test_reads_several_data_files_that_tensorflow_wrote() -> None:
 
 
 def test_reads_every_dtype_that_tensorflow_wrote() -> None:
-    """One number of the enum for another's: bfloat16 read as float16 is noise of the right size. Few of them are aligned."""
+    """bfloat16 read as float16 is noise of a plausible size. Few of these tensors are aligned."""
     bundle = TensorBundle(DATA / "dtypes" / "model.ckpt")
     kinds = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
     assert set(bundle.entries) == {*kinds, "scalar", "empty", "text", "complex"}
@@ -89,12 +89,12 @@ def test_reads_every_dtype_that_tensorflow_wrote() -> None:
 
 
 def test_slices_that_tensorflow_wrote_are_refused() -> None:
-    """The first slice as the whole variable."""
+    """The first slice must not be read as the whole variable."""
     refused(lambda: TensorBundle(DATA / "slices" / "model.ckpt"), "model/wte is stored in slices", "without a partitioner")
 
 
 def test_the_writer_of_these_tests_writes_what_tensorflow_writes(tmp_path: Path) -> None:
-    """Otherwise the other tests would prove nothing about TensorFlow's files."""
+    """Otherwise the other tests would show nothing about TensorFlow's files."""
     drawn = {f"part{number}": numbers(f"part{number}", (2, 3)).float() for number in range(6)}
     for name, tensors, shards in (("gpt2", gpt2_numbers(), 1), ("shards", drawn, 3)):
         tf_bundle.write(tmp_path / name / "model.ckpt", tensors, shards=shards)
@@ -105,7 +105,7 @@ def test_the_writer_of_these_tests_writes_what_tensorflow_writes(tmp_path: Path)
 
 
 def test_random_bundles(tmp_path: Path) -> None:
-    """A block that ends on a restart, a name that is another's prefix, a shard without tensors, data on an odd byte."""
+    """Cases: a block that ends on a restart, a name that is another's prefix, a shard without tensors, data at an odd byte."""
     pick = random.Random(1)
     mapped_once = unaligned_once = blocks_once = 0
     for round in range(60):
@@ -131,14 +131,14 @@ def test_random_bundles(tmp_path: Path) -> None:
     assert blocks_once > 5
 
 
-NUMBERS = bytes(range(1, 17))  # the data file of the lies: one tensor of four floats
+NUMBERS = bytes(range(1, 17))  # the data file of the invalid bundles: one tensor of four floats
 HONEST = entry(1, [4], 0, 0, NUMBERS)
 ROW = (b"a", HONEST)
 FIRST = (b"", header())
 
 
 def fields(**changes: bytes) -> bytes:
-    """A BundleEntryProto, some of its fields replaced."""
+    """A BundleEntryProto with some fields replaced."""
     parts = {
         "dtype": field(1, 1),
         "shape": field(2, field(2, field(1, 4))),
@@ -172,7 +172,7 @@ def test_the_honest_ancestor_of_the_lies_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "says"),
     [
-        # What is in the table.
+        # Errors in the table's rows.
         (closed(b"", []), "no header entry"),
         (table([ROW]), "no header entry"),
         (table([FIRST, FIRST, ROW]), "not in order"),
@@ -195,7 +195,7 @@ def test_the_honest_ancestor_of_the_lies_is_read(tmp_path: Path) -> None:
         (table([FIRST, (b"a", HONEST), (b"b", HONEST)]), "b overlaps"),
         (table([FIRST, (b"a", HONEST), (b"b", entry(1, [1], 0, 12, NUMBERS[12:]))]), "b overlaps"),
         (table([FIRST, *((b"%06d" % n, b"") for n in range(MAX_TENSORS + 1))]), "more than 20,000 tensors"),
-        # What is in an entry.
+        # Errors in an entry.
         (table([FIRST, (b"a", HONEST[:-1])]), "cut short"),
         (table([FIRST, (b"a", HONEST + b"\x80")]), "ends within a number"),
         (table([FIRST, (b"a", HONEST + b"\x40" + b"\x80" * 10 + b"\x01")]), "more than 64 bits"),
@@ -227,7 +227,7 @@ def test_the_honest_ancestor_of_the_lies_is_read(tmp_path: Path) -> None:
         (table([FIRST, (b"a", fields(offset=field(4, 2**47)))]), "m.data-00000-of-00001: is cut short"),
         (table([FIRST, (b"a", fields(dtype=field(1, 99), size=field(5, 2**47)))]), "m.data-00000-of-00001: is cut short"),
         (table([(b"", header(2)), ROW]), "m.data-00000-of-00002"),
-        # How the table is built.
+        # Errors in the table's structure.
         (one_block(ROWS, compression=1), "compressed"),
         (one_block(b""), "too short for its restarts"),
         (one_block(restarts()), "too short for its restarts"),
@@ -250,21 +250,21 @@ def test_the_honest_ancestor_of_the_lies_is_read(tmp_path: Path) -> None:
         (closed(sealed(ROWS)[:-1] + b"\0", [(b"b", handle(0, len(ROWS)))]), "checksum of the block at byte 0"),
         (b"\xff" * 40 + tf_bundle.MAGIC, "more than 64 bits"),
         (b"\0" * 40 + tf_bundle.MAGIC, "names a block"),
-        # What is not a table.
+        # Files that are not a table.
         (tf_bundle.MAGIC, "does not end as an index does"),
         (table([FIRST, ROW])[:-1], "does not end as an index does"),
         (bytes(INDEX_LIMIT + 1), "500,001 bytes long"),
     ],
 )
 def test_a_lying_index_is_refused(tmp_path: Path, index: bytes, says: str) -> None:
-    """With checksums that fit: two parameters in one place, reads past the end, a search that finds what a scan does not."""
+    """With valid checksums: two parameters in one place, reads past the end, a search that differs from a scan."""
     (tmp_path / "m.data-00000-of-00001").write_bytes(NUMBERS)
     (tmp_path / "m.index").write_bytes(index)
     refused(lambda: TensorBundle(tmp_path / "m"), says, str(tmp_path / "m."))
 
 
 def test_a_flipped_bit_in_the_data_is_refused_wherever_it_is(tmp_path: Path) -> None:
-    """And only the tensor that it is in."""
+    """Only the tensor with the flipped bit is refused."""
     tf_bundle.openai(tmp_path, SMALL)
     prefix, data = tmp_path / "model.ckpt", tmp_path / "model.ckpt.data-00000-of-00001"
     truth = {name: bits(TensorBundle(prefix).read(name)) for name in TensorBundle(prefix).entries}
@@ -307,7 +307,7 @@ def test_a_shard_without_tensors_need_not_be_there(tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_checked_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checksum of the last piece for that of the whole; or a second check, of 498 MB, whenever a tensor is read again."""
+    """Possible bugs: the last piece's checksum instead of the whole one, or a second check of 498 MB on each read."""
     monkeypatch.setattr("gpt2.checkpoint.containers.tensorflow_file.PIECE", 1001)
     pieces = []
 
@@ -335,7 +335,7 @@ def test_large_tensors_are_checked_in_pieces(tmp_path: Path, monkeypatch: pytest
     ids=["names", "fields", "one entry", "dimensions"],
 )
 def test_the_largest_lie_takes_little_time_and_memory(tmp_path: Path, content: bytes) -> None:
-    """Names of ten bytes that share 500 bytes with the one before; half a megabyte of unknown fields."""
+    """Names of ten bytes that share 500 bytes with the previous one; half a megabyte of unknown fields."""
     first = bytes([0, 0xF4, 3, 0]) + b"a" * 500
     (tmp_path / "m.index").write_bytes(one_block(HEADER_ENTRY + first + content + restarts(0)))
     assert 200_000 < (tmp_path / "m.index").stat().st_size <= INDEX_LIMIT
@@ -357,7 +357,7 @@ def test_the_largest_lie_takes_little_time_and_memory(tmp_path: Path, content: b
     ],
 )
 def test_the_file_checkpoint_names_the_bundle(tmp_path: Path, text: str) -> None:
-    """Not the last by the alphabet; and not the path on the machine where it was trained."""
+    """The file `checkpoint` names the bundle: not the alphabetically last one, and not the path on the training machine."""
     for name in ("model-7", "model-9", "model-10", "模型"):
         tf_bundle.write(tmp_path / name, {"a": torch.ones(1)})
     (tmp_path / "checkpoint").write_bytes(text.encode())
@@ -383,7 +383,7 @@ def test_the_file_checkpoint_names_the_bundle(tmp_path: Path, text: str) -> None
     ],
 )
 def test_a_file_checkpoint_that_names_none_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    """Another bundle than the one named, or a path out of the folder."""
+    """Another bundle than the named one, or a path out of the folder, must not be read."""
     tf_bundle.write(tmp_path / "model-7", {"a": torch.ones(1)})
     (tmp_path.parent / "secret").mkdir(exist_ok=True)
     tf_bundle.write(tmp_path.parent / "secret" / "model-8", {"a": torch.ones(1)})
@@ -408,7 +408,7 @@ SIZES = {"n_vocab": 50257, "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer"
 
 
 def test_hparams(tmp_path: Path) -> None:
-    """OpenAI's own, of the 124M model, byte for byte as they serve it."""
+    """OpenAI's own file of the 124M model, byte for byte."""
     (tmp_path / "hparams.json").write_text(
         '{\n  "n_vocab": 50257,\n  "n_ctx": 1024,\n  "n_embd": 768,\n  "n_head": 12,\n  "n_layer": 12\n}\n'
     )
@@ -440,7 +440,7 @@ def test_hparams_that_are_none_are_refused(tmp_path: Path, content: Any, says: s
 
 
 def test_the_tokenizer_of_openais_folder_is_the_official_one(tmp_path: Path) -> None:
-    """The folder as `download_model.py` fills it: its vocabulary has other file names than Hugging Face's."""
+    """A folder as `download_model.py` fills it: its vocabulary has other file names than Hugging Face's."""
     for file in openai_vocabulary():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tf_bundle.openai(tmp_path)

@@ -1,4 +1,4 @@
-"""The reader of torch.save's files against torch.load, and against files that lie or would run code."""
+"""The reader of torch.save's files against torch.load, and against files that are invalid or would run code."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ F32 = torch.FloatStorage
 
 
 def holds(file: TorchFile, state: Any) -> bool:
-    """Whether all of a state dict, and nothing else, is read, whichever way."""
+    """Whether a file gives exactly this state dict by every way of reading."""
     ways: list[dict[str, Any]] = [{}, {"mapped": False}]
     return list(file.entries) == list(state) and all(
         same(file.read(name, **way), tensor) and file.read(name, **way).is_contiguous()
@@ -46,7 +46,7 @@ def tensor(
     device: Any = "cpu",
     tail: Any = (),
 ) -> Called:
-    """A mention of a tensor of two floats, with any part replaced."""
+    """The pickled description of a tensor of two floats, with any part replaced."""
     storage = Stored("storage", kind, key, device, count, *tail)
     return Called(REBUILD, storage, offset, shape, stride, *(rest or (False, OrderedDict())))
 
@@ -71,7 +71,7 @@ def random_tensor(pick: random.Random) -> torch.Tensor:
 
 @FORMS
 def test_reads_what_torch_reads(tmp_path: Path, zipped: bool) -> None:
-    """A dtype under the wrong name, a view's offset in bytes, strides lost: silently other numbers."""
+    """A wrong dtype, a view's offset in bytes, or lost strides give other numbers without an error."""
     pick, path = random.Random(2), tmp_path / "a.pt"
     kinds: Counter[str] = Counter()
     for _ in range(120):
@@ -91,7 +91,7 @@ def test_reads_what_torch_reads(tmp_path: Path, zipped: bool) -> None:
 
 
 def test_reads_what_torch_wraps_tensors_in(tmp_path: Path) -> None:
-    """Parameters with attributes, tensors with attributes, dtypes of newer torches: each is another call in the pickle."""
+    """Parameters with attributes, tensors with attributes and newer dtypes are different calls in the pickle."""
     attributed, parameter = torch.randn(3), torch.nn.Parameter(torch.randn(2))
     attributed.tag, parameter.tag = "x", [1]
     state = {"a": attributed, "b": parameter, "c": torch.nn.Parameter(torch.randn(2), requires_grad=False)}
@@ -107,7 +107,7 @@ def test_reads_what_torch_wraps_tensors_in(tmp_path: Path) -> None:
 
 @FORMS
 def test_reads_the_state_dict_of_a_module(tmp_path: Path, zipped: bool) -> None:
-    """A pickle sets its attribute `_metadata` after the items; the attribute must not be taken for the value."""
+    """The pickle of a module's state dict sets the attribute `_metadata` last; it must not replace the value."""
     state = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3)).state_dict()
     assert state._metadata
     assert holds(TorchFile(save(tmp_path / "a", state, zipped=zipped)), state)
@@ -115,7 +115,7 @@ def test_reads_the_state_dict_of_a_module(tmp_path: Path, zipped: bool) -> None:
 
 
 def test_the_stride_of_a_single_row_means_nothing(tmp_path: Path) -> None:
-    """As of a mask cut to one position: still contiguous, so still mapped."""
+    """A mask cut to one position has any stride; it is still contiguous, so still mapped."""
     state = {"a": torch.arange(12.0).view(3, 4)[1:2], "b": torch.arange(12.0).view(1, 12)[:, 2:9]}
     file = TorchFile(save(tmp_path / "a", state))
     assert holds(file, state)
@@ -123,7 +123,7 @@ def test_the_stride_of_a_single_row_means_nothing(tmp_path: Path) -> None:
 
 
 def test_an_empty_tensor_may_have_any_other_size(tmp_path: Path) -> None:
-    """The control of the overflow below."""
+    """Control of the overflow test below."""
     for shape in [(0,), (0, 2**40), (2**20, 0, 2**20)]:
         description = pickled({"a": tensor(0, shape, (1,) * len(shape), count=0)})
         file = TorchFile(zip_of(tmp_path / "a", description, {"0": b""}))
@@ -131,7 +131,7 @@ def test_an_empty_tensor_may_have_any_other_size(tmp_path: Path) -> None:
 
 
 def test_reads_files_of_python_2(tmp_path: Path) -> None:
-    """Its text is bytes, and its OrderedDict a list of pairs; checkpoints of 2019 were written with it."""
+    """Python 2 pickles text as bytes, and an OrderedDict as a list of pairs; checkpoints of 2019 have both."""
     pid = b"(U\x07storagectorch\nFloatStorage\nU\x01kU\x03cpuK\x02NtQ"
     tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + pid + b"K\x00K\x02\x85K\x01\x85\x89ccollections\nOrderedDict\n]\x85RtR"
     description = b"\x80\x02ccollections\nOrderedDict\n](](U\x03h.0" + tensor + b"ee\x85R."
@@ -145,7 +145,7 @@ def test_reads_files_of_python_2(tmp_path: Path) -> None:
     [(torch.float32, torch.uint8, False), (torch.float16, torch.bool, True), (torch.bfloat16, torch.float32, True)],
 )
 def test_hugging_face(tmp_path: Path, zipped: bool, dtype: torch.dtype, mask: torch.dtype, head: bool) -> None:
-    """Masks of all the dtypes they have had, `masked_bias` scalars, and the head that shares the embedding's storage."""
+    """Masks of all the dtypes in use, `masked_bias` scalars, and the head that shares the embedding's storage."""
     prefix = "transformer." if head else ""
     truth = hf_bin(tmp_path, dtype=dtype, mask=mask, head=head, prefix=prefix, zipped=zipped)
     file = TorchFile(tmp_path / "pytorch_model.bin")
@@ -162,7 +162,7 @@ def test_hugging_face(tmp_path: Path, zipped: bool, dtype: torch.dtype, mask: to
 @FORMS
 @pytest.mark.parametrize(("compiled", "bias"), [(False, True), (True, False)])
 def test_nanogpt(tmp_path: Path, zipped: bool, compiled: bool, bias: bool) -> None:
-    """The weights lie beside an optimizer that is twice as large, and beside what the config must come from."""
+    """The file also has an optimizer state twice as large as the weights, and the arguments for the config."""
     truth = nanogpt(tmp_path / "ckpt.pt", compiled=compiled, bias=bias, zipped=zipped)
     file = TorchFile(tmp_path / "ckpt.pt")
     state = linear(truth, "_orig_mod.transformer." if compiled else "transformer.")
@@ -186,7 +186,7 @@ def test_a_wrapped_state_dict(tmp_path: Path, key: str) -> None:
      {str(n): n for n in range(101)}, {"a": 2**63}, {"a": 10**600}, {"a": b"x"}, {"a": (1,)}],
 )  # fmt: skip
 def test_model_args_are_plain_or_none(tmp_path: Path, args: Any) -> None:
-    """What a config is made from must be words and numbers, few and short."""
+    """Arguments for a config must be words and numbers, few and short."""
     path = save(tmp_path / "a", {"model": {"a": torch.ones(1)}, "model_args": args})
     args = TorchFile(path).model_args
     assert args is None
@@ -223,7 +223,7 @@ def test_model_args_are_plain_or_none(tmp_path: Path, args: Any) -> None:
 )  # fmt: skip
 @FORMS
 def test_what_is_no_state_dict_of_dense_tensors_is_refused(tmp_path: Path, value: Any, says: str, zipped: bool) -> None:
-    """Read as dense tensors, each of these gives other numbers, or a crash elsewhere."""
+    """Read as dense tensors, these would give other numbers or a later crash."""
     refused(lambda: TorchFile(save(tmp_path / "a", value, zipped=zipped)), says, str(tmp_path / "a"))
 
 
@@ -233,7 +233,7 @@ def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
     refused(lambda: TorchFile(save(tmp_path / "a", {"a": quantised})), "a is quantised")
 
 
-# What a hostile pickle calls, to make a folder: functions of the system, a shell, eval, exec.
+# Calls in a hostile pickle that create a folder: functions of the system, a shell, eval, exec.
 WAYS: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "posix.mkdir": lambda canary: (os.mkdir, canary),
     "posix.system": lambda canary: (os.system, f"mkdir {canary}"),
@@ -253,7 +253,7 @@ def run(path: Path) -> None:
 
 
 def hostile_file(form: str, path: Path, evil: Any) -> Callable[[Path], Any]:
-    """Write one, and return a reader that would run it."""
+    """Write a hostile file; return a reader that would run its code."""
     good = {"a": torch.ones(2)}
     head = [pickled(MAGIC), pickled(VERSION), pickled({"little_endian": True})]
     match form:
@@ -269,7 +269,7 @@ def hostile_file(form: str, path: Path, evil: Any) -> Callable[[Path], Any]:
             return unpickle if form == "magic" else run
         case "keys":
             legacy_of(path, pickled({}), {}, keys=evil)
-        case "device":  # the id of a storage is a pickled value too
+        case "device":  # a storage's id is a pickled value too
             zip_of(path, pickled({"a": tensor(device=evil)}), {"0": bytes(8)})
         case "hooks":
             zip_of(path, pickled({"a": tensor(0, (2,), (1,), False, evil)}), {"0": bytes(8)})
@@ -295,19 +295,19 @@ def hostile_file(form: str, path: Path, evil: Any) -> Callable[[Path], Any]:
      "nanogpt", "optimizer", "protocol 4"],
 )  # fmt: skip
 def test_code_is_named_and_never_run(tmp_path: Path, form: str, way: str) -> None:
-    """The control: the same file, unpickled, does run the code."""
+    """Control: unpickling the same file does run the code."""
     path, canary = tmp_path / "pytorch_model.bin", tmp_path / "canary"
     victim = hostile_file(form, path, Called(*WAYS[way](str(canary))))
     message = refused(lambda: TorchFile(path), "would run code", way, "sandbox", str(path))
     assert message.count(way) == 1
     assert not canary.exists()
-    with contextlib.suppress(Exception):  # torch chokes on what is left of some of them, after the harm is done
+    with contextlib.suppress(Exception):  # torch fails on some of them after the code has run
         victim(path)
     assert canary.exists()
 
 
 def test_code_that_is_popped_again_is_refused(tmp_path: Path) -> None:
-    """The control of the opcodes that no tensors need: POP_MARK hides what was called."""
+    """Control of the opcodes that no tensor needs: POP_MARK hides a call's result."""
     evil = pickled(Called(os.mkdir, str(tmp_path / "canary")))
     zip_of(tmp_path / "a", b"\x80\x02(" + evil[2:-1] + b"1}.", {})
     refused(lambda: TorchFile(tmp_path / "a"), "posix.mkdir")
@@ -338,16 +338,17 @@ def test_code_that_is_popped_again_is_refused(tmp_path: Path) -> None:
         (b"\x8c\x02osN\x93.", "makes no sense"),
         (b"c" + b"a" * 1001 + b"\nsystem\n.", "aaa"),
         (b"cos\n\xff\n.", "not UTF-8"),
-        (b"co\\x73\nsyst\\hem\n.", "x73"),  # no escape: unpickling would look for a module of this very name
+        (b"co\\x73\nsyst\\hem\n.", "x73"),  # must not escape: unpickling would import a module of this name
     ],
 )
 def test_names_beyond_torch_s_list_are_refused(tmp_path: Path, code: bytes, says: str) -> None:
-    """Whole modules were once allowed by prefix elsewhere, and so was `torch.load` itself. Mentioned is enough."""
+    """Some loaders allowed whole modules by prefix, even `torch.load`. A mention of such a name is refused."""
     refused(lambda: TorchFile(zip_of(tmp_path / "a", b"\x80\x02" + code, {})), says)
 
 
 def test_all_that_torch_allows_is_known(tmp_path: Path) -> None:
-    """A checkpoint that torch's own weights_only takes must not be called code; and no list of ours may be longer."""
+    """A checkpoint that torch's weights_only accepts must not be refused as code; and our list must not be longer than
+    torch's."""
     from torch._weights_only_unpickler import _get_allowed_globals
 
     from gpt2.checkpoint.containers.torch_tensors import ALLOWED, STORAGES
@@ -359,7 +360,7 @@ def test_all_that_torch_allows_is_known(tmp_path: Path) -> None:
 
 
 def test_torchscript_is_refused(tmp_path: Path) -> None:
-    """It is a program by design, and torch.load hands it on to torch.jit.load."""
+    """TorchScript is a program, and torch.load passes it to torch.jit.load."""
     with pytest.warns(DeprecationWarning, match="torch.jit"):
         torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "model.pt")
     refused(lambda: TorchFile(tmp_path / "model.pt"), "TorchScript", "would run code", "state dict")
@@ -377,7 +378,7 @@ DATA = torch.tensor([1.0, 2.0]).numpy().tobytes()
 
 
 def test_a_true_archive_is_read(tmp_path: Path) -> None:
-    """The control of the tests below: their archive without the lie, aligned or not."""
+    """Control of the tests below: the same archive without the error, aligned or not."""
     starts = set()
     for filler in range(4):
         file = TorchFile(zip_of(tmp_path / "a", ONE, {"filler": bytes(filler), "0": DATA}))
@@ -389,7 +390,7 @@ def test_a_true_archive_is_read(tmp_path: Path) -> None:
 
 
 def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
-    """A kilobyte of zip that becomes a gigabyte of pickle."""
+    """A kilobyte of zip that unpacks to a gigabyte of pickle."""
     path = zip_of(tmp_path / "a", bytes(50_000_000), {"0": DATA}, compression=zipfile.ZIP_DEFLATED)
     refused(lambda: TorchFile(path), "compressed")
     with zipfile.ZipFile(path, "w") as file:
@@ -414,9 +415,9 @@ CENTRAL, LOCAL, END = b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"
     ("signature", "at", "new", "which", "says"),
     [
         (CENTRAL, 8, b"\x01", 0, "compressed"),  # encrypted
-        (CENTRAL, 20, b"\x09", 1, "compressed"),  # another size packed than unpacked
-        (CENTRAL, 20, b"\xff\xff\x00\x00\xff\xff\x00\x00", 1, "lies about archive/data/0"),  # beyond the directory
-        (CENTRAL, 20, b"\x48\x00\x00\x00\x48\x00\x00\x00", 1, "lies about archive/data/0"),  # into the directory
+        (CENTRAL, 20, b"\x09", 1, "compressed"),  # packed and unpacked sizes differ
+        (CENTRAL, 20, b"\xff\xff\x00\x00\xff\xff\x00\x00", 1, "lies about archive/data/0"),  # past the directory
+        (CENTRAL, 20, b"\x48\x00\x00\x00\x48\x00\x00\x00", 1, "lies about archive/data/0"),  # overlaps the directory
         (CENTRAL, 42, bytes(4), 1, "lies about archive/data"),  # two members share their data
         (CENTRAL, 42, b"\xf0\xff\xff\x7f", 1, "lies about archive/data/0"),
         (CENTRAL, 42, b"\x03\x00\x00\x00", 0, "lies about archive/data.pkl"),
@@ -430,13 +431,13 @@ CENTRAL, LOCAL, END = b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"
     ],
 )
 def test_a_lying_zip_directory_is_refused(tmp_path: Path, signature: bytes, at: int, new: bytes, which: int, says: str) -> None:
-    """Members that share data, data beyond the file, two sizes for one member."""
+    """Members that share data, data past the end of the file, two sizes for one member."""
     refused(lambda: TorchFile(patched(zip_of(tmp_path / "a", ONE, {"0": DATA}), signature, at, new, which)), says)
 
 
 @pytest.mark.parametrize("offset", [2**31, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
 def test_a_member_far_beyond_the_file_is_refused(tmp_path: Path, offset: int) -> None:
-    """The 64-bit form of the directory can name bytes that no seek takes."""
+    """The 64-bit form of the directory can hold offsets that no seek accepts."""
     with zipfile.ZipFile(tmp_path / "a", "w") as file:
         file.writestr("archive/data.pkl", ONE)
         file.infolist()[0].header_offset = offset
@@ -444,7 +445,7 @@ def test_a_member_far_beyond_the_file_is_refused(tmp_path: Path, offset: int) ->
 
 
 def test_a_huge_zip_directory_is_refused_unread(tmp_path: Path) -> None:
-    """zipfile makes half a kilobyte of objects of each entry's 50 bytes: 5 GB of a file of 500 MB."""
+    """zipfile makes half a kilobyte of objects for each entry of 50 bytes: 5 GB for a file of 500 MB."""
     entry = CENTRAL + b"\x14\0\x14\0" + bytes(38) + b""
     size = 100_000 * len(entry)
     end = END + bytes(4) + (100_000 % 65536).to_bytes(2, "little") * 2 + size.to_bytes(4, "little") + bytes([4, 0, 0, 0, 0, 0])
@@ -475,14 +476,14 @@ def test_other_archives_are_refused(tmp_path: Path, members: dict[str, bytes], s
 
 
 def test_the_same_member_twice_is_refused(tmp_path: Path) -> None:
-    """Of two members, one might be checked and the other loaded."""
+    """One of the two members could be checked and the other one loaded."""
     path = archive(tmp_path / "a", {"archive/data.pkl": ONE, "archive/data/0": DATA, "archive/data/1": DATA})
     path.write_bytes(path.read_bytes().replace(b"archive/data/1", b"archive/data/0"))
     refused(lambda: TorchFile(tmp_path / "a"), "twice")
 
 
 def test_checksums(tmp_path: Path) -> None:
-    """A flipped bit in the description turns one tensor into another; with torch's checksums off there is none to hold it to."""
+    """A flipped bit in the description changes a tensor; without torch's checksums it cannot be found."""
     path = save(tmp_path / "a", {"h.0.weight": torch.ones(2)})
     path.write_bytes(path.read_bytes().replace(b"h.0.weight", b"h.1.weight"))
     refused(lambda: TorchFile(path), "checksum")
@@ -551,7 +552,7 @@ LIES = [
 @pytest.mark.parametrize(("lie", "says"), LIES, ids=[str(number) for number in range(len(LIES))])
 @FORMS
 def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path: Path, lie: Called, says: str, zipped: bool) -> None:
-    """torch resizes the storage to whatever is claimed, before anyone can look: terabytes, or what lies beyond the mapping."""
+    """torch resizes the storage to the claimed size without a check: terabytes, or memory past the mapping."""
     description = pickled({"a\x1b[2J": lie})
     if zipped:
         path = zip_of(tmp_path / "a", description, {"0": DATA})
@@ -579,13 +580,13 @@ def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path: Path, lie: Called
     ],
 )
 def test_a_lying_list_of_storages_is_refused(tmp_path: Path, storages: Any, keys: Any, count: int, says: str) -> None:
-    """The old form says each length twice; torch allocates the first before it has seen the second."""
+    """The old format says each length twice; torch allocates the first before it reads the second."""
     path = legacy_of(tmp_path / "a", pickled({"a": tensor(count=count)}), storages, keys=keys)
     refused(lambda: TorchFile(path), says)
 
 
 def test_a_message_does_not_unfold_what_a_pickle_folds(tmp_path: Path) -> None:
-    """Sixty calls, each of the one before twice, are 2 ** 60 when written out."""
+    """Sixty nested calls, each with the previous one twice, have 2 ** 60 entries when printed."""
     folded: Any = 1
     for _ in range(60):
         folded = Called(torch.Size, folded, folded)
@@ -595,25 +596,25 @@ def test_a_message_does_not_unfold_what_a_pickle_folds(tmp_path: Path) -> None:
 
 
 def test_one_storage_of_two_kinds_is_refused(tmp_path: Path) -> None:
-    """In the old form its length in bytes depends on which of the two is believed."""
+    """In the old format, the length in bytes would depend on which of the two dtypes is used."""
     description = pickled({"a": tensor(), "b": tensor(kind=torch.HalfStorage)})
     refused(lambda: TorchFile(legacy_of(tmp_path / "a", description, {"0": (2, DATA)})), "contradicts itself")
 
 
 @pytest.mark.parametrize("push", [b"N", b"}", b"]\x94", b"(", b"K\x01"])
 def test_a_pickle_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, push: bytes) -> None:
-    """Sixteen million dicts of two bytes each are 2 GB of memory."""
+    """Sixteen million dicts of two bytes each take 2 GB of memory."""
     monkeypatch.setattr("gpt2.checkpoint.containers.pickle_data.INSTRUCTIONS_LIMIT", 5000)
     refused(lambda: TorchFile(zip_of(tmp_path / "a", b"\x80\x02" + push * 5001, {})), "more than 5,000 instructions")
     assert holds(TorchFile(zip_of(tmp_path / "a", ONE, {"0": DATA})), {"a": torch.tensor([1.0, 2.0])})
 
 
-HASH = 2**61 - 1  # what CPython takes the hash of a whole number modulo
+HASH = 2**61 - 1  # CPython's modulus for the hash of an integer
 PUSHES = [
-    (b"}" + b")" * 100_000 + b"\x86" * 99_999 + b"Ns.", SENSE),  # a key so deep that its hash overflows C's stack
+    (b"}" + b")" * 100_000 + b"\x86" * 99_999 + b"Ns.", SENSE),  # a key nested so deep that its hash overflows C's stack
     (b")" + b"\x85" * 150_000 + b".", "type tuple"),
-    (b")" + b"q\x00h\x00\x86" * 50_000 + b".", "type tuple"),  # 2 ** 50,000 elements, if one followed them all
-    (b"}q\x00U\x01ah\x00s.", "no tensor at a"),  # holds itself
+    (b")" + b"q\x00h\x00\x86" * 50_000 + b".", "type tuple"),  # 2 ** 50,000 elements, if they were there
+    (b"}q\x00U\x01ah\x00s.", "no tensor at a"),  # contains itself
     (b"ctorch\nSize\nq\x00" + b"h\x00" * 100_000 + b")R" + b"\x85R" * 99_000 + b".", "holds a torch.Size"),
     (b"}(" + b"".join(b"\x8a\x0a" + (k * HASH).to_bytes(10, "little") + b"N" for k in range(1, 25_000)) + b"u.", "huge numbers"),
     (b"}U\x01aK\x01sU\x01aK\x02s.", "key twice"),
@@ -656,7 +657,7 @@ PUSHES = [
 
 @pytest.mark.parametrize(("program", "says"), PUSHES, ids=[str(number) for number in range(len(PUSHES))])
 def test_a_pickle_that_makes_no_sense_is_refused(tmp_path: Path, program: bytes, says: str) -> None:
-    """A pickle is a program for a stack machine: it may underflow, never end, refer to itself, or slow down with every step."""
+    """A pickle is a program for a stack machine: it may underflow, never end, contain itself, or slow down with every step."""
     path = zip_of(tmp_path / "a", b"\x80\x02" + program, {"0": DATA})
     refused(lambda: TorchFile(path), says)
 
@@ -664,8 +665,8 @@ def test_a_pickle_that_makes_no_sense_is_refused(tmp_path: Path, program: bytes,
 @PROC
 @FORMS
 def test_an_optimizer_s_state_is_never_read(tmp_path: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """nanoGPT's ckpt.pt has three times the size of its weights, and torch.load reads all of the old form."""
-    # of the old form, so much is read to find the pickles
+    """nanoGPT's ckpt.pt has three times the size of its weights, and torch.load reads the old format completely."""
+    # bytes read to find the pickles of the old format
     monkeypatch.setattr("gpt2.checkpoint.containers.torch_file.PICKLE_LIMIT", 20_000)
     nanogpt(tmp_path / "a", type(TINY)(vocab_size=5000, n_positions=64, n_embd=48, n_layer=2, n_head=3), zipped=zipped)
 
@@ -700,7 +701,7 @@ print(json.dumps([memory("VmHWM") - before, sum(tensor.nbytes for tensor in held
 @pytest.mark.slow
 @FORMS
 def test_converting_never_holds_the_source(tmp_path: Path, zipped: bool) -> None:
-    """The float32 model of half a gigabyte beside the bf16 one: three times the memory that was asked for."""
+    """A float32 model of half a gigabyte beside the bf16 one would take three times the requested memory."""
     save(tmp_path / "a.bin", {f"h.{layer}.weight": torch.randn(1024, 1024) for layer in range(128)}, zipped=zipped)
     peak, target = report_of(PEAK, tmp_path / "a.bin")
     print(f"peak memory of .bin -> bf16, in target sizes: {peak / target:.3f}")

@@ -1,4 +1,4 @@
-"""Large files over Xet, where the client can; over HTTP where that fails, or where a part is there already."""
+"""Large files over Xet if the client can; over HTTP if that fails, or if a partial file exists."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def asked_over_http(hub: HubStandIn) -> list[str | None]:
 
 
 def test_a_large_file_comes_over_xet_and_is_hashed(hub: HubStandIn, tmp_path: Path) -> None:
-    """The control is the count at both servers: not a byte of the weights over HTTP."""
+    """Control: both servers count; no byte of the weights comes over HTTP."""
     result = resolve(hub, tmp_path)
     assert hub.xet.sent >= len(WEIGHTS)
     assert asked_over_http(hub) == []
@@ -52,7 +52,7 @@ def test_a_large_file_comes_over_xet_and_is_hashed(hub: HubStandIn, tmp_path: Pa
 
 @pytest.mark.parametrize("fault", ["refused", "damaged", "silent", "no token"])
 def test_what_xet_cannot_do_is_done_over_http(hub: HubStandIn, tmp_path: Path, fault: str) -> None:
-    """A flipped byte in a block is accepted by the client; a dead storage is tried for minutes."""
+    """The client accepts a flipped byte in a block, and retries a dead storage for minutes."""
     if fault == "refused":
         hub.xet.status = 403
     elif fault == "damaged":
@@ -67,7 +67,7 @@ def test_what_xet_cannot_do_is_done_over_http(hub: HubStandIn, tmp_path: Path, f
 
 
 def test_a_part_is_gone_on_with_over_http(hub: HubStandIn, tmp_path: Path) -> None:
-    """Xet cannot go on from a part: 5 of 6 GB would come again."""
+    """Xet cannot resume a partial file: 5 of 6 GB would be downloaded again."""
     (tree,) = hub.repos["org/name"].commits.values()
     part = tmp_path / "hub/models--org--name/blobs" / f"{tree['model.safetensors'].sha256}.gpt2-toolkit.incomplete"
     part.parent.mkdir(parents=True)
