@@ -1,4 +1,4 @@
-"""The command line: exit codes, one line per mistake, JSON that other tools call."""
+"""The command line: exit codes, one line per user error, JSON for other programs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from gpt2.parity import run as verify_module
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The embedded checkpoint where a test may damage it."""
+    """A copy of the embedded checkpoint that a test may damage."""
     return Path(shutil.copytree(ASSET, tmp_path / "model"))
 
 
 def test_verify_exits_0_prints_a_table_and_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The first command a newcomer runs."""
+    """This is the first command in the README."""
     model = str(write_checkpoint(tmp_path / "model"))
     assert main(["verify", model, "--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]) == 0
     assert json.loads((tmp_path / "r.json").read_text())["ok"] is True
@@ -47,7 +47,7 @@ def test_verify_exits_0_prints_a_table_and_writes_both_files(tmp_path: Path, cap
 
 
 def test_verify_exits_1_on_a_model_that_differs(tmp_path: Path, capsys, monkeypatch) -> None:
-    """Scripts look at the exit code alone."""
+    """Scripts check only the exit code."""
 
     def build(path: Path, dtype: torch.dtype | None) -> gpt2.GPT2:
         model = gpt2.load(str(path), dtype=dtype)
@@ -87,7 +87,7 @@ def wrong_vocabulary(folder: Path) -> None:
 )
 @pytest.mark.parametrize("command", ["verify", "generate"])
 def test_a_damaged_checkpoint_is_one_line_and_exit_2(copy: Path, capsys: pytest.CaptureFixture, damage, says, command) -> None:
-    """What, where, what to do; never a traceback, and never a model that half fits."""
+    """The message says what is wrong, where, and what to do; no traceback, and no partly loaded model."""
     damage(copy)
     message = mistake(capsys, command, str(copy))
     assert says in message
@@ -149,7 +149,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("command", "says"), MISTAKES, ids=[command for command, _ in MISTAKES])
 def test_mistakes_are_one_line_and_exit_2(command: str, says: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    """Every flag a person can get wrong: no traceback, no exit code that a script takes for success, and nothing written."""
+    """Every wrong flag: no traceback, no exit code of success, and no file written."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -160,7 +160,7 @@ def test_mistakes_are_one_line_and_exit_2(command: str, says: str, tmp_path: Pat
 
 
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Swallowing every exception would make our own faults look like the user's."""
+    """If every exception were caught, our bugs would look like user errors."""
 
     def fails(*args, **kwargs):
         raise RuntimeError("ours")
@@ -171,7 +171,7 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_info_json_holds_the_whole_description(capsys: pytest.CaptureFixture) -> None:
-    """Parameters, memory, and the hash of every file."""
+    """The JSON has parameters, memory, and the hash of every file."""
     assert main(["info", "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["parameters"] == sum(body["parameters_by_part"].values()) == gpt2.load().config.num_parameters()
@@ -181,7 +181,7 @@ def test_info_json_holds_the_whole_description(capsys: pytest.CaptureFixture) ->
 
 
 def test_info_needs_no_weights_for_a_size(capsys: pytest.CaptureFixture) -> None:
-    """What gpt2-xl would take, asked on a machine that could never hold it."""
+    """The memory of gpt2-xl, shown on a machine too small for it."""
     assert main(["info", "random:gpt2-xl:bf16"]) == 0
     out = capsys.readouterr().out
     assert "1,557,611,200" in out
@@ -189,7 +189,7 @@ def test_info_needs_no_weights_for_a_size(capsys: pytest.CaptureFixture) -> None
 
 
 def test_generate_streams_what_the_api_returns(capsys: pytest.CaptureFixture) -> None:
-    """Token by token to the terminal, and not a character more or less than decoding them all."""
+    """Streaming token by token must print the same text as decoding all tokens."""
     argv = ["generate", "--prompt", "ROMEO:\n", "--max-new-tokens", "40", "--seed", "5", "--top-k", "20"]
     assert main(argv) == 0
     streamed = capsys.readouterr().out
@@ -202,7 +202,7 @@ def test_generate_streams_what_the_api_returns(capsys: pytest.CaptureFixture) ->
 
 
 def test_generate_takes_a_draft(capsys: pytest.CaptureFixture) -> None:
-    """`--draft` that changes the text, that is not loaded, or that is found unfit after half the answer is out."""
+    """`--draft` must load, must not change the text, and must be refused before any output if it does not fit."""
     argv = ["generate", "--prompt", "ROMEO:\n", "--max-new-tokens", "40", "--temperature", "0", "--json", "-"]
     assert main(argv) == 0
     plain = json.loads(capsys.readouterr().out)
@@ -213,14 +213,14 @@ def test_generate_takes_a_draft(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_generate_reads_a_prompt_from_stdin(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe is the natural way to hand over a long prompt."""
+    """Long prompts come through a pipe."""
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"JULIET:\n")))
     assert main(["generate", "--prompt", "-", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("JULIET:\n")
 
 
 def test_train_runs_resumes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """From scratch, then fine-tuned, by the same loop; the result is a model that every other command takes."""
+    """Train from scratch, then fine-tune, with the same loop; every other command must open the result."""
     text = tmp_path / "text.txt"
     text.write_text("To be, or not to be, that is the question.\n" * 400)
     out = tmp_path / "run"
@@ -244,7 +244,7 @@ def test_train_runs_resumes_and_reports(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_ctrl_c_while_training_saves_and_exits_130(tmp_path: Path) -> None:
-    """A real process and a real signal: the step is finished and saved, and nothing looks like a crash."""
+    """A real process and signal: the step is finished and saved, and the output does not look like a crash."""
     text = tmp_path / "text.txt"
     text.write_text("To be, or not to be, that is the question.\n" * 400)
     settings = ["steps=100000", "eval_every=100000", "save_every=100000", "batch_size=2", "context=16", f"data.path={text}"]
@@ -263,7 +263,7 @@ def test_ctrl_c_while_training_saves_and_exits_130(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
 def test_help_has_examples(command, capsys: pytest.CaptureFixture) -> None:
-    """Every command, with examples to copy; tests/test_documents.py runs them."""
+    """Every command has examples to copy; tests/test_documents.py runs them."""
     name = command.__name__.rpartition(".")[2].removesuffix("_command")
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])

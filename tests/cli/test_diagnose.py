@@ -1,4 +1,4 @@
-"""`gpt2 diagnose FILE.py:build`: whatever the file does, one clear line or a clean result, and the right exit code."""
+"""`gpt2 diagnose FILE.py:build`: for any file, one clear line or a clean result, and the right exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpt2.port.diagnosis import runner
 from gpt2.port.diagnosis.report import Diagnosis, Divergence
 
 FILES = Path(__file__).parents[1] / "support" / "faulty" / "hostile"
-# What the message must say about each file that is refused.
+# Words that the message must contain, for each refused file.
 SAID = {
     "crashes_hard": "killed by SIGABRT in its forward (crashes_hard.py, line 10, in forward)",
     "hangs_in_build": "its build() did not end in 3 s (hangs_in_build.py, line ",
@@ -62,7 +62,7 @@ def diagnose(name: str, checkpoint: Path, *args: str) -> subprocess.CompletedPro
 
 @pytest.mark.parametrize("name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in HOSTILE])
 def test_whatever_the_file_does_the_answer_is_clear(name: str, checkpoint: Path) -> None:
-    """A file that hangs, aborts, exits with 0 or prints JSON must not decide what a program that reads our JSON sees."""
+    """A file that hangs, aborts, exits with 0 or prints JSON must not change what a program reads from our JSON."""
     done = diagnose(name, checkpoint, "--json", "-", "--timeout", "3" if "hangs_in" in name else "30")
     assert done.returncode == HOSTILE[name], done.stderr
     if done.returncode == 2:
@@ -76,12 +76,12 @@ def test_whatever_the_file_does_the_answer_is_clear(name: str, checkpoint: Path)
 
 
 def test_every_hostile_file_is_told_something() -> None:
-    """Else a new file would be held to its exit code only."""
+    """Without a message in the table, only the exit code of a new file would be checked."""
     assert set(SAID) == {name for name, code in HOSTILE.items() if code == 2}
 
 
 def test_build_is_the_name_where_none_is_given(tmp_path: Path) -> None:
-    """As everybody types it the first time."""
+    """Users leave out the name at first."""
     (tmp_path / "port.py").write_text("")
     assert runner.target(str(tmp_path / "port.py")).name == "build"
     assert runner.target(f"{tmp_path / 'port.py'}:make").name == "make"
@@ -100,7 +100,7 @@ def test_exit_codes(verdict: str, code: int, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_json_to_a_file_and_the_table_to_the_terminal(tmp_path: Path, monkeypatch, capsys) -> None:
-    """With a file both are wanted; with - only the JSON."""
+    """With a file, both are written; with `-` only the JSON."""
     monkeypatch.setattr(runner, "run", lambda *args, **kwargs: FOUND)
     assert main(["diagnose", "port.py:build", "--json", str(tmp_path / "out.json")]) == 1
     assert "MISMATCH  first at h.0.ln_1" in capsys.readouterr().out
@@ -109,7 +109,7 @@ def test_json_to_a_file_and_the_table_to_the_terminal(tmp_path: Path, monkeypatc
 
 
 def alive(pid: int) -> bool:
-    """Whether a process still runs: one that has ended may be a zombie until somebody reaps it."""
+    """Whether a process still runs; an ended process may be a zombie until its parent reads its status."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def alive(pid: int) -> bool:
 
 
 def test_nothing_of_the_process_is_left(tmp_path: Path) -> None:
-    """A port that started a process of its own, and hangs, must not keep the machine busy after we have given up."""
+    """A port that started a process and hangs must not keep using the machine after the timeout."""
     (tmp_path / "port.py").write_text(
         "import os, subprocess, sys, time, pathlib\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
@@ -134,9 +134,9 @@ ENDS = [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.slow) for each in
 
 @pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name)
 def test_the_process_ends_with_the_command_however_that_ended(how: signal.Signals, tmp_path: Path) -> None:
-    """A diagnosis ended by a job's time limit left its worker at full speed, and its folder, until somebody looked.
+    """After a job's time limit ended the command, its worker kept running at full speed, and its folder stayed.
 
-    This one never gives the interpreter a turn, so nothing within it could notice, and it has started another process.
+    This port never releases the interpreter, so no code in its process could notice; it also started another process.
     """
     (tmp_path / "port.py").write_text(
         "import itertools, os, pathlib, subprocess, sys\n"
@@ -174,7 +174,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
     "answer", ["", "{", "[]", "7", "{}", '{"verdict": "equal"}', '{"error": 7}', "[" * 100_000, "1" * 5000, "\xff"]
 )
 def test_an_answer_that_is_none_is_one_line(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that writes its own answer, or fills the disk, must not show our traceback."""
+    """A file that writes its own answer, or fills the disk, must not cause our traceback."""
     (tmp_path / "port.py").write_text("")
     write = f"pathlib.Path(sys.argv[1], 'answer.json').write_bytes({answer.encode('latin-1')!r})"
     monkeypatch.setattr(runner, "START", f"import pathlib, sys; {write}")
@@ -184,8 +184,8 @@ def test_an_answer_that_is_none_is_one_line(answer: str, tmp_path: Path, monkeyp
 
 
 def test_a_build_without_arguments_is_filled(tmp_path: Path) -> None:
-    """`build()` hands over a fresh module, and `random:` models have no folder of their own."""
-    (tmp_path / "gpt2.py").write_text(  # a name that must not shadow ours
+    """`build()` returns a fresh module, and `random:` models have no folder."""
+    (tmp_path / "gpt2.py").write_text(  # this name must not hide our module
         f"import sys; sys.path.insert(0, {str(FILES.parents[2])!r})\nfrom support.ports import PORTS\n"
         "def build():\n    import gpt2\n    return PORTS['nano'].build(gpt2.load('shakespeare-mini').config)\n"
     )

@@ -1,4 +1,4 @@
-"""``gpt2 explore``: the page in a file, from a server that talks to this machine only, and in a browser."""
+"""``gpt2 explore``: the page in a file, from a server for this machine only, and in a browser."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ PROMPT = "O Romeo,\nwherefore art"
 
 
 class Page(NamedTuple):
-    """Where it is served: the port, and the path that is a secret."""
+    """The address of the page: the port and the secret path."""
 
     port: int
     path: str
 
 
 def start(*args: str) -> tuple[subprocess.Popen, Page]:
-    """The command as a process, and the address that it says it serves at."""
+    """Start the command as a process; return its address."""
     command = [sys.executable, "-W", "error", "-m", "gpt2", "explore", "--port", "0", *args]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     line = process.stderr.readline()
@@ -68,7 +68,7 @@ def get(at: Page, query: str = "", method: str = "GET", **headers: str) -> tuple
 
 
 def test_it_serves_the_page_of_what_is_typed(served: Page) -> None:
-    """A form sends CR LF for a line break; taken as it is, the model would see a token that nobody typed."""
+    """A form sends CR LF for a line break; without conversion the model would read an extra token."""
     status, first, headers = get(served)
     assert (status, headers["x-frame-options"], headers["cache-control"]) == (200, "DENY", "no-store")
     assert f">\n{PROMPT}</textarea>" in first
@@ -78,7 +78,7 @@ def test_it_serves_the_page_of_what_is_typed(served: Page) -> None:
 
 
 def test_bad_prompts_are_one_line_above_the_field(served: Page) -> None:
-    """A blank page, or a server that has died, says nothing."""
+    """The user must see an error, not a blank page or a dead server."""
     status, text, _ = get(served, "?prompt=" + "light+" * 300)
     assert status == 400
     alert = re.search(r'role="alert">(.*?)</p>', text)[1]
@@ -89,18 +89,18 @@ def test_bad_prompts_are_one_line_above_the_field(served: Page) -> None:
 
 
 def test_no_other_name_and_no_other_site_gets_an_answer(served: Page) -> None:
-    """A web page anywhere could have its own name resolve to this machine, and read what is served here."""
+    """Any web page could let its own name resolve to this machine, and read the served page (DNS rebinding)."""
     assert get(served, Host="evil.example")[0] == 400
     assert get(served, Host=f"evil.example:{served.port}")[0] == 400
     assert get(served, Host=f"localhost:{served.port}")[0] == 200
     assert [get(served, method="POST")[0], get(served, "other")[0]] == [405, 404]
     with socket.socket() as outside, pytest.raises(OSError, match="refused"):
-        outside.connect(("127.0.0.2", served.port))  # bound to 0.0.0.0 it would answer here as well
+        outside.connect(("127.0.0.2", served.port))  # a server on 0.0.0.0 would answer here as well
 
 
 @pytest.mark.parametrize("path", ["/", "/?prompt=O", "/x/", "/" + "A" * 22 + "/", "/favicon.ico", "//"])
 def test_who_does_not_know_the_address_gets_nothing(served: Page, path: str) -> None:
-    """Any user of the machine may connect to the port; the page shows what was typed into it."""
+    """Any user of the machine may connect to the port; the page shows the prompt."""
     status, body, _ = get(Page(served.port, path))
     assert status == 404
     assert "Romeo" not in body
@@ -108,7 +108,7 @@ def test_who_does_not_know_the_address_gets_nothing(served: Page, path: str) -> 
 
 
 class Slow:
-    """An opened model that takes as long as a test likes, and keeps what it was asked for."""
+    """An opened model that takes as long as a test sets, and records its prompts."""
 
     def __init__(self, opened: Explorer) -> None:
         self.opened, self.sides = opened, opened.sides
@@ -140,7 +140,7 @@ def serving(slow: Slow, token: str) -> Iterator[int]:
 
 
 def test_what_nobody_waits_for_is_not_computed() -> None:
-    """Five impatient clicks on the button were five forward passes of gpt2-xl, one after the other, before the one wanted."""
+    """Five clicks on the button started five forward passes of gpt2-xl, one after another, before the last request."""
     with explorer("shakespeare-mini") as opened, serving(slow := Slow(opened), "secret") as port:
 
         def ask(prompt: str) -> socket.socket:
@@ -154,7 +154,7 @@ def test_what_nobody_waits_for_is_not_computed() -> None:
             for _ in range(3):
                 ask("abandoned").close()
             with ask("last") as last:
-                time.sleep(0.5)  # by then the server has read all of that, and waits for the first
+                time.sleep(0.5)  # by now the server has read all of them, and waits for the first
                 slow.go.set()
                 for asking in (first, last):
                     assert asking.recv(12) == b"HTTP/1.1 200"
@@ -162,7 +162,7 @@ def test_what_nobody_waits_for_is_not_computed() -> None:
 
 
 def test_a_request_that_another_site_caused_is_not_computed() -> None:
-    """A page anywhere could keep all cores busy by links and pictures. A link that a person followed can be opened still."""
+    """Any web page could keep all cores busy by links and pictures. A link that a user opens must still work."""
     with explorer("shakespeare-mini") as opened, serving(slow := Slow(opened), "secret") as port:
         slow.go.set()
         for site in ("cross-site", "same-site"):
@@ -176,7 +176,7 @@ def test_a_request_that_another_site_caused_is_not_computed() -> None:
 
 
 def test_a_file_and_json_instead_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The page to share, and the same figures for a script."""
+    """A page to share, and the same figures for a script."""
     models, page = ["shakespeare-mini", "shakespeare-mini:bf16"], tmp_path / "p.html"
     assert main(["explore", *models, "--prompt", "O", "--html", str(page)]) == 0
     assert page.read_text().count('role="grid"') == 2
@@ -187,7 +187,7 @@ def test_a_file_and_json_instead_of_a_server(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(capsys: pytest.CaptureFixture) -> None:
-    """The second window of the same command is the usual way to meet this."""
+    """Starting the same command twice is the usual cause."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -229,7 +229,7 @@ CHOSEN = """(side => ({
 @in_a_browser
 @pytest.mark.parametrize("width", [1280, 420])
 def test_the_keyboard_reaches_everything(browser: Browser, served: Page, width: int) -> None:
-    """Typed, tabbed and walked with arrows alone: the text describes what is chosen."""
+    """The keyboard alone must be enough (typing, tab, arrows), and the text must describe the selection."""
     browser.open(f"http://127.0.0.1:{served.port}{served.path}", width)
     assert browser.value("document.documentElement.scrollWidth") <= width
     browser.value("document.querySelector('textarea').select(), document.querySelector('textarea').focus()")
@@ -283,7 +283,7 @@ def test_the_keyboard_reaches_everything(browser: Browser, served: Page, width: 
 @in_a_browser
 @pytest.mark.parametrize("width", [1280, 420])
 def test_two_models_move_together_where_they_correspond(browser: Browser, tmp_path: Path, width: int) -> None:
-    """Of the same tokens a choice on one side holds on both; of other tokens or layers it must not."""
+    """If both models read the same tokens, a selection moves on both sides; with other tokens or layers it must not."""
     chars = tmp_path / "chars"
     tokenizer = Chars.from_text(PROMPT)
     gpt2.save(gpt2.GPT2(gpt2.GPT2Config(tokenizer.n_vocab, 64, 12, 2, 3)), tokenizer, chars)
@@ -306,7 +306,7 @@ def test_two_models_move_together_where_they_correspond(browser: Browser, tmp_pa
 
 @in_a_browser
 def test_light_and_dark_are_both_drawn(browser: Browser, tmp_path: Path) -> None:
-    """Maps painted for a white page are a glare on a dark one; they are painted anew when the scheme changes."""
+    """Maps with a white background are too bright on a dark page; they are drawn again when the scheme changes."""
     assert main(["explore", "--prompt", PROMPT, "--html", str(tmp_path / "p.html")]) == 0
     browser.open((tmp_path / "p.html").as_uri(), 1280)
     pixel = "[...document.querySelector('.map').getContext('2d').getImageData(470, 5, 1, 1).data].slice(0, 3)"

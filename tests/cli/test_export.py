@@ -1,4 +1,4 @@
-"""``gpt2 export`` from the outside: exit codes, what is printed, and the JSON that other tools call."""
+"""``gpt2 export`` as a user runs it: exit codes, output, and the JSON for other programs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 def test_hf_is_the_default(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The embedded checkpoint is in this layout already, so out comes what went in."""
+    """The embedded checkpoint has this layout already, so the export equals it."""
     assert main(["export", "shakespeare-mini", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert written.keys() == {path.name for path in ASSET.iterdir()} - {"README.md"}
-    for name in written.keys() - {"model.safetensors"}:  # that one is of an older release, in another order
+    for name in written.keys() - {"model.safetensors"}:  # that file is of an older release, in another order
         assert written[name] == (ASSET / name).read_bytes()
     assert same_weights(tmp_path, ASSET)
     first, *lines = out.splitlines()
@@ -40,7 +40,7 @@ def test_hf_is_the_default(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
 
 @pytest.mark.parametrize(("type", "size"), [(None, 7_731_808), ("q8_0", 2_300_000)])
 def test_gguf_is_one_file_that_loads_and_writes_the_same_text(tmp_path: Path, capsys, type: str | None, size: int) -> None:
-    """Written, opened, and typed into."""
+    """Written, opened, and used to generate."""
     flags = ["--format", "gguf", *([] if type is None else ["--type", type])]
     assert main(["export", "shakespeare-mini", str(tmp_path / "a" / "b"), *flags]) == 0
     assert f"gguf, {type or 'f32'}," in capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_gguf_is_one_file_that_loads_and_writes_the_same_text(tmp_path: Path, ca
 
 
 def test_json_has_every_field_and_stdout_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Names of keys are a contract."""
+    """Other programs rely on the keys' names."""
     assert main(["export", "shakespeare-mini:bf16", str(tmp_path), "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert list(body) == ["model", "directory", "format", "type", "config", "files", "notes", "parameters"]
@@ -85,7 +85,7 @@ def test_a_padded_vocabulary_is_cropped_and_said(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.parametrize("argv", [[], ["gpt2"], ["gpt2", "x", "--format", "onnx"], ["gpt2", "x", "--type", "q4_k"]])
 def test_a_directory_and_a_model_are_required(argv: list[str], capsys: pytest.CaptureFixture) -> None:
-    """With a default model, `gpt2 export gpt2` would write the embedded one into a folder called gpt2."""
+    """With a default model, `gpt2 export gpt2` would write the embedded model into a folder called gpt2."""
     with pytest.raises(SystemExit) as caught:
         main(["export", *argv])
     assert caught.value.code == 2

@@ -1,8 +1,8 @@
-"""Windows and macOS, imitated: the commands run where modules, calls and signals of Linux are absent.
+"""Windows and macOS, imitated: the commands run without the modules, calls and signals of Linux.
 
-Nobody has run them on a real one. What is imitated here is what is known to differ: no ``fcntl``, no process groups, fewer
-signals, no links without privilege, folders that cannot be opened, ``fsync`` that wants a file open for writing, and a file that
-cannot be replaced while it is open or mapped.
+We have not run them on real ones. The imitation covers known differences: no ``fcntl``, no process groups, fewer signals, no
+links without privilege, folders that cannot be opened, ``fsync`` only for files open for writing, and no replacing of a file
+that is open or mapped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-# Run by Python itself as it starts, in every process of the command. `site` finds it by its name.
+# Python runs this at its start, in every process of the command: `site` finds it by its name.
 ELSEWHERE = """
 import errno, faulthandler, fcntl, os, shutil, signal, sys
 import asyncio, subprocess  # theirs are other ones there; these need what is taken away below
@@ -108,10 +108,10 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ids=["info", "generate", "compare", "verify", "diagnose", "train", "finetune"],
 )
 def test_a_command_runs_on_another_system(commands: list[list[str]], elsewhere: dict[str, str]) -> None:
-    """`import fcntl` alone kept `gpt2 train` from starting on Windows, and SIGUSR1 `gpt2 diagnose`."""
+    """`import fcntl` kept `gpt2 train` from starting on Windows, and SIGUSR1 `gpt2 diagnose`."""
     for command in commands:
         words = [word.replace("FOLDER", elsewhere["FOLDER"]) for word in command]
-        if words[-1].endswith("other"):  # a layout that transformers does not open: it is written anew for it
+        if words[-1].endswith("other"):  # a layout that transformers does not open: it is rewritten for transformers
             export = [sys.executable, "-m", "gpt2", "export", "shakespeare-mini", words[-1], "--format", "gguf"]
             subprocess.run(export, check=True, capture_output=True)
         done = subprocess.run([sys.executable, "-m", "gpt2", *words], env=elsewhere, capture_output=True, text=True, check=False)
@@ -120,7 +120,7 @@ def test_a_command_runs_on_another_system(commands: list[list[str]], elsewhere: 
 
 
 def test_text_that_the_output_cannot_hold_is_spelt_out() -> None:
-    """A pipe on Windows takes the 256 characters of its code page, and a model says any: that was a traceback."""
+    """A pipe on Windows accepts the 256 characters of its code page only; other characters gave a traceback."""
     command = [sys.executable, "-m", "gpt2", "generate", "--max-new-tokens", "0", "--prompt", "naïve 文"]
     environ = {**os.environ, "PYTHONIOENCODING": "cp1252"}
     done = subprocess.run(command, env=environ, capture_output=True, check=False)
@@ -128,7 +128,7 @@ def test_text_that_the_output_cannot_hold_is_spelt_out() -> None:
 
 
 def test_the_imitation_is_in_force(elsewhere: dict[str, str]) -> None:
-    """Negative control: without it the test above proves nothing."""
+    """Negative control: the imitation must be active in the process."""
     script = (
         "import json, os, signal, tempfile\n"
         "lost = []\n"

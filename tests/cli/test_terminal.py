@@ -1,4 +1,4 @@
-"""What commands print fits a terminal of 80 columns, and no name is cut off."""
+"""The output of commands fits a terminal of 80 columns, and no name is cut off."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOGITS = ["logits (single tokens)", "logits (padded row 1, cached)"]
 
 
 def verified() -> Report:
-    """A report with the longest names of every kind, each the worst of its block."""
+    """A report with the longest names of every kind, each the worst point of its block."""
     exact = [Point(name, 1e-13 if name.endswith("attn.weights") else 0.0, 1e-10) for name in points(LAYERS)]
     rounding = [Point(name, 1.3e-7 * (1 + len(name)), 1e-5, 1e-7) for name in (*points(LAYERS), *LOGITS)]
     checks = (
@@ -52,7 +52,7 @@ def verified() -> Report:
 
 @cache
 def compared() -> Comparison:
-    """A real comparison, with every part and the longest names in place of its own."""
+    """A real comparison with every part, and the longest names in place of its own."""
     real = compare("shakespeare-mini", "shakespeare-mini:bf16", on=__file__, tokens=64)
     parameters = [name for name in PARAMETERS for _ in range(2)]
     tensors = [replace(real.weights.tensors[3], name=name, ulp_max=9, distance=100 + at) for at, name in enumerate(parameters)]
@@ -92,7 +92,7 @@ def attention() -> Printed:
 
 
 def words_of(text: str) -> set[str]:
-    """Names with a point in them: traced points and parameters."""
+    """The names with a point in a text: traced points and parameters."""
     return set(re.findall(r"[a-z]\w*(?:\.\w+)+", text))
 
 
@@ -108,7 +108,7 @@ def test_reports_cut_no_name_off(made, width: int) -> None:
 
 
 def test_the_blocks_of_verify_name_their_worst_points() -> None:
-    """The control: the names that were cut off are there."""
+    """Control: the report contains the names that were cut off."""
     assert {"attn.weights", "h.11.attn.c_attn.weight"} <= words_of(verified().table(80))
 
 
@@ -120,7 +120,7 @@ def test_the_public_record_names_its_sources_in_full() -> None:
 
 
 def test_compare_prints_every_table_in_80_columns() -> None:
-    """The control: all parts are there, with the names that could be cut off."""
+    """Control: all parts are present, with the names that could be cut off."""
     text = compared().table(80)
     parts = ["Weights", "Activations", "Numerics", "Distributions", "Words", "last words right", "prompt", *NAMES]
     assert [part for part in parts if part not in text] == []
@@ -139,12 +139,12 @@ def test_a_benchmark_fits() -> None:
 
 @pytest.mark.parametrize("argv", [["info"], ["train", "--list"], []])
 def test_lists_fit(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Descriptions of recipes and sha256 sums ran beyond 80 columns and were broken by the terminal, at any place."""
+    """Recipe descriptions and sha256 sums were longer than 80 columns, and the terminal broke them at any place."""
     monkeypatch.setenv("COLUMNS", "80")
     assert main(argv) == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert len(lines) > 5
-    if not argv:  # the command alone prints its help; it ended with an error about a missing argument
+    if not argv:  # the command alone prints its help; it gave an error about a missing argument
         assert all(command.__name__.rpartition(".")[2].removesuffix("_command") in out for command in COMMANDS)
-    assert [line for line in lines if len(line) > 80 and "/" not in line] == []  # a path is printed as it is
+    assert [line for line in lines if len(line) > 80 and "/" not in line] == []  # paths are not wrapped

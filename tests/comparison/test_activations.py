@@ -1,4 +1,4 @@
-"""Activations of two models compared block by block: the figures, the first difference, and the memory it takes."""
+"""Activations of two models compared block by block: the figures, the first difference, and the memory used."""
 
 import math
 import weakref
@@ -35,7 +35,7 @@ def test_a_model_against_itself_is_exactly_zero() -> None:
 
 
 def test_figures_by_their_definitions() -> None:
-    """A norm of the wrong tensor, a sign of the decibels, b for a."""
+    """Possible bugs: a norm of the wrong tensor, a wrong sign of the decibels, b in place of a."""
     a, b = model(1), model(2)
     found = {point.point: point for point in compare_activations(a, b, IDS, same_shape=True).points}
     x, y = trace(a, IDS), trace(b, IDS)
@@ -62,7 +62,7 @@ def test_figures_by_their_definitions() -> None:
     ],
 )
 def test_noise_is_located_where_it_was_put(parameter: str, point: str) -> None:
-    """The first point past the threshold, in the order of computation."""
+    """The report must name the first point past the threshold, in the order of computation."""
     b = model()
     with torch.no_grad():
         b.get_parameter(parameter).mul_(1.05)
@@ -74,7 +74,7 @@ def test_noise_is_located_where_it_was_put(parameter: str, point: str) -> None:
 
 
 def test_memory_is_one_block_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was compared must not be kept: for gpt2-xl all points of both are gigabytes."""
+    """Compared points must be freed: all points of both models take gigabytes for gpt2-xl."""
     seen: list[weakref.ref] = []
     alive: list[int] = []
 
@@ -88,11 +88,11 @@ def test_memory_is_one_block_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     config = GPT2Config(vocab_size=61, n_positions=16, n_embd=12, n_layer=6, n_head=3, bos_token_id=None, eos_token_id=None)
     compare_activations(model(0, config), model(1, config), IDS, same_shape=True)
     assert len(seen) == 2 * len(points(6))
-    assert max(alive) <= 2 * 14 * 2  # a block of each, and the next one on its way
+    assert max(alive) <= 2 * 14 * 2  # one block of each model, and the next one in progress
 
 
 def test_cka_by_its_formula_where_widths_differ() -> None:
-    """Kornblith et al. (2019), equation 3, on centred features: not on the Gram matrices that are computed with."""
+    """Kornblith et al. (2019), equation 3, on centred features; the code computes with Gram matrices instead."""
     config = GPT2Config(vocab_size=61, n_positions=16, n_embd=20, n_layer=3, n_head=4, bos_token_id=None, eos_token_id=None)
     a, b = model(0), model(1, config)
     found = compare_activations(a, b, IDS, same_shape=False)
@@ -107,7 +107,7 @@ def test_cka_by_its_formula_where_widths_differ() -> None:
 
 
 def test_transformers_is_walked_the_same_way(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """`hf/` on one side: the same points, in the same order, within rounding; its attention implementation stays as it was."""
+    """`hf/` on one side: the same points in the same order, within rounding; its attention implementation stays the same."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     official(tmp_path)
     theirs = load_reference(tmp_path, torch.float64)

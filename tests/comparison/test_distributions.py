@@ -37,7 +37,7 @@ def text(vocab: int, length: int, seed: int = 9) -> Tensor:
 
 
 def bigram(table: Tensor):
-    """A model that looks at the last token only: row i of ``table`` (V, W) is what follows token i."""
+    """A model that reads the last token only: row i of ``table`` (V, W) holds the logits after token i."""
     return lambda ids: table[ids]
 
 
@@ -49,7 +49,7 @@ def pair(
     vocab: int | None = None,
     **how,
 ) -> Tokens:
-    """The rows of two tables, each met once, in order: token i of the result was predicted by row i."""
+    """The rows of two tables, each used once, in order: token i of the result is predicted by row i."""
     ids = torch.cat((torch.arange(len(a)), torch.zeros(1, dtype=torch.long))) if ids is None else ids
     return measure_pair(bigram(a), bigram(b), ids, windows or Windows(4), vocab=vocab or a.size(1), **how)
 
@@ -59,7 +59,7 @@ def divergences(tokens: Tokens) -> Tensor:
 
 
 def made(n: int, seed: int = 0, vocab: int = 40, context: int = 64) -> Tokens:
-    """Tokens as if measured, every column random."""
+    """Random token measurements: every column is random."""
     generator = torch.Generator().manual_seed(seed)
     p = torch.rand(2, n, 5, generator=generator, dtype=torch.float64).sort(2, descending=True).values / 5
     top = torch.stack([torch.randperm(7, generator=generator)[:5] for _ in range(2 * n)]).view(2, n, 5)
@@ -76,7 +76,7 @@ def made(n: int, seed: int = 0, vocab: int = 40, context: int = 64) -> Tokens:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("vocab", "scale"), [(2, 1), (3, 5), (50, 3), (130, 30), (1000, 1), (50257, 5)])
 def test_divergences_equal_scipys(vocab, scale, dtype):
-    """A sum over the batch for one over the vocabulary, a mean for a sum, bits for nats, JS for its root: all look plausible."""
+    """Possible bugs: a sum over the batch instead of the vocabulary, a mean for a sum, bits for nats, JS for its root."""
     a, b = draw(7, vocab, scale=scale).to(dtype), draw(7, vocab, seed=1, scale=scale).to(dtype)
     ids = torch.tensor([0, 1, 0, 1, 1, 0, 1, 0]) if vocab < 7 else None
     got = pair(a, b, ids)
@@ -106,22 +106,22 @@ def exact(a: list[float], b: list[float]) -> tuple[Decimal, Decimal, Decimal]:
 
 @pytest.mark.parametrize("noise", [1e-6, 1e-5, 1e-3, 1e-1, 3.0])
 def test_small_divergences_have_their_digits(noise):
-    """Two dtypes of one model are 1e-6 nats apart, two orders of summation 1e-13: the difference of two cross-entropies, or a
-    softmax in float32, is noise of that size, of either sign."""
-    a = draw(6, 40, scale=4).double() - 90  # where GPT-2's logits are
+    """Two dtypes of one model differ by 1e-6 nats, two orders of summation by 1e-13. The difference of two cross-entropies, or
+    a float32 softmax, has rounding noise of that size."""
+    a = draw(6, 40, scale=4).double() - 90  # the size of GPT-2's logits
     b = a + draw(6, 40, seed=1).double() * noise
     got = divergences(pair(a, b))
     for column, row in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
         for value, right in zip(got[:, column].tolist(), exact(*row), strict=True):
             assert abs(Decimal(value) - right) < 1e-15 * (1 + value)
             assert right < 2 * noise**2
-    if noise == 1e-3:  # the control
+    if noise == 1e-3:  # negative control
         p, q = a.float().log_softmax(1), b.float().log_softmax(1)
         assert ((p.exp() * (p - q)).sum(1) / got[0] - 1).abs().max() > 1e-2
 
 
 def test_nothing_is_negative():
-    """Models that differ by less than rounding: its error has a sign, a divergence has none."""
+    """For models that differ by less than rounding, the rounding error may be negative; a divergence must not be."""
     table = draw(50, 50, scale=5).double()
     got = divergences(pair(table, table + draw(50, 50, seed=1).double() * 1e-9))
     assert got.min(1).values.tolist() == [0.0] * 3
@@ -130,7 +130,7 @@ def test_nothing_is_negative():
 
 
 def test_small_divergences_over_large_vocabularies_have_their_digits():
-    """The logs of two sums of 50,257 exponentials are 10.8 each, and rounded there: their difference is taken otherwise."""
+    """The logs of two sums of 50,257 exponentials are 10.8 each, so their plain difference has a rounding error of that size."""
     half, vocab = 25000, 50257
     a, b = torch.zeros(4, vocab).double(), torch.zeros(4, vocab).double()
     b[:, :half] = torch.tensor([[1e-6], [-2e-6], [3e-6], [1e-5]])
@@ -150,7 +150,8 @@ WIDE = [-1e4, -800.0, -700.0, -600.0, 0.0, 1.0, 25.0, 40.0, 500.0, 760.0]  # som
 
 
 def test_spans_that_overflow_a_quotient_of_probabilities():
-    """exp(-800) is 0 in float64, yet its KL is 800 nats times the other's probability; e^800 is infinite, and inf - inf NaN."""
+    """exp(-800) is 0 in float64, yet its KL is 800 nats times the probability in the second model; e^800 is infinite, and inf
+    - inf is NaN."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.stack([torch.tensor(WIDE, dtype=torch.float64)[torch.randperm(10, generator=generator)] for _ in range(40)])
     a, b = rows[:20], rows[20:]
@@ -164,7 +165,7 @@ def test_spans_that_overflow_a_quotient_of_probabilities():
 
 @pytest.mark.parametrize("span", [600.0, 708.0, 720.0, 740.0, 744.0, 746.0])
 def test_a_probability_too_small_to_divide_by(span):
-    """exp(-720) is subnormal: not 0, but 1 over it is infinite, and JS minus infinity."""
+    """exp(-720) is subnormal: it is not 0, but 1 over it is infinite, and JS becomes minus infinity."""
     a, b = torch.tensor([[0.0, -span], [-span, 1.0]]), torch.tensor([[-1.0, 0.0], [-span, 1.0 - span]])
     got = divergences(pair(a, b, torch.tensor([0, 1, 0])))
     for value, rows in zip(got.T.tolist(), zip(a.tolist(), b.tolist(), strict=True), strict=True):
@@ -173,7 +174,7 @@ def test_a_probability_too_small_to_divide_by(span):
 
 @pytest.mark.parametrize("lowest", [-1e4, torch.finfo(torch.float32).min])
 def test_a_finite_mask_is_no_infinity(lowest):
-    """Code that masks with the lowest float has a KL of 1e38, or, where both mask, none at all from that token."""
+    """A mask with the lowest float gives a KL of 1e38; a token that both models mask adds nothing."""
     a, b = draw(5, 8), draw(5, 8, seed=1)
     a[:, 2] = b[:, 2] = lowest
     keep = [0, 1, 3, 4, 5, 6, 7]
@@ -189,7 +190,7 @@ def test_a_finite_mask_is_no_infinity(lowest):
 
 
 def test_logits_of_minus_infinity():
-    """0 log 0 is 0, and p log(p / 0) is infinite: neither is NaN, and JS is never more than log 2."""
+    """0 log 0 is 0, and p log(p / 0) is infinite: neither is NaN, and JS is at most log 2."""
     a = torch.tensor([[0.0, 1.0, -INF, 2.0], [-INF, -INF, 0.0, 0.0], [1.0, 2.0, 3.0, -INF], [1.0, 2.0, 3.0, -INF]])
     b = torch.tensor([[1.0, 1.0, -INF, 0.0], [0.0, 0.0, -INF, -INF], [1.0, 2.0, 2.0, 5.0], [1.0, 2.0, 3.0, 1.0]])
     ids = torch.tensor([0, 1, 2, 3, 0])
@@ -203,11 +204,11 @@ def test_logits_of_minus_infinity():
     assert got.js[1].item() == pytest.approx(math.log(2), rel=1e-15)
     assert (got.logp_a[1].item(), got.logp_b[1].item()) == (pytest.approx(-math.log(2)), -INF)  # token 2 after token 1
     alone = pair(a, b, torch.tensor([0, 1]))
-    assert alone.js[0] == got.js[0]  # whoever shares its chunk
+    assert alone.js[0] == got.js[0]  # tokens of the same chunk
 
 
 def test_nan_stays_with_its_token():
-    """A NaN must come out, or a broken model is close to everything; and only where it is, or nobody finds it."""
+    """A NaN must appear at its own token only: a NaN that disappears makes a broken model look close."""
     a, b = draw(5, 70), draw(5, 70, seed=1)
     clean = divergences(pair(a, b))
     a[1, 69], b[3, 0], a[4, :] = NAN, INF, -INF
@@ -227,7 +228,7 @@ def test_nan_stays_with_its_token():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [5, 64, 200, 50257])
 def test_a_model_against_itself_is_exactly_zero(vocab, dtype):
-    """1e-17 against itself is a figure that somebody explains away; 0 is a proof that both sides went the same way."""
+    """A model compared with itself differs by exactly 0: both sides take the same path."""
     table = draw(5, vocab, scale=9).to(dtype)
     table[2] *= 100
     table[3, ::3] = -INF
@@ -249,12 +250,12 @@ def test_a_model_against_itself_is_exactly_zero(vocab, dtype):
     assert found.calibration_a == found.calibration_b
     if vocab > 5:
         assert found.correlation == 1.0
-    # The same shifted logits are the same distribution, but not the same bits: the control.
+    # Control: shifted logits are the same distribution, but not the same bits.
     assert divergences(pair(table[:2], table[:2] + 1, torch.tensor([0, 1, 0]))).max() < (1e-15 if dtype == torch.float64 else 1)
 
 
 def test_how_rows_are_cut_and_shared_changes_nothing(monkeypatch):
-    """The last, shorter chunk computes in the memory of those before it; a thread's rows must not land in another's place."""
+    """Possible bugs: the shorter last chunk reuses memory of earlier chunks; a thread writes its rows to a wrong place."""
     a, b = draw(50, 100), draw(50, 100, seed=1)
     a[7, 3], b[8, 4] = -INF, NAN
     ids, threads = text(50, 70), torch.get_num_threads()
@@ -270,7 +271,7 @@ def test_how_rows_are_cut_and_shared_changes_nothing(monkeypatch):
             assert torch.equal(got.top_b, whole.top_b)
             torch.testing.assert_close(got.top_p_a, whole.top_p_a, rtol=1e-13, atol=0)
             torch.testing.assert_close(got.logp_b, whole.logp_b, rtol=1e-13, atol=0, equal_nan=True)
-            assert torch.get_num_threads() == workers  # and so for the threads to come:
+            assert torch.get_num_threads() == workers  # and for the following threads:
             with ThreadPoolExecutor(1) as pool:
                 assert pool.submit(torch.get_num_threads).result() == workers
             assert divergences(pair(a[:7], a[:7], text(7, 30))).max() == 0
@@ -278,7 +279,7 @@ def test_how_rows_are_cut_and_shared_changes_nothing(monkeypatch):
         torch.set_num_threads(threads)
 
 
-# The likeliest tokens
+# The most likely tokens
 
 
 def likeliest(row: list[float], k: int) -> list[int]:
@@ -288,11 +289,11 @@ def likeliest(row: list[float], k: int) -> list[int]:
 @pytest.mark.parametrize("k", [1, 2, 5, 9])
 @pytest.mark.parametrize("vocab", [1, 3, 63, 64, 65, 128, 200, 1000])
 def test_the_likeliest_tokens_and_the_lower_id_first_of_equals(vocab, k):
-    """A tie that falls one way in one model and the other in the next is a disagreement that is none."""
+    """Ties must be broken in the same way for both models; otherwise equal models disagree."""
     table = torch.randint(4, (30, vocab), generator=torch.Generator().manual_seed(vocab)).float()
     table[3], table[4, 5:], table[5, : vocab // 2] = 0, -INF, -INF
     table[6, 1:], table[7], table[8] = -INF, torch.arange(vocab), 0
-    table[8, 0] = table[8, -2:-1] = 1  # equals, the later of which lies beside the largest
+    table[8, 0] = table[8, -2:-1] = 1  # equal logits; the later one is beside the largest
     table[8, -1] = 2
     ids, values = per_token.likeliest(table, min(k, vocab))
     assert ids.tolist() == [likeliest(row, k) for row in table.tolist()]
@@ -306,7 +307,7 @@ def test_the_likeliest_tokens_and_the_lower_id_first_of_equals(vocab, k):
 @pytest.mark.parametrize(("context", "stride"), [(8, None), (8, 3), (8, 1), (5, 4), (1, 1)])
 @pytest.mark.parametrize("length", [2, 5, 9, 10, 30])
 def test_every_token_once_with_the_context_it_had(length, context, stride, batch_size):
-    """A logit read one place off, or a window's first tokens counted twice, is a distribution over the wrong token."""
+    """Possible bugs: logits read one position off, or the first tokens of a window counted twice."""
     a, b, ids = uneven_model(13, seed=0), uneven_model(13, seed=1), text(13, length)
     got = measure_pair(a, b, ids, Windows(context, stride), vocab=13, batch_size=batch_size)
     assert got.index.tolist() == list(range(1, length))
@@ -320,7 +321,7 @@ def test_every_token_once_with_the_context_it_had(length, context, stride, batch
         assert got.kl_ab[i].item() == pytest.approx(scipy.stats.entropy(p, q), rel=1e-9)
         assert got.logp_a[i].item() == pytest.approx(math.log(p[ids[i + 1]]), rel=1e-9)
         assert got.top_b[i, 0] == q.argmax()
-    # The protocol is language_score's.
+    # The protocol is that of language_score.
     for model, logp in ((a, got.logp_a), (b, got.logp_b)):
         score = language_score(model, ids, torch.ones(13), Windows(context, stride))
         assert score.loss == pytest.approx(-logp.mean().item(), rel=1e-12)
@@ -328,7 +329,7 @@ def test_every_token_once_with_the_context_it_had(length, context, stride, batch
 
 @pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3)])
 def test_tokens_that_a_protocol_leaves_out_are_left_out_of_everything(context, stride):
-    """The guide's windows do not score each first token: its bytes, too, must not count, nor its place move the others."""
+    """The guide's windows do not score their first token: its bytes must not count, and the other positions must not shift."""
     a, b, ids, lengths = uneven_model(13, seed=0), uneven_model(13, seed=1), text(13, 30), torch.arange(1, 14)
     windows = Windows(context, stride, guide=True)
     got = measure_pair(a, b, ids, windows, vocab=13)
@@ -342,7 +343,7 @@ def test_tokens_that_a_protocol_leaves_out_are_left_out_of_everything(context, s
 
 
 def test_padded_vocabularies_are_cut_before_they_are_normalised():
-    """nanoGPT pads to 50,304 rows that were never trained; whatever mass they took, the tokenizer cannot say them."""
+    """nanoGPT pads to 50,304 rows that were never trained: their probability must not count, as the tokenizer has no such ids."""
     a, b = draw(20, 20), draw(20, 20, seed=1)
     ids = text(20, 40)
     expected = pair(a, b, ids)
@@ -358,7 +359,7 @@ def test_padded_vocabularies_are_cut_before_they_are_normalised():
 
 @pytest.mark.parametrize("bad", [-1, 20, 10**9])
 def test_ids_outside_the_vocabulary_are_refused(bad):
-    """An id beyond the logits is an IndexError, a negative one reads the vocabulary from its end."""
+    """An id beyond the logits raises an IndexError; a negative id reads from the end of the vocabulary."""
     ids = text(20, 10)
     ids[4] = bad
     with pytest.raises(InputError, match=f"token {bad} of the text is not within the vocabulary of 20"):
@@ -371,11 +372,11 @@ def test_a_text_without_tokens_to_predict_is_refused():
 
 
 def test_only_one_batch_of_logits_of_each_model_is_alive():
-    """At 50,257 floats a token, the batch before the present one is a gigabyte that nobody reads."""
+    """At 50,257 floats a token, keeping the previous batch wastes a gigabyte."""
     alive: list[weakref.ref] = []
 
     def model(ids: Tensor) -> Tensor:
-        assert sum(reference() is not None for reference in alive) < 2  # the other model's of this batch may be
+        assert sum(reference() is not None for reference in alive) < 2  # the second model's logits of this batch may be alive
         assert all(reference() is None for reference in alive[:-1])
         logits = draw(*ids.shape, 20)
         alive.append(weakref.ref(logits))
@@ -434,7 +435,7 @@ def test_every_figure_of_the_summary_against_numpy_and_scipy():
 
 @pytest.mark.parametrize("context", [1, 2, 7, 64, 1000])
 def test_bins_of_position_hold_every_token_once(context):
-    """A token on an edge in two bins, or in none; a bin of no tokens, whose mean is NaN."""
+    """Possible bugs: a token on an edge in two bins or in none; a NaN mean of an empty bin."""
     tokens = made(700, context=context)
     bins = summarise(tokens, torch.ones(40)).by_position
     assert (bins[0].low, bins[-1].high) == (1, context)
@@ -447,7 +448,7 @@ def test_bins_of_position_hold_every_token_once(context):
 
 
 def test_bins_of_the_references_confidence():
-    """Of a's confidence, not b's; and (0.1, 0.2], so that a model that is certain is in the last."""
+    """Bins are by a's confidence, not b's; and of the form (0.1, 0.2], so that a probability of 1 is in the last bin."""
     tokens = made(700)
     p = tokens.top_p_a.clone()
     p[:3, 0] = torch.tensor([1.0, 0.5, 0.1])
@@ -468,7 +469,7 @@ def _same_bin(part, tokens: Tokens, inside: list[int]) -> None:
 
 
 def test_calibration_by_hand():
-    """Two bins of fifteen: 0.9 right half the time, 0.3 always right, and an edge that belongs to the bin below it."""
+    """Two of fifteen bins: 0.9 is right half the time, 0.3 always, and an edge belongs to the lower bin."""
     confidence = torch.tensor([0.9] * 6 + [0.3] * 2 + [4 / 15] * 2, dtype=torch.float64)
     right = torch.tensor([True, False] * 3 + [True, True] + [False, False])
     got = calibration(confidence, right)
@@ -482,7 +483,7 @@ def test_calibration_by_hand():
 
 
 def test_a_model_that_draws_its_own_text_is_calibrated():
-    """Of text drawn from a model, that model's ECE is noise and a sharpened one's is not."""
+    """For text sampled from a model, that model's ECE is noise and a sharpened model's is larger."""
     table = draw(30, 30, scale=2)
     rows, ids = table.softmax(1), [0]
     shares = rows.double().cumsum(1).numpy()
@@ -492,14 +493,14 @@ def test_a_model_that_draws_its_own_text_is_calibrated():
     assert got.calibration_a.ece < 0.03
     assert got.calibration_b.ece > 0.15
     assert got.ratio.low > 1
-    # and its loss is its entropy
+    # and the loss is the entropy
     entropy = scipy.stats.entropy(rows[torch.tensor(ids[:-1])].numpy(), axis=1).mean()
     assert got.a.perplexity.low < math.exp(entropy) < got.a.perplexity.high
 
 
 @pytest.mark.parametrize("length", [2, 3, 5, 20])
 def test_short_texts(length):
-    """One token has a mean, no spread, and no division by zero."""
+    """One token has a mean and no spread; the code must not divide by zero."""
     got = summarise(pair(draw(9, 9), draw(9, 9, seed=1), text(9, length)), torch.ones(9))
     assert (got.tokens, got.blocks) == (length - 1, 1)
     assert got.kl_ab.mean.low == got.kl_ab.mean.value == got.kl_ab.mean.high > 0
@@ -508,9 +509,9 @@ def test_short_texts(length):
 
 
 def test_infinite_figures_stay_infinite():
-    """0 times inf is NaN: a resample without the infinite block must not have it, one with it must."""
+    """0 times inf is NaN: a resample without the infinite block must stay finite, one with it must be infinite."""
     a, b = draw(30, 30), draw(30, 30, seed=1)
-    b[3, 5] = -INF  # what a gives, b excludes
+    b[3, 5] = -INF  # a gives probability, b gives none
     ids = text(30, 640)
     ids[300], ids[301] = 3, 5
     got = summarise(pair(a, b, ids), torch.ones(30))
@@ -519,7 +520,7 @@ def test_infinite_figures_stay_infinite():
     assert math.isfinite(got.kl_ab.percentiles["50"])
     assert got.js.max < math.log(2)
     assert (got.b.score.perplexity, got.b.perplexity.high, got.ratio.value) == (INF, INF, INF)
-    assert math.isfinite(got.b.perplexity.low)  # 64 % of resamples have that block, so 2.5 % lie below without it
+    assert math.isfinite(got.b.perplexity.low)  # 64 % of resamples contain that block, so the 2.5 % quantile is finite
     assert math.isfinite(got.a.perplexity.high)
     assert (got.difference.value, got.undefined) == (-INF, 0)
 
@@ -528,7 +529,7 @@ def test_infinite_figures_stay_infinite():
 
 
 def autocorrelated(n: int, rho: float, generator: torch.Generator) -> Tensor:
-    """A stationary series of unit variance whose neighbours correlate by ``rho``."""
+    """A stationary series of unit variance; neighbours have correlation ``rho``."""
     noise = torch.randn(n, generator=generator, dtype=torch.float64) * math.sqrt(1 - rho * rho)
     noise[0] /= math.sqrt(1 - rho * rho)
     return torch.from_numpy(scipy.signal.lfilter([1], [1, -rho], noise.numpy()))
@@ -537,7 +538,7 @@ def autocorrelated(n: int, rho: float, generator: torch.Generator) -> Tensor:
 @pytest.mark.parametrize("transform", ["normal", "heavy"])
 @pytest.mark.parametrize("rho", [0.0, 0.5])
 def test_intervals_hold_the_truth_as_often_as_they_say(rho, transform):
-    """Tokens resampled one by one give intervals that are wrong every fifth time, and look twice as good as they are."""
+    """Resampling single tokens gives intervals of half the width, which are wrong every fifth time."""
     generator, held, naive = torch.Generator().manual_seed(3), 0, 0
     for seed in range(200):
         x = autocorrelated(4096, rho, generator)
@@ -551,7 +552,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(rho, transform):
 
 
 def test_paired_figures_are_resampled_together():
-    """Two models that differ by a hair on a hard text: their perplexities are uncertain, their ratio is not."""
+    """For two nearly equal models on a hard text, both perplexities are uncertain, but their ratio is not."""
     tokens = made(4000)
     tokens = replace(tokens, logp_b=tokens.logp_a - 1e-3)
     got = summarise(tokens, torch.ones(40))
@@ -570,7 +571,7 @@ def test_seeds_make_intervals_and_nothing_else():
     before = torch.rand(1)
     torch.manual_seed(0)
     summarise(tokens, torch.ones(40))
-    assert torch.equal(torch.rand(1), before)  # the global generator is not ours
+    assert torch.equal(torch.rand(1), before)  # the global generator must not change
 
 
 @pytest.mark.parametrize(("n", "blocks"), [(1, 1), (16, 1), (40, 2), (1024, 64), (16384, 64), (100_000, 97), (3_000_000, 1024)])
@@ -585,9 +586,9 @@ def test_blocks_are_runs_of_equal_length(n, blocks):
 
 @pytest.mark.parametrize("hits", [0, 1, 60, 128])
 def test_the_interval_of_a_fraction_is_wilsons(hits):
-    """At all or none a bootstrap sees no spread and claims certainty."""
+    """If all or no tokens agree, a bootstrap has no spread and shows certainty."""
     values = torch.zeros(128, dtype=torch.bool)
-    values[torch.arange(hits) * 128 // max(1, hits)] = True  # evenly, so that blocks vary less than independent tokens would
+    values[torch.arange(hits) * 128 // max(1, hits)] = True  # evenly, so that blocks vary less than independent tokens
     got = Bootstrap(128).fraction(values)
     expected = scipy.stats.binomtest(hits, 128).proportion_ci(method="wilson")
     assert (got.value, got.low, got.high) == pytest.approx((hits / 128, expected.low, expected.high), abs=1e-12)
@@ -618,7 +619,7 @@ def test_correlation_at_its_ends():
 
 
 def test_bits_per_byte_is_resampled_with_the_bytes():
-    """A block of long tokens has more bits and more bytes; only their quotient is the figure."""
+    """A block of long tokens has more bits and more bytes: only their quotient is the result."""
     ids = torch.cat((text(4, 500), text(4, 500) + 4))
     lengths = torch.tensor([1, 1, 1, 1, 5, 5, 5, 5])
     table = torch.full((8, 8), -30.0)
@@ -629,7 +630,7 @@ def test_bits_per_byte_is_resampled_with_the_bytes():
 
 
 def test_the_histogram_counts_every_positive_value_once() -> None:
-    """A value on an edge counted twice, or the largest left out."""
+    """A value on an edge must not count twice, and the largest value must count."""
 
     def histogram(values: Tensor) -> tuple[tuple[float, float, int], ...]:
         return summarise(replace(made(len(values)), kl_ab=values), torch.ones(40)).kl_ab.histogram

@@ -1,4 +1,4 @@
-"""`compare --fail-if`: conditions are parsed, judged on the far end of an interval, and reported to a build."""
+"""`compare --fail-if`: conditions are parsed, judged by the worse end of an interval, and reported in CI formats."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from gpt2.testing import assert_same
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
-    """A model, the same with noise in one tensor, and one with another tokenizer; and the text beside them."""
+    """A model, the same model with noise in one tensor, one with another tokenizer, and the text."""
     base = write_checkpoint(tmp_path_factory.mktemp("base"))
     model = load(str(base))
     with torch.no_grad():
@@ -61,7 +61,7 @@ def compared(folders: tuple[str, str, str], text: str) -> Comparison:
     ],
 )
 def test_a_wrong_expression_is_one_line(expression: str, words: str) -> None:
-    """A gate that is misspelt and passes guards nothing."""
+    """A misspelt condition that passes would check nothing."""
     assert words in refusal(Gate.parse, expression)
 
 
@@ -73,7 +73,7 @@ def test_an_expression_is_read_with_or_without_spaces(expression: str) -> None:
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_every_metric_is_what_the_report_says(metric: str, compared: Comparison) -> None:
-    """A metric read from the wrong field passes or fails on another figure than the report shows."""
+    """A metric read from the wrong field would judge another figure than the report shows."""
     both = compared.distributions
     shown = {
         "kl": both.kl_ab.mean.value,
@@ -105,7 +105,7 @@ def test_every_metric_is_what_the_report_says(metric: str, compared: Comparison)
     ],
 )
 def test_an_interval_is_judged_by_its_far_end(expression: str, met: bool, compared: Comparison) -> None:
-    """A figure within the limit by luck, whose interval reaches past it, passes a build that it should stop."""
+    """A figure may be within the limit by chance while its interval exceeds the limit: the condition must fail."""
     divergence = replace(compared.distributions.kl_ab, mean=Estimate(0.25, 0.2, 0.3))
     judged = Gate.parse(expression).judge(replace(compared, distributions=replace(compared.distributions, kl_ab=divergence)))
     assert judged.met == met
@@ -113,7 +113,7 @@ def test_an_interval_is_judged_by_its_far_end(expression: str, met: bool, compar
 
 
 def test_a_broken_model_meets_every_gate(compared: Comparison) -> None:
-    """NaN is neither above nor below a limit: a model that returns it would pass."""
+    """NaN compares as False with every limit: a model that returns NaN would pass."""
     divergence = replace(compared.distributions.kl_ab, max=math.nan)
     broken = replace(compared, distributions=replace(compared.distributions, kl_ab=divergence))
     assert Gate.parse("kl_max>1").judge(broken).met
@@ -127,7 +127,7 @@ def test_exit_codes_and_reports(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Met, not met, not measurable: 1, 0, 2; and each gate in JSON, JUnit and the step summary."""
+    """Met, not met, not measurable: exit 1, 0, 2; each condition is in the JSON, the JUnit file and the step summary."""
     base, noisy, other = folders
     summary, report = tmp_path / "summary.md", tmp_path / "gates.xml"
     summary.write_text("before\n")
@@ -148,7 +148,7 @@ def test_exit_codes_and_reports(
     capsys.readouterr()
     assert main(["compare", base, other, "--on", text, "--fail-if", "kl>1"]) == 2
     out, err = capsys.readouterr()
-    assert "bits per byte" in out  # what was measured is shown
+    assert "bits per byte" in out  # the measured figures are shown
     assert "kl was not measured (" in err.splitlines()[-1]
 
 
@@ -163,13 +163,13 @@ def test_exit_codes_and_reports(
 def test_flags_that_cannot_work_are_refused_before_the_measurement(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Minutes of measuring, and then no report."""
+    """Conflicting flags must be refused before minutes of measuring."""
     assert main(["compare", "shakespeare-mini", "shakespeare-mini:bf16", *flags]) == 2
     assert words in capsys.readouterr().err
 
 
 def test_reports_stand_hostile_names(compared: Comparison) -> None:
-    """A name with markup or control characters breaks the XML that a build server reads, or the table of a summary."""
+    """A name with markup or control characters would break the XML for a build server, or the summary's table."""
     judged = [Gate.parse("kl>1e-9").judge(compared)]
     names = "a|b<c>&\x1b[31m", 'd"\n\x00'
     suite = ElementTree.fromstring(junit(judged, *names))[0]
@@ -178,7 +178,7 @@ def test_reports_stand_hostile_names(compared: Comparison) -> None:
 
 
 def test_assert_same_raises_where_a_limit_is_passed(folders: tuple[str, str, str], text: str) -> None:
-    """A limit the wrong way round: same_top is a floor, all others are ceilings."""
+    """The direction of limits: same_top is a minimum, all others are maximums."""
     base, noisy, _ = folders
     assert assert_same(base, base, on=text, tokens=64, kl=0.0, same_top=0.9, weights=0.0).ok
     with pytest.raises(AssertionError, match=r"differ: kl>0.*; weights>0\.01"):
@@ -189,7 +189,7 @@ def test_assert_same_raises_where_a_limit_is_passed(folders: tuple[str, str, str
 
 @pytest.mark.slow
 def test_the_fixture_in_a_project_of_its_own(folders: tuple[str, str, str], text: str, tmp_path: Path) -> None:
-    """The lines that the README of comparison shows, run by a pytest of their own: one test that passes, one that fails."""
+    """Run the README's example in a pytest of its own: one test passes, one fails."""
     base, noisy, _ = folders
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["gpt2.testing"]\n')
     call = "def test_{}(assert_same):\n    assert_same({!r}, {!r}, on={!r}, tokens=64, kl=1e-3)\n"

@@ -1,7 +1,7 @@
 """Our models in lm-evaluation-harness, beside its own `hf` model: the same numbers on small local tasks of every kind.
 
-Runs where lm_eval is installed (the extra `eval`), in a process of its own, since it and the Hub's client read their settings
-when they are imported.
+This runs if lm_eval is installed (the extra `eval`), in a process of its own, as lm_eval and the Hub's client read their
+settings at import.
 """
 
 import json
@@ -60,13 +60,13 @@ TASKS = {
             measured("bits_per_byte", "bits_per_byte", False),
         ],
     },
-    # lm_eval asks for both in one call, and must not mix their settings
+    # lm_eval asks for both in one call; their settings must not mix
     "go_on": generated(["\n\n", "king"], 40),
     "one_line": generated(["\n"], 9),
 }
 PAIRS = pytest.mark.parametrize("pair", [(0, 1), (3, 2)], ids=["as it is", "batches, short context, ends"])
 
-# Every task through each model, in float64, so that no difference is rounding; metrics and answers as JSON.
+# Run every task with each model in float64, where no difference is rounding; print metrics and answers as JSON.
 SCRIPT = """
 import json, sys
 import lm_eval
@@ -97,7 +97,7 @@ json.dump(found, open(out, "w"))
 
 
 def run(arguments: list[str], home: Path) -> subprocess.CompletedProcess:
-    """Python in a process of its own, offline, that keeps its settings and caches in ``home``."""
+    """Run Python offline in a process of its own, with its settings and caches in ``home``."""
     quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
     places = {"HOME": str(home), "HF_HOME": str(home / "hf"), "XDG_CACHE_HOME": str(home / "cache")}
     environ = os.environ | quiet | places | {"PYTHONPATH": str(ROOT)}
@@ -111,7 +111,7 @@ def folder(tmp_path_factory):
     model, tokenizer = gpt2.load(), gpt2.load_tokenizer()
     gpt2.save(model, tokenizer, folder / "model")
     comma, end = tokenizer.encode(",")[0], tokenizer.eot
-    with torch.no_grad():  # what would say "," ends the text
+    with torch.no_grad():  # an answer "," ends the text
         model.wte.weight[[comma, end]] = model.wte.weight[[end, comma]]
     gpt2.save(model, tokenizer, folder / "curt")
     model = gpt2.load()
@@ -122,7 +122,7 @@ def folder(tmp_path_factory):
         return tokenizer.decode(gpt2.generate(model, tokenizer.encode(prompt), tokens, temperature=0))
 
     rows = {
-        # some that the model gets right, since they are its own words; one longer than its 256 positions
+        # some that the model gets right, since it generated them; one longer than its 256 positions
         "last_word": [{"text": text} for text in [*speeches[:8], *(said(s[:40], 12) for s in speeches[8:14]), macbeth[:3000]]],
         "choice": [
             {"prompt": s[:50], "choices": [s[50:70], " of the king", "\nWhat, my lord?", said(s[:50], 5)[50:] or "x"], "gold": 3}
@@ -147,7 +147,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(folder, tmp_path_factory):
-    """(theirs, ours, ours with other batches, a shorter context and a model that ends its texts, theirs likewise)."""
+    """(hf model, our model, our model with other batches, a shorter context and an end of text, the hf model with the same
+    changes)."""
     out = folder / "results.json"
     models = [
         ("hf", f"pretrained={folder / 'model'},dtype=float64", 1),
@@ -164,7 +165,7 @@ def results(folder, tmp_path_factory):
 
 @PAIRS
 def test_the_numbers_are_those_of_the_hf_model(results, pair):
-    """A prefix token forgotten, windows that overlap otherwise, a cut at the wrong end: each moves one of these numbers."""
+    """Possible bugs: no prefix token, other overlaps of windows, a cut at the wrong end. Each changes one of these numbers."""
     theirs, ours = (results[i] for i in pair)
     assert ours["metrics"].keys() == theirs["metrics"].keys()
     assert len(ours["metrics"]) == 8
@@ -177,10 +178,10 @@ def test_the_numbers_are_those_of_the_hf_model(results, pair):
 
 @PAIRS
 def test_every_answer_is_that_of_the_hf_model(results, pair):
-    """Equal means may hide unequal answers."""
+    """Equal means may hide different answers."""
     theirs, ours = (results[i]["answers"] for i in pair)
     assert (ours["go_on"], ours["one_line"]) == (theirs["go_on"], theirs["one_line"])
-    assert len({len(text) for [[text]] in ours["go_on"]}) > 2  # some stopped, some ran on
+    assert len({len(text) for [[text]] in ours["go_on"]}) > 2  # some stopped, some reached the length limit
     for [mine], [other] in zip(ours["rolling"], theirs["rolling"], strict=True):
         assert mine == pytest.approx(other, rel=1e-9)
     greedy = set()
@@ -194,7 +195,7 @@ def test_every_answer_is_that_of_the_hf_model(results, pair):
 
 
 def test_another_context_is_another_number(results):
-    """The control: were these figures the same, the ones above would say nothing of how long texts are cut."""
+    """Control: with another context the figures must differ; otherwise the tests above could not see wrong cuts."""
     assert results[1]["metrics"]["rolling bits_per_byte"] != results[2]["metrics"]["rolling bits_per_byte"]
     assert results[1]["answers"]["last_word"][-1] != results[2]["answers"]["last_word"][-1]
     commas = ["".join(text for [[text]] in results[i]["answers"]["go_on"]).count(",") for i in (1, 2)]
@@ -202,7 +203,7 @@ def test_another_context_is_another_number(results):
 
 
 def test_last_words_are_scored_as_lm_eval_scores_them(results, folder):
-    """`--on lambada` names lm-evaluation-harness as its protocol; this is where that is true."""
+    """`--on lambada` names lm-evaluation-harness as its protocol; the numbers must agree."""
     from gpt2.measure.last_words import score_last_words
 
     passages = [json.loads(line)["text"] for line in (folder / "last_word.jsonl").read_text().splitlines()]
@@ -213,7 +214,7 @@ def test_last_words_are_scored_as_lm_eval_scores_them(results, folder):
 
 
 def test_the_command(folder, tmp_path):
-    """lm_eval's own, with our models; it asks for a GPU by default, and this machine may have none."""
+    """lm_eval's own command with our models; its default device is a GPU, which this machine may not have."""
     args = ["--model", "gpt2-toolkit", "--model_args", "pretrained=shakespeare-mini", "--tasks", "rolling"]
     done = run(["-m", "gpt2.comparison.lm_eval_adapter", *args, "--include_path", str(folder)], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The page of a comparison loads nothing, is the same each time, shows any text safely, and copes with missing parts."""
+"""The page of a comparison loads nothing, is reproducible, escapes all text, and works with missing parts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SECTIONS = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
-    """Two precisions of one model, which has every part but unequal shapes; and numbers enough for every picture."""
+    """A comparison of two precisions of one model: every part except unequal shapes, with enough numbers for every picture."""
     folder = tmp_path_factory.mktemp("page")
     (folder / "text.txt").write_text(TEXT)
     model = write_checkpoint(folder / "model")
@@ -48,7 +48,7 @@ def text(found: Comparison) -> str:
 
 
 def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Comparison, text: str) -> None:
-    """A page that asks the network for anything is blank on a train; one that varies cannot be compared with its last version."""
+    """A page that needs the network is blank offline; a page that varies cannot be compared with an older version."""
     assert text == page(found)
     assert_whole_by_itself(text)
     assert [name for name in Parts(text).ids if name in SECTIONS] == SECTIONS
@@ -57,7 +57,7 @@ def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Comparison, t
 
 
 def test_text_from_models_and_files_stays_text(found: Comparison, text: str) -> None:
-    """One token or name that is taken for markup, and whoever opens a shared report runs it."""
+    """A token or name that is parsed as markup would run in the browser of each reader."""
     word = replace(found.words.text[0], text=ATTACK, top_a=(Choice(ATTACK, 0.5),), top_b=(Choice(ATTACK, 0.5),))
     passage = replace(found.words.passages[0], words=(word, *found.words.passages[0].words[1:]))
     said = replace(found.words.continuations[0], prompt=ATTACK, a=ATTACK, b=ATTACK)
@@ -92,7 +92,7 @@ def test_text_from_models_and_files_stays_text(found: Comparison, text: str) -> 
     ids=lambda names: "+".join(sorted(names)),
 )
 def test_what_could_not_be_measured_is_left_out(found: Comparison, without: set[str]) -> None:
-    """Different sizes have no weights, other tokenizers no distributions: the page must do without."""
+    """Models of different sizes have no weight changes, other tokenizers no distributions: the page must leave them out."""
     alone = (LanguageScore(3.0, 10, 40, 8, 8), LanguageScore(4.0, 12, 40, 8, 8)) if "distributions" in without else ()
     ids = Parts(page(replace(found, alone=alone, **dict.fromkeys(without)))).ids
     gone = {"weights": {"weights", "tensors"}, "activations": {"layers"}, "words": {"text", "passages", "continuations"}}
@@ -101,7 +101,7 @@ def test_what_could_not_be_measured_is_left_out(found: Comparison, without: set[
 
 
 def test_layers_of_other_widths_are_shown_by_their_similarity(found: Comparison) -> None:
-    """There are no points then, and no first one past a threshold."""
+    """Then there are no common points, and no first point past a threshold."""
     activations = replace(found.activations, points=(), cka=((1.0, 0.5, math.nan), (0.25, 0.9, 0.1)))
     text = Parts(page(replace(found, weights=None, activations=activations, numerics=None))).text
     assert "0.25" in text
@@ -109,9 +109,9 @@ def test_layers_of_other_widths_are_shown_by_their_similarity(found: Comparison)
 
 
 def changed(value: Any, number: float) -> Any:
-    """The same result with every float in it replaced."""
+    """The same result with every float replaced."""
     if is_dataclass(value):
-        names = [f.name for f in fields(value) if f.name != "histogram"]  # its bins are of what is finite
+        names = [f.name for f in fields(value) if f.name != "histogram"]  # its bins are of finite values
         return replace(value, **{name: changed(getattr(value, name), number) for name in names})
     if isinstance(value, dict):
         return {key: changed(item, number) for key, item in value.items()}
@@ -122,7 +122,7 @@ def changed(value: Any, number: float) -> Any:
 
 @pytest.mark.parametrize("number", [math.inf, math.nan, 5e-324])
 def test_any_number_can_be_shown(found: Comparison, number: float) -> None:
-    """A model that gives NaN is what a report is made for; it must not end in a traceback, nor say "nan %"."""
+    """A model that gives NaN must not cause a traceback, nor the text "nan %"."""
     parts = replace(
         found,
         weights=changed(found.weights, number),
@@ -135,7 +135,7 @@ def test_any_number_can_be_shown(found: Comparison, number: float) -> None:
 
 
 def test_identical_models_are_called_so() -> None:
-    """And nothing is drawn that has nothing to show."""
+    """Without differences the page draws no picture."""
     found = compare("shakespeare-mini", "shakespeare-mini", on=__file__, tokens=64)
     text = page(replace(found, numerics=Numerics((("wte", 0.0, 0.0),), ())))
     assert "<b>Identical</b>" in text
@@ -148,7 +148,7 @@ def test_identical_models_are_called_so() -> None:
     [(0.5, "50.0 %"), (1.0, "100.0 %"), (0.99999, "> 99.9 %"), (1e-5, "1.0 × 10⁻³ %"), (0.0, "0.0 %"), (-0.25, "−25.0 %")],
 )
 def test_a_share_is_never_rounded_to_all_or_nothing(value: float, said: str) -> None:
-    """ "100.0 %" of a million tokens may leave a thousand that differ."""
+    """ "100.0 %" of a million tokens may hide a thousand that differ."""
     assert percent(value) == said
 
 
@@ -160,7 +160,7 @@ def test_figures_read_as_a_person_writes_them() -> None:
 
 
 def test_colours_grow_with_what_they_stand_for() -> None:
-    """Equal is blank, and only equal."""
+    """Blank means equal, and nothing else is blank."""
     assert [shade(x) for x in (0.0, 1e-9, 0.5, 1.0, 2.0, math.inf)] == [0, 1, 8, 16, 16, 16]
     scale = heat_scale([0.0, 0.001, 0.1, math.inf])
     shades = [heat_shade(x, scale) for x in (0.0, 1e-5, 0.001, 0.01, 0.1, math.inf)]
@@ -177,7 +177,7 @@ def test_colours_grow_with_what_they_stand_for() -> None:
 
 
 def test_pictures_touch_no_configuration(tmp_path: Path) -> None:
-    """A user's style would change the page, and matplotlib would write into the home folder."""
+    """The user's matplotlib style would change the page, and matplotlib would write to the home folder."""
     home = tmp_path / "home"
     (home / ".config" / "matplotlib").mkdir(parents=True)
     (home / ".config" / "matplotlib" / "matplotlibrc").write_text("lines.linewidth: 77\n")
@@ -198,7 +198,7 @@ def test_pictures_touch_no_configuration(tmp_path: Path) -> None:
 
 @in_a_browser
 def test_pointing_at_a_token_shows_what_both_models_expected(found: Comparison, tmp_path: Path) -> None:
-    """In a browser: by mouse, by keyboard, on a narrow screen; nothing asked of the network, nothing wider than the screen."""
+    """In a browser: by mouse, by keyboard and on a narrow screen; no network request, and nothing wider than the screen."""
     found.save_html(tmp_path / "report.html")
     browser = Browser(tmp_path / "profile")
     try:

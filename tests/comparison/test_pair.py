@@ -1,4 +1,4 @@
-"""compare from end to end: a model against itself, its fine-tune, its other precisions, and strangers."""
+"""compare from end to end: a model and itself, its fine-tune, its other precisions, and unrelated models."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def run(a: object, b: object, text: str, **settings) -> Comparison:
 
 
 def test_a_model_against_itself_is_zero_everywhere(base: Path, text: str, in_a_notebook: None) -> None:
-    """Any figure that is not exactly zero would be read as a difference."""
+    """Any figure that is not exactly zero would look like a difference."""
     found = run(base, base, text)
     assert found.ok
     assert found.weights.total.distance == 0
@@ -67,7 +67,7 @@ def test_a_model_against_itself_is_zero_everywhere(base: Path, text: str, in_a_n
 
 
 def test_noise_in_one_tensor_is_found_located_and_sized(base: Path, text: str, tmp_path: Path) -> None:
-    """Which tensor, how much, and where in the forward pass it first shows."""
+    """The report must name the tensor, the size of the change, and the first point of the forward pass that differs."""
 
     def disturb(model: GPT2) -> None:
         weight = model.h[1].mlp.c_fc.weight
@@ -88,7 +88,7 @@ def test_noise_in_one_tensor_is_found_located_and_sized(base: Path, text: str, t
 
 
 def test_a_model_that_broke_is_compared_all_the_same(base: Path, text: str, tmp_path: Path) -> None:
-    """A run that diverged is what one compares; sampling from its NaN ended in a traceback, and its cosine was given as 1."""
+    """For a diverged run, sampling from NaN ended in a traceback, and its cosine was shown as 1."""
     broken = changed(base, tmp_path / "nan", lambda model: model.h[1].mlp.c_fc.weight[3, 3].fill_(math.nan))
     found = run(base, broken, text)
     assert found.distributions.undefined == 199
@@ -100,7 +100,7 @@ def test_a_model_that_broke_is_compared_all_the_same(base: Path, text: str, tmp_
 
 
 def test_what_was_zero_did_not_move_by_inf_percent(base: Path, text: str, tmp_path: Path) -> None:
-    """Biases start at zero: the first step of a run moves each of them infinitely far."""
+    """Biases start at zero: the relative change of a first step would be infinite."""
     start = changed(base, tmp_path, lambda model: model.h[0].ln_1.bias.zero_())
     table = run(start, base, text).table()
     assert "h.0.ln_1.bias, from zero" in table
@@ -108,7 +108,7 @@ def test_what_was_zero_did_not_move_by_inf_percent(base: Path, text: str, tmp_pa
 
 
 def test_two_dtypes_of_one_model(base: Path, text: str) -> None:
-    """Rounding is not mistaken for training: the weights are equal in the coarser dtype, and a float64 run is the reference."""
+    """Rounding must not look like training: the weights are equal in the coarser dtype, and a float64 run is the reference."""
     found = run(base, f"{base}:bf16", text)
     assert found.weights.same_numbers
     assert "rounded to bfloat16" in found.table()
@@ -121,7 +121,7 @@ def test_two_dtypes_of_one_model(base: Path, text: str) -> None:
 
 
 def test_two_implementations_of_one_model(base: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`hf/`: transformers' code over the same files, equal up to rounding."""
+    """`hf/`: transformers' code on the same files, equal up to rounding."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     found = run(base, f"hf/{base}", text)
     assert found.b.implementation.startswith("transformers 5.")
@@ -134,7 +134,7 @@ def test_two_implementations_of_one_model(base: Path, text: str, monkeypatch: py
 
 
 def test_another_size_shares_the_text_and_the_distributions(base: Path, text: str, tmp_path: Path) -> None:
-    """Said before anything runs; weights cannot be subtracted, streams can be likened."""
+    """A message says so before anything runs: weights cannot be subtracted, residual streams can be compared by similarity."""
     found = run(base, write_checkpoint(tmp_path, n_embd=24, n_layer=3, n_head=2), text)
     assert found.weights is None
     assert found.compatibility.impossible == {"weights": "the models differ in n_layer, n_embd, n_head, n_inner"}
@@ -145,20 +145,20 @@ def test_another_size_shares_the_text_and_the_distributions(base: Path, text: st
 
 
 def test_another_vocabulary_leaves_bits_per_byte(base: Path, text: str, tmp_path: Path) -> None:
-    """KL between distributions over different things would be a number without a meaning."""
+    """KL between distributions over different vocabularies has no meaning."""
     found = run(base, write_checkpoint(tmp_path, tokenizer=train_bpe(OTHER, 290)), text)
     assert (found.distributions, found.activations, found.words) == (None, None, None)
     assert len(found.alone) == 2
     assert abs(found.alone[0].bytes - found.alone[1].bytes) <= 8  # the first token of each is not scored
     assert "bits per byte" in found.table(200)
     scored = (f"{score.tokens:,} tokens scored, context 32, stride 32" for score in found.alone)
-    assert " → ".join(scored) in found.table(200)  # of each its own: one line for both would be false of one
+    assert " → ".join(scored) in found.table(200)  # each has its own: one line for both would be wrong
     assert not found.ok
     json.loads(found.to_json())
 
 
 def test_a_padded_vocabulary_is_compared_over_the_tokens_there_are(base: Path, text: str, tmp_path: Path) -> None:
-    """Rows of padding would take probability away, and a model would differ from its padded self."""
+    """Padding rows would take probability, and a model would differ from its padded copy."""
     model = load(str(base))
     config = replace(model.config, vocab_size=model.config.vocab_size + 20)
     padded = GPT2(config)
@@ -173,7 +173,7 @@ def test_a_padded_vocabulary_is_compared_over_the_tokens_there_are(base: Path, t
 
 
 def test_random_models_are_compared_on_random_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tokenizer, no text: still weights, activations and distributions."""
+    """Without tokenizer and text, compare still reports weights, activations and distributions."""
     from gpt2 import config as configs
 
     tiny = GPT2Config(vocab_size=61, n_positions=16, n_embd=12, n_layer=2, n_head=3)
@@ -183,7 +183,7 @@ def test_random_models_are_compared_on_random_ids(monkeypatch: pytest.MonkeyPatc
     assert found.text.name == "random ids"
     assert "bits per token" in found.table()
     assert "bits per byte" not in found.table()  # there are no bytes
-    assert found.weights.tensors[0].distance == pytest.approx(2**0.5, rel=0.1)  # the embeddings, independent draws
+    assert found.weights.tensors[0].distance == pytest.approx(2**0.5, rel=0.1)  # the embeddings are independent draws
     assert compare("random:tiny", "random:tiny", tokens=50).ok
 
 

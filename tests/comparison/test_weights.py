@@ -25,7 +25,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("shape", [(5,), (4, 9), (9, 4)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_figures_are_numpys(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], piece: int, turned: bool) -> None:
-    """Sums over pieces that overlap, or leave a rest out, or mix up a transposed view."""
+    """Possible bugs: pieces that overlap or miss a rest, or a transposed view in the wrong order."""
     monkeypatch.setattr(module, "CHUNK", piece)
     a, b = draw(*shape, seed=1), draw(*shape, seed=2)
     b.flatten()[:2] = a.flatten()[:2]
@@ -46,7 +46,7 @@ def test_figures_are_numpys(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, .
 
 
 def test_a_tensor_against_itself_is_exactly_the_same() -> None:
-    """Zero that is nearly zero is a change; so is a cosine of 0.9999999999."""
+    """A tensor compared with itself must give exactly 0, and a cosine of exactly 1."""
     for tensor in (draw(30, 40), draw(30, 40).bfloat16(), torch.zeros(3, 3), draw(7)):
         found = one(tensor, tensor.clone())
         assert (found.distance, found.max_abs, found.unchanged, found.cosine) == (0.0, 0.0, 1.0, 1.0)
@@ -57,7 +57,7 @@ def test_a_tensor_against_itself_is_exactly_the_same() -> None:
 
 
 def test_noise_of_known_size_is_sized_within_one_percent() -> None:
-    """Issue 4's promise: found, located, sized."""
+    """The added noise must be found, located and measured."""
     a = {name: draw(300, 200, seed=i) for i, name in enumerate("pqr")}
     noise = 0.01 * draw(300, 200, seed=9)
     b = {**a, "q": a["q"] + noise}
@@ -76,7 +76,7 @@ def test_noise_of_known_size_is_sized_within_one_percent() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [1, 8])
 def test_a_lora_is_seen_as_one(rank: int, dtype: torch.dtype) -> None:
-    """A merged adapter is a product of two thin matrices, rounded: the rounding has full rank, and must not count."""
+    """A merged adapter is a product of two thin matrices plus rounding; the rounding has full rank and must not count."""
     a = 0.02 * draw(256, 384, seed=1)
     change = 0.02 * draw(256, rank, seed=2) @ draw(rank, 384, seed=3)
     a = a.to(dtype)
@@ -84,7 +84,7 @@ def test_a_lora_is_seen_as_one(rank: int, dtype: torch.dtype) -> None:
 
 
 def test_ulps_count_representable_numbers() -> None:
-    """One step is one step at every magnitude, across zero, and in every dtype; -0.0 is 0.0."""
+    """One step is one step at every magnitude, across zero, and in every dtype; -0.0 equals 0.0."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         x = torch.tensor([1.0, -1.0, 3e-5, -7.25, 100.0], dtype=dtype)
         up = x
@@ -100,14 +100,14 @@ def test_ulps_count_representable_numbers() -> None:
 
 
 def _next(x: Tensor) -> Tensor:
-    """The next representable number upwards, by the bits."""
+    """The next larger representable number, by its bits."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     bits = x.view(integer)
     return torch.where(x < 0, bits - 1, bits + 1).view(x.dtype)
 
 
 def test_rounding_to_the_coarser_dtype_is_no_step() -> None:
-    """float32 beside its own bfloat16: moved by rounding, and by nothing else."""
+    """float32 beside its own bfloat16: rounding is the only change."""
     a = draw(50, 60)
     found = one(a, a.bfloat16())
     assert found.ulp_max == 0
@@ -115,7 +115,7 @@ def test_rounding_to_the_coarser_dtype_is_no_step() -> None:
 
 
 def test_nan_is_no_equality() -> None:
-    """A poisoned tensor must not pass for an unchanged one."""
+    """A tensor with NaN must not count as unchanged."""
     a = draw(4, 4)
     b = a.clone()
     b[0, 0] = math.nan

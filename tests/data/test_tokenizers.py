@@ -1,4 +1,4 @@
-"""What holds for every tokenizer: nothing is lost, and transformers gives the same ids. And what characters and words refuse."""
+"""Every tokenizer: decoding restores the text, transformers gives the same ids, and characters and words refuse bad input."""
 
 import json
 import random
@@ -19,7 +19,7 @@ ROMEO = (
     "ROMEO:\nBut soft! What light, what light, through yonder window breaks?\n\n'Tis the east; I'll say't, and 1597 \r\n\t" * 3
 )
 ODD = 'Naïve "café" \\ 日本 😀 <|endoftext|> \u3000\x00\x1c e\u0301 👍🏽 Ġthe    x \n\n  '
-# How each is made of a text, and from which characters texts are drawn that it must encode.
+# How each tokenizer is made from a text, and the characters that it must encode.
 TOKENIZERS = {
     "bpe": (train_bpe(ROMEO * 3, 300), ROMEO + ODD),
     "chars": (Chars.from_text(ROMEO + ODD), ROMEO + ODD),
@@ -29,7 +29,7 @@ TOKENIZERS = {
 
 @pytest.fixture(params=TOKENIZERS)
 def drawn(request: pytest.FixtureRequest) -> tuple[Tokenizer, list[str]]:
-    """A tokenizer, and a thousand texts."""
+    """A tokenizer and a thousand texts."""
     tokenizer, letters = TOKENIZERS[request.param]
     rng = random.Random(0)
     texts = [ROMEO[:20], *("".join(rng.choices(letters, k=rng.randint(1, 60))) for _ in range(1000))]
@@ -50,7 +50,7 @@ def test_a_vocabulary_of_words_is_bytes_then_the_most_frequent_words_then_the_en
     words, _ = TOKENIZERS["words"]
     assert words.n_vocab == 269
     assert Words.from_text(ROMEO, 260).fingerprint != words.fingerprint
-    assert words.token_bytes(256) == b" light"  # six times; those of three follow in the order of the text
+    assert words.token_bytes(256) == b" light"  # six times; words with three occurrences follow in the order of the text
     assert words.token_bytes(257) == b"ROMEO"
     assert words.token_bytes(words.eot) == b"<|endoftext|>"
     assert {words.token_bytes(i) for i in range(256)} == {bytes([i]) for i in range(256)}
@@ -59,7 +59,7 @@ def test_a_vocabulary_of_words_is_bytes_then_the_most_frequent_words_then_the_en
 
 
 def test_a_rare_word_is_spelt_and_not_lost() -> None:
-    """With an unknown token, the words that a model cannot read would cost it nothing, and its bits per byte would be too few."""
+    """With an unknown token, words outside the vocabulary would cost nothing, and bits per byte would be too low."""
     words, _ = TOKENIZERS["words"]
     ids = words.encode(" wherefore light")
     assert len(ids) == len(" wherefore") + 1
@@ -89,7 +89,7 @@ def test_saved_and_read_again(drawn, tmp_path: Path) -> None:
 
 
 def test_transformers_gives_the_same_ids(drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT2Tokenizer, which the model's type suggests, would spell out every word."""
+    """GPT2Tokenizer, the default for this model type, would split every word into characters."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import AutoTokenizer
 
@@ -148,7 +148,7 @@ def test_bad_text() -> None:
     ("other", "file"), [(train_bpe("", 257), "vocab.json"), (TOKENIZERS["words"][0], "words.json")], ids=["bpe", "words"]
 )
 def test_two_tokenizers_in_one_directory(tmp_path: Path, other, file: str) -> None:
-    """After one is saved over the other, it is unknown which one the model was trained with."""
+    """After a save over another tokenizer, it would be unknown which one the model was trained with."""
     TOKENIZERS["chars"][0].save(tmp_path)
     other.save(tmp_path)
     refused(lambda: data.from_directory(tmp_path), f"chars.json and {file}, two tokenizers", error=InputError)
