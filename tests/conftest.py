@@ -1,4 +1,4 @@
-"""Tests run in one process per core, so each process keeps to one thread."""
+"""Shared fixtures and settings: tests run in one process per core, so each process uses one thread."""
 
 import os
 
@@ -8,7 +8,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-LARGE = ("test_official", "test_memory", "test_embedded")  # gigabytes each: one after the other, beside the small ones
+LARGE = ("test_official", "test_memory", "test_embedded")  # gigabytes each: one after another, beside the small ones
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,5 +19,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in Jupyter, where rich displays a table instead of writing it to the given file: a table came back empty."""
+    """Imitate Jupyter, where rich displays a table instead of writing it to the given file: a table came back empty."""
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)

@@ -1,4 +1,4 @@
-"""``gpt2 bench`` on the embedded model: both sides do the same work, and each figure is computed from it as named."""
+"""``gpt2 bench`` on the embedded model: both sides do the same work, and each figure has the value that its name says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpt2.parity.reference import load_reference
 
 
 def test_runs_take_turns_and_the_first_round_is_thrown_away() -> None:
-    """All of A and then all of B compares two minutes of the machine; a cold first run is not what the second one costs."""
+    """All runs of A before all runs of B would measure the machine's changes; the first round is slower, so it is dropped."""
     order, values = [], {"a": iter([100, 1, 2, 3]), "b": iter([100, 4, 5, 6])}
 
     def run(name: str) -> float:
@@ -30,13 +30,13 @@ def test_runs_take_turns_and_the_first_round_is_thrown_away() -> None:
 
 
 def test_a_ratio_is_taken_pair_by_pair() -> None:
-    """The ratio of two medians hides that both were slow in the same pair."""
+    """The ratio of two medians hides that both runs of a pair were slow."""
     assert ratio([2, 20, 6], [1, 10, 2]) == Spread(2, 2, 3)
     assert str(Spread(2, 1.5, 3)) == "2.00 (1.50 .. 3.00)"
 
 
 def test_a_table_and_json_of_the_same_rows(capsys: pytest.CaptureFixture) -> None:
-    """Tokens a second of one column under the seconds of another, or a ratio upside down."""
+    """Possible bugs: tokens per second above a column of seconds, or an inverted ratio."""
     found = bench("shakespeare-mini", pairs=1, context=16, tokens=4)
     assert [row.unit for row in found.rows] == ["s", "tokens/s", "tokens/s", "tokens/s"]
     for row in found.rows:
@@ -50,14 +50,14 @@ def test_a_table_and_json_of_the_same_rows(capsys: pytest.CaptureFixture) -> Non
 
 
 def test_what_a_model_cannot_do_is_left_out() -> None:
-    """Int8 weights are not trained; a prompt and its continuation that do not fit the positions would time a restart."""
+    """Int8 weights cannot be trained. A prompt and continuation longer than the positions would include a cache restart."""
     found = bench("shakespeare-mini:int8", pairs=1, context=10_000, tokens=3)
     assert [row.unit for row in found.rows] == ["s", "tokens/s", "tokens/s"]
     assert found.rows[1].what == "prefill 1 x 252"
 
 
 def test_both_sides_do_the_same_work() -> None:
-    """A race in which one runner takes a shorter way."""
+    """A comparison is wrong if one runner takes a shorter path."""
     folder = next(iter((module.Path(gpt2.__file__).parent / "assets").iterdir()))
     sides = Ours(gpt2.load(str(folder))), Transformers(load_reference(folder, torch.float32))
     ids = torch.arange(24).view(2, 12)
@@ -84,5 +84,5 @@ def test_both_sides_do_the_same_work() -> None:
     ],
 )
 def test_bad_input_is_one_line(name: str, settings: dict, message: str) -> None:
-    """Minutes of work before the flag is looked at."""
+    """A wrong flag must be refused before minutes of work."""
     assert re.search(message, refusal(bench, name, **settings))

@@ -13,7 +13,7 @@ from gpt2.errors import CheckpointError, InputError
 from gpt2.model import ACTIVATIONS as FUNCTIONS
 from gpt2.model import GPT2
 
-# FACTS.md: parameters, and elements with the mask buffers that the official files carry.
+# FACTS.md: parameters, and elements including the mask buffers of the official files.
 COUNTS = {
     "distilgpt2": (81_912_576, 88_204_032),
     "gpt2": (124_439_808, 137_022_720),
@@ -32,7 +32,7 @@ VALID = TINY.to_hf()
 
 @pytest.mark.parametrize("size", OFFICIAL_SIZES)
 def test_official_sizes_have_the_published_counts(size: str) -> None:
-    """A width, a depth or a bias forgotten in the closed form, the key table or the model: three counts, one truth."""
+    """A width, depth or bias may be missing in the closed form, the key table or the model: all three counts must agree."""
     config = OFFICIAL_SIZES[size]
     parameters, with_masks = COUNTS[size]
     assert config.num_parameters() == sum(config.parameters_by_part().values()) == parameters
@@ -48,7 +48,7 @@ def test_official_sizes_have_the_published_counts(size: str) -> None:
 
 
 def test_counts_follow_an_unusual_feed_forward() -> None:
-    """`12 d^2` holds for a feed-forward of 4 d only; rinna's and Cerebras' differ."""
+    """`12 d^2` holds for a feed-forward of width 4 d only; rinna's and Cerebras' differ."""
     config = GPT2Config(vocab_size=7, n_positions=5, n_embd=6, n_layer=3, n_head=2, n_inner=11)
     by_hand = 7 * 6 + 5 * 6 + 3 * (4 * 36 + 24 + 2 * 66 + 17 + 24) + 12
     assert config.num_parameters() == sum(p.numel() for p in GPT2(config).parameters()) == by_hand
@@ -56,17 +56,17 @@ def test_counts_follow_an_unusual_feed_forward() -> None:
 
 
 def test_every_activation_a_config_may_name_has_a_function() -> None:
-    """A name accepted by the config that the model then cannot look up."""
+    """The config must not accept a name that the model cannot look up."""
     assert set(ACTIVATIONS) == set(FUNCTIONS)
 
 
 def test_reads_the_official_config() -> None:
-    """Absent `n_inner` and scale flags mean the defaults, and keys of other tasks nothing."""
+    """Missing `n_inner` and scale flags mean the defaults, and keys of other tasks have no effect."""
     assert GPT2Config.from_hf(json.loads(OFFICIAL_CONFIG)) == official_size("gpt2")
 
 
 def test_round_trips_through_json() -> None:
-    """A field that is written under another name, or not at all, comes back as its default."""
+    """A field that is written under another name, or not written, would come back as its default."""
     pick = random.Random(0)
     for _ in range(300):
         heads = pick.randint(1, 8)
@@ -96,7 +96,7 @@ def test_round_trips_through_json() -> None:
 
 
 def test_agrees_with_transformers_about_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A field that transformers spells otherwise would be ignored by it in our files, or by us in its."""
+    """If transformers spells a field differently, each side ignores the field of the other's files."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import GPT2Config as Theirs
 
@@ -121,7 +121,7 @@ def test_agrees_with_transformers_about_every_field(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_what_is_not_a_field_has_no_effect(junk: dict) -> None:
-    """CVE-2026-4372: a key of config.json that chose the code to run."""
+    """CVE-2026-4372: a key of config.json chose the code to run."""
     assert GPT2Config.from_hf(VALID | junk) == TINY
 
 
@@ -130,7 +130,7 @@ def nested(depth: int) -> list:
 
 
 HOSTILE = [
-    ("n_layer", 10**9, "within"),  # a table of tensors for each would fill memory
+    ("n_layer", 10**9, "within"),  # a table of tensors for each layer would fill memory
     ("vocab_size", 10**5000, "huge int"),  # Python refuses to print it
     ("n_embd", 2**31, "within"),
     ("n_embd", -12, "within"),
@@ -174,7 +174,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize(("name", "value", "says"), HOSTILE, ids=[f"{name}-{n}" for n, (name, _, _) in enumerate(HOSTILE)])
 def test_a_value_that_cannot_be_is_refused_in_one_line(name: str, value: object, says: str) -> None:
-    """NaN slips through `x < 0`, True through `isinstance(x, int)`, and a newline or a megabyte into the terminal."""
+    """NaN passes `x < 0`, True passes `isinstance(x, int)`, and a newline or a megabyte reaches the terminal."""
     with pytest.raises(CheckpointError) as caught:
         GPT2Config.from_hf(VALID | {name: value}, "DIR/config.json")
     message = str(caught.value)
@@ -187,19 +187,19 @@ def test_a_value_that_cannot_be_is_refused_in_one_line(name: str, value: object,
 
 @pytest.mark.parametrize("raw", [[], None, 3, "gpt2", [VALID]])
 def test_what_is_not_an_object_is_refused(raw: object) -> None:
-    """`null` or a list is valid JSON, and has no keys to look up."""
+    """`null` or a list is valid JSON without keys."""
     with pytest.raises(CheckpointError, match="expected a JSON object"):
         GPT2Config.from_hf(raw)  # type: ignore[arg-type]
 
 
 def test_missing_sizes_are_named_together() -> None:
-    """Sizes that silently become the 124M model's."""
+    """Missing sizes must not become those of the 124M model."""
     with pytest.raises(CheckpointError, match="lacks n_embd, n_head"):
         GPT2Config.from_hf({"vocab_size": 1, "n_layer": 1, "n_positions": 1})
 
 
 def test_other_names_of_the_sizes_are_read() -> None:
-    """Files with `hidden_size`, which transformers honours, and `n_ctx` without `n_positions`, which GPT-2's first files had."""
+    """Files with `hidden_size`, which transformers reads, and with `n_ctx` but no `n_positions`, as in GPT-2's first files."""
     renamed = {alias: VALID[name] for alias, name in ALIASES.items()}
     bare = {key: value for key, value in VALID.items() if key not in ALIASES.values() and key != "n_ctx"}
     assert GPT2Config.from_hf(bare | renamed) == TINY
@@ -214,7 +214,7 @@ def test_an_unknown_size_is_answered_with_the_known_ones() -> None:
 
 
 def test_quoted_is_short_and_printable() -> None:
-    """A message that carries an attacker's escape codes to the terminal, or a megabyte of digits."""
+    """A message must not carry an attacker's escape codes, or a megabyte of digits, to the terminal."""
     texts, numbers = ("a\nb", "\x1b[31m", "\ud800", "x" * 10**6), (10**4000, 10**5000, [10**5000])
     for value in (*texts, *numbers, [[[[[1]]]]], {"k" * 999: "v"}, {1, 2}):
         assert quoted(value).isprintable()

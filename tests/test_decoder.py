@@ -1,4 +1,4 @@
-"""The decoder computes the model's own numbers, and leaves the forward pass to the model wherever they could differ."""
+"""The decoder computes the model's own numbers, and runs the model itself where the results could differ."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def left_padding(rows: int, length: int) -> Tensor:
 
 @torch.no_grad()
 def next_logits(model: GPT2, ids: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
-    """Logits of the next token, by the model itself."""
+    """Logits of the next token, from the model itself."""
     return model(ids, attention_mask=mask, cache=cache)[:, -1]
 
 
 @torch.inference_mode()
 def both(model: GPT2, rows: int, padded: bool, steps: int = 4) -> list[tuple[Tensor, Tensor]]:
-    """Logits of the next tokens by the model and by the decoder, each with a cache of its own."""
+    """Logits of the next tokens from the model and from the decoder, each with its own cache."""
     ids = torch.randint(model.config.vocab_size, (rows, 9), generator=torch.Generator().manual_seed(rows))
     mask, pairs = left_padding(rows, 5) if padded else None, []
     caches, decoder = (model.new_cache(rows), model.new_cache(rows)), Decoder(model)
@@ -63,7 +63,7 @@ def both(model: GPT2, rows: int, padded: bool, steps: int = 4) -> list[tuple[Ten
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("change", VARIANTS, ids=str)
 def test_equals_the_model_in_float64(change: dict, padded: bool) -> None:
-    """Another activation, scale, epsilon or position than the model's: right for gpt2 and wrong for its relatives."""
+    """An activation, scale, epsilon or position that is fixed in the decoder would be right for gpt2 only."""
     for expected, found in both(drawn(replace(CONFIG, **change)), 3, padded):
         assert_same(found, expected)
 
@@ -71,7 +71,7 @@ def test_equals_the_model_in_float64(change: dict, padded: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 15, 16, 17])
 def test_as_precise_as_the_model(rows: int, dtype: torch.dtype) -> None:
-    """A head transposed wrongly for some number of rows, or a forward pass that rounds more than the model does."""
+    """Possible bugs: a head transposed wrongly for some number of rows, or more rounding than in the model."""
     model = drawn(dtype=dtype)
     exact = both(drawn(dtype=dtype).double(), rows, rows % 2 == 1)
     for (model_s, decoder_s), (truth, _) in zip(both(model, rows, rows % 2 == 1), exact, strict=True):
@@ -83,7 +83,7 @@ def test_as_precise_as_the_model(rows: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("change", VARIANTS, ids=str)
 def test_many_rows_share_memory_and_equal_the_model(change: dict) -> None:
-    """The shared buffer is overwritten before it was read, or has the width of another model."""
+    """Possible bugs: the shared buffer is overwritten before it is read, or has another model's width."""
     model = drawn(replace(CONFIG, **change))
     ids = torch.randint(CONFIG.vocab_size, (21, 9), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -96,7 +96,7 @@ def test_many_rows_share_memory_and_equal_the_model(change: dict) -> None:
 
 @pytest.mark.parametrize("parts", [(3, 4), (1, 5, 1), (2, 2, 2, 1)])
 def test_a_prompt_may_be_read_in_parts(parts: tuple[int, ...]) -> None:
-    """Later tokens of a part that are hidden from its last, or a mask for more queries than are left in the last block."""
+    """Possible bugs: a part's last token does not see the part's other tokens, or the last block's mask has too many rows."""
     model, ids = drawn(), torch.randint(61, (2, sum(parts)), generator=torch.Generator().manual_seed(0))
     decoder, cache = Decoder(model), model.new_cache(2)
     for part in ids.split(parts, dim=1):
@@ -106,7 +106,7 @@ def test_a_prompt_may_be_read_in_parts(parts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("rows", [3, 63, 64, 130])
 def test_gelu_is_as_precise_for_many_rows(rows: int) -> None:
-    """Another function where there are more rows, in its tails, or in the last few of them."""
+    """Possible bugs: the code for many rows computes another function, in its tails or in the last rows."""
     x = torch.linspace(-12, 12, rows * 40).view(rows, 40)
     x[-1, :6] = torch.tensor([-3e38, 3e38, -torch.inf, torch.inf, torch.nan, -0.0])
     truth, theirs = (F.gelu(each, approximate="tanh") for each in (x.double(), x))
@@ -118,19 +118,19 @@ def test_gelu_is_as_precise_for_many_rows(rows: int) -> None:
 
 
 def test_generation_uses_the_fast_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fast path that nothing takes, and dropout in the middle of training, which it must not need the model for."""
+    """Generation must use the decoder, also in the middle of training, where dropout is switched off."""
     model = drawn(replace(CONFIG, attn_pdrop=0.9, resid_pdrop=0.9, embd_pdrop=0.9))
     expected = generate(model, [1, 2, 3], 30, temperature=0, use_cache=False)
-    read, hidden = [], GPT2.hidden  # how many tokens each pass through the model itself reads
+    read, hidden = [], GPT2.hidden  # the number of tokens in each pass of the model itself
     monkeypatch.setattr(GPT2, "hidden", lambda self, ids, **rest: read.append(ids.size(1)) or hidden(self, ids, **rest))
     assert generate(model, [1, 2, 3], 30, temperature=0) == expected
     assert generate(model.train(), [1, 2, 3], 30, temperature=0) == expected
     assert read == []
     generate(model, torch.ones(2, 3, dtype=torch.long), 3, attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]))
-    assert read == [3]  # the model reads a prompt with padding
+    assert read == [3]  # the model itself reads a prompt with padding
 
 
-# What makes a model compute something else than its weights say
+# Changes after which a model computes something else than its weights say
 
 
 class Loud(nn.LayerNorm):
@@ -194,7 +194,7 @@ CHANGES: dict[str, Callable[[GPT2], object]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_changed_model_gives_another_text(change: Callable[[GPT2], object], rows: int) -> None:
-    """A text from weights that the model no longer has, or past a module, method or hook that the user put in."""
+    """The text must not come from old weights, and must not skip the user's module, method or hook."""
     model, ids = drawn(), torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])[:rows]
     before = generate(model, ids, 8, temperature=0)
     change(model)
@@ -202,14 +202,14 @@ def test_a_changed_model_gives_another_text(change: Callable[[GPT2], object], ro
     steps = stream(model, ids, 8, temperature=0)
     assert torch.cat((ids, *(chosen[:, None] for chosen in steps)), dim=1).equal(expected)
     window = ids
-    for _ in range(8):  # the same by the model alone
+    for _ in range(8):  # the same text from the model alone
         window = torch.cat((window, next_logits(model, window).argmax(-1)[:, None]), dim=1)
     assert window.equal(expected)
     assert not expected.equal(before)
 
 
 def test_the_model_runs_itself_where_the_results_could_differ() -> None:
-    """Hooks that see nothing, a subclass whose forward is skipped, float32 under autocast."""
+    """Possible bugs: hooks are not called, a subclass's forward is skipped, float32 is used under autocast."""
 
     class Mine(GPT2):
         pass
@@ -227,7 +227,7 @@ def test_the_model_runs_itself_where_the_results_could_differ() -> None:
 
 
 def test_a_decoder_serves_many_texts() -> None:
-    """A decoder that carries something of one text over to the next."""
+    """A decoder must not keep state from one text to the next."""
     model = drawn(dtype=torch.bfloat16)
     decoder = Decoder(model)
     for prompt in ([1, 2, 3], [5], [6, 7]):
@@ -236,7 +236,7 @@ def test_a_decoder_serves_many_texts() -> None:
 
 
 def test_bad_calls_are_refused_as_the_model_refuses_them() -> None:
-    """A 17th position read from whatever lies behind the table, a mask of another length broadcast."""
+    """Possible bugs: a 17th position read past the table, or a mask of another length broadcast."""
     model = drawn()
     decoder, cache, one = Decoder(model), model.new_cache(2, 20), torch.zeros(2, 1, dtype=torch.long)
     decoder.prefill(torch.zeros(2, 15, dtype=torch.long), cache)
@@ -250,7 +250,7 @@ def test_bad_calls_are_refused_as_the_model_refuses_them() -> None:
 
 
 def test_a_16_bit_cache_is_converted_for_decoding() -> None:
-    """A conversion that loses tokens, or leaves a cache that the model cannot continue outside inference mode."""
+    """The conversion must keep all tokens, and leave a cache that the model can continue outside inference mode."""
     model = drawn(dtype=torch.bfloat16)
     cache, same, decoder = model.new_cache(1, 12), model.new_cache(1, 12), Decoder(model)
     decoder.prefill(torch.arange(6)[None], cache)

@@ -1,4 +1,4 @@
-"""README, help and docstrings: every command and example shown parses, runs and prints what is shown."""
+"""README, help and docstrings: every command and example shown parses, runs and prints the shown output."""
 
 from __future__ import annotations
 
@@ -41,24 +41,23 @@ def blocks(language: str) -> list[str]:
 
 
 def shown() -> list[tuple[str, str]]:
-    """Each command of the README and what is shown below it; training first, because others read what it writes."""
+    """Each command of the README with its shown output; training first, because others read its files."""
     parts = [part for block in blocks("console") for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
     found = [part.partition("\n")[::2] for part in parts]
     return sorted(found, key=lambda each: not each[0].startswith("gpt2 train"))
 
 
 def words(text: str) -> list[str]:
-    """The words of an output, however it is wrapped, without what depends on the machine: times, speeds, and the last digits
-    of rounding with the place where it is largest.
-    """
-    text = re.sub(r"(\d\.\de[-+]\d\d|× \d\.\d\d).*(\n {40}.*)?", "ROUNDING", text)  # and what is wrapped in its column
+    """The words of an output without line breaks and without machine-dependent parts: times, speeds, the last digits of
+    rounding and the place of the largest error."""
+    text = re.sub(r"(\d\.\de[-+]\d\d|× \d\.\d\d).*(\n {40}.*)?", "ROUNDING", text)  # and text wrapped in its column
     text = re.sub(r"[\d,]+ tok/s .*left|[\d.]+ s\b", "TIME", text)
     text = re.sub(r"\d+ threads?\b", "THREADS", text)
     return [word for word in text.split() if set(word) != {"─"}]
 
 
 def holds(output: str, wanted: str) -> str:
-    """What of ``wanted`` does not come in ``output``, in order; ``...`` stands for any number of lines."""
+    """The lines of ``wanted`` that are missing in ``output``, in order; ``...`` stands for any number of lines."""
     there, at = words(output), 0
     for chunk in re.split(r"^\.\.\.$", wanted, flags=re.MULTILINE):
         part = words(chunk)
@@ -76,7 +75,7 @@ def run(command: list[str], folder: Path, stderr: int = subprocess.PIPE) -> subp
 
 @pytest.mark.slow
 def test_every_command_of_the_readme_prints_what_is_shown(tmp_path: Path) -> None:
-    """Output that was pasted once and changed since is a promise that nobody keeps."""
+    """Output that was pasted once becomes wrong after a change."""
     (tmp_path / "my_port.py").write_text(PORT)
     commands = [(command, output) for command, output in shown() if command != SERVES]
     assert len(commands) >= 7
@@ -96,7 +95,8 @@ def test_the_python_shown_runs(tmp_path: Path) -> None:
 
 
 def test_the_comparison_sees_a_difference() -> None:
-    """The control: a figure changed, a line left out, two chunks exchanged; but not a time, a wrapped line, or a rounding."""
+    """Control: a changed figure, a missing line or two exchanged chunks are noticed; a time, a wrapped line or rounding is
+    not."""
     output = "best 3.3490 at step 200\nin 41 s\nworst 2.6e-08 wte\nabout one\ntwo three\nend\n"
     assert not holds(output, "best 3.3490 at step 200\nin 7 s\n...\nabout one two\nthree\n")
     assert not holds(output, "worst 9.9e-09 ln_f\n...\nend\n")
@@ -106,14 +106,14 @@ def test_the_comparison_sees_a_difference() -> None:
 
 
 def test_ci_runs_the_readme_s_test_command() -> None:
-    """Otherwise a dependency that only CI installs would never be missed."""
+    """Otherwise a dependency that only CI installs would not be noticed."""
     extract = re.search(r"command=\$\((.*)\)\n", (ROOT / ".ci" / "run").read_text())[1]
     command = run(["bash", "-c", extract], ROOT).stdout.strip()
     assert command == blocks("sh")[1].strip()
     assert "-m pytest" in command
 
 
-# What an example takes that is not here, by what stands in it; the rest is run.
+# Requirements of examples that are missing here, by a word of the example; all other examples run.
 NEEDS = {
     r"^(verify|bench) random:": "minutes",
     r"^torchrun": "several machines",
@@ -125,7 +125,7 @@ NEEDS = {
 
 
 def examples() -> list[str]:
-    """The commands in the examples of every help, without what is said beside them."""
+    """The commands in the examples of every help, without the comments beside them."""
     lines = [line for command in COMMANDS for line in command.EXAMPLES.splitlines() if line.startswith("  ")]
     return [re.split(r" {3,}", line.strip())[0] for line in lines if re.search(r"^  (gpt2|torchrun|echo) ", line)]
 
@@ -141,7 +141,7 @@ IN_README += [command for command in re.findall(r"`(gpt2 [a-z][^`]*)`", README) 
 
 @pytest.mark.parametrize("example", sorted({*IN_README, *examples()}))
 def test_every_command_shown_parses(example: str) -> None:
-    """A command in a README or a help that does not run is the first thing a newcomer meets."""
+    """A newcomer copies commands from the README and the help first."""
     words = shlex.split(example.partition("gpt2 ")[2])
     assert example.startswith("torchrun") or words[-1] == "--help" or parser().parse_args(words).run
 
@@ -150,7 +150,7 @@ RUN = [example for example in examples() if needs(example) is None]
 
 
 def test_every_command_s_help_has_examples_that_are_run() -> None:
-    """A rule that excuses too much would leave nothing to run."""
+    """The list of exceptions must leave at least one example to run for every command."""
     ran = {example.rpartition("gpt2 ")[2].split()[0] for example in RUN}
     assert ran >= {command.__name__.rpartition(".")[2].removesuffix("_command") for command in COMMANDS}, RUN
     assert len(RUN) >= 14
@@ -159,7 +159,7 @@ def test_every_command_s_help_has_examples_that_are_run() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("example", RUN)
 def test_an_example_of_the_help_runs(example: str, tmp_path: Path) -> None:
-    """That it parses does not say that it works."""
+    """An example that parses may still fail."""
     shutil.copy(ROOT / "tests" / "support" / "faulty" / "hostile" / "sound.py", tmp_path / "port.py")
     command = re.sub(r"(^|\| )gpt2 ", rf"\1{shlex.quote(sys.executable)} -m gpt2 ", example)
     done = run(["bash", "-euc", command], tmp_path)
@@ -186,17 +186,17 @@ def public() -> list[tuple[str, object]]:
 
 @pytest.mark.parametrize(("name", "thing"), public(), ids=[name for name, _ in public()])
 def test_every_public_name_says_what_it_is(name: str, thing: object) -> None:
-    """pydoc shows a bare signature where nobody wrote a line; of a dataclass it shows the signature as if someone had."""
+    """pydoc shows a bare signature where a docstring is missing; a dataclass shows its signature as a docstring."""
     text = thing.__doc__ or ""
     assert len(text) > 15, name
     assert not text.startswith(f"{name}("), f"{name}: only the signature that dataclass writes"
     if name in ("load", "load_tokenizer", "load_into", "verify", "diagnose", "trace", "generate", "save"):
-        assert re.search(r"Raises( InputError)?:", text)  # what can go wrong with a user's input is part of what a function is
+        assert re.search(r"Raises( InputError)?:", text)  # a function's docstring must list its errors for user input
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_files_that_are_spoken_of_are_there(name: str) -> None:
-    """A guide that sends people to a file of last month's name loses them."""
+    """A guide must not name files that no longer exist."""
     text = (ROOT / name).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (ROOT / target).exists(), target
@@ -209,7 +209,7 @@ def test_files_that_are_spoken_of_are_there(name: str) -> None:
 
 
 def test_the_changelog_has_this_version_and_the_licence_its_name() -> None:
-    """A release without a word of what changed."""
+    """A release needs an entry in the changelog."""
     assert f"\n## {gpt2.__version__}" in (ROOT / "CHANGELOG.md").read_text()
     assert (ROOT / "LICENSE").read_text().startswith("MIT License")
     assert 'license = "MIT"' in (ROOT / "pyproject.toml").read_text()

@@ -1,4 +1,4 @@
-"""Generation against a plain loop: read the window, take the likeliest token, append it, repeat."""
+"""Generation against a plain loop: read the window, take the most likely token, append it, repeat."""
 
 import itertools
 import re
@@ -23,13 +23,13 @@ CONFIG = GPT2Config(vocab_size=61, n_positions=8, n_embd=24, n_layer=2, n_head=3
 
 
 def lively(config: GPT2Config = CONFIG, seed: int = 0) -> GPT2:
-    """A model whose greedy text does not repeat one id, and where no two logits nearly tie."""
+    """A model whose greedy text does not repeat one id, and whose top logits are never nearly equal."""
     return random_model(config, 0.5, 0.05, seed=seed)
 
 
 @torch.no_grad()
 def plainly(model: GPT2, ids: list[int], new: int) -> list[int]:
-    """Greedy continuation of one text without cache, batch or mask; half of the window is dropped when it is full."""
+    """Greedy continuation of one text without cache, batch or mask; half of a full window is dropped."""
     text, limit = list(ids), model.config.n_positions
     window = text[-limit:]
     for _ in range(new):
@@ -46,12 +46,13 @@ SHAPES = [*itertools.product([8], [1, 2, 7, 8, 9, 20], [1, 5, 30]), (1, 3, 9), (
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize(("positions", "length", "new"), SHAPES)
 def test_greedy_is_the_plain_loop(use_cache: bool, positions: int, length: int, new: int) -> None:
-    """A cache that survives the restart, a window cut one token late or to `ids[-0:]`, a long prompt read from its wrong end."""
+    """Possible bugs: a cache that is not reset at a restart, a window one token late or `ids[-0:]`, a long prompt cut at the
+    wrong end."""
     model = lively(replace(CONFIG, n_positions=positions))
     prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     expected = plainly(model, prompt, new)
     assert generate(model, prompt, new, temperature=0, use_cache=use_cache) == expected
-    assert new < 30 or len(set(expected[length:])) > 5  # else the model repeats itself and the test sees little
+    assert new < 30 or len(set(expected[length:])) > 5  # else the model repeats itself and the test is weak
 
 
 DRAFTS = {
@@ -65,7 +66,8 @@ DRAFTS = {
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 20])
 def test_a_draft_changes_nothing_but_time(draft: GPT2Config, length: int) -> None:
-    """A guess taken on trust, a cache that keeps what fell, a guess past the last position or the last token asked for."""
+    """Possible bugs: a proposal accepted without a check, rejected tokens left in the cache, proposals past the last position
+    or length."""
     model = lively()
     prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for new in (0, 1, 2, 5, 6, 30):
@@ -73,7 +75,7 @@ def test_a_draft_changes_nothing_but_time(draft: GPT2Config, length: int) -> Non
 
 
 def test_a_draft_spares_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proposals that are computed and then thrown away."""
+    """Accepted proposals must save passes of the model."""
     model, decode, passes = lively(replace(CONFIG, n_positions=64)), Decoder.decode, []
     monkeypatch.setattr(Decoder, "decode", lambda self, *args: (passes.append(self.model), decode(self, *args))[1])
     generate(model, [1, 2, 3], 41, temperature=0, draft=lively(replace(CONFIG, n_positions=64)))
@@ -82,7 +84,8 @@ def test_a_draft_spares_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"temperature": 0.7}])
 def test_a_draft_leaves_the_distribution(settings: dict) -> None:
-    """Proposals accepted too readily, or replaced by draws from the model's own probabilities instead of the difference."""
+    """Possible bugs: proposals accepted too often, or replaced by draws from the model's probabilities instead of the
+    difference."""
     small = replace(CONFIG, vocab_size=3)
     model, draft, runs = lively(small), lively(small, seed=3), 1500
     exact = {}
@@ -104,7 +107,7 @@ def test_a_draft_leaves_the_distribution(settings: dict) -> None:
     ],
 )
 def test_a_draft_that_cannot_guess(ids: list[int] | Tensor, change: dict, settings: dict, message: str) -> None:
-    """An index error from inside, one row of a batch continued for all, or padding read as if it were text."""
+    """Possible bugs: an internal index error, one row continued for the whole batch, or padding read as text."""
     with pytest.raises(InputError, match=message):
         generate(lively(), ids, 3, draft=lively(replace(CONFIG, **change)), **settings)
 
@@ -112,12 +115,12 @@ def test_a_draft_that_cannot_guess(ids: list[int] | Tensor, change: dict, settin
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("new", [3, 25])
 def test_a_padded_batch_continues_each_row_as_if_alone(use_cache: bool, new: int) -> None:
-    """Rows that notice their neighbours: by padding that is read, or because the longest one decides when all begin again."""
+    """Rows must be independent: padding must not be read, and the longest row must not decide when all rows restart."""
     model = lively()
     rows = [[7], [1, 2, 3], [60, 50, 40, 30, 20, 10], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]]
     for chosen in ([0, 1, 2], [1, 2], [0, 3], [0, 1, 2, 3], [2, 1, 0, 0]):
         batch = [rows[i] for i in chosen]
-        width = max(map(len, batch)) + (chosen == [1, 2])  # once with a column that is padding in every row
+        width = max(map(len, batch)) + (chosen == [1, 2])  # once with a column of padding in every row
         ids = torch.tensor([[0] * (width - len(row)) + row for row in batch])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
         for given in (mask, mask.bool()):
@@ -129,7 +132,7 @@ def test_a_padded_batch_continues_each_row_as_if_alone(use_cache: bool, new: int
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 9}, {"top_p": 0.8}])
 def test_seed_repeats_and_cache_does_not_matter(settings: dict) -> None:
-    """A generator made anew at each step draws the same number for ever; a cached pass must not change what is drawn."""
+    """A generator created anew at each step draws the same number for ever; the cache must not change the draws."""
     model, ids, state = lively(), torch.arange(6).view(2, 3), torch.get_rng_state()
     first = generate(model, ids, 30, seed=1, **settings)
     assert torch.equal(first, generate(model, ids, 30, seed=1, **settings))
@@ -140,13 +143,13 @@ def test_seed_repeats_and_cache_does_not_matter(settings: dict) -> None:
     unseeded = generate(model, ids, 30, **settings)
     torch.manual_seed(4)
     assert torch.equal(unseeded, generate(model, ids, 30, **settings))
-    # With everything flat, sampled ids spread: no number is drawn twice from the same state.
+    # With flat probabilities, sampled ids spread: the generator's state advances.
     flat = generate(model, [0], 200, temperature=1e9, seed=0)
     assert len(set(flat)) > 50
 
 
 def test_the_cache_is_used() -> None:
-    """The right ids at the price of reading everything again: one pass over the prompt, then one token at a time."""
+    """Without the cache the ids are right but slow: one pass over the prompt, then one token at a time."""
     read: list[int] = []
     model = lively()
     model.wte.register_forward_hook(lambda module, args, output: read.append(args[0].size(1)))
@@ -158,7 +161,7 @@ def test_the_cache_is_used() -> None:
 
 
 def test_what_goes_in_comes_out() -> None:
-    """A list for a list, a tensor for a tensor, and an answer that is not the caller's own tensor."""
+    """A list returns a list, a tensor returns a tensor, and the result does not share the caller's memory."""
     model, ids = lively(), torch.tensor([[1, 2]])
     for use_cache in (True, False):
         assert generate(model, [1, 2], 0, use_cache=use_cache) == [1, 2]
@@ -176,7 +179,7 @@ def test_what_goes_in_comes_out() -> None:
 
 
 def test_stop_ends_a_text_and_keeps_the_id() -> None:
-    """A stop that also looks at the prompt, drops the id, or ends a batch with its first row."""
+    """Possible bugs: a stop id in the prompt counts, the id is dropped, or the first row that stops ends the batch."""
     model = lively()
     free = generate(model, [1, 2, 3], 20, temperature=0)
     stop = free[8]
@@ -219,13 +222,13 @@ BAD: list[tuple[object, dict, str]] = [
 
 @pytest.mark.parametrize(("ids", "settings", "message"), BAD)
 def test_bad_input_is_refused_before_any_work(ids: object, settings: dict, message: str) -> None:
-    """A truncated 1.5, an id past the embedding, right padding continued from nothing: one line, and no pass of the model."""
+    """A truncated 1.5, an id past the embedding, right padding before nothing: one line, and no pass of the model."""
     model = lively()
     model.wte.register_forward_hook(lambda *_: pytest.fail("the model ran"))
     assert re.search(message, refusal(generate, model, ids, **settings))
 
 
-# The caller's world between two tokens
+# The caller's state between two tokens
 
 
 def take_a_training_step(model: GPT2, ids: Tensor) -> None:
@@ -236,14 +239,14 @@ def take_a_training_step(model: GPT2, ids: Tensor) -> None:
 
 
 def test_inference_mode_ends_with_each_token() -> None:
-    """Inference mode left on between tokens switches the caller's autograd off; ids made in it cannot be trained on."""
+    """Inference mode between tokens would disable the caller's autograd, and its ids could not be used in training."""
     model = lively()
     for chosen in stream(model, torch.tensor([[1, 2]]), 3, temperature=0):
         assert not torch.is_inference_mode_enabled()
         assert torch.is_grad_enabled()
         assert not chosen.is_inference()
         take_a_training_step(model, chosen[:, None].expand(-1, 3))
-        chosen.add_(1)  # the caller's own tensor: the text does not depend on it
+        chosen.add_(1)  # the caller's own tensor; the text does not depend on it
     first = [int(c) for c in stream(model, torch.tensor([[1, 2]]), 3, temperature=0)]
     assert [1, 2, *first] == plainly(model, [1, 2], 3)
     result = generate(model, torch.tensor([[1, 2]]), 3)
@@ -262,7 +265,7 @@ def modes(model: GPT2) -> dict[str, bool]:
 
 @pytest.mark.parametrize("how", ["drained", "abandoned", "closed", "failed"])
 def test_mode_is_the_callers_between_and_after(how: str) -> None:
-    """A sample taken during training that leaves dropout off for good, or switches a frozen part's dropout on."""
+    """Sampling during training must not leave dropout off, nor switch on the dropout of a frozen part."""
     model = lively(replace(CONFIG, embd_pdrop=0.9, attn_pdrop=0.9, resid_pdrop=0.9)).train()
     model.h[1].eval()
     before = modes(model)
@@ -289,7 +292,7 @@ def test_mode_is_the_callers_between_and_after(how: str) -> None:
 
 
 def test_no_dropout_while_a_token_is_computed() -> None:
-    """Text sampled through dropout in the middle of training; a model in eval mode is left exactly as it is."""
+    """Sampling in the middle of training must not use dropout; a model in eval mode must not change."""
     dropping = lively(replace(CONFIG, embd_pdrop=0.9, attn_pdrop=0.9, resid_pdrop=0.9))
     expected = plainly(dropping, [1, 2], 12)
     assert generate(dropping, [1, 2], 12, temperature=0) == expected
@@ -297,13 +300,13 @@ def test_no_dropout_while_a_token_is_computed() -> None:
     assert generate(dropping.train(), [1, 2], 12, temperature=0) == expected
     assert [int(c) for c in stream(dropping, torch.tensor([[1, 2]]), 12, temperature=0)] == expected[2:]
     assert torch.equal(state, torch.get_rng_state())
-    with torch.no_grad():  # the control: in this mode the model does drop
+    with torch.no_grad():  # the control: in this mode dropout is active
         ids = torch.tensor([[1, 2]])
         assert not torch.equal(dropping(ids), dropping(ids))
 
 
 def test_stream_yields_as_it_goes() -> None:
-    """A stream that computes everything before it hands over the first id."""
+    """A stream must yield the first id before it computes the rest."""
     passes: list[int] = []
     model = lively()
     model.wte.register_forward_hook(lambda *_: passes.append(1))

@@ -1,4 +1,4 @@
-"""Imports go one way, without circles, and load nothing heavy before it is used."""
+"""Imports go in one direction, without cycles, and load nothing heavy before it is used."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 import gpt2
 
 PACKAGE = Path(gpt2.__file__).parent
-# Each room may import itself and what stands to its left.
+# Each room may import itself and the rooms to its left.
 ORDER = [
     *("errors", "config", "data", "kv_cache", "model", "int8", "lora", "sampling", "decoder", "generation"),
     *("checkpoint", "measure", "pages", "parity", "comparison", "testing", "explore", "port", "train", "traces", "bench", "cli"),
 ]
-JUDGES = {"parity", "comparison", "testing", "explore", "port"}  # train takes none of these, only measure
+JUDGES = {"parity", "comparison", "testing", "explore", "port"}  # train imports none of these, only measure
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -29,7 +29,8 @@ def name_of(path: Path) -> str:
 def imports(path: Path) -> set[str]:
     """The modules of this package that a file imports when it is imported or when it runs, under their full names.
 
-    Imports under ``if TYPE_CHECKING:`` never run and do not count. ``from gpt2.data import bpe`` imports ``gpt2.data.bpe`` alone.
+    Imports under ``if TYPE_CHECKING:`` never run and do not count. ``from gpt2.data import bpe`` imports ``gpt2.data.bpe``
+    alone.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
@@ -56,14 +57,14 @@ def rooms(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", [path for path in MODULES if path.parent != PACKAGE or path.stem in ORDER], ids=name_of)
 def test_imports_go_leftwards_only(path: Path) -> None:
-    """A cycle starts with one convenient import; this is where it stops."""
+    """A cycle of rooms starts with one import in the wrong direction."""
     room = name_of(path).split(".")[1]
     allowed = set(ORDER[: ORDER.index(room) + 1]) - (JUDGES if room == "train" else set())
     assert rooms(path) <= allowed, f"{room} imports {rooms(path) - allowed}"
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """The modules of one circle of imports, in order; empty where there is none."""
+    """The modules of one import cycle, in order; empty if there is none."""
     done: set[str] = set()
 
     def visit(module: str, path: list[str]) -> list[str]:
@@ -85,7 +86,7 @@ def test_no_circle_of_imports() -> None:
 
 
 def test_a_planted_circle_is_reported() -> None:
-    """A search that overlooks a circle holds nothing."""
+    """Negative control: the search must find a cycle."""
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
@@ -101,7 +102,7 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_module_says_first_what_it_is_for(path: Path) -> None:
-    """The docstrings' first lines are the map of the house."""
+    """The first lines of the docstrings are an overview of the package."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     assert docstring, f"{path} has no docstring"
     assert 10 <= len(docstring.splitlines()[0]) <= 125
@@ -119,7 +120,7 @@ def test_a_module_says_first_what_it_is_for(path: Path) -> None:
     ],
 )
 def test_the_reader_of_imports_sees_every_form(source: str, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that overlooks a form of import holds nothing."""
+    """Negative control: every form of import must be found."""
     monkeypatch.setattr(Path, "read_text", lambda self, encoding: source)
     assert imports(PACKAGE / "data" / "planted.py") - {"gpt2.data"} == expected
 
@@ -128,7 +129,7 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-UNUSED = {"transformers", "huggingface_hub", "safetensors", "numpy.random"}  # by loading a model
+UNUSED = {"transformers", "huggingface_hub", "safetensors", "numpy.random"}  # while loading a model
 HEAVY = UNUSED | {"torch", "numpy", "tiktoken", "tokenizers", "rich"}
 
 
@@ -143,12 +144,12 @@ HEAVY = UNUSED | {"torch", "numpy", "tiktoken", "tokenizers", "rich"}
     ],
 )
 def test_nothing_heavy_is_imported_before_it_is_used(code: str, unused: set[str]) -> None:
-    """`gpt2 --help` that waits a second for torch feels broken."""
+    """`gpt2 --help` must not wait a second for torch."""
     assert run(f"import sys; {code}; print(sorted({unused} & set(sys.modules)))").strip() == "[]"
 
 
 def test_every_public_name_is_there() -> None:
-    """Names are looked up lazily, so a typo in the table would only show when a user trips over it."""
+    """Names are looked up lazily, so a typo in the table would show only on first use."""
     for name in gpt2.__all__:
         assert getattr(gpt2, name).__module__.startswith("gpt2.")
     assert set(gpt2.__all__) <= set(dir(gpt2))

@@ -1,4 +1,4 @@
-"""Int8 weights: rounded to the nearest step, the same result for any number of rows, and refused where they do not work."""
+"""Int8 weights: rounded to the nearest step, equal for any number of rows, and refused where they are not supported."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ CONFIG = GPT2Config(vocab_size=67, n_positions=16, n_embd=24, n_layer=2, n_head=
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_every_weight_goes_to_the_nearest_of_255_steps(dtype: torch.dtype) -> None:
-    """A scale rounded after the weights were divided by it, the largest clipped, a row of zeros divided by zero."""
+    """Possible bugs: a scale rounded after the division, the largest weight clipped, a row of zeros divided by zero."""
     matrix = torch.randn(200, 31, generator=torch.Generator().manual_seed(0)).mul(torch.logspace(-20, 20, 200)[:, None]).to(dtype)
     matrix[3] = 0
     weight, scale = quantise(matrix)
     assert weight.dtype == torch.int8
-    assert scale.equal(scale.bfloat16().float())  # PyTorch's kernel takes no other
+    assert scale.equal(scale.bfloat16().float())  # PyTorch's kernel accepts no other
     error = (weight.double() * scale.double()[:, None] - matrix.double()).abs()
     assert (error <= scale.double()[:, None] * 0.5000001).all()
     assert not weight[3].any()
-    assert (weight.abs().amax(1)[torch.arange(200) != 3] >= 125).all()  # all of the range is used
+    assert (weight.abs().amax(1)[torch.arange(200) != 3] >= 125).all()  # the full range is used
     assert weight.min() >= -127
 
 
 @pytest.fixture(params=["VNNI", "no VNNI"])
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the test runs on: this machine's own whole numbers, where it has them, or as it would be without."""
+    """The kinds of processor: this machine's integer instructions if it has them, and the fallback without."""
     if request.param == "no VNNI":
         monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     elif not torch.cpu._is_vnni_supported():
@@ -52,7 +52,7 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def rows_of(count: int, width: int) -> torch.Tensor:
-    """Rows of many sizes; every third has an entry that dwarfs the others."""
+    """Rows of many sizes; every third has an entry much larger than the others."""
     x = torch.randn(count, width, generator=torch.Generator().manual_seed(1))
     x[::3, width // 2] = 60
     return x * torch.logspace(-6, 6, count)[:, None]
@@ -60,7 +60,7 @@ def rows_of(count: int, width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("n_in", "n_out"), [(24, 41), (160, 480), (64, WEIGHT_CHUNK // 64 + 5), (17, 3)])
 def test_many_rows_and_few_give_the_same_product(n_in: int, n_out: int, processor: str) -> None:
-    """Text that depends on whether it was read at once or token by token; a large entry that drowns the others."""
+    """The text must not depend on reading tokens at once or one by one; a large entry must not erase the others."""
     weight, scale = quantise(torch.randn(n_out, n_in, generator=torch.Generator().manual_seed(0)))
     x = rows_of(ROW_CHUNK + MAX_KERNEL_ROWS, n_in)
     matrix = weight.double() * scale.double()[:, None]
@@ -69,7 +69,7 @@ def test_many_rows_and_few_give_the_same_product(n_in: int, n_out: int, processo
     assert found.dtype == torch.float32
     error = (found - exact).norm(dim=1) / typical
     assert error.max() < 0.02
-    assert error[::3].max() < (2e-4 if processor == "VNNI" else 0.02)  # those got sixteen bits
+    assert error[::3].max() < (2e-4 if processor == "VNNI" else 0.02)  # those use 16 bits
     bias = torch.randn(n_out, generator=torch.Generator().manual_seed(2))
     for added in (None, bias):
         out = torch.empty_like(found)
@@ -87,7 +87,7 @@ def test_many_rows_and_few_give_the_same_product(n_in: int, n_out: int, processo
 
 
 def test_a_row_gets_as_many_bits_alone_as_among_others(processor: str) -> None:
-    """A row whose largest entry is four times its root mean square, but for the last digit: eight bits here, sixteen there."""
+    """A row whose largest entry is about four times its root mean square: rounding decides between 8 and 16 bits."""
     generator = torch.Generator().manual_seed(0)
     weight, scale = quantise(torch.randn(96, 768, generator=generator))
     x = torch.randn(256, 768, generator=generator)
@@ -100,7 +100,7 @@ def test_a_row_gets_as_many_bits_alone_as_among_others(processor: str) -> None:
 
 
 def test_no_sum_of_whole_numbers_overflows() -> None:
-    """Instructions that keep sums of two products in 16 bits, as those before VNNI do."""
+    """Instructions older than VNNI add two products in 16 bits, which can overflow."""
     if not torch.cpu._is_vnni_supported():
         pytest.skip("this processor has no instructions for whole numbers")
     weight, scale = torch.full((64, 3072), 127, dtype=torch.int8), torch.ones(64)
@@ -111,7 +111,7 @@ def test_no_sum_of_whole_numbers_overflows() -> None:
 
 
 def test_what_is_no_number_stays_so(processor: str) -> None:
-    """A broken activation that comes out as a number, or spoils its neighbours; a row of zeros that comes out as none."""
+    """NaN must stay NaN and in its own row; a row of zeros must stay zero."""
     weight, scale = quantise(torch.randn(48, 32, generator=torch.Generator().manual_seed(0)))
     x = rows_of(6, 32)
     x[1, 3], x[2, 5], x[4] = float("nan"), float("inf"), 0
@@ -128,7 +128,7 @@ def drawn() -> GPT2:
 
 
 def test_it_is_the_model_of_its_rounded_weights() -> None:
-    """A scale for columns instead of rows, a projection on its side, positions or norms that were rounded too."""
+    """Possible bugs: a scale per column instead of per row, a transposed projection, rounded positions or norms."""
     model, rounded = drawn(), drawn()
     with torch.no_grad():
         for name, parameter in rounded.named_parameters():
@@ -138,14 +138,14 @@ def test_it_is_the_model_of_its_rounded_weights() -> None:
         small = Int8GPT2.of(model)
         ids = torch.randint(67, (3, 12), generator=torch.Generator().manual_seed(1))
         expected, found = rounded(ids), small(ids)
-        assert (found - expected).norm() < 0.02 * expected.norm()  # the activations' own rounding
+        assert (found - expected).norm() < 0.02 * expected.norm()  # the rounding of the activations
         off = model(ids)
         assert (found - off).norm() > (found - expected).norm()
 
 
 @pytest.mark.parametrize("rows", [1, 5, MAX_KERNEL_ROWS + 1])
 def test_decoding_equals_the_model(rows: int) -> None:
-    """A decoder that leaves out a scale or reads another token's."""
+    """Possible bugs: a decoder without a scale, or with another token's scale."""
     small = Int8GPT2.of(drawn())
     decoder, caches = Decoder(small), (small.new_cache(rows), small.new_cache(rows))
     assert decoder.forward_pass is not None
@@ -158,7 +158,7 @@ def test_decoding_equals_the_model(rows: int) -> None:
 
 
 def test_what_it_costs_on_the_embedded_model() -> None:
-    """The promise beside `:int8`: KL at most 1e-3 nats, and the same likeliest token 98 times in 100."""
+    """The documented bound of `:int8`: KL at most 1e-3 nats, and the same most likely token 98 times in 100."""
     tokenizer = gpt2.load_tokenizer("shakespeare-mini:int8")
     ids = torch.tensor(tokenizer.encode(play("twelfth-night"))[:8192]).view(-1, 256)
     exact, small = gpt2.load("shakespeare-mini"), gpt2.load("shakespeare-mini", dtype="int8")
@@ -174,7 +174,7 @@ def test_what_it_costs_on_the_embedded_model() -> None:
 
 
 def test_a_name_is_enough(tmp_path: Path) -> None:
-    """From a file one tensor at a time, from a model in memory, from [out, in]: one result."""
+    """From a file one tensor at a time, from a model in memory, and from [out, in]: the same result."""
     folder = gpt2.save(gpt2.load(), gpt2.load_tokenizer(), tmp_path / "m")
     by_file, by_model = gpt2.load(f"{folder}:int8"), Int8GPT2.of(gpt2.load())
     assert isinstance(by_file, GPT2)
@@ -191,7 +191,7 @@ def test_a_name_is_enough(tmp_path: Path) -> None:
 
 
 def test_compare_reads_the_weights_as_they_run() -> None:
-    """Weights reported as unchanged, or all of them as other than what was multiplied with."""
+    """The report must not call the weights unchanged, nor show other weights than those that are multiplied."""
     side = Side.open("shakespeare-mini:int8")
     read, plain = side.reader(), gpt2.load()
     with side.model() as model:
@@ -218,5 +218,5 @@ REFUSED: list[tuple[str, Callable[[Path], object]]] = [
 
 @pytest.mark.parametrize(("message", "act"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
 def test_where_eight_bits_will_not_do(message: str, act: Callable[[Path], object], tmp_path: Path) -> None:
-    """A verdict, a file or a training run on weights that only approximate the model's, or a traceback from deep inside."""
+    """int8 weights are an approximation: verify, export and training must refuse them in one line, without a traceback."""
     assert re.search(message, refusal(act, tmp_path))

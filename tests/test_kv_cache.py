@@ -1,4 +1,4 @@
-"""The key-value cache: however a text is split into passes, the numbers are those of one pass."""
+"""The key-value cache: the logits do not depend on how a text is split into passes."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def read_in_parts(model: GPT2, ids: Tensor, sizes: list[int], cache: KVCache, ma
 
 
 def poisoned(model: GPT2, batch: int, capacity: int | None = None) -> KVCache:
-    """A cache whose fresh memory is nan: whatever reads an entry before it is written shows."""
+    """A cache with NaN in new memory: an entry that is read before it is written becomes visible."""
     cache = model.new_cache(batch, capacity)
     cache.keys.fill_(torch.nan)
     cache.values.fill_(torch.nan)
@@ -37,7 +37,7 @@ def poisoned(model: GPT2, batch: int, capacity: int | None = None) -> KVCache:
 @pytest.mark.parametrize("attend", [sdpa_attention, eager_attention, eager_attention_upcast])
 @pytest.mark.parametrize("padded", [False, True])
 def test_any_split_computes_what_one_pass_does(attend: AttentionFunction, padded: bool) -> None:
-    """Positions that restart at 0, a chunk masked as if nothing preceded it, layers written at different offsets."""
+    """Possible bugs: positions that restart at 0, a chunk masked as the first one, layers written at different offsets."""
     model, generator = random_model(CONFIG).use_attention(attend), torch.Generator().manual_seed(1)
     ids = torch.randint(CONFIG.vocab_size, (3, 11), generator=generator)
     mask = torch.tensor([[0] * n + [1] * (11 - n) for n in (0, 4, 9)]) if padded else None
@@ -52,7 +52,7 @@ def test_any_split_computes_what_one_pass_does(attend: AttentionFunction, padded
 
 
 def test_chunk_without_offset_would_show() -> None:
-    """The control of the test above: the same parts with the cache's length one too small are refused."""
+    """Negative control: the same parts with a cache length of one too few must differ."""
     model, ids = random_model(CONFIG), torch.arange(6)[None]
     with torch.no_grad():
         cache = model.new_cache()
@@ -63,7 +63,7 @@ def test_chunk_without_offset_would_show() -> None:
 
 
 def test_reset_forgets_and_keeps_the_memory() -> None:
-    """A second text that sees the first, or a cache allocated anew for every text."""
+    """A second text must not see the first; the cache must not be allocated again for every text."""
     model = random_model(CONFIG)
     first, second = torch.arange(7)[None], torch.arange(9, 14)[None]
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_reset_forgets_and_keeps_the_memory() -> None:
 
 
 def test_append_returns_all_that_was_stored() -> None:
-    """Entries behind the filled part, or another layer's, among what attention reads; `advance` moves all layers at once."""
+    """Attention must read no unfilled entries and no other layer's; `advance` moves all layers at once."""
     cache = KVCache(CONFIG, 2, 5, dtype=torch.float64)
     k, v = torch.randn(2, 3, 2, 4, dtype=torch.float64), torch.randn(2, 3, 2, 4, dtype=torch.float64)
     for layer in range(3):
@@ -93,7 +93,7 @@ def test_append_returns_all_that_was_stored() -> None:
 
 
 def test_overflow_is_refused_and_harmless() -> None:
-    """A slice assignment past the end says something about shapes; after the refusal the cache is as it was."""
+    """Without the check, the slice assignment gives an error about shapes; after the error the cache is unchanged."""
     model, ids = random_model(CONFIG), torch.arange(5)[None]
     with torch.no_grad():
         cache = model.new_cache(capacity=4)
@@ -109,7 +109,7 @@ def test_overflow_is_refused_and_harmless() -> None:
 
 
 def test_capacity_dtype_and_shape() -> None:
-    """A capacity of 0 taken for "not given"; a float32 cache under a bfloat16 model."""
+    """Possible bugs: a capacity of 0 treated as "not given"; a float32 cache for a bfloat16 model."""
     assert KVCache(CONFIG, 1).capacity == CONFIG.n_positions
     assert KVCache(CONFIG, 1, 0).keys.shape == (3, 1, 3, 0, 4)
     cache = GPT2(CONFIG).to(torch.bfloat16).new_cache(2, 6)
@@ -118,7 +118,7 @@ def test_capacity_dtype_and_shape() -> None:
 
 
 def test_no_silent_gradient_through_the_cache() -> None:
-    """Training through a cache would miss what earlier passes contributed; autograd must refuse, not return a part."""
+    """A gradient through the cache would miss the earlier passes: autograd must refuse instead of returning a part."""
     model = random_model(CONFIG)
     cache = model.new_cache()
     model(torch.arange(3)[None], cache=cache)

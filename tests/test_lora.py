@@ -1,4 +1,4 @@
-"""LoRA adapters: they compute the paper's function, and merging and unmerging lose nothing."""
+"""LoRA adapters: they compute the paper's function, and merging and unmerging are exact."""
 
 import re
 
@@ -19,7 +19,7 @@ def model(dtype: torch.dtype = torch.float64) -> GPT2:
 
 
 def trained(**settings) -> GPT2:
-    """A model whose adapters are no longer what they began as."""
+    """A model whose adapters differ from their initial values."""
     adapted = inject(model(), **settings)
     torch.manual_seed(2)
     with torch.no_grad():
@@ -33,12 +33,12 @@ def bits(of: GPT2) -> dict[str, bytes]:
 
 
 def test_training_begins_at_the_model_itself() -> None:
-    """B that does not begin as zeros starts a fine-tune from a damaged model, and nothing but the loss tells."""
+    """If B is not zero at first, a fine-tune starts from a damaged model, and only the loss shows it."""
     assert torch.equal(inject(model())(IDS), model()(IDS))
 
 
 def test_the_function_is_the_papers() -> None:
-    """Scale, order and orientation, from the definition: x (W + alpha / r Aᵀ Bᵀ) + b; each wrong formula is refused."""
+    """Scale, order and orientation by definition: x (W + alpha / r Aᵀ Bᵀ) + b. Wrong formulas must differ."""
     adapted = trained(r=3, alpha=5.0)
     x = torch.randn(7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     module = adapted.h[1].attn.c_proj
@@ -50,7 +50,7 @@ def test_the_function_is_the_papers() -> None:
 
 
 def test_merging_changes_no_logit_and_unmerging_gives_back_every_bit() -> None:
-    """Subtracting what was added leaves another model: off by a rounding in nearly every weight."""
+    """Subtracting the change again leaves a rounding error in nearly every weight."""
     adapted = trained().float()
     before, logits = bits(adapted), adapted(IDS)
     once = bits(merge(adapted))
@@ -59,7 +59,7 @@ def test_merging_changes_no_logit_and_unmerging_gives_back_every_bit() -> None:
     assert bits(merge(adapted)) == once  # twice is once
     subtracted = adapted.h[0].attn.c_attn
     difference = subtracted.weight - subtracted.scale * subtracted.lora_A.T @ subtracted.lora_B.T
-    assert not torch.equal(difference, subtracted.unmerged)  # the control: so would it be done wrong
+    assert not torch.equal(difference, subtracted.unmerged)  # the control: subtraction gives other bits
     assert bits(unmerge(adapted)) == before
     assert torch.equal(adapted(IDS), logits)
 
@@ -79,7 +79,7 @@ def test_a_merged_model_is_a_plain_one(tmp_path) -> None:
 
 
 def test_bfloat16_weights_are_merged_in_float32() -> None:
-    """Summed in bfloat16, a small change is rounded away three times instead of once."""
+    """A sum in bfloat16 rounds a small change three times instead of once."""
     adapted = trained()
     exact = merged(adapted).h[0].mlp.c_fc.weight
     adapted.h[0].mlp.c_fc.weight.data = adapted.h[0].mlp.c_fc.weight.data.bfloat16()
@@ -116,12 +116,12 @@ def test_the_same_seed_gives_the_same_adapters() -> None:
     one, same, other = (inject(model(), seed=seed).h[0].attn.c_attn.lora_A for seed in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-    assert 0.9 / 4 < one.abs().max() <= 1 / 4  # within 1/√in, as PEFT draws it
+    assert 0.9 / 4 < one.abs().max() <= 1 / 4  # within 1/√in, as in PEFT
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_targets_are_named_as_in_peft(target: str) -> None:
-    """`c_proj` alone means both of a block: whoever wants one writes which."""
+    """`c_proj` alone means both of a block; a longer name selects one."""
     names = [name.removeprefix("h.0.") for name in adapters(inject(model(), targets=[target])) if name.startswith("h.0.")]
     assert names == [name for name in PROJECTIONS if name == target or name.endswith(f".{target}")]
 
@@ -137,7 +137,7 @@ def test_targets_are_named_as_in_peft(target: str) -> None:
     ],
 )
 def test_what_cannot_be_adapted_is_refused_in_one_line(settings: dict, says: str) -> None:
-    """An unknown target that is passed over trains nothing, for hours."""
+    """An unknown target that is ignored would train nothing for hours."""
     assert re.search(says, refusal(inject, model(), **settings))
 
 

@@ -41,7 +41,7 @@ TINY = GPT2Config(vocab_size=23, n_positions=7, n_embd=15, n_layer=2, n_head=3, 
     ids=lambda changes: ",".join(f"{key}={value}" for key, value in changes.items()),
 )
 def test_logits_are_the_papers(changes: dict, attend: module.AttentionFunction) -> None:
-    """A switch read but not obeyed, or obeyed on one attention path only: every number is computed a second time by hand."""
+    """A config switch must take effect on both attention paths: the oracle computes every logit again."""
     config = replace(TINY, **changes)
     model = random_model(config).use_attention(attend)
     ids = torch.randint(config.vocab_size, (2, config.n_positions), generator=torch.Generator().manual_seed(1))
@@ -53,14 +53,14 @@ def test_logits_are_the_papers(changes: dict, attend: module.AttentionFunction) 
 
 @pytest.mark.parametrize("flag", [False, True])
 def test_config_picks_the_attention(flag: bool) -> None:
-    """`reorder_and_upcast_attn` in the config, but plain attention in the blocks."""
+    """`reorder_and_upcast_attn` in the config must reach the blocks."""
     model = GPT2(replace(TINY, reorder_and_upcast_attn=flag))
     assert {block.attn.attend for block in model.h} == {eager_attention_upcast if flag else sdpa_attention}
 
 
 @pytest.mark.parametrize("attend", [sdpa_attention, eager_attention, eager_attention_upcast])
 def test_a_padded_row_computes_what_it_computes_alone(attend: module.AttentionFunction) -> None:
-    """Padding that is looked at, or that shifts the positions; and rows of nothing but padding that end in nan."""
+    """Padding must not be attended to nor shift the positions; rows of padding only must not give NaN."""
     model = random_model(TINY).use_attention(attend)
     rows = [[5], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3], []]
     ids = torch.tensor([[22] * (7 - len(row)) + row for row in rows])
@@ -74,7 +74,7 @@ def test_a_padded_row_computes_what_it_computes_alone(attend: module.AttentionFu
 
 
 def test_padding_on_the_right_changes_nothing_before_it() -> None:
-    """Batches for evaluation are padded on the right: those positions may hold anything."""
+    """Evaluation batches are padded on the right: the padding ids must not matter."""
     model = random_model(TINY)
     ids, mask = torch.tensor([[4, 5, 6, 0, 0]]), torch.tensor([[1, 1, 1, 0, 0]])
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_a_mask_of_the_wrong_shape_is_refused() -> None:
 
 
 def test_causal_mask_by_its_definition() -> None:
-    """A mask aligned to the top left where queries continue a cache (torch's own `is_causal` is)."""
+    """A mask aligned to the top left is wrong where queries continue a cache (torch's own `is_causal` is such a mask)."""
     for queries, keys in ((1, 1), (1, 5), (3, 3), (2, 6), (5, 6)):
         mask = causal_mask(queries, keys)
         assert mask.tolist() == [[s <= keys - queries + t for s in range(keys)] for t in range(queries)]
@@ -101,7 +101,7 @@ def test_causal_mask_by_its_definition() -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_gradients_agree_between_attention_paths(padded: bool) -> None:
-    """A path that is right forwards and wrong backwards; every parameter must also receive a gradient at all."""
+    """A path may be right in the forward and wrong in the backward pass; every parameter must receive a gradient."""
     ids = torch.arange(12).view(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]) if padded else None
     gradients = []
@@ -118,7 +118,8 @@ def test_gradients_agree_between_attention_paths(padded: bool) -> None:
 
 
 def test_gradient_is_the_slope_of_the_oracle() -> None:
-    """Autograd through a detached or doubly counted tensor, the tied embedding above all: compared with finite differences."""
+    """A detached or doubly counted tensor, above all the tied embedding, would change the gradient: compare with finite
+    differences."""
     model, ids = random_model(TINY), [3, 1, 4, 1, 5]
     target = torch.tensor([1, 4, 1, 5, 9])
     F.cross_entropy(model(torch.tensor([ids]))[0], target).backward()
@@ -136,13 +137,13 @@ def test_gradient_is_the_slope_of_the_oracle() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_upcast_attention_keeps_float32_inside(dtype: torch.dtype) -> None:
-    """Scores that overflow float16 or lose their last digits, also under autocast, which lowers every matmul.
+    """Scores may overflow float16 or lose their last digits, also under autocast, which lowers every matmul.
 
-    The control is plain attention in the same dtype, which the same bound refuses.
+    Negative control: plain attention in the same dtype exceeds the same bound.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 64, 8, generator=generator).to(dtype) for _ in range(3))
-    for magnify, scale in ((1.0, 1.0), (200.0, 2.5e-5)):  # the larger scores pass 65504, where float16 ends
+    for magnify, scale in ((1.0, 1.0), (200.0, 2.5e-5)):  # the larger scores exceed 65504, float16's maximum
         arguments = q * magnify, k * magnify, v, None
         exact = eager_attention(*(x.double() for x in arguments[:3]), None, scale, 0.0)
         found, plain = (attend(*arguments, scale, 0.0) for attend in (eager_attention_upcast, eager_attention))
@@ -158,7 +159,7 @@ def test_upcast_attention_keeps_float32_inside(dtype: torch.dtype) -> None:
 
 
 def test_state_dict_is_the_checkpoints() -> None:
-    """A renamed module, a head stored twice or a buffer among the weights: the names and shapes are a file format."""
+    """The names and shapes are a file format: no renamed module, no head stored twice, no buffer among the weights."""
     model = GPT2(TINY)
     norms = {f"ln_{n}.{kind}": (15,) for n in (1, 2) for kind in ("weight", "bias")}
     attention = {"c_attn.weight": (15, 45), "c_attn.bias": (45,), "c_proj.weight": (15, 15), "c_proj.bias": (15,)}
@@ -173,7 +174,7 @@ def test_state_dict_is_the_checkpoints() -> None:
 
 
 def test_conv1d_takes_any_leading_shape() -> None:
-    """A (T, D) or transposed input that `view` refuses."""
+    """A (T, D) or transposed input must work, although `view` refuses it."""
     layer = Conv1D(3, 5)
     torch.nn.init.normal_(layer.weight)
     torch.nn.init.normal_(layer.bias)
@@ -189,7 +190,7 @@ WIDE = GPT2Config(vocab_size=400, n_positions=64, n_embd=48, n_layer=6, n_head=4
 
 
 def ill_drawn(model: GPT2) -> list[str]:
-    """Names of the parameters whose mean or deviation is not what the papers draw, by more than five standard errors."""
+    """Names of the parameters whose mean or deviation differs from the papers' by more than five standard errors."""
     wrong = []
     for name, p in model.named_parameters():
         p = p.detach().double()
@@ -199,7 +200,7 @@ def ill_drawn(model: GPT2) -> list[str]:
             std = model.config.initializer_range / (math.sqrt(2 * model.config.n_layer) if "c_proj" in name else 1.0)
             ok = abs(float(p.mean())) < 5 * std / math.sqrt(p.numel())
             ok = ok and abs(float(p.std()) / std - 1) < 5 / math.sqrt(2 * p.numel())
-            # A normal, and not a uniform of the same deviation: 4.55 % lie beyond two deviations.
+            # A normal distribution, not a uniform one of the same deviation: 4.55 % lie beyond two deviations.
             tail = float((p.abs() > 2 * std).double().mean())
             ok = ok and abs(tail - 0.0455) < 5 * math.sqrt(0.0455 * 0.9545 / p.numel())
         if not ok:
@@ -209,14 +210,14 @@ def ill_drawn(model: GPT2) -> list[str]:
 
 @pytest.mark.parametrize("deviation", [0.02, 0.1])
 def test_initial_weights(deviation: float) -> None:
-    """A wrong deviation trains, only worse: a residual projection without 1/sqrt(2 n_layer), a bias that is not 0."""
+    """A wrong deviation trains, but worse: a residual projection without 1/sqrt(2 n_layer), a bias that is not 0."""
     torch.manual_seed(0)
     model = GPT2(replace(WIDE, initializer_range=deviation))
     assert ill_drawn(model) == []
 
 
 def test_initial_weights_control() -> None:
-    """The check above refuses each of its four kinds of mistake, and names what is wrong."""
+    """Negative controls: each of four mistakes is found and named."""
     torch.manual_seed(0)
     model = GPT2(WIDE)
     projections = [name for name, _ in model.named_parameters() if name.endswith("c_proj.weight")]
@@ -233,7 +234,7 @@ def test_initial_weights_control() -> None:
 
 
 def test_initial_weights_follow_the_seed() -> None:
-    """A run that cannot be repeated from its seed; a generator of one's own that still moves the global one."""
+    """A run must be repeatable from its seed, and a private generator must leave the global one unchanged."""
 
     def drawn(seed: int) -> dict[str, Tensor]:
         torch.manual_seed(seed)
@@ -274,9 +275,9 @@ print(len(set(sys.modules) - modules))
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_building_without_weights_costs_nothing() -> None:
-    """6.2 GB of normals drawn only to be replaced, or seconds spent on importing meta-device machinery to avoid that.
+    """Building must not draw 6.2 GB of normals to be replaced, nor spend seconds on imports for the meta device.
 
-    Two controls: one tensor that is touched shows, and so does one layer on the meta device.
+    Two negative controls: a tensor that is written, and a layer on the meta device.
     """
     run = subprocess.run([sys.executable, "-W", "error", "-c", BUILD_XL], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
@@ -295,7 +296,7 @@ DROPPING = replace(TINY, embd_pdrop=0.1, attn_pdrop=0.2, resid_pdrop=0.3)
 
 
 def test_dropout_stands_where_the_paper_puts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One dropout too many (inside the feed-forward), too few, of the wrong rate, or still there after `eval()`."""
+    """Possible bugs: one dropout too many (inside the feed-forward) or too few, a wrong rate, or dropout after `eval()`."""
     calls, real = [], F.dropout
 
     def watch(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -314,7 +315,7 @@ def test_dropout_stands_where_the_paper_puts_it(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_the_fused_kernel_gets_the_same_rate(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """The fused kernel drops whatever rate it is given, also in eval mode: only the caller can say 0."""
+    """The fused kernel applies the given rate in eval mode too: the caller must pass 0."""
     rates, real = [], F.scaled_dot_product_attention
 
     def watch(*args: Tensor, **kwargs: object) -> Tensor:
@@ -328,7 +329,7 @@ def test_the_fused_kernel_gets_the_same_rate(monkeypatch: pytest.MonkeyPatch, mo
 
 @pytest.mark.parametrize("attend", [sdpa_attention, eager_attention, eager_attention_upcast])
 def test_dropout_acts_on_the_right_tensor(attend: module.AttentionFunction) -> None:
-    """Counting calls does not tell a branch from the stream: with a rate of 1 what remains can be computed exactly."""
+    """Counting calls cannot tell a branch from the residual stream: with a rate of 1, the rest can be computed exactly."""
     none = replace(TINY, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     ids = torch.tensor([[3, 1, 4, 1, 5]])
 
@@ -339,15 +340,15 @@ def test_dropout_acts_on_the_right_tensor(attend: module.AttentionFunction) -> N
 
     with torch.no_grad():
         reference = trained(none)
-        # Both branches gone: the embeddings reach the last norm untouched.
+        # Both branches are zero: the embeddings reach the last norm unchanged.
         stream = reference.wte(ids) + reference.wpe(torch.arange(5))
         assert_same(trained(replace(none, resid_pdrop=1.0)).hidden(ids), reference.ln_f(stream))
-        # Embeddings and positions gone: the text makes no difference, the branches go on.
+        # Embeddings and positions are zero: the text has no effect, the branches still run.
         silent = trained(replace(none, embd_pdrop=1.0)).hidden(ids)
         reference.wte.weight.zero_()
         reference.wpe.weight.zero_()
         assert_same(silent, reference.hidden(ids))
-        # No attention weight left: each block's attention adds its output bias, and no more.
+        # All attention weights are zero: each block's attention adds only its output bias.
         reference = trained(none)
         for block in reference.h:
             block.attn.c_proj.weight.zero_()
@@ -355,7 +356,7 @@ def test_dropout_acts_on_the_right_tensor(attend: module.AttentionFunction) -> N
 
 
 def test_dropout_keeps_the_mean_of_the_weights() -> None:
-    """Survivors not divided by 1 - p: the eager path's own call, averaged over many draws, gives plain attention."""
+    """The remaining weights must be divided by 1 - p: the mean of many draws on the eager path equals plain attention."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 4, 8).unbind()
     v = torch.eye(4)[None, None]

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, and prints what is committed with it."""
+"""Every notebook runs from top to bottom, and prints its committed output."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ import gpt2
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2
 
-LINE = 'MODEL = "shakespeare-mini"'  # the one that is changed for official weights
+LINE = 'MODEL = "shakespeare-mini"'  # the line to change for official weights
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 assert NOTEBOOKS, "a glob that finds nothing passes everything"
-QUICK = [path for path in NOTEBOOKS if path.stem[:2] not in ("04", "05")]  # those two train
-ROUNDING = re.compile(r"to the last\s+bit|(to )?\d(\.\d)?e-1\d")  # what another processor's last digits make of an error
+QUICK = [path for path in NOTEBOOKS if path.stem[:2] not in ("04", "05")]  # these two train
+ROUNDING = re.compile(r"to the last\s+bit|(to )?\d(\.\d)?e-1\d")  # rounding errors that depend on the processor
 
 
-VARIES = "varies"  # the tag of a cell that prints times, or what a training step's last digits have grown into
+VARIES = "varies"  # the tag of a cell that prints times, or figures that depend on a training step's last digits
 
 
 def printed(notebook: nbformat.NotebookNode) -> list[str]:
-    """What each cell printed, and the kinds of what it showed; of cells that vary, that they printed."""
+    """The text that each cell printed and the types of its displays; for cells that vary, only whether they printed."""
     found = []
     for cell in notebook.cells:
         outputs = cell.get("outputs", [])
         text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
         varies = VARIES in cell.metadata.get("tags", []) and text
-        found.append("#" if varies else " ".join(ROUNDING.sub("#", text).split()))  # wherever that wraps the lines
+        found.append("#" if varies else " ".join(ROUNDING.sub("#", text).split()))  # at any line width
         found += [kind for output in outputs for kind in sorted(output.get("data", {}))]
     return found
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_committed_whole(path: Path) -> None:
-    """One with a cell that was never run, a warning in its middle, or megabytes of pictures is not fit to be read."""
+    """A committed notebook must have no cell that was never run, no warning, and no megabytes of pictures."""
     committed = nbformat.read(path, 4)
     cells = [cell for cell in committed.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
@@ -52,7 +52,7 @@ def test_a_notebook_is_committed_whole(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_shows_what_it_prints(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook that was last run a year ago teaches what was true a year ago."""
+    """A notebook that was last run long ago may show outdated results."""
     committed, fresh = nbformat.read(path, 4), nbformat.read(path, 4)
     execute(fresh, tmp_path, monkeypatch)
     for now, then in zip(printed(fresh), printed(committed), strict=True):
@@ -62,7 +62,7 @@ def test_a_notebook_shows_what_it_prints(path: Path, tmp_path: Path, monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("path", QUICK, ids=lambda path: path.stem)
 def test_one_line_changes_the_model(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A depth, width or number of heads written down where the model's own should be read."""
+    """Depth, width and number of heads must be read from the model, not written down."""
     torch.manual_seed(0)
     sizes = {"n_positions": 320, "n_embd": 96, "n_layer": 7, "n_head": 3, "bos_token_id": None, "eos_token_id": None}
     model = GPT2(GPT2Config(vocab_size=2048, **sizes))

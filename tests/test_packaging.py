@@ -32,8 +32,8 @@ def run(*command: str | Path, cwd: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("build") is None, reason="no build here; it is in the extra test")
 def test_the_wheel_is_whole_and_does_the_main_job_from_an_empty_folder(tmp_path: Path) -> None:
-    """A template or a recipe that is not package data is there for everyone but the user. No network: built without isolation,
-    installed without dependencies, which are lent from the environment that the tests run in."""
+    """A template or recipe that is not package data is missing for users only. No network: the build is not isolated, and the
+    environment of the tests provides the dependencies."""
     source, dist, empty = tmp_path / "source", tmp_path / "dist", tmp_path / "empty"
     empty.mkdir()
     source.mkdir()
@@ -59,8 +59,8 @@ def test_the_wheel_is_whole_and_does_the_main_job_from_an_empty_folder(tmp_path:
     run(
         sys.executable, "-m", "pip", "--python", binaries / "python", "install", "-q", "--no-deps", "--no-index", wheel, cwd=empty
     )
-    # Only now, or pip would find the same version there and leave it at that. A folder named in a .pth is searched last,
-    # and its own .pth files, an editable install among them, are not read.
+    # Only now: otherwise pip would find the same version and skip the installation. A folder in a .pth is searched last, and
+    # its own .pth files, such as an editable install, are not read.
     (own / "lent.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
     place = run(binaries / "python", "-c", "import gpt2; print(gpt2.__file__)", cwd=empty).strip()
     assert Path(place).is_relative_to(own)

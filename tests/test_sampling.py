@@ -14,14 +14,14 @@ INF = math.inf
 
 
 def by_hand(logits: list[float], temperature: float, top_k: int | None, top_p: float | None) -> list[float]:
-    """The distribution that the papers describe, from a sorted list: ids ordered by probability, then by number."""
+    """The distribution that the papers describe, from a sorted list: ids by probability, then by number."""
     weights = [math.exp((x - max(logits)) / temperature) for x in logits]
     probabilities = [w / sum(weights) for w in weights]
     order = sorted(range(len(logits)), key=lambda i: (-probabilities[i], i))
     kept = order
     if top_k is not None:
         kept = [i for i in order if probabilities[i] >= probabilities[order[min(top_k, len(order)) - 1]]]
-    if top_p is not None and top_p < 1:  # p of 1 is everything, however the sum rounds
+    if top_p is not None and top_p < 1:  # p = 1 keeps all ids, even if the sum rounds below 1
         total, sum_before, nucleus = sum(probabilities[i] for i in kept), 0.0, []
         for i in kept:
             if sum_before < top_p:
@@ -36,7 +36,7 @@ def by_hand(logits: list[float], temperature: float, top_k: int | None, top_p: f
 @pytest.mark.parametrize("top_k", [None, 1, 2, 7, 12, 99])
 @pytest.mark.parametrize("top_p", [None, 1e-6, 0.2, 0.5, 0.9, 0.999, 1.0])
 def test_restrict_is_the_definition(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """A nucleus that stops one short of p, k applied after p, probabilities of p taken before the temperature."""
+    """Possible bugs: a nucleus that stops below p, k applied after p, probabilities before the temperature."""
     logits = torch.randn(20, 12, generator=torch.Generator().manual_seed(0)) * 3
     found = restrict(logits, temperature, top_k, top_p)
     expected = torch.tensor([by_hand(row.tolist(), temperature, top_k, top_p) for row in logits])
@@ -46,7 +46,7 @@ def test_restrict_is_the_definition(temperature: float, top_k: int | None, top_p
 
 
 def test_ties() -> None:
-    """Equal logits at the edge: all of them under top-k, and under top-p just enough, from the lowest id on."""
+    """Equal logits at the edge: top-k keeps all of them, top-p only as many as needed, lowest ids first."""
     tied = torch.tensor([0.0, 3.0, 1.0, 3.0, 1.0, 1.0])
     kept = lambda *settings: (~restrict(tied, 1.0, *settings).isneginf()).nonzero().flatten().tolist()  # noqa: E731
     assert kept(1) == [1, 3]
@@ -55,13 +55,13 @@ def test_ties() -> None:
     flat = torch.zeros(8)  # an eighth each, exact in binary
     for count in range(1, 9):
         assert (~restrict(flat, top_p=count / 8).isneginf()).tolist() == [i < count for i in range(8)]
-    wide = torch.zeros(50257)  # beyond the size up to which an unstable sort happens to be stable
+    wide = torch.zeros(50257)  # above the size up to which an unstable sort happens to be stable
     assert (~restrict(wide, top_p=0.5).isneginf()).nonzero().flatten().diff().unique().tolist() == [1]
     assert int((~restrict(wide, top_p=1e-9).isneginf()).nonzero()) == 0
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
-    """An argmax whose choice among ties depends on the vector width."""
+    """The choice of argmax among equal logits depends on the vector width."""
     for size in (3, 64, 50257):
         logits = torch.zeros(2, size)
         logits[0, size // 2 :] = 1.0
@@ -70,7 +70,7 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_cold_is_greedy_and_hot_is_uniform(scale: float) -> None:
-    """A quotient that overflows to inf, whose softmax is nan, which `multinomial` refuses."""
+    """A quotient that overflows to inf gives a softmax of NaN, which `multinomial` refuses."""
     logits = torch.tensor([[-1.0, 0.5, 2.0, 1.999]]) * scale
     for cold in (1e-4, 1e-30, 1e-38, 1e-45, 5e-324):
         assert restrict(logits, cold).softmax(-1).tolist()[0] == pytest.approx([0, 0, 1, 0], abs=1e-4)
@@ -80,14 +80,14 @@ def test_cold_is_greedy_and_hot_is_uniform(scale: float) -> None:
 
 
 def test_forbidden_ids_stay_forbidden() -> None:
-    """Logits that a caller has set to -inf must never be drawn, nor turn into nan."""
+    """Ids with a logit of -inf must never be drawn, nor become NaN."""
     logits = torch.tensor([[-INF, 1.0, -INF, 0.5]]).expand(2000, 4)
     for settings in ({}, {"top_k": 3}, {"top_p": 0.99}, {"temperature": 0.1}):
         assert set(Sampling(**settings).next_ids(logits, torch.Generator().manual_seed(0)).tolist()) <= {1, 3}
 
 
 def test_input_is_left_alone_and_any_dtype_is_read() -> None:
-    """Masking in place would corrupt the caller's logits; bfloat16 has too few digits for a cumulative sum."""
+    """Masking in place would change the caller's logits; bfloat16 has too few digits for a cumulative sum."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
     restrict(logits, 0.7, 5, 0.5)
@@ -105,7 +105,7 @@ def chi_square(drawn: Tensor, probabilities: list[float]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("settings", "quantile"),  # of chi-square at 0.999, for one degree of freedom less than there are candidates
+    ("settings", "quantile"),  # quantiles of chi-square at 0.999, for one degree of freedom less than there are candidates
     [
         ({}, 20.515),
         ({"temperature": 0.5}, 20.515),
@@ -116,7 +116,7 @@ def chi_square(drawn: Tensor, probabilities: list[float]) -> float:
     ],
 )
 def test_draws_follow_the_distribution(settings: dict, quantile: float) -> None:
-    """The right candidates with the wrong weights; the control is the same draw held against its neighbour's distribution."""
+    """The candidates may be right and their weights wrong. Control: the same draws against the neighbour's distribution."""
     logits = [1.0, -0.5, 0.3, 2.0, 0.0, 0.7]
     full = {"temperature": 1.0, "top_k": None, "top_p": None} | settings
     probabilities = by_hand(logits, **full)
@@ -144,19 +144,20 @@ BAD = [
 
 @pytest.mark.parametrize(("settings", "message"), [*BAD, *(({"temperature": 0.0} | s, m) for s, m in BAD[3:])])
 def test_bad_settings_are_refused(settings: dict, message: str) -> None:
-    """A negative temperature samples the least likely; top-k 0 crashes inside torch; greedy must not hide a mistake."""
+    """A negative temperature samples the least likely; top-k 0 crashes inside torch; greedy must not hide an invalid value."""
     for refuses in (Sampling, lambda **s: restrict(torch.zeros(1, 4), **s)):
         assert re.search(message, refusal(refuses, **settings))
 
 
 def test_what_has_no_distribution_is_refused() -> None:
-    """Dividing by 0: greedy decoding needs no distribution. A traceback from deep inside torch says nothing of the model."""
+    """Greedy decoding must not divide by 0. Invalid logits must give a clear error instead of a traceback from torch."""
     assert "temperature is 0" in refusal(restrict, torch.zeros(1, 4), 0)
     assert "not numbers" in refusal(Sampling().next_ids, torch.tensor([[0.0, math.nan, 0.0]]))
 
 
 def test_accepted_and_resampled_ids_follow_the_models_distribution() -> None:
-    """Ids of a draft accepted too often, or the next id drawn from the wrong distribution; no id left where both are equal."""
+    """Possible bugs: draft ids accepted too often, the next id drawn from the wrong distribution, or no id left where both are
+    equal."""
     generator = torch.Generator().manual_seed(0)
     proposed, wanted = torch.rand(2, 2, 5, generator=generator).pow(3)
     wanted = torch.cat((wanted, torch.rand(1, 5, generator=generator)))

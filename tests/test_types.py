@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_every_public_name_is_in_the_file_that_the_checker_reads() -> None:
-    """A name added later would go unchecked."""
+    """Each public name must be in the checked file; a new one would not be checked."""
     tree = ast.parse((ROOT / "tests" / "support" / "public_api.py").read_text())
     used = {
         n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "gpt2"
@@ -27,7 +27,7 @@ def test_every_public_name_is_in_the_file_that_the_checker_reads() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="no mypy here; it is in the extra test")
 def test_a_type_checker_finds_nothing_in_the_public_api(tmp_path: Path) -> None:
-    """py.typed promises types: a name without one, or with a wrong one, is an error in somebody else's editor."""
+    """py.typed promises types: a missing or wrong type is an error in the user's editor."""
     command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path)]
     checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -27,7 +27,7 @@ def maps_of(seed: int, n: int = 9) -> torch.Tensor:
 
 
 def test_rows_sum_to_one_and_nothing_lies_above_the_diagonal() -> None:
-    """Scores taken for weights, or weights of the wrong axis, would fail either."""
+    """Scores in place of weights, or weights along the wrong axis, fail one of the two."""
     maps = maps_of(0)
     assert maps.shape == (2, 3, 9, 9)
     torch.testing.assert_close(maps.sum(-1), torch.ones(2, 3, 9))
@@ -37,7 +37,7 @@ def test_rows_sum_to_one_and_nothing_lies_above_the_diagonal() -> None:
 
 
 def test_figures_of_a_head_are_those_of_a_loop() -> None:
-    """An average over the first token too, or a diagonal off by one, would go unseen in a picture."""
+    """An average that includes the first token, or a diagonal off by one, cannot be seen in a picture."""
     maps, other = maps_of(0), maps_of(1)
     report = summarise_attention("a", "b", tuple("abcdefghi"), maps, other)
     head = report.heads[4]
@@ -57,7 +57,7 @@ def test_figures_of_a_head_are_those_of_a_loop() -> None:
 
 
 def test_heads_made_by_hand_are_told_apart() -> None:
-    """A head of each kind is named as what it is."""
+    """A head of each kind must get the right name."""
     n = 6
     before = torch.zeros(n, n)
     before[0, 0] = 1
@@ -77,7 +77,7 @@ def test_heads_made_by_hand_are_told_apart() -> None:
 
 
 def test_a_model_against_itself_has_not_moved(tmp_path: Path, in_a_notebook: None) -> None:
-    """The whole way, by name, in every form."""
+    """From a model's name to the result, in every output format."""
     report = compare_attention("shakespeare-mini", "shakespeare-mini", TEXT)
     assert "".join(report.tokens) == TEXT
     ids = torch.tensor([gpt2.load_tokenizer("shakespeare-mini").encode(TEXT)])
@@ -106,12 +106,12 @@ def test_a_model_against_itself_has_not_moved(tmp_path: Path, in_a_notebook: Non
     ],
 )
 def test_what_cannot_be_shown_is_said_in_a_line(models: tuple[str, str | None], text: str, says: str) -> None:
-    """Not a picture of nothing, nor of a text that no head can be seen in."""
+    """A text that is too short or too long for the picture must give an error line."""
     assert re.search(says, refusal(compare_attention, *models, text))
 
 
 def test_a_text_too_long_to_be_seen_can_still_be_had_as_numbers(tmp_path: Path) -> None:
-    """The page's size is no limit of the model's: 200 tokens make a page of nothing, and a JSON of everything."""
+    """200 tokens are too many for the page, but the JSON holds them all."""
     found = compare_attention("shakespeare-mini", None, "light " * 198)
     assert len(found.tokens) == 200
     for save in (found.save_html, found.save_png):
@@ -120,4 +120,4 @@ def test_a_text_too_long_to_be_seen_can_still_be_had_as_numbers(tmp_path: Path) 
     body = json.loads(found.to_json(maps=True))
     assert torch.tensor(body["maps"]).shape == (5, 5, 200, 200)
     assert body["models"][0]["files"]["model.safetensors"]
-    assert torch.__version__.startswith(body["environment"]["versions"]["torch"])  # without a local +cu130
+    assert torch.__version__.startswith(body["environment"]["versions"]["torch"])  # without a local suffix +cu130

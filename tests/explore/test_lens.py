@@ -1,4 +1,4 @@
-"""The logit lens: the page shows what the model computes, and text stays text."""
+"""The logit lens: the page shows the model's own figures, and text is escaped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def found() -> Exploration:
 
 @pytest.fixture(scope="module")
 def chars(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that reads characters, two layers deep, its vocabulary padded."""
+    """A character model with two layers and a padded vocabulary."""
     folder = tmp_path_factory.mktemp("models") / "chars"
     tokenizer = Chars.from_text(TEXT)
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def chars(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_last_reading_is_the_model_s_own_prediction(found: Exploration) -> None:
-    """A page about the model that shows other numbers than the model gives is worse than none."""
+    """The page must show the model's own numbers."""
     model, tok = gpt2.load("shakespeare-mini"), gpt2.load_tokenizer("shakespeare-mini")
     ids = torch.tensor([tok.encode(TEXT)])
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_the_last_reading_is_the_model_s_own_prediction(found: Exploration) -> N
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_a_layer_s_reading_is_what_a_model_cut_off_there_would_say(found: Exploration, depth: int) -> None:
-    """Read without the final norm, or one block too late, the words would still look plausible."""
+    """Without the final norm, or one block too late, the words would still look plausible."""
     model, tok = gpt2.load("shakespeare-mini"), gpt2.load_tokenizer("shakespeare-mini")
     model.h = model.h[:depth]
     model.use_attention(eager_attention)
@@ -80,7 +80,7 @@ def test_a_layer_s_reading_is_what_a_model_cut_off_there_would_say(found: Explor
 
 
 def test_how_far_two_models_part_is_what_compare_says(found: Exploration) -> None:
-    """One metric of two definitions would be two."""
+    """explore and compare must use the same definition of a metric."""
     models = [gpt2.load(name).use_attention(eager_attention) for name in ("shakespeare-mini", "shakespeare-mini:bf16")]
     tok = gpt2.load_tokenizer("shakespeare-mini")
     ids = torch.tensor(tok.encode(TEXT))
@@ -92,7 +92,7 @@ def test_how_far_two_models_part_is_what_compare_says(found: Exploration) -> Non
 
 
 def test_transformers_says_the_same() -> None:
-    """The other implementation goes through the same hooks, under the same names."""
+    """transformers' implementation goes through the same hooks, under the same names."""
     with explorer("shakespeare-mini", "hf/shakespeare-mini") as opened:
         ours, theirs = opened.look("O Romeo").lenses
     for one, other in zip(ours.readings, theirs.readings, strict=True):
@@ -101,7 +101,7 @@ def test_transformers_says_the_same() -> None:
 
 
 def test_two_that_read_differently_stand_beside_each_other_unlinked(chars: Path) -> None:
-    """Tokens of one are not tokens of the other: nothing may be said of their difference."""
+    """Tokens of different tokenizers cannot be compared: no difference may be shown."""
     with explorer("shakespeare-mini", str(chars)) as opened:
         found = opened.look("O Romeo")
     assert found.js is None
@@ -111,7 +111,7 @@ def test_two_that_read_differently_stand_beside_each_other_unlinked(chars: Path)
 
 
 def test_json_holds_all_that_the_page_shows(found: Exploration) -> None:
-    """The page is for people; scripts read this."""
+    """Scripts read the JSON, not the page."""
     body = json.loads(found.to_json())
     assert body["prompt"] == TEXT
     assert body["js"] == list(found.js)
@@ -125,7 +125,7 @@ def test_json_holds_all_that_the_page_shows(found: Exploration) -> None:
 
 
 def test_the_page_carries_the_same_figures(found: Exploration) -> None:
-    """What the script draws from was packed: bytes in the wrong order would be another head's."""
+    """The page's data is packed: bytes in the wrong order would show another head."""
     data = json.loads(page(found).split('id="data">', 1)[1].split("</script>", 1)[0])
     side, lens = data["sides"][1], found.lenses[1]
     n = len(lens.tokens)
@@ -144,7 +144,7 @@ def test_the_page_carries_the_same_figures(found: Exploration) -> None:
 
 
 def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Exploration) -> None:
-    """It is mailed around and opened on a train."""
+    """Users mail the page and open it offline."""
     text = page(found)
     assert text == page(found)
     assert_whole_by_itself(text)
@@ -154,7 +154,7 @@ def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Exploration) 
 
 
 def test_prompts_names_and_tokens_stay_text(found: Exploration) -> None:
-    """A token that is taken for markup runs in the browser of whoever looks."""
+    """A token that is parsed as markup would run in each reader's browser."""
     with explorer("shakespeare-mini") as opened:
         typed = opened.look(ATTACK)
     lens = typed.lenses[0]
@@ -170,7 +170,7 @@ def test_prompts_names_and_tokens_stay_text(found: Exploration) -> None:
 
 
 def test_numbers_that_are_none_leave_the_page_standing(chars: Path) -> None:
-    """A diverged model is a thing to look at too."""
+    """The page must open for a diverged model, too."""
     with explorer(str(chars)) as opened:
         opened.models[0].wte.weight.data[:] = math.nan
         found = opened.look("O")
@@ -187,12 +187,12 @@ def test_numbers_that_are_none_leave_the_page_standing(chars: Path) -> None:
     ],
 )
 def test_a_prompt_there_is_no_room_for_is_said_in_a_line(prompt: str, said: str) -> None:
-    """Not a traceback, and not a page that takes a minute."""
+    """The user must get neither a traceback nor a page that takes a minute."""
     with explorer("shakespeare-mini") as opened, pytest.raises(InputError, match=f"^{re.escape(said)}$"):
         opened.look(prompt)
 
 
 def test_a_model_without_a_tokenizer_borrows_the_other_s_or_is_refused() -> None:
-    """A prompt cannot be read without one."""
+    """A prompt cannot be encoded without a tokenizer."""
     with pytest.raises(InputError, match="no tokenizer"), explorer("random:distilgpt2"):
         pass

@@ -1,4 +1,4 @@
-"""Keeping freed memory with the process, so that the next step needs no new pages."""
+"""The allocator keeps freed memory in the process, so that the next step needs no new pages."""
 
 import ctypes
 import os
@@ -34,26 +34,26 @@ print(faults(lambda: [step() for _ in range(6)]))
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
 def test_steps_after_the_first_touch_hardly_a_new_page():
-    """A parameter of mallopt under another's number is accepted in silence, and changes nothing."""
+    """mallopt accepts a wrong parameter number without an error and without effect."""
     kept, given_back = (
         int(subprocess.run([sys.executable, "-c", STEP, how], capture_output=True, text=True, check=True).stdout)
         for how in ("kept", "given back")
     )
     assert given_back > 50_000
-    assert kept < given_back / 4  # now and then a block begins elsewhere
+    assert kept < given_back / 4  # a block occasionally starts at another address
 
 
 def test_a_c_library_without_the_switch_is_left_alone(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert not keep_freed_memory()
-    monkeypatch.setattr(os, "name", "nt")  # Windows has no C library to ask
+    monkeypatch.setattr(os, "name", "nt")  # Windows has no such C library
     monkeypatch.setattr(ctypes, "CDLL", lambda name: pytest.fail("asked for"))
     assert not keep_freed_memory()
 
 
 @pytest.mark.parametrize("words", [["verify"], ["compare", "shakespeare-mini", "shakespeare-mini:bf16"]])
 def test_commands_of_many_passes_keep_it(monkeypatch, words):
-    """A fifth of verify's time, lost without anybody seeing it."""
+    """Without it, verify takes a fifth longer."""
 
     def asked():
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The last word of a passage, scored with models that are right or wrong by construction, and by a loop over passages."""
+"""The last word of a passage, scored with models that are right or wrong by construction, and by a plain loop."""
 
 import math
 from dataclasses import asdict
@@ -28,14 +28,14 @@ CHARS = Chars.from_text(" ".join(PASSAGES))
 
 
 def words_of(passage: str) -> tuple[str, str]:
-    """lm-evaluation-harness's template, and its way with spaces: context and target."""
+    """The template of lm-evaluation-harness and its rule for spaces: context and target."""
     context, target = " ".join(passage.split(" ")[:-1]), " " + passage.split(" ")[-1]
     spaces = len(context) - len(context.rstrip())
     return (context[:-spaces], context[-spaces:] + target) if spaces else (context, target)
 
 
 def knows(tokenizer, passages, *, but: int | None = None, gap: float = 40.0):
-    """A model of these passages: sure of the next token, except that the last token of each word may be another, ``but``."""
+    """A model of these passages: certain of the next token; ``but`` replaces the last token of some words."""
     then: dict[tuple[int, ...], int] = {}
     for passage in passages:
         ids = tokenizer.encode(passage)
@@ -60,13 +60,13 @@ def test_a_model_that_knows_is_always_right(tokenizer):
     found = score_last_words(knows(tokenizer, PASSAGES), tokenizer, PASSAGES, context=64)
     assert found.right == (True,) * len(PASSAGES)
     assert (found.accuracy.value, found.accuracy.high, found.n, found.context) == (1, 1, 6, 64)
-    assert 0.5 < found.accuracy.low < 1  # six passages prove little
+    assert 0.5 < found.accuracy.low < 1  # six passages are too few
     assert found.perplexity.value == pytest.approx(1, abs=1e-12)
 
 
 @pytest.mark.parametrize("tokenizer", [BPE, CHARS], ids=["bpe", "chars"])
 def test_a_word_is_wrong_where_one_of_its_tokens_is(tokenizer):
-    """Counting tokens, or looking at the first one alone, makes a model that never gets a word look good."""
+    """A word counts only if all its tokens are right: counting tokens, or only the first, gives too high scores."""
     found = score_last_words(knows(tokenizer, PASSAGES, but=1, gap=3.0), tokenizer, PASSAGES, context=64)
     assert found.right == (False,) * len(PASSAGES)
     assert (found.accuracy.value, found.accuracy.low) == (0, 0)
@@ -82,7 +82,8 @@ def test_a_word_is_wrong_where_one_of_its_tokens_is(tokenizer):
 @pytest.mark.parametrize("batch", [1, 40, 1024])
 @pytest.mark.parametrize("tokenizer", [BPE, CHARS], ids=["bpe", "chars"])
 def test_in_any_batch_and_cut_from_the_left(tokenizer, batch, context, monkeypatch):
-    """A padded row that sees its padding, a passage cut at its end, positions off by one: against one passage at a time."""
+    """Possible bugs: a row that sees its padding, a passage cut at its end, positions off by one. Compare with one passage at
+    a time."""
     monkeypatch.setattr(last_words, "BATCH", batch)
     model = uneven_model(tokenizer.n_vocab, 64)
     reported, cut = [], []
@@ -104,11 +105,11 @@ def test_in_any_batch_and_cut_from_the_left(tokenizer, batch, context, monkeypat
         assert right == bool((logits.argmax(-1) == targets).all())
     assert any(cut) == (context < 64)
     assert reported[-1] == "last words: 6 of 6 passages"
-    assert len(set(found.losses)) == 5  # the two that are the same passage
+    assert len(set(found.losses)) == 5  # the two equal passages
 
 
 def test_a_single_word_is_predicted_from_end_of_text():
-    """lm-evaluation-harness's prefix token; without one there is nothing to predict from."""
+    """lm-evaluation-harness's prefix token; without one there is no input for the prediction."""
     vocab = {token: i for token, i in BPE.vocab.items() if token not in BPE.special_tokens}
     ended = type(BPE)(vocab | {"<|endoftext|>": len(vocab)}, BPE.merges)
     model = uneven_model(ended.n_vocab, 64)
@@ -131,7 +132,7 @@ def test_what_cannot_be_scored():
 
 
 def test_two_models_are_compared_passage_by_passage():
-    """Of two models that differ on one passage in six, the difference is known far better than each accuracy."""
+    """For two models that differ on one passage in six, the difference has a much smaller interval than each accuracy."""
     many = PASSAGES * 50
     good = score_last_words(knows(BPE, PASSAGES), BPE, many, context=64)
     half = score_last_words(knows(BPE, PASSAGES[:1], gap=40.0), BPE, many, context=64)

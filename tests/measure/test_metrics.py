@@ -1,4 +1,4 @@
-"""Every metric against its definition written out, and against models with a known score."""
+"""Every metric against its written-out definition, and against models with a known score."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ TEXT = "Now is the winter of our discontent\nMade glorious summer by this sun of
 
 
 def uniform(vocab: int) -> GPT2:
-    """A model that prefers nothing: every logit is zero."""
+    """A model without preferences: every logit is zero."""
     model = uneven_model(vocab)
     model.ln_f.weight.data.zero_()
     model.ln_f.bias.data.zero_()
@@ -52,7 +52,7 @@ def test_errors_by_hand():
 
 
 def test_errors_are_computed_in_float64():
-    """Differences of half-precision tensors, taken in half precision, round to zero or overflow."""
+    """Differences of half-precision tensors, computed in half precision, round to zero or overflow."""
     a, b = torch.full((4,), 60000.0, dtype=torch.float16), torch.full((4,), -60000.0, dtype=torch.float16)
     assert max_abs(a, b) == 120000.0
     assert relative_error(a, b) == 2.0
@@ -64,7 +64,7 @@ def test_errors_are_computed_in_float64():
 @pytest.mark.parametrize("measure", [relative_error, worst_relative_error])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_what_is_not_finite_is_infinitely_wrong(measure, bad):
-    """NaN compares as neither larger nor smaller than a bound, so a NaN must not come out of a measure."""
+    """NaN compares as neither larger nor smaller than a bound, so a metric must not return NaN."""
     good = torch.tensor([1.0, 2.0])
     assert measure(torch.tensor([1.0, bad]), good) == INF
     assert measure(good, torch.tensor([1.0, bad])) == INF
@@ -82,7 +82,7 @@ def test_a_reference_of_zeros_and_tensors_without_entries():
 @pytest.mark.parametrize("at", [0, PART - 1, PART, -1])
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_tensor_of_several_parts_is_measured_whole(at, turned):
-    """A part that is left out, or held against another's; a NaN of the first that the next one hides."""
+    """Possible bugs: a missing part, a part compared with another one, a NaN of the first part that the next hides."""
     generator = torch.Generator().manual_seed(0)
     b = torch.randn(5, PART // 2 + 3, dtype=torch.float64, generator=generator)
     b = b.t() if turned else b  # not contiguous
@@ -104,7 +104,7 @@ def test_tensors_of_different_shapes_are_infinitely_far_apart(measure):
 
 @pytest.mark.parametrize("measure", [relative_error, worst_relative_error])
 def test_equal_infinities_are_no_difference(measure):
-    """A mask of -inf in both models made every error infinite, or its root mean square every error zero."""
+    """A mask of -inf in both models made every error infinite, or its root mean square zero."""
     a, b = torch.tensor([1.0, -INF, 3.0]), torch.tensor([1.0, -INF, 3.5])
     assert measure(a, a) == 0.0
     assert measure(b, a) == measure(b.nan_to_num(neginf=0.0), a.nan_to_num(neginf=0.0)) > 0
@@ -113,7 +113,7 @@ def test_equal_infinities_are_no_difference(measure):
 
 
 def test_the_worst_entry_is_not_drowned_by_the_others():
-    """One wrong logit in 50,257 moves a norm by its square root's worth: the reason for the second measure."""
+    """One wrong logit in 50,257 hardly changes a norm: this is why there is a second measure."""
     reference = torch.ones(50257)
     got = reference.clone()
     got[7] += 0.01
@@ -133,21 +133,21 @@ def test_differing_bits_counts_entries(dtype):
 
 def test_differing_bits_sees_what_equality_does_not():
     zero = torch.tensor([0.0, NAN])
-    assert differing_bits(zero, zero.clone()) == 0  # the same NaN is the same bits
+    assert differing_bits(zero, zero.clone()) == 0  # equal NaN have equal bits
     assert differing_bits(zero, torch.tensor([-0.0, NAN])) == 1
     one = torch.tensor(1.0)
     assert differing_bits(one, torch.nextafter(one, torch.tensor(2.0))) == 1
 
 
 def test_differing_bits_does_not_broadcast():
-    """(3, 1) against (3,) would count nine comparisons, or one of three, and call it a result."""
+    """(3, 1) against (3,) would count nine comparisons, or one of three."""
     for other in (torch.zeros(3), torch.zeros(1, 3), torch.zeros(3, 1, dtype=torch.bfloat16), torch.zeros(3, 1).int()):
         with pytest.raises(ValueError, match="cannot be compared bit by bit"):
             differing_bits(torch.zeros(3, 1), other)
 
 
 def test_token_losses_are_negative_log_likelihoods():
-    """In bfloat16 a loss has two digits, and a mean of a million of them has none: half precision is read as float32."""
+    """A loss in bfloat16 has two digits, and a mean of a million of them none: half precision is converted to float32."""
     logits, targets = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1)), torch.tensor([[0, 4, 2], [1, 1, 3]])
     expected = -logits.double().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     torch.testing.assert_close(token_losses(logits, targets).double(), expected, rtol=0, atol=1e-6)
@@ -157,10 +157,10 @@ def test_token_losses_are_negative_log_likelihoods():
 
 
 def brute_force(model: GPT2, ids: torch.Tensor, context: int, stride: int) -> float:
-    """Token by token: window k predicts up to token k * stride + context from the last `context` tokens."""
+    """One token at a time: window k predicts up to token k * stride + context from the last `context` tokens."""
     losses = []
     for target in range(1, len(ids)):
-        ends = range(context, context + len(ids), stride)  # where windows end, counted in targets
+        ends = range(context, context + len(ids), stride)  # ends of windows, counted in targets
         end = min(next(e for e in ends if e >= target), len(ids) - 1)
         start = max(0, end - context)
         with torch.inference_mode():
@@ -173,7 +173,8 @@ def brute_force(model: GPT2, ids: torch.Tensor, context: int, stride: int) -> fl
 @pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3), (8, 1), (5, 4), (1, 1)])
 @pytest.mark.parametrize("length", [2, 5, 9, 10, 17, 61])
 def test_language_score_equals_a_loop_over_tokens(ids, context, stride, length, batch_size):
-    """Tokens skipped at a window's edge, counted twice where windows overlap, or a short tail weighed as a full window."""
+    """Possible bugs: tokens skipped at a window's edge, counted twice in an overlap, or a short tail with a full window's
+    weight."""
     model = uneven_model(13)
     score = language_score(model, ids[:length], torch.full((13,), 2), Windows(context, stride), batch_size=batch_size)
     assert score.loss == pytest.approx(brute_force(model, ids[:length], context, stride), rel=1e-12)
@@ -184,7 +185,7 @@ def test_language_score_equals_a_loop_over_tokens(ids, context, stride, length, 
 @pytest.mark.parametrize("stride", [None, 1, 2, 3, 7])
 @pytest.mark.parametrize("context", [1, 2, 7, 8])
 def test_windows_score_every_token_but_the_first_once(context, stride):
-    """The one definition that every statistic of a text goes by; the last window too is as long as the others."""
+    """All statistics of a text use this definition; the last window is as long as the others."""
     for n in range(2, 40):
         if (stride or context) > context:
             continue
@@ -211,7 +212,7 @@ def test_a_callable_is_scored_as_the_model_is(ids):
 
 
 def test_a_padded_vocabulary_is_cut_before_it_is_normalised(ids):
-    """Perplexity over 50,304 entries of which 47 are padding is not the tokenizer's."""
+    """With 47 padding entries of 50,304, perplexity is not over the tokenizer's vocabulary."""
     model, lengths = uneven_model(13), torch.arange(13)
     expected = language_score(model, ids, lengths, Windows(8))
     padded = lambda inputs: F.pad(model(inputs), (0, 3), value=40.0)  # noqa: E731
@@ -222,7 +223,7 @@ def test_a_padded_vocabulary_is_cut_before_it_is_normalised(ids):
 
 
 def test_more_overlap_is_more_context(ids):
-    """A control of the above: the protocols give different numbers, so a perplexity without one is not a number."""
+    """Control: protocols give different numbers, so a perplexity needs its protocol."""
     model = uneven_model(13)
     scores = {s: language_score(model, ids, torch.ones(13).long(), Windows(8, s)).loss for s in (1, 4, 8)}
     assert len(set(scores.values())) == 3
@@ -231,13 +232,13 @@ def test_more_overlap_is_more_context(ids):
 
 
 def test_bits_per_byte_of_characters_and_bpe_compare():
-    """Of a model without preferences they are log2(V) per token, over the bytes of the tokens: exactly what an encoder needs."""
+    """Without preferences, a model needs log2(V) bits per token, over the bytes of the tokens: the cost of an encoder."""
     for tokenizer in (Chars.from_text(TEXT), train_bpe(TEXT, 300)):
         tokens = torch.tensor(tokenizer.encode(TEXT))
         lengths = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab)])
         score = language_score(uniform(tokenizer.n_vocab), tokens, lengths, Windows(8))
         first = len(tokenizer.token_bytes(int(tokens[0])))
-        assert score.bytes == len(TEXT.encode()) - first  # not characters: the dash alone is three
+        assert score.bytes == len(TEXT.encode()) - first  # not characters: the dash alone has three
         whole = math.log2(tokenizer.n_vocab) * (len(tokens) - 1)
         assert score.perplexity == pytest.approx(tokenizer.n_vocab, rel=1e-12)
         assert score.bits_per_byte == pytest.approx(whole / (len(TEXT.encode()) - first), rel=1e-12)
@@ -270,7 +271,7 @@ def test_dropout_is_off_while_scoring_and_the_mode_is_put_back(ids):
     ],
 )
 def test_protocols_that_skip_tokens_are_refused(ids, length, context, stride, says):
-    """A stride beyond the context used to read losses from the wrong end of a window."""
+    """With a stride larger than the context, losses were read from the wrong end of a window."""
     with pytest.raises(InputError, match=says):
         language_score(uneven_model(13), ids[:length], torch.ones(13).long(), Windows(context, stride))
 
@@ -283,7 +284,7 @@ def test_a_hopeless_loss_is_an_infinite_perplexity_not_an_error():
 
 
 def test_entropy_is_that_of_the_definition() -> None:
-    """0 log 0 is 0: one token that cannot come must not make all of it NaN."""
+    """0 log 0 is 0: a token of probability zero must not make the entropy NaN."""
     logits = torch.tensor([[0.0, 0, 0, 0], [0, -math.inf, -math.inf, -math.inf], [1.5, 0.5, -2, -math.inf]], dtype=torch.float32)
     logp = log_probabilities(logits)
     assert logp.dtype == torch.float64

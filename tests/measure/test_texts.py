@@ -1,4 +1,4 @@
-"""Texts by name: what is opened, what is refused, and that the named protocol is the one that is scored."""
+"""Texts by name: which are opened or refused, and that the named protocol is the one used."""
 
 import hashlib
 import io
@@ -32,7 +32,7 @@ PASSAGES = ("the cat sat on the mat", "he opened the old door", "naïve, she sai
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """Names are looked for among the files of the working folder first."""
+    """Names are looked up in the working folder first."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GPT2_TOOLKIT_CACHE", str(tmp_path / "cache"))
     return tmp_path
@@ -48,7 +48,7 @@ def stdin(monkeypatch):
 
 
 def test_the_default_needs_no_network():
-    """`gpt2 compare A B` must not begin with a download, and the text must be one that the embedded model never saw."""
+    """`gpt2 compare A B` must not start with a download, and the text must be held out from the embedded model's training."""
     text = open_text(offline=True)
     assert text == open_text("twelfth-night")
     assert (text.name, len(text.text), text.passages) == ("twelfth-night", 110_828, ())
@@ -67,7 +67,7 @@ def test_plays_by_name():
 
 @pytest.mark.parametrize("name", ["my.txt", "sub/my.txt", "{}/my.txt"])
 def test_a_file_is_read_as_it_is(tmp_path, name):
-    """Newlines translated on the way in make another text of it, with another hash."""
+    """Translated newlines would give another text with another hash."""
     (tmp_path / "sub").mkdir()
     path = name.format(tmp_path)
     Path(path).write_bytes("one\r\ntwo – é\n\n".encode())
@@ -79,7 +79,7 @@ def test_a_file_is_read_as_it_is(tmp_path, name):
 
 
 def test_a_path_that_exists_wins(tmp_path):
-    """Over a name, over options that are part of the file's own name; but a folder is no text."""
+    """An existing file wins over a name and over options, which may be part of the file's name; a folder is not a text."""
     Path("lambada").write_text("mine")
     Path("odd:stride=3").write_text("odd")
     Path("odd:stride=3:stride=4").write_text("odder")
@@ -134,7 +134,7 @@ def test_tiny_shakespeare_is_split_as_others_split_it(tmp_path, monkeypatch):
 
 
 def test_offline_makes_no_request(monkeypatch):
-    """And the way out is that of this command, not of the one that trains."""
+    """The message must name this command's remedy, not that of the training command."""
     monkeypatch.setattr(shakespeare, "_download", lambda url: pytest.fail("a request"))
     with pytest.raises(InputError, match=r"^offline, and .*tinyshakespeare.txt is not .*--on FILE$"):
         open_text("tinyshakespeare", offline=True)
@@ -194,7 +194,7 @@ def test_without_the_extra_the_plays_say_how_to_get_them(monkeypatch):
     shakespeare._plays.cache_clear()
 
 
-# The client reads its environment once, at import: one process for all cases. The real commits and paths, made contents.
+# The client reads its environment at import: one process for all cases. Real commits and paths, synthetic content.
 SCRIPT = """
 import dataclasses, json, sys
 from gpt2.measure import texts
@@ -211,7 +211,7 @@ for case in json.loads(sys.argv[2]):
 
 
 def archive(**members: str) -> bytes:
-    """WikiText's zip as its authors made it: a folder, and three files in it."""
+    """WikiText's zip as its authors made it: a folder with three files."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
         for name, text in members.items():
@@ -226,7 +226,7 @@ CONTENT = {
 
 
 class Hub(HubStandIn):
-    """With both data sets at the commits that the code names."""
+    """A Hub with both data sets at the commits that the code names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def hub():
 
 
 def test_wikitext_and_lambada_from_the_hub(hub, tmp_path):
-    """Rows joined by one newline, blank lines kept as " ", passages stripped: each is another text with another perplexity."""
+    """Rows joined by one newline, blank lines kept as " ", passages stripped: any other text has another perplexity."""
     cold = {"spec": "lambada", "offline": True}
     refused, wiki, valid, lambada, two, warm = hub.open(
         tmp_path / "home", cold, "wikitext2:stride=512", "wikitext2:split=validation", "lambada", "lambada:passages=2", cold
@@ -285,11 +285,11 @@ def test_wikitext_and_lambada_from_the_hub(hub, tmp_path):
 
 
 def test_a_damaged_download_is_never_scored(hub, tmp_path):
-    """A flipped byte in a test set moves a perplexity by so little that nobody would ever look for it."""
+    """A flipped byte changes a perplexity too little to be noticed."""
     hub.corrupt(f"datasets/{LAMBADA.repo}", LAMBADA.path, times=1)
     hub.corrupt(f"datasets/{WIKITEXT2.repo}", WIKITEXT2.path)
     good, bad = hub.open(tmp_path / "home", "lambada", "wikitext2")
-    assert tuple(good["passages"]) == PASSAGES  # fetched once more
+    assert tuple(good["passages"]) == PASSAGES  # fetched once again
     assert bad["error"] == "CheckpointError"
     assert "the Hub declares" in bad["message"]
     stored = next((tmp_path / "home").rglob("blobs/" + hashlib.sha256(CONTENT["lambada"]).hexdigest()))
@@ -302,7 +302,7 @@ def test_a_damaged_download_is_never_scored(hub, tmp_path):
 
 
 def test_no_hub_is_said_after_few_requests(hub, tmp_path):
-    """The client alone asks a broken server for 23 seconds."""
+    """The client alone retries a broken server for 23 seconds."""
     hub.outage = 503
     [down] = hub.open(tmp_path / "home", "lambada")
     assert len(hub.requests) <= 3
@@ -323,8 +323,8 @@ def test_no_hub_is_said_after_few_requests(hub, tmp_path):
 @pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 4), (8, 3), (8, 1), (2, 1), (2, 2), (5, 2)])
 @pytest.mark.parametrize("length", [2, 7, 8, 9, 16, 17, 18, 61])
 def test_the_guides_windows(context, stride, length):
-    """A context that does not count the scored token, a token scored at a seam, a last window that reaches back: 29.94 is not
-    reached by any of them."""
+    """Possible bugs: a context without the scored token, a token scored twice, a last window that reaches back. Only the right
+    protocol gives 29.94."""
     ids = torch.randint(13, (length,), generator=torch.Generator().manual_seed(4))
     model = uneven_model(13)
     score = language_score(model, ids, torch.ones(13).long(), Windows(context, stride, guide=True))
@@ -334,7 +334,7 @@ def test_the_guides_windows(context, stride, length):
 
 
 def test_the_guide_differs_from_our_own_windows():
-    """The control: were the two one protocol, the name of it would mean nothing."""
+    """Control: both protocols must give different numbers."""
     ids = torch.randint(13, (61,), generator=torch.Generator().manual_seed(4))
     model, lengths = uneven_model(13), torch.ones(13).long()
     losses = {language_score(model, ids, lengths, Windows(8, guide=guide)).loss for guide in (False, True)}

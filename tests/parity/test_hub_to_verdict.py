@@ -1,4 +1,4 @@
-"""From a name on the Hub to a verdict: real processes, a real server on loopback, the official file layout."""
+"""From a Hub name to a verdict: real processes, a real server on loopback, the official file layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPO = "openai-community/gpt2"
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """A small GPT-2 exactly as the official repository holds it: no prefix, mask buffers, unaligned data, and other clutter."""
+    """A small GPT-2 in the layout of the official repository: no prefix, mask buffers, unaligned data, and extra files."""
     tokenizer = train_bpe("Once upon a midnight dreary, while I pondered, weak and weary,\n" * 30, 280)
     eot = tokenizer.eot
     config = GPT2Config(280, n_positions=32, n_embd=24, n_layer=2, n_head=3, bos_token_id=eot, eos_token_id=eot)
@@ -36,7 +36,7 @@ def gpt2(hub: HubStandIn, home: Path, *args: str) -> subprocess.CompletedProcess
 
 
 def test_verify_by_the_official_name(tmp_path: Path) -> None:
-    """Downloaded, hashed, mapped, equal to transformers; then again without a single request."""
+    """Download, hash, map and compare with transformers; then again without a request."""
     with HubStandIn() as hub:
         commit = hub.add_repo(REPO, files(tmp_path / "official"), lfs=("model.safetensors", "pytorch_model.bin"))
         result = gpt2(hub, tmp_path / "home", "verify", "gpt2", "--json", "-")

@@ -1,7 +1,7 @@
-"""Our GPT-2 against transformers' own, in float64, where nothing but a bug is larger than 1e-10.
+"""Our GPT-2 against transformers' in float64, where rounding stays below 1e-10 and a larger difference is a bug.
 
-Tiny random configs, weights carried in both directions. Where transformers 5.23 itself departs from GPT-2 is said at the test
-concerned; `tests/test_model.py` holds ours to the papers' formulas, so the two files together decide who is right.
+Tiny random configs; weights are copied in both directions. A test's docstring says where transformers 5.23 departs from GPT-2.
+`tests/test_model.py` compares ours with the papers' formulas, so both files together show which side is wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATHS = {"sdpa": sdpa_attention, "eager": eager_attention}
 
 @pytest.fixture(scope="module")
 def hf() -> Iterator[ModuleType]:
-    """transformers, imported with the Hub switched off: its environment is read once, at import."""
+    """transformers, imported with the Hub disabled: it reads its environment at import."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -39,7 +39,7 @@ def hf() -> Iterator[ModuleType]:
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:
-    """Every parameter counts: gains are not 1, biases not 0, scores far from uniform."""
+    """Draw every parameter so that it matters: norm weights are not 1, biases not 0, scores far from uniform."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -47,7 +47,7 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
 
 
 def empty_pair(hf: ModuleType, config: GPT2Config, attention: str = "sdpa") -> tuple[GPT2, Any]:
-    """Both models over one config, in float64, without weights worth the name."""
+    """Both models of one config, in float64, with uninitialised weights."""
     raw = {k: v for k, v in config.to_hf().items() if k not in ("architectures", "model_type", "dtype", "n_ctx")}
     theirs = hf.GPT2LMHeadModel(hf.GPT2Config(**raw, attn_implementation=attention)).double().eval()
     ours = GPT2(config, initialise=False).double().eval()
@@ -82,7 +82,7 @@ def some_ids(config: GPT2Config, batch: int, length: int, seed: int = 1) -> Tens
 
 @torch.no_grad()
 def assert_same_models(ours: GPT2, theirs: Any) -> None:
-    """Logits at every position and id, the stream after every block, and a text of every length."""
+    """Compare logits at every position and id, the residual stream after every block, and texts of every length."""
     config, blocks = ours.config, []
     ids = some_ids(config, 2, config.n_positions)
     hooks = [block.register_forward_hook(lambda module, args, output: blocks.append(output)) for block in ours.h]
@@ -94,7 +94,7 @@ def assert_same_models(ours: GPT2, theirs: Any) -> None:
     assert len(streams) == config.n_layer
     for block, stream in zip(blocks[: config.n_layer - 1], streams[1:], strict=True):
         assert_same(block, stream)
-    assert_same(hidden, last)  # transformers puts ln_f's output in the last block's place
+    assert_same(hidden, last)  # transformers puts ln_f's output in place of the last block's
     assert_same(found, answer.logits)
     for length in range(1, config.n_positions):
         assert_same(ours(ids[:1, :length]), theirs(ids[:1, :length]).logits)
@@ -122,17 +122,17 @@ def assert_same_models(ours: GPT2, theirs: Any) -> None:
     ids=lambda changes: ",".join(f"{key}={value}" for key, value in changes.items()) or "plain",
 )
 def test_logits_and_streams(hf: ModuleType, changes: dict, attention: str, direction: str) -> None:
-    """Any difference in what is computed. transformers ignored both scale flags on its sdpa path until early 2026; 5.23 obeys."""
+    """transformers ignored both scale flags on its sdpa path until early 2026; 5.23 applies them."""
     config = replace(TINY, **changes)
     ours, theirs = pair(hf, config, attention, direction)
     assert_same_models(ours.use_attention(PATHS[attention]), theirs)
 
 
 def test_upcast_attention(hf: ModuleType) -> None:
-    """`reorder_and_upcast_attn` changes rounding, never the function.
+    """`reorder_and_upcast_attn` must change rounding only, not the function.
 
-    transformers 5.23 has it on its eager path only, where it computes in float32 whatever comes in and so refuses float64
-    outright; its sdpa path ignores the flag, which in float64 is right. Both are compared where they are.
+    transformers 5.23 applies it on its eager path only, which computes in float32 and so refuses float64. Its sdpa path
+    ignores the flag, which is right in float64. Both paths are compared where they work.
     """
     config = replace(TINY, reorder_and_upcast_attn=True, scale_attn_by_inverse_layer_idx=True)
     ours, theirs = pair(hf, config)
@@ -148,7 +148,7 @@ def test_upcast_attention(hf: ModuleType) -> None:
             ours.to(dtype)
             give_ours(ours, eager.to(dtype))
             found, expected = ours(ids).double(), eager(ids).logits.double()
-            exact = ours.double()(ids)  # of the rounded weights: what is left is the rounding of the arithmetic
+            exact = ours.double()(ids)  # of the rounded weights: only the rounding of the arithmetic remains
             our_error, their_error = (found - exact).abs().max(), (expected - exact).abs().max()
             assert 0 < our_error <= 1.5 * their_error, dtype
 
@@ -160,13 +160,14 @@ def test_upcast_attention(hf: ModuleType) -> None:
     ids=lambda changes: next(iter(changes.values())),
 )
 def test_loss_and_gradients(hf: ModuleType, changes: dict, attention: str) -> None:
-    """Right forwards, wrong backwards: the loss, and the gradient of every parameter, the tied embedding's from both ends."""
+    """The forward pass may be right and the backward pass wrong: compare the loss and every gradient, also of the tied
+    embedding."""
     config = replace(TINY, **changes)
     ours, theirs = pair(hf, config, attention)
     ids = some_ids(config, 3, 9)
     loss = F.cross_entropy(ours.use_attention(PATHS[attention])(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()
-    logits = theirs(ids).logits[:, :-1]  # transformers' own loss is computed in float32 whatever the model's dtype
+    logits = theirs(ids).logits[:, :-1]  # transformers computes its loss in float32 for any dtype of the model
     expected = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     expected.backward()
     assert_same(loss.detach(), expected.detach())
@@ -184,13 +185,13 @@ def their_greedy(hf: ModuleType, theirs: Any, ids: Tensor, mask: Tensor, new: in
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("padded", [False, True])
 def test_greedy_text(hf: ModuleType, padded: bool, use_cache: bool) -> None:
-    """The ids that people see: a batch, padded and not, cached and not on either side, up to the last position."""
+    """The generated ids: a batch, padded or not, with and without cache on each side, up to the last position."""
     config = replace(TINY, n_positions=40, n_embd=40)
     ours, theirs = pair(hf, config)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             if name.endswith("bias"):
-                parameter.mul_(0.1)  # a strong final bias would repeat one id for ever
+                parameter.mul_(0.1)  # a strong final bias would repeat one id
     give_ours(ours, theirs)
     ids = some_ids(config, 4, 6)
     mask = torch.tensor([[0] * n + [1] * (6 - n) for n in ((0, 1, 3, 5) if padded else (0, 0, 0, 0))])
@@ -201,7 +202,7 @@ def test_greedy_text(hf: ModuleType, padded: bool, use_cache: bool) -> None:
         assert found.tolist() == expected.tolist()
 
 
-# Controls: each puts one classical mistake into our model, and the comparison above must refuse it.
+# Negative controls: each makes one common mistake in our model, which the comparison above must find.
 
 
 def head_off_by_1e_8(model: GPT2) -> None:
@@ -222,12 +223,12 @@ SPOILS: dict[str, Callable[[GPT2], object]] = {
     "one bias lost": lambda model: model.h[2].mlp.c_proj.bias.data.zero_(),
     "one vector rounded to float32": lambda model: setattr(norm := model.h[0].ln_1.weight, "data", norm.data.float().double()),
 }
-del SPOILS["one bit flipped in one weight"]  # in float64 that is rounding
+del SPOILS["one bit flipped in one weight"]  # in float64 this is rounding
 
 
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
 def test_a_broken_model_is_refused(hf: ModuleType, spoil: Callable[[GPT2], object]) -> None:
-    """A comparison that a broken model passes."""
+    """Negative control: the comparison must refuse a broken model."""
     ours, theirs = pair(hf, TINY)
     assert isinstance(ours.h[0].mlp.c_fc, Conv1D)
     assert_same_models(ours, theirs)

@@ -1,4 +1,4 @@
-"""The public record: a stand-in that transformers computes must be reproduced, and every kind of wrong record refused."""
+"""The public record: numbers that transformers computes must be reproduced, and every kind of wrong record refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SOURCES = [Source(f"someone/{name}", f"https://example.org/{name}") for name in 
 
 
 def texts(spec: str | None, *, offline: bool = False) -> Text:
-    """Stands for the texts that are downloaded: the same protocols, words of our own."""
+    """Our own words in place of the downloaded texts, with the same protocols."""
     forms: dict[str | None, Protocol] = {
         "tinyshakespeare:split=all": RUNNING,
         "wikitext2:stride=8": replace(GUIDE, stride=8),
@@ -45,7 +45,7 @@ def texts(spec: str | None, *, offline: bool = False) -> Text:
 
 
 def stand_in(folder: Path, tokenizer: Tokenizer) -> tuple[Record, ...]:
-    """A record of every kind, as transformers and loops over it give the numbers; none of our model's code is used."""
+    """A record of every kind, computed by transformers and plain loops, without our model's code."""
     model = reference.load_reference(folder, torch.float32)
     n_positions = model.config.n_positions
     ids = tokenizer.encode(TEXT)[:6]
@@ -141,7 +141,7 @@ def setup(checkpoint: Path) -> Setup:
 
 
 def test_every_kind_is_reproduced(setup: Setup, recorded: tuple[Record, ...]) -> None:
-    """A function that computes something else than was recorded would refuse the official weights."""
+    """If our function computed something else than the recorded figure, verify would refuse the official weights."""
     assert [record.kind for record in recorded] == list(Kind), "a kind without a stand-in is not proved"
     report = compute("gpt2", recorded, setup, everything=True)
     assert [outcome.record.kind for outcome in report.outcomes if not outcome.ok or outcome.not_computed] == []
@@ -150,7 +150,7 @@ def test_every_kind_is_reproduced(setup: Setup, recorded: tuple[Record, ...]) ->
 
 
 def wrong(record: Record) -> Record:
-    """The same record with its last number, or its last letter, another one."""
+    """The same record with its last number or letter changed."""
     if record.kind is Kind.GREEDY_TEXT:
         return replace(record, continuation=record.continuation[:-1] + "#")
     step = 3 * record.tolerance if record.tolerance else 1
@@ -159,7 +159,7 @@ def wrong(record: Record) -> Record:
 
 @pytest.mark.parametrize("kind", Kind)
 def test_a_wrong_record_is_refused(setup: Setup, recorded: tuple[Record, ...], kind: Kind) -> None:
-    """A comparison that accepts any number confirms everything."""
+    """Negative control: wrong numbers must be refused."""
     record = wrong(next(record for record in recorded if record.kind is kind))
     report = compute("gpt2", [record], setup, everything=True)
     assert not report.ok
@@ -168,19 +168,20 @@ def test_a_wrong_record_is_refused(setup: Setup, recorded: tuple[Record, ...], k
 
 
 def test_a_wrong_model_is_refused_by_every_kind(checkpoint: Path, setup: Setup, recorded: tuple[Record, ...]) -> None:
-    """Records that a broken model reproduces would say nothing about it: here every position is read as the next one."""
+    """Negative control: a broken model, which reads every position as the next one, must fail every kind of record."""
     model = load_path(checkpoint, dtype=torch.float32)
     with torch.no_grad():
         model.wpe.weight.copy_(model.wpe.weight.roll(1, 0))
     wrong = replace(setup, model=model, build=lambda: model)
     report = compute("gpt2", recorded, wrong, everything=True)
-    # Greedy continuations and a guess of three words are coarse: they may survive. Every measured number does not.
+    # Greedy continuations and a guess of three words are coarse: a broken model may pass them. It must fail every measured
+    # number.
     coarse = {Kind.GREEDY_IDS, Kind.GREEDY_TEXT, Kind.LAST_WORD_ACCURACY}
     assert {outcome.record.kind for outcome in report.outcomes if outcome.ok} <= coarse
 
 
 def test_what_is_nan_is_not_reproduced(checkpoint: Path, setup: Setup, recorded: tuple[Record, ...]) -> None:
-    """NaN compares as False, which a careless comparison takes for within the tolerance."""
+    """NaN compares as False: a wrong comparison would call it within the tolerance."""
     model = load_path(checkpoint, dtype=torch.float32)
     with torch.no_grad():
         model.ln_f.weight.fill_(torch.nan)
@@ -190,7 +191,7 @@ def test_what_is_nan_is_not_reproduced(checkpoint: Path, setup: Setup, recorded:
 
 
 def test_what_cannot_be_computed_is_counted_as_such(setup: Setup, recorded: tuple[Record, ...], monkeypatch) -> None:
-    """Seven numbers out of reach must neither fail the model nor be said to hold."""
+    """Numbers that cannot be computed here must neither fail the model nor count as reproduced."""
 
     def out_of_reach(spec: str | None, *, offline: bool = False) -> Text:
         raise InputError("offline, and the text is not here")
@@ -206,16 +207,16 @@ def test_what_cannot_be_computed_is_counted_as_such(setup: Setup, recorded: tupl
 
 
 def known_here(checkpoint: Path, recorded: tuple[Record, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the tiny checkpoint be what the official gpt2 is."""
+    """Treat the tiny checkpoint as the official gpt2."""
     hashes = {path.name: run.sha256(path) for path in checkpoint.iterdir() if path.suffix != ".md"}
     monkeypatch.setattr(official_files, "OFFICIAL_FILES", {**official_files.OFFICIAL_FILES, "gpt2": hashes})
     monkeypatch.setattr(run, "public_record", lambda: recorded)
-    monkeypatch.setattr(run.checks, "forward", lambda subject: [])  # equality is proved in test_run.py, and takes its time
+    monkeypatch.setattr(run.checks, "forward", lambda subject: [])  # test_run.py checks equality, which takes long
     monkeypatch.setattr(run.training, "training", lambda subject: [])
 
 
 def test_verify_of_official_files(checkpoint: Path, recorded: tuple[Record, ...], monkeypatch, tmp_path: Path, capsys) -> None:
-    """The line, the table and the JSON of the command; exit 1 where a recorded number is not reproduced."""
+    """The line, table and JSON of the command; exit 1 if a recorded number is not reproduced."""
     known_here(checkpoint, recorded, monkeypatch)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["verify", str(checkpoint), "--json", str(tmp_path / "cheap.json")]) == 0
@@ -239,14 +240,14 @@ def test_verify_of_official_files(checkpoint: Path, recorded: tuple[Record, ...]
 
 
 def test_the_record_is_of_official_weights_alone(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Other weights give other numbers: to compare them would call every fine-tuned model wrong."""
+    """Other weights give other numbers: the comparison would call every fine-tuned model wrong."""
     for name in (str(checkpoint), "random:gpt2"):
         assert main(["verify", name, "--record"]) == 2
         assert "--record is of the official weights" in capsys.readouterr().err
 
 
 def test_the_data_file(tmp_path: Path) -> None:
-    """Ids that are not the text they stand for would make an honest record look wrong."""
+    """If ids did not belong to their text, a correct record would look wrong."""
     for name, content in small_files("gpt2").items():
         (tmp_path / name).write_bytes(content)
     tokenizer = BPE.from_directory(tmp_path)
@@ -293,7 +294,7 @@ tolerance = 0.1
     ],
 )
 def test_a_record_that_does_not_fit_its_kind(change: Callable[[str], str], says: str) -> None:
-    """A misspelt field would leave its default in place, and the number would be compared with something else."""
+    """A misspelt field would keep its default, and the number would be compared with another one."""
     assert len(parse(LOGITS)) == 1
     with pytest.raises(ValueError, match=says):
         parse(change(LOGITS))

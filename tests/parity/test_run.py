@@ -1,4 +1,4 @@
-"""verify: it accepts what is equal, and every one of its checks refuses what is not."""
+"""verify: it accepts equal models, and each of its checks refuses a model that differs."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def report(checkpoint: Path) -> gpt2.Report:
 
 @pytest.fixture
 def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the training steps, which take most of a verdict's time, where the forward pass decides."""
+    """Leave out the training steps, which take most of the time, for tests of the forward pass."""
     monkeypatch.setattr(training, "training", lambda subject: [])
 
 
 def test_an_honest_model_is_equal(report: gpt2.Report) -> None:
-    """Nobody trusts a check that refuses good models: every check passes, none is skipped, none is empty."""
+    """For a correct model every check must pass, and none may be skipped or empty."""
     assert failing(report) == []
     assert report.ok
     assert report.first_divergence is None
@@ -74,7 +74,7 @@ def test_an_honest_model_is_equal(report: gpt2.Report) -> None:
     ids=lambda changes: ",".join(changes),
 )
 def test_every_switch_of_the_config_is_equal(tmp_path: Path, changes: dict) -> None:
-    """Cerebras' erf GELU and odd heads, stanford-crfm's scales: dialects that naive ports get wrong."""
+    """Cerebras' erf GELU and odd heads, stanford-crfm's scales: ports often get these dialects wrong."""
     report = verify(str(write_checkpoint(tmp_path / "model", **changes)))
     assert failing(report) == []
 
@@ -95,7 +95,7 @@ EXPECTED_FIRST = {
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_the_ten_controls_are_refused_at_the_right_point(checkpoint: Path, name: str, untrained: None) -> None:
-    """The faults of real ports. One that slipped through would make every other verdict worthless."""
+    """The ten faults of real ports: each must be refused, at the right point."""
     report = verify(str(checkpoint), build=broken(CONTROLS[name]))
     assert not report.ok
     assert report.first_divergence.name == EXPECTED_FIRST[name]
@@ -103,14 +103,14 @@ def test_the_ten_controls_are_refused_at_the_right_point(checkpoint: Path, name:
 
 
 def coarse_attention(q, k, v, mask, scale, dropout):
-    """Right in float64, needlessly rounded in float32."""
+    """Right in float64, rounded too much in float32."""
     if q.dtype == torch.float64:
         return eager_attention(q, k, v, mask, scale, dropout)
     return eager_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, scale, dropout).to(q.dtype)
 
 
 def fused_path_without_mask(model: GPT2) -> None:
-    """The readable path right, the default one wrong: a trace alone would never see it."""
+    """The traced path is right and the default path wrong: a trace alone cannot show it."""
 
     def attend(q, k, v, mask, scale, dropout):
         everything = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool)
@@ -131,7 +131,7 @@ def fused_path_without_mask(model: GPT2) -> None:
 
 
 def forgetful_cache(model: GPT2) -> None:
-    """Single tokens do not see the one before them."""
+    """Single tokens do not see the previous one."""
 
     def attend(q, k, v, mask, scale, dropout):
         if q.size(-2) == 1 and k.size(-2) > 1:
@@ -143,25 +143,25 @@ def forgetful_cache(model: GPT2) -> None:
 
 
 def padding_takes_positions(model: GPT2) -> None:
-    """Positions counted from the start of the row, padding included: the commonest fault of batched ports."""
+    """Positions counted from the start of the row, padding included: the most common fault of batched ports."""
     original = model.wpe.forward
     model.wpe.forward = lambda positions: original(torch.arange(positions.size(-1)) if positions.ndim == 2 else positions)
 
 
 def gradient_stopped(model: GPT2) -> None:
-    """A detached residual: the forward pass is perfect, the training is not."""
+    """A detached residual: the forward pass is right, the training is not."""
     model.h[0].mlp.register_forward_hook(lambda module, args, output: output.detach())
 
 
 def noisy_gradients(model: GPT2) -> None:
-    """Forward pass and float64 perfect; in float32 every gradient off by a thousandth."""
+    """Forward pass and float64 are right; in float32 every gradient has an error of 0.1 %."""
     for parameter in model.parameters():
         if parameter.dtype == torch.float32:
             parameter.register_hook(lambda gradient: gradient * (1 + 1e-3 * torch.randn_like(gradient)))
 
 
 def coarse_cache(model: GPT2) -> None:
-    """Keys and values kept in bfloat16: right in float64, and in float32 as long as nothing is cached."""
+    """Keys and values kept in bfloat16: right in float64, and in float32 without the cache."""
 
     def attend(q, k, v, mask, scale, dropout):
         if q.dtype == torch.float32 and q.size(-2) != k.size(-2):
@@ -173,7 +173,7 @@ def coarse_cache(model: GPT2) -> None:
 
 
 def every_row_reads_the_first(model: GPT2) -> None:
-    """A cache that mixes up the rows of a batch: nothing run with one row can show it."""
+    """A cache that mixes up the rows of a batch: a run with one row cannot show it."""
 
     def attend(q, k, v, mask, scale, dropout):
         if q.size(-2) != k.size(-2):
@@ -184,7 +184,7 @@ def every_row_reads_the_first(model: GPT2) -> None:
 
 
 def no_softmax(model: GPT2) -> None:
-    """Attention weights without a softmax call: points of the trace that never appear."""
+    """Attention weights without a softmax call: some points of the trace are missing."""
 
     def attend(q, k, v, mask, scale, dropout):
         causal = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril(k.size(-2) - q.size(-2))
@@ -195,7 +195,7 @@ def no_softmax(model: GPT2) -> None:
 
 
 def gradient_cut_late(model: GPT2) -> None:
-    """No gradient past the first positions: short training sequences never reach there."""
+    """No gradient past the first positions: short training sequences do not reach them."""
     model.ln_f.register_forward_hook(
         lambda module, args, y: torch.cat((y[:, :-1], y[:, -1:].detach()), 1) if y.size(1) == 32 else y
     )
@@ -223,14 +223,14 @@ def gradient_cut_late(model: GPT2) -> None:
     ],
 )
 def test_every_check_can_fail_alone(checkpoint: Path, control: Callable, must_fail: str, must_pass: str) -> None:
-    """A check proves nothing unless some broken model fails it."""
+    """Negative controls: for each check, a broken model fails that check alone."""
     failed = failing(verify(str(checkpoint), build=broken(control)))
     assert must_fail in failed
     assert must_pass not in failed
 
 
 def test_what_adamw_moved_is_judged_by_how_far_it_moved(checkpoint: Path) -> None:
-    """Where a parameter ends is nearly where it began: judged by that, a wrong step looks a hundred times less wrong."""
+    """A parameter moves little in a step: relative to its size, a wrong step looks a hundred times too small."""
 
     def too_far(model: GPT2) -> None:
         for parameter in model.parameters():
@@ -245,7 +245,7 @@ def test_what_adamw_moved_is_judged_by_how_far_it_moved(checkpoint: Path) -> Non
 
 
 def test_a_wrong_tokenizer_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids that differ from transformers' feed the model another text, and nothing else would show it."""
+    """Other ids give the model another text, and no other check would show it."""
     original = StoredCheckpoint.own_tokenizer
 
     def shifted(opened: StoredCheckpoint):
@@ -259,7 +259,7 @@ def test_a_wrong_tokenizer_is_refused(checkpoint: Path, monkeypatch: pytest.Monk
 
 
 def test_bfloat16_is_judged_by_bfloat16(checkpoint: Path) -> None:
-    """A tolerance for float32 would refuse every honest bfloat16 model, and one for bfloat16 would pass every bug."""
+    """A tolerance for float32 would refuse every correct bfloat16 model; one for bfloat16 in float32 would pass bugs."""
     report = verify(f"{checkpoint}:bf16")
     assert report.environment.dtype == "bfloat16"
     assert report.check("rounding").worst.reference_error > 1e-4
@@ -267,13 +267,13 @@ def test_bfloat16_is_judged_by_bfloat16(checkpoint: Path) -> None:
 
 
 def test_the_report_says_what_it_takes_to_rerun_it(report: gpt2.Report, tmp_path: Path, in_a_notebook: None) -> None:
-    """JSON with versions, hashes and seed; strict JSON, so other tools read it; and HTML that holds the verdict."""
+    """The report needs versions, hashes and seed to repeat the run, in strict JSON, and the verdict in HTML."""
     body = json.loads(report.to_json())
     assert body["ok"] is True
     assert body["verdict"] == "equal"
     assert body["seed"] == 3
     assert set(body["files"]) >= {"config.json", "model.safetensors", "vocab.json", "merges.txt"}
-    assert torch.__version__.startswith(body["environment"]["versions"]["torch"])  # without a local +cu130
+    assert torch.__version__.startswith(body["environment"]["versions"]["torch"])  # without a local suffix +cu130
     assert {check["id"] for check in body["checks"]} >= {"weights", "activations", "rounding", "gradients", "tokens"}
     report.save_html(tmp_path / "report.html")
     assert "EQUAL" in (tmp_path / "report.html").read_text()
@@ -283,7 +283,7 @@ def test_the_report_says_what_it_takes_to_rerun_it(report: gpt2.Report, tmp_path
 
 
 def test_infinite_errors_stay_valid_json(checkpoint: Path) -> None:
-    """json.dumps writes Infinity by default, which no other parser reads."""
+    """json.dumps writes Infinity by default, which strict parsers refuse."""
 
     def nan_model(model: GPT2) -> None:
         model.h[0].attn.scale = float("nan")
@@ -294,7 +294,7 @@ def test_infinite_errors_stay_valid_json(checkpoint: Path) -> None:
 
 
 def test_what_memory_cannot_hold_is_said_not_skipped_in_silence(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An EQUAL that left out the gradients must say so."""
+    """If the gradients did not fit into memory, the verdict must say so."""
     real = os.sysconf
     monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PHYS_PAGES" else real(name))
     report = verify(str(checkpoint))
@@ -303,7 +303,7 @@ def test_what_memory_cannot_hold_is_said_not_skipped_in_silence(checkpoint: Path
 
 
 def test_the_probe_shows_every_id_and_position_it_claims() -> None:
-    """Ids are a permutation, so that none is left out by chance; a big model gets what the budget allows."""
+    """The ids are a permutation, so each occurs; a big model gets as many as the budget allows."""
     probe = Probe.draw(GPT2Config(500, n_positions=64, n_embd=32, n_layer=1, n_head=2), seed=1)
     assert probe.windows.shape == (8, 64)
     assert probe.windows.unique().numel() == 500
@@ -315,7 +315,7 @@ def test_the_probe_shows_every_id_and_position_it_claims() -> None:
 
 @pytest.mark.slow
 def test_an_honest_model_is_equal_whatever_the_seed(checkpoint: Path) -> None:
-    """The verdict must not depend on how the seed happens to round. Both a random model and the trained one."""
+    """The verdict must not depend on the seed's rounding, for a random model and the trained one."""
     for seed in (1, 2):
         assert failing(verify(str(checkpoint), seed=seed)) == [], seed
         assert failing(verify("shakespeare-mini", seed=seed)) == [], seed
