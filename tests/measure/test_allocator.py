@@ -53,7 +53,7 @@ def test_a_c_library_without_the_switch_is_left_alone(monkeypatch):
 
 @pytest.mark.parametrize("words", [["verify"], ["compare", "shakespeare-mini", "shakespeare-mini:bf16"]])
 def test_commands_of_many_passes_keep_it(monkeypatch, words):
-    """Without it, verify takes a fifth longer."""
+    """Without it, verify spends a fifth of its time on new pages."""
 
     def asked():
         raise KeyboardInterrupt

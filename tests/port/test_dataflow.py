@@ -22,7 +22,7 @@ IDS = torch.tensor([[9, 5, 14], [16, 7, 11]])
 
 
 class Small(nn.Module):
-    """An embedding, a few parameters, and any function of them."""
+    """An embedding, a few parameters, and a function of them."""
 
     def __init__(self, function: Callable[[Small, Tensor], Tensor]) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def test_a_table_read_by_the_tokens_is_a_lookup(look_up: Callable[[Small, Tensor
 
 
 def test_positions_are_not_a_lookup_by_the_tokens() -> None:
-    """Rows chosen by arange are not a lookup: this distinguishes positions from words."""
+    """Rows chosen by arange are positions, not a lookup by the tokens."""
     recording = record(Small(lambda m, x: x + m.square[torch.arange(3)]), IDS)
     assert [node.kind for node in recording.nodes] == [Kind.LOOKUP, Kind.ELEMENTWISE]
     ids = recording.sources[1].region.ids()[:3]
@@ -165,7 +165,7 @@ def test_constants_applied_to_a_parameter_are_recorded(change: Callable[[Tensor]
 
 
 def test_a_parameter_used_in_two_ways_has_two_uses() -> None:
-    """No value serves both uses; load_into must report it."""
+    """No single value serves both uses; load_into must report it."""
     recording = record(Small(lambda m, x: (x @ m.square) @ (m.square * 2)), IDS)
     assert recording.uses[recording.sources[1].storage] == {Use(), Use(2.0)}
 
@@ -256,7 +256,7 @@ def test_recording_changes_neither_module_nor_torch() -> None:
     assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()) == backends
 
 
-@pytest.mark.slow  # it imports torch in another process
+@pytest.mark.slow  # imports torch in another process
 def test_recording_does_not_import_torch_s_compiler() -> None:
     """Importing it takes four seconds."""
     code = (
@@ -292,7 +292,7 @@ LOGITS, LOSS, HIDDEN = torch.zeros(2, 3, WORDS), torch.tensor(1.0), torch.zeros(
     ],
 )
 def test_logits_are_found_in_whatever_a_forward_returns(output: object) -> None:
-    """Ports return logits in many ways."""
+    """Ports return logits in many forms."""
     assert logits_of(output, TOKENS, WORDS) is LOGITS
 
 
@@ -306,6 +306,6 @@ def test_flattened_logits_get_their_axes_back(shape: tuple[int, int], tokens: in
 
 @pytest.mark.parametrize("output", [None, LOSS, (torch.zeros(2, 3, dtype=torch.long),), {"loss": LOSS}, "text"])
 def test_an_output_without_logits_is_refused(output: object) -> None:
-    """The message goes to the module's author."""
+    """The error message is for the module's author."""
     with pytest.raises(ValueError, match=r"its forward returns .* with no logits in it"):
         logits_of(output, TOKENS, WORDS)

@@ -77,7 +77,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_wrong_weight_is_named(name: str, model: gpt2.GPT2) -> None:
-    """Each is a mistake in loading after which the model still gives text; the cause must name the right tensor."""
+    """These loading mistakes still let the model generate text; the cause must name the right tensor."""
     apply, id, where = CHANGES[name]
     module = port(model)
     apply(module)
@@ -94,7 +94,7 @@ def test_a_wrong_weight_is_named(name: str, model: gpt2.GPT2) -> None:
 
 
 def test_a_single_entry_is_enough(model: gpt2.GPT2) -> None:
-    """One wrong number, in a row that a probe of a few tokens does not read, must be seen."""
+    """One wrong number, in a row that a probe of a few tokens does not read, must be found."""
     module = port(model)
     with torch.no_grad():
         module.transformer.wpe.weight[CONFIG.n_positions - 1, 3] += 0.5
@@ -102,7 +102,7 @@ def test_a_single_entry_is_enough(model: gpt2.GPT2) -> None:
 
 
 def test_a_module_that_was_never_loaded_gets_that_cause_and_is_diagnosed_as_filled(model: gpt2.GPT2) -> None:
-    """The author who forgot to load must learn that first, and then whether the rest is right."""
+    """An author who forgot to load the weights must see that first, and then whether the rest is right."""
     module = PORTS["nano"].build(CONFIG)
     found = diagnose(module, model)
     assert (found.verdict, [one.id for one in found.causes]) == ("mismatch", ["not-loaded"])
@@ -112,7 +112,7 @@ def test_a_module_that_was_never_loaded_gets_that_cause_and_is_diagnosed_as_fill
 
 
 class Around(nn.Module):
-    """A right port, with a function applied to its logits."""
+    """A correct port, with a function applied to its logits."""
 
     def __init__(self, inner: nn.Module, after: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Around(nn.Module):
     ],
 )
 def test_behaviour(after: Callable[[Tensor], Tensor], id: str, model: gpt2.GPT2) -> None:
-    """A single run of one batch cannot show these."""
+    """One run of one batch cannot show these."""
     assert diagnose(Around(port(model), after), model).causes[0].id == id
 
 
@@ -163,7 +163,7 @@ def test_a_harmless_change_is_not_a_fault(after: Callable[[Tensor], Tensor], mod
     ],
 )
 def test_a_module_that_cannot_be_diagnosed_is_refused_in_one_line(module: nn.Module, said: str, model: gpt2.GPT2) -> None:
-    """A traceback would look like a fault of ours."""
+    """A traceback would look like our bug."""
     with pytest.raises(gpt2.InputError) as caught:
         diagnose(module, model)
     assert said in str(caught.value)
@@ -173,7 +173,7 @@ def test_a_module_that_cannot_be_diagnosed_is_refused_in_one_line(module: nn.Mod
 
 
 def test_the_fingerprint_sees_values_and_no_order() -> None:
-    """The fingerprint decides between "in another order" and "something else"."""
+    """The fingerprint decides between "in another order" and "other values"."""
     values = torch.randn(20, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert fingerprint(values) == fingerprint(values.t()) == fingerprint(values.flatten()[torch.randperm(600)])
     other = values.clone()
@@ -182,7 +182,7 @@ def test_the_fingerprint_sees_values_and_no_order() -> None:
 
 
 def test_reading_gives_the_order_of_entries() -> None:
-    """(head, q|k|v, unit) read as (q|k|v, head, unit)."""
+    """(head, q|k|v, unit) read as (q|k|v, head, unit) must give that order."""
     order = reading({"q|k|v": 3, "head": 2, "unit": 1}, ("head", "q|k|v", "unit"))
     assert order.tolist() == [0, 3, 1, 4, 2, 5]
 
@@ -221,7 +221,7 @@ def test_the_same_fault_in_several_blocks_is_one_cause() -> None:
 
 
 def test_causes_are_sorted_and_consequences_dropped() -> None:
-    """The first cause is the one that people act on."""
+    """Users act on the first cause."""
     causes = [placed("gelu-variant", Place(n, "mlp.act")) for n in range(3)]
     unlikely, first = placed("rmsnorm", Place(0, "ln_1"), confidence=0.5), placed("position-offset", Place(None, "wpe"))
     follows = placed("missing-bias", Place(0, "ln_1.bias"))

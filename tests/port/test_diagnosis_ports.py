@@ -1,4 +1,4 @@
-"""Diagnose the ports of tests/support: the right cause at the right place for faulty ports, no cause for right ones.
+"""Diagnose the ports of tests/support: the right cause at the right place for faulty ports, no cause for correct ones.
 
 tools/diagnose_table.py measures the whole confusion table, also at official shapes.
 """
@@ -68,7 +68,7 @@ def in_each_dtype(names, default):
 
 @pytest.mark.parametrize("name", of_each(FAULTY, DEFAULT))
 def test_what_is_wrong_is_named_and_located(name, directory, model):
-    """A wrong cause makes the reader change correct code; a wrong place makes the reader search in vain."""
+    """A wrong cause makes the user change correct code; a wrong place costs the user time."""
     port = FAULTY[name]
     module = port.build(CONFIG, directory)
     if port.filled:
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_named_and_located(name, directory, model):
     ("name", "dtype"), in_each_dtype(SOUND, [name for name in SOUND if "load_into" not in name and "compiled" not in name])
 )
 def test_a_right_architecture_is_called_right(name, dtype, directory, model):
-    """Negative control of every test above: a right port has no cause."""
+    """Negative control of the tests above: a correct port has no cause."""
     port = SOUND[name]
     module = port.build(CONFIG, directory)
     if port.filled:
@@ -95,15 +95,15 @@ def test_a_right_architecture_is_called_right(name, dtype, directory, model):
     assert found.causes == ()
 
 
-# The architectures among the ports are in SOUND.
+# The architectures of these ports are in SOUND.
 RIGHT = [name for name, port in PORTS.items() if port.complete and not port.home and name not in FAULTY_AFTER_ALL]
-ONLY_IN_FLOAT32 = ("pinyin", "letters")  # they mix float32 into what they compute, and torch refuses
+ONLY_IN_FLOAT32 = ("pinyin", "letters")  # these mix float32 into their computation, and torch refuses
 QUICK = ["nano", "flat_list", "stepwise"]
 
 
 @pytest.mark.parametrize(("name", "dtype"), in_each_dtype(RIGHT, QUICK))
 def test_a_right_port_is_called_right(name, dtype, model):
-    """A false alarm makes the reader break correct code."""
+    """A false alarm makes the user break correct code."""
     if dtype == "bf16" and name in ONLY_IN_FLOAT32:
         return
     port = PORTS[name]
@@ -116,7 +116,7 @@ def test_a_right_port_is_called_right(name, dtype, model):
 
 @pytest.mark.parametrize("name", ["lecture", "no_out_bias", "bare"])
 def test_a_port_without_a_bias_gets_that_cause(name, model):
-    """These ports are right except for the biases that they lack."""
+    """These ports are correct except for their missing biases."""
     module = PORTS[name].build(CONFIG).float()
     PORTS[name].fill(module, model.state_dict())
     found = diagnose(module, model)
@@ -126,7 +126,7 @@ def test_a_port_without_a_bias_gets_that_cause(name, model):
 
 @pytest.mark.parametrize("name", FAULTY_AFTER_ALL)
 def test_a_fault_that_logits_do_not_show_is_named(name, model):
-    """The logits of these two ports pass every test, and yet the ports are faulty in use."""
+    """The logits of these two ports are right, and yet the ports are faulty in use."""
     module = PORTS[name].build(CONFIG).float()
     PORTS[name].fill(module, model.state_dict())
     found = diagnose(module, model)
@@ -161,7 +161,7 @@ HANDFUL = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HANDFUL)
 def test_official_shape(name, tmp_path_factory):
-    """Some faults coincide at a tiny size, or differ too little. (Times: tools/diagnose_table.py --shape gpt2)"""
+    """Some faults coincide at a tiny size, or have too small an effect. (Times: tools/diagnose_table.py --shape gpt2)"""
     config, folder = OFFICIAL_SIZES["gpt2"], tmp_path_factory.getbasetemp() / "official-faulty"
     if not folder.exists():
         write(folder, config)

@@ -1,4 +1,4 @@
-"""Every port of tests/support/faulty that is called faulty is faulty, and the architectures without faults are right."""
+"""Every port of tests/support/faulty with a fault is faulty, and the architectures without faults are correct."""
 
 import inspect
 from pathlib import Path
@@ -57,7 +57,7 @@ def misbehaves(module: nn.Module) -> bool:
 
 
 def in_pieces(module: nn.Module, start: Tensor, rest: Tensor) -> Tensor | None:
-    """Logits of ``rest`` computed with the port's cache, called as its author would; None if it has no cache."""
+    """Logits of ``rest`` computed with the port's cache, called as its author would call it; None if it has no cache."""
     takes = inspect.signature(module.forward).parameters
     if "past_key_values" in takes:
         return module(rest, past_key_values=module(start, use_cache=True).past_key_values).logits
@@ -96,7 +96,7 @@ def each(ports):
 @pytest.mark.parametrize("name", each(FAULTY))
 @torch.no_grad()
 def test_a_faulty_port_is_faulty(name, checkpoint, reference):
-    """A fault that changes nothing would be counted as missed, or as named by chance."""
+    """A fault without effect would count as missed, or be named by chance."""
     port = FAULTY[name]
     module = port.build(CONFIG, checkpoint)
     if port.filled:
@@ -108,7 +108,7 @@ def test_a_faulty_port_is_faulty(name, checkpoint, reference):
 @pytest.mark.parametrize("name", each({name: port for name, port in FAULTY.items() if len(port.causes) > 1 and not port.kind}))
 @torch.no_grad()
 def test_every_one_of_several_faults_counts(name, checkpoint):
-    """One fault could hide another completely, and then no diagnosis could name it."""
+    """One fault could hide another completely, and then no diagnosis could find it."""
     port, ids = FAULTY[name], some_ids()
     words = list(port.causes)
     whole = logits(port.build(CONFIG, checkpoint).double(), ids, CONFIG.vocab_size)
@@ -122,7 +122,7 @@ def test_every_one_of_several_faults_counts(name, checkpoint):
 @pytest.mark.parametrize("name", each(SOUND))
 @torch.no_grad()
 def test_an_architecture_without_a_fault_is_right(name, checkpoint, reference):
-    """Control: a mistake in the architecture itself would be counted as the fault under test."""
+    """Control: a mistake in the architecture would count as the fault under test."""
     port = SOUND[name]
     module = port.build(CONFIG, checkpoint)
     if port.filled:
@@ -140,7 +140,7 @@ def test_every_cause_is_there():
 
 
 def test_there_are_enough():
-    """At least 100 ports, 15 with several faults, and common causes in at least four architectures."""
+    """At least 100 ports, 15 of them with several faults, and common causes in at least four architectures."""
     assert len(FAULTY) >= 100
     assert sum(" " in port.line for port in FAULTY.values()) >= 15
     assert {port.architecture for port in FAULTY.values()} == set(ARCHITECTURES)
@@ -159,7 +159,7 @@ def test_there_are_enough():
 
 @torch.no_grad()
 def test_the_sound_file_among_the_hostile_is_right(checkpoint, reference, monkeypatch):
-    """The other files are made of it: they must fail by what they do, and not because it is wrong."""
+    """The other files are copies of it: they must fail by their behaviour, not by a mistake in the copy."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "support" / "faulty" / "hostile"))
     import sound
 

@@ -1,4 +1,4 @@
-"""`load_into` on modules with a fault: their weights are placed and the fault is named; the module is given back as it was.
+"""`load_into` on faulty modules: the weights are placed, the fault is named, and the module's state is restored.
 
 test_load_into_ports.py shows that correct ports are filled correctly, bit for bit.
 """
@@ -32,7 +32,7 @@ CONFIG = GPT2Config(vocab_size=67, n_positions=23, n_embd=20, n_layer=3, n_head=
 
 
 def checkpoint(config: GPT2Config = CONFIG, **changed: float) -> GPT2:
-    """Random weights; tensors whose name ends in a key of `changed` hold that value throughout."""
+    """Random weights; a tensor whose name ends in a key of `changed` has that value in every entry."""
     model = GPT2(config, initialise=False).eval()
     model.load_state_dict(hf_layouts.weights(config))
     for name, parameter in model.named_parameters():
@@ -123,7 +123,7 @@ class Block(nn.Module):
 
 
 class Faulty(nn.Module):
-    """A port with one fault, or with none."""
+    """A port with one fault or none."""
 
     def __init__(self, fault: str = "", config: GPT2Config = CONFIG) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Faulty(nn.Module):
 
 
 def by_hand(model: GPT2, name: str) -> Tensor:
-    """The tensor that the author of :class:`Faulty` would put into a parameter."""
+    """The tensor that :class:`Faulty` needs in a parameter."""
     state, (kind, *rest) = model.state_dict(), name.split(".")
     if kind in ("tok", "pos"):
         return state[{"tok": "wte.weight", "pos": "wpe.weight"}[kind]]
@@ -187,7 +187,7 @@ def by_hand(model: GPT2, name: str) -> Tensor:
     return tensor.t()
 
 
-# Fault -> what the report must say of it, and the beginnings of the names that are left alone.
+# Fault -> the expected words of the report, and the first parts of the names that stay unchanged.
 ANYTHING = "your module computes something else than GPT-2; `gpt2 diagnose` says where it departs"
 ALL_PLACED = (
     "rmsnorm; unbiased variance; not normalising; erf gelu; relu; no activation; embeddings scaled; no scale; scale by width; "
@@ -232,7 +232,7 @@ def sentences(report: MappingReport) -> str:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_port_with_a_fault_is_filled_by_its_structure_and_refused(fault: str) -> None:
-    """A mapping that needs correct logits could not fill a port with a fault, and these are the ports to diagnose."""
+    """If the mapping needed correct logits, a faulty port could not be filled, and these ports need a diagnosis."""
     sentence, unfilled = FAULTS[fault]
     model, module = checkpoint(), Faulty(fault)
     before = copy.deepcopy(module)
@@ -248,7 +248,7 @@ def test_a_port_with_a_fault_is_filled_by_its_structure_and_refused(fault: str) 
 
 
 def test_the_port_without_a_fault_is_right() -> None:
-    """Control: without a fault the report is ok and has nothing to say."""
+    """Control: without a fault the report is ok and empty."""
     model, module = checkpoint(), Faulty()
     report = load_into(module, model)
     assert report.ok
@@ -279,7 +279,7 @@ def test_blocks_are_numbered_as_they_run() -> None:
     ],
 )
 def test_departures_are_values(fault: str, departure: Departure | None, layers: list[int]) -> None:
-    """`diagnose` makes causes of the same departures: it must not have to read a place out of a sentence."""
+    """`diagnose` makes causes of the same departures: it must not parse sentences for a place."""
     anatomy = Anatomy(record_probe(Faulty(fault).eval(), CONFIG, "Faulty"))
     departures = find_departures(Mapping(anatomy, CONFIG))
     assert departure in departures if departure else departures == []
@@ -298,8 +298,8 @@ def swapped(entries: Tensor, a: slice, b: slice) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("blocks.1.sa.q.weight", lambda e: swapped(e, slice(0, 5), slice(5, 10))),  # two heads of q, and not of k
-        ("blocks.2.sa.o.weight", lambda e: e.t().contiguous()),  # the square one, on its side
+        ("blocks.1.sa.q.weight", lambda e: swapped(e, slice(0, 5), slice(5, 10))),  # two heads of q, but not of k
+        ("blocks.2.sa.o.weight", lambda e: e.t().contiguous()),  # the square one, transposed
         ("blocks.0.ln1.g", lambda e: swapped(e, slice(3, 4), slice(4, 5))),
         ("pos.weight", lambda e: e.roll(1, 0)),
         ("tok.weight", lambda e: swapped(e, slice(66, 67), slice(65, 66))),  # two tokens of 67
@@ -307,7 +307,7 @@ def swapped(entries: Tensor, a: slice, b: slice) -> Tensor:
     ],
 )
 def test_a_wrong_mapping_is_refused(name: str, change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative controls: the check must notice a single wrong entry, wherever it is."""
+    """Negative controls: the check must find a single wrong entry in any place."""
     entries = Mapping.entries
     monkeypatch.setattr(
         Mapping, "entries", lambda self, source: (change if source.name == name else lambda e: e)(entries(self, source))
@@ -319,7 +319,7 @@ def test_a_wrong_mapping_is_refused(name: str, change: Callable[[Tensor], Tensor
 
 
 def test_heads_in_another_order_are_the_same_function() -> None:
-    """Control of the above: heads in another order, in queries, keys, values and output, change nothing."""
+    """Control of the test above: heads in another order, in queries, keys, values and output, change nothing."""
     model, module = checkpoint(), Faulty()
     load_into(module, model)
     ids = torch.arange(10).view(1, 10)
@@ -334,7 +334,7 @@ def test_heads_in_another_order_are_the_same_function() -> None:
     torch.testing.assert_close(module(ids), before)
 
 
-# Sizes and shares.
+# Other sizes and vocabularies.
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_another_size_is_reported(changes: dict[str, int], sentence: str, in_a_n
 
 
 def test_the_json_of_a_port_that_gives_nan_is_json() -> None:
-    """`Infinity` is no JSON: every strict reader stops at it."""
+    """`Infinity` is not valid JSON: strict parsers refuse it."""
     model = checkpoint()
     model.ln_f.weight.data[0] = torch.nan
     report = load_into(Faulty(), model)
@@ -375,7 +375,7 @@ def test_the_json_of_a_port_that_gives_nan_is_json() -> None:
 
 
 def test_a_larger_vocabulary_is_padded_with_zeros() -> None:
-    """nanoGPT pads to 50,304: the initial values of the padding would be added to every softmax."""
+    """nanoGPT pads to 50,304: initial values in the padding rows would change every softmax."""
     module = Faulty(config=replace(CONFIG, vocab_size=72))
     report = load_into(module, checkpoint())
     assert report.ok
@@ -384,7 +384,7 @@ def test_a_larger_vocabulary_is_padded_with_zeros() -> None:
 
 
 def test_more_positions_are_left_alone() -> None:
-    """The checkpoint has no values for these rows, and the author's may be better than zeros."""
+    """The checkpoint has no values for these rows, and the module's own may be better than zeros."""
     module = Faulty(config=replace(CONFIG, n_positions=30))
     rest = module.pos.weight[23:].clone()
     report = load_into(module, checkpoint())
@@ -395,7 +395,7 @@ def test_more_positions_are_left_alone() -> None:
 
 @pytest.mark.parametrize("port", ["lecture", "no_out_bias", "bare"])
 def test_a_missing_bias_is_named_and_measured(port: str) -> None:
-    """The report names the bias that is missing, and shows that nothing else is wrong."""
+    """The report names the missing bias, and shows that the rest is right."""
     model = checkpoint()
     report = load_into(PORTS[port].build(CONFIG), model)
     text = sentences(report)
@@ -409,7 +409,7 @@ def test_a_missing_bias_is_named_and_measured(port: str) -> None:
 
 
 def test_a_bias_of_the_keys_alone_is_not_missed() -> None:
-    """Softmax does not change when the same is added to all scores of a query, so a missing bias of the keys is no fault."""
+    """Softmax does not change when a constant is added to all scores of a query, so a missing bias of the keys is not a fault."""
     module = Faulty()
     for block in module.blocks:
         block.sa.k = nn.Linear(20, 20, bias=False)
@@ -419,7 +419,7 @@ def test_a_bias_of_the_keys_alone_is_not_missed() -> None:
 
 
 def test_a_neutral_parameter_is_not_missed() -> None:
-    """A missing scale of one, or shift of zero, changes nothing."""
+    """A missing scale of one, or shift of zero, has no effect."""
     report = load_into(PORTS["bare"].build(CONFIG), checkpoint(bias=0.0))
     assert report.ok
     assert report.unused["ln_f.bias"] == "all of it: it is zero, so nothing is lost"
@@ -430,11 +430,11 @@ def test_a_neutral_parameter_is_not_missed() -> None:
     assert "your module has no scale in its last norm; the checkpoint's ln_f.weight is not one (off by" in sentences(report)
 
 
-# The module afterwards.
+# The module's state afterwards.
 
 
 class Stateful(Faulty):
-    """Counts its calls, caches a mask in its weights' dtype, keeps a running buffer, and has dropout."""
+    """A module that counts its calls, caches a mask in its weights' dtype, keeps a running buffer, and has dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +452,7 @@ class Stateful(Faulty):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_is_put_back_but_the_weights(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A float64 mask left in a cache breaks the next call in float32; a mode left at eval disables dropout in training."""
+    """A float64 mask in a cache breaks the next call in float32; a module left in eval mode trains without dropout."""
     module = Stateful().train()
     module.blocks[1].eval()
     module.tok.weight.requires_grad_(False)
@@ -514,7 +514,7 @@ class OnlyFloat32(Faulty):
 
 @pytest.mark.parametrize("fault", ["", "erf gelu"])
 def test_a_module_that_refuses_float64_is_judged_by_its_rounding(fault: str) -> None:
-    """In its own dtype it may be as far from the float64 result as our model is in that dtype, and not much farther."""
+    """Its float32 error may be about as large as our model's, not much larger."""
     report = load_into(OnlyFloat32(fault), checkpoint())
     assert report.logits_error is None
     assert report.ok == (fault == "")
@@ -528,7 +528,7 @@ class Rounded(Faulty):
 
 
 def test_a_constant_in_float32_is_distinguished_from_a_fault() -> None:
-    """The GELU of a well-known book takes the square root of 2/pi in float32: an error of 1e-9, and no wrong formula."""
+    """The GELU of a well-known book takes the square root of 2/pi in float32: an error of 1e-9, with the right formula."""
     report = load_into(Rounded(), checkpoint())
     assert not report.ok
     assert 1e-10 < report.logits_error < 1e-6
@@ -566,7 +566,7 @@ class Silent(nn.Module):
 
 
 class Hidden(nn.Module):
-    """Weights that no module knows of."""
+    """Weights that are not registered in the module."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return torch.ones(67, 20)[ids]
@@ -590,7 +590,7 @@ class Hidden(nn.Module):
     ],
 )
 def test_a_module_that_is_not_gpt2_is_refused_in_one_line(module: nn.Module, message: str) -> None:
-    """The user must learn why the module was not filled."""
+    """The message must say why the module was not filled."""
     with pytest.raises(InputError) as caught:
         load_into(module, checkpoint())
     assert str(caught.value).startswith(message)
@@ -598,7 +598,7 @@ def test_a_module_that_is_not_gpt2_is_refused_in_one_line(module: nn.Module, mes
 
 
 class Rotary(nn.Module):
-    """Looks like GPT-2 and differs in structure: rotated queries and keys, gated feed-forward, RMS norms, shared keys."""
+    """A model that looks like GPT-2 and differs: rotary queries and keys, gated feed-forward, RMS norms, shared keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -621,7 +621,7 @@ class Rotary(nn.Module):
 
 
 def test_a_model_like_gpt2_is_refused_with_the_differences() -> None:
-    """Another architecture must give sentences, and no traceback."""
+    """The report must list the differences in sentences, without a traceback."""
     report = load_into(Rotary(), checkpoint())
     assert not report.ok
     assert "your forward runs 1 block, the checkpoint has 3: h.1, h.2 left out" in report.problems
@@ -632,7 +632,7 @@ def test_a_model_like_gpt2_is_refused_with_the_differences() -> None:
 
 
 def test_every_parameter_has_a_row_that_says_why() -> None:
-    """The report must let its reader check each parameter: source, transformation, evidence."""
+    """The reader must be able to check each parameter: source, transformation, evidence."""
     rows = {row.name: row for row in load_into(Faulty(), checkpoint()).rows}
     assert set(rows) == {name for name, _ in Faulty().named_parameters()}
     assert rows["tok.weight"].transformation == "none"
@@ -667,14 +667,14 @@ def test_every_parameter_has_a_row_that_says_why() -> None:
     ],
 )
 def test_transformations_in_words(port: str, name: str, sources: str, words: str) -> None:
-    """The words must say what to do by hand, for each kind of layout."""
+    """The words must say how to fill each kind of layout by hand."""
     row = next(row for row in load_into(PORTS[port].build(CONFIG), checkpoint()).rows if row.name == name)
     assert row.sources == tuple(sources.split())
     assert row.transformation == words
 
 
 def test_the_table_and_the_json() -> None:
-    """The table groups parameters that are treated alike; the JSON has every one."""
+    """The table groups parameters with the same transformation; the JSON lists each."""
     report = load_into(PORTS["no_out_bias"].build(CONFIG), checkpoint())
     table = report.table()
     assert "✗  your attention (blocks.0.attn and 2 more) has no output bias" in table
@@ -699,7 +699,7 @@ def test_a_name_is_as_good_as_a_model() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
 def test_a_buffer_that_serves_as_a_bias_is_in_the_way_only_if_it_changes_something(value: float) -> None:
-    """TransformerLens keeps a buffer of zeros as the head's bias: a report that is not ok for that would be a false alarm."""
+    """TransformerLens keeps a buffer of zeros as the head's bias: the report must still be ok."""
 
     class WithBuffer(nn.Module):
         def __init__(self) -> None:

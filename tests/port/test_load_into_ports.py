@@ -1,4 +1,4 @@
-"""`load_into` on every port of tests/support/ports: each weight is where its author puts it, bit for bit; equal logits."""
+"""`load_into` on every port of tests/support/ports: the weights equal the author's own loading, bit for bit; equal logits."""
 
 import gc
 
@@ -34,7 +34,7 @@ def relative_error(module, port, model):
 
 
 def differing(port, module, by_hand):
-    """Names of the weights that differ in any bit from what the author's own loading gives."""
+    """Names of the weights that differ in any bit from the author's own loading."""
     weights, expected = port.weights(module), port.weights(by_hand)
     assert weights.keys() == expected.keys()
     if port.exact:
@@ -48,7 +48,7 @@ def differing(port, module, by_hand):
 @pytest.mark.parametrize("name", COMPLETE)
 @torch.no_grad()
 def test_every_weight_lands_where_the_author_puts_it(name, sizes, checkpoints):
-    """Logits do not show a wrong bias of the keys, nor shapes a wrong slice: only the bits do."""
+    """Logits do not show a wrong bias of the keys, and shapes do not show a wrong slice: only the bits do."""
     port, config = PORTS[name], CONFIGS[sizes]
     model = gpt2.load(str(checkpoints[sizes]), dtype="float64")
     module, by_hand = port.build(config).double(), port.build(config).double()
@@ -82,7 +82,7 @@ def test_missing_places_are_reported(name, checkpoints):
 
 @torch.no_grad()
 def test_fewer_positions_are_reported_as_a_note(checkpoints):
-    """With half the positions, the first half of the table is correct for every token that the port can take."""
+    """With half the positions, the first half of the table is correct for every token that fits."""
     port, config = PORTS["short"], CONFIGS["tiny"]
     model = gpt2.load(str(checkpoints["tiny"]), dtype="float64")
     module = port.build(config).double()
@@ -95,7 +95,7 @@ def test_fewer_positions_are_reported_as_a_note(checkpoints):
 @pytest.mark.parametrize("name", LACKING)
 @torch.no_grad()
 def test_a_missing_bias_is_no_fault_where_the_checkpoint_has_zeros(name, tmp_path):
-    """If the checkpoint has zeros in place of what a port lacks, the logits must agree."""
+    """If the checkpoint has zeros where a port has no parameter, the logits must agree."""
     port, config = PORTS[name], CONFIGS["tiny"]
     state = hf_layouts.weights(config)
     for family in port.lacks:

@@ -1,4 +1,4 @@
-"""The ports of tests/support/ports are right: filled by their own authors, they compute what our GPT-2 computes."""
+"""The ports of tests/support/ports are correct: filled by their own authors, they compute our GPT-2."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from gpt2.config import GPT2Config
 
 
 def filled(port: Port, config: GPT2Config) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The port in float64, filled by its author, and with what: zeros where the port has no place."""
+    """The port in float64, filled by its author, and its weights: zeros where the port has no place."""
     lacking = {family.format(layer) for family in port.lacks for layer in range(config.n_layer)}
     state = {name: w * (name not in lacking) for name, w in hf_layouts.weights(config, dtype=torch.float64).items()}
     module = port.build(config).double()
@@ -23,7 +23,7 @@ def filled(port: Port, config: GPT2Config) -> tuple[nn.Module, dict[str, Tensor]
 @pytest.mark.parametrize("name", PORTS)
 @torch.no_grad()
 def test_filled_by_its_author_a_port_computes_gpt2(name, sizes):
-    """If a port were wrong itself, `load_into` would be blamed for it, or a wrong mapping would be excused."""
+    """A mistake in a port would look like a mistake of `load_into`, or hide one."""
     port, config = PORTS[name], CONFIGS[sizes]
     module, state = filled(port, config)
     ids = port.some_ids(config, batch=3)
@@ -40,7 +40,7 @@ def test_filled_by_its_author_a_port_computes_gpt2(name, sizes):
 @pytest.mark.parametrize("name", PORTS)
 @torch.no_grad()
 def test_every_weight_matters_but_the_bias_of_the_keys(name):
-    """Control of the test above: a weight without effect on the logits could be filled with anything.
+    """Control of the test above: a weight without effect on the logits could have any value.
 
     Only the bias of the keys has no effect: it adds the same q b to all scores of a query, and softmax removes that.
     """

@@ -1,4 +1,4 @@
-"""`gpt2 diagnose --run`: somebody's program is run on our ids, and what it leaves is found; whatever it does, one clear line."""
+"""`gpt2 diagnose --run`: run a user's program on our ids and find its output; any failure gives one clear line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def checkpoint(home: Home) -> Checkpoint:
 
 
 def script(folder: Path, code: str, arguments: str = "{ids} {out}", name: str = "program.py") -> str:
-    """The command that runs these lines of Python, `ids`, `out` and whatever is given after them being its arguments."""
+    """The command that runs these lines of Python; its arguments are `ids`, `out` and the given extra ones."""
     file = folder / name
     file.write_text(f"import sys\nids, out, *more = sys.argv[1:]\n{code}\n")
     return f"{shlex.quote(sys.executable)} {shlex.quote(str(file))} {arguments}"
@@ -48,7 +48,7 @@ SAVE = "import numpy as np; np.savez(out, logits=np.zeros((16, 67)), ids=np.load
 def test_the_ids_come_as_an_array_and_as_text_and_the_model_as_a_folder(
     tmp_path: Path, checkpoint: Checkpoint, home: Home
 ) -> None:
-    """A program that reads another file than the one it was promised computes something else."""
+    """A program that reads another file than the announced one computes something else."""
     code = (
         "import numpy as np; array = np.load(ids); assert array.shape == (16,) and array.dtype == np.int64\n"
         "assert open(more[0]).read() == ' '.join(map(str, array)) + '\\n'\n"
@@ -73,14 +73,14 @@ def test_the_ids_come_as_an_array_and_as_text_and_the_model_as_a_folder(
     ],
 )
 def test_what_it_wrote_is_found(code: str, suffix: str, tmp_path: Path, checkpoint: Checkpoint) -> None:
-    """A program that writes to {out} as it stands has no suffix to tell what it wrote."""
+    """A program that writes to {out} literally gives a file without a suffix that shows its format."""
     with run_program(script(tmp_path, code), checkpoint, timeout=30) as dump:
         assert dump.path.suffix == suffix
         assert dump.path.is_dir() == (not suffix)
 
 
 def test_no_shell_reads_the_command(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    """A path with spaces would be two words, and `; rm -rf` of a file's name a command."""
+    """With a shell, a path with spaces would be two words, and `; rm -rf` in a file's name a command."""
     folder = tmp_path / "my port; touch stolen $HOME"
     folder.mkdir()
     code = SAVE + "\nopen(more[0], 'w').write(' '.join(more[1:]))"
@@ -101,7 +101,7 @@ def test_no_shell_reads_the_command(tmp_path: Path, checkpoint: Checkpoint) -> N
     ],
 )
 def test_a_command_that_cannot_work_is_refused(command: str, words: str) -> None:
-    """A program that never learns where to write would run for an hour first."""
+    """A program without the path for its output would run for an hour and then fail."""
     with pytest.raises(InputError) as error:
         split(command)
     assert words in str(error.value)
@@ -121,7 +121,7 @@ def test_a_command_that_cannot_work_is_refused(command: str, words: str) -> None
 def test_a_program_that_fails_says_how(
     code: str, words: str, printed: str | None, tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
-    """The traceback of the user's program is what the user needs, not ours."""
+    """The user needs the traceback of the user's program, not ours."""
     with (
         pytest.raises(ProgramError) as error,
         run_program(script(tmp_path, code), checkpoint, timeout=30),
@@ -132,7 +132,7 @@ def test_a_program_that_fails_says_how(
 
 
 def test_only_the_last_lines_are_shown(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    """A program that prints each weight would fill the screen."""
+    """A program that prints each weight would fill the terminal."""
     code = "for n in range(100_000): print('line', n)\nsys.exit(3)"
     with pytest.raises(ProgramError) as error, run_program(script(tmp_path, code), checkpoint, timeout=30):
         pass
@@ -152,7 +152,7 @@ def test_a_program_that_cannot_be_started(program: str, words: str, tmp_path: Pa
 
 @pytest.mark.skipif(os.name == "nt", reason="no process groups")
 def test_when_time_is_up_its_children_end_too(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    """A hanging program's children would go on holding the GPU."""
+    """Child processes of a hanging program would keep using the GPU."""
     pid = tmp_path / "pid"
     command = f"sh -c 'sleep 600 & echo $! > {pid}; echo waiting; wait' {{ids}} {{out}}"
     with pytest.raises(ProgramError) as error, run_program(command, checkpoint, timeout=1):
@@ -168,7 +168,7 @@ def test_when_time_is_up_its_children_end_too(tmp_path: Path, checkpoint: Checkp
 
 
 README = (Path(gpt2.__file__).parent / "port" / "README.md").read_text()
-# What stands around the lines of README.md: a program that was given its tensors, and checks the ids.
+# Code around the lines of README.md: it gets the tensors and checks the ids.
 NUMPY_MODEL = """
 import numpy as np
 
@@ -215,7 +215,7 @@ for (let at = 4 * {tokens}, number = 0; at < bytes.length; number++) {{
 
 
 def tensors(home: Home, line: str) -> dict[str, np.ndarray]:
-    """What our NumPy program computes from the ids that every program is given: rows (N, M) in float32, and the ids."""
+    """Intermediates of our NumPy program for the ids of every program: rows (N, M) in float32, and the ids."""
     given, out = home.folder / "given.npy", home.folder / "computed.npz"
     np.save(given, given_ids(home.config).numpy())
     numpy_port.main([str(given), str(out), str(home.folder / "weights.npz"), "--faults", line])
@@ -225,7 +225,7 @@ def tensors(home: Home, line: str) -> dict[str, np.ndarray]:
 
 
 def flat(arrays: dict[str, np.ndarray], file: Path) -> None:
-    """The ids, then of each array two sizes and its values."""
+    """The ids, then two sizes and the values of each array."""
     ids, *others = arrays.values()
     sizes = (np.array(array.shape, np.int32).tobytes() for array in others)
     file.write_bytes(ids.tobytes() + b"".join(size + array.tobytes() for size, array in zip(sizes, others, strict=True)))
@@ -239,7 +239,7 @@ def block(language: str) -> str:
 
 
 def program(language: str, folder: Path, arrays: dict[str, np.ndarray]) -> str:
-    """A program around the lines of README.md, and the command that runs it."""
+    """A program around the lines of README.md, and its command."""
     kept, tokens = folder / "tensors", len(arrays["ids"])
     if language == "python":
         np.savez(kept, **arrays)
@@ -258,7 +258,7 @@ def program(language: str, folder: Path, arrays: dict[str, np.ndarray]) -> str:
 
 @pytest.mark.parametrize("language", ["python", *(pytest.param(name, marks=pytest.mark.slow) for name in ("c", "js"))])
 def test_the_lines_shown_dump(language: str, tmp_path: Path, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines that people copy must work: a right program is equal, and the fault of another is named."""
+    """Users copy these lines: a correct program must compare as equal, and the fault of a wrong one must be named."""
     tool = {"python": sys.executable, "c": "gcc", "js": "node"}[language]
     if shutil.which(tool) is None:
         pytest.skip(f"no {tool} on this machine")
@@ -274,7 +274,7 @@ def test_the_lines_shown_dump(language: str, tmp_path: Path, home: Home, capsys:
 
 
 def test_ids_are_those_given_unless_the_dump_has_others(tmp_path: Path, home: Home) -> None:
-    """A program that ignores {ids} is diagnosed by what it ran, and the reader is told so."""
+    """The diagnosis must use the ids that the program ran, and say so."""
     expected = gpt2.load(str(home.model))(torch.arange(9)[None])[0].detach().numpy()
     np.save(tmp_path / "logits.npy", expected)
     code = f"import numpy as np; np.savez(out, a=np.load({str(tmp_path / 'logits.npy')!r}), ids=np.arange(9))"
@@ -287,7 +287,7 @@ def test_ids_are_those_given_unless_the_dump_has_others(tmp_path: Path, home: Ho
 
 
 def test_the_command_line_shows_what_the_program_said(tmp_path: Path, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, the program's last lines, then ours; a control character of the program's reaches no terminal."""
+    """Exit code 2; the program's last lines, then ours; its control characters must not reach the terminal."""
     code = main(["diagnose", "--run", script(tmp_path, "print('so \\x1b[31mred'); sys.exit(9)"), "--model", str(home.model)])
     printed = capsys.readouterr()
     assert code == 2

@@ -1,7 +1,7 @@
-"""The walk of `diagnose`: it recognises every wrong formula by value, in any layout, several at once.
+"""The comparison by `diagnose`: it recognises every wrong formula by value, in any layout, also several at once.
 
-The port here consists of functions that a test may replace by wrong ones, and has the checkpoint's weights. Ports as people
-write them, and their loading, are in tests/support/faulty.
+The port here consists of functions that a test may replace by wrong ones, and has the checkpoint's weights. Realistic ports
+and their loading are in tests/support/faulty.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from gpt2.port.diagnosis.trail import Walk
 from gpt2.port.diagnosis.walk import walk, walk_arrays
 from gpt2.port.recording.pool import Pool, collect
 
-# Sizes that no two symbols share, and no root of one is another.
+# All sizes differ, and no size is the square root of another.
 CONFIG = GPT2Config(vocab_size=67, n_positions=19, n_embd=21, n_layer=3, n_head=3, n_inner=52, bos_token_id=0, eos_token_id=0)
 IDS = torch.randperm(67, generator=torch.Generator().manual_seed(3))[:16].view(2, 8)
 
 
 def checkpoint(config: GPT2Config = CONFIG) -> GPT2:
-    """Our model in float64; its weights are as large as trained ones, so that an epsilon matters."""
+    """Our model in float64; its weights are as large as trained ones, so that an epsilon has an effect."""
     model = GPT2(config, initialise=False).eval().double()
     weights = hf_layouts.weights(config)
     model.load_state_dict(
@@ -361,7 +361,7 @@ TOGETHER = {
 }
 
 
-# The first point at which some of these differ from the reference's trace.
+# The point where some of these first differ from the reference's trace.
 POINTS = {
     "epsilon in one": "h.1.ln_2",
     "quick": "h.1.mlp.act",
@@ -388,7 +388,7 @@ RARER = (
     "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name in RARER.split("; "))) for name in ONE_FAULT]
 )
 def test_a_fault_is_named_where_it_is_and_nothing_else(fault: str) -> None:
-    """A cause beside the true one makes the reader change correct code."""
+    """A cause beside the true one makes the user change correct code."""
     wrong, expected = ONE_FAULT[fault]
     result = walked(**wrong)
     assert sorted(causes_of(result)) == sorted(expected)
@@ -409,7 +409,7 @@ def test_several_faults_are_all_found(faults: str) -> None:
 
 @pytest.mark.parametrize("layout", ["batch", "heads", "time", "fused"])
 def test_the_right_port_has_no_causes_in_any_layout(layout: str) -> None:
-    """Negative control of every test here."""
+    """Negative control of all tests here."""
     result = walked(layout)
     assert (result.causes, result.first_divergence, result.lost, result.blocks) == ((), None, (), (0, 1, 2))
     assert result.explained
@@ -445,7 +445,7 @@ def test_the_config_decides_what_is_right() -> None:
 
 
 def test_an_unknown_formula_is_located_and_not_explained() -> None:
-    """Attention by distance is not among the hypotheses: the walk locates it, and still names the fault after it."""
+    """Attention by distance is not among the known formulas: it is located without a cause, and the next fault is still named."""
 
     def distant(port: Port, x: Tensor, n: int) -> Tensor:
         if n != 0:
@@ -461,7 +461,7 @@ def test_an_unknown_formula_is_located_and_not_explained() -> None:
 
 
 def test_an_unknown_wiring_is_located() -> None:
-    """A squared branch has no cause, but a place."""
+    """A squared branch has a place but no cause."""
     result = walked(block=block(lambda x, l1, a, l2, f: (x := x + a(l1(x))) + f(l2(x)) ** 2, 0))
     assert not result.explained
     assert result.lost == ("h.0",)
@@ -481,7 +481,7 @@ def test_large_negative_numbers_are_masks() -> None:
 
 
 def test_an_epsilon_with_little_effect_is_named() -> None:
-    """Beside a variance of 100,000 it changes the eleventh digit: the walk must take the best match, not the first good one."""
+    """Beside a variance of 100,000 epsilon changes the eleventh digit: the best match must win, not the first good one."""
     model = checkpoint()
     model.wte.weight.data *= 1000
     model.wpe.weight.data *= 1000
@@ -513,7 +513,7 @@ def pool_of(*tensors: Tensor) -> Pool:
 
 
 def test_the_pool_finds_a_value_however_it_lies() -> None:
-    """A transposed, flattened or split tensor is the same value; one number that differs by a millionth makes another."""
+    """A transposed, flattened or split tensor is the same value; a number that differs by a millionth is another."""
     x = torch.randn(2, 8, 21, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for laid in (x.transpose(0, 1), x.flatten(), x.view(2, 8, 3, 7).transpose(1, 2)):
         assert pool_of(torch.randn(2, 8, 21).double(), laid).find(x).entries == (1,)
@@ -526,7 +526,7 @@ def test_the_pool_finds_a_value_however_it_lies() -> None:
 
 
 def test_the_pool_finds_factors_and_gives_its_own_numbers() -> None:
-    """Any factor of a scale is recognised; and the walk continues from the port's rounding, not from its own."""
+    """A scale is recognised by any factor; the comparison continues with the port's rounding, not with its own."""
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     (factor,) = pool_of(x * -0.37).factors(x)
     assert factor == pytest.approx(-0.37)
@@ -537,7 +537,7 @@ def test_the_pool_finds_factors_and_gives_its_own_numbers() -> None:
 
 
 def test_nan_is_matched() -> None:
-    """A strict mask of minus infinities gives a row of NaN, which must match NaN and nothing else."""
+    """A strict mask of minus infinity gives a row of NaN, which must match NaN only."""
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     holed = x.clone()
     holed[:, :, 0] = math.nan
@@ -546,7 +546,7 @@ def test_nan_is_matched() -> None:
 
 
 def test_arrays_of_another_program_are_walked_without_a_module() -> None:
-    """A dump from C or Rust has no module and no names: values in float32, heads apart or time first, in any order."""
+    """A dump from C or Rust has no module and no names: float32 values, separate heads or time first, in any order."""
     model = checkpoint()
     pool = collect(Port(model, "time", {**PARTS["erf"][0], **WIRING["post-norm"][0]}), IDS, CONFIG)
     arrays = [entry.float() for entry in reversed(pool.entries)]
