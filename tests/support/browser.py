@@ -1,4 +1,4 @@
-"""Chromium for tests of pages: skipped where there is none."""
+"""Chromium for tests of pages; the tests are skipped without it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ KEYS = {"Tab": 9, "Enter": 13, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp"
 
 
 def in_a_browser(test: Callable) -> Callable:
-    """Mark a test as slow, and skip it where there is no Chromium."""
+    """Mark a test as slow, and skip it without Chromium."""
     return pytest.mark.slow(pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")(test))
 
 
 class Browser:
-    """Headless Chromium, spoken to through a pipe: https://chromedevtools.github.io/devtools-protocol/."""
+    """Headless Chromium, controlled through a pipe: https://chromedevtools.github.io/devtools-protocol/."""
 
     def __init__(self, folder: Path) -> None:
         (their_in, self.out), (self.into, their_out) = os.pipe(), os.pipe()
@@ -71,7 +71,7 @@ class Browser:
         self.wait(f"document.readyState == 'complete' && location.href == {json.dumps(url)}")
 
     def wait(self, condition: str) -> None:
-        """Until an expression is true; an error after half a minute."""
+        """Wait until an expression is true; raise after half a minute."""
         end = time.monotonic() + 30
         while not self.value(condition):
             if time.monotonic() > end:
@@ -80,10 +80,10 @@ class Browser:
                 )
 
     def press(self, key: str, times: int = 1) -> None:
-        """A key, by its name in a KeyboardEvent: "ArrowLeft", "Tab", "Enter"."""
+        """Press a key, given by its name in a KeyboardEvent: "ArrowLeft", "Tab", "Enter"."""
         code = KEYS[key]
         for _ in range(times):
-            text = {"text": "\r"} if key == "Enter" else {}  # or a button is not pressed by it
+            text = {"text": "\r"} if key == "Enter" else {}  # without this, Enter does not press a button
             self("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=code, **text)
             self("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code)
 

@@ -1,4 +1,4 @@
-"""Checks that many tests share: a refusal of one short line, tensors of equal bits, and code in a process of its own."""
+"""Shared checks: a refusal in one short line, tensors of equal bits, and code in a process of its own."""
 
 import json
 import os
@@ -20,7 +20,7 @@ PROC = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /
 
 
 def refused(call: Callable[[], object], *words: str, error: type[InputError] = CheckpointError, limit: int = 700) -> str:
-    """The message of the error that ``call`` raises: one short line that says what and what to do, with ``words`` in it."""
+    """The message of the error that ``call`` raises: one short line with the fault and the remedy, which contains ``words``."""
     with pytest.raises(error) as caught:
         call()
     assert type(caught.value) is error
@@ -44,26 +44,26 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def all_same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Tensors of the same names, each the same in dtype, shape and every bit."""
+    """Whether both have the same names, and each tensor the same dtype, shape and bits."""
     return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
 
 
 def random_bits(pick: random.Random, dtype: torch.dtype) -> Tensor:
-    """A tensor of a random small shape, perhaps empty or a scalar, whose bits are random."""
+    """A tensor of random bits and a random small shape, which may be empty or a scalar."""
     shape = [pick.choice([0, 1, 2, 3, 7]) for _ in range(pick.randint(0, 4))]
     raw = torch.tensor(list(pick.randbytes(torch.Size(shape).numel() * dtype.itemsize)), dtype=torch.uint8)
     return (raw % 2 if dtype is torch.bool else raw).view(dtype).reshape(shape)
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    """The files of a folder."""
+    """The bytes of each file of a folder."""
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
 def python(
     *arguments: str | Path, environ: Mapping[str, str] = os.environ, status: int = 0, **settings: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python in a fresh process that can import this project and `support`, and that must exit with ``status``."""
+    """Run Python in a fresh process that can import this project and `support`; assert its exit status."""
     environ = {**environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
     settings = {"capture_output": True, "text": True, "timeout": 120, "check": False} | settings
     done = subprocess.run([sys.executable, *map(str, arguments)], env=environ, **settings)
@@ -72,11 +72,11 @@ def python(
 
 
 def report_of(code: str, *arguments: str | Path, environ: Mapping[str, str] = os.environ) -> Any:
-    """What `code`, run in a fresh process where every warning is an error, prints as its last line, which is JSON."""
+    """The JSON in the last output line of `code`, run in a fresh process where every warning is an error."""
     return json.loads(python("-W", "error", "-c", code, *arguments, environ=environ).stdout.splitlines()[-1])
 
 
-# Source for such a process: what it takes of memory, in bytes.
+# Source for such a process: its memory in bytes.
 MEMORY = """
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Refusals of commands and functions, scripts of tools/ as modules, and the embedded checkpoint as files."""
+"""Error lines of commands and functions, scripts of tools/ as modules, and the embedded checkpoint as files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_script(name: str) -> ModuleType:
 
 
 def refusal(call: Callable, *args: object, **kwargs: object) -> str:
-    """The one line with which ``call`` refuses its input."""
+    """The one error line of ``call``."""
     with pytest.raises(InputError) as error:
         call(*args, **kwargs)
     assert "\n" not in str(error.value)
@@ -34,7 +34,7 @@ def refusal(call: Callable, *args: object, **kwargs: object) -> str:
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What the command says of a user's mistake: exit code 2, nothing on stdout, and this one line on stderr."""
+    """Run a command with a user error: exit code 2, nothing on stdout; return the one line on stderr."""
     assert main([*argv]) == 2
     out, err = capsys.readouterr()
     assert out == ""

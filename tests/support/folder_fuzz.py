@@ -1,6 +1,6 @@
-"""Damaged folders of checkpoints for `support/fuzz.py`: the weights, the config or the index of shards, through the loader.
+"""Damaged checkpoint folders for `support/fuzz.py`: the weights, the config or the index of shards, through the loader.
 
-What loads must be what the safetensors library reads from the same bytes, but for a leading axis of one, which is let through.
+A folder that loads must give the tensors that the safetensors library reads; a leading axis of one may differ.
 """
 
 import json
@@ -30,7 +30,7 @@ def prepare(folder: Path) -> Subject:
     victim = [victims[0]]
 
     def overwrite(content: bytes) -> None:
-        """In place: ext4 takes milliseconds for a file cut to nothing and written again."""
+        """Write in place: on ext4, truncating and rewriting a file takes milliseconds."""
         with open(victim[0], "r+b") as file:
             file.write(content)
             file.truncate()
@@ -43,7 +43,7 @@ def prepare(folder: Path) -> Subject:
             overwrite(json.dumps(changed_json(json.loads(content), pick)).encode())
         elif pick.random() < 0.9:
             overwrite(damaged(pick, content))
-        else:  # the data: other numbers, or an untied head, or no mask
+        else:  # the data: other numbers, an untied head, or no mask
             place = pick.randrange(8 + int.from_bytes(content[:8], "little"), len(content))
             overwrite(content[:place] + pick.randbytes(1) + content[place + 1 :])
 

@@ -1,8 +1,8 @@
 """Thousands of damaged files through our readers: `python -m support.fuzz KIND COUNT SEED FOLDER`, in a process of its own.
 
-KIND is one of the modules `KIND_fuzz.py` beside this one, whose `prepare` says how files are damaged and read. Every file must
-be read, or be refused in one line. The last line of stdout is a JSON object: how many were read, how often each refusal was
-given (numbers and names taken out), the slowest file, and the memory that the process grew by.
+KIND is one of the modules `KIND_fuzz.py` beside this one; its `prepare` defines how files are damaged and read. Every file
+must be read, or be refused in one line. The last line of stdout is a JSON object: the number of files read, the count of each
+refusal (without numbers and names), the slowest file, and the growth of memory.
 """
 
 import importlib
@@ -35,7 +35,7 @@ NAMES += ["b", "é" * 40, "x" * 5000, "\ud800", "\0", "{", '"']
 
 
 class Subject(NamedTuple):
-    """``damage`` spoils one file, ``read`` reads it or raises InputError in a message of less than ``limit`` characters.
+    """``damage`` damages one file; ``read`` reads it or raises InputError with a message of less than ``limit`` characters.
 
     ``stricter`` counts the files that we refuse and the format's own library accepts, by the rule that they break.
     """
@@ -47,13 +47,13 @@ class Subject(NamedTuple):
 
 
 def number_bytes(pick: random.Random, widths: Sequence[int] = (1, 2, 4, 8), more: Sequence[int] = ()) -> bytes:
-    """A number that lies at a border, or one of ``more``."""
+    """The bytes of a number at a limit, or of one of ``more``."""
     width = pick.choice(widths)
     return (pick.choice([*NUMBERS, *more]) % 256**width).to_bytes(width, "little")
 
 
 def changed_bytes(pick: random.Random, data: bytes, other: bytes) -> bytes:
-    """Some bytes overwritten, cut, repeated, flipped, made a number, or taken from another file."""
+    """Bytes that are overwritten, cut, repeated, flipped, replaced by a number, or copied from another file."""
     result = bytearray(data)
     for _ in range(pick.choice([1, 1, 1, 2, 5])):
         at = pick.randrange(len(result) + 1)
@@ -78,7 +78,7 @@ def changed_bytes(pick: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 def changed_json(raw: Any, pick: random.Random, names: Sequence[str] = NAMES, junk: Sequence[Any] = JUNK) -> Any:
-    """One change somewhere in a JSON value: a number off by a little, a key away, renamed, twice or exchanged, or nonsense."""
+    """Change one place in a JSON value: a number, a key (removed, renamed, repeated or exchanged), or a nonsense value."""
     if isinstance(raw, dict) and raw and pick.random() < 0.9:
         key, other = pick.choice(list(raw)), pick.choice(list(raw))
         match pick.randrange(10):
@@ -102,7 +102,7 @@ def changed_json(raw: Any, pick: random.Random, names: Sequence[str] = NAMES, ju
 
 
 def read_every_way(file: Container, most: int) -> None:
-    """Read each tensor mapped, copied and converted; ``most`` is how many bytes they may have, times the file's size."""
+    """Read each tensor mapped, copied and converted; ``most`` limits their bytes, as a multiple of the file's size."""
     for name, entry in file.entries.items():
         tensors = [file.read(name), file.read(name, mapped=False), file.read(name, torch.bfloat16)]
         assert all(tensor.shape == entry.shape and tensor.is_contiguous() for tensor in tensors)
@@ -111,7 +111,7 @@ def read_every_way(file: Container, most: int) -> None:
 
 
 def reason(message: str, folder: Path, limit: int) -> str:
-    """A refusal without this file's own names and numbers."""
+    """A refusal without the names and numbers of its file."""
     where, _, what = message.partition(": ")
     assert where.startswith(str(folder)), message
     assert "; " in what, message
@@ -121,7 +121,7 @@ def reason(message: str, folder: Path, limit: int) -> str:
 
 
 def forbid(event: str, args: tuple[object, ...]) -> None:
-    """No checkpoint may run code, whatever its bytes are."""
+    """Raise if a checkpoint runs code."""
     if event == "pickle.find_class" or event.startswith(("os.system", "os.exec", "os.spawn", "subprocess")):
         raise AssertionError(f"{event} {args}")
 

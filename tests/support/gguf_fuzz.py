@@ -1,4 +1,4 @@
-"""Damaged GGUF files for `support/fuzz.py`: mostly their headers, and there mostly the numbers."""
+"""Damaged GGUF files for `support/fuzz.py`: mostly numbers in their headers."""
 
 import random
 import re
@@ -15,14 +15,14 @@ SMALL = GPT2Config(vocab_size=260, n_positions=4, n_embd=32, n_layer=1, n_head=2
 
 
 def damaged(pick: random.Random, data: bytes, other: bytes) -> bytes:
-    end = data.rindex(b"token_embd.weight") + 100  # where the data begins, near enough
+    end = data.rindex(b"token_embd.weight") + 100  # approximate start of the data
     if pick.random() < 0.6:
         return changed_bytes(pick, data[:end], other) + data[end:]
     if pick.random() < 0.2:
         return changed_bytes(pick, data, other)
     result = bytearray(data)
     for _ in range(pick.choice([1, 1, 1, 2, 4])):
-        # The lengths, counts, types and offsets lie before and behind each name.
+        # Lengths, counts, types and offsets are before and after each name.
         name = pick.choice(list(re.finditer(rb"[a-z_]+\.[a-z0-9_.]+", data[:end])))
         at = max(0, pick.choice(name.span()) + pick.choice([-8, 0, 0, 4, 8, 12, 16, 20, 24]))
         old = int.from_bytes(data[at : at + 8], "little")

@@ -1,4 +1,4 @@
-"""Tiny GPT-2s in GGUF, written by the `gguf` package under its own names of the tensors, as llama.cpp's converter does it."""
+"""Tiny GPT-2s in GGUF, written by the `gguf` package with its tensor names, as llama.cpp's converter does."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,12 +15,12 @@ from support.hf_layouts import TINY, weights
 
 F32, F16, BF16, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0"))
 FILE_TYPES = {F32: 0, F16: 1, BF16: 32, Q8_0: 7}
-# Rows of whole Q8_0 blocks; a vocabulary that a byte-level BPE fits into.
+# Rows of whole Q8_0 blocks; a vocabulary large enough for a byte-level BPE.
 WIDE = GPT2Config(vocab_size=300, n_positions=16, n_embd=64, n_layer=2, n_head=4, bos_token_id=299, eos_token_id=299)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], kind: gguf.GGMLQuantizationType | None = None) -> None:
-    """A file of any tensors under any names, with no metadata but the architecture."""
+    """Write a file of any tensors with any names; its only metadata is the architecture."""
     writer = gguf.GGUFWriter(path, "gpt2")
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor.numpy(), raw_dtype=kind)
@@ -45,8 +45,8 @@ def write(
     change: Callable[[gguf.GGUFWriter], Any] = lambda _: None,
     name: str = "GPT-2",
 ) -> dict[str, Tensor]:
-    """A file as convert_hf_to_gguf.py writes it: its order of metadata and tensors too. Returns what its tensors hold, exactly,
-    by our names and in our orientation. ``change`` is given the writer before anything is on disk."""
+    """Write a file like convert_hf_to_gguf.py, with its order of metadata and tensors. Return the exact tensors, by our names
+    and in our orientation. ``change`` gets the writer before it writes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, "gpt2")
     writer.add_type(gguf.GGUFType.MODEL)
@@ -80,7 +80,7 @@ def write(
 
 
 def gguf_name(ours: str, config: GPT2Config = TINY) -> str:
-    """What the package calls one of Hugging Face's tensors."""
+    """The package's name for one of Hugging Face's tensors."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
     found = names.get_name(f"transformer.{ours}", try_suffixes=(".weight", ".bias"))
     assert found is not None, ours
@@ -108,7 +108,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: BPE, config: GPT2Config) -
 
 
 def arithmetic(config: GPT2Config) -> dict[str, Tensor]:
-    """Weights that are the same numbers on every machine and under every release: no random generator, no rounding."""
+    """Weights with the same values on every machine and release: no random generator, no rounding."""
     result = {}
     for number, (name, like) in enumerate(weights(config).items()):
         count = np.arange(like.numel(), dtype=np.uint64) * np.uint64(2654435761) + np.uint64(97 * number)

@@ -1,7 +1,7 @@
-"""Tiny checkpoints on disk, in the layouts the world has; each writer returns the truth, by the model's own names.
+"""Tiny checkpoints on disk, in all common layouts; each writer returns the expected parameters, by the model's own names.
 
-The bytes are written by the `safetensors` library and by transformers, never by this project, so that a mistake shared by
-its reader and its writer shows.
+The `safetensors` library and transformers write the bytes, never this project, so a mistake shared by our reader and writer
+shows.
 """
 
 import json
@@ -20,7 +20,7 @@ TINY = GPT2Config(vocab_size=61, n_positions=16, n_embd=12, n_layer=2, n_head=3,
 
 
 def weights(config: GPT2Config = TINY, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Random parameters, by the model's own names; no two entries agree, no norm is one, no bias zero."""
+    """Random parameters, by the model's own names; all entries differ, no norm is one, no bias zero."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in expected(config).items()}
 
@@ -32,7 +32,7 @@ def masks(config: GPT2Config = TINY, prefix: str = "") -> dict[str, Tensor]:
 
 
 def write_config(directory: Path, config: GPT2Config = TINY, **changes: Any) -> Path:
-    """`config.json` as old transformers wrote it; a change to `...` removes the key."""
+    """Write `config.json` like old transformers; a change to `...` removes the key."""
     raw = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
     for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "activation_function", "layer_norm_epsilon"):
         raw[name] = getattr(config, name)
@@ -57,14 +57,14 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], *, start: int | Non
 
 
 def official(directory: Path, config: GPT2Config = TINY, *, seed: int = 0, unaligned: bool = True) -> dict[str, Tensor]:
-    """As `openai-community/gpt2`: no prefix, mask buffers, no head, data on an odd byte."""
+    """Like `openai-community/gpt2`: no prefix, mask buffers, no head, data at an odd byte."""
     truth = weights(config, seed)
     write_weights(write_config(directory, config) / "model.safetensors", truth | masks(config), start=3 if unaligned else 0)
     return truth
 
 
 def prefixed(directory: Path, config: GPT2Config = TINY, *, seed: int = 0) -> dict[str, Tensor]:
-    """As DialoGPT and mGPT: `transformer.` before every name, masks, `masked_bias` scalars, and the tied head stored again."""
+    """Like DialoGPT and mGPT: `transformer.` before every name, masks, `masked_bias` scalars, and the tied head stored again."""
     truth = weights(config, seed)
     tensors = {f"transformer.{name}": tensor for name, tensor in truth.items()} | masks(config, "transformer.")
     tensors |= {f"transformer.h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in range(config.n_layer)}
@@ -85,7 +85,7 @@ def sharded(
     write: Callable[[Path, Mapping[str, Tensor]], object] = write_weights,
     name: str = "model.safetensors",
 ) -> dict[str, Tensor]:
-    """Several files and an index, the tensors of a layer in different ones; ``change`` is made before they are written."""
+    """Several files and an index, with a layer's tensors in different files; ``change`` is applied before writing."""
     truth = weights(config, seed)
     stored = {f"{prefix}{key}": tensor for key, tensor in change(truth).items()}
     write_config(directory, config)
@@ -102,14 +102,14 @@ def sharded(
 
 
 def turned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The blocks' matrices turned over, to nn.Linear's orientation or back; by the model's own names."""
+    """The blocks' matrices transposed, to nn.Linear's orientation or back; by the model's own names."""
     return {name: t.T.contiguous() if name.startswith("h.") and t.ndim == 2 else t for name, t in tensors.items()}
 
 
 def transformers_saved(
     directory: Path, config: GPT2Config = TINY, *, seed: int = 0, dtype: torch.dtype = torch.float32, shard_size: str = "5GB"
 ) -> dict[str, Tensor]:
-    """What real transformers' `save_pretrained` writes. Set HF_HUB_OFFLINE=1 first."""
+    """The files that transformers' `save_pretrained` writes. Set HF_HUB_OFFLINE=1 first."""
     from transformers import GPT2Config as TheirConfig
     from transformers import GPT2LMHeadModel
 

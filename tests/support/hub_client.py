@@ -1,7 +1,7 @@
 """Model names resolved by our own code, in a fresh process that knows the stand-in Hub alone.
 
-`huggingface_hub` reads its environment once, when it is imported. So whatever needs it runs in a process of its own; one process
-works through many names, since starting it costs more than all its downloads.
+`huggingface_hub` reads its environment at import. So tests of it run in a process of their own; one process resolves many
+names, since starting it costs more than all its downloads.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from support.checks import TESTS
 from support.hub_standin import HubStandIn
 
-# Resolves every case and prints what came of it, how long it took, and how many bytes were hashed for it.
+# Resolve every case and print its result, its time, and the number of bytes hashed.
 SCRIPT = """
 import contextlib, hashlib, json, logging, sys, threading, time
 hashed = []
@@ -52,7 +52,7 @@ MINE = "mine, not the cache's"
 def start(environ: dict[str, str], *cases: str | dict[str, Any], before: str = "", within: list[str] | None = None) -> Any:
     """Resolve each case in one fresh process, after the code ``before``; a plain string is a case with a name alone.
 
-    ``within`` is a command that runs the process, if not this machine.
+    ``within`` is a command that starts the process elsewhere.
     """
     asked = [{"name": case} if isinstance(case, str) else case for case in cases]
     command = [*(within or []), sys.executable, "-W", "error", "-c", SCRIPT, json.dumps(asked), before]
@@ -61,7 +61,7 @@ def start(environ: dict[str, str], *cases: str | dict[str, Any], before: str = "
 
 
 def finish(process: subprocess.Popen) -> list[dict[str, Any]]:
-    """What came of each case: ``path`` and ``revision``, or ``error`` and ``message``, which is one harmless line."""
+    """The result of each case: ``path`` and ``revision``, or ``error`` and ``message``, one printable line."""
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     *results, end = map(json.loads, out.splitlines())
@@ -77,7 +77,7 @@ def resolve(environ: dict[str, str], *cases: str | dict[str, Any], **settings: A
 
 
 def fetch_as_others(hub: HubStandIn, home: Path, call: str, **environ: str) -> str:
-    """What another program does with the Hub's own client, ``call`` being a function of it; what it prints."""
+    """The output of another program that calls ``call``, a function of the Hub's own client."""
     code = f"import huggingface_hub; print(huggingface_hub.{call})"
     done = subprocess.run(
         [sys.executable, "-c", code], env=hub.environ(home, **environ), capture_output=True, text=True, check=True
@@ -86,7 +86,7 @@ def fetch_as_others(hub: HubStandIn, home: Path, call: str, **environ: str) -> s
 
 
 def plant(top: Path, home: Path) -> list[Path]:
-    """A file of the user's in every folder from ``home``, where the cache is, up to ``top``."""
+    """Write a user's file into every folder from ``home``, the cache's folder, up to ``top``."""
     home.mkdir(parents=True, exist_ok=True)
     victims = [folder / "victim" for folder in home.parents if folder == top or top in folder.parents]
     for victim in victims:
@@ -95,6 +95,6 @@ def plant(top: Path, home: Path) -> list[Path]:
 
 
 def beside(top: Path, home: Path) -> dict[Path, bytes | None]:
-    """All files and folders below ``top`` that do not lie in ``home``, with the files' bytes."""
+    """All files and folders below ``top`` outside of ``home``, with the files' bytes."""
     paths = [path for path in top.rglob("*") if home not in path.parents]
     return {path: None if path.is_dir() else path.read_bytes() for path in paths}

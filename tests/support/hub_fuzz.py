@@ -1,12 +1,13 @@
-"""Damaged answers of a Hub, by the thousand: `python -m support.hub_fuzz COUNT SEED FOLDER`.
+"""Thousands of damaged answers of a Hub: `python -m support.hub_fuzz COUNT SEED FOLDER`.
 
-Each case is `gpt2 info org/name` against the stand-in Hub, into a cache that is empty, filled, or half filled, where one to three
-kinds of answers are altered: the JSON, the raw body, headers, the status, the connection. It must exit 0 or 2. With 2 it says one
-line on stderr, beside waits for a rate limit. With 0 the weights are the right ones. Nothing beside the cache may be written,
-changed or deleted: the cache lies deep in a folder, and every level above it holds a file of the user's.
+Each case is `gpt2 info org/name` against the stand-in Hub, into a cache that is empty, full or half full. One to three kinds
+of answers are changed: the JSON, the raw body, headers, the status, the connection. The command must exit with 0 or 2. With 2
+it prints one line on stderr, apart from waits for a rate limit. With 0 the weights are right. No file outside the cache may be
+written, changed or deleted: the cache is deep in a folder, and every level above it holds a user's file.
 
-The last line of stdout is a JSON object: how many cases, how many answers were altered, how often each exit and each refusal
-(names and numbers taken out), and the slowest case. Time limits are 1 s here, not 10, and a stall is rare: so that thousands fit.
+The last line of stdout is a JSON object: the number of cases and of changed answers, the count of each exit and each refusal
+(without names and numbers), and the slowest case. Time limits are 1 s here, not 10, and a stall is rare: so that thousands of
+cases fit.
 """
 
 import contextlib
@@ -74,7 +75,7 @@ KEYS = ["path", "size", "oid", "lfs", "sha", "type", "../x"]
 
 
 class Damage:
-    """Alters the answers to one to three kinds of questions, as a seed decides."""
+    """Change the answers to one to three kinds of requests, chosen by a seed."""
 
     def __init__(self, hub: HubStandIn, rng: random.Random) -> None:
         self.hub, self.rng, self.altered = hub, rng, 0
@@ -127,7 +128,7 @@ class Damage:
 
 
 def run(home: Path, hub: HubStandIn) -> tuple[int, str]:
-    """`gpt2 info org/name`, in this process: the exit code, and what it says on stderr."""
+    """Run `gpt2 info org/name` in this process: the exit code and stderr."""
     from huggingface_hub import constants
 
     from gpt2.checkpoint import download
@@ -145,7 +146,7 @@ def run(home: Path, hub: HubStandIn) -> tuple[int, str]:
 
 
 def check(top: Path, home: Path, hub: HubStandIn, weights: bytes, outcome: tuple[int, str]) -> str:
-    """What a case came to, in words that many cases share. AssertionError where it is not one of those allowed."""
+    """The result of a case, in words that many cases share. Raises AssertionError for a result that is not allowed."""
     code, stderr = outcome
     lines = [line for line in stderr.splitlines() if not line.startswith("rate limited by")]
     assert code in (0, 2), (code, stderr)

@@ -37,7 +37,8 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Answer:
-    """What is about to be sent. ``body`` is None where a file's bytes follow; status 0 sends the body alone, and hangs up."""
+    """An answer before it is sent. ``body`` is None if a file's bytes follow; status 0 sends the body alone and closes the
+    connection."""
 
     status: int
     headers: dict[str, str]
@@ -46,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Request:
-    """One request as it came in. ``cdn`` tells that it came to the large files' host."""
+    """One request as it came in. ``cdn`` is true if it came to the large files' host."""
 
     method: str
     path: str
@@ -56,12 +57,12 @@ class Request:
 
     @property
     def file(self) -> str:
-        """The last part of the path, without what is signed."""
+        """The last part of the path, without the signature."""
         return urlsplit(self.path).path.rpartition("/")[2]
 
 
 class Content(Protocol):
-    """A file's bytes, wherever they come from."""
+    """A file's bytes from any source."""
 
     size: int
 
@@ -92,7 +93,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Unread:
-    """A file that is listed, with its size, and must never be asked for: it has no content."""
+    """A file that is listed with its size and must never be requested: it has no content."""
 
     size: int
 
@@ -102,7 +103,7 @@ class Unread:
 
 @dataclass(frozen=True)
 class File:
-    """A file of a commit: its content, and what the Hub declares about it."""
+    """A file of a commit: its content, and the Hub's metadata of it."""
 
     content: Content
     size: int
@@ -135,7 +136,7 @@ class File:
 
     @property
     def xet_hash(self) -> str:
-        """Stands for the Merkle hash of the chunks: a name to ask the Xet storage for."""
+        """A stand-in for the Merkle hash of the chunks: a name to request from the Xet storage."""
         return hashlib.sha256(b"xet " + self.sha256.encode()).hexdigest()
 
 
@@ -147,29 +148,31 @@ def _pointer(sha256: str, size: int) -> bytes:
 class Repo:
     commits: dict[str, dict[str, File]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)  # branch or tag -> commit
-    gated: int = 0  # the status that its files are refused with
+    gated: int = 0  # the status that refuses its files
 
     def commit_of(self, revision: str) -> str | None:
         return self.refs.get(revision, revision if revision in self.commits else None)
 
 
 class HubStandIn:
-    """The server, and the repositories on it. A context manager; ``close`` leaves a dead port behind."""
+    """The server and its repositories. A context manager; ``close`` leaves a closed port."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.repos: dict[str, Repo] = {}
         self.aliases: dict[str, str] = {}
-        self.outage: int | None = None  # answer everything with this status, say 503
+        self.outage: int | None = None  # answer every request with this status, such as 503
         self.sent: Counter[tuple[str, str]] = Counter()  # (repo, path) -> bytes of bodies sent
-        self.ranges = True  # whether a Range is honoured; if not, the whole file is the answer
-        self.range_refusal: int | None = None  # refuse every GET with a Range by this status, say 403
-        self.rows_per_page = 1000  # of a listing
+        self.ranges = True  # whether a Range is honoured; if not, the answer is the whole file
+        self.range_refusal: int | None = None  # refuse every GET with a Range with this status, such as 403
+        self.rows_per_page = 1000  # entries on a page of a listing
         self.lists_sha256 = True  # whether the listing has large files' sha256; some mirrors leave it out
         self.rewrite: Callable[[Request, Answer], Answer] | None = None
         self.xet: Any = None  # an `XetStandIn`, if large files are served over Xet
         self.gzip = False  # compress for clients that accept it, as the real Hub does with text: no length, no ranges
-        self._orders: dict[tuple[str, str, str], tuple[float, Any]] = {}  # (fault, repo, path) -> for how many answers, and what
+        self._orders: dict[
+            tuple[str, str, str], tuple[float, Any]
+        ] = {}  # (fault, repo, path) -> the number of answers, and the argument
         self._closing = threading.Event()
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"hub": self})
@@ -229,7 +232,7 @@ class HubStandIn:
         self.repos[name].gated = status
 
     def limit(self, seconds: int | None, times: float = float("inf")) -> None:
-        """Answer the next ``times`` requests by 429, which says to wait ``seconds``, or does not say how long."""
+        """Answer the next ``times`` requests with 429 and a wait of ``seconds``, or without a wait."""
         self._orders["limit", "", ""] = (times, (seconds,))
 
     def corrupt(self, name: str, path: str, times: float = float("inf")) -> None:
@@ -237,7 +240,7 @@ class HubStandIn:
         self._orders["corrupt", name, path] = (times, True)
 
     def fail(self, name: str, path: str, status: int, times: float = float("inf")) -> None:
-        """Answer the next ``times`` questions for a file's bytes with ``status``."""
+        """Answer the next ``times`` requests for a file's bytes with ``status``."""
         self._orders["fail", name, path] = (times, status)
 
     def drop(self, name: str, path: str, after: int, times: float = float("inf")) -> None:
@@ -245,11 +248,12 @@ class HubStandIn:
         self._orders["cut", name, path] = (times, (after, False))
 
     def hold(self, name: str, path: str, after: int, times: float = 1) -> None:
-        """After ``after`` bytes of the next ``times`` bodies of a file, send nothing more until the client is gone."""
+        """After ``after`` bytes of the next ``times`` bodies of a file, send nothing more until the client closes the
+        connection."""
         self._orders["cut", name, path] = (times, (after, True))
 
     def take(self, fault: str, name: str = "", path: str = "") -> Any:
-        """What was ordered for this answer; None if nothing was."""
+        """The fault ordered for this answer, or None."""
         with self._lock:
             left, what = self._orders.get((fault, name, path), (0, None))
             self._orders[fault, name, path] = (left - 1, what)
@@ -273,14 +277,14 @@ class HubStandIn:
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hangs up is not an error here; other errors go to the real stderr, which no test captures."""
+        """A closed connection is not an error here; other errors go to the real stderr, which no test captures."""
         if not isinstance(sys.exception(), ConnectionError):
             traceback.print_exc(file=sys.__stderr__)
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # headers and body are two writes: a client waits 40 ms for the second otherwise
+    disable_nagle_algorithm = True  # headers and body are two writes: otherwise a client waits 40 ms for the second
     hub: HubStandIn
     request_seen: Request
 
@@ -329,7 +333,7 @@ class _Handler(BaseHTTPRequestHandler):
         return (*parts[: cut + 1], "/".join(parts[cut + 1 :]))
 
     def _bridge(self, parts: list[str]) -> None:
-        """The large files' host: it serves signed addresses, and refuses a token, which is for another host."""
+        """The large files' host: it serves signed addresses, and refuses a token, which is for the Hub only."""
         *name, commit, path = self._split(parts)
         if self.headers["Authorization"]:
             return self._error(400, None, "Only one auth mechanism allowed")
@@ -340,7 +344,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._body("/".join(name), path, self.hub.repos["/".join(name)].commits[commit][path], {})
 
     def _with_repo(self, parts: list[str], verbs: tuple[str, ...], then: Callable, kind: str = "") -> None:
-        """Split ``[org,] name [, verb, revision, ...]``, follow aliases, look the repository and the revision up."""
+        """Split ``[org,] name [, verb, revision, ...]``, follow aliases, and look up the repository and the revision."""
         cut = next((i for i in (1, 2) if len(parts) > i and parts[i] in verbs), len(parts))
         name, rest = kind + "/".join(parts[:cut]), parts[cut:]
         if new := self.hub.aliases.get(name):
@@ -406,7 +410,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(302, linked | {"Location": location, "X-Xet-Hash": file.xet_hash, "Link": token}, b"")
 
     def _body(self, name: str, path: str, file: File, headers: dict[str, str]) -> None:
-        """The file, or the range asked for, a chunk at a time, with a byte flipped or the connection cut where ordered."""
+        """The file or the requested range, a chunk at a time, with a byte flipped or the connection cut if ordered."""
         hub = self.hub
         start, stop, status = 0, file.size, 200
         if self.command == "GET" and (failure := hub.take("fail", name, path)):
@@ -438,7 +442,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 if cut and cut[1]:
                     self._until_the_client_is_gone()
-        except ConnectionError:  # the client was killed, which some tests want
+        except ConnectionError:  # the client was killed, as some tests do
             self.close_connection = True
         return None
 

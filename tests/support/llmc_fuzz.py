@@ -10,7 +10,7 @@ from support.fuzz import Subject, changed_bytes, number_bytes, read_every_way
 from support.llmc_layouts import write
 
 SMALL = GPT2Config(vocab_size=60, n_positions=4, n_embd=8, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)
-USED = 8  # numbers of the header that mean something
+USED = 8  # numbers of the header that have a meaning
 
 
 def damaged(pick: random.Random, data: bytes, other: bytes) -> bytes:

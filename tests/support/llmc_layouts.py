@@ -1,4 +1,4 @@
-"""Tiny files of llm.c, written and read as its train_gpt2.py and train_gpt2.c lay them out, with none of our code."""
+"""Tiny files of llm.c, written and read in the layout of its train_gpt2.py and train_gpt2.c, without our code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt2.config import GPT2Config
 from support.hf_layouts import TINY, weights
 
-# llm.c's names of its parameters, in the order of its files, and ours. All layers of one kind come together.
+# llm.c's names of its parameters, in the order of its files, and ours. All layers of one kind are adjacent.
 ORDER = (
     ("wte", "wte.weight"),
     ("wpe", "wpe.weight"),
@@ -35,7 +35,7 @@ TURNED = ("qkvw", "attprojw", "fcw", "fcprojw")
 
 
 def write(path: Path, config: GPT2Config = TINY, *, version: int = 3, seed: int = 0) -> dict[str, Tensor]:
-    """A checkpoint of a version; the rows of padding are filled with 7, which no reader may take for a token's."""
+    """Write a checkpoint of a version; the padding rows hold 7, so that a reader that uses them is noticed."""
     dtype = torch.bfloat16 if version == 5 else torch.float32
     truth = weights(config, seed, dtype)
     rows = config.vocab_size if version == 1 else (config.vocab_size + 127) // 128 * 128
@@ -55,7 +55,7 @@ def write(path: Path, config: GPT2Config = TINY, *, version: int = 3, seed: int 
 
 
 def parameters(flat: np.ndarray, config: GPT2Config) -> dict[str, np.ndarray]:
-    """Cut the numbers of a file into our parameters' names and shapes; none may be left."""
+    """Split the numbers of a file into our parameters' names and shapes; none may be left."""
     width, layers = config.n_embd, config.n_layer
     rows = (config.vocab_size + 127) // 128 * 128
     shapes = {"wte": (rows, width), "wpe": (config.n_positions, width), "qkvw": (3 * width, width), "qkvb": (3 * width,)}
@@ -103,7 +103,7 @@ def read_state(path: Path, config: GPT2Config) -> dict[str, Any]:
 
 
 def read_tokenizer(path: Path) -> tuple[list[bytes], int]:
-    """The tokens of a tokenizer's file, and the id that ends a text."""
+    """The tokens of a tokenizer file, and its end-of-text id."""
     content = path.read_bytes()
     magic, version, count, end, *rest = np.frombuffer(content[:1024], "<u4").tolist()
     assert (magic, version, any(rest)) == (20240328, 2, False)

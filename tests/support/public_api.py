@@ -1,4 +1,4 @@
-"""Not run, but read by a type checker (tests/test_types.py): every public name as a user writes it, and the type it has."""
+"""Source for a type checker (tests/test_types.py), never run: every public name as a user writes it, with its type."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ def random_model(
 
 
 def model_of(config: GPT2Config, weights: Mapping[str, Tensor]) -> GPT2:
-    """A model of these weights, by its own names, in eval mode."""
+    """A model of these weights, given by its own names, in eval mode."""
     model = GPT2(config, initialise=False).to(weights["wte.weight"].dtype)
     model.load_state_dict(weights)
     return model.eval()
 
 
 def uneven_model(vocab: int, positions: int = 8, seed: int = 0) -> GPT2:
-    """A float64 model whose predictions are far from uniform, so that positions and context change them."""
+    """A float64 model with predictions far from uniform, so that positions and context have an effect."""
     torch.manual_seed(seed)
     model = GPT2(GPT2Config(vocab, positions, 16, 2, 2))
     for parameter in model.parameters():
@@ -48,7 +48,7 @@ def uneven_model(vocab: int, positions: int = 8, seed: int = 0) -> GPT2:
 
 
 def write_checkpoint(folder: Path, tokenizer: BPE | None = None, seed: int = 0, **changes: Any) -> Path:
-    """Save a tiny model with random weights, and a tokenizer trained on :data:`TEXT` unless one is given."""
+    """Save a tiny model with random weights and a tokenizer; the default tokenizer is trained on :data:`TEXT`."""
     tokenizer = tokenizer or train_bpe(TEXT, 300)
     eot = tokenizer.eot
     sizes = {"n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 4, "bos_token_id": eot, "eos_token_id": eot}

@@ -1,7 +1,7 @@
-"""Damaged safetensors headers for `support/fuzz.py`, our reader beside the library.
+"""Damaged safetensors headers for `support/fuzz.py`: our reader compared with the library.
 
-What we accept the library must accept, with the same names, dtypes, shapes and bytes. What it accepts and we refuse must break
-one of the rules in `STRICTER`, which are checked by other means than our reader's.
+If we accept a file, the library must accept it, with the same names, dtypes, shapes and bytes. If the library accepts a file
+that we refuse, it must break a rule in `STRICTER`, which is checked without our reader.
 """
 
 import json
@@ -29,15 +29,15 @@ PIECES += [b" ", b"\n", b"\t", b"\x0b", b'"a":', b'{"a":']
 
 
 def whole(pick: random.Random) -> bytes:
-    """A file that the library wrote: up to six tensors of any dtype and shape, and perhaps metadata."""
+    """A file that the library wrote: up to six tensors of any dtype and shape, with or without metadata."""
     names = pick.sample(["a", "b", "wte.weight", "ä b", "h.0.ln_1.bias", "__x__", ""], pick.randint(0, 6))
     tensors = {name: random_bits(pick, pick.choice(list(DTYPES.values()))) for name in names}
     metadata = pick.choice([None, {}, {"format": "pt"}, {"a": "", "é": "\n"}])
-    return save(tensors, metadata=metadata or None)  # the library's own header for nothing and {} is not JSON
+    return save(tensors, metadata=metadata or None)  # the library's header for no tensors and {} is not JSON
 
 
 def harmless(text: bytes, raw: Any, pick: random.Random) -> bytes:
-    """The same header in other words."""
+    """The same header written differently."""
     if not isinstance(raw, dict):
         return text
     match pick.randrange(5):
@@ -56,7 +56,7 @@ def harmless(text: bytes, raw: Any, pick: random.Random) -> bytes:
 
 
 def huge(pick: random.Random) -> bytes:
-    """Headers that are built to cost something: deep, wide, long, or at the limit."""
+    """Headers that cost much to parse: deep, wide, long, or at the limit."""
     count = pick.choice([100, 1000, 20_000])
     text = pick.choice(
         [
@@ -75,7 +75,7 @@ def huge(pick: random.Random) -> bytes:
 
 
 def damaged(pick: random.Random, content: bytes) -> bytes:
-    """A file with its header changed in meaning, in words or in bytes, its length changed, or itself cut or longer."""
+    """A file with a damaged header (meaning, text or bytes), a wrong length, or cut or extended data."""
     length = int.from_bytes(content[:8], "little")
     text, data = content[8 : 8 + length], content[8 + length :]
     action = pick.random()
@@ -109,7 +109,7 @@ def damaged(pick: random.Random, content: bytes) -> bytes:
 
 
 def header(content: bytes) -> Any:
-    """A header that the library has accepted, as plain JSON, repeated keys kept apart."""
+    """A header that the library has accepted, as plain JSON; repeated keys stay separate."""
     length = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + length], object_pairs_hook=Pairs)
 
@@ -128,8 +128,8 @@ def rows(raw: Any) -> list[dict[str, Any]]:
 
 
 class Rule(NamedTuple):
-    """What we refuse though the library accepts it, since no GPT-2 comes in such a file: the words of the refusal, how other
-    means than our reader see it in a header, and the header's text of an example."""
+    """A file that we refuse and the library accepts, since no GPT-2 looks like it: the words of the refusal, a check of the
+    header without our reader, and the header's text of an example."""
 
     words: str
     broken: Callable[[Any, bytes], bool]
@@ -172,17 +172,17 @@ STRICTER = {
 
 
 def library(content: bytes) -> dict[str, tuple[str, list[int], bytes]] | None:
-    """What the library makes of it; None where it refuses."""
+    """The library's tensors of the file; None if it refuses."""
     try:
         return {name: (row["dtype"], list(row["shape"]), bytes(row["data"])) for name, row in safetensors.deserialize(content)}
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a panic in Rust is not an Exception
         if isinstance(error, KeyboardInterrupt):
             raise
         return None
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """Not a copy, which would make one byte of all that are true."""
+    """The raw bytes, without the copy that would turn every nonzero byte of a bool into 1."""
     return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
@@ -200,7 +200,7 @@ def prepare(folder: Path) -> Subject:
 
     def damage(pick: random.Random) -> None:
         content = huge(pick) if pick.random() < 0.01 else damaged(pick, whole(pick))
-        with open(path, "r+b") as file:  # in place: ext4 takes milliseconds for a file cut to nothing and written again
+        with open(path, "r+b") as file:  # in place: on ext4, truncating and rewriting a file takes milliseconds
             file.write(content)
             file.truncate()
 

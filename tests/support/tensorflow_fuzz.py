@@ -1,4 +1,4 @@
-"""Damaged TensorFlow checkpoints for `support/fuzz.py`, mostly with checksums that fit, so that later checks are reached."""
+"""Damaged TensorFlow checkpoints for `support/fuzz.py`, mostly with valid checksums, so that later checks are reached."""
 
 import random
 from pathlib import Path
@@ -14,7 +14,7 @@ INDEX, DATA = "model.ckpt.index", "model.ckpt.data-00000-of-00001"
 
 
 def resealed(pick: random.Random, rows: list[tuple[bytes, bytes]]) -> bytes:
-    """An index with a lie in an entry, in a key, in a block or in the place of a block, its checksums right."""
+    """An index with a wrong entry, key, block or block position, and valid checksums."""
     hurt = pick.randrange(4)
 
     def change(data: bytes, one_in: int = 1) -> bytes:

@@ -1,8 +1,8 @@
-"""TensorFlow checkpoints on disk, as TensorFlow's Saver lays them out, byte for byte; nothing here is the reader's code.
+"""TensorFlow checkpoints on disk, in the layout of TensorFlow's Saver, byte for byte, without the reader's code.
 
-Written from tensorflow's `core/util/tensor_bundle`, `core/lib/io` and `core/protobuf/tensor_bundle.proto`, and held by
-`checkpoint/test_tensorflow_file.py` against files that TensorFlow wrote. The pieces are public, so that a test can put together
-a file that lies.
+Written from tensorflow's `core/util/tensor_bundle`, `core/lib/io` and `core/protobuf/tensor_bundle.proto`;
+`checkpoint/test_tensorflow_file.py` compares it with files that TensorFlow wrote. The parts are public, so that a test can
+build an invalid file.
 """
 
 import json
@@ -31,7 +31,7 @@ KINDS = {
 }
 BLOCK_SIZE, RESTART_INTERVAL = 262_144, 16  # table::Options
 
-# OpenAI's names (openai/gpt-2, src/model.py) for what is ours.
+# OpenAI's names (openai/gpt-2, src/model.py) for our parameters.
 OUTSIDE = {"wte.weight": "model/wte", "wpe.weight": "model/wpe", "ln_f.weight": "model/ln_f/g", "ln_f.bias": "model/ln_f/b"}
 LEAVES = {"weight": "w", "bias": "b"}
 
@@ -44,7 +44,7 @@ def varint(number: int) -> bytes:
 
 
 def field(number: int, value: int | bytes) -> bytes:
-    """A protobuf's field, of varint or of bytes; absent, as proto3 has it, where it is 0."""
+    """A protobuf field, varint or bytes; absent if it is 0, as in proto3."""
     if isinstance(value, bytes):
         return varint(number << 3 | 2) + varint(len(value)) + value
     return varint(number << 3) + varint(value) if value else b""
@@ -82,13 +82,14 @@ TABLE = [_row(byte) for byte in range(256)]
 
 
 def checksum(data: bytes) -> int:
-    """Rotated right by 15 bits, and a constant added."""
+    """The CRC rotated right by 15 bits, plus a constant."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) % 2**32
 
 
 class Block:
-    """Entries that leave out what their key shares with the one before, except for every `interval`-th; where those are."""
+    """Entries without the prefix that their key shares with the previous one, except for every `interval`-th, and their
+    positions."""
 
     def __init__(self, interval: int = RESTART_INTERVAL) -> None:
         self.interval, self.count, self.last = interval, 0, b""
@@ -124,7 +125,7 @@ def sealed(content: bytes, compression: int = 0) -> bytes:
 
 
 def table(rows: Iterable[tuple[bytes, bytes]], block_size: int = BLOCK_SIZE, interval: int = RESTART_INTERVAL) -> bytes:
-    """The whole index, rows in the order given; a block ends once it has `block_size` bytes."""
+    """The whole index, rows in the given order; a block ends once it has `block_size` bytes."""
     out, handles, built = bytearray(), [], Block(interval)
     for key, value in rows:
         if built.size() >= block_size and built.count:
@@ -137,26 +138,26 @@ def table(rows: Iterable[tuple[bytes, bytes]], block_size: int = BLOCK_SIZE, int
 
 
 def handle(start: int, size: int) -> bytes:
-    """Where a block lies."""
+    """The handle of a block: its offset and size."""
     return varint(start) + varint(size)
 
 
 def place(out: bytearray, content: bytes) -> bytes:
-    """Append a block; where it lies."""
+    """Append a block; return its position."""
     where = handle(len(out), len(content))
     out += sealed(content)
     return where
 
 
 def closed(out: bytes, handles: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Data blocks, and what comes after them: an empty block, the block that lists them, the footer."""
+    """Data blocks and the rest of the file: an empty block, the block that lists them, the footer."""
     whole = bytearray(out)
     places = [place(whole, content) for content in (block([]), block(handles, interval=1))]
     return bytes(whole) + b"".join(places).ljust(40, b"\0") + MAGIC
 
 
 def between(last: bytes, after: bytes | None) -> bytes:
-    """The short key under which a block is listed: not below its last, below the next one's first."""
+    """The short key that lists a block: not below its last key, below the next block's first one."""
     for at, byte in enumerate(last):
         if after is None:
             if byte < 255:
@@ -176,7 +177,7 @@ def write(
     interval: int = RESTART_INTERVAL,
     alignment: int = 1,
 ) -> Path:
-    """A bundle; in several data files, the tensors are dealt out in turn. Returns the index."""
+    """Write a bundle; the tensors go to several data files in turn. Return the index."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     rows, files = [(b"", header(shards))], [b""] * shards
     for number, name in enumerate(sorted(tensors, key=str.encode)):
@@ -201,7 +202,8 @@ def name_of(ours: str) -> str:
 
 
 def openai(directory: Path, config: GPT2Config = TINY, more: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
-    """As OpenAI's `download_model.py` leaves a model, less the graph and the tokenizer; the truth, by the model's own names."""
+    """Write a model as OpenAI's `download_model.py` stores it, without graph and tokenizer; return the parameters by our
+    names."""
     truth = weights(config)
     matrices = {name for name, tensor in truth.items() if tensor.ndim == 2 and name.startswith("h.")}
     write(directory / "model.ckpt", {name_of(name): t[None] if name in matrices else t for name, t in truth.items()} | {**more})

@@ -20,7 +20,7 @@ OPCODES = [opcode.code.encode("latin-1") for opcode in pickletools.opcodes]
 
 
 def damaged_pickle(pick: random.Random, data: bytes, start: int = 0) -> bytes:
-    """Keep the instructions whole: replace, drop, repeat or swap some, or change a number in one."""
+    """Change whole instructions (replace, drop, repeat or swap some), or a number in one."""
     stream = io.BytesIO(data)
     stream.seek(start)
     bounds = [position for _, _, position in pickletools.genops(stream)] + [stream.tell()]
@@ -46,7 +46,7 @@ def damaged_pickle(pick: random.Random, data: bytes, start: int = 0) -> bytes:
 
 
 def damaged_zip(pick: random.Random, data: bytes) -> bytes:
-    """A well-formed archive around damaged members."""
+    """A well-formed archive with damaged members."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     names = list(members)
@@ -83,7 +83,7 @@ def damaged_tail(pick: random.Random, data: bytes) -> bytes:
 
 
 def damaged_legacy(pick: random.Random, data: bytes) -> bytes:
-    """The form before torch 1.6, its fourth (the description) or another of its pickles damaged."""
+    """The format before torch 1.6, with the fourth (the description) or another of its pickles damaged."""
     stream, starts = io.BytesIO(data), []
     for _ in range(5):
         starts.append(stream.tell())

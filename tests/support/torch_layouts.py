@@ -1,6 +1,7 @@
-"""Tiny checkpoints as torch.save writes them, in the layouts of its users; each writer returns the truth, by our names.
+"""Tiny checkpoints as torch.save writes them, in its users' layouts; each writer returns the expected parameters, by our
+names.
 
-The bytes are torch's own, but for `zip_of` and `legacy_of`, which write what torch never would.
+torch writes the bytes, except in `zip_of` and `legacy_of`, which write files that torch never would.
 """
 
 import io
@@ -17,11 +18,11 @@ from torch import Tensor
 from gpt2.config import GPT2Config
 from support.hf_layouts import TINY, masks, sharded, turned, weights, write_config
 
-MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # what a file from before torch 1.6 begins with
+MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # first bytes of a file from before torch 1.6
 
 
 def save(path: Path, value: Any, *, zipped: bool = True) -> Path:
-    """`torch.save`, in the form since torch 1.6 or the one before."""
+    """`torch.save`, in the format since torch 1.6 or the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(value, path, _use_new_zipfile_serialization=zipped)
     return path
@@ -56,7 +57,7 @@ def sharded_bin(directory: Path, config: GPT2Config = TINY) -> dict[str, Tensor]
 
 
 def linear(truth: Mapping[str, Tensor], prefix: str = "transformer.") -> dict[str, Tensor]:
-    """As modules of nn.Linear keep it: the matrices [out, in], and the head, tied to the embedding."""
+    """A state dict of nn.Linear modules: matrices [out, in], and the head tied to the embedding."""
     state = {prefix + name: tensor for name, tensor in turned(truth).items()}
     return state | {f"{prefix.removesuffix('transformer.')}lm_head.weight": state[f"{prefix}wte.weight"]}
 
@@ -71,9 +72,10 @@ def nanogpt(
     zipped: bool = True,
     **model_args: Any,
 ) -> dict[str, Tensor]:
-    """`ckpt.pt` of nanoGPT's train.py, with AdamW's state; ``compiled`` as torch.compile names the weights.
+    """`ckpt.pt` of nanoGPT's train.py, with AdamW's state; ``compiled`` adds torch.compile's prefix to the names.
 
-    Without ``bias`` no layer has one; in the truth they are zero then. ``masked`` as without flash attention: mask buffers.
+    Without ``bias`` the layers have none; the expected biases are then zero. ``masked`` adds mask buffers, as without flash
+    attention.
     """
     truth, prefix = weights(config), "_orig_mod.transformer." if compiled else "transformer."
     if not bias:
@@ -96,7 +98,7 @@ def nanogpt(
 
 
 def mingpt(path: Path, config: GPT2Config = TINY) -> dict[str, Tensor]:
-    """`model.pt` of minGPT's projects: nn.Linear's orientation, float masks, a head of its own (here of the same values)."""
+    """`model.pt` of minGPT's projects: nn.Linear's orientation, float masks, a separate head (here with the same values)."""
     truth = weights(config)
     state = linear(truth) | masks(config, "transformer.")
     save(path, OrderedDict(state) | {"lm_head.weight": truth["wte.weight"].clone()})
@@ -104,7 +106,7 @@ def mingpt(path: Path, config: GPT2Config = TINY) -> dict[str, Tensor]:
 
 
 def lightning(path: Path, config: GPT2Config = TINY) -> dict[str, Tensor]:
-    """A `.ckpt` of PyTorch Lightning, of a DistributedDataParallel model: the weights under `state_dict`, behind two prefixes."""
+    """A `.ckpt` of PyTorch Lightning, of a DistributedDataParallel model: the weights under `state_dict`, with two prefixes."""
     truth = weights(config)
     trainer = {"epoch": 3, "global_step": 1200, "pytorch-lightning_version": "2.5.0", "callbacks": {}, "loops": {"fit_loop": {}}}
     trainer |= {"hyper_parameters": {"lr": 3e-4}, "optimizer_states": [{"state": {0: {"step": torch.tensor(9.0)}}}]}
@@ -114,7 +116,7 @@ def lightning(path: Path, config: GPT2Config = TINY) -> dict[str, Tensor]:
 
 
 class Stored:
-    """A storage in a pickle of torch's, with any id."""
+    """A storage in one of torch's pickles, with any id."""
 
     def __init__(self, *id: Any) -> None:
         self.id = id
@@ -143,7 +145,7 @@ def pickled(value: Any, protocol: int = 2) -> bytes:
 
 
 def zip_of(path: Path, description: bytes, storages: Mapping[str, bytes], *, compression: int = zipfile.ZIP_STORED) -> Path:
-    """An archive like torch's, not aligned."""
+    """An archive like torch's, without alignment."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         archive.writestr("archive/data.pkl", description)
         for key, data in storages.items():
@@ -160,7 +162,7 @@ def legacy_of(
     head: list[bytes] | None = None,
     keys: Any = None,
 ) -> Path:
-    """The form before torch 1.6; ``storages`` are key -> (elements, data), ``head`` its first three pickles."""
+    """The format before torch 1.6; ``storages`` are key -> (elements, data), ``head`` its first three pickles."""
     usual = [pickled(MAGIC), pickled(VERSION), pickled({"protocol_version": VERSION, "little_endian": True})]
     parts = [*(head or usual), description, pickled(sorted(storages) if keys is None else keys)]
     parts += [count.to_bytes(8, "little") + data for _, (count, data) in sorted(storages.items())]

@@ -1,4 +1,4 @@
-"""Runs of the training loop: stop one, start one in a process of its own, damage one, and read what it wrote."""
+"""Runs of the training loop: stop one, start one in a process of its own, damage one, and read its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMINGS = ("tokens_per_second", "seconds_left", "mfu")
 
 
 def metrics(folder: Path) -> list[dict]:
-    """The lines of a run's metrics file, without what the clock decides."""
+    """The lines of a run's metrics file without times and speeds."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in TIMINGS} for line in lines]
 
@@ -28,12 +28,12 @@ def stored(folder: Path) -> dict[str, bytes]:
 
 
 def outcome(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
-    """All that a run leaves. Two runs with equal outcomes computed the same, bit for bit."""
+    """All results of a run. Two runs with equal outcomes computed the same, bit for bit."""
     return stored(folder), metrics(folder)
 
 
 def stop_at(step: int, number: int = signal.SIGTERM) -> Callable[[object], None]:
-    """A report that sends this process a signal when it hears of ``step``, once."""
+    """A report function that sends this process a signal at ``step``, once."""
     sent = []
 
     def report(event: object) -> None:
@@ -51,7 +51,7 @@ def flip(path: Path) -> None:
 
 
 def forkserver() -> multiprocessing.context.ForkServerContext:
-    """Processes forked from a server that has imported what the first step would import: 2 s less for each."""
+    """A context that forks processes from a server with the imports of the first step: 2 s less for each."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["gpt2.train.loop", "torch._dynamo", "torch.distributed.fsdp"])
     return context
@@ -65,6 +65,6 @@ def start(*args: object, **kwargs: object) -> multiprocessing.Process:
 
 
 def logged_steps(folder: Path) -> int:
-    """How many steps a run in progress has logged; -1 before the first evaluation."""
+    """The number of steps that a running run has logged; -1 before the first evaluation."""
     path = folder / "metrics.jsonl"
     return path.read_text(errors="replace").count('"loss"') if path.is_file() else -1

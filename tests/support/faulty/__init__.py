@@ -1,9 +1,9 @@
-"""Hundreds of GPT-2s that are almost right, in ten architectures, and the faults of each, to test `diagnose`.
+"""Hundreds of GPT-2s with known faults, in ten architectures, to test `diagnose`.
 
-An architecture is a file with `build(config, faults)`, in the style of the people who write such a thing, and
-`fill(module, state)`, its author's loading. A port is an architecture and a line of faults (`faults.py` says what the words
-mean); the faults of its weights are mistakes in reading the file (`loading.py`). tests/port/test_faulty_ports.py
-proves that every port here is really faulty, and that the architectures without faults are right.
+An architecture is a file with `build(config, faults)`, in the style of its typical authors, and `fill(module, state)`, the
+author's loading. A port is an architecture and a line of faults (`faults.py` defines the words); faults of the weights are
+mistakes in reading the file (`loading.py`). tests/port/test_faulty_ports.py shows that every port here is faulty, and that the
+architectures without faults are correct.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from support.faulty.loading import read, write
 
 __all__ = ["ARCHITECTURES", "CONFIG", "FAULTY", "MEANINGS", "SOUND", "Faults", "Faulty", "matches", "write"]
 
-# Sizes that no two symbols share.
+# All sizes differ.
 CONFIG = GPT2Config(vocab_size=67, n_positions=23, n_embd=20, n_layer=3, n_head=4, n_inner=52, bos_token_id=0, eos_token_id=0)
 
 ARCHITECTURES = {
@@ -40,8 +40,8 @@ ARCHITECTURES = {
 class Faulty:
     """A port and its faults.
 
-    ``line`` is the faults, "" for none; ``kind`` the class within tutorials.py. ``filled`` if the checkpoint goes in by
-    `load_into` and not by the author's loading.
+    ``line`` is the faults, "" for none; ``kind`` the class within tutorials.py. ``filled`` if `load_into` loads the
+    checkpoint, and not the author's own code.
     """
 
     architecture: str
@@ -60,7 +60,7 @@ class Faulty:
 
     @property
     def causes(self) -> dict[str, tuple[str, ...]]:
-        """Word of a fault -> the ids of causes that describe it, the best first."""
+        """For each word of a fault: the ids of the causes that describe it, the best first."""
         return {word: MEANINGS[word].ids for word in self.faults.sites if word in MEANINGS}
 
     @staticmethod
@@ -69,11 +69,11 @@ class Faulty:
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Where it may first differ from GPT-2; () if its logits need not."""
+        """Points where the port may first differ from GPT-2; () if its logits need not differ."""
         return self.faults.first()
 
     def build(self, config: GPT2Config, directory: str | Path) -> nn.Module:
-        """The module, filled by its author unless `load_into` is to fill it; from a fixed seed, in eval mode."""
+        """The module, filled by its author unless `load_into` must fill it; from a fixed seed, in eval mode."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             file = importlib.import_module(f"{__name__}.{self.architecture}")
@@ -224,7 +224,7 @@ FAULTY: dict[str, Faulty] = {
     port.name: port
     for port in (
         *(Faulty(name, line) for name, lines in LINES.items() for line in lines),
-        # What tutorials teach; filled by their authors, and by `load_into`.
+        # Implementations from tutorials; filled by their authors, and by `load_into`.
         *(
             Faulty("tutorials", line, kind, filled)
             for kind, line in (
@@ -234,7 +234,7 @@ FAULTY: dict[str, Faulty] = {
             )
             for filled in (False, True)
         ),
-        # Filled by `load_into`: parts without a source stay as they were built.
+        # Filled by `load_into`: parts without a source keep their initial values.
         *(
             Faulty(name, line, filled=True)
             for name, line in (

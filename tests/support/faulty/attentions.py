@@ -1,4 +1,4 @@
-"""Attention in forms that no tutorial has: one head for all, no split into heads, queries with queries; separate q, k, v."""
+"""Unusual attention: one head for all, no split into heads, queries with queries; separate q, k, v."""
 
 import math
 

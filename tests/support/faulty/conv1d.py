@@ -52,7 +52,7 @@ class Attention(nn.Module):
         elif "mask-missing" not in wrong:
             scores = torch.where(causal, scores, torch.finfo(scores.dtype).min)
         if seen is not None:
-            if "padding-queries" in wrong:  # rows of padding silenced, not columns
+            if "padding-queries" in wrong:  # rows of padding masked instead of columns
                 seen = seen.transpose(2, 3)[:, :, -t:]
             scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
         weights = scores.softmax(2 if "softmax-queries" in wrong else -1)
@@ -111,7 +111,7 @@ class Model(nn.Module):
 
     def forward(self, input_ids, past_key_values=None, attention_mask=None, use_cache=False):
         faults = self.faults
-        if "cache-of-the-call-before" in faults:  # left over whenever a text of one token comes in
+        if "cache-of-the-call-before" in faults:  # the fault: positions stay at zero for a text of one token
             past_key_values = self.remembered if input_ids.size(1) == 1 and past_key_values is None else past_key_values
         start = 0 if past_key_values is None else past_key_values[0][0].size(2)
         if "cache-positions" in faults:
@@ -122,7 +122,7 @@ class Model(nn.Module):
             real = attention_mask.bool()
             seen = (~real if "padding-inverted" in faults else real)[:, None, None, :]
             positions = (real.cumsum(1) - 1).clamp(min=0)[:, -input_ids.size(1) :]
-            if "padding-positions" in faults:  # counted from one where a mask is given
+            if "padding-positions" in faults:  # the fault: positions count from one if a mask is given
                 positions = positions + 1
         x = self.wte(input_ids) + self.wpe(positions.clamp(max=self.wpe.num_embeddings - 1))
         presents = []

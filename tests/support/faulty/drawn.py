@@ -23,7 +23,7 @@ APART = ("cache", "padding", "dropout", "noise", "counts", "batch", "layer-", "w
 
 
 def draw(n: int, seed: int, config: GPT2Config, directory) -> list[Faulty]:
-    """``n`` ports of two or three faults, in different blocks, each of which changes the logits of the whole."""
+    """Draw ``n`` ports of two or three faults in different blocks; each fault changes the logits."""
     chance, found = random.Random(seed), {}
     while len(found) < n:
         architecture = chance.choice([name for name in LINES if name not in ("compiled", "attentions")])
@@ -43,10 +43,10 @@ def draw(n: int, seed: int, config: GPT2Config, directory) -> list[Faulty]:
 
 
 def _ambiguous(words: list[str], config: GPT2Config) -> bool:
-    """Whether two descriptions are one function.
+    """Whether two descriptions are the same function.
 
-    In block 1 of four heads, 2 sqrt(K) is sqrt(D); a norm before block 0 and none in it may be called extra and missing, or one
-    without its affine whose output is added to.
+    In block 1 of four heads, 2 sqrt(K) is sqrt(D). A norm before block 0 and none in it is either an extra and a missing one,
+    or a norm without its affine part.
     """
     return ("scale-inverse-layer@1" in words and config.n_head == 4) or {"ln_1-missing@0", "extra-norm-embed"} <= set(words)
 

@@ -1,4 +1,4 @@
-"""Exit code of `gpt2 diagnose` for each file of tests/support/faulty/hostile: 0 equal, 1 mismatch, 2 bad input."""
+"""Expected exit code of `gpt2 diagnose` for each file of tests/support/faulty/hostile: 0 equal, 1 mismatch, 2 bad input."""
 
 from pathlib import Path
 

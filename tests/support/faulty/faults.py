@@ -1,6 +1,6 @@
-"""Names of the faults in tests/support/faulty: the causes that `diagnose` must give for each, and where it first shows.
+"""Names of the faults in tests/support/faulty: the expected causes of each, and the point where it first shows.
 
-A port's faults are one line: `gelu-erf rmsnorm@1.ln_2 scale-missing@0,2 eps-1e-6@f`. A word alone holds everywhere; `@1` in
+A port's faults are one line: `gelu-erf rmsnorm@1.ln_2 scale-missing@0,2 eps-1e-6@f`. A word alone applies everywhere; `@1` in
 block 1 only, `@1.ln_2` in one norm of it, `@f` in the final norm.
 """
 
@@ -152,7 +152,7 @@ MEANINGS: dict[str, Meaning] = {
     "no-out-bias": _mean("missing-bias", "h.{}.attn.c_proj", MID),
     "no-fc-bias": _mean("missing-bias", MLP),
     "no-norm-bias": _mean("missing-bias", NORM),
-    # Behaviour.
+    # Behaviour other than the logits of one forward pass.
     "dropout-active": _mean("dropout-active", "embed", "h", "ln_f", "logits"),
     "dropout-attention": _mean("dropout-active", "h.{}.attn", MID),
     "noise": _mean("not-deterministic", "embed", "h", "ln_f", "logits"),
@@ -172,7 +172,7 @@ MEANINGS: dict[str, Meaning] = {
 }
 
 
-# Differences that change nothing, and must not be called faults.
+# Differences without effect, which must not be called faults.
 HARMLESS = {
     "mask-1e4": "masked scores are -10,000, whose exponential is zero",
     "masked-first": "scores are masked before they are scaled",
@@ -191,7 +191,7 @@ HARMLESS = {
 
 
 class Faults:
-    """The faults of a line, and the places of each."""
+    """The faults of a line, and their places."""
 
     def __init__(self, line: str) -> None:
         self.line = line
@@ -206,19 +206,19 @@ class Faults:
         return name in self.sites
 
     def at(self, site: object) -> frozenset[str]:
-        """The words that hold at a block (`1`), a norm (`1.ln_2`) or the final norm (`f`)."""
+        """The words that apply at a block (`1`), a norm (`1.ln_2`) or the final norm (`f`)."""
         held = (name for name, sites in self.sites.items() if not sites or any(_within(str(site), one) for one in sites))
         return frozenset(held)
 
     def layers(self, name: str, n_layer: int) -> list[int]:
-        """The blocks that have a fault, [] if it is not there."""
+        """The blocks that have a fault; [] if the line does not have it."""
         if name not in self.sites:
             return []
         sites = self.sites[name]
         return [int(site.split(".")[0]) for site in sites if site != "f"] if sites else list(range(n_layer))
 
     def points(self, name: str) -> tuple[str, ...]:
-        """Where a fault may first show."""
+        """Points where a fault may first show."""
         sites, meaning = self.sites[name], MEANINGS[name]
         first = sites[0] if sites else str(meaning.first_layer)
         if first == "f":
@@ -227,14 +227,14 @@ class Faults:
         return tuple(f"h.{layer}.{norm or 'ln_1'}" if point == NORM else point.format(layer) for point in meaning.points)
 
     def first(self) -> tuple[str, ...]:
-        """Where the port may first differ: the points of the fault that comes first in the forward pass."""
+        """The points of the fault that comes first in the forward pass: the port may first differ there."""
         harmful = [name for name in self.sites if name in MEANINGS]
         shown = [(min(map(_rank, points)), points) for name in harmful if (points := self.points(name))]
         return min(shown)[1] if shown else ()
 
 
 def matches(point: str, allowed: tuple[str, ...]) -> bool:
-    """Whether a traced point is one of the places allowed."""
+    """Whether a traced point is one of the allowed places."""
     return any(point == place[1:] if place[0] == "=" else point == place or point.startswith(place + ".") for place in allowed)
 
 

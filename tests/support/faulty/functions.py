@@ -1,6 +1,6 @@
-"""No submodules: parameters registered on one module under flat names, the model a chain of pure functions over them.
+"""No submodules: parameters with flat names on one module; the model is a chain of pure functions over them.
 
-Matrices lie as the checkpoint has them, query, key and value apart.
+Matrices have the checkpoint's orientation; query, key and value are separate.
 """
 
 import math
@@ -99,7 +99,7 @@ def feed_forward(x, p, wrong):
 
 
 class Memory:
-    """What a call brings along and takes away: keys and values by layer, and which tokens are real."""
+    """State from call to call: keys and values by layer, and which tokens are real."""
 
     def __init__(self, past, real):
         self.past, self.now, self.real = past or {}, {}, real
@@ -185,7 +185,7 @@ class Functional(nn.Module):
 
 
 def waves(t, d):
-    """The first transformer's positions: sines in even columns, cosines in odd ones."""
+    """The positions of the first transformer: sines in even columns, cosines in odd ones."""
     table = torch.zeros(t, d, dtype=torch.float64)
     for column in range(d):
         angle = torch.arange(t) / 10000 ** (column // 2 * 2 / d)

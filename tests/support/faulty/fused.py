@@ -1,4 +1,4 @@
-"""One class per idea, a fused Linear for query, key and value, attention spelt out, tied head; returns (logits, loss)."""
+"""One class per concept, a fused Linear for query, key and value, explicit attention, tied head; returns (logits, loss)."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""As tutorials build it up: one module per head, the heads in a ModuleList, the feed-forward an nn.Sequential."""
+"""As tutorials build it: one module per head, the heads in a ModuleList, the feed-forward an nn.Sequential."""
 
 import torch
 from torch import nn
@@ -105,7 +105,7 @@ class Mixing(nn.Module):
 
 
 class Always(nn.Module):
-    """Dropout in eval mode too."""
+    """Dropout that is active in eval mode too."""
 
     def __init__(self, p):
         super().__init__()

@@ -1,7 +1,7 @@
 """Write a checkpoint for the ports of tests/support/faulty, read it with an author's mistakes, and fill modules from it.
 
-The weights resemble a trained GPT-2's in size (no score saturates, no norm is one, no bias zero), so that a wrong GELU and a
-wrong epsilon both show and nothing drowns in a softmax of ones.
+The weights have about the size of a trained GPT-2's: no score saturates, no norm is one, no bias zero. So a wrong GELU and a
+wrong epsilon both show.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def weights(config: GPT2Config, seed: int = 0) -> dict[str, Tensor]:
 
 
 def write(directory: Path, config: GPT2Config) -> Path:
-    """The checkpoint as the official repositories have it: `config.json` and `model.safetensors`."""
+    """Write the checkpoint in the official repositories' layout: `config.json` and `model.safetensors`."""
     state = weights(config) | hf_layouts.masks(config)
     hf_layouts.write_weights(hf_layouts.write_config(directory, config) / "model.safetensors", state, start=3)
     return directory
 
 
 def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str, Tensor]:
-    """The tensors that the author of a port with these faults reads from the checkpoint, by `named_parts`."""
+    """The tensors that an author with these faults reads from the checkpoint, by `named_parts`."""
     state = {
         name: tensor for name, tensor in load_file(Path(directory) / "model.safetensors").items() if name in expected(config)
     }
@@ -67,7 +67,7 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
                 case "transposed-q":
                     q, k, v = right[c_attn + "weight"].chunk(3, dim=1)
                     state[c_attn + "weight"] = torch.cat([q.t(), k, v], dim=1)
-                case "viewed-fc":  # view(F, D) where .t() was meant; here turned back into [in, out]
+                case "viewed-fc":  # view(F, D) in place of .t(); here converted back to [in, out]
                     w = right[c_fc + "weight"]
                     state[c_fc + "weight"] = w.reshape(w.size(1), w.size(0)).t()
                 case "qkv-kqv" | "qkv-vkq" | "qkv-kvq":
@@ -136,7 +136,7 @@ def _permuted(right: dict[str, Tensor], config: GPT2Config) -> dict[str, Tensor]
 
 
 def _relaid(columns: Tensor, config: GPT2Config, word: str) -> Tensor:
-    """The fused projection's columns in another order: the three parts of a head together, or the head last."""
+    """The fused projection with columns in another order: the three parts of a head together, or the head last."""
     heads, size = config.n_head, config.head_dim
     if word == "head-interleaved":  # read as (H, 3, K), returned in our order (3, H, K)
         return columns.unflatten(-1, (heads, 3, size)).transpose(-3, -2).flatten(-3)
@@ -144,7 +144,7 @@ def _relaid(columns: Tensor, config: GPT2Config, word: str) -> Tensor:
 
 
 def named_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint's tensors; also q, k and v of each block apart (`h.0.q.weight`), and the `head`, whose bias is zero."""
+    """The checkpoint's tensors, the separate q, k and v of each block (`h.0.q.weight`), and the `head`, whose bias is zero."""
     parts = dict(state)
     for name, tensor in state.items():
         if ".attn.c_attn." in name:
@@ -156,8 +156,8 @@ def named_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def put(module: nn.Module, state: Mapping[str, Tensor], names: Mapping[str, str], prefix: str = "") -> None:
     """Copy the checkpoint's tensors into parts of a module, reshaped: {path in the module: name in the checkpoint}.
 
-    A path leads to a tensor, or to a module whose first parameter is a weight, and the second, if there is one, a bias. A name
-    that ends in `.T` is a tensor to transpose.
+    A path leads to a tensor, or to a module whose first parameter is the weight and the second, if any, the bias. A name that
+    ends in `.T` is a tensor to transpose.
     """
     for path, source in names.items():
         part, name = attrgetter(path)(module), prefix + source.removesuffix(".T")

@@ -1,4 +1,4 @@
-"""Layers stacked in single tensors with the layer in front, as ports from JAX scan over them; time comes first inside."""
+"""Layers stacked in single tensors along the first axis, as in ports from JAX's scan; activations have the time axis first."""
 
 import math
 

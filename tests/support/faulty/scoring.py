@@ -1,4 +1,4 @@
-"""Decide whether a diagnosis was right: one rule for the tests and for tools/diagnose_table.py."""
+"""Decide whether a diagnosis is right: one rule for the tests and for tools/diagnose_table.py."""
 
 import re
 from dataclasses import asdict, dataclass
@@ -7,38 +7,38 @@ from gpt2.config import GPT2Config
 from support.faulty import Faulty, matches
 from support.faulty.faults import NORM
 
-# Ids of faults that concern the model or the run of blocks as a whole: which block they name is a matter of words.
+# Ids of faults of the whole model or of the order of blocks: a cause may name any block for them.
 WHOLE = re.compile(
     r"layer-|position-|embedding-|logits-|untied|padded|reduced|final-|extra-norm|not-det|cache|batch|padding|dropout"
 )
 
 
-# Ports of tests/support/ports whose logits are GPT-2's, and which have a fault all the same: the logits of columns beyond the
-# vocabulary are zero and not minus infinity; an attention mask moves the positions and masks nothing.
+# Ports of tests/support/ports with GPT-2's logits and still a fault: the logits of columns beyond the vocabulary are zero and
+# not minus infinity; an attention mask moves the positions and masks nothing.
 FAULTY_AFTER_ALL = {"interleaved": "padded-vocab", "shifted": "padding-wrong"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one port. ``missed`` are its faults that no cause names; ``beside`` the causes that it does not have."""
+    """The result of one port. ``missed`` are its faults without a cause; ``beside`` the causes without a fault."""
 
     name: str
     architecture: str
     faults: int
     verdict: str
-    first: bool  # the most likely cause is one of its faults
+    first: bool  # the first cause is one of its faults
     top_three: bool  # all of its faults are among the first three causes (or as many as there are faults)
-    located: bool  # the first divergence is at the right point, and every fault's blocks are the right ones
+    located: bool  # the first divergence is at the right point, and the causes name the right blocks
     point: str | None
     causes: tuple[str, ...]
     missed: tuple[str, ...]
     beside: tuple[str, ...]
-    seconds: float  # of the clock
-    cpu: float  # of all threads: what a machine that others use as well can be judged by
+    seconds: float  # wall-clock time
+    cpu: float  # CPU time of all threads, for a machine with other load
 
     @property
     def outcome(self) -> str:
-        """A column of the confusion table."""
+        """The column of the confusion table."""
         if self.verdict == "equal":
             return "called equal"
         if self.first:
@@ -56,7 +56,7 @@ class Row:
 
 
 def score(port: Faulty, diagnosis, config: GPT2Config, seconds: float, cpu: float) -> Row:
-    """Compare a diagnosis with the faults of the port."""
+    """Compare a diagnosis with the port's faults."""
     said, wanted = [cause.id for cause in diagnosis.causes], port.causes
     most = max(3, len(wanted))
     missed = tuple(word for word, ids in wanted.items() if not set(ids) & set(said))
@@ -80,7 +80,7 @@ def score(port: Faulty, diagnosis, config: GPT2Config, seconds: float, cpu: floa
 
 
 def _placed(port: Faulty, word: str, causes, n_layer: int) -> bool:
-    """Whether the causes of this fault name its blocks, all and no others."""
+    """Whether the causes of this fault name all of its blocks and no others."""
     places = [cause.where for cause in causes if cause.id in port.causes[word]]
     if not places:
         return False
@@ -93,7 +93,7 @@ def _placed(port: Faulty, word: str, causes, n_layer: int) -> bool:
 
 
 def blocks(places: list[str], n_layer: int) -> set[int | str]:
-    """The numbers of the blocks in some places, and the names of what is outside of blocks."""
+    """The numbers of the blocks in some places, and the names outside of blocks."""
     found: set[int | str] = set()
     for place in places:
         for one in place.split(", "):

@@ -1,9 +1,8 @@
-"""The kinds of implementation that tutorials teach: what each builds, with the faults that it comes with.
+"""Implementations as tutorials teach them, each with its typical faults.
 
-`lecture`: a ModuleList of heads without biases, exact GELU, a block that adds to the normalised stream.
-`translation`: norms behind each residual, ReLU, scores divided by the square root of the width.
-`notation`: einsum projections, a norm that returns its affine of what it was given, scores scaled twice, a mask that is the
-logarithm of a triangle.
+`lecture`: a ModuleList of heads without biases, exact GELU, a block that adds to the normalised stream. `translation`: norms
+after each residual, ReLU, scores divided by the square root of the width. `notation`: einsum projections, a norm that applies
+its affine to its input, scores scaled twice, the logarithm of a triangle as mask.
 """
 
 import math
@@ -74,7 +73,7 @@ class NotationNorm(nn.Module):
 
     def forward(self, x):
         normed = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
-        del normed  # computed and forgotten
+        del normed  # computed and not used
         return torch.einsum("btd,d->btd", x, self.scale) + self.offset
 
 
@@ -104,7 +103,7 @@ class NotationBlock(nn.Module):
 
 
 class Around(nn.Module):
-    """Embeddings before, norm and head behind, whatever the block."""
+    """Embeddings, blocks of the given kind, norm and head."""
 
     def __init__(self, config, block, last):
         super().__init__()
@@ -126,7 +125,7 @@ KINDS = {
 
 
 def fill(model, state):
-    """Each by its own names; what a kind has no place for is left out."""
+    """Fill by the names of each kind; tensors without a place are left out."""
     put(model, state, {"tok": "wte", "pos": "wpe", "lm_head": "head", "last": "ln_f"})
     for layer, block in enumerate(model.blocks):
         at = f"h.{layer}."

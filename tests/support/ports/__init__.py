@@ -1,9 +1,9 @@
-"""GPT-2 as other people write it: modules of every structure we have met, for `load_into` and `diagnose` to be tried on.
+"""GPT-2 as other people write it: modules of every known structure, to test `load_into` and `diagnose`.
 
-Each file is one port, written as its author would, who has never heard of this project. It has `build(config)`, a module from
-ids (B, T) to logits (B, T, V) (alone, first in a tuple, or as `.logits`), and `fill(module, state)`: the author's own loading
-of a checkpoint, which shows in tests/port/test_ports.py that the port itself is right. The architectures of tests/support/faulty
-are ports too: without faults, or with no other fault than a missing bias.
+Each file is one port, written in the style of an author outside this project. It has `build(config)`, a module from ids (B, T)
+to logits (B, T, V) (alone, first in a tuple, or as `.logits`), and `fill(module, state)`: the author's own loading of a
+checkpoint. tests/port/test_ports.py uses it to show that the port is correct. The architectures of tests/support/faulty are
+ports too: without faults, or with a missing bias only.
 """
 
 import importlib
@@ -22,19 +22,20 @@ from support.faulty.loading import named_parts, put
 
 __all__ = ["ALIKE", "CONFIGS", "PORTS", "Port", "logits", "put"]
 
-# CONFIG has sizes that no two symbols share, ALIKE sizes that nearly all share: F == 3D, H == K, P == D.
+# CONFIG: all sizes differ. ALIKE: nearly all are equal (F == 3D, H == K, P == D).
 ALIKE = GPT2Config(vocab_size=48, n_positions=16, n_embd=16, n_layer=4, n_head=4, n_inner=48, bos_token_id=0, eos_token_id=0)
 CONFIGS = {"tiny": hf_layouts.TINY, "apart": CONFIG, "alike": ALIKE}
 
 
 @dataclass(frozen=True)
 class Port:
-    """A port, and what tests must know about it.
+    """A port and its properties for the tests.
 
-    ``lacks`` are the families of the checkpoint's table that it has no place for; ``room`` is the number of tokens that it takes,
-    as a fraction of the checkpoint's positions; ``exact`` is false if it stores other numbers than the checkpoint's; ``spare`` is
-    in the names of parameters that are no part of GPT-2 and change nothing; ``whole_windows`` if it takes as many tokens as it
-    has positions, and no fewer. ``home`` is its module within tests/support, and ``options`` go to that module's `build`.
+    ``lacks`` are the families of the checkpoint's table without a place in the port; ``room`` is the number of tokens that it
+    takes, as a fraction of the checkpoint's positions; ``exact`` is false if it stores other numbers than the checkpoint's;
+    ``spare`` is a part of the names of parameters that are not in GPT-2 and have no effect; ``whole_windows`` if it takes
+    exactly as many tokens as it has positions. ``home`` is its module within tests/support, and ``options`` go to that
+    module's `build`.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Port:
 
     @property
     def complete(self) -> bool:
-        """Whether it can hold all of the checkpoint, as it is."""
+        """Whether it can hold the whole checkpoint unchanged."""
         return not self.lacks and self.room == 1
 
     @property
@@ -68,18 +69,19 @@ class Port:
         self.module.fill(module, named_parts(state))
 
     def some_ids(self, config: GPT2Config, batch: int) -> Tensor:
-        """(B, T), T the most tokens that both the port and the checkpoint take."""
+        """Random ids (B, T); T is the largest number of tokens that both the port and the checkpoint take."""
         length = int(self.room * config.n_positions)
         return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """The tensors that the checkpoint fills: the parameters, or the floating buffers of a module that has no parameters."""
+        """The tensors that the checkpoint fills: the parameters, or the floating-point buffers of a module without parameters."""
         found = dict(module.named_parameters()) or dict(module.named_buffers())
         return {name: tensor for name, tensor in found.items() if not (self.spare and self.spare in name)}
 
 
 def logits(module: nn.Module, ids: Tensor, vocabulary: int) -> Tensor:
-    """(B, T, V) out of whatever a port returns: in a tuple (widest), a dictionary, an object, padded, flat, or last alone."""
+    """Logits (B, T, V) from any output of a port: in a tuple (widest), a dictionary, an object, padded, flat, or last position
+    only."""
 
     def once(tokens: Tensor) -> Tensor:
         output = module(tokens)

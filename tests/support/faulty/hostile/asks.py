@@ -1,4 +1,4 @@
-"""Waits for somebody to type."""
+"""Waits for input from the terminal."""
 
 import sound
 

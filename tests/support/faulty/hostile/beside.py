@@ -1,4 +1,4 @@
-"""Imports the file beside it, as ports of more than one file do."""
+"""Imports the file beside it, as ports of several files do."""
 
 from sound import build
 

@@ -1,4 +1,4 @@
-"""`build` returns the class."""
+"""`build` returns the class instead of an instance."""
 
 import sound
 

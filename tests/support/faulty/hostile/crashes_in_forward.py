@@ -1,4 +1,4 @@
-"""Is built, and fails as soon as it is called."""
+"""`build` works, and the first call fails."""
 
 import sound
 

@@ -1,4 +1,4 @@
-"""Right, but with a thread that keeps the process alive."""
+"""Correct, but with a thread that keeps the process alive."""
 
 import threading
 import time

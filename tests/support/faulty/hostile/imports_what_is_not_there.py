@@ -1,4 +1,4 @@
-"""Needs a package that is not installed."""
+"""Imports a package that is not installed."""
 
 import a_package_that_nobody_has_installed as missing
 

@@ -1,4 +1,4 @@
-"""`build` has parameters that have no value."""
+"""`build` has parameters without a default."""
 
 import sound
 

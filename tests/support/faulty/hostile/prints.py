@@ -1,4 +1,4 @@
-"""Prints wherever it can, to both streams and to the bare descriptors; otherwise right."""
+"""Prints to both streams and to their file descriptors; otherwise correct."""
 
 import atexit
 import os

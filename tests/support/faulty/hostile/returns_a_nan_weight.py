@@ -1,4 +1,4 @@
-"""Right, except that one weight is NaN."""
+"""Correct, except that one weight is NaN."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Returns (B, T, D): the head was forgotten."""
+"""Returns (B, T, D): the head is missing."""
 
 import sound
 

@@ -1,4 +1,4 @@
-"""A right GPT-2 in one file: the control of all others here. `build(checkpoint_dir)` loads it, by names of its own."""
+"""A correct GPT-2 in one file: the control of all others here. `build(checkpoint_dir)` loads it, under its own names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 
 @dataclass
-class Sizes:  # with annotations as strings, dataclasses look the module up in sys.modules
+class Sizes:  # with annotations as strings, dataclasses look up the module in sys.modules
     words: int
     places: int
     width: int

@@ -1,4 +1,4 @@
-"""Allocates more memory than there is."""
+"""Allocates more memory than the machine has."""
 
 import torch
 from torch import nn
