@@ -222,7 +222,7 @@ BAD: list[tuple[object, dict, str]] = [
 
 @pytest.mark.parametrize(("ids", "settings", "message"), BAD)
 def test_bad_input_is_refused_before_any_work(ids: object, settings: dict, message: str) -> None:
-    """A truncated 1.5, an id past the embedding, right padding before nothing: one line, and no pass of the model."""
+    """A fraction, an id past the embedding or right padding is refused in one line, without a pass of the model."""
     model = lively()
     model.wte.register_forward_hook(lambda *_: pytest.fail("the model ran"))
     assert re.search(message, refusal(generate, model, ids, **settings))

@@ -170,9 +170,7 @@ class HubStandIn:
         self.rewrite: Callable[[Request, Answer], Answer] | None = None
         self.xet: Any = None  # an `XetStandIn`, if large files are served over Xet
         self.gzip = False  # compress for clients that accept it, as the real Hub does with text: no length, no ranges
-        self._orders: dict[
-            tuple[str, str, str], tuple[float, Any]
-        ] = {}  # (fault, repo, path) -> the number of answers, and the argument
+        self._orders: dict[tuple[str, str, str], tuple[float, Any]] = {}  # (fault, repo, path) -> number of answers, argument
         self._closing = threading.Event()
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"hub": self})

@@ -162,6 +162,6 @@ def test_a_second_way_back_is_refused(model, windows):
 
 
 def test_a_loss_that_is_not_finite_stays_so(model, windows):
-    """The divergence guard reads the loss, so NaN must stay NaN: a maximum may drop it."""
+    """The divergence guard reads the loss, so NaN must stay NaN: taking a maximum may drop it."""
     model.wte.weight.data[3, 2] = math.nan
     assert math.isnan(Scored(model)(*windows).item())

@@ -111,7 +111,7 @@ class Model(nn.Module):
 
     def forward(self, input_ids, past_key_values=None, attention_mask=None, use_cache=False):
         faults = self.faults
-        if "cache-of-the-call-before" in faults:  # the fault: positions stay at zero for a text of one token
+        if "cache-of-the-call-before" in faults:  # the fault: a text of one token reuses the previous call's cache
             past_key_values = self.remembered if input_ids.size(1) == 1 and past_key_values is None else past_key_values
         start = 0 if past_key_values is None else past_key_values[0][0].size(2)
         if "cache-positions" in faults:
