@@ -10,6 +10,7 @@ from support.ports import logits
 from torch import Tensor, nn
 
 import gpt2
+from gpt2.measure.metrics import FLOAT64_BOUND
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def test_a_faulty_port_is_faulty(name, checkpoint, reference):
     if port.filled:
         gpt2.load_into(module, str(checkpoint))
     torch.manual_seed(0)
-    assert error(module, reference) > 1e-8 if port.points else misbehaves(module)
+    assert error(module, reference) > 10 * FLOAT64_BOUND if port.points else misbehaves(module)
 
 
 @pytest.mark.parametrize("name", each({name: port for name, port in FAULTY.items() if len(port.causes) > 1 and not port.kind}))
