@@ -1,4 +1,4 @@
-"""A Xet storage on loopback, as far as `hf_xet` (1.8) asks: where a file's chunks lie, and ranges of the blocks they lie in.
+"""A Xet storage on loopback, with the requests that `hf_xet` (1.8) sends: the positions of a file's chunks, ranges of blocks.
 
     with HubStandIn() as hub:
         hub.xet = XetStandIn(hub)
@@ -20,7 +20,7 @@ BLOCK = 128 * CHUNK
 
 
 class XetStandIn:
-    """The storage of all large files of a stand-in Hub. ``status`` is what it refuses everything with, if not None."""
+    """The storage for all large files of a stand-in Hub. ``status``, if not None, refuses every request."""
 
     def __init__(self, hub: HubStandIn) -> None:
         self.hub = hub
@@ -51,7 +51,7 @@ class XetStandIn:
         return next(file for tree in trees for file in tree.values() if file.lfs and file.xet_hash == name)
 
     def _terms(self, file: File, span: str | None) -> dict[str, object]:
-        """The blocks that hold a range of the file, and where to get each."""
+        """The blocks that hold a range of the file, and their addresses."""
         first, last = map(int, re.findall(r"\d+", span)) if span else (0, file.size - 1)
         numbers = range(first // BLOCK, min(last, file.size - 1) // BLOCK + 1)
         terms, fetches = [], {}
