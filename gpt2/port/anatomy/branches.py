@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -129,9 +130,29 @@ class Branches:
                 product, mine = self.flow.nodes[self.recording.owner(score)], scored == score
                 a, b = product.tensors
                 factors = (a, b) if (self.flow.votes[number] or all_votes) >= 0 else (b, a)
-                q, k = (self.flow.origins(factor[product.place(torch.tensor(score))]) for factor in factors)
+                q, k = (self._each_of_pairs(factor[product.place(torch.tensor(score))]) for factor in factors)
                 if self.flow.is_projection(self.flow.owner(q)):
                     yield Head(q, k, value[mine], mixed[mine], dict(zip("qkv", (*factors, values), strict=True)))
+
+    def _each_of_pairs(self, ids: Tensor) -> Tensor:
+        """Return the origins of queries or keys ``ids`` (K,), each once, although rotary positions mix them in pairs.
+
+        Both sums of a pair have the older number as origin. The second of them takes the number that was added to it.
+        """
+        origins = self.flow.origins(ids)
+        firsts: set[int] = set()
+        for i, origin in enumerate(origins.tolist()):
+            partner = self._partners.get(origin, -1) if origin in firsts else -1
+            if partner >= 0 and self.recording.owner(partner) == self.recording.owner(origin):
+                origins[i] = partner
+            firsts.add(origin)
+        return origins
+
+    @cached_property
+    def _partners(self) -> dict[int, int]:
+        """By origin: a younger origin that was added to it."""
+        joined = (self.flow.joined >= 0).nonzero()[:, 0]
+        return dict(zip(self.flow.joined[joined].tolist(), (joined + self.recording.tokens).tolist(), strict=True))
 
     def _first_part(self, mixed: Tensor) -> Tensor:
         """Return the oldest part of a weighted sum that is computed in parts."""

@@ -16,6 +16,7 @@ from gpt2.config import GPT2Config
 from gpt2.measure.tracing import point_at
 from gpt2.port.diagnosis.hypotheses import attention_weights, likely_scales, right_scale, scale_faults
 from gpt2.port.diagnosis.norms import RMS, layer_norm
+from gpt2.port.diagnosis.rotary import turned_pair
 from gpt2.port.diagnosis.scores import Layout as Layout  # also for those that read dumps
 from gpt2.port.diagnosis.scores import Scoring, right_scorings, wrong_scorings
 from gpt2.port.diagnosis.screen import Mixture, Projection, stacked
@@ -39,6 +40,8 @@ MERGED = "heads are put side by side without transposing back, which mixes posit
 OWN_WEIGHTS = "y = weights @ v  # weights (B, n_head, T, T), v (B, n_head, T, head_size): each head its own"
 NO_PROJECTION = Fault("output-projection-missing", "attn", "the heads are added to the stream as they are")
 EXCHANGED = Fault("qkv-order", "attn", "queries and keys have changed places")
+TURNED = "queries and keys are turned by an angle that depends on the position (rotary position embedding)"
+ROTARY = Fault("rotary-positions", "attn", TURNED)
 Projected = dict[str, Recorded]  # "q", "k" and "v" of an input, each (B, T, D)
 Heads = tuple[Tensor, tuple[Fault, ...]]  # (B, H, T, K), and the faults if the port computes this
 
@@ -132,7 +135,18 @@ class Attending:
         for scoring in self.scorings:
             if factors := self.pool.factors(scoring.value, *GRID):
                 return scoring, factors
+        if (rotary := self._rotary()) is not None:
+            self.scorings = [rotary]
+            return rotary, self.pool.factors(rotary.value, *GRID)
         return self.scorings[0], []
+
+    def _rotary(self) -> Scoring | None:
+        """Return the comparison of queries and keys after rotary position embedding, if that is recorded."""
+        q, k = (Layout.RIGHT.split(self.parts[name].value, self.config.n_head) for name in "qk")
+        if (turned := turned_pair(self.pool, q, k)) is None:
+            return None
+        queries, keys = (Layout.RIGHT.merge(part) for part in turned)
+        return Scoring(queries, keys, Layout.RIGHT, self.config.n_head, (ROTARY,))
 
     def _scaled(self, scoring: Scoring, factor: float) -> Tensor:
         """Return the scores, with the port's own numbers if recorded."""

@@ -74,6 +74,7 @@ _TABLE = {
     "position-missing": ("no positions are added", EMBEDDED),
     "position-offset": ("positions do not begin at row 0", EMBEDDED),
     "position-sinusoidal": ("positions are sines, not the learned ones", f"{EMBEDDED}  # wpe is a parameter of the checkpoint"),
+    "rotary-positions": ("queries and keys are turned by their position", f"{SCORES}  # q and k as c_attn gives them"),
     "embedding-scaled": ("the embeddings are scaled", f"{EMBEDDED}  # no factor"),
     # Wiring
     "residual-missing": ("a branch replaces the stream", BLOCK),

@@ -104,6 +104,8 @@ LINES = {
         bf16-on-the-way no-qkv-bias no-out-bias@1 dropout-active ffn-dropout@1 noise counts-calls batch-statistics
         batch-centred norm-over-tokens@1.ln_2 scale-by-heads softmax-missing@2 residual-halved logits-scaled head-bias
         """,
+        "rotary",
+        "rotary-halves position-missing",
         "softmax-missing@0 gelu-erf@2",
         "residual-halved@1 head-bias",
         "masked-first scale-by-width",
@@ -240,6 +242,8 @@ FAULTY: dict[str, Faulty] = {
             for name, line in (
                 ("fused", "gelu-erf"),
                 ("fused", "no-qkv-bias"),
+                ("fused", "rotary gelu-erf"),
+                ("fused", "rotary no-qkv-bias"),
                 ("fused", "post-norm"),
                 ("functions", "scale-by-width"),
                 ("functions", "layer-missing@1"),

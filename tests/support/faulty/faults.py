@@ -98,6 +98,8 @@ MEANINGS: dict[str, Meaning] = {
     "position-missing": _mean("position-missing", "wpe", "embed"),
     "position-offset": _mean("position-offset", "wpe", "embed"),
     "position-sinusoidal": _mean("position-sinusoidal", "wpe", "embed"),
+    "rotary": _mean("rotary-positions", SCORES),
+    "rotary-halves": _mean("rotary-positions", SCORES),
     "embedding-scaled": _mean("embedding-scaled", "wte", "embed"),
     # Wiring.
     "residual-missing": _mean("residual-missing", MID),

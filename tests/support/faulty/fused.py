@@ -55,6 +55,20 @@ def norm(width, wrong):
     return nn.LayerNorm(width, eps=eps, elementwise_affine="no-affine" not in wrong, bias="no-norm-bias" not in wrong)
 
 
+def turned(x, halves):
+    """(B, H, T, K), each pair of a head's first numbers turned by the position times its own frequency."""
+    size = x.size(-1) // 4 * 4
+    angle = torch.arange(x.size(-2))[:, None] / 10000 ** (torch.arange(0, size, 2) / size)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    x, rest = x[..., :size], x[..., size:]
+    if halves:
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+    a, b = x[..., ::2], x[..., 1::2]
+    x = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    return torch.cat([x, rest], -1)
+
+
 class SelfAttention(nn.Module):
     def __init__(self, config, layer, wrong):
         super().__init__()
@@ -79,6 +93,8 @@ class SelfAttention(nn.Module):
             q, k, v = (part.reshape(b, self.n_head, t, c // self.n_head) for part in (q, k, v))
         else:
             q, k, v = (part.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for part in (q, k, v))
+        if wrong & {"rotary", "rotary-halves"}:
+            q, k = (turned(part, "rotary-halves" in wrong) for part in (q, k))
         if "scale-split" in wrong:
             q, k = q / k.size(-1) ** 0.25, k / k.size(-1) ** 0.25
         att = q @ k.transpose(-2, -1)
