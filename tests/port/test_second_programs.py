@@ -1,0 +1,61 @@
+"""A second set of programs, which the diagnosis of dumps was not developed on: a sample of what the tool measures."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.programs.second import FAULTS, SHAPES, Bed
+
+import gpt2
+
+SAMPLE = (
+    ("columns", "", "full", "float32"),
+    ("cached", "", "full", "float16"),
+    ("nested", "", "logits", "float64"),
+    ("cached", "variance n-1", "full", "float32"),
+    ("columns", "eps 1e-3", "block", "float64"),
+    ("nested", "rows of units", "full", "float64"),
+    ("cached", "hot logits", "logits", "float32"),
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory: pytest.TempPathFactory) -> Bed:
+    return Bed(tmp_path_factory.mktemp("second") / "bed", SHAPES[0])
+
+
+def need(program: str) -> None:
+    if program == "nested" and not shutil.which("node"):
+        pytest.skip("the JavaScript program was not run: node is not installed")
+
+
+@pytest.mark.parametrize("program", FAULTS)
+def test_each_program_is_right_but_for_its_faults(program: str, bed: Bed) -> None:
+    """A mistake in a program, or a switch that does nothing, would be counted as the engine's."""
+    need(program)
+    ids, right = bed.run(program)
+    with torch.no_grad():
+        truth = gpt2.load(str(bed.model)).double()(torch.from_numpy(np.atleast_2d(ids))).numpy()
+    truth = truth.reshape(*ids.shape, -1)
+    size = np.sqrt((truth**2).mean())
+    assert np.abs(right["logits"] - truth).max() < 1e-12 * size
+    for fault in FAULTS[program]:
+        assert np.abs(bed.run(program, [fault])[1]["logits"] - truth).max() > 1e-4 * size, fault
+
+
+@pytest.mark.parametrize(("program", "fault", "level", "dtype"), SAMPLE)
+def test_a_dump_of_a_program_never_seen_is_diagnosed(program: str, fault: str, level: str, dtype: str, bed: Bed) -> None:
+    """An engine that knew only the layouts of the first set of programs would not find these values."""
+    need(program)
+    dump: Path = bed.dump(program, [fault] if fault else [], level, dtype, seed=0)
+    said = gpt2.diagnose(str(dump), gpt2.load(str(bed.model)))
+    if not fault:
+        assert said.verdict == "equal"
+    else:
+        assert said.causes[0].id in FAULTS[program][fault]

@@ -1,0 +1,134 @@
+"""A second set of programs that are almost GPT-2, written after the engine that diagnoses them and not used to develop it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from . import cached, columns
+
+LEVELS = ("full", "block", "logits")
+DTYPES = ("float16", "float32", "float64")
+NESTED = {
+    "silu": ("gelu-variant",),
+    "root missing": ("gelu-variant",),
+    "rms": ("rmsnorm",),
+    "no eps": ("layernorm-eps",),
+    "eps 1e-3": ("layernorm-eps",),
+    "not normalised": ("layernorm-not-normalising",),
+    "embedding doubled": ("embedding-scaled",),
+    "no positions": ("position-missing",),
+    "position 3": ("position-offset",),
+    "sines": ("position-sinusoidal",),
+    "no bias of qkv": ("missing-bias",),
+    "order k q v": ("qkv-order",),
+    "order v k q": ("qkv-order",),
+    "rows of units": ("head-layout",),
+    "unscaled": ("scale-missing",),
+    "size not rooted": ("scale-twice",),
+    "strict": ("mask-strict",),
+    "one ahead": ("mask-off-by-one",),
+    "mask after": ("mask-multiplied", "mask-missing", "softmax-axis"),
+    "all seen": ("mask-missing",),
+    "projection left out": ("output-projection-missing",),
+    "stream doubled": ("residual-scaled",),
+    "no skip": ("residual-missing",),
+    "side by side": ("parallel-block",),
+    "ln_1 again": ("wrong-tensor", "norms-swapped"),
+    "no last bias": ("missing-bias",),
+    "skip from norm": ("residual-from-normed",),
+    "no final norm": ("final-norm-missing",),
+    "cold": ("logits-scaled",),
+}
+FAULTS: dict[str, dict[str, tuple[str, ...]]] = {"columns": columns.FAULTS, "cached": cached.FAULTS, "nested": NESTED}
+ONE_A_BLOCK = {"columns": "block", "cached": "middle", "nested": "block"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    width: int
+    heads: int
+    vocab: int
+    context: int
+    tokens: int
+    seed: int
+
+
+SHAPES = (
+    Shape(2, 36, 3, 97, 20, 12, 71),
+    Shape(3, 32, 4, 83, 24, 13, 72),
+    Shape(2, 48, 6, 109, 17, 10, 73),
+)
+
+
+class Bed:
+    """A random model of trained size in a folder, in the official layout, and ids for the programs to run on."""
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        self.folder, self.shape = folder, shape
+        draw = np.random.default_rng(shape.seed)
+        width = shape.width
+
+        def matrix(*size: int, spread: float) -> np.ndarray:
+            return (spread * draw.standard_normal(size)).astype(np.float32)
+
+        w = {"wte.weight": matrix(shape.vocab, width, spread=0.3), "wpe.weight": matrix(shape.context, width, spread=0.2)}
+        norms = ["ln_f"]
+        for n in range(shape.layers):
+            norms += [f"h.{n}.ln_1", f"h.{n}.ln_2"]
+            for name, rows, into in (("attn.c_attn", 1, 3), ("attn.c_proj", 1, 1), ("mlp.c_fc", 1, 4), ("mlp.c_proj", 4, 1)):
+                spread = 1.3 / np.sqrt(rows * width)
+                w[f"h.{n}.{name}.weight"] = matrix(rows * width, into * width, spread=spread)
+                w[f"h.{n}.{name}.bias"] = matrix(into * width, spread=0.2)
+        for name in norms:
+            w[f"{name}.weight"], w[f"{name}.bias"] = 1 + matrix(width, spread=0.25), matrix(width, spread=0.15)
+        self.weights = w
+        self.ids = draw.integers(0, shape.vocab, (2, shape.tokens))
+        self.model = folder / "model"
+        self.model.mkdir(parents=True)
+        save_file(w, self.model / "model.safetensors", metadata={"format": "pt"})
+        config = {"model_type": "gpt2", "n_layer": shape.layers, "n_embd": width, "n_head": shape.heads}
+        config |= {"vocab_size": shape.vocab, "n_positions": shape.context, "n_ctx": shape.context}
+        config |= {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
+        (self.model / "config.json").write_text(json.dumps(config))
+
+    def run(self, program: str, faults: Iterable[str] = (), dtype: str = "float64") -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The ids that ``program`` ran on, and every value by its own name; ``nested`` always computes in float64."""
+        if program != "nested":
+            module = {"columns": columns, "cached": cached}[program]
+            return self.ids[0], module.run(self.weights, self.shape.heads, self.ids[0], set(faults), dtype)
+        node = shutil.which("node")
+        assert node is not None
+        given, out = self.folder / "given.json", self.folder / "out.json"
+        weights = {name: array.tolist() for name, array in self.weights.items()}
+        asked = {"weights": weights, "heads": self.shape.heads, "batch": self.ids.tolist(), "faults": list(faults)}
+        given.write_text(json.dumps(asked))
+        script = Path(__file__).with_name("nested.js")
+        subprocess.run([node, str(script), str(given), str(out)], check=True, timeout=60)
+        return self.ids, {name: np.array(rows) for name, rows in json.loads(out.read_text()).items()}
+
+    def dump(self, program: str, faults: Iterable[str], level: str, dtype: str, seed: int) -> Path:
+        """Write what ``program`` shows at ``level`` as ``dtype``, under shuffled names that say nothing, with foreign arrays."""
+        ids, kept = self.run(program, faults, "float64" if dtype == "float64" else "float32")
+        if level == "block":
+            kept = {name: a for name, a in kept.items() if ONE_A_BLOCK[program] in name.split()[1:] or name == "logits"}
+        if level == "logits":
+            kept = {"logits": kept["logits"]}
+        draw = np.random.default_rng(seed)
+        arrays = [array.astype(dtype) for array in kept.values()]
+        tokens = self.shape.tokens
+        arrays += [np.tri(tokens), draw.standard_normal((tokens, 7)), np.arange(tokens), draw.standard_normal(5).astype(dtype)]
+        names = [f"t{number:03d}" for number in range(len(arrays))]
+        draw.shuffle(names)
+        path = self.folder / f"dump{seed}.npz"
+        order = draw.permutation(len(arrays))
+        np.savez(path, ids=ids, **{names[number]: arrays[number] for number in order})
+        return path

@@ -1,0 +1,125 @@
+"""Measure `gpt2 diagnose DUMP` on tests/support/programs/second, programs written after it and not used to develop it.
+
+    python tools/second_dump_table.py --seconds 200 --seed 1           # dumps in an order drawn from a seed, for so long
+    python tools/second_dump_table.py --level logits --pairs           # two faults at once
+    python tools/second_dump_table.py --right 36                       # programs without a fault
+
+Random models of three sizes; names are shuffled and say nothing. A dump whose fault changes the logits (against our own model,
+in float64) by less than four times the rounding of the right program's is left out. Each dump is a line of JSON on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from support.programs.second import DTYPES, FAULTS, LEVELS, SHAPES, Bed
+
+import gpt2
+
+LIMIT = 60  # seconds for one dump
+VISIBLE = 4.0  # times the rounding
+
+
+def true_logits(bed: Bed, ids: np.ndarray) -> np.ndarray:
+    model = gpt2.load(str(bed.model)).double().eval()
+    with torch.no_grad():
+        return model(torch.from_numpy(np.atleast_2d(ids))).numpy().reshape(*ids.shape, -1)
+
+
+def visible(bed: Bed, program: str, faults: tuple[str, ...], dtype: str) -> bool:
+    """Whether each of ``faults`` changes the logits, and each changes those that the others give."""
+    compute = "float64" if dtype == "float64" else "float32"
+    ids, right = bed.run(program, (), compute)
+    truth = true_logits(bed, ids)
+    rounding = np.abs(right["logits"].astype(dtype) - truth).max()
+    both = bed.run(program, faults)[1]["logits"]
+    if len(faults) == 1:
+        return bool(np.abs(both - truth).max() > VISIBLE * rounding)
+    alone = [bed.run(program, [fault])[1]["logits"] for fault in faults]
+    return all(min(np.abs(one - truth).max(), np.abs(one - both).max()) > VISIBLE * rounding for one in alone)
+
+
+def too_long(*_: object) -> None:
+    raise TimeoutError(f"more than {LIMIT} s")
+
+
+def run(
+    bed: Bed, model: gpt2.GPT2, program: str, faults: tuple[str, ...], level: str, dtype: str, seed: int
+) -> dict[str, object]:
+    dump = bed.dump(program, faults, level, dtype, seed)
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(LIMIT)
+    start = time.perf_counter()
+    row: dict[str, object] = {"program": program, "faults": faults, "level": level, "dtype": dtype, "width": bed.shape.width}
+    try:
+        said = gpt2.diagnose(str(dump), model)
+        causes = [cause.id for cause in said.causes]
+        accepted = [FAULTS[program][fault] for fault in faults]
+        row["verdict"] = said.verdict
+        row["said"] = [f"{cause.id} at {cause.where}" for cause in said.causes]
+        row["first"] = bool(causes) and any(causes[0] in ids for ids in accepted)
+        row["all"] = all(any(cause in ids for cause in causes) for ids in accepted)
+        row["others"] = sum(not any(cause in ids for ids in accepted) for cause in causes)
+    except Exception as error:
+        row |= {
+            "verdict": "failed",
+            "said": [f"{type(error).__name__}: {error}"[:150]],
+            "first": False,
+            "all": False,
+            "others": 0,
+        }
+    finally:
+        signal.alarm(0)
+        dump.unlink()
+    return row | {"seconds": round(time.perf_counter() - start, 2)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--level", nargs="+", choices=LEVELS, default=LEVELS)
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--pairs", action="store_true", help="two faults at once")
+    parser.add_argument("--right", type=int, metavar="N", help="instead, so many programs without a fault")
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other dump after so many")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    names = [name for name in FAULTS if name != "nested" or shutil.which("node")]
+    draw, start = random.Random(options.seed), time.perf_counter()
+    kinds = list(itertools.product(names, options.level, options.dtype))
+    if options.right:
+        todo = [(*kinds[number % len(kinds)], ()) for number in range(options.right)]
+    else:
+        sets = {name: list(itertools.combinations(FAULTS[name], 2 if options.pairs else 1)) for name in names}
+        todo = [(*kind, faults) for kind in kinds for faults in sets[kind[0]]]
+        draw.shuffle(todo)
+    with tempfile.TemporaryDirectory() as folder:
+        beds = [Bed(Path(folder) / str(shape.seed), shape) for shape in SHAPES]
+        models = [gpt2.load(str(bed.model)) for bed in beds]
+        for number, (program, level, dtype, faults) in enumerate(todo):
+            if time.perf_counter() - start > options.seconds:
+                break
+            which = draw.randrange(len(beds))
+            if faults and not visible(beds[which], program, faults, dtype):
+                continue
+            row = run(beds[which], models[which], program, faults, level, dtype, number)
+            print(json.dumps(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
