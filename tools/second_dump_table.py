@@ -11,6 +11,7 @@ in float64) by less than four times the rounding of the right program's is left 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import random
@@ -34,18 +35,19 @@ LIMIT = 60  # seconds for one dump
 VISIBLE = 4.0  # times the rounding
 
 
-def true_logits(bed: Bed, ids: np.ndarray) -> np.ndarray:
+@functools.cache
+def truth_and_rounding(bed: Bed, program: str, dtype: str) -> tuple[np.ndarray, float]:
+    """Our own model's logits in float64, and how far those of the right program are from them."""
+    ids, right = bed.run(program, (), "float64" if dtype == "float64" else "float32")
     model = gpt2.load(str(bed.model)).double().eval()
     with torch.no_grad():
-        return model(torch.from_numpy(np.atleast_2d(ids))).numpy().reshape(*ids.shape, -1)
+        truth = model(torch.from_numpy(np.atleast_2d(ids))).numpy().reshape(*ids.shape, -1)
+    return truth, float(np.abs(right["logits"].astype(dtype) - truth).max())
 
 
 def visible(bed: Bed, program: str, faults: tuple[str, ...], dtype: str) -> bool:
     """Whether each of ``faults`` changes the logits, and each changes those that the others give."""
-    compute = "float64" if dtype == "float64" else "float32"
-    ids, right = bed.run(program, (), compute)
-    truth = true_logits(bed, ids)
-    rounding = np.abs(right["logits"].astype(dtype) - truth).max()
+    truth, rounding = truth_and_rounding(bed, program, dtype)
     both = bed.run(program, faults)[1]["logits"]
     if len(faults) == 1:
         return bool(np.abs(both - truth).max() > VISIBLE * rounding)
