@@ -9,7 +9,7 @@ import pytest
 
 from gpt2.cli.main import main
 from gpt2.measure import allocator
-from gpt2.measure.allocator import keep_freed_memory
+from gpt2.measure.allocator import give_back_freed_memory, keep_freed_memory
 
 STEP = """
 import resource, sys
@@ -43,12 +43,44 @@ def test_steps_after_the_first_touch_hardly_a_new_page():
     assert kept < given_back / 4  # a block occasionally starts at another address
 
 
+HOLES = """
+import resource, sys
+import torch
+from gpt2.measure.allocator import give_back_freed_memory
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 1e6
+
+blocks = [torch.ones(250_000) for _ in range(400)]  # 1 MB each: of the heap, once larger ones have been freed
+torch.ones(5_000_000)
+blocks += [torch.ones(250_000) for _ in range(400)]
+last = blocks[-1]
+full = resident()
+del blocks
+if sys.argv[1] == "given back":
+    assert give_back_freed_memory()
+print(full - resident())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+def test_freed_blocks_of_the_heap_are_given_back():
+    """A diagnosis of a training step grows by the gradients of each step, which are freed and never used again."""
+    kept, given_back = (
+        float(subprocess.run([sys.executable, "-c", HOLES, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("kept", "given back")
+    )
+    assert given_back > kept + 200
+
+
 def test_a_c_library_without_the_switch_is_left_alone(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert not keep_freed_memory()
+    assert not give_back_freed_memory()
     monkeypatch.setattr(os, "name", "nt")  # Windows has no such C library
     monkeypatch.setattr(ctypes, "CDLL", lambda name: pytest.fail("asked for"))
     assert not keep_freed_memory()
+    assert not give_back_freed_memory()
 
 
 @pytest.mark.parametrize("words", [["verify"], ["compare", "shakespeare-mini", "shakespeare-mini:bf16"]])

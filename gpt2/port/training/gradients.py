@@ -97,7 +97,7 @@ def expected_gradients(
     scaled or shifted, and those without a place in the checkpoint, are left out.
     """
     assert roles.mapping is not None
-    model = model_with(config, ((name, tensor.clone()) for name, tensor in state.items()))
+    model = model_with(config, state.items())
     model.requires_grad_(True)
     table = model.wte.weight.detach().clone().requires_grad_(True)
     for ids, gradient in passes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
+from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.port.recording.forward import error_line, plain_attention
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.watching import Casts, Sampler, Watch, Watched
@@ -25,6 +27,7 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 ATTRIBUTES = ("_parameters", "_buffers", "_modules")
 MAX_TOKENS = 512  # of one batch, where nothing is said of its size
 MAX_WORK = 4e10  # parameters times tokens of one batch
+MANY = 30e6  # parameters; above it memory is given back after each call
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Subject:
         self.maker = getattr(make_step, "__name__", "make_step")
         self.casts = Casts.NONE
         self.note_stage = watch
+        self.large = sum(parameter.numel() for parameter in module.parameters()) > MANY
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -129,6 +133,10 @@ class Subject:
                 return self._session(batches, change, as_written)
             except _CastsNeeded:
                 self.casts = Casts.SCALARS if self.casts is Casts.NONE else Casts.ALL
+            finally:
+                if self.large:
+                    gc.collect()  # an optimizer holds itself in cycles, and with it two tensors of each parameter
+                    give_back_freed_memory()
 
     def _session(self, batches: Sequence[Batch], change: Change | None, as_written: bool) -> tuple[list[Watched], Sampler]:
         with torch.random.fork_rng(devices=[]), plain_attention(), self._restored():
@@ -183,6 +191,8 @@ class Subject:
             raise StepError(
                 f"its step fails on x and y of shape {tuple(x.shape)}: {error_line(error)}{_advice(error)}"
             ) from error
+        if self.large:
+            give_back_freed_memory()
         seen = watch.seen
         seen.loss = _number(loss, self.maker)
         seen.dropouts = watch.probabilities
