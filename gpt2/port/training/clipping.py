@@ -9,7 +9,7 @@ from statistics import median
 
 from torch import Tensor
 
-from gpt2.port.training.watching import Gradient
+from gpt2.port.training.watching import Gradient, Watched
 
 SAME = 1e-6  # relative difference of numbers that are meant to be equal; torch adds 1e-6 to the norm before it divides
 NORMS = ("two", "largest", "one")
@@ -48,6 +48,18 @@ def passage(held: Gradient, used: Gradient) -> Passage:
         else:
             odd.append(name)
     return Passage(held, used, ratios, clamped, tuple(odd))
+
+
+def passages(calls: Sequence[Watched]) -> list[Passage]:
+    """Compare the gradient after the last backward pass before each update with the gradient at the update."""
+    found = []
+    for call in calls:
+        for update in call.updates:
+            if update.gradient.samples and 0 < update.backwards <= len(call.backwards):
+                held = call.backwards[update.backwards - 1].held
+                if held.samples:
+                    found.append(passage(held, update.gradient))
+    return found
 
 
 def _near(one: Tensor, other: Tensor) -> bool:
@@ -160,4 +172,4 @@ def clipped(gradient: Gradient, kind: str, limit: float) -> dict[str, Tensor]:
     return {name: sample * factor for name, sample in gradient.samples.items()}
 
 
-__all__ = ["ClipReading", "Passage", "clipped", "passage", "read_clipping"]
+__all__ = ["ClipReading", "Passage", "clipped", "passage", "passages", "read_clipping"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +19,19 @@ from gpt2.port.recording.forward import Borrowed
 from gpt2.port.recording.recorder import record_probe
 from gpt2.port.training.backward import accumulation_stage, backward_stage, first_backwards, places, summed
 from gpt2.port.training.causes import STAGE, STAGES, cause, ranked
-from gpt2.port.training.clipping import Passage, passage, read_clipping
+from gpt2.port.training.clip_causes import clip_stage
+from gpt2.port.training.clipping import passages, read_clipping
 from gpt2.port.training.gradients import Roles, expected_gradients
 from gpt2.port.training.losses import logits_gradients, read_loss
 from gpt2.port.training.optimizer import update_stage
 from gpt2.port.training.sessions import Batch, Batches, Change, MakeStep, StepError, Subject, scaled
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.stepping import Movement, gradient_of, read_movement
-from gpt2.port.training.trained import Stage, loss_stage, padding_stage
+from gpt2.port.training.trained import Stage, dropout_stage, loss_stage, padding_stage
 from gpt2.port.training.watching import Gradient, Sampler, Update, Watched
 
-CALLS = 6  # of the first session
-MANY = 30e6  # parameters; above it fewer calls are made
+CALLS, CALLS_LARGE = 6, 4  # of the first session; of a large module's
 HUGE, TINY = 100.0, 1e-8  # factors of the last norm (and, for TINY, of the token embedding) that change the gradients' size
-BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
 
 
 class StepExamination:
@@ -49,7 +49,6 @@ class StepExamination:
         self.module, self.ours, self.settings, self.forward = module, ours, settings, forward
         self.config = ours.config
         self.subject = Subject(module, make_step, ours.config.vocab_size, watch)
-        self.large = self.config.num_parameters() > MANY
         self.notes: list[str] = []
         self.stages: dict[str, Stage] = {name: Stage() for name in STAGES}
 
@@ -57,7 +56,7 @@ class StepExamination:
         """Run the sessions, draw the conclusions of each stage, and sum them up."""
         self.roles = Roles(self.module, self._mapping())
         self.batches = Batches(self.config, self.settings, self.config.vocab_size)
-        count = 4 if self.large else CALLS
+        count = CALLS_LARGE if self.subject.large else CALLS
         self.calls, self.sampler = self._session([self.batches.batch(seed) for seed in range(count)])
         self._require_training()
         self.huge, self.tiny = self._scaled_sessions()
@@ -93,7 +92,11 @@ class StepExamination:
             return [], []
         batches = [self.batches.batch(100 + seed) for seed in range(2)]
         huge, _ = self._session(batches, scaled(last, HUGE))
+        for call in huge:
+            call.forwards.clear()  # their gradients alone are compared
         tiny, _ = self._session(batches, scaled([*last, *table], TINY))
+        for call in tiny:
+            call.forwards.clear()
         return huge, tiny
 
     def _require_training(self) -> None:
@@ -138,7 +141,9 @@ class StepExamination:
             gradient.causes.append(cause("tied-gradient-doubled" if doubled else "gradient-scaled", where, detail))
         self.stages["gradient"] = gradient
         if self.settings.dropout is not None or any(call.dropouts for call in self.calls):
-            self._dropout()
+            dropout = dropout_stage([p for call in self.calls for p in call.dropouts], self.settings.dropout)
+            self.stages["loss"].causes += dropout.causes
+            self.notes += dropout.notes
         if any(call.half for call in self.calls):
             detail = "the logits are rounded to half precision before the softmax"
             self.stages["loss"].causes.append(cause("logits-half-precision", "loss", detail, "seen in its operators"))
@@ -173,20 +178,6 @@ class StepExamination:
         else:
             self.notes += [f"where targets are -100 (yours need not be): {one.detail} ({one.id})" for one in found]
 
-    def _dropout(self) -> None:
-        found = sorted({p for call in self.calls for p in call.dropouts})
-        said = ", ".join(f"{p:g}" for p in found)
-        wanted = self.settings.dropout
-        if wanted is None:
-            self.notes.append(f"read off: dropout of {said} (it was left out of the comparison)")
-        elif wanted == 0 and found:
-            detail = f"dropout of {said} is active in the step"
-            self.stages["loss"].causes.append(cause("dropout-active", "h.*", detail, "seen in its operators"))
-        elif wanted and not found:
-            self.stages["loss"].causes.append(
-                cause("dropout-missing", "h.*", f"no dropout is active, not {wanted:g}", "its operators")
-            )
-
     def _untied(self) -> list[str]:
         """Return the parameters that were one tensor before make_step and are several in the step."""
         names = set(self.sampler.parameters)
@@ -197,7 +188,7 @@ class StepExamination:
         return []
 
     def _read_clipping(self) -> None:
-        groups = [_passages(calls) for calls in (self.calls, self.huge, self.tiny)]
+        groups = [passages(calls) for calls in (self.calls, self.huge, self.tiny)]
         unscaled = math.prod({call.unscaled for call in self.calls}) if any(call.unscaled != 1 for call in self.calls) else 1.0
         self.clip = read_clipping([group for group in groups if group], unscaled)
 
@@ -221,7 +212,9 @@ class StepExamination:
             stage.causes.append(cause("update-skipped", "optimizer", detail))
         stage.causes += self._left_out(movement)
         self.stages["update"] = stage
-        self._clip_stage(movement)
+        clip = self.clip if movement.clip is None else replace(self.clip, kind=movement.clip[0], limit=movement.clip[1])
+        odd = [name for name in clip.odd if name in self.sampler.parameters]
+        self.stages["clip"] = clip_stage(clip, self.settings.clip, places(odd, self.roles, layers) if odd else "the gradient")
 
     def _rate_is_zero(self, silent: list[int]) -> bool:
         return silent == [0] and (not self.settings.scheduled or self.settings.rate(0) == 0)
@@ -246,53 +239,6 @@ class StepExamination:
         return [
             cause("parameter-missing", places(still, self.roles, self.config.n_layer), detail, "their values after each step")
         ]
-
-    def _clip_stage(self, movement: Movement) -> None:
-        stage, clip, wanted = self.stages["clip"], self.clip, self.settings.clip
-        kind, limit, u = clip.kind, clip.limit, clip.factor
-        if movement.clip is not None:
-            kind, limit = movement.clip
-        if clip.odd:
-            stage.explained = False
-            names = [name for name in clip.odd if name in self.sampler.parameters]
-            where = places(names, self.roles, self.config.n_layer) if names else "the gradient"
-            stage.notes.append(f"the gradient of {where} is changed before the update in a way that is not known")
-            return
-        evidence = f"gradients of norms up to {clip.largest:.3g}, before and after"
-        if not kind:
-            if wanted and clip.largest > wanted * BITES:
-                stage.causes.append(
-                    cause("clip-missing", "gradient", f"norms up to {clip.largest:.4g} are left as they are", evidence)
-                )
-            elif wanted is None:
-                stage.notes.append(f"read off: no clipping (norms up to {clip.largest:.3g})")
-        elif wanted == 0:
-            detail = f"it is clipped to {limit:.6g}"
-            stage.causes.append(cause("clip-unwanted", "gradient", detail, evidence))
-        elif kind == "value":
-            stage.causes.append(cause("clip-by-value", "gradient", f"entries beyond {limit:.6g} are cut", evidence))
-        elif kind == "tensor":
-            stage.causes.append(cause("clip-per-tensor", "gradient", f"each parameter's is clipped to {limit:.6g}", evidence))
-        elif kind in ("one", "largest"):
-            name = "sum of absolute values" if kind == "one" else "largest absolute value"
-            stage.causes.append(cause("clip-norm", "gradient", f"its {name} is clipped to {limit:.6g}", evidence))
-        else:
-            self._threshold(limit, u, evidence)
-        stage.error = 1.0 if stage.causes else 0.0
-
-    def _threshold(self, limit: float, factor: float, evidence: str) -> None:
-        stage, wanted = self.stages["clip"], self.settings.clip
-        before = limit / factor  # in units of the gradient before unscaling
-        near = [value for value in ((wanted,) if wanted else (1.0, 0.5, 0.25, 5.0)) if abs(before / value - 1) < 1e-3]
-        if factor < 0.02 and near and not (wanted and abs(limit / wanted - 1) < 1e-3):
-            detail = f"the gradient, still multiplied by {1 / factor:g}, is clipped to {before:.6g}"
-            stage.causes.append(cause("clip-before-unscaling", "gradient", detail, evidence))
-        elif wanted is None:
-            stage.notes.append(f"read off: gradients are clipped to a norm of {limit:.4g}")
-        elif abs(limit / wanted - 1) > 1e-3:
-            stage.causes.append(
-                cause("clip-threshold", "gradient", f"the norm is clipped to {limit:.6g}, not {wanted:g}", evidence)
-            )
 
     def _as_written(self) -> None:
         """Run the step once as it is, in its own dtypes: it may skip updates, overflow, or compute its loss in half precision."""
@@ -330,18 +276,6 @@ class StepExamination:
             )
             first = Divergence(early, None, max((stage.error for stage in self.stages.values()), default=0.0))
         return Diagnosis(verdict, first, tuple(found), tuple(dict.fromkeys(notes)), self.forward.module, logits_error=None)
-
-
-def _passages(calls: Sequence[Watched]) -> list[Passage]:
-    """Return the gradient after the last backward pass before each update, and at the update."""
-    found = []
-    for call in calls:
-        for update in call.updates:
-            if update.gradient.samples and 0 < update.backwards <= len(call.backwards):
-                held = call.backwards[update.backwards - 1].held
-                if held.samples:
-                    found.append(passage(held, update.gradient))
-    return found
 
 
 def _updates(calls: Sequence[Watched]) -> list[Update]:

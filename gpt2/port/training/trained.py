@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -173,3 +174,18 @@ def padding_stage(batch: Batch, reading: LossReading, factor: float) -> list[Cau
             )
         ]
     return [cause("loss-average-wrong", "loss", words, SEEN)]
+
+
+def dropout_stage(probabilities: Iterable[float], wanted: float | None) -> Stage:
+    """Compare the ``probabilities`` of the dropouts that are active in a step with the expected one; None: only report them."""
+    stage = Stage()
+    found = sorted(set(probabilities))
+    said = ", ".join(f"{p:g}" for p in found)
+    if wanted is None:
+        stage.notes.append(f"read off: dropout of {said} (it was left out of the comparison)")
+    elif wanted == 0 and found:
+        detail = f"dropout of {said} is active in the step"
+        stage.causes.append(cause("dropout-active", "h.*", detail, "seen in its operators"))
+    elif wanted and not found:
+        stage.causes.append(cause("dropout-missing", "h.*", f"no dropout is active, not {wanted:g}", "its operators"))
+    return stage

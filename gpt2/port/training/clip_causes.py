@@ -1,0 +1,62 @@
+"""Causes in the clipping: compare what happens to the gradient before the update with the norm that it should be clipped to."""
+
+from __future__ import annotations
+
+from gpt2.port.training.causes import cause
+from gpt2.port.training.clipping import ClipReading
+from gpt2.port.training.trained import Stage
+
+BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
+USUAL = (1.0, 0.5, 0.25, 5.0)  # norms that people clip to
+
+
+def clip_stage(clip: ClipReading, wanted: float | None, odd: str) -> Stage:
+    """Return the causes in a reading of the clipping.
+
+    ``wanted``: the norm to clip to; 0 for no clipping, None where nothing is said. ``odd``: words for the parameters whose
+    gradients change in an unknown way.
+    """
+    stage = Stage()
+    if clip.odd:
+        stage.explained = False
+        stage.notes.append(f"the gradient of {odd} is changed before the update in a way that is not known")
+        return stage
+    evidence = f"gradients of norms up to {clip.largest:.3g}, before and after"
+    limit = clip.limit
+    found: tuple[str, str] | None = None
+    if not clip.kind:
+        if wanted and clip.largest > wanted * BITES:
+            found = "clip-missing", f"norms up to {clip.largest:.4g} are left as they are"
+        elif wanted is None:
+            stage.notes.append(f"read off: no clipping (norms up to {clip.largest:.3g})")
+    elif wanted == 0:
+        found = "clip-unwanted", f"it is clipped to {limit:.6g}"
+    elif clip.kind == "value":
+        found = "clip-by-value", f"entries beyond {limit:.6g} are cut"
+    elif clip.kind == "tensor":
+        found = "clip-per-tensor", f"each parameter's is clipped to {limit:.6g}"
+    elif clip.kind in ("one", "largest"):
+        name = "sum of absolute values" if clip.kind == "one" else "largest absolute value"
+        found = "clip-norm", f"its {name} is clipped to {limit:.6g}"
+    elif _before_unscaling(clip, wanted):
+        detail = f"the gradient, still multiplied by {1 / clip.factor:g}, is clipped to {limit / clip.factor:.6g}"
+        found = "clip-before-unscaling", detail
+    elif wanted is None:
+        stage.notes.append(f"read off: gradients are clipped to a norm of {limit:.4g}")
+    elif abs(limit / wanted - 1) > 1e-3:
+        found = "clip-threshold", f"the norm is clipped to {limit:.6g}, not {wanted:g}"
+    if found is not None:
+        name, detail = found
+        stage.causes.append(cause(name, "gradient", detail, evidence))
+        stage.error = 1.0
+    return stage
+
+
+def _before_unscaling(clip: ClipReading, wanted: float | None) -> bool:
+    """Return whether the limit is a usual one for the gradient as a GradScaler has multiplied it."""
+    before = clip.limit / clip.factor  # in units of the gradient before unscaling
+    usual = any(abs(before / value - 1) < 1e-3 for value in ((wanted,) if wanted else USUAL))
+    return clip.factor < 0.02 and usual and not (wanted and abs(clip.limit / wanted - 1) < 1e-3)
+
+
+__all__ = ["clip_stage"]
