@@ -43,10 +43,12 @@ that makes one whole step, and is called again for each run:
       return step
 
 --set says what the step should do, with a recipe's keys: optim.lr, min_lr, warmup, beta1, beta2, weight_decay, clip (each after
-optim.), steps, batch_size, context, grad_accum, dropout. What is not set is read off and reported. Hugging Face's Trainer:
+optim.), steps, batch_size, context, grad_accum, dropout. What is not set is read off and reported. Hugging Face's
+Trainer (it needs accelerate):
 
   def make_step(model):                              # model: GPT2LMHeadModel; args: TrainingArguments
       trainer = Trainer(model, args); trainer.create_optimizer_and_scheduler(num_training_steps=1000)
+      trainer.current_gradient_accumulation_steps = 1   # trainer.train() would set it
       def step(x, y):
           ids = torch.cat([x, y[:, -1:]], 1)         # it shifts the labels itself
           loss = trainer.training_step(model, {"input_ids": ids, "labels": ids})
