@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.steps import FAULTY_STEPS, our_model
-from support.steps.right import RIGHT_STEPS
 from support.steps.scoring import diagnosis_of
 
 import gpt2
@@ -19,6 +18,7 @@ from gpt2.port.training.updates import Search
 ONE_OF_EACH_STAGE = ("loop: unshifted", "handmade: tied-twice", "loop: clipped-by-tensor", "handmade: decay-coupled")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH_STAGE)
 def test_a_fault_of_each_stage_is_named(name: str) -> None:
     """A stage that is not reached, or that blames the one after it, names another cause."""
@@ -27,17 +27,6 @@ def test_a_fault_of_each_stage_is_named(name: str) -> None:
     assert found.verdict == "mismatch"
     assert [cause.id for cause in found.causes] == [next(iter(step.meanings.values())).ids[0]]
     assert all(cause.id in CAUSES for cause in found.causes)
-
-
-def test_a_right_step_is_equal_and_the_module_unchanged() -> None:
-    """Sessions change weights, hooks and gradients; the user's module must come back as it was."""
-    step = RIGHT_STEPS["groups, nano"]
-    module = step.module()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    found = gpt2.diagnose_step(module, step.make_step, our_model(), settings=step.settings.overrides())
-    assert found.ok
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert all(p.grad is None and p.requires_grad and p.dtype == torch.float32 for p in module.parameters())
 
 
 def make_step(model):
@@ -80,7 +69,12 @@ def nothing(model):
 
 @pytest.mark.parametrize(
     ("maker", "words"),
-    [(other_module, "no parameter"), (nan, "loss of nan"), (wrong_shape, "batch_size"), (nothing, "return a function step")],
+    [
+        (other_module, "no parameter"),
+        pytest.param(nan, "loss of nan", marks=pytest.mark.slow),
+        pytest.param(wrong_shape, "batch_size", marks=pytest.mark.slow),
+        pytest.param(nothing, "return a function step", marks=pytest.mark.slow),
+    ],
 )
 def test_a_bad_step_is_one_line(maker, words: str) -> None:
     """A traceback of ours hides what the user has to change."""
@@ -101,7 +95,7 @@ def test_settings_are_refused_by_name() -> None:
     "rule",
     [
         Rule(beta1=0.88, beta2=0.93, eps=3e-7),
-        Rule(amsgrad=True),
+        pytest.param(Rule(amsgrad=True), marks=pytest.mark.slow),
         Rule(coupled=0.03),
         Rule(correction=Correction.LATE, beta2=0.95),
     ],
