@@ -16,6 +16,8 @@ from gpt2.errors import InputError
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.report import Diagnosis
+from gpt2.port.dump.pool import DumpPool, TimeUp
+from gpt2.port.dump.tolerance import measured
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MODEL = checkpoint()
@@ -125,3 +127,68 @@ def test_a_dump_without_logits_or_with_nan_in_them_is_refused() -> None:
     logits[1, 3:] = np.nan
     with pytest.raises(InputError, match="are NaN from position 3 on"):
         gpt2.diagnose({"ids": IDS, "x": logits}, MODEL)
+
+
+def two_faults(model: GPT2, ids: Tensor) -> dict[str, Tensor]:
+    """A port of one row that divides variances by D - 1 and splits heads by a reshape alone; it dumps no heads, q, k or v."""
+    w, heads, tokens = model.state_dict(), model.config.n_head, len(ids)
+    kept: dict[str, Tensor] = {}
+
+    def keep(name: str, value: Tensor) -> Tensor:
+        kept[name] = value
+        return value
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        scaled = (x - x.mean(-1, keepdim=True)) / (
+            x.var(-1, keepdim=True, unbiased=True) + model.config.layer_norm_epsilon
+        ).sqrt()
+        return keep(name, scaled * w[f"{name}.weight"] + w[f"{name}.bias"])
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return keep(name, x @ w[f"{name}.weight"] + w[f"{name}.bias"])
+
+    x = w["wte.weight"][ids] + w["wpe.weight"][:tokens]
+    for n in range(model.config.n_layer):
+        keep(f"x{n}", x)
+        q, k, v = (part.reshape(heads, tokens, -1) for part in linear(norm(x, f"h.{n}.ln_1"), f"h.{n}.attn.c_attn").chunk(3, -1))
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf)
+        mixed = keep(f"weights{n}", scores.softmax(-1)) @ v
+        x = x + linear(mixed.transpose(0, 1).reshape(tokens, -1), f"h.{n}.attn.c_proj")
+        hidden = linear(norm(x, f"h.{n}.ln_2"), f"h.{n}.mlp.c_fc")
+        x = x + linear(torch.nn.functional.gelu(hidden, approximate="tanh"), f"h.{n}.mlp.c_proj")
+    return kept | {"logits": norm(x, "ln_f") @ w["wte.weight"].T}
+
+
+def test_weights_that_are_recorded_show_how_heads_were_split() -> None:
+    """Without recorded heads the walk was lost in the attention after minutes, and no norm behind it was seen."""
+    diagnosis = gpt2.diagnose(dump(two_faults(MODEL, IDS[0]), torch.float32, IDS[:1]), MODEL)
+    assert causes(diagnosis) == [("layernorm-unbiased-variance", "h.*.ln_1, h.*.ln_2, ln_f"), ("head-layout", "h.*.attn")]
+
+
+def test_a_wrong_norm_is_named_before_weights_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for misread weights took minutes on a larger model although the walk explains everything."""
+
+    def never(*_: object) -> None:
+        raise AssertionError("the weights were searched")
+
+    monkeypatch.setattr("gpt2.port.dump.loading.Loading.run", never)
+    arrays = two_faults(MODEL, IDS[0])
+    assert causes(gpt2.diagnose(dump(arrays, torch.float32, IDS[:1]), MODEL))
+
+
+def test_every_search_in_a_dump_ends_at_its_deadline() -> None:
+    """Sums of products were compared without a look at the clock, so a lost walk went on for a minute beyond its limit."""
+    tolerance = measured(MODEL, IDS, trace(MODEL, IDS), torch.float32)
+    pool = DumpPool(tolerance, CONFIG, (2, 8), deadline=0.0)
+    pool.fill([("x", torch.randn(2, 8, CONFIG.n_embd))], torch.randn(2, 8, CONFIG.vocab_size))
+    one = torch.ones(1)
+    searches = (
+        lambda: pool.find(torch.randn(2, 8, CONFIG.n_embd)),
+        lambda: pool.near(1, one, one),
+        lambda: pool.may_be_near(1, one),
+        lambda: pool.sums_of(1),
+        lambda: pool.has_whole(1),
+    )
+    for search in searches:
+        with pytest.raises(TimeUp):
+            search()

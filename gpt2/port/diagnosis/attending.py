@@ -19,7 +19,7 @@ from gpt2.port.diagnosis.norms import RMS, layer_norm
 from gpt2.port.diagnosis.rotary import turned_pair
 from gpt2.port.diagnosis.scores import Layout as Layout  # also for those that read dumps
 from gpt2.port.diagnosis.scores import Scoring, right_scorings, wrong_scorings
-from gpt2.port.diagnosis.screen import Mixture, Projection, stacked
+from gpt2.port.diagnosis.screen import Mixture, Projection, recorded_products, stacked
 from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Option, Recorded, against_right
 from gpt2.port.diagnosis.trail import Trail
 from gpt2.port.diagnosis.wiring import STREAM, streams
@@ -131,13 +131,18 @@ class Attending:
     # From queries and keys to weights
 
     def _scoring(self) -> tuple[Scoring, list[float]]:
-        """Return how tokens are compared, according to the scores, and the factors of the scores if recorded."""
+        """Return how tokens are compared, according to the scores or else the weights, and the factors of the scores if known."""
         for scoring in self.scorings:
             if factors := self.pool.factors(scoring.value, *GRID):
                 return scoring, factors
         if (rotary := self._rotary()) is not None:
             self.scorings = [rotary]
             return rotary, self.pool.factors(rotary.value, *GRID)
+        for scoring in self.scorings:
+            for factor in dict.fromkeys([scoring.usual_factor, right_scale(self.config, self.layer)]):
+                causal = next(attention_weights(scoring.value * factor, factor)).value
+                if self.chooser.recorded(causal, GRID) is not None:
+                    return scoring, [factor]
         return self.scorings[0], []
 
     def _rotary(self) -> Scoring | None:
@@ -235,13 +240,9 @@ class Attending:
         """Return the cheapest option whose product with values is recorded, the weights being recorded or not."""
         options = sorted(options, key=lambda option: option.price)
         weights = stacked(option.value for option in options)
-        tries = sorted(
-            (number, rank)
-            for rank, (mixture, _) in enumerate(self._mixtures(scoring))
-            for number in mixture.recorded(self.pool, weights)
-        )
-        for number, rank in tries:
-            mixture, faults = self._mixtures(scoring)[rank]
+        mixtures = self._mixtures(scoring)
+        for number, rank in recorded_products(self.pool, weights, [mixture for mixture, _ in mixtures]):
+            mixture, faults = mixtures[rank]
             if (mixed := self._product(options[number].value, mixture)) is not None:
                 chosen = Choice(options[number], options[number].value, None, mixed._replace(faults=faults))
                 return against_right(chosen, options)

@@ -8,7 +8,7 @@ Shapes: weights (N, B, H, T, S), one for each of N hypotheses; values (B, H, S, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,26 @@ class Mixture:
         sums = (weights @ self.sums)[..., 0]
         squares = ((weights @ self.squares) * weights).sum(-1)
         return _near(pool, sums, squares, self.values.shape[-1], HEAD_CUTS)
+
+
+def recorded_products(pool: Pool, weights: Tensor, mixtures: Sequence[Mixture]) -> list[tuple[int, int]]:
+    """Return the numbers of those weights, each with that of a mixture, whose product may be recorded, in this order.
+
+    The mixtures have one shape. Sums are compared first, for all mixtures in one product, and squares where a sum is recorded.
+    """
+    width = mixtures[0].values.shape[-1]
+    sums = weights @ torch.cat([one.sums for one in mixtures], -1)  # (N, B, H, T, mixtures)
+    near = torch.zeros(len(weights), len(mixtures), dtype=torch.bool)
+    for cut in HEAD_CUTS:
+        first = tuple(0 if axis in cut else slice(None) for axis in range(3))
+        some = sums[(slice(None), *first)].reshape(len(weights), -1, len(mixtures))
+        near |= pool.may_be_near(some.shape[1] * width, some.sum(1).flatten()).any(1).view(near.shape)
+    found = []
+    for rank, mixture in enumerate(mixtures):
+        numbers = near[:, rank].nonzero()[:, 0].tolist()
+        if numbers:
+            found += [(numbers[place], rank) for place in mixture.recorded(pool, weights[numbers])]
+    return sorted(found)
 
 
 class Projection:

@@ -208,8 +208,9 @@ class Chooser:
     def seen(self, options: Iterable[Option], axes: Axes, others: Iterable[Option] = ()) -> list[Option]:
         """Return the options with recorded values, as the port's own numbers, and the right one in any case.
 
-        If the right one alone is left, and not recorded, return for a dump those of ``others`` that are recorded for no other
-        reason. A module's pool holds every tensor, a norm's inner ones too, so that this proves nothing there.
+        If the right one alone is left, and not recorded, return for a dump those of ``others`` before it that are recorded. The
+        right one stays: a wrong norm of it that is recorded looks like another stream. A module's pool holds every tensor, a
+        norm's inner ones too, so that this proves nothing there.
         """
         kept, unseen = [], []
         for option in options:
@@ -219,4 +220,4 @@ class Chooser:
                 unseen.append(option)
         wrong = [one for one in others if one.price > 0 and not one.silent] if self.pool.allowance else []
         better = self.seen(wrong, axes) if unseen and not kept else []
-        return better or [*kept, *unseen]
+        return [*better, *kept, *unseen]

@@ -74,9 +74,12 @@ class Attempt:
     def _examine(self) -> None:
         loaded = Loaded(self.reference.state_dict(), ())
         if walkable := self._walkable():
-            if not self.right:
-                loaded = self._load(loaded)
             trail, self.walked = self._walk(loaded)
+            if not self.right and not self.walked.explained:  # only then may the weights be others than the checkpoint's
+                found = self._load(loaded)
+                if found.causes:
+                    loaded = found
+                    trail, self.walked = self._walk(loaded)
             if self.walked.first_divergence is not None:
                 self.first = self.walked.first_divergence
             if self.walked.explained:

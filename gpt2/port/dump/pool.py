@@ -98,14 +98,25 @@ class DumpPool(Pool):
         return excess(logits, value, self.logits_dtype)
 
     def find(self, value: Tensor, *axes: int) -> Match | None:
-        if time.monotonic() > self.deadline:
-            raise TimeUp
+        self._in_time()
         match = super().find(value, *axes)
         if match is None or not match.axes:
             return match
         whole = {self.whole[number] for number in match.entries}
         origins = {self.names[number].partition("[")[0] for number in match.entries}
         return match if whole == {True} or len(origins) == 1 else None  # not pieces of several arrays
+
+    def _in_time(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise TimeUp
+
+    def near(self, n: int, first: Tensor, second: Tensor) -> Tensor:
+        self._in_time()
+        return super().near(n, first, second)
+
+    def may_be_near(self, n: int, first: Tensor) -> Tensor:
+        self._in_time()
+        return super().may_be_near(n, first)
 
     def adopt(self, value: Tensor, match: Match) -> Tensor:
         if any(self.dtypes[number] in HALVES for number in match.entries):
@@ -144,10 +155,12 @@ class DumpPool(Pool):
 
     def sums_of(self, numel: int) -> list[float]:
         """Return the sums of all arrays of a size."""
+        self._in_time()
         return [self._sums[number][0] for number in self._by_size.get(numel, [])]
 
     def has_whole(self, numel: int) -> bool:
         """Return whether the dump has an array of a size; parts of its arrays do not count."""
+        self._in_time()
         return any(self.whole[number] for number in self._by_size.get(numel, []))
 
     def _margins(self, n: int) -> Tensor:

@@ -163,12 +163,26 @@ class Pool:
         """Return (N, entries): whether each entry of ``n`` elements has the sum ``first`` (N,) and squares ``second`` (N,)."""
         if n not in self._by_size:
             return torch.zeros(len(first), 0, dtype=torch.bool)
-        if n not in self._tables:
-            self._tables[n] = torch.tensor([self._sums[number] for number in self._by_size[n]], dtype=torch.float64)
-        sums, squares = self._tables[n].unbind(1)
+        sums, squares = self._table(n)
         first, second, margins = first[:, None], second[:, None], self._margins(n)
         near = (sums - first).abs() <= margins * (second / n).sqrt().clamp(min=1e-300) * n + 1e-290
         return near & ((squares - second).abs() <= 2.2 * margins * second + 1e-290)
+
+    def may_be_near(self, n: int, first: Tensor) -> Tensor:
+        """Return (N, entries): where :meth:`near` can be true for sums ``first`` (N,), whatever the squares are."""
+        if n not in self._by_size:
+            return torch.zeros(len(first), 0, dtype=torch.bool)
+        sums, squares = self._table(n)
+        margins = self._margins(n)
+        largest = squares / (1 - 2.2 * margins).clamp(min=1e-300)  # the largest squares that are near enough
+        return (sums - first[:, None]).abs() <= 1.01 * margins * (largest / n).sqrt().clamp(min=1e-300) * n + 1e-290
+
+    def _table(self, n: int) -> tuple[Tensor, Tensor]:
+        """Return the sums and the sums of squares of all entries of ``n`` elements."""
+        if n not in self._tables:
+            self._tables[n] = torch.tensor([self._sums[number] for number in self._by_size[n]], dtype=torch.float64)
+        sums, squares = self._tables[n].unbind(1)
+        return sums, squares
 
     def _margins(self, n: int) -> Tensor:
         """Return the largest relative error of a sum, for each entry of ``n`` elements."""
