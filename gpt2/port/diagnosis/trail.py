@@ -102,7 +102,8 @@ def _departure(value: Tensor, expected: Tensor) -> float:
     if value.ndim == expected.ndim == 3:
         shared = min(value.shape[-1], expected.shape[-1])
         value, expected = value[..., :shared], expected[:, -value.shape[1] :, :shared]
-    expected = expected.expand(value.shape) if expected.shape[:1] == (1,) else expected
+    if expected.shape == (1, *value.shape[1:]):  # positions have no batch
+        expected = expected.expand(value.shape)
     return worst_relative_error(value, expected) if value.shape == expected.shape else math.inf
 
 
