@@ -82,7 +82,10 @@ def test_a_draft_spares_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(each is model for each in passes) == 40 // (DRAFT_TOKENS + 1)
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"temperature": 0.7}])
+SETTINGS = [{"top_k": 2}, *(pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"temperature": 0.7}))]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_a_draft_leaves_the_distribution(settings: dict) -> None:
     """Possible bugs: proposals accepted too often, or replaced by draws from the model's probabilities instead of the
     difference."""

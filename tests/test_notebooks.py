@@ -18,7 +18,7 @@ LINE = 'MODEL = "shakespeare-mini"'  # the line to change for official weights
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 assert NOTEBOOKS, "a glob that finds nothing passes everything"
 QUICK = [path for path in NOTEBOOKS if path.stem[:2] not in ("04", "05")]  # these two train
-ROUNDING = re.compile(r"to the last\s+bit|(to )?\d(\.\d)?e-1\d")  # rounding errors that depend on the processor
+ROUNDING = re.compile(r"to the last\s+bit|(to\s+)?\d(\.\d)?e-(0[6-9]|1\d)")  # rounding errors that depend on the processor
 
 
 VARIES = "varies"  # the tag of a cell that prints times, or figures that depend on a training step's last digits

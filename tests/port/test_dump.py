@@ -105,7 +105,7 @@ LOADED = {  # a fault of loading in block 1, and how the cause is called
 }
 
 
-@pytest.mark.parametrize("fault", LOADED)
+@pytest.mark.parametrize("fault", [pytest.param(name, marks=[pytest.mark.slow] * (name == "rounded")) for name in LOADED])
 def test_weights_that_were_misread_are_seen_in_the_products(fault: str) -> None:
     """The weights are not in a dump: without trying misreadings like formulas, the walk would end at the first product."""
     name, misread, id = LOADED[fault]

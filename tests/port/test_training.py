@@ -42,6 +42,7 @@ def make_step(model):
     return step
 
 
+@pytest.mark.slow
 def test_settings_that_are_not_given_are_read_off() -> None:
     """Without expectations a rate or a decay on norms is no fault, but a sentence."""
     found = gpt2.diagnose_step(our_model(), make_step, our_model())

@@ -494,7 +494,7 @@ def test_an_epsilon_with_little_effect_is_named() -> None:
 def test_a_cause_has_evidence_and_a_fix() -> None:
     """Users must be able to check the diagnosis."""
     (cause,) = walked(**PARTS["no scale"][0]).causes
-    assert "computed so from your own weights and inputs, h.0.attn is what your module has there to " in cause.evidence
+    assert "computed so from your own weights and inputs, h.0.attn is what you have there to " in cause.evidence
     assert "the walk ends at your own logits" in cause.evidence
     assert cause.cause().fix.startswith("scores = q @ k")
     assert cause.confidence == 1.0

@@ -60,6 +60,7 @@ def assert_steps(traced: gpt2.Trace, losses: list[float], weights: dict[str, tor
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_by_default_they_are_a_recipe_s(model: str) -> None:
     """A rate, a decay or a clipping other than what is said: every right training step would be called wrong."""
     traced = gpt2.trace(model, ids=IDS, steps=2, dtype="float64")

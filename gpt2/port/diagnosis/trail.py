@@ -196,6 +196,6 @@ def _evidence(id: str, place: Place, same: list[Fault], trail: Trail) -> str:
         return "your run holds each block's projections, with the weights of these blocks and in this order"
     error = max((one.error for one in same if one.error is not None), default=None)
     close = "" if error is None else " to the last bit" if error == 0 else f" to {error:.0e}"
-    evidence = f"computed so from your own weights and inputs, {place} is what your module has there{close}"
+    evidence = f"computed so from your own weights and inputs, {place} is what you have there{close}"
     missed = trail.missed.get(place.name, 0.0)
     return f"{evidence}; GPT-2's formula is off by {missed:.0e}" if missed > FLOAT64_BOUND else evidence

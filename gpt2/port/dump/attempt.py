@@ -255,4 +255,4 @@ class Attempt:
         some = [f"{names[0]} is {point}" for point, names in self.held.items() if len(names) == 1][: FEW - 2]
         shown = f", such as: {', '.join(some)}" if some else ""
         yield f"seen: the logits ({self.output.name}) and {len(self.arrays)} arrays ({', '.join(dtypes)})"
-        yield f"{count} of the arrays hold GPT-2's own values{shown}"
+        yield f"{count} of the arrays {'hold' if count != 1 else 'holds'} GPT-2's own values{shown}"
