@@ -36,6 +36,29 @@ def build():
 """
 
 
+STEP = """
+import torch
+
+
+def make_step(model):
+    matrices, others = [], []
+    for weight in model.parameters():
+        (matrices if weight.ndim > 1 else others).append(weight)
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.99))
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss
+
+    return step
+"""
+
+
 def blocks(language: str) -> list[str]:
     """The README's fenced blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
@@ -175,6 +198,7 @@ def test_every_command_s_help_has_examples_that_are_run() -> None:
 def test_an_example_of_the_help_runs(example: str, tmp_path: Path) -> None:
     """An example that parses may still fail."""
     shutil.copy(ROOT / "tests" / "support" / "faulty" / "hostile" / "sound.py", tmp_path / "port.py")
+    (tmp_path / "train.py").write_text(STEP)
     command = re.sub(r"(^|\| )gpt2 ", rf"\1{shlex.quote(sys.executable)} -m gpt2 ", example)
     done = run(["bash", "-euc", command], tmp_path)
     assert done.returncode == 0, done.stderr

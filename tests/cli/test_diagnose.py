@@ -42,7 +42,6 @@ SAID = {
     "returns_hidden": "it returns (2, 8, 20), and logits are (2, 8, 67); return logits",
     "returns_nothing": "NoneType with no logits in it",
     "returns_ids": "with no logits in it",
-    "returns_flat": "it returns (16, 67), and logits are (2, 8, 67); leave them",
     "bigrams": "Bigrams: nothing in its forward weighs projections",
     "too_big": "not enough memory (too_big.py, line 8",
     "wants_gpu": "needs a GPU, and there is none here (wants_gpu.py, line 7",
