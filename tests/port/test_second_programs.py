@@ -59,3 +59,10 @@ def test_a_dump_of_a_program_never_seen_is_diagnosed(program: str, fault: str, l
         assert said.verdict == "equal"
     else:
         assert said.causes[0].id in FAULTS[program][fault]
+
+
+def test_scores_multiplied_by_two_are_diagnosed_without_a_traceback(tmp_path: Path) -> None:
+    """The walk kept a value of one head where GPT-2 has several, and comparing the two ended the diagnosis."""
+    bed = Bed(tmp_path / "bed", SHAPES[2])
+    dump = bed.dump("cached", ["by 2"], "full", "float64", seed=1)
+    assert gpt2.diagnose(str(dump), gpt2.load(str(bed.model))).verdict == "mismatch"
