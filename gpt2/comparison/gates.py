@@ -117,7 +117,7 @@ class Judgement:
 
     def _distance(self) -> str:
         if math.isnan(self.judged):
-            return "which meets no limit"
+            return "a figure that passes no limit"
         end = "which" if self.measured.low == self.measured.high else f"whose far end {self.judged:.4g}"
         past = abs(self.judged - self.gate.threshold)
         return f"{end} is {past:.2g} past the limit" if past else f"{end} is the limit itself"
