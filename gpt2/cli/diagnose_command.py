@@ -110,7 +110,7 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
         if args.step is not None:
             raise InputError("--step and --run: a training step is diagnosed in Python; give FILE.py:build in place of --run")
         return _program(args)
-    from gpt2.port.dump.reading import is_dump
+    from gpt2.measure.dumps import is_dump
 
     if args.step is not None:
         return _step(args)

@@ -18,7 +18,7 @@ from gpt2.port.diagnosis.attending import GRID, HEADS, Layout
 from gpt2.port.diagnosis.search import Axes
 from gpt2.port.diagnosis.wiring import STREAM
 from gpt2.port.dump.pool import DumpPool
-from gpt2.port.dump.reading import Dump
+from gpt2.measure.dumps import Dump
 
 MAX_PADDING = 128  # a vocabulary is padded to a multiple of this at most
 

@@ -29,7 +29,7 @@ from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.diagnosis.runner import watch
 from gpt2.port.diagnosis.worker import write_official
 from gpt2.port.dump.examination import DumpExamination
-from gpt2.port.dump.reading import read
+from gpt2.measure.dumps import read
 
 TOKENS = 16  # of the one row that the program runs
 SHOWN_LINES, READ_BYTES = 20, 65_536  # of what the program printed last
@@ -65,7 +65,7 @@ def diagnose_program(
     """Run CMD, and diagnose the dump that it wrote; the ids that it was given count if the dump holds none.
 
     Raises:
-        InputError: CMD or the dump is of no use, as :func:`split` and :func:`.reading.read` say; or there is no such model.
+        InputError: CMD or the dump is of no use, as :func:`split` and :func:`gpt2.measure.dumps.read` say; or no such model.
         ProgramError: the program left no dump, as :func:`run_program` says.
     """
     split(command)  # before anything is downloaded

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from support import hf_layouts
 
 from gpt2.errors import InputError
-from gpt2.port.dump.reading import dump_of, read
+from gpt2.measure.dumps import dump_of, read
 
 CONFIG = hf_layouts.TINY
 IDS = np.array([[1, 2, 3], [4, 5, 6]])
