@@ -42,8 +42,19 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def share_cores() -> None:
+    """Let OpenMP's threads sleep while they wait, unless the user chose otherwise; call it before torch is imported.
+
+    By default they spin. With another busy process on the machine they then spin for threads that do not run, and a command takes
+    several times as long. libgomp, LLVM's and Intel's OpenMP all read OMP_WAIT_POLICY, once, when they are loaded.
+    """
+    if not any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, or print the help without one; return the exit code. Bad input prints one line on stderr."""
+    share_cores()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a Windows pipe's code page lacks many characters
             stream.reconfigure(errors="backslashreplace")

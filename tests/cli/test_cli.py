@@ -28,6 +28,36 @@ from gpt2.data.shakespeare import play
 from gpt2.parity import run as verify_module
 
 
+@pytest.mark.parametrize(
+    ("set_by_the_user", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "5"}, None)]
+)
+def test_waiting_threads_sleep_unless_the_user_chose_otherwise(
+    set_by_the_user: dict[str, str], policy: str | None, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Spinning threads made a training run on a busy machine take three times as long; a user's own setting must win."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_by_the_user.items():
+        monkeypatch.setenv(name, value)
+    assert main([]) == 0
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
+
+
+def test_openmp_reads_the_policy_of_the_command() -> None:
+    """Set after torch is imported, the policy changes nothing: libgomp prints what it read when it was loaded."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_WAIT", "GOMP_SPIN", "KMP_"))}
+    run = subprocess.run(
+        [sys.executable, "-c", "from gpt2.cli.main import main; main([]); import torch"],
+        env={**environment, "OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    if "OMP_WAIT_POLICY" not in run.stderr:
+        pytest.skip("this build of torch does not use an OpenMP that prints its settings")
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in run.stderr
+
+
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of the embedded checkpoint that a test may damage."""
