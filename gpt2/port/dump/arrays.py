@@ -12,13 +12,13 @@ from torch import Tensor
 from gpt2.checkpoint.containers import shown
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
+from gpt2.measure.dumps import Dump
 from gpt2.measure.metrics import relative_error
 from gpt2.measure.tracing import part_of
 from gpt2.port.diagnosis.attending import GRID, HEADS, Layout
 from gpt2.port.diagnosis.search import Axes
 from gpt2.port.diagnosis.wiring import STREAM
 from gpt2.port.dump.pool import DumpPool
-from gpt2.measure.dumps import Dump
 
 MAX_PADDING = 128  # a vocabulary is padded to a multiple of this at most
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gpt2.errors import InputError
+from gpt2.measure.dumps import Dump, dump_of, read
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import ranked
@@ -17,7 +18,6 @@ from gpt2.port.diagnosis.logits import Reference, padding_causes
 from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.dump.arrays import find_output
 from gpt2.port.dump.attempt import Attempt
-from gpt2.measure.dumps import Dump, dump_of, read
 from gpt2.port.dump.tolerance import HALVES
 
 SMALL = 20_000_000  # parameters of a model whose diagnosis must be quick

@@ -24,12 +24,12 @@ from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.int8 import require_float
+from gpt2.measure.dumps import read
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.diagnosis.runner import watch
 from gpt2.port.diagnosis.worker import write_official
 from gpt2.port.dump.examination import DumpExamination
-from gpt2.measure.dumps import read
 
 TOKENS = 16  # of the one row that the program runs
 SHOWN_LINES, READ_BYTES = 20, 65_536  # of what the program printed last
