@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2.checkpoint.loading import load_path
-from gpt2.comparison.sides import Side
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
 from gpt2.generation import stream
@@ -214,7 +214,7 @@ def bench(
     for flag, value in (("pairs", pairs), ("batch", batch), ("context", context), ("tokens", tokens)):
         if value < 1:
             raise InputError(f"{flag} is {value}; give 1 or more")
-    side = Side.open(name, revision=revision, offline=offline)
+    side = CheckpointSide.open(name, revision=revision, offline=offline)
     if side.by_transformers:
         raise InputError(f"{name}: transformers' model is measured in any case; leave hf/ out")
     quantised, positions = side.dtype == torch.int8, side.config.n_positions

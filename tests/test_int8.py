@@ -15,7 +15,7 @@ from support.random_models import random_model
 import gpt2
 from gpt2 import lora
 from gpt2.checkpoint.export import export
-from gpt2.comparison.sides import Side
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.config import GPT2Config
 from gpt2.data.shakespeare import play
 from gpt2.decoder import Decoder
@@ -192,7 +192,7 @@ def test_a_name_is_enough(tmp_path: Path) -> None:
 
 def test_compare_reads_the_weights_as_they_run() -> None:
     """The report must not call the weights unchanged, nor show other weights than those that are multiplied."""
-    side = Side.open("shakespeare-mini:int8")
+    side = CheckpointSide.open("shakespeare-mini:int8")
     read, plain = side.reader(), gpt2.load()
     with side.model() as model:
         assert isinstance(model, Int8GPT2)

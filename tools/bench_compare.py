@@ -73,7 +73,7 @@ WEIGHTS = """
 import json, re, sys, threading, time
 import torch
 from gpt2.comparison.pair import _weights
-from gpt2.comparison.sides import Side
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 
 def resident(kind):
     return int(re.search(kind + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
@@ -85,11 +85,12 @@ def watch():
         time.sleep(0.002)
 
 floor, most, done = resident("RssAnon"), 0, False
-sides = Side.open(sys.argv[1]), Side.open(sys.argv[2])
+sides = CheckpointSide.open(sys.argv[1]), CheckpointSide.open(sys.argv[2])
 thread = threading.Thread(target=watch)
 thread.start()
 begin = time.perf_counter()
 changes = _weights(sides, lambda what: None)
+assert changes is not None
 seconds, done = time.perf_counter() - begin, True
 thread.join()
 print(json.dumps({"seconds": seconds, "own bytes": most - floor, "peak bytes": resident("VmHWM"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpt2.measure.metrics import Progress, cosine, max_abs, relative_error, silent
-from gpt2.measure.tracing import layer_of, trace_blocks
+from gpt2.measure.tracing import Recorded, layer_of
+
+Blocks = Callable[[Tensor], Iterator[Recorded]]  # ids (1, T) -> activations, one block at a time
 
 THRESHOLD = 1e-3  # relative error: 1000 times float32's rounding, and less than after one step of fine-tuning
 
@@ -49,14 +52,17 @@ class Activations:
 
 
 def compare_activations(
-    a: nn.Module, b: nn.Module, ids: Tensor, *, same_shape: bool, threshold: float = THRESHOLD, progress: Progress = silent
+    a: Blocks, b: Blocks, ids: Tensor, *, same_shape: bool, threshold: float = THRESHOLD, progress: Progress = silent
 ) -> Activations:
-    """Compare both models over (1, T) ``ids``, block by block: by subtraction if ``same_shape``, else by CKA."""
+    """Compare two models, given by the functions that trace them, over (1, T) ``ids``, block by block.
+
+    By subtraction if ``same_shape``, else by CKA.
+    """
     if not same_shape:
-        streams = [_streams(model, ids, progress) for model in (a, b)]
+        streams = [_streams(blocks, ids, progress) for blocks in (a, b)]
         return Activations(ids.numel(), threshold, (), tuple(tuple(_cka(x, y) for y in streams[1]) for x in streams[0]))
     points = []
-    for block_a, block_b in zip(trace_blocks(a, ids), trace_blocks(b, ids), strict=True):
+    for block_a, block_b in zip(a(ids), b(ids), strict=True):
         progress(f"activations: {next(reversed(block_a))}")
         points += [_change(name, block_a[name], block_b[name]) for name in block_a if name in block_b]
     return Activations(ids.numel(), threshold, tuple(points), ())
@@ -73,10 +79,10 @@ def _change(name: str, a: Tensor, b: Tensor) -> ActivationChange:
     return ActivationChange(name, layer_of(name), error, max_abs(a, b), sqnr, angle)
 
 
-def _streams(model: nn.Module, ids: Tensor, progress: Progress) -> list[Tensor]:
+def _streams(blocks: Blocks, ids: Tensor, progress: Progress) -> list[Tensor]:
     """Return the centred Gram matrices (T, T) of the stream after the embeddings and after each block."""
     grams = []
-    for block in trace_blocks(model, ids):
+    for block in blocks(ids):
         name = next(reversed(block))
         if name == "logits":
             continue

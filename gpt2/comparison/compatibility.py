@@ -65,14 +65,13 @@ def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None) -> Vocabulari
     return Vocabularies(verdict, a.n_vocab, b.n_vocab, len(differing), examples)
 
 
-def compatibility(a: GPT2Config, b: GPT2Config, tokenizer_a: Tokenizer | None, tokenizer_b: Tokenizer | None) -> Compatibility:
-    """List the differences of two models and the parts of a comparison that they rule out."""
-    fields = {field: (getattr(a, field), getattr(b, field)) for field in (*SHAPE, *FUNCTION)}
-    fields["n_inner"] = a.inner, b.inner
-    differing = tuple((field, *values) for field, values in fields.items() if values[0] != values[1])
+def compatibility(
+    a: GPT2Config | None, b: GPT2Config | None, tokenizer_a: Tokenizer | None, tokenizer_b: Tokenizer | None
+) -> Compatibility:
+    """List the differences of two models and the parts of a comparison that they rule out; a config may be unknown."""
+    differing = () if a is None or b is None else _differing(a, b)
     vocabularies = compare_vocabularies(tokenizer_a, tokenizer_b)
-    small, large = sorted((a.vocab_size, b.vocab_size))
-    if vocabularies.verdict == "none" and large > -(-small // PADDING) * PADDING:
+    if a is not None and b is not None and vocabularies.verdict == "none" and _more_than_padding(a.vocab_size, b.vocab_size):
         raise InputError(
             f"the models have vocabularies of {a.vocab_size:,} and {b.vocab_size:,} ids, and one has no tokenizer, so their ids "
             "cannot be matched; give models with the same vocabulary, or with their tokenizers"
@@ -84,6 +83,16 @@ def compatibility(a: GPT2Config, b: GPT2Config, tokenizer_a: Tokenizer | None, t
         reason = f"the tokenizers differ in {vocabularies.differing:,} entries"
         impossible |= {"activations": reason, "distributions": f"{reason}; the report has each model's bits per byte instead"}
     return Compatibility(differing, vocabularies, impossible)
+
+
+def _differing(a: GPT2Config, b: GPT2Config) -> tuple[tuple[str, object, object], ...]:
+    fields = {field: (getattr(a, field), getattr(b, field)) for field in (*SHAPE, *FUNCTION)}
+    fields["n_inner"] = a.inner, b.inner
+    return tuple((field, *values) for field, values in fields.items() if values[0] != values[1])
+
+
+def _more_than_padding(*sizes: int) -> bool:
+    return max(sizes) > -(-min(sizes) // PADDING) * PADDING
 
 
 def _entry(tokenizer: Tokenizer, index: int) -> bytes | None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpt2.checkpoint.keys import expected, layer
 from gpt2.checkpoint.names import DEFAULT
@@ -18,7 +18,9 @@ from gpt2.comparison.activations import THRESHOLD, compare_activations
 from gpt2.comparison.compatibility import compatibility
 from gpt2.comparison.distributions import Distributions, summarise
 from gpt2.comparison.results import Comparison, Numerics, Scored
-from gpt2.comparison.sides import Side, logits_of
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
+from gpt2.comparison.sides.opening import open_side
+from gpt2.comparison.sides.side import Running, Shown, Side
 from gpt2.comparison.weights import WeightChanges, compare_weights
 from gpt2.comparison.words import Words, compare_words
 from gpt2.data import Tokenizer
@@ -34,6 +36,7 @@ from gpt2.pages.reports import environment
 
 TOKENS = 8192  # tokens of the text, by default
 TRACED = 256  # tokens for the comparison of activations
+DEFAULT_CONTEXT = 1024  # where no side tells how many positions it has
 
 
 def compare(
@@ -67,11 +70,12 @@ def compare(
         CheckpointError: a checkpoint whose tensors do not fit its config.
     """
     started = time.perf_counter()
-    sides = Side.open(a, offline=offline, dtype=dtype), Side.open(b, offline=offline, dtype=dtype)
+    sides = open_side(a, offline=offline, dtype=dtype), open_side(b, offline=offline, dtype=dtype)
     tokenizers = sides[0].tokenizer(), sides[1].tokenizer()
     compatible = compatibility(sides[0].config, sides[1].config, *tokenizers)
+    compatible = replace(compatible, impossible=_not_shown(sides) | compatible.impossible)
     text = open_text(on, offline=offline) if any(tokenizers) else None
-    windows = (text.protocol if text else RUNNING).windows(min(side.config.n_positions for side in sides))
+    windows = (text.protocol if text else RUNNING).windows(_fewest_positions(sides))
     if tokens is None:
         tokens = 0 if windows.guide else TOKENS
     ids = _ids(text, tokenizers[0] or tokenizers[1], sides, tokens, seed)
@@ -80,21 +84,26 @@ def compare(
     alone: tuple[LanguageScore, ...] = ()
     with ExitStack() as stack:
         progress("loading both models")
-        models = stack.enter_context(sides[0].model()), stack.enter_context(sides[1].model())
+        running = stack.enter_context(sides[0].running()), stack.enter_context(sides[1].running())
         if "activations" not in compatible.impossible:
             start = ids[None, : min(windows.context, TRACED)]
             activations = compare_activations(
-                *models, start, same_shape=compatible.same_shape, threshold=threshold, progress=progress
+                running[0].blocks,
+                running[1].blocks,
+                start,
+                same_shape=compatible.same_shape,
+                threshold=threshold,
+                progress=progress,
             )
             if weights is not None and weights.same_numbers and a != b:
-                numerics = _numerics(sides, models, start, progress)
-        own = [_Loaded(*each) for each in zip(sides, map(logits_of, models), tokenizers, strict=True)]
+                numerics = _numerics(sides, running, start, progress)
+        own = [_Loaded(*each) for each in zip(sides, running, tokenizers, strict=True)]
         if "distributions" not in compatible.impossible:
             distributions, words = _distributions(own, ids, windows, seed, progress)
-        elif text is not None:
+        elif text is not None and not compatible.vocabularies.comparable:
             alone = _alone(own, text, ids)
         last_words = _last_words(own, text.passages, seed, progress) if text is not None and text.passages else None
-    env = environment(side.dtype for side in sides)
+    env = environment(side.dtype for side in sides if side.dtype is not None)
     name, sha256, protocol = (text.name, text.sha256, text.protocol.description) if text else ("random ids", "", "")
     return Comparison(
         a=sides[0].describe(env.versions),
@@ -118,29 +127,46 @@ class _Loaded(NamedTuple):
     """One of the two models in memory."""
 
     side: Side
-    logits: Logits
+    running: Running
     tokenizer: Tokenizer | None
 
+    @property
+    def logits(self) -> Logits:
+        return self.running.logits
 
-def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges:
+
+def _not_shown(sides: tuple[Side, Side]) -> dict[str, str]:
+    """Return the parts of a comparison that a side's nature rules out, each with the reason."""
+    needs = {"weights": Shown.WEIGHTS, "activations": Shown.ACTIVATIONS, "distributions": Shown.LOGITS}
+    missing = {part: [side for side in sides if shown not in side.shows] for part, shown in needs.items()}
+    return {part: f"{few[0].name} shows only {' and '.join(sorted(few[0].shows))}" for part, few in missing.items() if few}
+
+
+def _fewest_positions(sides: tuple[Side, Side]) -> int:
+    return min((side.n_positions for side in sides if side.n_positions is not None), default=DEFAULT_CONTEXT)
+
+
+def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | None:
+    if not (isinstance(sides[0], CheckpointSide) and isinstance(sides[1], CheckpointSide)):
+        return None
     names = [(name, re.sub(r"^h\.\d+", "h.{}", name), layer(name)) for name in expected(sides[0].config)]
     return compare_weights(names, sides[0].reader(), sides[1].reader(), progress=progress)
 
 
 @torch.no_grad()
-def _numerics(sides: tuple[Side, Side], models: tuple[nn.Module, nn.Module], ids: Tensor, progress: Progress) -> Numerics:
+def _numerics(sides: tuple[Side, Side], running: tuple[Running, Running], ids: Tensor, progress: Progress) -> Numerics:
     """Compare both sides with a float64 run of our model, on ids (1, T)."""
-    finer = max(sides, key=lambda side: side.dtype.itemsize)
+    checkpoints = [side for side in sides if isinstance(side, CheckpointSide)]
+    finer = max(checkpoints, key=lambda side: side.dtype.itemsize).checkpoint
     points: list[tuple[str, float, float]] = []
     exact: dict[str, Tensor] = {}
-    with replace(finer, by_transformers=False).model(torch.float64) as float64_model:
-        walks = (trace_blocks(model, ids) for model in (float64_model, *models))
-        for exact, block_a, block_b in zip(*walks, strict=True):
-            progress(f"numerics: {next(reversed(exact))}")
-            points += [(name, relative_error(block_a[name], x), relative_error(block_b[name], x)) for name, x in exact.items()]
+    walks = trace_blocks(finer.load(torch.float64), ids), running[0].blocks(ids), running[1].blocks(ids)
+    for exact, block_a, block_b in zip(*walks, strict=True):
+        progress(f"numerics: {next(reversed(exact))}")
+        points += [(name, relative_error(block_a[name], x), relative_error(block_b[name], x)) for name, x in exact.items()]
     rows = []
-    for side, model in zip(sides, models, strict=True):
-        if isinstance(model, GPT2):
+    for side, loaded in zip(sides, running, strict=True):
+        if isinstance(loaded, RunningModule) and isinstance(model := loaded.module, GPT2):
             before = [block.attn.attend for block in model.h]
             for kind, attend in (("fused", sdpa_attention), ("spelt out", eager_attention)):
                 error = relative_error(model.use_attention(attend)(ids), exact["logits"])
@@ -156,12 +182,23 @@ def _distributions(
     """Compare both models' predictions after each token; with a tokenizer, also as words."""
     a, b = pair
     tokenizer = a.tokenizer or b.tokenizer
-    sizes = [each.side.config.vocab_size for each in pair]
+    sizes = [each.side.vocab_size for each in pair if each.side.vocab_size is not None]
     vocab = min(sizes + [each.tokenizer.n_vocab for each in pair if each.tokenizer is not None])  # without padding
     measured = measure_pair(a.logits, b.logits, ids, windows, vocab=vocab, progress=progress)
     if tokenizer is None:
         return summarise(measured, torch.ones(vocab, dtype=torch.int64), seed=seed), None
-    words = compare_words(a.logits, b.logits, tokenizer, measured, ids, context=windows.context, seed=seed, progress=progress)
+    recorded = any(each.side.recorded_ids is not None for each in pair)
+    words = compare_words(
+        a.logits,
+        b.logits,
+        tokenizer,
+        measured,
+        ids,
+        context=windows.context,
+        seed=seed,
+        recorded=recorded,
+        progress=progress,
+    )
     return summarise(measured, _token_bytes(tokenizer)[:vocab], seed=seed), words
 
 
@@ -170,21 +207,29 @@ def _alone(pair: list[_Loaded], text: Text, ids: Tensor) -> tuple[LanguageScore,
     tokenizers = [each.tokenizer for each in pair if each.tokenizer is not None]
     passage = tokenizers[0].decode(ids.tolist())
     scores = []
-    for (side, logits, _), tokenizer in zip(pair, tokenizers, strict=True):
+    for each, tokenizer in zip(pair, tokenizers, strict=True):
         own = torch.tensor(tokenizer.encode(passage))
-        windows = text.protocol.windows(side.config.n_positions)
-        scores.append(language_score(logits, own, _token_bytes(tokenizer), windows, vocab=tokenizer.n_vocab))
+        windows = text.protocol.windows(each.side.n_positions or DEFAULT_CONTEXT)
+        scores.append(language_score(each.logits, own, _token_bytes(tokenizer), windows, vocab=tokenizer.n_vocab))
     return tuple(scores)
 
 
 def _last_words(pair: list[_Loaded], passages: Sequence[str], seed: int, progress: Progress) -> LastWords | None:
     """Score the last word of each passage, if both models have tokenizers."""
-    if any(each.tokenizer is None for each in pair):
+    runs = all(Shown.LOGITS in each.side.shows and each.side.recorded_ids is None for each in pair)
+    if not runs or any(each.tokenizer is None for each in pair):
         return None
     a, b = (
-        score_last_words(logits, tokenizer, passages, context=side.config.n_positions, seed=seed, progress=progress)
-        for side, logits, tokenizer in pair
-        if tokenizer is not None
+        score_last_words(
+            each.logits,
+            each.tokenizer,
+            passages,
+            context=each.side.n_positions or DEFAULT_CONTEXT,
+            seed=seed,
+            progress=progress,
+        )
+        for each in pair
+        if each.tokenizer is not None
     )
     return LastWords(a, b, last_words_change(a, b, seed=seed))
 
@@ -192,8 +237,13 @@ def _last_words(pair: list[_Loaded], passages: Sequence[str], seed: int, progres
 def _ids(text: Text | None, tokenizer: Tokenizer | None, sides: tuple[Side, Side], tokens: int, seed: int) -> Tensor:
     if tokens < 0 or tokens == 1:
         raise InputError(f"{tokens} tokens are too few to predict one from another; give 2 or more, or 0 for all of the text")
+    recorded = next((side.recorded_ids for side in sides if side.recorded_ids is not None), None)
+    if recorded is not None:
+        return recorded[: tokens or None].long()
     if text is None or tokenizer is None:
-        vocab = min(side.config.vocab_size for side in sides)
+        vocab = min((side.vocab_size for side in sides if side.vocab_size is not None), default=0)
+        if not vocab:
+            raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; compare it with a model that has one")
         return torch.randint(vocab, (tokens or TOKENS,), generator=torch.Generator().manual_seed(seed))
     ids = tokenizer.encode(text.text)[: tokens or None]
     if len(ids) < 2:

@@ -37,10 +37,10 @@ class Model:
 
     name: str
     implementation: str  # "gpt2" or "transformers 5.23.0"
-    dtype: str
+    dtype: str  # "" where the side does not tell it
     revision: str | None
-    parameters: int
-    config: dict[str, Any]
+    parameters: int | None  # None where the side does not tell them
+    config: dict[str, Any]  # empty where the side does not tell it
     files: dict[str, str]
     official: Official | None = None
 
@@ -162,10 +162,10 @@ class Comparison(Printed):
         kind = {"equal": "one tokenizer", "merges": "one vocabulary, other merges", "none": "no tokenizer to compare"}
         vocabularies = self.compatibility.vocabularies
         tokenizer = kind.get(vocabularies.verdict, f"tokenizers differ in {vocabularies.differing:,} entries")
-        sizes = f"{self.a.parameters:,}"
-        sizes += f" → {self.b.parameters:,}" if self.a.parameters != self.b.parameters else ""
-        dtypes = self.a.dtype + (f" → {self.b.dtype}" if self.a.dtype != self.b.dtype else "")
-        return f"{sizes} parameters · {dtypes} · {tokenizer}\n{self.text.name}: {self.protocol}"
+        known = [each.parameters for each in (self.a, self.b) if each.parameters is not None]
+        sizes = " → ".join(f"{size:,}" for size in dict.fromkeys(known)) + " parameters" if known else ""
+        dtypes = " → ".join(dict.fromkeys(each.dtype for each in (self.a, self.b) if each.dtype))
+        return f"{' · '.join(filter(None, (sizes, dtypes, tokenizer)))}\n{self.text.name}: {self.protocol}"
 
     def _summary(self) -> Table:
         from rich.table import Table

@@ -85,9 +85,21 @@ def passages(js: Tensor, count: int = 5, length: int = PASSAGE) -> list[tuple[in
 
 
 def compare_words(
-    a: Logits, b: Logits, tokenizer: Tokenizer, measured: Tokens, ids: Tensor, *, context: int, seed: int, progress: Progress
+    a: Logits,
+    b: Logits,
+    tokenizer: Tokenizer,
+    measured: Tokens,
+    ids: Tensor,
+    *,
+    context: int,
+    seed: int,
+    recorded: bool = False,
+    progress: Progress,
 ) -> Words:
-    """Show a measured pair's differences on the text ``ids`` (N,), and continue its beginning and the two worst passages."""
+    """Show a measured pair's differences on the text ``ids`` (N,), and continue its beginning and the two worst passages.
+
+    With ``recorded``, a side is a recording of this text: nothing is continued.
+    """
 
     def choices(top: Tensor, probabilities: Tensor) -> tuple[Choice, ...]:
         pairs = zip(top.tolist(), probabilities.tolist(), strict=True)
@@ -111,7 +123,7 @@ def compare_words(
     starts = dict.fromkeys([0, *(passage.start for passage in worst[:2])])
     prompts = [ids[start : start + length].tolist() for start in starts if start + length <= len(ids)]
     rows: tuple[Continuation, ...] = ()
-    if prompts and length and not measured.js.isnan().any():  # NaN probabilities cannot be sampled from
+    if prompts and length and not recorded and not measured.js.isnan().any():  # NaN probabilities cannot be sampled from
         progress("words: continuing prompts")
         room = min(NEW_TOKENS, context - length)
         rows = continuations(a, b, tokenizer, prompts, room, temperature=0.0, seed=seed)

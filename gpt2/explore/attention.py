@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.comparison.results import Model
-from gpt2.comparison.sides import Side, text_tokenizers
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide
+from gpt2.comparison.sides.side import text_tokenizers
 from gpt2.errors import InputError
 from gpt2.measure.tracing import trace_blocks
 from gpt2.pages.rendering import write
@@ -133,7 +134,7 @@ def attention_maps(model: nn.Module, ids: Tensor) -> Tensor:
 
 def compare_attention(a: str, b: str | None, text: str, *, offline: bool = False) -> AttentionReport:
     """Compute attention weights of one model or two on ``text``; names as in :func:`~gpt2.comparison.pair.compare`."""
-    sides = [Side.open(name, offline=offline) for name in (a, b) if name is not None]
+    sides = [CheckpointSide.open(name, offline=offline) for name in (a, b) if name is not None]
     tokenizers = text_tokenizers(sides)
     ids = tokenizers[0].encode(text)
     most = min(side.config.n_positions for side in sides)

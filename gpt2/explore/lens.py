@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.results import Model
-from gpt2.comparison.sides import Side, text_tokenizers
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide
+from gpt2.comparison.sides.side import text_tokenizers
 from gpt2.comparison.words import Choice
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -83,7 +84,7 @@ class Exploration:
 class Explorer:
     """One or two loaded models for any number of prompts; made by :func:`explorer`."""
 
-    sides: tuple[Side, ...]
+    sides: tuple[CheckpointSide, ...]
     models: tuple[nn.Module, ...]
     described: tuple[Model, ...]
     tokenizers: tuple[Tokenizer, ...]
@@ -100,7 +101,7 @@ class Explorer:
         js = tuple(_js(*logits)) if len(lenses) == 2 and one_language else None
         return Exploration(prompt, lenses, js, self.environment)
 
-    def _ids(self, prompt: str, side: Side, tokenizer: Tokenizer) -> list[int]:
+    def _ids(self, prompt: str, side: CheckpointSide, tokenizer: Tokenizer) -> list[int]:
         ids = tokenizer.encode(prompt)
         if not ids:
             raise InputError("the prompt is empty; type a few words")
@@ -116,7 +117,7 @@ class Explorer:
 @contextmanager
 def explorer(*names: str, offline: bool = False) -> Iterator[Explorer]:
     """Load one or two models, named as for :func:`gpt2.comparison.pair.compare`, for the time of the ``with`` block."""
-    sides = tuple(Side.open(name, offline=offline) for name in names or (DEFAULT,))
+    sides = tuple(CheckpointSide.open(name, offline=offline) for name in names or (DEFAULT,))
     tokenizers = text_tokenizers(sides)
     env = environment(side.dtype for side in sides)
     with ExitStack() as stack:

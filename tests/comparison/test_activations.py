@@ -3,16 +3,16 @@
 import math
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 from support.hf_layouts import TINY, official
 from support.random_models import random_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpt2.checkpoint.loading import load
-from gpt2.comparison import activations as module
-from gpt2.comparison.activations import compare_activations
+from gpt2.comparison.activations import Blocks, compare_activations
 from gpt2.config import GPT2Config
 from gpt2.measure.tracing import points, trace, trace_blocks
 from gpt2.model import GPT2
@@ -23,11 +23,15 @@ def model(seed: int = 0, config: GPT2Config = TINY) -> GPT2:
     return random_model(config, seed=seed)
 
 
+def traced(model: nn.Module) -> Blocks:
+    return partial(trace_blocks, model)
+
+
 IDS = torch.randint(TINY.vocab_size, (1, 11), generator=torch.Generator().manual_seed(0))
 
 
 def test_a_model_against_itself_is_exactly_zero() -> None:
-    found = compare_activations(model(), model(), IDS, same_shape=True)
+    found = compare_activations(traced(model()), traced(model()), IDS, same_shape=True)
     assert [point.point for point in found.points] == points(TINY.n_layer)
     for point in found.points:
         assert (point.error, point.max_abs, point.sqnr, point.cosine) == (0.0, 0.0, math.inf, 1.0)
@@ -37,7 +41,7 @@ def test_a_model_against_itself_is_exactly_zero() -> None:
 def test_figures_by_their_definitions() -> None:
     """Possible bugs: a norm of the wrong tensor, a wrong sign of the decibels, b in place of a."""
     a, b = model(1), model(2)
-    found = {point.point: point for point in compare_activations(a, b, IDS, same_shape=True).points}
+    found = {point.point: point for point in compare_activations(traced(a), traced(b), IDS, same_shape=True).points}
     x, y = trace(a, IDS), trace(b, IDS)
     for name in ("wte", "h.0.attn.q", "h.1.attn.weights", "h.1", "logits"):
         difference = (y[name] - x[name]).norm() / x[name].norm()
@@ -66,14 +70,14 @@ def test_noise_is_located_where_it_was_put(parameter: str, point: str) -> None:
     b = model()
     with torch.no_grad():
         b.get_parameter(parameter).mul_(1.05)
-    found = compare_activations(model(), b, IDS, same_shape=True)
+    found = compare_activations(traced(model()), traced(b), IDS, same_shape=True)
     assert found.first_past.point == point
     before = found.points[: points(TINY.n_layer).index(point)]
     assert all(p.error == 0 for p in before)
-    assert compare_activations(model(), b, IDS, same_shape=True, threshold=1e9).first_past is None
+    assert compare_activations(traced(model()), traced(b), IDS, same_shape=True, threshold=1e9).first_past is None
 
 
-def test_memory_is_one_block_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_one_block_of_each() -> None:
     """Compared points must be freed: all points of both models take gigabytes for gpt2-xl."""
     seen: list[weakref.ref] = []
     alive: list[int] = []
@@ -84,9 +88,8 @@ def test_memory_is_one_block_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
             alive.append(sum(reference() is not None for reference in seen))
             yield block
 
-    monkeypatch.setattr(module, "trace_blocks", watched)
     config = GPT2Config(vocab_size=61, n_positions=16, n_embd=12, n_layer=6, n_head=3, bos_token_id=None, eos_token_id=None)
-    compare_activations(model(0, config), model(1, config), IDS, same_shape=True)
+    compare_activations(partial(watched, model(0, config)), partial(watched, model(1, config)), IDS, same_shape=True)
     assert len(seen) == 2 * len(points(6))
     assert max(alive) <= 2 * 14 * 2  # one block of each model, and the next one in progress
 
@@ -95,14 +98,14 @@ def test_cka_by_its_formula_where_widths_differ() -> None:
     """Kornblith et al. (2019), equation 3, on centred features; the code computes with Gram matrices instead."""
     config = GPT2Config(vocab_size=61, n_positions=16, n_embd=20, n_layer=3, n_head=4, bos_token_id=None, eos_token_id=None)
     a, b = model(0), model(1, config)
-    found = compare_activations(a, b, IDS, same_shape=False)
+    found = compare_activations(traced(a), traced(b), IDS, same_shape=False)
     assert found.points == ()
     assert (len(found.cka), len(found.cka[0])) == (TINY.n_layer + 1, config.n_layer + 1)
     x, y = trace(a, IDS)["h.1"][0], trace(b, IDS)["h.2"][0]
     x, y = x - x.mean(0), y - y.mean(0)
     expected = (y.T @ x).norm() ** 2 / ((x.T @ x).norm() * (y.T @ y).norm())
     assert found.cka[2][3] == pytest.approx(float(expected), rel=1e-10)
-    itself = compare_activations(a, a, IDS, same_shape=False).cka
+    itself = compare_activations(traced(a), traced(a), IDS, same_shape=False).cka
     assert [itself[i][i] for i in range(3)] == pytest.approx([1.0] * 3, abs=1e-12)
 
 
@@ -111,7 +114,7 @@ def test_transformers_is_walked_the_same_way(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     official(tmp_path)
     theirs = load_reference(tmp_path, torch.float64)
-    found = compare_activations(load(str(tmp_path), dtype="f64"), theirs, IDS, same_shape=True)
+    found = compare_activations(traced(load(str(tmp_path), dtype="f64")), traced(theirs), IDS, same_shape=True)
     assert [point.point for point in found.points] == points(TINY.n_layer)
     assert max(point.error for point in found.points) < 1e-12
     assert theirs.config._attn_implementation == "sdpa"

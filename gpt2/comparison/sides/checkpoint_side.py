@@ -1,8 +1,8 @@
-"""Open one of the two models of a comparison: its config, tokenizer, single tensors, or the whole model."""
+"""The sides that are checkpoints: run by our implementation (MODEL) or by transformers (``hf/MODEL``). They show everything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
@@ -14,11 +14,11 @@ from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official_files import official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.comparison.results import Model
+from gpt2.comparison.sides.side import Running, Shown, Side
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
-from gpt2.errors import InputError
 from gpt2.int8 import rounded_parameter
-from gpt2.measure.metrics import Logits
+from gpt2.measure.tracing import Recorded, trace_blocks
 from gpt2.pages.reports import dtype_label
 from gpt2.parity import reference
 
@@ -26,15 +26,16 @@ HF_PREFIX = "hf/"  # prefix of a name: transformers' implementation of the check
 
 
 @dataclass(frozen=True)
-class Side:
+class CheckpointSide(Side):
     """A model by name, with its config; weights are not loaded yet."""
 
-    name: str  # as requested: "hf/gpt2:bf16"
+    name: str
     by_transformers: bool  # whether transformers runs it, or our implementation
     checkpoint: Checkpoint
+    shows = frozenset({Shown.WEIGHTS, Shown.ACTIVATIONS, Shown.LOGITS})
 
     @classmethod
-    def open(cls, name: str, *, revision: str | None = None, offline: bool = False, dtype: str | None = None) -> Side:
+    def open(cls, name: str, *, revision: str | None = None, offline: bool = False, dtype: str | None = None) -> CheckpointSide:
         """Open a name as :func:`gpt2.load` does, with an optional prefix ``hf/``; ``dtype`` is for a name that gives none."""
         hf = name.startswith(HF_PREFIX) and name != HF_PREFIX
         default = None if dtype is None else dtype_name(dtype, VERIFIES)
@@ -43,11 +44,11 @@ class Side:
         return cls(name, hf, open_checkpoint(parsed, offline=offline))
 
     @property
-    def config(self) -> GPT2Config:
+    def config(self) -> GPT2Config:  # type: ignore[override]  # read-only, and never None
         return self.checkpoint.config
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The dtype in which the model runs."""
         return self.checkpoint.dtype
 
@@ -67,6 +68,11 @@ class Side:
         else:
             yield self.checkpoint.load(dtype)
 
+    @contextmanager
+    def running(self) -> Iterator[RunningModule]:
+        with self.model() as model:
+            yield RunningModule(model)
+
     def tokenizer(self) -> Tokenizer | None:
         """Return the checkpoint's own tokenizer, or None."""
         return self.checkpoint.own_tokenizer()
@@ -81,20 +87,15 @@ class Side:
         return Model(self.name, implementation, dtype, revision, parameters, asdict(config), files, official)
 
 
-def text_tokenizers(sides: Sequence[Side]) -> tuple[Tokenizer, ...]:
-    """Return each side's own tokenizer, or the first one if it has none; without any, raise an InputError."""
-    own = [side.tokenizer() for side in sides]
-    shared = next((tokenizer for tokenizer in own if tokenizer is not None), None)
-    if shared is None:
-        raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; give a model that comes with one")
-    return tuple(tokenizer or shared for tokenizer in own)
+@dataclass(frozen=True)
+class RunningModule(Running):
+    """Our model or transformers', in memory."""
 
+    module: nn.Module
 
-def logits_of(model: nn.Module) -> Logits:
-    """Return a function from ids (B, T) to logits (B, T, V), for our models and transformers'."""
-
-    def logits(ids: Tensor) -> Tensor:
-        output = model(ids)
+    def logits(self, ids: Tensor) -> Tensor:
+        output = self.module(ids)
         return output if isinstance(output, Tensor) else output.logits
 
-    return logits
+    def blocks(self, ids: Tensor) -> Iterator[Recorded]:
+        return trace_blocks(self.module, ids)

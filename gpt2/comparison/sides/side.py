@@ -1,0 +1,101 @@
+"""What every side of a comparison offers: its name, what it can show, its tokenizer, and a way to run it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from gpt2.comparison.results import Model
+from gpt2.config import GPT2Config
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError
+from gpt2.measure.tracing import Recorded
+
+
+class Shown(StrEnum):
+    """Something that a side can show; a comparison measures what both sides show."""
+
+    WEIGHTS = "weights"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
+    TOP = "top-k log-probabilities"  # a side that shows logits need not list this
+
+
+@dataclass(frozen=True, eq=False)
+class Top:
+    """The likeliest tokens at each of N places: CPU tensors; nats, float64; ids int64.
+
+    A place that the side did not show has NaN in ``target`` and -inf in ``logp``. A row with fewer than k tokens is filled
+    with the id -1 and -inf.
+    """
+
+    target: Tensor  # (N,) log-probability of the text's own next token
+    ids: Tensor  # (N, k) distinct ids, likeliest first
+    logp: Tensor  # (N, k) their log-probabilities
+
+
+class Running:
+    """A side that is loaded. A side implements the methods for what it shows, and no other method is called."""
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Return logits (B, T, V), or log-probabilities, after each of ``ids`` (B, T)."""
+        raise NotImplementedError
+
+    def blocks(self, ids: Tensor) -> Iterator[Recorded]:
+        """Yield the activations on (1, T) ``ids`` one block at a time, as :func:`gpt2.measure.tracing.trace_blocks` does."""
+        raise NotImplementedError
+
+    def top(self, ids: Tensor) -> Top:
+        """Return what the side predicts for ``ids[1:]`` of one window ``ids`` (T + 1,), each from the tokens before it."""
+        raise NotImplementedError
+
+
+class Side(ABC):
+    """One of the models of a comparison, by name; nothing heavy is loaded before :meth:`running`.
+
+    ``shows`` is what it can show. ``config`` is None where the side does not tell its own; then ``n_positions`` and
+    ``vocab_size`` say what is known (None: anything).
+    """
+
+    name: str  # as requested: "hf/gpt2:bf16"
+    shows: frozenset[Shown]
+    config: GPT2Config | None = None
+    dtype: torch.dtype | None = None  # in which it runs, where torch has that dtype
+    recorded_ids: Tensor | None = None  # (N,) of a recording, which can be asked about no other text
+
+    @property
+    def n_positions(self) -> int | None:
+        """The largest number of tokens that it predicts from."""
+        return self.config.n_positions if self.config else None
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of logits at each place, padding included."""
+        return self.config.vocab_size if self.config else None
+
+    @abstractmethod
+    def running(self) -> AbstractContextManager[Running]:
+        """Load the side for the time of the ``with`` block."""
+
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer | None:
+        """Return the side's own tokenizer, or None: then it reads its partner's ids."""
+
+    @abstractmethod
+    def describe(self, versions: dict[str, str]) -> Model:
+        """Return everything needed to run this side again, with hashes of its files."""
+
+
+def text_tokenizers(sides: Sequence[Side]) -> tuple[Tokenizer, ...]:
+    """Return each side's own tokenizer, or the first one if it has none; without any, raise an InputError."""
+    own = [side.tokenizer() for side in sides]
+    shared = next((tokenizer for tokenizer in own if tokenizer is not None), None)
+    if shared is None:
+        raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; give a model that comes with one")
+    return tuple(tokenizer or shared for tokenizer in own)
