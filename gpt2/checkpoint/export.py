@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,13 +55,15 @@ def export(
     *,
     format: str = "hf",
     type: str | None = None,
+    keep: Sequence[str] = (),
     revision: str | None = None,
     offline: bool = False,
 ) -> Export:
     """Write the model ``name`` (as in :func:`gpt2.load`) to ``directory``, with its tokenizer if it has one.
 
     ``hf`` writes what :func:`gpt2.save` writes, in the model's dtype. ``gguf`` writes ``model.gguf`` with its matrices as
-    ``type`` ("f32", "f16", "bf16", "q8_0"; default: the model's dtype). ``llmc`` writes ``model.bin``, bfloat16 for a model in
+    ``type`` ("f32", "f16", "bf16", "q8_0"; default: the model's dtype); the parts
+    in ``keep``, such as "h.0" or "h.3.mlp", stay in the model's dtype. ``llmc`` writes ``model.bin``, bfloat16 for a model in
     bfloat16 and float32 for others, and ``tokenizer.bin``. An embedding with more rows than the tokenizer has tokens
     is cropped. The same model gives the same bytes, also from such an export. A reader never sees a half-written file.
 
@@ -75,6 +78,8 @@ def export(
         )
     if type is not None and type not in TYPES:
         raise InputError(f"unknown type {quoted(type)}; known: {', '.join(TYPES)}")
+    if keep and (format != "gguf" or type is None):
+        raise InputError("keep names parts that a gguf of another type leaves in the model's dtype; give that type, such as q8_0")
     if not str(directory):
         raise InputError("the folder to write has an empty name; give one, or . for this one")
     directory = Path(directory)
@@ -89,8 +94,12 @@ def export(
         type, more = _write_llmc(model, tokenizer, directory, name)
         names, notes = list(LLMC_FILES), notes + more
     else:
-        type = type or OF_DTYPE[model.wte.weight.dtype]
-        content, more = gguf_pieces(model, tokenizer, type, name)
+        own = OF_DTYPE[model.wte.weight.dtype]
+        type = type or own
+        if keep and type == own:
+            raise InputError(f"keep has no effect: the model is in {own} already; leave it out, or choose another type")
+        content, more = gguf_pieces(model, tokenizer, type, name, keep, own)
+        more += [f"kept in {own}: {', '.join(keep)}"] if keep else []
         with writing(directory):
             write_file(directory / GGUF_FILE, content)
         names, notes = [GGUF_FILE], notes + more

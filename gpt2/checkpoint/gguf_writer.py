@@ -6,8 +6,9 @@ biases and positions in float32; tensors in the order of their Hugging Face name
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.containers.gguf_file import ARRAY, CONFIG_KEYS, CONTROL, KINDS, NORMAL, STRING, Kind, padded
 from gpt2.checkpoint.keys import layer, to_file, to_gguf
-from gpt2.config import GPT2Config
+from gpt2.config import GPT2Config, quoted
 from gpt2.data.bpe import BPE
 from gpt2.errors import InputError
 
@@ -34,8 +35,49 @@ Metadata = dict[str, tuple[int, Any]]  # name -> (type, value); for an array the
 Row = tuple[str, Tensor, int, Kind]  # name in the file, values, GGUF's number of the kind, kind
 
 
-def gguf_pieces(model: GPT2, tokenizer: Tokenizer | None, type: str, name: str) -> tuple[Iterator[bytes | memoryview], list[str]]:
-    """Return the file's pieces in order, and notes on what GGUF cannot express. Raises InputError: it cannot hold the model."""
+def type_of(name: str, shape: Sequence[int], type: str) -> str:
+    """Return the type in which llama.cpp stores our parameter ``name`` in a file whose matrices are ``type``."""
+    if len(shape) != 2 or name == "wpe.weight":
+        return "f32"
+    row = shape[1] if name == "wte.weight" else shape[0]  # in the file, matrices are [out, in]
+    return "f16" if row % KIND[type][1].block else type
+
+
+def stored_bytes(name: str, shape: Sequence[int], type: str) -> int:
+    """Return the bytes of a parameter in such a file."""
+    kind = KIND[type_of(name, shape, type)][1]
+    return math.prod(shape) // kind.block * kind.size
+
+
+def as_stored(name: str, tensor: Tensor, type: str) -> Tensor:
+    """Return a parameter in float32 as a reader of such a file gets it, in our orientation."""
+    kind = KIND[type_of(name, tensor.shape, type)][1]
+    if kind.block == 1:
+        return tensor.to(kind.dtype).float()
+    rows = tensor if name == "wte.weight" else tensor.t()
+    stored = _quantised(rows.float().contiguous())
+    values = stored[:, 2:].view(torch.int8).float() * stored[:, :2].contiguous().view(torch.float16).float()
+    return values.view(rows.shape) if name == "wte.weight" else values.view(rows.shape).t()
+
+
+def parameters_of(parts: Collection[str], names: Collection[str]) -> set[str]:
+    """Return the parameters that belong to parts such as ``h.0``, ``h.3.mlp`` or ``wte``. Raises InputError: no such part."""
+    chosen = set()
+    for part in parts:
+        of_part = {name for name in names if name == part or name.startswith(f"{part}.")}
+        if not of_part:
+            raise InputError(f"no part {quoted(part)} in this model; name blocks (h.0), halves of them (h.0.mlp), or wte")
+        chosen |= of_part
+    return chosen
+
+
+def gguf_pieces(
+    model: GPT2, tokenizer: Tokenizer | None, type: str, name: str, keep: Collection[str] = (), kept_type: str = "f32"
+) -> tuple[Iterator[bytes | memoryview], list[str]]:
+    """Return the file's pieces in order, and notes on what GGUF cannot express; parts in ``keep`` are stored as ``kept_type``.
+
+    Raises InputError: GGUF cannot hold the model, or there is no such part.
+    """
     config, notes = model.config, []
     departures = {
         f"activation_function {config.activation_function!r}": config.activation_function not in TANH_GELU,
@@ -52,12 +94,12 @@ def gguf_pieces(model: GPT2, tokenizer: Tokenizer | None, type: str, name: str) 
         tokenizer = None
     rows: list[Row] = []
     state, fallen = model.state_dict(), 0
+    kept = parameters_of(keep, state)
     for ours in sorted(state, key=to_file):
         tensor = state[ours].t() if layer(ours) is not None and state[ours].ndim == 2 else state[ours]
-        number, kind = KIND[type if tensor.ndim == 2 and ours != "wpe.weight" else "f32"]
-        if tensor.size(-1) % kind.block:  # as llama.cpp does
-            number, kind = KIND["f16"]
-            fallen += 1
+        wanted = kept_type if ours in kept else type
+        number, kind = KIND[type_of(ours, state[ours].shape, wanted)]
+        fallen += bool(tensor.size(-1) % KIND[wanted][1].block and kind.name == "F16")
         rows.append((to_gguf(ours), tensor, number, kind))
     if fallen:
         notes.append(f"{fallen} matrices in f16: the length of their rows is not a multiple of {KIND[type][1].block}")

@@ -22,6 +22,8 @@ EXAMPLES = """\
   gpt2 compare gpt2 gpt2-medium --on wikitext2:stride=512    two sizes, on a text with its protocol
   gpt2 compare shakespeare-mini --attention "To be, or not to be" --html heads.html
   gpt2 compare out/step-1000 out/step-2000 --on my.txt --json -
+  gpt2 compare shakespeare-mini shakespeare-mini:int8 --blame --tokens 200      which parts carry the difference
+  gpt2 compare shakespeare-mini --noise --tokens 200         how far rounding alone moves the logits, and which tokens hang on it
   gpt2 compare gpt2 ./quantised --fail-if 'kl>1e-3' --fail-if 'same_top<0.98' --junit gpt2.xml      in a build
 
 METRIC of --fail-if: kl, kl_max, js (nats a token), same_top (a fraction), perplexity_ratio (B over A), weights (norm of the
@@ -59,6 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fail-if", action="append", default=[], metavar="EXPR", help="METRIC OP NUMBER: exit 1 if it is met; repeat for several"
     )
     parser.add_argument("--junit", metavar="FILE", help="write what --fail-if found as a JUnit report")
+    parser.add_argument("--blame", action="store_true", help="also put parts of B into A, and measure what each carries")
+    parser.add_argument(
+        "--noise", action="store_true", help="run only A, in other batches, caches, kernels and dtypes: what rounding makes of it"
+    )
     parser.add_argument("--attention", metavar="TEXT", help="compare only the attention of each head on TEXT")
     parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page (with --attention also .png)")
 
@@ -66,11 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.threshold >= 0:
         raise InputError(f"--threshold {args.threshold}: give a number from 0 up, such as 1e-3")
+    if args.noise:
+        return _noise(args)
     if args.b is None and args.attention is None:
         raise InputError(f"compare needs a second model, such as hf/{args.a}, or --attention TEXT")
     if args.attention is not None:
         if unused := [name for name in DEFAULTS if getattr(args, name) != DEFAULTS[name]]:
             raise InputError(f"--{unused[0]} has no effect with --attention, which has a text of its own; leave it out")
+        if args.blame:
+            raise InputError("--blame has no effect with --attention, which measures only attention; leave it out")
         if args.fail_if or args.junit:
             raise InputError("--fail-if and --junit have no effect with --attention, which measures none of their metrics")
         return _attention(args)
@@ -85,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     gates = [Gate.parse(text) for text in args.fail_if]
     keep_freed_memory()
     with Status() as status:
-        options = {name: getattr(args, name) for name in (*DEFAULTS, "offline")}
+        options = {name: getattr(args, name) for name in (*DEFAULTS, "offline", "blame")}
         result = compare(args.a, args.b, **options, progress=status)
     not_measured = None
     try:
@@ -116,6 +126,22 @@ def _report_gates(result: "Comparison", junit_file: str | None) -> int:
         except OSError as error:
             raise InputError(f"GITHUB_STEP_SUMMARY {summary}: cannot be written ({error.strerror}); unset it") from None
     return 1 if any(gate.met for gate in gates) else 0
+
+
+def _noise(args: argparse.Namespace) -> int:
+    from gpt2.cli.terminal import Terminal
+    from gpt2.comparison.noise import measure_noise
+
+    others = {"B": args.b, "--attention": args.attention, "--blame": args.blame, "--fail-if": args.fail_if, "--junit": args.junit}
+    if given := next((name for name, value in others.items() if value), None):
+        raise InputError(f"--noise runs one model against itself, without {given}; leave it out")
+    if args.threshold != DEFAULTS["threshold"]:
+        raise InputError("--threshold has no effect with --noise; leave it out")
+    with Status() as status:
+        found = measure_noise(args.a, on=args.on, tokens=args.tokens, seed=args.seed, offline=args.offline, progress=status)
+    save_page(args.html, found.save_html)
+    write_result(args.json, found.to_json, lambda: found.print(Terminal()))
+    return 0
 
 
 def _attention(args: argparse.Namespace) -> int:

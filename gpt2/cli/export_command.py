@@ -21,6 +21,7 @@ EXAMPLES = """\
   gpt2 export gpt2:bf16 out/half                             the same in bfloat16
   gpt2 export gpt2 out/gguf --format gguf                    out/gguf/model.gguf, for llama.cpp
   gpt2 export gpt2 out/small --format gguf --type q8_0       a quarter of the size
+  gpt2 export shakespeare-mini out/kept --format gguf --type q8_0 --keep h.0,wte   two parts in their own precision
   gpt2 export shakespeare-mini out/llmc --format llmc        model.bin and tokenizer.bin, for llm.c"""
 
 
@@ -33,13 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("f32", "f16", "bf16", "q8_0"),
         help="how GGUF stores the matrices (default: in the model's dtype); the other formats keep the model's dtype",
     )
+    parser.add_argument(
+        "--keep",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="PARTS",
+        help="parts that --type leaves in the model's dtype, such as h.0,h.11.mlp,wte (gpt2 compare --blame says which)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from gpt2.checkpoint.export import export
 
     with Status(f"exporting {args.model}"):
-        options = {name: getattr(args, name) for name in ("format", "type", "revision", "offline")}
+        options = {name: getattr(args, name) for name in ("format", "type", "keep", "revision", "offline")}
         done = export(args.model, args.directory, **options)
     body = {**asdict(done), "parameters": done.config.num_parameters()}
     write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(printable(_text(done))))

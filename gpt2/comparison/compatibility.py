@@ -85,6 +85,13 @@ def compatibility(
     return Compatibility(differing, vocabularies, impossible)
 
 
+def require_same_function(compatible: Compatibility) -> None:
+    """Raise InputError unless one model's tensors can stand in for the other's."""
+    function = [field for field, *_ in compatible.architecture if field in FUNCTION]
+    if why := list(compatible.impossible.values())[:1] or (function and [f"the models differ in {', '.join(function)}"]):
+        raise InputError(f"--blame puts parts of B into A, and that needs models of one shape: {why[0]}; leave out --blame")
+
+
 def _differing(a: GPT2Config, b: GPT2Config) -> tuple[tuple[str, object, object], ...]:
     fields = {field: (getattr(a, field), getattr(b, field)) for field in (*SHAPE, *FUNCTION)}
     fields["n_inner"] = a.inner, b.inner

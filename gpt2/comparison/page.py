@@ -8,6 +8,7 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from gpt2.comparison import plots
+from gpt2.comparison.bar_plots import part_bars
 from gpt2.measure.metrics import MAX_JS
 from gpt2.pages import drawing
 from gpt2.pages.rendering import number, percent, render, short_names, visible
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from gpt2.comparison.results import Comparison
     from gpt2.comparison.words import Choice, Passage, Word
 
-CHARTS = ("layers", "cka", "heat", "numerics", "histogram", "position", "confidence", "calibration")
+CHARTS = ("layers", "cka", "heat", "numerics", "histogram", "position", "confidence", "calibration", "blame", "halves", "tensors")
 
 
 def page(comparison: Comparison) -> str:
@@ -65,6 +66,10 @@ def charts(comparison: Comparison, names: tuple[str, str]) -> dict[str, Any]:
         sides = both.calibration_a, both.calibration_b
         labels = [f"{name}: off by {percent(side.ece)}" for name, side in zip(names, sides, strict=True)]
         drawn["calibration"] = plots.calibration(*sides, labels)
+    if (blame := comparison.blame) is not None:
+        drawn["blame"] = part_bars(blame.parts)
+        drawn["halves"] = part_bars(blame.halves, "halves") if len(blame.halves) > 1 else None
+        drawn["tensors"] = part_bars(blame.tensors, "tensors") if len(blame.tensors) > 1 else None
     return drawn
 
 
@@ -118,6 +123,7 @@ def command(comparison: Comparison) -> str:
     parts += ["--tokens", str(comparison.text.tokens), "--seed", str(comparison.seed)]
     if comparison.activations is not None:
         parts += ["--threshold", f"{comparison.activations.threshold:g}"]
+    parts += ["--blame"] if comparison.blame is not None else []
     return shlex.join([*parts, "--html", "report.html"])
 
 

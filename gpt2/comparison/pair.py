@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,11 @@ from torch import Tensor
 from gpt2.checkpoint.keys import expected, layer
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.activations import THRESHOLD, compare_activations
-from gpt2.comparison.compatibility import compatibility
+from gpt2.comparison.blame import find_blame
+from gpt2.comparison.blame_result import Blame
+from gpt2.comparison.compatibility import compatibility, require_same_function
 from gpt2.comparison.distributions import Distributions, summarise
+from gpt2.comparison.floor import Floor, measure_floor
 from gpt2.comparison.results import Comparison, Numerics, Scored
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
 from gpt2.comparison.sides.opening import open_side
@@ -32,7 +36,7 @@ from gpt2.measure.texts import RUNNING, Text, open_text
 from gpt2.measure.tracing import trace_blocks
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2, eager_attention, sdpa_attention
-from gpt2.pages.reports import environment
+from gpt2.pages.reports import dtype_label, environment
 
 TOKENS = 8192  # tokens of the text, by default
 TRACED = 256  # tokens for the comparison of activations
@@ -49,6 +53,7 @@ def compare(
     seed: int = 0,
     dtype: str | None = None,
     offline: bool = False,
+    blame: bool = False,
     progress: Progress = silent,
 ) -> Comparison:
     """Compare two models by name: weights, activations, distributions over a text, and generated words.
@@ -64,6 +69,7 @@ def compare(
         threshold: a relative error of an activation; the result names the first point above it.
         seed: seeds the bootstrap, sampled continuations, and random ids if neither model has a tokenizer.
         dtype: the dtype of a model whose name gives none; default: as stored.
+        blame: also put parts of b into a and measure what each carries, for models of one shape (:mod:`gpt2.comparison.blame`).
 
     Raises:
         InputError: no such model or text.
@@ -74,6 +80,8 @@ def compare(
     tokenizers = sides[0].tokenizer(), sides[1].tokenizer()
     compatible = compatibility(sides[0].config, sides[1].config, *tokenizers)
     compatible = replace(compatible, impossible=_not_shown(sides) | compatible.impossible)
+    if blame:
+        require_same_function(compatible)
     text = open_text(on, offline=offline) if any(tokenizers) else None
     windows = (text.protocol if text else RUNNING).windows(_fewest_positions(sides))
     if tokens is None:
@@ -103,6 +111,8 @@ def compare(
         elif text is not None and not compatible.vocabularies.comparable:
             alone = _alone(own, text, ids)
         last_words = _last_words(own, text.passages, seed, progress) if text is not None and text.passages else None
+        floor = None if distributions is None else _floor(own, ids, progress)
+    blamed = _blame(own, ids, windows, seed, progress) if blame else None
     env = environment(side.dtype for side in sides if side.dtype is not None)
     name, sha256, protocol = (text.name, text.sha256, text.protocol.description) if text else ("random ids", "", "")
     return Comparison(
@@ -120,6 +130,8 @@ def compare(
         environment=env,
         seed=seed,
         seconds=time.perf_counter() - started,
+        blame=blamed,
+        floor=floor,
     )
 
 
@@ -182,8 +194,7 @@ def _distributions(
     """Compare both models' predictions after each token; with a tokenizer, also as words."""
     a, b = pair
     tokenizer = a.tokenizer or b.tokenizer
-    sizes = [each.side.vocab_size for each in pair if each.side.vocab_size is not None]
-    vocab = min(sizes + [each.tokenizer.n_vocab for each in pair if each.tokenizer is not None])  # without padding
+    vocab = _vocabulary(pair)
     measured = measure_pair(a.logits, b.logits, ids, windows, vocab=vocab, progress=progress)
     if tokenizer is None:
         return summarise(measured, torch.ones(vocab, dtype=torch.int64), seed=seed), None
@@ -200,6 +211,33 @@ def _distributions(
         progress=progress,
     )
     return summarise(measured, _token_bytes(tokenizer)[:vocab], seed=seed), words
+
+
+def _vocabulary(pair: list[_Loaded]) -> int:
+    """Return the number of tokens that both have, without padding."""
+    sizes = [each.side.vocab_size for each in pair if each.side.vocab_size is not None]
+    return min(sizes + [each.tokenizer.n_vocab for each in pair if each.tokenizer is not None])
+
+
+def _blame(pair: list[_Loaded], ids: Tensor, windows: Windows, seed: int, progress: Progress) -> Blame | None:
+    a, b = (each.side for each in pair)
+    if not (isinstance(a, CheckpointSide) and isinstance(b, CheckpointSide)):
+        return None
+    names, vocab = list(expected(a.config)), _vocabulary(pair)
+    return find_blame(a.config, a.reader(), b.reader(), ids, windows, names=names, vocab=vocab, seed=seed, progress=progress)
+
+
+def _floor(pair: list[_Loaded], ids: Tensor, progress: Progress) -> Floor | None:
+    """Measure what rounding makes of the first of our models, also in the other's dtype if that is coarser."""
+    for each, other in zip(pair, reversed(pair), strict=True):
+        side, running = each.side, each.running
+        if isinstance(side, CheckpointSide) and isinstance(running, RunningModule) and isinstance(running.module, GPT2):
+            progress("the floor of noise")
+            dtypes = [dtype for dtype in (side.dtype, other.side.dtype) if dtype is not None and dtype != torch.int8]
+            dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=side.dtype)
+            coarser = None if dtype == side.dtype else (dtype_label(dtype), partial(side.checkpoint.load, dtype))
+            return measure_floor(running.module, ids[:TRACED], _vocabulary(pair), coarser)
+    return None
 
 
 def _alone(pair: list[_Loaded], text: Text, ids: Tensor) -> tuple[LanguageScore, ...]:

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2.checkpoint.official_files import Official
 from gpt2.comparison.activations import Activations
+from gpt2.comparison.blame_result import Blame
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions
+from gpt2.comparison.floor import Floor
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
 from gpt2.measure.estimates import Estimate
 from gpt2.measure.last_words import LastWords
 from gpt2.measure.metrics import LanguageScore
 from gpt2.measure.tracing import block_of, part_of
-from gpt2.pages.rendering import visible, write
+from gpt2.pages.rendering import number, visible, write
 from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table
 
 if TYPE_CHECKING:
@@ -88,6 +90,8 @@ class Comparison(Printed):
     seed: int
     seconds: float
     gates: tuple[Judgement, ...] = ()  # of --fail-if
+    blame: Blame | None = None
+    floor: Floor | None = None
 
     @property
     def ok(self) -> bool:
@@ -108,6 +112,20 @@ class Comparison(Printed):
     def bits_per(self) -> str:
         """The unit of bits per byte; random ids have no bytes, so their unit is the token."""
         return "bits per byte" if self.text.sha256 else "bits per token"
+
+    @property
+    def above_floor(self) -> str:
+        """Whether the measured KL is above what rounding makes of one model, in words; "" if either was not measured."""
+        if self.floor is None or self.distributions is None:
+            return ""
+        kl, floor = self.distributions.kl_ab.mean, self.floor
+        if kl.value == 0:
+            return f"KL is exactly 0; {floor.way} alone makes this"
+        if not math.isfinite(kl.value) or not math.isfinite(floor.kl):
+            return ""
+        if kl.low > floor.kl:
+            return f"KL is {number(kl.value / floor.kl, '.2g')} times that" if floor.kl else "KL is above it"
+        return f"KL is not above it: {floor.way} alone makes as much"
 
     @property
     def scores(self) -> tuple[LanguageScore, ...]:
@@ -156,6 +174,8 @@ class Comparison(Printed):
             yield from _titled("Words", "where they disagree most, and what each expected instead", table)
         if self.words is not None and self.words.continuations:
             yield _continuations_table(self.words)
+        if self.blame is not None:
+            yield from _titled("Blame", "KL that each part of b brings into a, in nats a token", *self.blame.rows(self.a.name))
         yield f"[dim]in {self.seconds:.1f} s[/dim]\n"
 
     def _subjects(self) -> str:
@@ -183,6 +203,8 @@ class Comparison(Printed):
             table.add_row("KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread)
             same = both.same_top
             table.add_row("same top token", f"{same.value:.1%}", f"{same.low:.1%} .. {same.high:.1%}")
+            if self.floor is not None:
+                table.add_row("floor of noise", f"{self.floor.kl:.2g} nats", self.above_floor)
         elif self.alone:
             table.add_row("bits per byte", bits, "each over its own tokens")
             table.add_row("perplexity", perplexities, "not comparable: different tokens")

@@ -28,7 +28,7 @@ from gpt2.pages.drawing import shade
 from gpt2.pages.rendering import RAMPS, number, percent, readable
 
 SECTIONS = [
-    *("layers", "weights", "distributions", "text", "passages"),
+    *("layers", "weights", "blame", "distributions", "text", "passages"),
     *("continuations", "numerics", "tensors", "compatibility", "environment"),
 ]
 
@@ -39,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     folder = tmp_path_factory.mktemp("page")
     (folder / "text.txt").write_text(TEXT)
     model = write_checkpoint(folder / "model")
-    return compare(str(model), f"{model}:bf16", on=str(folder / "text.txt"), tokens=200)
+    return compare(str(model), f"{model}:bf16", on=str(folder / "text.txt"), tokens=200, blame=True)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +130,8 @@ def test_any_number_can_be_shown(found: Comparison, number: float) -> None:
         distributions=changed(replace(found.distributions, by_position=(), by_confidence=()), number),
         words=changed(found.words, number),
         numerics=changed(found.numerics, number),
+        blame=changed(found.blame, number),
+        floor=changed(found.floor, number),
     )
     assert not re.search(r"\b(nan|inf)\b", Parts(page(parts)).text.replace("inf-", ""))
 

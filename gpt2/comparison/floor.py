@@ -1,0 +1,64 @@
+"""The floor of noise under a comparison: what mere rounding makes of one of its models, measured on the first tokens.
+
+:mod:`gpt2.comparison.noise` measures every way; this is the cheap part of it, which needs no second model in memory unless the
+two models run in different dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt2.comparison.ways import PADDING, Run, alone, attending, padded
+from gpt2.measure.estimates import Bootstrap, Estimate
+from gpt2.measure.metrics import max_abs
+from gpt2.measure.per_token import measure_rows
+from gpt2.model import GPT2, eager_attention
+
+
+@dataclass(frozen=True)
+class Floor:
+    """KL between two runs of the same model that should be equal, for each of ``ways``: (name, mean KL, largest logit).
+
+    A difference that is not above the largest of these means nothing.
+    """
+
+    ways: tuple[tuple[str, Estimate, float], ...]
+    tokens: int
+
+    @property
+    def way(self) -> str:
+        return max(self.ways, key=lambda way: way[1].high)[0]
+
+    @property
+    def kl(self) -> float:
+        """What a mean KL must exceed: the upper end of the 95 % interval."""
+        return max(kl.high for _, kl, _ in self.ways)
+
+    @property
+    def logit(self) -> float:
+        return max(logit for *_, logit in self.ways)
+
+
+@torch.inference_mode()
+def measure_floor(model: GPT2, ids: Tensor, vocab: int, coarser: tuple[str, Callable[[], GPT2]] | None = None) -> Floor:
+    """Run ``model`` on ids (T,) in other ways, and in a ``coarser`` dtype (its name, and what loads it)."""
+    ids = ids[: max(2, model.config.n_positions - PADDING)]
+
+    def ways() -> Iterator[tuple[str, Run]]:
+        yield "padding on the left", padded(model)
+        with attending(model, eager_attention):
+            yield "attention step by step", alone(model)
+        if coarser is not None:
+            yield f"in {coarser[0]}", alone(coarser[1]())
+
+    rows, reference = ids[None], alone(model)(ids[None])[0, :, :vocab]
+    measured = []
+    for name, run in ways():
+        logits = run(rows)[0, :, :vocab]
+        kl = measure_rows(reference[:-1], logits[:-1], ids[1:], 1)[2]
+        measured.append((name, Bootstrap(len(kl)).mean(kl), max_abs(logits, reference)))
+    return Floor(tuple(measured), len(ids))

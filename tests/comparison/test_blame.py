@@ -1,0 +1,181 @@
+"""`compare --blame` finds the parts that were changed, and nothing else; its figures are those of models built by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.commands import refusal
+from support.random_models import TEXT, write_checkpoint
+from torch import Tensor
+
+import gpt2
+from gpt2.checkpoint.export import export
+from gpt2.checkpoint.keys import expected
+from gpt2.checkpoint.loading import load
+from gpt2.cli.main import main
+from gpt2.comparison.blame import find_blame
+from gpt2.comparison.blame_result import Blame
+from gpt2.config import GPT2Config
+from gpt2.measure.per_token import measure_pair
+from gpt2.measure.windows import Windows
+from gpt2.model import GPT2
+
+CONFIG = GPT2Config(300, 24, 64, 3, 4)
+IDS = torch.randint(300, (161,), generator=torch.Generator().manual_seed(3))
+
+
+def model(seed: int = 0) -> GPT2:
+    torch.manual_seed(seed)
+    made = GPT2(CONFIG)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return made.eval()
+
+
+def changed(*names: str, by: float = 0.1) -> GPT2:
+    """The model with noise in some of its parameters."""
+    made = model()
+    with torch.no_grad():
+        for number, name in enumerate(names):
+            parameter = made.get_parameter(name)
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.add_(noise, alpha=by)
+    return made
+
+
+def blame(a: GPT2, b: GPT2) -> Blame:
+    read: list[Callable[[str], Tensor]] = [lambda name, of=of: of.get_parameter(name).detach().clone() for of in (a, b)]
+    names = list(expected(CONFIG))
+    return find_blame(CONFIG, *read, IDS, Windows(CONFIG.n_positions), names=names, vocab=CONFIG.vocab_size)
+
+
+def kl(a: GPT2, b: GPT2) -> float:
+    """The mean KL by the same measurement as a comparison, of two whole models."""
+    measured = measure_pair(a, b, IDS, Windows(CONFIG.n_positions), vocab=CONFIG.vocab_size)
+    return measured.kl_ab.mean().item()
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "half"),
+    [
+        ("wte.weight", "wte", None),
+        ("wpe.weight", "wpe", None),
+        ("h.0.ln_1.bias", "h.0", "h.0.attn"),
+        ("h.1.attn.c_proj.weight", "h.1", "h.1.attn"),
+        ("h.2.mlp.c_fc.weight", "h.2", "h.2.mlp"),
+        ("ln_f.weight", "ln_f", None),
+    ],
+)
+def test_one_changed_tensor_carries_everything(name: str, part: str, half: str | None) -> None:
+    """A tensor that is swapped into the wrong place, or forgotten at the head (wte is tied), is found innocent."""
+    a, b = model(), changed(name)
+    found = blame(a, b)
+    assert [each.name for each in found.parts] == [part]
+    assert [each.name for each in found.halves] == ([] if half is None else [half])
+    assert [each.name for each in found.tensors] == ([] if half is None else [name])
+    whole = pytest.approx(kl(a, b), rel=1e-4)
+    assert whole.expected > 1e-4
+    for each in (*found.parts, *found.halves, *found.tensors):
+        assert each.alone.value == whole
+        assert each.tensors == 1
+    assert found.parts[0].in_order is not None
+    assert found.parts[0].in_order.value == found.whole.value == whole
+    assert found.quantised is None
+
+
+def test_parts_alone_and_in_order_equal_models_built_by_hand() -> None:
+    """A stream shared too long, or taken from the wrong model, gives a figure of another mixture."""
+    names = ["wte.weight", "h.0.mlp.c_proj.bias", "h.1.attn.c_attn.weight", "h.1.ln_2.weight", "h.2.mlp.c_fc.weight"]
+    a, b = model(), changed(*names)
+    found = blame(a, b)
+    assert [each.name for each in found.parts] == ["wte", "h.0", "h.1", "h.2"]
+    upto: list[str] = []
+    for part in found.parts:
+        own = [name for name in names if name.startswith(f"{part.name}.")]
+        upto += own
+        for swapped, estimate in ((own, part.alone), (upto, part.in_order)):
+            mixed = model()
+            with torch.no_grad():
+                for name in swapped:
+                    mixed.get_parameter(name).copy_(b.get_parameter(name))
+            assert estimate is not None
+            assert estimate.value == pytest.approx(kl(a, mixed), rel=1e-4)
+            assert estimate.low < estimate.value < estimate.high
+    assert {part.name for part in found.halves} == {"h.0.mlp", "h.1.attn", "h.1.mlp", "h.2.mlp"}
+    assert found.most[0].alone.value == max(part.alone.value for part in found.parts)
+
+
+def test_prefixes_are_shared() -> None:
+    """Without sharing, each of a deep model's variants costs a whole pass."""
+    found = blame(model(), changed("h.2.mlp.c_fc.weight"))
+    assert found.passes == pytest.approx(1 + 1 / 3)  # a once, and b's last block once
+
+
+def test_equal_models_carry_nothing() -> None:
+    found = blame(model(), model())
+    assert found.parts == found.halves == found.tensors == ()
+    assert found.whole.value == 0
+    assert found.quantised is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose h.1 is far more sensitive to rounding than the rest, and a text."""
+    path = tmp_path_factory.mktemp("blame")
+    base = load(str(write_checkpoint(path / "base", n_embd=64)))
+    with torch.no_grad():
+        base.h[1].mlp.c_proj.weight[::32] = 12.0  # one large entry in a block of 32: the others get few steps
+        base.h[1].mlp.c_fc.bias[::32] = -60.0  # and the activation that it multiplies is 0
+    gpt2.save(base, gpt2.load_tokenizer(str(path / "base")), path / "base")
+    (path / "text.txt").write_text(TEXT)
+    return path
+
+
+def test_a_quantised_file_is_known_and_what_to_keep_is_what_helps(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Known answer: one part is sensitive. The file that --keep writes must measure as promised, and have the promised size."""
+    base = str(folder / "base")
+    assert main(["export", base, str(folder / "q8"), "--format", "gguf", "--type", "q8_0"]) == 0
+    capsys.readouterr()
+    command = ["compare", base, str(folder / "q8"), "--on", str(folder / "text.txt"), "--tokens", "300", "--blame", "--json", "-"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)["blame"]
+    assert found["quantised"] == "q8_0"
+    most = max(found["parts"], key=lambda part: part["alone"]["value"])
+    assert most["name"] == "h.1"
+    assert found["tensors"][0]["name"] == "h.1.mlp.c_proj.weight"
+    nothing, one = found["kept"][:2]
+    assert one["parts"] == ["h.1"]
+    assert one["kl"]["value"] < nothing["kl"]["value"] / 2
+    by_type = {each["type"]: each for each in found["precisions"]}
+    assert by_type["q8_0"]["kl"]["value"] == pytest.approx(nothing["kl"]["value"], rel=1e-4)
+    assert by_type["q8_0"]["bytes"] == nothing["bytes"]
+    assert by_type["f16"]["kl"]["value"] < nothing["kl"]["value"]
+
+    assert main(["export", base, str(folder / "kept"), "--format", "gguf", "--type", "q8_0", "--keep", "h.1"]) == 0
+    assert "note: kept in f32: h.1" in capsys.readouterr().out
+    sizes = [(folder / name / "model.gguf").stat().st_size for name in ("q8", "kept")]
+    assert sizes[1] - sizes[0] == one["bytes"] - nothing["bytes"]
+    compared = gpt2.compare(base, str(folder / "kept"), on=str(folder / "text.txt"), tokens=300, blame=True)
+    assert compared.distributions.kl_ab.mean.value == pytest.approx(one["kl"]["value"], rel=0.01)
+    assert "h.1" not in [part.name for part in compared.blame.parts]
+    assert compared.blame.kept[0].parts == ("h.1",)
+    table = compared.table(80).partition("Blame")[2]
+    assert "b is a, its weights rounded to q8_0." in table
+    assert max(map(len, table.splitlines())) <= 80
+
+
+def test_refusals(folder: Path, tmp_path: Path) -> None:
+    """A part that does not exist, or models whose tensors cannot be exchanged, in one line before anything is measured."""
+    base, other = str(folder / "base"), str(write_checkpoint(tmp_path / "other", n_layer=1))
+    assert "needs models of one shape" in refusal(gpt2.compare, base, other, blame=True)
+    gelu = str(write_checkpoint(tmp_path / "gelu", n_embd=64, activation_function="gelu"))
+    assert "differ in activation_function" in refusal(gpt2.compare, base, gelu, blame=True)
+    gguf = {"format": "gguf", "type": "q8_0"}
+    assert "no part 'h.2' in this model" in refusal(export, base, tmp_path / "x", keep=("h.2",), **gguf)
+    assert "keep has no effect" in refusal(export, base, tmp_path / "x", keep=("h.1",), format="gguf", type="f32")
+    assert "give that type" in refusal(export, base, tmp_path / "x", keep=("h.1",))
