@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpt2.comparison.blame_result import Part
-from gpt2.comparison.noise_result import Way
 from gpt2.pages.drawing import INK, MUTED, NARROW, WIDE, A, B, svg
 from gpt2.pages.rendering import number, power_of_ten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from gpt2.comparison.blame_result import Part
+    from gpt2.comparison.noise_result import Way
 
 ROW = 0.27  # inches of a bar and the space around it
 

@@ -6,7 +6,6 @@ import shlex
 from typing import TYPE_CHECKING
 
 from gpt2.comparison.bar_plots import way_bars
-from gpt2.comparison.noise_result import parting
 from gpt2.pages.rendering import render
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 def page(noise: Noise) -> str:
     """Return the page as HTML text."""
-    return render("noise", c=noise, bars=way_bars(noise.ways), parting=parting, command=command(noise), data={})
+    return render("noise", c=noise, bars=way_bars(noise.ways), command=command(noise), data={})
 
 
 def command(noise: Noise) -> str:

@@ -42,6 +42,13 @@ class Way:
         """Where the greedy texts that differ do so, counted from 1."""
         return tuple(sorted(at + 1 for at in self.parts_at if at is not None))
 
+    @property
+    def parting(self) -> str:
+        """How many greedy texts differ, and from which token on, in words."""
+        if not self.parted:
+            return "none"
+        return f"{len(self.parted)} of {len(self.parts_at)}, from token {self.parted[0]} (median {median(self.parted):.0f})"
+
 
 @dataclass(frozen=True)
 class CloseCall:
@@ -124,7 +131,7 @@ class Noise(Printed):
         table = data_table("way", "logit", "KL", "KL max", "flips", "hang", "texts part", wrap=True)
         for way in self.ways:
             numbers = f"{way.logit:.1e}", f"{way.kl.value:.1e}", f"{way.kl_max:.1e}"
-            add_texts(table, way.name, *numbers, f"{way.flipped:,}", f"{way.hanging:,}", parting(way))
+            add_texts(table, way.name, *numbers, f"{way.flipped:,}", f"{way.hanging:,}", way.parting)
         yield table
         yield (
             "[dim]logit: largest difference. hang: tokens whose two likeliest candidates are closer than twice that.\n"
@@ -142,10 +149,3 @@ class Noise(Printed):
         for sentence in self.sentences():
             yield f"[bold]·[/bold] {sentence}"
         yield f"[dim]in {self.seconds:.1f} s[/dim]\n"
-
-
-def parting(way: Way) -> str:
-    """Say how many greedy texts differ, and where."""
-    if not way.parted:
-        return "none"
-    return f"{len(way.parted)} of {len(way.parts_at)}, at {way.parted[0]} (median {median(way.parted):.0f})"
