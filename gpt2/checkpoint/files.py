@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 from gpt2.checkpoint.containers import Container, listed, read_json, shown
+from gpt2.checkpoint.containers.flax_file import FlaxFile
 from gpt2.checkpoint.containers.gguf_file import GGUFFile
+from gpt2.checkpoint.containers.keras_file import SIGNATURE, KerasFile
 from gpt2.checkpoint.containers.llmc_file import MODEL, OTHER_FILES, LlmcFile, magic_of
 from gpt2.checkpoint.containers.mapped_file import MappedFile
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
@@ -19,8 +21,10 @@ INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 # transformers' names of weights, preferred ones first: one file, or an index of shards.
 LAYOUTS = ((WEIGHTS, INDEX, ".safetensors"), ("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin"))
+# Names of older releases, which transformers 5 does not open; always one file.
+OLD_LAYOUTS = ("flax_model.msgpack", "tf_model.h5")
 # Suffixes of a single weights file in a folder without the names above.
-LONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+LONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 TENSORFLOW = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})", re.ASCII)
 
 
@@ -28,7 +32,8 @@ def open_weights(path: Path) -> dict[str, Container]:
     """Return the open file of each tensor of a checkpoint, given a directory or a file. The content decides, not the name.
 
     The formats are safetensors and torch.save's (HF's ``.bin``, nanoGPT's ``ckpt.pt``, minGPT's), with or without shards;
-    OpenAI's TensorFlow files; GGUF; llm.c's. Raises CheckpointError: no weights, a missing shard, or shards unlike their index.
+    OpenAI's TensorFlow files; Keras' and Flax's; GGUF; llm.c's. Raises CheckpointError: no weights, a missing shard, or shards
+    unlike their index.
     """
     if path.is_file():
         return _by_tensor([open_file(path)])
@@ -39,6 +44,8 @@ def open_weights(path: Path) -> dict[str, Container]:
             return _shards(path / index, suffix)
     if (prefix := checkpoint_prefix(path)) is not None:
         return _by_tensor([TensorBundle(prefix)])
+    if old := [path / name for name in OLD_LAYOUTS if (path / name).is_file()]:
+        return _by_tensor([open_file(old[0])])
     if (path / ADAPTER).is_file():
         what = f"a LoRA adapter, not a model; gpt2 export {path} DIR writes the model that it makes of its base"
         raise CheckpointError(f"{path}: {what}")
@@ -59,9 +66,13 @@ def open_file(path: Path) -> Container:
         return TorchFile(path)
     if magic_of(path) in (MODEL, *OTHER_FILES):
         return LlmcFile(path)
+    if head.startswith(SIGNATURE):
+        return KerasFile(path)
+    if path.suffix == ".msgpack":  # it has no signature: any bytes are a beginning of some MessagePack
+        return FlaxFile(path)
     if path.suffix not in LONE and not head.endswith(b"\0{"):
         raise CheckpointError(
-            f"{path}: does not begin as weights do; give safetensors, torch.save's, GGUF, llm.c's, or an .index"
+            f"{path}: does not begin as weights do; give safetensors, torch.save's, HDF5, .msgpack, GGUF, llm.c's, or an .index"
         )
     return SafetensorsFile(path)
 
@@ -94,9 +105,9 @@ def what_is_there(path: Path) -> str:
     several = [name for name in names if name.endswith(LONE)]
     if len(several) > 1:
         return f"{listed(several)} could each be it, give one of them"
-    others = [name for name in names if name.endswith((".h5", ".msgpack", ".ot", ".onnx", ".tflite"))]
+    others = [name for name in names if name.endswith((".ot", ".onnx", ".tflite"))]
     if others:
-        return f"{listed(others)} cannot be opened, convert to safetensors (transformers' save_pretrained does)"
+        return f"{listed(others)} cannot be opened; give the safetensors or PyTorch file of the same model"
     return f"the folder holds {listed(names, 6)}; give the one with the weights" if names else "the folder is empty"
 
 

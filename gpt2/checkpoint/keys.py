@@ -39,6 +39,9 @@ TABLE: dict[str, tuple[str, ...]] = {ours: shape for ours, shape, _, _ in _ROWS}
 _GGUF = {ours: gguf for ours, _, _, gguf in _ROWS} | {"lm_head.weight": "output.weight"}
 _OURS = {openai: ours for ours, _, openai, _ in _ROWS} | {gguf: ours for ours, gguf in _GGUF.items()}
 
+# Last names of a key in transformers' Keras and Flax files, where they differ from ours.
+_LEAVES = dict.fromkeys(("kernel", "gamma", "scale", "embedding", "embeddings"), "weight") | {"beta": "bias"}
+
 # Redundant tensors, dropped only after their content is checked.
 CAUSAL_MASK = re.compile(r"h\.\d{1,5}\.attn\.bias", re.ASCII)  # (1, 1, P, P), ones on and below the diagonal
 MASKED_SCORE = re.compile(r"h\.\d{1,5}\.attn\.masked_bias", re.ASCII)  # scalar that older code wrote over masked scores
@@ -88,9 +91,19 @@ def from_file(key: str) -> str:
     template = key if number is None else key[: number.start(1)] + "{}" + key[number.end(1) :]
     if template in _OURS:
         return _OURS[template].format(number and number[1])
+    if (nested := _from_path(key)) in TABLE or layer(nested) is not None:
+        return nested
     while wrapper := next((wrapper for wrapper in WRAPPERS if key.startswith(wrapper)), None):
         key = key.removeprefix(wrapper)
     return key
+
+
+def _from_path(key: str) -> str:
+    """Return our name for a path in a Keras or Flax file: `MODEL/transformer/h_._0/ln_1/gamma:0`, `h/0/ln_1/scale`."""
+    *modules, leaf = key.removesuffix(":0").replace("_._", "/").split("/")
+    if PREFIX[:-1] in modules:
+        modules = modules[len(modules) - modules[::-1].index(PREFIX[:-1]) :]
+    return ".".join((*modules, _LEAVES.get(leaf, leaf)))
 
 
 def to_file(name: str) -> str:

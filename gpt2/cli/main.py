@@ -20,8 +20,8 @@ def parser() -> argparse.ArgumentParser:
         prog="gpt2",
         description="Load GPT-2 checkpoints, prove them equal to transformers, generate, and fine-tune.",
         epilog="A MODEL is shakespeare-mini (embedded, the default), gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, "
-        "org/name[@revision], a local directory or file (safetensors, .bin, nanoGPT's ckpt.pt, OpenAI's TensorFlow files, GGUF, "
-        "llm.c's), "
+        "org/name[@revision], a local directory or file (safetensors, .bin, nanoGPT's ckpt.pt, OpenAI's TensorFlow files, "
+        "Keras' .h5, Flax' .msgpack, GGUF, llm.c's), "
         "or random:SIZE[:SEED]; each may end in :bf16 and the like. "
         "Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted.",
     )

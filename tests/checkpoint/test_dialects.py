@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from support import gguf_layouts, llmc_layouts, tf_bundle, torch_layouts
+from support import gguf_layouts, llmc_layouts, old_layouts, tf_bundle, torch_layouts
 from support.checks import TESTS, refused
 from support.hf_layouts import TINY, official, prefixed, sharded, transformers_saved, turned, weights, write_config, write_weights
 from support.oracle import assert_same, oracle
@@ -136,6 +136,8 @@ DIALECTS = {
     "mingpt": Dialect("minGPT state dict, no config: heads from its published sizes", MINGPT, "oracle"),
     "lightning": Dialect("Lightning and DistributedDataParallel wrappers", lightning, "oracle"),
     "openai": Dialect("OpenAI's TensorFlow files, no TensorFlow", OPENAI, "oracle"),
+    "keras": Dialect("`tf_model.h5`: Keras' names in HDF5, biases (1, n), no TensorFlow", hf(old_layouts.keras), "oracle"),
+    "flax": Dialect("`flax_model.msgpack`: Flax's names, `[out, in]`, no Flax", hf(old_layouts.flax), "oracle"),
     "gguf-f32": Dialect("GGUF, F32", gguf("F32"), "oracle"),
     "gguf-f16": Dialect("GGUF, F16", gguf("F16"), "oracle"),
     "gguf-q8": Dialect("GGUF, Q8_0", gguf("Q8_0"), "oracle"),

@@ -204,7 +204,7 @@ def test_every_refusal_is_one_line_that_says_what_to_do(hub: HubStandIn, tmp_pat
     hub.gate("gated/model")
     hub.add_repo("no/config", {"model.safetensors": WEIGHTS})
     hub.add_repo("no/weights", {"config.json": CONFIG})
-    hub.add_repo("other/formats", {"config.json": CONFIG, "tf_model.h5": WEIGHTS, "onnx/model.onnx": WEIGHTS})
+    hub.add_repo("other/formats", {"config.json": CONFIG, "rust_model.ot": WEIGHTS, "onnx/model.onnx": WEIGHTS})
     hub.add_repo("half/adapter", {"README.md": b"#", "adapter_model.safetensors": WEIGHTS})
     hub.add_repo("many/models", {f"q{bits}.gguf": WEIGHTS for bits in range(2, 9)} | {"README.md": b"#"})
     refusals = {
@@ -215,7 +215,7 @@ def test_every_refusal_is_one_line_that_says_what_to_do(hub: HubStandIn, tmp_pat
         "gated/model": ("InputError", "gated/model is gated", f"{hub.endpoint}/gated/model", "hf auth login"),
         "no/config": ("CheckpointError", "no/config has no config.json"),
         "no/weights": ("CheckpointError", "no/weights has no model.safetensors", "no weights to load"),
-        "other/formats": ("CheckpointError", "has no model.safetensors (only onnx/model.onnx, tf_model.h5): choose a revision"),
+        "other/formats": ("CheckpointError", "has no model.safetensors (only onnx/model.onnx, rust_model.ot): choose a revision"),
         "half/adapter": ("CheckpointError", "has no model.safetensors (only adapter_model.safetensors): choose"),
         "many/models": ("CheckpointError", "(only q2.gguf, q3.gguf, q4.gguf and more): fetch the right one of these 7 yourself"),
         "a--b/c": ("InputError", "a--b/c cannot be a repository"),
@@ -251,6 +251,7 @@ FORMS = {
     "bin over others": (PICKLED | GGUF | {"ckpt.pt": WEIGHTS}, [*PICKLED]),
     "gguf": (GGUF, ["gpt2.Q8_0.gguf"]),
     "nanoGPT": ({"ckpt.pt": WEIGHTS, "vocab.json": b"{}", "training_args.bin": b"args"}, ["vocab.json", "ckpt.pt"]),
+    "old": ({"config.json": CONFIG, "tf_model.h5": WEIGHTS, "flax_model.msgpack": b"f"}, ["config.json", "flax_model.msgpack"]),
     "OpenAI": (OPENAI | {"model.ckpt.meta": WEIGHTS, "events.out.tfevents": b"log"}, [*OPENAI]),
     "adapter": (ADAPTER | {"vocab.json": b"{}", "training_args.bin": b"args"}, ["vocab.json", *ADAPTER]),
     "deeper": ({**PICKLED, "deep/model.safetensors": WEIGHTS, "model-1-of-2/../../x.safetensors": WEIGHTS}, [*PICKLED]),

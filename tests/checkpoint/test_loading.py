@@ -331,7 +331,7 @@ def test_each_family_is_needed_and_of_its_shape(tmp_path: Path, family: str) -> 
     [
         (lambda d: (d / "config.json").unlink(), "no config.json there"),
         (lambda d: (d / "model.safetensors").unlink(), "no model.safetensors there"),
-        (lambda d: os.rename(d / "model.safetensors", d / "tf_model.h5"), "tf_model.h5 cannot be opened, convert"),
+        (lambda d: os.rename(d / "model.safetensors", d / "rust_model.ot"), "rust_model.ot cannot be opened; give"),
         (lambda d: (d / "config.json").write_text("{"), "config.json: is not JSON"),
         (lambda d: (d / "config.json").write_text("[]"), "config.json: is not a JSON object"),
         (lambda d: (d / "config.json").write_text('{"n_layer": 2}'), "config.json: lacks vocab_size"),

@@ -30,7 +30,6 @@ OTHER_FORMATS = (
     (b"\x80", "is a pickle; convert it to safetensors (transformers' save_pretrained does)"),
     (b"GGUF", "is a GGUF file; name it .gguf"),
     (b"<", "is a web page; fetch the file itself"),
-    (b"\x89HDF", "is an HDF5 file (Keras); give the PyTorch or safetensors one"),
     (b"\x1f\x8b", "is compressed by gzip; unpack it"),
 )
 
