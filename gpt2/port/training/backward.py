@@ -14,8 +14,8 @@ from gpt2.port.diagnosis.places import Place, collapsed, joined
 from gpt2.port.diagnosis.report import Cause
 from gpt2.port.training.causes import cause
 from gpt2.port.training.gradients import Expected, Roles
+from gpt2.port.training.records import Backward, Gradient, Samples, Update, Watched
 from gpt2.port.training.trained import Stage
-from gpt2.port.training.watching import Backward, Gradient, Samples, Update, Watched
 
 EQUAL = 1e-8  # relative error of a parameter's gradient; constants in float32 reach 1e-8
 NOISE = 1e-11  # of the whole gradient's norm: a gradient that is zero in exact arithmetic

@@ -9,7 +9,7 @@ from statistics import median
 
 from torch import Tensor
 
-from gpt2.port.training.watching import Gradient, Watched
+from gpt2.port.training.records import Gradient, Watched
 
 SAME = 1e-6  # relative difference of numbers that are meant to be equal; torch adds 1e-6 to the norm before it divides
 NORMS = ("two", "largest", "one")

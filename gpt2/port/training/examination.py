@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,11 +24,12 @@ from gpt2.port.training.clipping import passages, read_clipping
 from gpt2.port.training.gradients import Roles, expected_gradients
 from gpt2.port.training.losses import logits_gradients, read_loss
 from gpt2.port.training.optimizer import update_stage
+from gpt2.port.training.records import Sampler, Update, Watched
 from gpt2.port.training.sessions import Batch, Batches, Change, MakeStep, StepError, Subject, scaled
 from gpt2.port.training.settings import Settings
-from gpt2.port.training.stepping import Movement, gradient_of, read_movement
+from gpt2.port.training.stepping import Movement, read_movement, updates_of
 from gpt2.port.training.trained import Stage, dropout_stage, loss_stage, padding_stage
-from gpt2.port.training.watching import Gradient, Sampler, Update, Watched
+from gpt2.port.training.tying import join_tied
 
 CALLS, CALLS_LARGE = 6, 4  # of the first session; of a large module's
 HUGE, TINY = 100.0, 1e-8  # factors of the last norm (and, for TINY, of the token embedding) that change the gradients' size
@@ -60,6 +61,8 @@ class StepExamination:
         self.calls, self.sampler = self._session([self.batches.batch(seed) for seed in range(count)])
         self._require_training()
         self.huge, self.tiny = self._scaled_sessions()
+        join_tied([self.calls, self.huge, self.tiny], self._untied(), self.sampler)
+        self._read_update()
         self._loss_and_gradients()
         self._update()
         self._as_written()
@@ -113,7 +116,6 @@ class StepExamination:
 
     def _loss_and_gradients(self) -> None:
         first, batch = self.calls[0], self.batches.batch(0)
-        self._read_clipping()
         factor = self.clip.factor
         reading = read_loss(first, batch.ids)
         if reading is None:
@@ -187,22 +189,26 @@ class StepExamination:
                 return apart
         return []
 
-    def _read_clipping(self) -> None:
+    def _read_update(self) -> None:
+        """Read the clipping, and how each parameter moves."""
         groups = [passages(calls) for calls in (self.calls, self.huge, self.tiny)]
         unscaled = math.prod({call.unscaled for call in self.calls}) if any(call.unscaled != 1 for call in self.calls) else 1.0
         self.clip = read_clipping([group for group in groups if group], unscaled)
+        self.sessions = [found for calls in (self.calls, self.huge, self.tiny) if (found := updates_of(calls))]
+        self.movement = read_movement(self.sessions, self.settings, self._role)
+        self.clip.factor *= self.movement.share
+        hidden = [update.gradient.total for session in self.sessions for update in session if update.summed]
+        if hidden and self.movement.rules and not self.movement.odd:
+            self.clip.largest = max(hidden) * self.movement.share
 
     def _update(self) -> None:
-        sessions = [_updates(calls) for calls in (self.calls, self.huge, self.tiny)]
-        sessions = [session for session in sessions if session]
-        layers = self.config.n_layer
+        movement, layers = self.movement, self.config.n_layer
         many = [call for call in self.calls if len(call.updates) > 1]
         if many:
             detail = f"the parameters are updated {len(many[0].updates)} times in a step, after each part of its batch"
             self.stages["update"].causes.append(cause("step-per-micro-batch", "optimizer", detail, "seen in its operators"))
         silent = [number for number, call in enumerate(self.calls) if not any(_moved(update) for update in call.updates)]
-        movement = read_movement(sessions, self.settings, self._role)
-        numbers = [update.call for update in sessions[0]]
+        numbers = [update.call for update in self.sessions[0]]
         stage = update_stage(
             movement, self.settings, lambda names: places(names, self.roles, layers), numbers, self.calls[0].trains
         )
@@ -276,21 +282,6 @@ class StepExamination:
             )
             first = Divergence(early, None, max((stage.error for stage in self.stages.values()), default=0.0))
         return Diagnosis(verdict, first, tuple(found), tuple(dict.fromkeys(notes)), self.forward.module, logits_error=None)
-
-
-def _updates(calls: Sequence[Watched]) -> list[Update]:
-    """Return all updates of some calls, each with the gradient that it used."""
-    found = []
-    for number, call in enumerate(calls):
-        for update in call.updates:
-            update.call = number
-            held: Gradient | None = None
-            if 0 < update.backwards <= len(call.backwards):
-                last = call.backwards[update.backwards - 1]
-                held = last.held if last.held.samples else last.arrived
-            update.gradient = gradient_of(update, held)
-            found.append(update)
-    return found
 
 
 def _moved(update: Update) -> bool:

@@ -14,7 +14,7 @@ from gpt2.checkpoint.checkpoint import model_with
 from gpt2.config import GPT2Config
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.dataflow import Source, Use
-from gpt2.port.training.watching import Sampler
+from gpt2.port.training.records import Sampler
 
 HEAD, TABLE = "head.weight", "wte.weight"  # the two uses of the token embedding
 

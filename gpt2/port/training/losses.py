@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gpt2.port.training.watching import Forward, Watched
+from gpt2.port.training.records import Forward, Watched
 
 BOUND = 1e-7  # relative error of a row that a formula explains; float32 constants reach 1e-8
 NOTHING = -1  # in place of a label: the position is not trained on

@@ -7,6 +7,7 @@ c = 1 - b^t. A parameter p becomes p - rate direction - decay p. Everything is e
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+ROUNDING = 2 * 2.0**-52  # of a parameter, when a change is added to it in float64
 
 
 class Correction(Enum):
@@ -44,7 +46,8 @@ class Kind(Enum):
 class Rule:
     """An optimizer's formula, without its rate and its decoupled decay, which are fitted for each step and parameter.
 
-    ``coupled``: a decay that is added to the gradient. ``lost``: the moments begin at zero in every step.
+    ``coupled``: a decay that is added to the gradient. ``lost``: the moments begin at zero in every step; ``counted``: but the
+    number of the step, for their correction, does not.
     """
 
     kind: Kind = Kind.ADAM
@@ -56,6 +59,7 @@ class Rule:
     amsgrad: bool = False
     coupled: float = 0.0
     lost: bool = False
+    counted: bool = False
     nesterov: bool = False
 
 
@@ -101,7 +105,8 @@ def directions(rule: Rule, track: Track, state: Moments | None = None) -> Array:
         if rule.coupled:
             g = g + rule.coupled * track.before[t]
         if rule.lost:
-            state.m, state.v, state.most, state.step = np.zeros(n), np.zeros(n), np.zeros(n), 0
+            state.m, state.v, state.most = np.zeros(n), np.zeros(n), np.zeros(n)
+            state.step *= rule.counted
         state.step += 1
         if rule.kind is Kind.SGD:
             state.m = b1 * state.m + g
@@ -131,11 +136,15 @@ def directions(rule: Rule, track: Track, state: Moments | None = None) -> Array:
 
 @dataclass(frozen=True)
 class Fit:
-    """A rule on one parameter: its rates and decays by step (K,), and the error relative to the changes; decay NaN if unknown."""
+    """A rule on one parameter: its rates and decays by step (K,), and the error relative to the changes; decay NaN if unknown.
+
+    ``doubts``: how much each rate may be off because the parameter is rounded; much, where its gradient is nearly zero.
+    """
 
     rates: Array
     decays: Array
     error: float
+    doubts: Array
 
 
 def fit(track: Track, direction: Array, rates: Array | None = None) -> Fit:
@@ -155,5 +164,7 @@ def fit(track: Track, direction: Array, rates: Array | None = None) -> Fit:
         decays = np.divide(pd - rates * up, pp, out=np.full_like(pd, np.nan), where=pp > 1e-30)
     residual = change + found[:, None] * direction + np.nan_to_num(decays)[:, None] * before
     size = float((change * change).sum())
-    error = float(np.sqrt((residual * residual).sum() / size)) if size > 0 else 0.0
-    return Fit(found, decays, error)
+    rounding = ROUNDING * float(np.sqrt((before * before).sum()))
+    error = max(0.0, float(np.sqrt((residual * residual).sum())) - rounding) / math.sqrt(size) if size > 0 else 0.0
+    doubts = ROUNDING * np.sqrt(np.divide(pp, uu, out=np.zeros_like(pp), where=uu > 0))
+    return Fit(found, decays, error, doubts)

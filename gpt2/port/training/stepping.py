@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from statistics import median
 
 import numpy as np
-import torch
 
-from gpt2.port.training.clipping import clipped
+from gpt2.port.training.inside import FITS, Clip, RuleSearch, share_of, times, tracks
+from gpt2.port.training.records import Gradient, Update, Watched
 from gpt2.port.training.rules import Array, Correction, Eps, Fit, Kind, Moments, Rule, Track, directions, fit
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.updates import ROUNDED, Found, Search
-from gpt2.port.training.watching import Gradient, Update
 
-FITS = 1e-6  # relative error of changes that a known rule explains
-GUESSES = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0)  # norms that people clip to
 ALIKE = (  # these move a parameter in one direction, and differ in its length
     ((Correction.FULL, Eps.OUTSIDE), (Correction.SECOND, Eps.OUTSIDE)),
     ((Correction.FULL, Eps.BEFORE), (Correction.NONE, Eps.OUTSIDE), (Correction.FIRST, Eps.OUTSIDE)),
     ((Correction.FULL, Eps.INSIDE), (Correction.SECOND, Eps.INSIDE)),
     ((Correction.NONE, Eps.INSIDE), (Correction.FIRST, Eps.INSIDE)),
 )
-Clip = tuple[str, float]  # a kind of clipping that leaves .grad as it is, and its limit
 
 
 @dataclass
@@ -36,6 +33,7 @@ class Movement:
     roles: dict[str, str] = field(default_factory=dict)
     clip: Clip | None = None  # clipping that happens inside the update
     kept: bool = False  # moments go on from one session to the next
+    share: float = 1.0  # what the sum of the gradients of several passes is multiplied by, where ``.grad`` does not show it
     odd: list[str] = field(default_factory=list)
     error: float = 0.0
 
@@ -48,22 +46,11 @@ class Movement:
         return max(counts, key=lambda rule: counts[rule]) if counts else Rule()
 
 
-def tracks(updates: Sequence[Update], clip: Clip | None = None) -> dict[str, Track]:
-    """Return each parameter's track over some updates; without a gradient in ``.grad``, what arrived is used."""
-    gradients = [update.gradient.samples if clip is None else clipped(update.gradient, *clip) for update in updates]
-    found = {}
-    for name in updates[0].before:
-        before = torch.stack([update.before[name] for update in updates]).numpy()
-        after = torch.stack([update.after[name] for update in updates]).numpy()
-        seen = np.array([name in one for one in gradients])
-        blank = torch.zeros(before.shape[1], dtype=torch.float64)
-        gradient = torch.stack([one.get(name, blank) for one in gradients]).numpy()
-        found[name] = Track(name, before, gradient, after - before, seen)
-    return found
-
-
 def read_movement(sessions: Sequence[Sequence[Update]], settings: Settings, role: Callable[[str], str]) -> Movement:
-    """Find the rule of every parameter that moves in the first session, and test it in the others."""
+    """Find the rule of every parameter that moves in the first session, and test it in the others.
+
+    Gradients of several passes that ``.grad`` does not hold may be summed or averaged: what explains the changes is the answer.
+    """
     movement = Movement()
     first = tracks(sessions[0])
     moving = {name: track for name, track in first.items() if bool((track.change != 0).any()) and bool(track.seen.any())}
@@ -71,7 +58,9 @@ def read_movement(sessions: Sequence[Sequence[Update]], settings: Settings, role
     if not moving:
         return movement
     chosen = _chosen(moving, movement.roles)
-    found, movement.clip = _searched(sessions, chosen, settings)
+    movement.share = share_of(sessions, chosen, settings)
+    sessions = times(sessions, movement.share)
+    found, movement.clip = RuleSearch(sessions, chosen, settings).found()
     moved = tracks(sessions[0], movement.clip)
     calls = [update.call for update in sessions[0]]
     found = replace(found, rule=_plainest(found.rule, [moved[name] for name in chosen], settings, calls))
@@ -117,36 +106,6 @@ def _chosen(moving: dict[str, Track], roles: dict[str, str]) -> list[str]:
     """Return the parameters that the search uses: matrices, where there are some, whose gradients are not all alike."""
     matrices = [name for name in moving if roles[name] == "matrix"] or list(moving)
     return [matrices[len(matrices) // 3], matrices[2 * len(matrices) // 3]] if len(matrices) > 2 else matrices
-
-
-def _searched(sessions: Sequence[Sequence[Update]], names: list[str], settings: Settings) -> tuple[Found, Clip | None]:
-    """Search the rule of some parameters, with ``.grad`` as it is, and then as clipping inside the update would change it."""
-
-    def explains(rule: Rule, clip: Clip | None) -> bool:
-        for session in sessions[1:]:
-            moved = tracks(session, clip)
-            if any(fit(moved[name], directions(rule, moved[name])).error > 1e-4 for name in names):
-                return False
-        return True
-
-    plain = tracks(sessions[0])
-    best = Search([plain[name] for name in names], settings).best()
-    if best.error <= ROUNDED and explains(best.rule, None):
-        return best, None
-    for clip in _clips(settings, sessions):
-        moved = tracks(sessions[0], clip)
-        search = Search([moved[name] for name in names], settings)
-        quick = search.quick(best.rule)
-        if quick.error <= FITS and explains(quick.rule, clip):
-            return quick, clip
-    return best, None
-
-
-def _clips(settings: Settings, sessions: Sequence[Sequence[Update]]) -> Iterator[Clip]:
-    limits = dict.fromkeys(limit for limit in (settings.clip, *GUESSES) if limit)
-    for kind in ("two", "tensor", "value", "largest"):
-        for limit in limits:
-            yield kind, limit
 
 
 def _rule_of(track: Track, known: list[Rule], settings: Settings, found: Found) -> tuple[Rule, Fit]:
@@ -207,7 +166,7 @@ def rates_of(movement: Movement) -> tuple[Array, dict[str, float]]:
     base = np.median(np.stack([values[name] for name in plain]) if plain else table, axis=0)
     factors = {}
     for name, rates in values.items():
-        live = np.abs(base) > 0
+        live = np.abs(base) > 100 * movement.fits[name].doubts
         factor = median((rates[live] / base[live]).tolist()) if bool(live.any()) else 1.0
         if abs(factor - 1) > 0.01:
             factors[name] = factor
@@ -228,9 +187,21 @@ def decay_of(one: Fit) -> float | None:
     return 0.0 if abs(value) < 1e-6 else value
 
 
-def gradient_of(update: Update, held: Gradient | None) -> Gradient:
-    """Return the gradient that an update used: ``.grad``, or what the backward passes left where there is none."""
-    return update.gradient if update.gradient.samples or held is None else held
+def updates_of(calls: Sequence[Watched]) -> list[Update]:
+    """Return all updates of some calls, each with the gradient that it used: ``.grad``, or else the sum of what arrived."""
+    found = []
+    for number, call in enumerate(calls):
+        done = 0
+        for update in call.updates:
+            update.call = number
+            passes = call.backwards[done : update.backwards]
+            done = update.backwards
+            if not update.gradient.samples and passes:
+                held = passes[-1].held
+                update.gradient = held if held.samples else reduce(Gradient.plus, (one.arrived for one in passes))
+                update.summed = 0 if held.samples else len(passes)
+            found.append(update)
+    return found
 
 
-__all__ = ["Movement", "decay_of", "gradient_of", "rates_of", "read_movement", "tracks"]
+__all__ = ["Movement", "decay_of", "rates_of", "read_movement", "updates_of"]

@@ -53,6 +53,11 @@ class Search:
 
     def best(self) -> Found:
         """Return the first rule, the usual before the rare, that explains the changes; else the one with the least error."""
+        *_, best = self.improving()
+        return best
+
+    def improving(self) -> Iterator[Found]:
+        """Yield the best rule so far after each structure, the usual before the rare, until one explains the changes."""
         best = Found(Rule(), math.inf)
         for structure in self._structures():
             found = self._refined(self._from_grid(structure))
@@ -60,7 +65,12 @@ class Search:
                 best = found
             if best.error <= EXACT:
                 break
-        if best.rule.kind is Kind.ADAM and max(best.rule.beta1, best.rule.beta2) < 1e-3:  # moments that hold one step
+            yield best
+        yield self._with_moments(best)
+
+    def _with_moments(self, best: Found) -> Found:
+        """Return the rule, with moments that are lost instead of moments that hold one step."""
+        if best.rule.kind is Kind.ADAM and max(best.rule.beta1, best.rule.beta2) < 1e-3:
             lost = self._tried(replace(Rule(), eps=best.rule.eps, place=best.rule.place, coupled=best.rule.coupled, lost=True))
             best = lost if lost.error <= max(EXACT, 2 * best.error) else best
         return best
@@ -79,6 +89,7 @@ class Search:
         yield adam
         yield replace(adam, lost=True)
         yield Rule(kind=Kind.SGD, beta1=0.0)
+        yield replace(adam, lost=True, counted=True)
         yield Rule(kind=Kind.SGD, beta1=0.9)
         for decay in self.decays[:2]:
             yield replace(adam, coupled=decay)
@@ -102,7 +113,7 @@ class Search:
         """Return the best of the usual constants for a structure."""
         if rule.kind is Kind.SGD:
             choices = [rule] if rule.beta1 == 0 else [replace(rule, beta1=b) for b in self.betas1]
-        elif rule.lost:
+        elif rule.lost and not rule.counted:
             choices = [rule]
         else:
             choices = [replace(rule, beta1=a, beta2=b) for a in self.betas1 for b in self.betas2]

@@ -3,121 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
 from torch.utils.hooks import RemovableHandle
 
 from gpt2.errors import InputError
 from gpt2.port.recording.dispatch import RANDOM, Call, DeterministicMode, tensors
 from gpt2.port.recording.forward import logits_of
+from gpt2.port.training.records import Backward, Forward, Gradient, Sampler, Update, Watched
 
-SAMPLE = 4096  # entries of each parameter that are kept; all of them in a small model
 HALVES = (torch.float16, torch.bfloat16)
 LOSSES = {"_log_softmax", "_softmax", "logsumexp", "exp", "nll_loss_forward"}
 HANDLED = {"_to_copy", "native_dropout", "bernoulli", "bernoulli_", *RANDOM}
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
-Samples = dict[str, Tensor]
-
-
-@dataclass
-class Gradient:
-    """A gradient of the parameters at one moment: the sampled entries by parameter, and norms of the whole."""
-
-    samples: Samples = field(default_factory=dict)
-    two: dict[str, float] = field(default_factory=dict)
-    one: dict[str, float] = field(default_factory=dict)
-    largest: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def total(self) -> float:
-        """The Euclidean norm over all parameters."""
-        return sum(value**2 for value in self.two.values()) ** 0.5
-
-
-@dataclass
-class Backward:
-    """One backward pass: what arrived at each parameter, and ``.grad`` after it was added."""
-
-    arrived: Gradient = field(default_factory=Gradient)
-    held: Gradient = field(default_factory=Gradient)
-
-
-@dataclass
-class Update:
-    """One update of the parameters: their values before and after, and ``.grad`` as it was at the first write."""
-
-    before: Samples = field(default_factory=dict)
-    after: Samples = field(default_factory=dict)
-    gradient: Gradient = field(default_factory=Gradient)
-    backwards: int = 0  # backward passes of this call before it
-    call: int = 0  # the number of the call in its session
-
-
-@dataclass
-class Forward:
-    """One forward pass of the module: ids (b, T), logits (b, T, V), and the gradient of the logits that training computed."""
-
-    ids: Tensor
-    logits: Tensor
-    gradient: Tensor | None = None
-
-
-@dataclass
-class Watched:
-    """What was seen in one call of a step on ``x`` and ``y`` (B, T)."""
-
-    x: Tensor
-    y: Tensor
-    loss: float = float("nan")
-    start: Gradient = field(default_factory=Gradient)  # ``.grad`` as the call before left it
-    trains: set[str] = field(default_factory=set)  # the parameters that require gradients
-    forwards: list[Forward] = field(default_factory=list)
-    backwards: list[Backward] = field(default_factory=list)
-    updates: list[Update] = field(default_factory=list)
-    unscaled: float = 1.0  # what a GradScaler multiplied the gradients by
-    half: bool = False  # the loss was computed from logits in half precision
-    dropouts: set[float] = field(default_factory=set)
-
-
-class Sampler:
-    """Which entries of each parameter are kept: all, or a fixed sample that includes those with the largest gradient."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
-        self.parameters = parameters
-        generator = torch.Generator().manual_seed(0)
-        self.indices: dict[str, Tensor | None] = {}
-        for name, parameter in parameters.items():
-            count = parameter.numel()
-            self.indices[name] = torch.randint(count, (SAMPLE,), generator=generator) if count > SAMPLE else None
-
-    def take(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the sampled entries of a tensor of this parameter's shape, as a float64 copy."""
-        index = self.indices[name]
-        flat = tensor.detach().reshape(-1)
-        return flat.cpu().double().clone() if index is None else flat[index.to(flat.device)].cpu().double()
-
-    def values(self) -> Samples:
-        return {name: self.take(name, parameter) for name, parameter in self.parameters.items()}
-
-    def add(self, gradient: Gradient, name: str, tensor: Tensor) -> None:
-        """Write a parameter's gradient into ``gradient``."""
-        tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-        gradient.samples[name] = self.take(name, tensor)
-        gradient.two[name] = float(torch.linalg.vector_norm(tensor, dtype=torch.float64 if tensor.dtype.itemsize < 8 else None))
-        gradient.one[name] = float(tensor.abs().sum(dtype=torch.float64))
-        gradient.largest[name] = float(tensor.abs().max()) if tensor.numel() else 0.0
-
-    def gradients(self) -> Gradient:
-        gradient = Gradient()
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                self.add(gradient, name, parameter.grad)
-        return gradient
 
 
 class Casts(Enum):
@@ -171,6 +73,8 @@ class Watch(StepMode):
         self._names = {p.untyped_storage()._cdata: name for name, p in sampler.parameters.items()}
         self._fired: set[str] = set()
         self._open: Update | None = None
+        self._task = -1  # the autograd engine's number of the backward pass that runs
+        self._stand_ins: list[Tensor] = []
 
     def __enter__(self) -> Watch:
         self._handles: list[RemovableHandle] = [self.module.register_forward_hook(self._forward, with_kwargs=True)]
@@ -178,6 +82,7 @@ class Watch(StepMode):
             if parameter.requires_grad:
                 self._handles.append(parameter.register_hook(self._arrival(name)))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._holding(name)))
+                _put_first(parameter, self._handles[-1])
         self._start = self.sampler.values()
         self.seen.start = self.sampler.gradients()
         self.seen.trains = {name for name, parameter in self.sampler.parameters.items() if parameter.requires_grad}
@@ -235,20 +140,25 @@ class Watch(StepMode):
             self._open = None
 
     def _backward(self, name: str, kind: str) -> Backward:
-        """Return the backward pass that this hook belongs to: a new one if this parameter's hook has been called in the last."""
-        updated = self._open is not None
-        self._close()
-        key = f"{kind} {name}"
+        """Return the backward pass that this hook belongs to.
+
+        It is a new one if this parameter's hook has been called in the last, or if parameters were updated since then; but hooks
+        of the author's may update them within a backward pass.
+        """
+        key, task = f"{kind} {name}", torch._C._current_graph_task_id()
+        updated = self._open is not None and task != self._task
         if not self.seen.backwards or updated or (kind == "arrived" and key in self._fired):
+            self._close()
             self.seen.backwards.append(Backward())
             self._fired = set()
         self._fired.add(key)
+        self._task = task
         return self.seen.backwards[-1]
 
     def _arrival(self, name: str) -> Any:
         def hook(gradient: Tensor) -> None:
             with torch.no_grad():
-                self.sampler.add(self._backward(name, "arrived").arrived, name, gradient)
+                self.sampler.add(self._backward(name, "arrived").arrived, name, _plain(gradient))
 
         return hook
 
@@ -261,32 +171,61 @@ class Watch(StepMode):
         return hook
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._watch_stand_ins()
         ids = next((t for t in tensors((args, kwargs)) if not t.is_floating_point() and t.ndim == 2), None)
         if ids is None:
             return
+        ids = _plain(ids)
         try:
             logits = logits_of(output, ids, self.vocabulary)
         except ValueError:
             return
-        if is_functorch_wrapped_tensor(logits):  # its gradients reach no parameter that could be watched
-            raise InputError(
-                "its step takes gradients with torch.func, which cannot be watched; "
-                "for the diagnosis compute them with loss.backward()"
-            )
         named = getattr(output, "__dict__", None) or output
-        returned = [t for t in tensors(dict(output) if isinstance(output, dict) else named) if t.data_ptr() == logits.data_ptr()]
+        every, place = tensors(dict(output) if isinstance(output, dict) else named), _plain(logits).data_ptr()
+        returned = [tensor for tensor in every if _plain(tensor).data_ptr() == place]
         raw = next((t for t in returned if t.numel() == logits.numel()), logits)
         if not raw.requires_grad:
             return
-        forward = Forward(ids.detach().clone(), logits.detach())
+        forward = Forward(ids.detach().clone(), _plain(logits).detach())
         self.seen.forwards.append(forward)
 
         def hook(gradient: Tensor) -> None:
             with torch.no_grad():
-                kept = gradient.detach().clone().view(logits.shape)
+                kept = _plain(gradient).detach().clone().view(forward.logits.shape)
                 forward.gradient = kept if forward.gradient is None else forward.gradient + kept
 
         raw.register_hook(hook)
+
+    def _watch_stand_ins(self) -> None:
+        """Watch the tensors that ``functional_call`` puts in the parameters' places; what arrives there is their gradient."""
+        for name, tensor in self.module.named_parameters():
+            own = self.sampler.parameters.get(name)
+            known = own is None or tensor is own or any(tensor is one for one in self._stand_ins)
+            if not known and tensor.requires_grad:
+                self._stand_ins.append(tensor)
+                self.seen.trains.add(name)
+                self._handles.append(tensor.register_hook(self._arrival(name)))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor without what ``torch.func.grad`` wraps around it; raise InputError within ``torch.func.vmap``."""
+    while is_gradtrackingtensor(tensor):
+        tensor = get_unwrapped(tensor)
+    if is_functorch_wrapped_tensor(tensor):
+        raise InputError(
+            "its step calls the module within torch.func.vmap, where it cannot be watched; "
+            "for the diagnosis call it on the whole batch"
+        )
+    return tensor
+
+
+def _put_first(parameter: Tensor, handle: RemovableHandle) -> None:
+    """Let a hook run before the author's, which may update the parameter and remove its gradient."""
+    hooks = parameter._post_accumulate_grad_hooks
+    assert hooks is not None
+    content = sorted(hooks.items(), key=lambda item: item[0] != handle.id)
+    hooks.clear()
+    hooks.update(content)
 
 
 def _written(call: Call) -> list[Tensor]:

@@ -1,0 +1,195 @@
+"""Search the rule of a step, which may clip within its update, or keep its gradients elsewhere than in ``.grad``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from gpt2.port.training.clipping import clipped
+from gpt2.port.training.records import Update
+from gpt2.port.training.rules import Kind, Rule, Track, directions, fit
+from gpt2.port.training.settings import Settings
+from gpt2.port.training.updates import EPSILONS, EXACT, ROUNDED, Found, Search
+
+FITS = 1e-6  # relative error of changes that a known rule explains
+GUESSES = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0)  # norms that people clip to
+KINDS = ("two", "tensor", "value", "largest")
+GRID = 32  # limits that are tried of each kind, before the best is refined
+Clip = tuple[str, float]  # a kind of clipping that leaves .grad as it is, and its limit
+
+
+def tracks(updates: Sequence[Update], clip: Clip | None = None, names: Sequence[str] | None = None) -> dict[str, Track]:
+    """Return each parameter's track over some updates; without a gradient in ``.grad``, what arrived is used."""
+    gradients = [update.gradient.samples if clip is None else clipped(update.gradient, *clip) for update in updates]
+    found = {}
+    for name in updates[0].before if names is None else names:
+        before = torch.stack([update.before[name] for update in updates]).numpy()
+        after = torch.stack([update.after[name] for update in updates]).numpy()
+        seen = np.array([name in one for one in gradients])
+        blank = torch.zeros(before.shape[1], dtype=torch.float64)
+        gradient = torch.stack([one.get(name, blank) for one in gradients]).numpy()
+        found[name] = Track(name, before, gradient, after - before, seen)
+    return found
+
+
+@dataclass(frozen=True)
+class RuleSearch:
+    """The search for the rule of the parameters ``names`` that explains all sessions, and for clipping that ``.grad`` hides."""
+
+    sessions: Sequence[Sequence[Update]]
+    names: Sequence[str]
+    settings: Settings
+
+    def found(self) -> tuple[Found, Clip | None]:
+        """Return the rule with the gradients as they are, if it explains all; else the one with clipping within the update."""
+        hidden = any(update.summed for session in self.sessions for update in session)
+        if hidden:
+            found = first_explained([self])
+            if found is not None:
+                return found[1:]
+            limited = self._with_limit(self._rules())
+            if limited is not None:
+                return limited
+        best = self.search(None).best()
+        if best.error <= ROUNDED and self.explains(best.rule, None):
+            return best, None
+        for clip in self._usual():
+            quick = self.search(clip).quick(best.rule)
+            if quick.error <= FITS and self.explains(quick.rule, clip):
+                return quick, clip
+        return self._with_limit([*self._rules(), best.rule], search=True) or (best, None)
+
+    @property
+    def clips(self) -> list[Clip | None]:
+        """No clipping within the update, and the one that the settings ask for."""
+        return [None, ("two", self.settings.clip)] if self.settings.clip else [None]
+
+    def search(self, clip: Clip | None) -> Search:
+        """Return the search in the first session."""
+        moved = tracks(self.sessions[0], clip, self.names)
+        return Search([moved[name] for name in self.names], self.settings)
+
+    def explains(self, rule: Rule, clip: Clip | None) -> bool:
+        """Whether a rule gives the changes in the other sessions too."""
+        return self._others(rule, clip) <= 1e-4
+
+    def _others(self, rule: Rule, clip: Clip | None) -> float:
+        """Return the largest error of a rule in the sessions after the first."""
+        errors = [0.0]
+        for session in self.sessions[1:]:
+            moved = tracks(session, clip, self.names)
+            errors += [fit(moved[name], directions(rule, moved[name])).error for name in self.names]
+        return max(errors)
+
+    def _usual(self) -> Iterator[Clip]:
+        limits = dict.fromkeys(limit for limit in (self.settings.clip, *GUESSES) if limit)
+        for kind in KINDS:
+            for limit in limits:
+                yield kind, limit
+
+    def _rules(self) -> list[Rule]:
+        usual = replace(Rule(), beta1=self.settings.beta1 or 0.9, beta2=self.settings.beta2 or 0.999)
+        coupled = [replace(usual, coupled=self.settings.weight_decay)] if self.settings.weight_decay else []
+        return [usual, *coupled, Rule(kind=Kind.SGD, beta1=0.0)]
+
+    def _with_limit(self, rules: Sequence[Rule], *, search: bool = False) -> tuple[Found, Clip] | None:
+        """Return a rule and clipping to any limit that explain all sessions together; None if there are none.
+
+        With ``search``, the rules near to these are searched too.
+        """
+        for kind in KINDS:
+            for rule in dict.fromkeys(rules):
+                error, limit = self._limit(kind, rule)
+                if search and FITS < error < 0.3:
+                    rule = self.search((kind, limit)).best().rule
+                    error, limit = self._limit(kind, rule)
+                if error <= FITS:
+                    return Found(rule, self.search((kind, limit)).error(rule)), (kind, float(f"{limit:.7g}"))
+        return None
+
+    def _limit(self, kind: str, rule: Rule) -> tuple[float, float]:
+        """Return the least error of a rule with clipping of one kind, and the limit that has it."""
+
+        def error(log: float) -> float:
+            clip = kind, math.exp(log)
+            return max(self.search(clip).error(rule), self._others(rule, clip))
+
+        low, high = self._range(kind)
+        points = list(np.linspace(math.log(low), math.log(high), GRID))
+        best = min(points, key=error)
+        step = points[1] - points[0]
+        return _least(error, best - step, best + step)
+
+    def _range(self, kind: str) -> tuple[float, float]:
+        """Return the limits between which clipping of a kind changes something: the least and the largest of what it bounds."""
+        bounded = []
+        for gradient in (update.gradient for session in self.sessions[:2] for update in session):
+            if kind == "two":
+                bounded.append(gradient.total)
+            elif kind == "tensor":
+                bounded += [gradient.two[name] for name in self.names if name in gradient.two]
+            elif kind == "value":
+                bounded += [gradient.largest[name] * share for name in self.names if name in gradient.two for share in (1, 1e-2)]
+            else:
+                bounded.append(max(gradient.largest.values(), default=0.0))
+        bounded = [value for value in bounded if value > 0] or [1.0]
+        return min(bounded) / 10, max(bounded)
+
+
+def first_explained(searches: Sequence[RuleSearch]) -> tuple[int, Found, Clip | None] | None:
+    """Return the first rule, the usual before the rare, that explains all sessions of a search; its number, and the clipping.
+
+    Of several that do, one with a usual eps; None if there is none.
+    """
+    tried = [(number, clip) for number, one in enumerate(searches) for clip in one.clips]
+    for bests in itertools.zip_longest(*(searches[number].search(clip).improving() for number, clip in tried)):
+        explained = [
+            (number, best, clip)
+            for best, (number, clip) in zip(bests, tried, strict=True)
+            if best is not None and best.error <= EXACT and searches[number].explains(best.rule, clip)
+        ]
+        if explained:
+            return min(explained, key=lambda one: min(abs(one[1].rule.eps / eps - 1) for eps in EPSILONS) > 0.01)
+    return None
+
+
+def share_of(sessions: Sequence[Sequence[Update]], names: Sequence[str], settings: Settings) -> float:
+    """Return what a step multiplies the sum of its passes' gradients by, where ``.grad`` does not show it: 1, or 1/parts."""
+    parts = max((update.summed for session in sessions for update in session), default=0)
+    if parts < 2:
+        return 1.0
+    shares = (1 / parts, 1.0)
+    found = first_explained([RuleSearch(times(sessions, share), names, settings) for share in shares])
+    return shares[found[0]] if found else shares[0]
+
+
+def times(sessions: Sequence[Sequence[Update]], share: float) -> Sequence[Sequence[Update]]:
+    """Return the updates with gradients multiplied by ``share``."""
+    if share == 1.0:
+        return sessions
+    return [[replace(one, gradient=one.gradient.times(share)) for one in session] for session in sessions]
+
+
+def _least(error: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+    """Return the least error between two logarithms of a limit, by the golden section, and the limit."""
+    ratio = (math.sqrt(5) - 1) / 2
+    inner, outer = high - ratio * (high - low), low + ratio * (high - low)
+    first, second = error(inner), error(outer)
+    for _ in range(44):
+        if first <= second:
+            high, outer, second = outer, inner, first
+            inner = high - ratio * (high - low)
+            first = error(inner)
+        else:
+            low, inner, first = inner, outer, second
+            outer = low + ratio * (high - low)
+            second = error(outer)
+    return min((first, math.exp(inner)), (second, math.exp(outer)))
+
+
+__all__ = ["FITS", "Clip", "RuleSearch", "share_of", "times", "tracks"]
