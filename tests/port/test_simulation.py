@@ -19,8 +19,9 @@ from gpt2.model import GPT2
 from gpt2.port.dump import matching
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.explaining import Explanation, explain
-from gpt2.port.dump.sieve import Lens, Span
-from gpt2.port.dump.simulation import Program, Simulation
+from gpt2.port.dump.sieve import Lens
+from gpt2.port.dump.simulation import Entrance, Program, Simulation
+from gpt2.port.dump.spans import Span
 
 CONFIG = GPT2Config(vocab_size=29, n_positions=11, n_embd=12, n_layer=2, n_head=3, n_inner=20, bos_token_id=0, eos_token_id=0)
 STREAMS = ("embed", "h.0", "h.1", "logits")
@@ -191,7 +192,7 @@ def test_one_tensor_a_block_names_the_block_that_nothing_explains(model: GPT2, i
         values = trace(model, ids)
         start = values["h.0"] + 0.3 * torch.randn(values["h.0"].shape, generator=torch.Generator().manual_seed(1)).double()
         simulation = Simulation(model.state_dict(), CONFIG, ids)
-        rest = simulation.trace(Program(), 1, CONFIG.n_layer, start)
+        rest = simulation.trace(Program(), 1, CONFIG.n_layer, Entrance(1, {"x": start}))
     evidence = {"embed": values["embed"], "h.0": start, "h.1": rest["h.1"], "logits": rest["logits"]}
     explanation = explain(model, ids, evidence, dict.fromkeys(evidence, 1e-9), time.monotonic() + 1)
     assert (explanation.last_right, explanation.first_wrong, explanation.unexplained) == ("embed", "h.0", "h.0")

@@ -19,15 +19,17 @@ from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.diagnosis.trail import SEQUENCE, Trail, Walk, account
 from gpt2.port.diagnosis.walk import Walker
 from gpt2.port.dump.arrays import Output, recognised
-from gpt2.port.dump.evidence import chained, order_run, streams, with_storage
+from gpt2.port.dump.evidence import Placement, order_run, placements, streams, with_storage
 from gpt2.port.dump.explaining import Explanation, Hypothesis, explain
 from gpt2.port.dump.loading import Loaded, Loading
 from gpt2.port.dump.pool import DumpPool, TimeUp
+from gpt2.port.dump.simulation import Simulation
 from gpt2.port.dump.tolerance import UNITS, excess, measured
 
 WALKED = 3  # arrays of a stream's size a block from which on a walk is tried
 RIGHT_SECONDS = 10.0  # for the walk through a dump with right logits
 STORED = 40  # error of a product of stored values, in units of their rounding
+MAX_PLACEMENTS = 3  # places in a block that unknown arrays are tried at
 FEW = 5  # arrays, blocks or hypotheses that are named in a note
 
 
@@ -148,23 +150,27 @@ class Attempt:
     # A simulation of what is not recorded
 
     def _explain(self, known: Mapping[str, Tensor]) -> None:
-        evidence = {point: self.exact[point] for point in self.held if point not in ("wte", "wpe")} | dict(known)
+        right = {point: self.exact[point] for point in self.held if point not in ("wte", "wpe")} | dict(known)
         used = {number for number, name in enumerate(self.pool.names) if any(name in names for names in self.held.values())}
         left = streams(self.pool, self.ids, self.config.n_embd, used)
+        placed: list[Placement] = []
         if left and not known:
-            evidence |= self._chain(left)
-        evidence["logits"] = self.output.logits.double()
-        allowed = with_storage(self.tolerance.points, evidence, self._coarsest())
-        self.explanation = explain(self.reference, self.ids, evidence, allowed, self.deadline)
+            simulation = Simulation(self.reference.state_dict(), self.config, self.ids)
+            placed = placements(simulation, right.keys(), left)[:MAX_PLACEMENTS]
+        nothing = Placement((), {}, 0.0)  # arrays that are at none of these places: the logits decide
+        trials = [(one, False) for one in [*placed, nothing]] if placed else []  # single faults first, at each place
+        for one, several in [*trials, (placed[0] if placed else nothing, True)]:
+            evidence, self.explanation = self._explained(right, one, several)
+            if self.explanation.hypotheses:
+                break
         self._place(self.explanation, evidence)
 
-    def _chain(self, left: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """Return the streams that are not GPT-2's, by the block whose output they may be."""
-        blocks = [layer for point in self.held if (layer := layer_of(point)) is not None and point == f"h.{layer}"]
-        first = max(blocks, default=-1) + 1
-        start = self.exact[f"h.{first - 1}" if first else "embed"]
-        found = chained(self.reference, start, first, left)
-        return {point: left[number] for point, number in found.items()}
+    def _explained(self, right: Mapping[str, Tensor], placed: Placement, several: bool) -> tuple[dict[str, Tensor], Explanation]:
+        """Search for faults that explain the logits and the arrays at recognised places."""
+        evidence = {**right, **placed.values, "logits": self.output.logits.double()}
+        allowed = with_storage(self.tolerance.points, evidence, self._coarsest())
+        stages = placed.stages
+        return evidence, explain(self.reference, self.ids, evidence, allowed, self.deadline, stages=stages, several=several)
 
     def _sequence(self) -> Iterator[PlacedCause]:
         """Yield the faults in the sequence of blocks, if the streams show one block after the other."""

@@ -5,7 +5,8 @@ Right values are recognised by value. Streams that are wrong are put in order by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,8 +15,12 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import point_at
 from gpt2.model import GPT2
 from gpt2.port.dump.pool import DumpPool
+from gpt2.port.dump.simulation import ORDER, Simulation, stage_of
 from gpt2.port.dump.tolerance import UNITS
 
+RECORDED = (("",), ("mid",), ("mlp.c_proj",), ("attn.c_proj",), ("ln_1",), ("ln_2",), ("attn.heads",))  # one tensor a block
+RECORDED += (("mid", ""), ("attn.c_proj", "mlp.c_proj"), ("ln_1", "ln_2"))
+SIZED = {stage for stages in RECORDED for stage in stages}
 LEAST_LIKENESS = 0.1  # of a stream and what the right block makes of the one before it, as a cosine
 
 
@@ -34,24 +39,47 @@ def streams(pool: DumpPool, ids: Tensor, width: int, used: set[int]) -> dict[int
     return out
 
 
-def chained(reference: GPT2, start: Tensor, first: int, arrays: Mapping[int, Tensor]) -> dict[str, int]:
-    """Return the entries' numbers by the block whose output they may be, from block ``first`` on; ``start`` enters it.
+@dataclass(frozen=True)
+class Placement:
+    """Arrays of a dump at traced points; ``stages``: the stages of a block that these points are, "" for its result."""
 
-    Each block takes the array before it; the next is the one most like the result, so that the rest of the chain is exact
-    where one block alone is wrong.
+    stages: tuple[str, ...]
+    values: Mapping[str, Tensor]
+    likeness: float
+
+
+def placements(simulation: Simulation, held: Collection[str], arrays: Mapping[int, Tensor]) -> list[Placement]:
+    """Return what unknown ``arrays`` of a stream's size may be, the likeliest first: results of blocks, of norms, of branches.
+
+    Each block computes from the arrays before; at a recorded stage, the array most like the result takes its place. So where
+    one block alone is wrong, everything else is exact. ``held``: points whose right value is recorded.
     """
-    left, found, stream = dict(arrays), {}, start
-    for layer in range(first, reference.config.n_layer):
-        if not left:
-            break
-        result = reference.h[layer](stream)
-        like = {number: _likeness(result, array) for number, array in left.items()}
-        best = max(like, key=lambda number: like[number])
-        if like[best] < LEAST_LIKENESS:
-            break
-        found[point_at(layer, "")] = best
-        stream = left.pop(best)
-    return found
+    found = [_placed(simulation, stages, held, arrays) for stages in RECORDED]
+    return sorted((one for one in found if one.values), key=lambda one: -one.likeness)
+
+
+def _placed(simulation: Simulation, stages: tuple[str, ...], held: Collection[str], arrays: Mapping[int, Tensor]) -> Placement:
+    layers = range(simulation.config.n_layer)
+    left, values, likeness, x = dict(arrays), {}, 0.0, simulation.embed()
+    for layer in layers:
+        state = {"x": x}
+        for stage in (*stages, "") if stages[-1] else stages:
+            after = max((ORDER[done] for done in state if done in ORDER), default=-1)
+            state = simulation.run_block(layer, state, {}, after, ORDER[stage])
+            point = point_at(layer, stage)
+            if stage not in stages:
+                continue
+            if point in held:
+                likeness += 1.0
+                continue
+            like = {number: _likeness(state[stage], array) for number, array in left.items()}
+            best = max(like, key=lambda number: like[number], default=None)
+            if best is not None and like[best] >= LEAST_LIKENESS:
+                state[stage] = values[point] = left.pop(best)
+                likeness += like[best]
+        x = state[""]
+    recorded = sum(stage_of(point) in SIZED for point in held) + len(arrays)
+    return Placement(stages, values, likeness / max(len(stages) * len(layers), recorded))
 
 
 def order_run(

@@ -6,20 +6,21 @@ and then in pairs; the search goes on behind an explained part with our own valu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import Progress, silent, worst_relative_error
-from gpt2.measure.tracing import point_at, points
+from gpt2.measure.tracing import points
 from gpt2.model import GPT2
 from gpt2.port.dump.candidates import Candidate, Found, Table
 from gpt2.port.dump.matching import Fit, Search, Segment
-from gpt2.port.dump.simulation import Program, Simulation, State
+from gpt2.port.dump.simulation import Program, Simulation, State, stage_of
 
 SAME = 1e-9  # programs whose values differ by less are one function
+ENDS, STREAMS = ("embed", "logits"), ("", "mid")  # points, and stages of a block, behind which a search begins anew
 MAX_OFFERED = 8  # explanations that are reported
 
 
@@ -62,6 +63,9 @@ def explain(
     tolerance: Mapping[str, float],
     deadline: float,
     progress: Progress = silent,
+    *,
+    stages: Collection[str] = (),
+    several: bool = True,
 ) -> Explanation:
     """Return what explains ``evidence``, a program's values for ``ids`` (B, T), with the weights of ``reference``.
 
@@ -70,13 +74,15 @@ def explain(
             the last position, and a padded vocabulary.
         tolerance: the relative error that rounding explains, by point.
         deadline: the time of :func:`time.monotonic` when to stop.
+        stages: the search begins anew behind these stages of a block too ("attn.c_proj"), if they are shown.
+        several: try pairs and triples of faults between two shown tensors, where no single one explains them.
     """
     vocabulary = reference.config.vocab_size
     shown = {point: evidence[point] for point in points(reference.config.n_layer) if point in evidence}
     if "logits" in shown:
         shown["logits"] = shown["logits"][..., :vocabulary]
     simulation = Simulation(reference.state_dict(), reference.config, ids)
-    return Explainer(simulation, shown, tolerance, deadline, progress).explanation()
+    return Explainer(simulation, shown, tolerance, deadline, progress, {*STREAMS, *stages}, several).explanation()
 
 
 class Explainer:
@@ -89,9 +95,12 @@ class Explainer:
         tolerance: Mapping[str, float],
         deadline: float,
         progress: Progress,
+        stages: Collection[str],
+        several: bool,
     ) -> None:
         self.simulation, self.shown, self.tolerance = simulation, shown, tolerance
         self.deadline, self.progress = deadline, progress
+        self.stages, self.several = stages, several
         self.layers = simulation.config.n_layer
         self.complete = True
         self.explained: list[tuple[Segment, list[Fit]]] = []
@@ -105,17 +114,17 @@ class Explainer:
             if bad is None:
                 self.explained.append((segment, [Fit(Candidate(), 0.0)]))
                 last_right = last_right if unexplained else segment.end
-                segment.go_on(Candidate())
+                segment.candidate = Candidate()
                 continue
             right, first_wrong = False, first_wrong or bad
             table = table or Table.of(self.simulation)
             search = Search(segment, table, self.deadline, self.progress)
-            fits = search.fits()
+            fits = search.fits(self.several)
             self.complete &= search.complete
             self.explained.append((segment, fits))
             if fits:
                 last_right = last_right if unexplained else segment.end
-                segment.go_on(fits[0].candidate)
+                segment.candidate = fits[0].candidate
             else:
                 unexplained = unexplained or bad
         hypotheses: list[Hypothesis] = []
@@ -127,23 +136,17 @@ class Explainer:
         return Explanation(right, tuple(hypotheses), decisive, last_right, first_wrong, unexplained, self.complete)
 
     def _segments(self) -> Iterable[Segment]:
-        """Yield the parts between two shown streams; the value that enters one is known when it is yielded."""
-        ends = [point for point in ("embed", *(point_at(n, "") for n in range(self.layers)), "logits") if point in self.shown]
+        """Yield the parts between two shown tensors; what enters one is known when it is yielded."""
+        order = points(self.layers)
+        ends = [point for point in order if point in self.shown and (point in ENDS or stage_of(point) in self.stages)]
         if "logits" not in ends and "ln_f" in self.shown:
             ends.append("ln_f")
-        order = points(self.layers)
         before = None
         for end in ends:
-            first = 0 if before is None else before.last
-            inside = [
-                point
-                for point in self.shown
-                if order.index(point) <= order.index(end) and (before is None or order.index(point) > order.index(before.end))
-            ]
-            start = None if before is None else before.entering
-            segment = Segment(self.simulation, first, end, start, {point: self.shown[point] for point in inside}, self.tolerance)
-            yield segment
-            before = segment
+            behind = -1 if before is None else order.index(before.end)
+            inside = {point: value for point, value in self.shown.items() if behind < order.index(point) <= order.index(end)}
+            entrance = None if before is None else before.left()
+            yield (before := Segment(self.simulation, end, entrance, inside, self.tolerance))
 
     def _whole(self) -> list[Fit]:
         """Return explanations of all segments together: a fault that explains several is preferred in each."""
@@ -169,7 +172,15 @@ class Explainer:
         unique: dict[object, Fit] = {}
         for fit in out:
             unique.setdefault(fit.candidate.key, fit)
-        return list(unique.values())
+        held = [fit for fit in unique.values() if self._holds(fit.candidate)]
+        return held or list(unique.values())[:1]
+
+    def _holds(self, candidate: Candidate) -> bool:
+        """Return whether the faults of all segments, switched on together, give all shown values."""
+        if not candidate.is_right and not candidate.head and candidate.program(self.simulation) is None:
+            return False
+        whole = Segment(self.simulation, list(self.shown)[-1], None, self.shown, self.tolerance)
+        return whole.first_wrong(candidate) is None
 
     def _described(self, fits: list[Fit]) -> list[Hypothesis]:
         """Return hypotheses; those that are the same function are one."""
@@ -208,4 +219,5 @@ def joined(fits: Iterable[Fit]) -> Fit:
     candidate = Candidate()
     for fit in fits:
         candidate = candidate.with_(fit.candidate)
+    candidate = replace(candidate, sites=tuple(dict.fromkeys(candidate.sites)))  # a fault may show in several segments
     return Fit(candidate, max((fit.error for fit in fits), default=0.0))

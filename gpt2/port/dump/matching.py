@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import Progress, worst_relative_error
-from gpt2.measure.tracing import layer_of, points
+from gpt2.measure.tracing import layer_of, point_at, points
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import Candidate, Table
-from gpt2.port.dump.sieve import MIN_ROWS, Nearness, Sieve, Span
-from gpt2.port.dump.simulation import Program, Simulation
+from gpt2.port.dump.sieve import MIN_ROWS, Nearness, Sieve
+from gpt2.port.dump.simulation import STAGES, Entrance, Program, Simulation, stage_of
+from gpt2.port.dump.spans import Span
 
 ROW_SUM_BOUND = 1e-3  # of probabilities that a program stored in float16
 SIGNIFICANT = 100.0  # a fitted factor or bias must explain an error of so many times the tolerance
@@ -41,41 +42,51 @@ class Fit:
 
 
 class Segment:
-    """The part of a program between two streams: blocks ``first`` to ``last`` (excluded), and the embeddings or the head.
+    """The part of a program between two tensors that it shows: from ``entrance``, None for the embeddings, to the point ``end``.
 
-    ``start``: the stream that enters, None for the embeddings. ``shown``: the program's values in this part, ``end`` among them.
+    ``shown``: the program's values in this part, ``end`` among them. ``candidate``: what the next segment takes to be true of
+    this one, None if nothing explains it; then the next one begins with the program's own value.
     """
 
     def __init__(
         self,
         simulation: Simulation,
-        first: int,
         end: str,
-        start: Tensor | None,
+        entrance: Entrance | None,
         shown: Mapping[str, Tensor],
         tolerance: Mapping[str, float],
     ) -> None:
-        self.simulation, self.first, self.end, self.start, self.shown = simulation, first, end, start, shown
+        self.simulation, self.end, self.entrance, self.shown = simulation, end, entrance, shown
         self.tolerance = tolerance
         self.is_last = end in ("logits", "ln_f")
         layer = layer_of(end)
+        self.first = 0 if entrance is None else entrance.layer
         self.last = simulation.config.n_layer if self.is_last else 0 if layer is None else layer + 1
-        self.entering = shown[end]  # of the next segment: the program's own, unless this one is explained
+        self.candidate: Candidate | None = None
         self.softmaxed = self._softmaxed()
 
     @cached_property
-    def sieve(self) -> Sieve:
-        span = Span(self.first, self.last, self.end, self.start, self.shown[self.end], self.softmaxed)
-        return Sieve(self.simulation, span)
+    def span(self) -> Span:
+        return Span(self.first, self.last, self.end, self.entrance, self.shown[self.end], self.softmaxed)
 
-    def go_on(self, candidate: Candidate) -> None:
-        """Let the next segment begin with our own value."""
-        self.entering = self.values(candidate)[self.end]
+    @cached_property
+    def sieve(self) -> Sieve:
+        return Sieve(self.simulation, self.span)
+
+    def left(self) -> Entrance:
+        """Return where the next segment begins."""
+        values = self.values(self.candidate or Candidate())
+        value = self.shown[self.end] if self.candidate is None else values["end"]
+        stage, layer = stage_of(self.end), self.last - 1
+        if not stage:  # the embeddings, or a block's result
+            return Entrance(layer + 1, {"x": value})
+        before = {name: values[point_at(layer, name)] for name in STAGES[: self.span.until]}
+        return Entrance(layer, {"x": values["x"], **before, stage: value}, self.span.until)
 
     def values(self, candidate: Candidate) -> dict[str, Tensor]:
         """Return all traced points of a candidate in this segment."""
         program = candidate.program(self.simulation) or Program()
-        return self.simulation.trace(program, self.first, self.last, self.start)
+        return self.simulation.trace(program, self.first, self.last, self.entrance, self.span.until)
 
     def allowed(self, point: str) -> float:
         return self.tolerance.get(point, 0.0)
@@ -167,15 +178,15 @@ class Search:
     def __init__(self, segment: Segment, table: Table, deadline: float, progress: Progress) -> None:
         self.segment, self.deadline, self.progress = segment, deadline, progress
         self.singles = list(
-            table.singles(segment.first, segment.last, segment.start is None, segment.is_last, segment.sieve.small)
+            table.singles(segment.first, segment.last, segment.entrance is None, segment.is_last, segment.sieve.small)
         )
         self.complete = True
 
     def late(self) -> bool:
         return time.monotonic() > self.deadline
 
-    def fits(self) -> list[Fit]:
-        """Return the candidates that explain the segment, the simplest first."""
+    def fits(self, several: bool = True) -> list[Fit]:
+        """Return the candidates that explain the segment, the simplest first; single faults only, unless ``several``."""
         if self.segment.sieve.small:
             ranked = self._rank([Candidate(), *self.singles], None, "single faults")
             fits = self._confirmed(ranked)
@@ -186,7 +197,7 @@ class Search:
             if not fits:
                 ranked += self._rank(local, None, "faults in one block")
                 fits = self._confirmed(sorted(ranked, key=lambda one: one[0].fit))
-        return fits or ([] if self.late() else self._several(ranked))
+        return fits if fits or self.late() or not several else self._several(ranked)
 
     def _rank(self, candidates: list[Candidate], base: Candidate | None, words: str) -> Ranked:
         ranked: Ranked = []

@@ -13,6 +13,7 @@ from torch import Tensor
 from gpt2.port.diagnosis.causes import FUTURE
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.simulation import Program, Simulation
+from gpt2.port.dump.spans import Span
 
 COLUMNS = 256  # vocabulary entries that are compared
 TOKENS = 4  # of a large model, where a token's values depend on earlier tokens alone
@@ -36,26 +37,6 @@ class Nearness:
     first: float
 
 
-@dataclass(frozen=True)
-class Span:
-    """The part of the forward pass that is compared: blocks ``first`` to ``last`` (excluded).
-
-    ``start``: the stream that enters, None for the embeddings; ``wanted``: the program's value at the point ``end``;
-    ``softmaxed``: what the program made of its logits.
-    """
-
-    first: int
-    last: int
-    end: str
-    start: Tensor | None
-    wanted: Tensor
-    softmaxed: str = ""
-
-    def cut(self, rows: int, tokens: int) -> Span:
-        start = None if self.start is None else self.start[:rows, :tokens]
-        return Span(self.first, self.last, self.end, start, self.wanted[:rows, :tokens], self.softmaxed)
-
-
 class Lens:
     """A simulation on some of the tokens, and the program's values there."""
 
@@ -77,14 +58,12 @@ class Lens:
         """Return how near each program comes."""
         out: list[Nearness | None] = [None] * len(programs)
         alike: list[tuple[int, Tensor]] = []
-        span, numbers = self.span, []
-        entering = None if span.start is None else span.start.to(self.simulation.dtype)
-        for number, found in self.simulation.outputs(programs, span.first, span.last, entering):
+        for number, end in self.span.ends(self.simulation, programs):
             program = programs[number]
             if program.outside.keys() & {"ln_f", "head"}:
-                out[number] = self._measured(self.ended(program, found["end"])[None])[0]
+                out[number] = self._measured(self.ended(program, end)[None])[0]
             else:
-                alike.append((number, found["end"].expand(len(self.wanted), -1, -1)))
+                alike.append((number, end.expand(len(self.wanted), -1, -1)))
         for start in range(0, len(alike), BATCH):
             part = alike[start : start + BATCH]
             numbers = [number for number, _ in part]
@@ -171,7 +150,7 @@ class Sieve:
                     based[id(lens)] = lens.on(base.program(lens.simulation) or Program())
                 lens = based[id(lens)]
             program = candidate.program(lens.simulation)
-            if program is None and not candidate.is_right:
+            if not candidate.is_right and (program is None or not self.span.reaches(program)):
                 continue
             lenses[id(lens)] = lens
             batch = waiting.setdefault(id(lens), [])

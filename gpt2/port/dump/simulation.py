@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.measure.tracing import point_at
+from gpt2.measure.tracing import layer_of, part_of, point_at
 from gpt2.model import ACTIVATIONS, causal_mask
 from gpt2.port.diagnosis.attending import Layout
 from gpt2.port.diagnosis.hypotheses import right_scale
@@ -49,7 +49,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "mlp.c_proj": ("mlp.act",),
     "": ("mid", "mlp.c_proj"),
 }
-ORDER = {stage: number for number, stage in enumerate(NEEDS)}
+STAGES = tuple(NEEDS)
+ORDER = {stage: number for number, stage in enumerate(STAGES)}
+LAST = ORDER[""]
 MAX_ELEMENTS = 1 << 22  # of the widest tensor of a batch of programs
 
 
@@ -64,6 +66,35 @@ class Program:
     blocks: Mapping[int, Stages] = field(default_factory=dict)
     outside: Stages = field(default_factory=dict)
     order: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """Where a part of the forward pass begins: in block ``layer``, behind stage number ``after``.
+
+    ``state``: the block's input ``x``, and its stages up to that number; -1 for the block's input alone.
+    """
+
+    layer: int
+    state: State
+    after: int = -1
+
+    def cut(self, rows: int, tokens: int) -> Entrance:
+        """Return the entrance on the first tokens of the first rows."""
+        square = ("attn.scores", "attn.weights")
+        heads = {stage: x[:rows, :, :tokens] for stage, x in self.state.items() if x.ndim == 4}
+        heads |= {stage: heads[stage][..., :tokens] for stage in square if stage in heads}
+        return Entrance(self.layer, {stage: x[:rows, :tokens] for stage, x in self.state.items()} | heads, self.after)
+
+    def to(self, dtype: torch.dtype) -> Entrance:
+        return Entrance(self.layer, {stage: tensor.to(dtype) for stage, tensor in self.state.items()}, self.after)
+
+
+def stage_of(point: str) -> str | None:
+    """Return a traced point's stage in its block: ``"h.3.attn.k"`` -> ``"attn.k"``, ``"h.3"`` -> ``""``; None outside."""
+    if layer_of(point) is None:
+        return None
+    return part_of(point) if point.count(".") > 1 else ""
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -192,31 +223,46 @@ class Simulation:
             self._states[layer] = self.run_block(layer, {"x": self.right_input(layer)}, {})
         return self._states[layer]
 
-    def run_block(self, layer: int, state: State, replaced: Stages, after: int = -1) -> State:
-        """Return ``state`` with the stages beyond number ``after`` of a block computed."""
+    def run_block(self, layer: int, state: State, replaced: Stages, after: int = -1, until: int = LAST) -> State:
+        """Return ``state`` with the stages of a block beyond number ``after`` computed, up to number ``until``."""
         state = dict(state)
         for stage, formula in self._blocks[layer].items():
-            if ORDER[stage] > after:
+            if after < ORDER[stage] <= until:
                 state[stage] = replaced.get(stage, formula)(state)
         return state
 
     # Programs
 
-    def trace(self, program: Program, first: int = 0, last: int | None = None, start: Tensor | None = None) -> State:
-        """Return a program's tensors at all traced points of these blocks, and what lies before and behind them."""
+    def trace(
+        self, program: Program, first: int = 0, last: int | None = None, entrance: Entrance | None = None, until: int = LAST
+    ) -> State:
+        """Return a program's tensors at all traced points of blocks ``first`` to ``last`` (excluded), and of what surrounds them.
+
+        ``entrance``: where it begins, None for the embeddings; ``until``: the number of the last stage in the last block.
+        """
+        points = self.stages(program, first, last, entrance, until)
+        if last in (None, self.config.n_layer) and until == LAST:
+            points["ln_f"] = self.normed(program, points["end"])
+            points["logits"] = points["ln_f"] @ self.head(program).T
+        return points
+
+    def stages(
+        self, program: Program, first: int = 0, last: int | None = None, entrance: Entrance | None = None, until: int = LAST
+    ) -> State:
+        """Return :meth:`trace` without what follows the blocks; ``end`` is the last stage, ``x`` the last block's input."""
         last = self.config.n_layer if last is None else last
         points: State = {}
-        x = start
-        if x is None:
-            x = points["embed"] = program.outside["embed"]({}).to(self.dtype) if "embed" in program.outside else self.embed()
+        if entrance is None:
+            points["embed"] = program.outside["embed"]({}).to(self.dtype) if "embed" in program.outside else self.embed()
+        x = points["embed"] if entrance is None else entrance.state["x"]
         for number, layer in enumerate(program.order or range(first, last)):
-            state = self.run_block(layer, {"x": x}, program.blocks.get(layer, {}))
-            points |= {point_at(number if program.order else layer, stage): state[stage] for stage in NEEDS}
-            x = state[""]
+            entered = entrance if number == 0 and entrance is not None else Entrance(layer, {"x": x})
+            stop = until if layer == last - 1 and not program.order else LAST
+            state = self.run_block(layer, entered.state, program.blocks.get(layer, {}), entered.after, stop)
+            place = number if program.order else layer
+            points |= {point_at(place, stage): state[stage] for stage in STAGES[: stop + 1] if stage in state}
+            points["x"], x = state["x"], state[STAGES[stop]]
         points["end"] = x
-        if last == self.config.n_layer:
-            points["ln_f"] = self.normed(program, x)
-            points["logits"] = points["ln_f"] @ self.head(program).T
         return points
 
     def outputs(
