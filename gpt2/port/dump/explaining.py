@@ -15,6 +15,7 @@ from torch import Tensor
 from gpt2.measure.metrics import Progress, silent, worst_relative_error
 from gpt2.measure.tracing import points
 from gpt2.model import GPT2
+from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import Candidate, Found, Table
 from gpt2.port.dump.matching import Fit, Search, Segment
 from gpt2.port.dump.simulation import Program, Simulation, State, stage_of
@@ -172,8 +173,9 @@ class Explainer:
         unique: dict[object, Fit] = {}
         for fit in out:
             unique.setdefault(fit.candidate.key, fit)
-        held = [fit for fit in unique.values() if self._holds(fit.candidate)]
-        return held or list(unique.values())[:1]
+        held = [fit for fit in unique.values() if self._holds(fit.candidate)] or list(unique.values())[:1]
+        least = min(fit.price for fit in held)
+        return [fit for fit in held if fit.price < least + 1]  # another fault that is not needed is none
 
     def _holds(self, candidate: Candidate) -> bool:
         """Return whether the faults of all segments, switched on together, give all shown values."""
@@ -183,20 +185,28 @@ class Explainer:
         return whole.first_wrong(candidate) is None
 
     def _described(self, fits: list[Fit]) -> list[Hypothesis]:
-        """Return hypotheses; those that are the same function are one."""
+        """Return hypotheses; those that are the same function, or the same faults at the same places, are one."""
         out: list[Hypothesis] = []
-        values: list[Tensor] = []
+        values: list[tuple[Tensor, tuple[Fault, ...]]] = []
         for fit in fits:
-            value = self._trace(fit.candidate)["end"]
+            value = self._trace(fit.candidate)["logits"]
             faults = fit.candidate.found(self.layers)
-            twin = next((n for n, other in enumerate(values) if worst_relative_error(value, other) < SAME), None)
-            if twin is not None and fit.candidate.head == fits[twin].candidate.head:
+            twin = next(
+                (
+                    number
+                    for number, (other, head) in enumerate(values)
+                    if [(one.id, one.places) for one in faults] == [(one.id, one.places) for one in out[number].faults]
+                    or (head == fit.candidate.head and worst_relative_error(value, other) < SAME)
+                ),
+                None,
+            )
+            if twin is not None:
                 one = out[twin]
-                new = tuple(fault for fault in faults if fault.id not in {other.id for other in (*one.faults, *one.same)})
+                new = tuple(fault for fault in faults if fault.detail not in {other.detail for other in (*one.faults, *one.same)})
                 out[twin] = Hypothesis(one.faults, one.error, (*one.same, *new))
             elif len(out) < MAX_OFFERED:
                 out.append(Hypothesis(faults, fit.error))
-                values.append(value)
+                values.append((value, fit.candidate.head))
         return out
 
     def _trace(self, candidate: Candidate) -> State:
