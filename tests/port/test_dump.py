@@ -81,6 +81,46 @@ def test_less_in_a_dump_still_names_a_fault(level: str) -> None:
     assert (diagnosis.seen, causes(diagnosis)) == ({"block": "dump"}.get(level, level), [("gelu-variant", "h.*.mlp.act")])
 
 
+@pytest.mark.parametrize("stage", ["mid", pytest.param("mlp.c_proj", marks=pytest.mark.slow)])
+def test_one_tensor_a_block_may_lie_anywhere_in_it(stage: str) -> None:
+    """Every array was taken for a block's result, so a fault was not found where the stream between the branches was dumped."""
+    wrong = trace(faulty(activation_function="gelu"), IDS)
+    arrays = {f"x{n}": wrong[f"h.{n}.{stage}"] for n in (1, 0, 2)} | {"y": wrong["logits"]}
+    assert causes(gpt2.diagnose(dump(arrays, torch.float32), MODEL)) == [("gelu-variant", "h.*.mlp.act")]
+
+
+def test_faults_of_two_branches_are_found_between_the_tensors_recorded() -> None:
+    """The search behind a stream between the branches began at the block's start, so one fault hid the other."""
+    wrong = faulty(activation_function="gelu")
+    for n in (1, 2):
+        state = wrong.h[n].attn.c_proj.bias
+        state.data.zero_()
+    traced = trace(wrong, IDS)
+    arrays = {f"x{n}{stage}": traced[f"h.{n}.{stage}".rstrip(".")] for n in range(3) for stage in ("mid", "")}
+    diagnosis = gpt2.diagnose(dump(arrays | {"y": traced["logits"]}, torch.float32), MODEL)
+    assert causes(diagnosis) == [("gelu-variant", "h.*.mlp.act"), ("missing-bias", "h.1.attn.c_proj, h.2.attn.c_proj")]
+
+
+@pytest.mark.slow
+def test_a_last_norm_without_bias_is_no_bias_of_the_head() -> None:
+    """The head's bias was fitted, which gives the same logits as a norm without its own."""
+    wrong = checkpoint()
+    for name, parameter in wrong.named_parameters():
+        if "ln_" in name and name.endswith("bias"):
+            parameter.data.zero_()
+    traced = trace(wrong, IDS)
+    arrays = {f"x{n}": traced[f"h.{n}.mid"] for n in range(3)} | {"y": traced["logits"]}
+    assert causes(gpt2.diagnose(dump(arrays, torch.float32), MODEL)) == [("missing-bias", "h.*.ln_1, h.*.ln_2, ln_f")]
+
+
+def test_a_head_of_its_own_is_named_if_the_last_norm_is_not_dumped() -> None:
+    """Too few positions show no weights; but everything before the head is explained, and so nothing else can be wrong."""
+    traced = trace(MODEL, IDS)
+    head = torch.randn(CONFIG.vocab_size, CONFIG.n_embd, generator=torch.Generator().manual_seed(5)).double()
+    arrays = by_level(traced | {"logits": traced["ln_f"] @ head.T}, "block")
+    assert causes(gpt2.diagnose(dump(arrays, torch.float32), MODEL)) == [("untied-head", "logits")]
+
+
 def test_streams_show_the_sequence_of_blocks() -> None:
     """Without this, blocks in another order would be taken for faults inside the blocks, in pairs."""
     wrong = checkpoint()

@@ -353,6 +353,8 @@ SCALES: dict[str, Callable[[GPT2Config, int], float]] = {
     "by the width, no root": lambda config, layer: 1 / config.n_embd,
     "multiplied": lambda config, layer: math.sqrt(config.head_dim),
     "by the heads": lambda config, layer: 1 / math.sqrt(config.n_head),
+    "doubled": lambda config, layer: 2 / math.sqrt(config.head_dim),
+    "halved": lambda config, layer: 0.5 / math.sqrt(config.head_dim),
 }
 
 

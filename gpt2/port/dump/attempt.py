@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.measure.tracing import layer_of, points
+from gpt2.measure.tracing import layer_of, point_at, points
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import EVERY, Place
@@ -20,7 +20,7 @@ from gpt2.port.diagnosis.trail import SEQUENCE, Trail, Walk, account
 from gpt2.port.diagnosis.walk import Walker
 from gpt2.port.dump.arrays import Output, recognised
 from gpt2.port.dump.evidence import Placement, order_run, placements, streams, with_storage
-from gpt2.port.dump.explaining import Explanation, Hypothesis, explain
+from gpt2.port.dump.explaining import STREAMS, Explanation, explain
 from gpt2.port.dump.loading import Loaded, Loading
 from gpt2.port.dump.pool import DumpPool, TimeUp
 from gpt2.port.dump.simulation import Simulation
@@ -70,7 +70,7 @@ class Attempt:
     @property
     def settled(self) -> bool:
         """Whether this assumption explains all that the dump shows."""
-        explained = self.explanation is not None and bool(self.explanation.hypotheses)
+        explained = self.explanation is not None and self.explanation.explains
         return self.equal or explained or self.ordered or (self.walked is not None and self.walked.explained)
 
     def _examine(self) -> None:
@@ -94,13 +94,14 @@ class Attempt:
             self.causes = causes
             return
         self._explain(known)
-        if self.explanation is not None and self.explanation.hypotheses:
-            self.causes = list(self._simulated(self.explanation.hypotheses))
-        elif self.walked is not None:
-            self.causes = self._with_loaded(loaded, LIKELY)
-            self.causes = self.causes or list(self._head())
-            if self.causes:
-                self.notes.append("these causes do not explain all of the difference; fix them and dump again")
+        assert self.explanation is not None
+        if self.explanation.explains:
+            self.causes = list(self._simulated(self.explanation))
+            return
+        walked = [] if self.walked is None else self._with_loaded(loaded, LIKELY)
+        self.causes = [*(walked or self._simulated(self.explanation)), *self._head(self.explanation)]
+        if self.causes:
+            self.notes.append("these causes do not explain all of the difference; fix them and dump again")
 
     # A walk through recorded values
 
@@ -161,7 +162,7 @@ class Attempt:
         trials = [(one, False) for one in [*placed, nothing]] if placed else []  # single faults first, at each place
         for one, several in [*trials, (placed[0] if placed else nothing, True)]:
             evidence, self.explanation = self._explained(right, one, several)
-            if self.explanation.hypotheses:
+            if self.explanation.explains:
                 break
         self._place(self.explanation, evidence)
 
@@ -169,7 +170,7 @@ class Attempt:
         """Search for faults that explain the logits and the arrays at recognised places."""
         evidence = {**right, **placed.values, "logits": self.output.logits.double()}
         allowed = with_storage(self.tolerance.points, evidence, self._coarsest())
-        stages = placed.stages
+        stages = {*STREAMS, *placed.stages} if placed.stages or several else ()
         return evidence, explain(self.reference, self.ids, evidence, allowed, self.deadline, stages=stages, several=several)
 
     def _sequence(self) -> Iterator[PlacedCause]:
@@ -202,10 +203,11 @@ class Attempt:
             wrong = next(number for number, block in enumerate(firsts) if block != sorted(firsts)[number])
             yield PlacedCause("layer-order", (Place(wrong, ""),), f"the blocks run as {names}", evidence, LIKELY)
 
-    def _head(self) -> Iterator[PlacedCause]:
-        """Yield the head's own weights as a cause, where its input is right and its result is not."""
-        if "ln_f" in self.held:
-            evidence = "the stream after the last norm is GPT-2's, and no known formula gives your logits from it and wte"
+    def _head(self, explanation: Explanation) -> Iterator[PlacedCause]:
+        """Yield the head's own weights as a cause, where everything before it is explained and its result is not."""
+        explained = "ln_f" in self.held or explanation.last_right == point_at(self.config.n_layer - 1, "")
+        if explained and explanation.unexplained == "logits" and explanation.complete:
+            evidence = "what enters the head is explained, and no known formula of the last norm and the head gives your logits"
             yield PlacedCause("untied-head", (Place(None, "logits"),), "the head has weights other than wte's", evidence, LIKELY)
 
     def _coarsest(self) -> torch.dtype:
@@ -221,7 +223,7 @@ class Attempt:
         if point == "logits":
             value, expected = value[..., : self.config.vocab_size], expected[:, -value.shape[1] :]
         self.first = Divergence(point, layer_of(point), worst_relative_error(value, expected))
-        if not explanation.hypotheses:
+        if not explanation.explains:
             before = f"right up to {explanation.last_right}, " if explanation.last_right else ""
             self.notes.append(f"{before}wrong from {explanation.unexplained or point} on; no known fault gives your numbers")
             self.notes.append(f"dump more between these places: {self._between(explanation.last_right, point)}")
@@ -233,8 +235,8 @@ class Attempt:
         inside = order[order.index(before) + 1 if before in order else 0 : order.index(point)]
         return ", ".join(inside[:FEW]) + (", ..." if len(inside) > FEW else "") or point
 
-    def _simulated(self, hypotheses: tuple[Hypothesis, ...]) -> Iterator[PlacedCause]:
-        assert self.explanation is not None
+    def _simulated(self, explanation: Explanation) -> Iterator[PlacedCause]:
+        hypotheses = explanation.hypotheses if explanation.explains else explanation.hypotheses[:1]
         several = len(hypotheses) > 1
         for number, one in enumerate(hypotheses[:FEW]):
             confidence = (LIKELY if self.arrays else LIKELY - 0.1) - (0.2 + 0.05 * number if several else 0.0)
@@ -246,7 +248,7 @@ class Attempt:
                 self.notes.append(f"on this model and these ids, {fault.id} gives the same numbers: {fault.detail}")
         if several:
             names = [" and ".join(dict.fromkeys(fault.id for fault in one.faults)) for one in hypotheses[:FEW]]
-            decide = f"; dump {self.explanation.decisive} as well to decide" if self.explanation.decisive else ""
+            decide = f"; dump {explanation.decisive} as well to decide" if explanation.decisive else ""
             self.notes.append(f"{len(hypotheses)} explanations fit equally well: {'; '.join(names)}{decide}")
 
     # What the report says about the arrays

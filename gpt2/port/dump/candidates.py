@@ -13,6 +13,9 @@ from gpt2.port.dump.faults import Variant, block_variants, embedding_variants, n
 from gpt2.port.dump.misloading import loading_variants, outside_variants, rounded_outside
 from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
 
+FITTED = 0.5  # the price of many fitted numbers: a known formula that gives the same is preferred
+FREE = ("extra-bias", "untied-head")  # faults of the head with fitted numbers
+
 
 @dataclass(frozen=True)
 class Found:
@@ -49,7 +52,8 @@ class Candidate:
     def price(self) -> float:
         """How much a candidate assumes: its faults, however many places each has."""
         faults = self.faults(0)
-        return len({(fault.id, fault.kind or fault.detail) for fault in faults}) + 0.25 * self.rare
+        free = any(fault.id in FREE for fault in self.head)
+        return len({(fault.id, fault.kind or fault.detail) for fault in faults}) + 0.25 * self.rare + FITTED * free
 
     @property
     def rare(self) -> bool:
@@ -117,16 +121,18 @@ class Table:
             simulation.config.n_layer,
         )
 
-    def singles(self, first: int, last: int, is_first: bool, is_last: bool, rare: bool = True) -> Iterator[Candidate]:
+    def singles(
+        self, first: int, last: int, is_first: bool, is_last: bool, rare: bool = True, all_blocks: bool = False
+    ) -> Iterator[Candidate]:
         """Yield every fault alone, in blocks ``first`` to ``last`` (excluded); ``is_first``: and in the embeddings, ``is_last``:
-        and after the blocks. ``rare``: rare faults in single blocks too."""
+        and after the blocks. ``rare``: rare faults in single blocks too. ``all_blocks``: and in the sequence of blocks."""
         blocks = range(first, last)
         whole = is_first and is_last
         if is_first:
             yield from (Candidate(((variant, None),)) for variant in self.embeddings)
         if is_last:
             yield from (Candidate(((variant, None),)) for variant in self.ends)
-        if whole:
+        if all_blocks or whole:
             yield from (Candidate(order=order) for order in self._orders())
         if len(blocks) > 1:
             yield from (Candidate(tuple((variant, n) for n in blocks)) for variant in self.blocks)
@@ -135,7 +141,7 @@ class Table:
             yield from self._everywhere()
         for n in blocks:
             yield from (Candidate(((variant, n),)) for variant in self.blocks if rare or not variant.rare)
-            yield from (Candidate(sites) for sites in self._both_norms(range(n, n + 1), False))
+            yield from (Candidate(sites) for sites in self._both_norms(range(n, n + 1), is_last and n == last - 1))
 
     def _both_norms(self, blocks: Iterable[int], ending: bool) -> Iterator[tuple[tuple[Variant, int | None], ...]]:
         """Yield the same fault in both norms of ``blocks``; ``ending``: also with the last norm."""

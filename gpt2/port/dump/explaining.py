@@ -1,7 +1,7 @@
 """Explain a program's numbers by faults: which known ones, switched on in our own forward pass, give the same numbers.
 
 A program may show one tensor a block, or only its logits. Between two streams that it shows, every known fault is tried, alone
-and then in pairs; the search goes on behind an explained part with our own values, behind an unexplained one with the program's.
+and then in pairs; the search goes on behind an explained part with our own values, and ends where nothing explains a part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpt2.measure.metrics import Progress, silent, worst_relative_error
 from gpt2.measure.tracing import points
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.search import Fault
-from gpt2.port.dump.candidates import Candidate, Found, Table
+from gpt2.port.dump.candidates import FITTED, Candidate, Found, Table
 from gpt2.port.dump.matching import Fit, Search, Segment
 from gpt2.port.dump.simulation import Program, Simulation, State, stage_of
 
@@ -41,10 +41,10 @@ class Hypothesis:
 class Explanation:
     """What explains a program's values.
 
-    ``right``: GPT-2 itself does. ``hypotheses``: every set of faults that does, the simplest first. ``decisive``: the traced
-    point that would tell the first two apart. ``last_right``: the last shown point that is explained, None if there is none;
-    ``first_wrong``: the first one that is not GPT-2's. ``unexplained``: the first point that no fault explains. ``complete``: all
-    single faults were tried before the deadline.
+    ``right``: GPT-2 itself does. ``hypotheses``: every set of faults that does, the simplest first; faults of what lies before,
+    if a point is ``unexplained``: the first one that no fault gives. ``decisive``: the traced point that would tell the first
+    two apart. ``last_right``: the last shown point that is explained, None if there is none; ``first_wrong``: the first one that
+    is not GPT-2's. ``complete``: all single faults were tried before the deadline.
     """
 
     right: bool
@@ -54,6 +54,11 @@ class Explanation:
     first_wrong: str | None
     unexplained: str | None
     complete: bool
+
+    @property
+    def explains(self) -> bool:
+        """Whether faults were found that give every shown value."""
+        return bool(self.hypotheses) and self.unexplained is None
 
 
 @torch.no_grad()
@@ -65,7 +70,7 @@ def explain(
     deadline: float,
     progress: Progress = silent,
     *,
-    stages: Collection[str] = (),
+    stages: Collection[str] = STREAMS,
     several: bool = True,
 ) -> Explanation:
     """Return what explains ``evidence``, a program's values for ``ids`` (B, T), with the weights of ``reference``.
@@ -75,7 +80,7 @@ def explain(
             the last position, and a padded vocabulary.
         tolerance: the relative error that rounding explains, by point.
         deadline: the time of :func:`time.monotonic` when to stop.
-        stages: the search begins anew behind these stages of a block too ("attn.c_proj"), if they are shown.
+        stages: of a block, such as "attn.c_proj": where they are shown, the search begins anew behind them.
         several: try pairs and triples of faults between two shown tensors, where no single one explains them.
     """
     vocabulary = reference.config.vocab_size
@@ -83,7 +88,7 @@ def explain(
     if "logits" in shown:
         shown["logits"] = shown["logits"][..., :vocabulary]
     simulation = Simulation(reference.state_dict(), reference.config, ids)
-    return Explainer(simulation, shown, tolerance, deadline, progress, {*STREAMS, *stages}, several).explanation()
+    return Explainer(simulation, shown, tolerance, deadline, progress, stages, several).explanation()
 
 
 class Explainer:
@@ -113,27 +118,21 @@ class Explainer:
         for segment in self._segments():
             bad = segment.first_wrong(Candidate())
             if bad is None:
-                self.explained.append((segment, [Fit(Candidate(), 0.0)]))
-                last_right = last_right if unexplained else segment.end
-                segment.candidate = Candidate()
-                continue
-            right, first_wrong = False, first_wrong or bad
-            table = table or Table.of(self.simulation)
-            search = Search(segment, table, self.deadline, self.progress)
-            fits = search.fits(self.several)
-            self.complete &= search.complete
-            self.explained.append((segment, fits))
-            if fits:
-                last_right = last_right if unexplained else segment.end
-                segment.candidate = fits[0].candidate
+                fits = [Fit(Candidate(), 0.0)]
             else:
-                unexplained = unexplained or bad
-        hypotheses: list[Hypothesis] = []
-        decisive = None
-        if not right and unexplained is None:
-            whole = self._whole()
-            hypotheses = self._described(whole)
-            decisive = self._decisive([fit.candidate for fit in whole]) if len(hypotheses) > 1 else None
+                right, first_wrong = False, first_wrong or bad
+                table = table or Table.of(self.simulation)
+                search = Search(segment, table, self.deadline, self.progress)
+                fits = search.fits(self.several)
+                self.complete &= search.complete
+            if not fits:
+                unexplained = bad
+                break
+            self.explained.append((segment, fits))
+            segment.candidate, last_right = fits[0].candidate, segment.end
+        whole = self._whole(unexplained is None)
+        hypotheses = self._described(whole)
+        decisive = self._decisive([fit.candidate for fit in whole]) if len(hypotheses) > 1 else None
         return Explanation(right, tuple(hypotheses), decisive, last_right, first_wrong, unexplained, self.complete)
 
     def _segments(self) -> Iterable[Segment]:
@@ -149,9 +148,14 @@ class Explainer:
             entrance = None if before is None else before.left()
             yield (before := Segment(self.simulation, end, entrance, inside, self.tolerance))
 
-    def _whole(self) -> list[Fit]:
-        """Return explanations of all segments together: a fault that explains several is preferred in each."""
-        faulty = [fits for _, fits in self.explained if fits[0].candidate.sites or not fits[0].candidate.is_right]
+    def _whole(self, complete: bool) -> list[Fit]:
+        """Return explanations of all explained segments together: a fault that explains several is preferred in each.
+
+        ``complete``: all segments are explained, so that the faults together must give every shown value.
+        """
+        faulty = [fits for _, fits in self.explained if not fits[0].candidate.is_right]
+        if not faulty:
+            return []
         counts: dict[frozenset[str], int] = {}
         for fits in faulty:
             for labels in {fit.candidate.labels for fit in fits}:
@@ -173,9 +177,9 @@ class Explainer:
         unique: dict[object, Fit] = {}
         for fit in out:
             unique.setdefault(fit.candidate.key, fit)
-        held = [fit for fit in unique.values() if self._holds(fit.candidate)] or list(unique.values())[:1]
+        held = [fit for fit in unique.values() if complete and self._holds(fit.candidate)] or list(unique.values())[:1]
         least = min(fit.price for fit in held)
-        return [fit for fit in held if fit.price < least + 1]  # another fault that is not needed is none
+        return [fit for fit in held if fit.price < least + FITTED]  # another fault that is not needed is none
 
     def _holds(self, candidate: Candidate) -> bool:
         """Return whether the faults of all segments, switched on together, give all shown values."""

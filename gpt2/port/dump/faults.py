@@ -268,6 +268,12 @@ def _layouts() -> Iterator[Variant]:
         yield Variant.of(f"merge {layout.name}", [merged], merge)
         both = joined(f"layout {layout.name}", Variant.of("", [cut], split), Variant.of("", [], merge))
         yield both
+    reversed_heads = Fault("head-layout", "attn", "heads are put side by side in reverse order")
+    yield Variant.of(
+        "merge reversed",
+        [reversed_heads],
+        lambda simulation, layer: {"attn.heads": lambda s: Layout.RIGHT.merge(s["attn.mixed"].flip(1))},
+    )
 
 
 def _mixtures() -> Iterator[Variant]:

@@ -16,7 +16,7 @@ from gpt2.measure.tracing import layer_of, point_at, points
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.sieve import MIN_ROWS, Nearness, Sieve
-from gpt2.port.dump.simulation import STAGES, Entrance, Program, Simulation, stage_of
+from gpt2.port.dump.simulation import LAST, STAGES, Entrance, Program, Simulation
 from gpt2.port.dump.spans import Span
 
 ROW_SUM_BOUND = 1e-3  # of probabilities that a program stored in float16
@@ -44,8 +44,7 @@ class Fit:
 class Segment:
     """The part of a program between two tensors that it shows: from ``entrance``, None for the embeddings, to the point ``end``.
 
-    ``shown``: the program's values in this part, ``end`` among them. ``candidate``: what the next segment takes to be true of
-    this one, None if nothing explains it; then the next one begins with the program's own value.
+    ``shown``: the program's values in this part, ``end`` among them. ``candidate``: what the next segment takes to be true here.
     """
 
     def __init__(
@@ -62,8 +61,13 @@ class Segment:
         layer = layer_of(end)
         self.first = 0 if entrance is None else entrance.layer
         self.last = simulation.config.n_layer if self.is_last else 0 if layer is None else layer + 1
-        self.candidate: Candidate | None = None
+        self.candidate = Candidate()
         self.softmaxed = self._softmaxed()
+
+    @property
+    def all_blocks(self) -> bool:
+        """Whether every block, from its input on, is in this part."""
+        return self.is_last and (self.entrance is None or (self.entrance.layer, self.entrance.after) == (0, -1))
 
     @cached_property
     def span(self) -> Span:
@@ -75,13 +79,11 @@ class Segment:
 
     def left(self) -> Entrance:
         """Return where the next segment begins."""
-        values = self.values(self.candidate or Candidate())
-        value = self.shown[self.end] if self.candidate is None else values["end"]
-        stage, layer = stage_of(self.end), self.last - 1
-        if not stage:  # the embeddings, or a block's result
-            return Entrance(layer + 1, {"x": value})
-        before = {name: values[point_at(layer, name)] for name in STAGES[: self.span.until]}
-        return Entrance(layer, {"x": values["x"], **before, stage: value}, self.span.until)
+        values, until, layer = self.values(self.candidate), self.span.until, self.last - 1
+        if until == LAST:  # the embeddings, or a block's result
+            return Entrance(layer + 1, {"x": values["end"]})
+        before = {name: values[point_at(layer, name)] for name in STAGES[: until + 1]}
+        return Entrance(layer, {"x": values["x"], **before}, until)
 
     def values(self, candidate: Candidate) -> dict[str, Tensor]:
         """Return all traced points of a candidate in this segment."""
@@ -178,7 +180,9 @@ class Search:
     def __init__(self, segment: Segment, table: Table, deadline: float, progress: Progress) -> None:
         self.segment, self.deadline, self.progress = segment, deadline, progress
         self.singles = list(
-            table.singles(segment.first, segment.last, segment.entrance is None, segment.is_last, segment.sieve.small)
+            table.singles(
+                segment.first, segment.last, segment.entrance is None, segment.is_last, segment.sieve.small, segment.all_blocks
+            )
         )
         self.complete = True
 

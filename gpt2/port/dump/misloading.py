@@ -30,6 +30,7 @@ READERS = {
 QKV = READERS["attn.c_attn"]
 ALL = tuple(stage for stages in READERS.values() for stage in stages)
 INPUTS = {"attn.c_proj": "attn.heads", "mlp.c_fc": "ln_2", "mlp.c_proj": "mlp.act"}
+SCALED = "float8_e4m3fn with scales"
 MAX_BLOCKS = 4  # beyond that, a tensor of another block is of a neighbour or of the first
 Change = Callable[[Mapping[str, Tensor], GPT2Config], Mapping[str, Tensor]]  # a block's tensors -> those that differ
 
@@ -254,7 +255,13 @@ def _on(step: int, layers: int, layer: int) -> int:
 
 
 def rounded(tensor: Tensor, dtype: str) -> Tensor:
-    """Return a tensor rounded to a narrow dtype; int8 with a scale for each column, or one for all ("int8 a tensor")."""
+    """Return a tensor rounded to a narrow dtype; int8 with a scale for each column, or one for all ("int8 a tensor").
+
+    ``SCALED``: float8 with a scale that leaves every value in its range, so that only the mantissa of four bits is seen.
+    """
+    if dtype == SCALED:
+        mantissa, exponent = tensor.frexp()
+        return (16 * mantissa).round().ldexp(exponent - 4).to(tensor)
     if not dtype.startswith("int8"):
         return tensor.to(NARROW[dtype]).to(tensor)
     largest = tensor.abs().amax(0, keepdim=True) if dtype == "int8" and tensor.ndim > 1 else tensor.abs().max()
@@ -263,8 +270,8 @@ def rounded(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def _rounded() -> Iterator[Variant]:
-    for dtype in (*NARROW, "int8", "int8 a tensor"):
-        for module in ("", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+    for dtype in (*NARROW, SCALED, "int8", "int8 a tensor"):
+        for module in ("",) if dtype == SCALED else ("", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
 
             def change(
                 weights: Mapping[str, Tensor], config: GPT2Config, dtype: str = dtype, module: str = module
