@@ -95,6 +95,15 @@ def _plain(model: GPT2) -> dict[str, Tensor]:
 
 def safetensors_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file in pieces; wider dtypes come first, so every tensor is aligned."""
+    header, order = safetensors_header(tensors, metadata)
+    yield header
+    for name in order:
+        require_whole_files()
+        yield raw_bytes(tensors[name])
+
+
+def safetensors_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[str]]:
+    """Return a file's first bytes, and the order in which the tensors' data must follow; tensors may be on the meta device."""
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -104,7 +113,9 @@ def safetensors_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] 
         header[name] = {"dtype": FORMAT_NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    yield len(text).to_bytes(8, "little") + text
-    for name in order:
-        require_whole_files()
-        yield tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return len(text).to_bytes(8, "little") + text, order
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's data as bytes, copied only if it is not contiguous on the CPU."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -137,8 +137,8 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
     undefined = torch.stack((tokens.logp_a, tokens.logp_b, tokens.kl_ab, tokens.kl_ba, tokens.js)).isnan().any(0)
     edges = [0, *dict.fromkeys(round(tokens.windows.context ** (i / POSITION_BINS)) for i in range(POSITION_BINS + 1))]
     return Distributions(
-        a=_language(tokens.logp_a, lengths, tokens.windows, bootstrap),
-        b=_language(tokens.logp_b, lengths, tokens.windows, bootstrap),
+        a=language(tokens.logp_a, lengths, tokens.windows, bootstrap),
+        b=language(tokens.logp_b, lengths, tokens.windows, bootstrap),
         ratio=bootstrap.interval(exp_or_inf(-gained.mean().item()), (-bootstrap.means(gained)).exp()),
         difference=bootstrap.mean(gained),
         correlation=correlation(tokens.logp_a, tokens.logp_b),
@@ -166,7 +166,8 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
     )
 
 
-def _language(logp: Tensor, lengths: Tensor, windows: Windows, bootstrap: Bootstrap) -> Language:
+def language(logp: Tensor, lengths: Tensor, windows: Windows, bootstrap: Bootstrap) -> Language:
+    """Return a model's score from log-probabilities (N,) of tokens of ``lengths`` bytes."""
     score = LanguageScore(-logp.sum().item() / len(logp), len(logp), int(lengths.sum()), windows.context, windows.step)
     return Language(
         score,

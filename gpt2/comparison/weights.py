@@ -106,6 +106,25 @@ def compare_weights(
     return WeightChanges(tuple(tensors), families, _together("all", [total for totals in sums.values() for total in totals]))
 
 
+def distance(names: Iterable[str], a: Read, b: Read, *, progress: Progress = silent) -> float:
+    """Return the norm of all parameters' change over their norm in a, and nothing else: a tenth of the time."""
+    change = norm = 0.0
+    for name in names:
+        progress(f"weights: {name}")
+        for chunk_a, chunk_b in _chunks(a(name), b(name)):
+            exact = chunk_a.double()
+            norm += float(exact.square().sum())
+            change += float((chunk_b.double() - exact).square().sum())
+    return _ratio(change, norm)
+
+
+def _ratio(change: float, norm: float) -> float:
+    """Return the root of a quotient of sums of squares: 0 for no change, infinite for a change of zeros."""
+    if change == 0:
+        return 0.0
+    return math.sqrt(change / norm) if norm else math.inf
+
+
 @dataclass
 class _Sums:
     """Sums over the entries of one tensor or several, from which the figures are computed."""
@@ -122,9 +141,7 @@ class _Sums:
 
     @property
     def distance(self) -> float:
-        if self.difference == 0:
-            return 0.0
-        return math.sqrt(self.difference / self.a) if self.a else math.inf
+        return _ratio(self.difference, self.a)
 
     @property
     def cosine(self) -> float:

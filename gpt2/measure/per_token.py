@@ -7,6 +7,7 @@ Most time goes to the vocabulary, 50,257 float64 logits per token and model, so 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
@@ -112,19 +113,24 @@ def _logits(model: Logits, name: str, inputs: Tensor, vocab: int) -> Tensor:
 
 
 def measure_rows(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
-    """Run :func:`_measure` on slices of the rows, one thread each: torch's threads would synchronise after each small step,
-    which was measured as thirty times slower than one thread.
+    """Run :func:`_measure` on slices of the rows, one thread each."""
+    return in_shares(lambda mine: _measure(a[mine], b[mine], targets[mine], top), a)
+
+
+def in_shares(measure: Callable[[slice], list[Tensor]], rows: Tensor) -> list[Tensor]:
+    """Measure slices of the rows (R, V), one thread each; concatenate the columns.
+
+    torch's own threads would synchronise after each small step, which was measured as thirty times slower than one thread.
     """
-    rows, threads = len(a), torch.get_num_threads()
-    workers = 1 if a.is_cuda else max(1, min(threads, rows, a.numel() // SHARE))
+    count, threads = len(rows), torch.get_num_threads()
+    workers = 1 if rows.is_cuda else max(1, min(threads, count, rows.numel() // SHARE))
     if workers == 1:
-        return _measure(a, b, targets, top)
+        return measure(slice(0, count))
 
     def share(i: int) -> list[Tensor]:
         torch.set_num_threads(1)  # of this thread
-        mine = slice(rows * i // workers, rows * (i + 1) // workers)
         with torch.inference_mode():
-            return _measure(a[mine], b[mine], targets[mine], top)
+            return measure(slice(count * i // workers, count * (i + 1) // workers))
 
     try:
         with ThreadPoolExecutor(workers) as pool:

@@ -76,3 +76,25 @@ class Windows:
             while group := list(itertools.islice(equally_long, batch_size)):
                 require_whole_files()
                 yield torch.stack([ids[window.start : window.end] for window in group]), group
+
+
+@dataclass(frozen=True)
+class RowWindows(Windows):
+    """A text of rows that were run separately, each of ``context`` inputs and the token after them.
+
+    The first ``skipped`` inputs of a row are read and not scored: half of a row in llama.cpp's perplexity, none in a trace.
+    """
+
+    skipped: int = 0
+
+    @property
+    def step(self) -> int:
+        return self.context + 1
+
+    def of(self, n: int) -> Iterator[Window]:
+        if self.context < 1 + self.skipped or n < 2 + self.skipped:
+            raise InputError(f"rows of {min(n, self.step)} tokens leave none to predict; give longer ones")
+        for start in range(0, n, self.step):
+            end = min(start + self.context, n - 1)
+            if end - start > self.skipped:
+                yield Window(start, end, start + self.skipped)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class SafetensorsFile(Container):
     """A safetensors file. (The official gpt2's data begins at byte 14,291, not aligned for floats, so it is never mapped.)"""
 
     kind = "safetensors"
+    metadata: Mapping[str, str]
 
     def _directory(self) -> dict[str, Entry]:
         size, length = self._file.size, int.from_bytes(self._file.bytes(0, 8), "little")
@@ -43,7 +45,8 @@ class SafetensorsFile(Container):
             raise Damaged(f"claims a header of {length:,} bytes, and no GPT-2 needs more than {HEADER_LIMIT:,}")
         if length > size - 8:
             raise Damaged(f"is cut short: {size:,} bytes, with a header of {length:,}")
-        entries = {name: self._entry(name, row, 8 + length) for name, row in _parse(self._file.bytes(8, length)).items()}
+        self.metadata, rows = _parse(self._file.bytes(8, length))
+        entries = {name: self._entry(name, row, 8 + length) for name, row in rows.items()}
         end = 8 + length
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
             if entry.start != end:
@@ -70,8 +73,8 @@ class SafetensorsFile(Container):
         return Entry(DTYPES[dtype], tuple(shape), data + start)
 
 
-def _parse(header: bytes) -> dict[str, Any]:
-    """Parse the header's JSON object, more strictly than Python does, and drop its metadata."""
+def _parse(header: bytes) -> tuple[dict[str, str], dict[str, Any]]:
+    """Parse the header's JSON object, more strictly than Python does; return its metadata, and a row for each tensor."""
     try:
         text = header.decode()
         # int refuses the constants NaN and Infinity, which are not JSON
@@ -84,7 +87,7 @@ def _parse(header: bytes) -> dict[str, Any]:
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise Damaged("has a header with __metadata__ that is not text")
-    return raw
+    return metadata, raw
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

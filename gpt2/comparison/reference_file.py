@@ -1,0 +1,247 @@
+"""Write and read a reference: what one side of a comparison showed on a text, kept for a comparison elsewhere or years later.
+
+A reference is a safetensors file. N are the text's tokens, M the scored ones in the order of the windows, V the vocabulary::
+
+    ids                             (N,) int32
+    logits                          (M, V) as the side gave them; or, of the K likeliest tokens alone,
+    top_ids, top_logp               (M, K) int32 and float64: ids and log-probabilities in nats, largest first
+    target_logp                     (M,) float64: that of the right token
+    rest                            (M,) float64: the probability of all other tokens together
+    token_bytes                     (M,) int32: the right token's length, 0 where no tokenizer was known
+    at.NAME                         (1, T, ...) activations of the first T tokens, on request, under the names of a trace
+    crc32                           (M, 4) uint8: of each row of the logits, or of the K likeliest tokens' arrays
+
+The metadata's ``about`` is JSON: the side with its files' sha256, the text with its protocol, versions and machine. safetensors
+has no checksum, so ``crc32`` and one of all the rest (``checked``) are compared when a file is read.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Self
+
+import torch
+from torch import Tensor
+
+from gpt2 import __version__
+from gpt2.checkpoint.cache import written_aside
+from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
+from gpt2.checkpoint.saving import raw_bytes, safetensors_header
+from gpt2.errors import CheckpointError, InputError
+from gpt2.measure.metrics import log_probabilities
+from gpt2.measure.per_token import likeliest
+from gpt2.measure.windows import RowWindows, Windows
+from gpt2.pages.reports import as_json
+
+FORMAT = "gpt2-toolkit reference"
+ROWS = 256  # read at a time
+ACTIVATION = "at."  # before a traced point's name
+TOP = ("top_ids", "top_logp", "target_logp", "rest")
+
+
+class ReferenceWriter:
+    """Write a reference row by row.
+
+    Args:
+        path: a name that ends in .safetensors.
+        about: what else is known of the side and the text (JSON).
+        ids: the text (N,); ``windows`` say which of its tokens are scored, and from what.
+        vocab: logits beyond it are not kept.
+        top: keep so many of the likeliest tokens; 0 keeps all logits.
+        token_bytes: each id's length (V,), if the tokenizer is known.
+        activations: by their names in a trace.
+
+    Raises InputError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        about: Mapping[str, Any],
+        ids: Tensor,
+        windows: Windows,
+        vocab: int,
+        *,
+        top: int = 0,
+        token_bytes: Tensor | None = None,
+        activations: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        spans = list(windows.of(len(ids)))
+        self.path, self.vocab, self.top, self.written = path, vocab, min(top, vocab), 0
+        self.targets = torch.cat([ids[span.first + 1 : span.end + 1] for span in spans])
+        lengths = torch.zeros(len(self.targets)) if token_bytes is None else token_bytes[self.targets]
+        self._small = {"ids": ids.int(), "token_bytes": lengths.int()}
+        self._small |= {ACTIVATION + name: tensor.detach() for name, tensor in (activations or {}).items()}
+        kept = {**vars(windows), "skipped": windows.skipped} if isinstance(windows, RowWindows) else vars(windows)
+        self._about = {"format": FORMAT, "version": __version__, **about, "windows": kept, "vocab": vocab}
+        self._top: list[tuple[Tensor, ...]] = []
+        self._crc: list[int] = []
+        self._later: list[str] = []
+        self._stack = ExitStack()
+        self._file: IO[bytes] | None = None
+
+    def add(self, logits: Tensor) -> None:
+        """Keep the next rows (R, V or more). Raises InputError: no room."""
+        rows = logits[:, : self.vocab].detach().cpu().contiguous()
+        targets = self.targets[self.written : self.written + len(rows)]
+        self.written += len(rows)
+        if self.top:
+            logp = log_probabilities(rows)
+            ids, values = likeliest(logp, self.top)
+            rest = logp.scatter(1, ids, -torch.inf).exp_().sum(1)
+            columns = (ids.int(), values, logp.gather(1, targets[:, None])[:, 0], rest)
+            self._top.append(columns)
+            self._crc += _checksums(columns)
+            return
+        try:
+            if self._file is None:
+                self._begin({"logits": torch.empty(len(self.targets), self.vocab, dtype=rows.dtype, device="meta")})
+            assert self._file is not None
+            self._file.write(raw_bytes(rows))
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._crc += _checksums((rows,))
+
+    def _begin(self, streamed: Mapping[str, Tensor]) -> None:
+        """Write the header, and the tensors that come before the streamed one."""
+        tensors = {**self._small, **streamed, "crc32": torch.empty(len(self.targets), 4, dtype=torch.uint8, device="meta")}
+        about = as_json({**self._about, "checked": checksum(self._small)}, None)
+        header, order = safetensors_header(tensors, {"about": about, "about_crc32": str(zlib.crc32(about.encode()))})
+        self._file = self._stack.enter_context(written_aside(self.path))
+        self._file.write(header)
+        place = order.index("logits") if "logits" in order else len(order) - 1
+        for name in order[:place]:
+            self._file.write(raw_bytes(tensors[name]))
+        self._later = order[place + ("logits" in order) :]
+
+    def _finish(self) -> None:
+        if self.top:
+            columns = zip(*self._top, strict=True)
+            self._begin({name: torch.cat(column) for name, column in zip(TOP, columns, strict=True)})
+        assert self.written == len(self.targets), f"{self.written} rows of {len(self.targets)}"
+        assert self._file is not None
+        crc = torch.tensor(self._crc, dtype=torch.int64)
+        self._small["crc32"] = torch.stack([(crc >> shift & 255).to(torch.uint8) for shift in (0, 8, 16, 24)], 1)
+        for name in self._later:
+            self._file.write(raw_bytes(self._small[name]))
+
+    def _unwritable(self, error: OSError) -> InputError:
+        return InputError(f"{self.path}: cannot be written ({error.strerror or error}); choose another place, or make room")
+
+    @contextmanager
+    def open(self) -> Iterator[Self]:
+        """Write during the ``with`` block; the file is synced and renamed at its end, or removed after an error."""
+        try:
+            with self._stack:
+                yield self
+                self._finish()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference that was read: its text, and its arrays as they lie in the file."""
+
+    path: Path
+    about: Mapping[str, Any]
+    ids: Tensor  # (N,) int64
+    windows: Windows
+    vocab: int
+    file: SafetensorsFile
+
+    @property
+    def whole(self) -> bool:
+        """Whether all logits are kept, or those of the likeliest tokens."""
+        return "logits" in self.file.entries
+
+    @property
+    def activations(self) -> dict[str, Tensor]:
+        """The kept activations by their names in a trace; none if they were not asked for."""
+        names = [name for name in self.file.entries if name.startswith(ACTIVATION)]
+        return {name.removeprefix(ACTIVATION): self.file.read(name) for name in names}
+
+    def blocks(self) -> Iterator[Tensor]:
+        """Yield all logits, some rows (R, V) at a time. Raises CheckpointError: a row is not as it was written."""
+        logits, crc = self.file.read("logits"), self._crc()
+        for start in range(0, len(logits), ROWS):
+            require_whole_files()
+            rows = logits[start : start + ROWS]
+            self._require(_checksums((rows,)) == crc[start : start + ROWS])
+            yield rows
+
+    def top(self) -> dict[str, Tensor]:
+        """Return the arrays of the likeliest tokens. Raises CheckpointError: a row is not as it was written."""
+        arrays = {name: self.file.read(name) for name in TOP}
+        self._require(_checksums(tuple(arrays.values())) == self._crc())
+        return arrays
+
+    def _crc(self) -> list[int]:
+        columns = self.file.read("crc32").long()
+        return (columns << torch.tensor([0, 8, 16, 24])).sum(1).tolist()
+
+    def _require(self, intact: bool) -> None:
+        if not intact:
+            raise CheckpointError(f"{self.path}: is damaged: a row's checksum is wrong; copy the file again")
+
+
+def about_of(path: Path) -> dict[str, Any] | None:
+    """Return the ``about`` of a safetensors file of ours, a reference or a trace; None of a foreign one.
+
+    Raises CheckpointError: the file is damaged.
+    """
+    metadata = SafetensorsFile(path).metadata
+    try:
+        about = json.loads(metadata["about"])
+    except (KeyError, ValueError, RecursionError):
+        return None
+    if not isinstance(about, dict) or not isinstance(about.get("format"), str):
+        return None
+    if about["format"] == FORMAT and metadata.get("about_crc32") != str(zlib.crc32(metadata["about"].encode())):
+        raise CheckpointError(f"{path}: is damaged: its header's checksum is wrong; copy the file again")
+    return about
+
+
+def read_reference(path: Path) -> Reference:
+    """Open a reference. Raises CheckpointError: it is damaged, or of a later version."""
+    file, about = SafetensorsFile(path), about_of(path)
+    try:
+        if about is None or about["format"] != FORMAT:
+            raise ValueError("is not a reference")
+        small = {n: file.read(n) for n in file.entries if n in ("ids", "token_bytes") or n.startswith(ACTIVATION)}
+        if checksum(small) != about["checked"]:
+            raise ValueError("the checksum of its ids is wrong")
+        kind = RowWindows if "skipped" in about["windows"] else Windows
+        windows, ids, vocab = kind(**about["windows"]), small["ids"].long(), int(about["vocab"])
+        scored = sum(span.end - span.first for span in windows.of(len(ids)))
+        shapes = {name: entry.shape for name, entry in file.entries.items()}
+        count = scored, shapes["top_ids"][1] if "top_ids" in shapes else vocab
+        wanted = {"logits": count} if "logits" in shapes else dict(zip(TOP, (count, count, (scored,), (scored,)), strict=True))
+        if vocab < 1 or any(shapes[name] != shape for name, shape in {**wanted, "crc32": (scored, 4)}.items()):
+            raise ValueError(f"its arrays are not of {scored:,} scored tokens")
+    except (KeyError, ValueError, TypeError, IndexError, InputError) as error:
+        raise CheckpointError(f"{path}: is damaged ({error}); save the reference again") from None
+    return Reference(path, about, ids, windows, vocab, file)
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> int:
+    """Return one CRC-32 of several tensors, in the order of their names."""
+    crc = 0
+    for name in sorted(tensors):
+        crc = zlib.crc32(raw_bytes(tensors[name]), crc)
+    return crc
+
+
+def _checksums(columns: tuple[Tensor, ...]) -> list[int]:
+    """Return the CRC-32 of each row, over all columns."""
+    crcs = [0] * len(columns[0])
+    for column in columns:
+        flat = column.contiguous().view(len(column), -1).view(torch.uint8).numpy()
+        crcs = [zlib.crc32(row, crc) for row, crc in zip(flat, crcs, strict=True)]
+    return crcs

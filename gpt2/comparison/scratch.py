@@ -1,0 +1,41 @@
+"""Logits in a temporary file: what one model predicted, kept while the next ones run, so that one is in memory at a time."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from gpt2.checkpoint.saving import raw_bytes
+from gpt2.errors import InputError
+
+
+class Scratch:
+    """Rows of logits (R, V) in an unnamed file: appended by :meth:`add`, read again in that order by :meth:`take`."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - removed with this object
+        self._dtype, self._vocab = torch.float32, 0
+        self.bytes = 0
+
+    def add(self, rows: Tensor) -> None:
+        """Append rows of one dtype and vocabulary. Raises InputError: no room."""
+        self._dtype, self._vocab = rows.dtype, rows.size(1)
+        try:
+            self.bytes += self._file.write(raw_bytes(rows))
+        except OSError as error:
+            where = tempfile.gettempdir()
+            why = f"{error.strerror or error}: the first model's predictions are kept there"
+            raise InputError(f"{where}: cannot be written ({why}); make room, set TMPDIR, or use fewer --tokens") from error
+
+    def rewind(self) -> None:
+        """Read from the first row on."""
+        self._file.seek(0)
+
+    def take(self, count: int) -> Tensor:
+        """Read the next ``count`` rows."""
+        rows = torch.empty(count, self._vocab, dtype=self._dtype)
+        self._file.readinto(raw_bytes(rows))  # type: ignore[attr-defined]
+        return rows

@@ -1,0 +1,92 @@
+"""A reference is read as it was written, to the last bit, and no damage to its file goes unseen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from gpt2.comparison.reference_file import ReferenceWriter, about_of, read_reference
+from gpt2.errors import CheckpointError, InputError
+from gpt2.measure.windows import RowWindows, Windows
+
+IDS = torch.arange(40) % 23
+ABOUT = {"side": {"name": "a"}}
+
+
+def logits(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn(39, 24, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+
+
+def write(path: Path, rows: torch.Tensor, top: int = 0, windows: Windows | None = None) -> Path:
+    lengths = torch.arange(23) + 1
+    writer = ReferenceWriter(path, ABOUT, IDS, windows or Windows(16), 23, top=top, token_bytes=lengths)
+    with writer.open():
+        for part in rows.split(7):
+            writer.add(part)
+    return path
+
+
+def stop(writer: ReferenceWriter) -> None:
+    writer.add(logits()[:3])
+    raise KeyboardInterrupt
+
+
+def read_all(path: Path) -> object:
+    reference = read_reference(path)
+    return list(reference.blocks()) if reference.whole else reference.top()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_all_logits_come_back_to_the_last_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A reference that rounds makes a model differ from itself; the padding of the vocabulary is not kept."""
+    reference = read_reference(write(tmp_path / "a.safetensors", logits(dtype)))
+    assert torch.equal(torch.cat(list(reference.blocks())), logits(dtype)[:, :23])
+    assert reference.ids.tolist() == IDS.tolist()
+    assert (reference.windows, reference.vocab, reference.about["side"]) == (Windows(16), 23, {"name": "a"})
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_the_likeliest_tokens_and_the_rest_are_all_of_it(tmp_path: Path) -> None:
+    """A tail that does not add up to 1 makes every bound on KL wrong."""
+    windows = RowWindows(9, skipped=2)
+    rows = logits()[: sum(span.end - span.first for span in windows.of(40))]
+    reference = read_reference(write(tmp_path / "a.safetensors", rows, top=4, windows=windows))
+    assert reference.windows == windows
+    top, exact = reference.top(), rows[:, :23].double().log_softmax(-1)
+    assert torch.equal(top["top_ids"].long(), exact.topk(4).indices)
+    torch.testing.assert_close(top["top_logp"], exact.topk(4).values, rtol=0, atol=1e-13)
+    assert (top["top_logp"].exp().sum(1) + top["rest"] - 1).abs().max() < 1e-14
+    targets = torch.cat([IDS[span.first + 1 : span.end + 1] for span in windows.of(40)])
+    assert torch.equal(top["target_logp"], exact.gather(1, targets[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("top", [0, 4])
+def test_no_flipped_byte_goes_unseen(tmp_path: Path, top: int) -> None:
+    """safetensors has no checksum: a flipped bit years later would be a difference of the model."""
+    path = write(tmp_path / "a.safetensors", logits(), top=top)
+    whole = path.read_bytes()
+    for at in range(9, len(whole), 41 if top else 101):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        if whole[at - 20 : at + 20].find(b'"format":"pt"') < 0:  # which no reader needs
+            with pytest.raises(CheckpointError):
+                read_all(path)
+    path.write_bytes(whole[:-3])
+    with pytest.raises(CheckpointError, match="where its header says"):
+        read_reference(path)
+
+
+def test_a_foreign_file_and_a_failed_run(tmp_path: Path) -> None:
+    """Half of a reference must not lie under its name, and weights are not a reference."""
+    save_file({"wte": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    assert about_of(tmp_path / "model.safetensors") is None
+    with pytest.raises(CheckpointError, match="is not a reference"):
+        read_reference(tmp_path / "model.safetensors")
+    writer = ReferenceWriter(tmp_path / "b.safetensors", ABOUT, IDS, Windows(16), 23)
+    with pytest.raises(KeyboardInterrupt), writer.open():
+        stop(writer)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    with pytest.raises(InputError, match="cannot be written"):
+        write(tmp_path / "none" / "a.safetensors", logits())
