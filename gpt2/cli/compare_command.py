@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Status, add_offline, require_writable, save_page, say, seed, write_result
+from gpt2.cli.common import Status, add_offline, require_writable, save_page, say, seed, size, write_result
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
     from gpt2.comparison.results import Comparison
+    from gpt2.comparison.saving import Keep
 
 HELP = "measure how two models differ, from weights to words"
 EXAMPLES = """\
@@ -24,6 +25,8 @@ EXAMPLES = """\
   gpt2 compare out/step-1000 out/step-2000 --on my.txt --json -
   gpt2 compare shakespeare-mini shakespeare-mini:int8 --blame --tokens 200      which parts carry the difference
   gpt2 compare shakespeare-mini --noise --tokens 200         how far rounding alone moves the logits, and which tokens hang on it
+  gpt2 compare shakespeare-mini --save ref.safetensors       keep what it shows; later, or on another machine:
+  gpt2 compare trace:ref.safetensors out/macbeth/best
   gpt2 compare gpt2 ./quantised --fail-if 'kl>1e-3' --fail-if 'same_top<0.98' --junit gpt2.xml      in a build
 
 METRIC of --fail-if: kl, kl_max, js (nats a token), same_top (a fraction), perplexity_ratio (B over A), weights (norm of the
@@ -65,6 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--noise", action="store_true", help="run only A, in other batches, caches, kernels and dtypes: what rounding makes of it"
     )
+    parser.add_argument("--save", metavar="FILE", help="keep what A shows on the text, for a side trace:FILE (.safetensors)")
+    parser.add_argument(
+        "--save-top",
+        type=int,
+        default=0,
+        metavar="K",
+        help="keep only the K likeliest tokens of each place; KL is then bounded",
+    )
+    parser.add_argument("--save-activations", action="store_true", help="keep the activations of the first 256 tokens too")
     parser.add_argument("--attention", metavar="TEXT", help="compare only the attention of each head on TEXT")
     parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page (with --attention also .png)")
 
@@ -72,23 +84,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.threshold >= 0:
         raise InputError(f"--threshold {args.threshold}: give a number from 0 up, such as 1e-3")
+    if args.save is None and (args.save_top or args.save_activations):
+        raise InputError("--save-top and --save-activations say what --save keeps; add --save FILE")
     if args.noise:
         return _noise(args)
-    if args.b is None and args.attention is None:
+    if args.b is None and args.attention is None and args.save is None:
         raise InputError(f"compare needs a second model, such as hf/{args.a}, or --attention TEXT")
     if args.attention is not None:
         if unused := [name for name in DEFAULTS if getattr(args, name) != DEFAULTS[name]]:
             raise InputError(f"--{unused[0]} has no effect with --attention, which has a text of its own; leave it out")
         if args.blame:
             raise InputError("--blame has no effect with --attention, which measures only attention; leave it out")
-        if args.fail_if or args.junit:
-            raise InputError("--fail-if and --junit have no effect with --attention, which measures none of their metrics")
+        if args.fail_if or args.junit or args.save:
+            raise InputError("--fail-if, --junit and --save have no effect with --attention, which measures nothing else")
         return _attention(args)
     from gpt2.cli.terminal import Terminal
     from gpt2.comparison.gates import Gate
     from gpt2.comparison.pair import compare
     from gpt2.measure.allocator import keep_freed_memory
 
+    keep = _keep(args)
+    if args.b is None:
+        return _save(args, keep)
     if args.junit and not args.fail_if:
         raise InputError("--junit reports what --fail-if found; add a --fail-if, such as --fail-if 'kl>1e-3'")
     require_writable("--junit", args.junit)
@@ -96,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
     keep_freed_memory()
     with Status() as status:
         options = {name: getattr(args, name) for name in (*DEFAULTS, "offline", "blame")}
-        result = compare(args.a, args.b, **options, progress=status)
+        result = compare(args.a, args.b, **options, save=keep, progress=status)
+    _say_saved(keep)
     not_measured = None
     try:
         result = replace(result, gates=tuple(gate.judge(result) for gate in gates))
@@ -133,6 +151,7 @@ def _noise(args: argparse.Namespace) -> int:
     from gpt2.comparison.noise import measure_noise
 
     others = {"B": args.b, "--attention": args.attention, "--blame": args.blame, "--fail-if": args.fail_if, "--junit": args.junit}
+    others |= {"--save": args.save}
     if given := next((name for name, value in others.items() if value), None):
         raise InputError(f"--noise runs one model against itself, without {given}; leave it out")
     if args.threshold != DEFAULTS["threshold"]:
@@ -142,6 +161,36 @@ def _noise(args: argparse.Namespace) -> int:
     save_page(args.html, found.save_html)
     write_result(args.json, found.to_json, lambda: found.print(Terminal()))
     return 0
+
+
+def _keep(args: argparse.Namespace) -> "Keep | None":
+    """Return what --save asks for. Raises InputError: it cannot be written."""
+    from gpt2.comparison.saving import Keep
+
+    if args.save is None:
+        return None
+    require_writable("--save", args.save)
+    return Keep(Path(args.save), args.save_top, args.save_activations)
+
+
+def _save(args: argparse.Namespace, keep: "Keep | None") -> int:
+    """Save one side; nothing is compared."""
+    from gpt2.comparison.saving import save_reference
+
+    if args.fail_if or args.html or args.json or args.blame or args.threshold != DEFAULTS["threshold"]:
+        raise InputError("a single model is saved, not compared; leave out --fail-if, --html, --json, --blame and --threshold")
+    assert keep is not None
+    with Status() as status:
+        options = {name: getattr(args, name) for name in ("on", "tokens", "seed", "offline")}
+        save_reference(args.a, keep, **options, progress=status)
+    _say_saved(keep)
+    return 0
+
+
+def _say_saved(keep: "Keep | None") -> None:
+    if keep is not None:
+        what = f"the {keep.top} likeliest tokens of each place" if keep.top else "all logits; --save-top 100 keeps less"
+        print(f"wrote {keep.path}: {size(keep.path.stat().st_size)}, {what}", file=sys.stderr)
 
 
 def _attention(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2.comparison import plots
 from gpt2.comparison.bar_plots import part_bars
+from gpt2.comparison.sides.trace_side import TRACE_PREFIX
 from gpt2.measure.metrics import MAX_JS
 from gpt2.pages import drawing
 from gpt2.pages.rendering import number, percent, render, short_names, visible
@@ -118,9 +119,10 @@ def ratio_form(ratio: float) -> str:
 def command(comparison: Comparison) -> str:
     """Return the command that makes this page again."""
     parts = ["gpt2", "compare", comparison.a.name, comparison.b.name]
-    if comparison.text.sha256:
-        parts += ["--on", comparison.text.name]
-    parts += ["--tokens", str(comparison.text.tokens), "--seed", str(comparison.seed)]
+    if not any(side.name.startswith(TRACE_PREFIX) for side in (comparison.a, comparison.b)):  # which hold their own text
+        parts += ["--on", comparison.text.name] if comparison.text.sha256 else []
+        parts += ["--tokens", str(comparison.text.tokens)]
+    parts += ["--seed", str(comparison.seed)]
     if comparison.activations is not None:
         parts += ["--threshold", f"{comparison.activations.threshold:g}"]
     parts += ["--blame"] if comparison.blame is not None else []

@@ -21,7 +21,9 @@ from gpt2.comparison.blame_result import Blame
 from gpt2.comparison.compatibility import compatibility, require_same_function
 from gpt2.comparison.distributions import Distributions, summarise
 from gpt2.comparison.floor import Floor, measure_floor
-from gpt2.comparison.results import Comparison, Numerics, Scored
+from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage, token_bytes
+from gpt2.comparison.results import Comparison, Numerics
+from gpt2.comparison.saving import Keep, saving
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
 from gpt2.comparison.sides.opening import open_side
 from gpt2.comparison.sides.side import Running, Shown, Side
@@ -32,15 +34,13 @@ from gpt2.errors import InputError
 from gpt2.measure.last_words import LastWords, last_words_change, score_last_words
 from gpt2.measure.metrics import LanguageScore, Logits, Progress, language_score, relative_error, silent
 from gpt2.measure.per_token import measure_pair
-from gpt2.measure.texts import RUNNING, Text, open_text
+from gpt2.measure.texts import Text
 from gpt2.measure.tracing import trace_blocks
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2, eager_attention, sdpa_attention
 from gpt2.pages.reports import dtype_label, environment
 
-TOKENS = 8192  # tokens of the text, by default
 TRACED = 256  # tokens for the comparison of activations
-DEFAULT_CONTEXT = 1024  # where no side tells how many positions it has
 
 
 def compare(
@@ -54,6 +54,7 @@ def compare(
     dtype: str | None = None,
     offline: bool = False,
     blame: bool = False,
+    save: Keep | None = None,
     progress: Progress = silent,
 ) -> Comparison:
     """Compare two models by name: weights, activations, distributions over a text, and generated words.
@@ -70,6 +71,7 @@ def compare(
         seed: seeds the bootstrap, sampled continuations, and random ids if neither model has a tokenizer.
         dtype: the dtype of a model whose name gives none; default: as stored.
         blame: also put parts of b into a and measure what each carries, for models of one shape (:mod:`gpt2.comparison.blame`).
+        save: keep what ``a`` shows in a file, for the side ``trace:FILE``.
 
     Raises:
         InputError: no such model or text.
@@ -82,11 +84,8 @@ def compare(
     compatible = replace(compatible, impossible=_not_shown(sides) | compatible.impossible)
     if blame:
         require_same_function(compatible)
-    text = open_text(on, offline=offline) if any(tokenizers) else None
-    windows = (text.protocol if text else RUNNING).windows(_fewest_positions(sides))
-    if tokens is None:
-        tokens = 0 if windows.guide else TOKENS
-    ids = _ids(text, tokenizers[0] or tokenizers[1], sides, tokens, seed)
+    passage = open_passage(on, tokens, sides, tokenizers, seed, offline=offline)
+    ids, windows, text = passage.ids, passage.windows, passage.text
     weights = None if "weights" in compatible.impossible else _weights(sides, progress)
     activations = numerics = distributions = words = None
     alone: tuple[LanguageScore, ...] = ()
@@ -107,19 +106,23 @@ def compare(
                 numerics = _numerics(sides, running, start, progress)
         own = [_Loaded(*each) for each in zip(sides, running, tokenizers, strict=True)]
         if "distributions" not in compatible.impossible:
-            distributions, words = _distributions(own, ids, windows, seed, progress)
+            kept = running[0].logits
+            if save is not None:
+                kept = stack.enter_context(saving(save, sides[0], running[0], tokenizers[0], passage))
+            distributions, words = _distributions(own, kept, passage, seed, progress)
+        elif save is not None:
+            raise InputError(f"{a}: was not run over the text beside {b}, so it is not saved; save it alone")
         elif text is not None and not compatible.vocabularies.comparable:
             alone = _alone(own, text, ids)
         last_words = _last_words(own, text.passages, seed, progress) if text is not None and text.passages else None
         floor = None if distributions is None else _floor(own, ids, progress)
     blamed = _blame(own, ids, windows, seed, progress) if blame else None
     env = environment(side.dtype for side in sides if side.dtype is not None)
-    name, sha256, protocol = (text.name, text.sha256, text.protocol.description) if text else ("random ids", "", "")
     return Comparison(
         a=sides[0].describe(env.versions),
         b=sides[1].describe(env.versions),
         compatibility=compatible,
-        text=Scored(name, sha256, len(ids), windows.context, windows.step, protocol),
+        text=passage.scored,
         weights=weights,
         activations=activations,
         distributions=distributions,
@@ -154,10 +157,6 @@ def _not_shown(sides: tuple[Side, Side]) -> dict[str, str]:
     return {part: f"{few[0].name} shows only {' and '.join(sorted(few[0].shows))}" for part, few in missing.items() if few}
 
 
-def _fewest_positions(sides: tuple[Side, Side]) -> int:
-    return min((side.n_positions for side in sides if side.n_positions is not None), default=DEFAULT_CONTEXT)
-
-
 def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | None:
     if not (isinstance(sides[0], CheckpointSide) and isinstance(sides[1], CheckpointSide)):
         return None
@@ -189,28 +188,29 @@ def _numerics(sides: tuple[Side, Side], running: tuple[Running, Running], ids: T
 
 
 def _distributions(
-    pair: list[_Loaded], ids: Tensor, windows: Windows, seed: int, progress: Progress
+    pair: list[_Loaded], logits_a: Logits, passage: Passage, seed: int, progress: Progress
 ) -> tuple[Distributions, Words | None]:
     """Compare both models' predictions after each token; with a tokenizer, also as words."""
     a, b = pair
     tokenizer = a.tokenizer or b.tokenizer
     vocab = _vocabulary(pair)
-    measured = measure_pair(a.logits, b.logits, ids, windows, vocab=vocab, progress=progress)
+    measured = measure_pair(logits_a, b.logits, passage.ids, passage.windows, vocab=vocab, progress=progress)
     if tokenizer is None:
-        return summarise(measured, torch.ones(vocab, dtype=torch.int64), seed=seed), None
-    recorded = any(each.side.recorded_ids is not None for each in pair)
+        lengths = passage.recording and passage.recording.token_bytes
+        return summarise(measured, torch.ones(vocab, dtype=torch.int64) if lengths is None else lengths, seed=seed), None
+    recorded = passage.recording is not None
     words = compare_words(
         a.logits,
         b.logits,
         tokenizer,
         measured,
-        ids,
-        context=windows.context,
+        passage.ids,
+        context=passage.windows.context,
         seed=seed,
         recorded=recorded,
         progress=progress,
     )
-    return summarise(measured, _token_bytes(tokenizer)[:vocab], seed=seed), words
+    return summarise(measured, token_bytes(tokenizer)[:vocab], seed=seed), words
 
 
 def _vocabulary(pair: list[_Loaded]) -> int:
@@ -243,18 +243,18 @@ def _floor(pair: list[_Loaded], ids: Tensor, progress: Progress) -> Floor | None
 def _alone(pair: list[_Loaded], text: Text, ids: Tensor) -> tuple[LanguageScore, ...]:
     """Return each model's loss on the same passage, in tokens of its own tokenizer."""
     tokenizers = [each.tokenizer for each in pair if each.tokenizer is not None]
-    passage = tokenizers[0].decode(ids.tolist())
+    words = tokenizers[0].decode(ids.tolist())
     scores = []
     for each, tokenizer in zip(pair, tokenizers, strict=True):
-        own = torch.tensor(tokenizer.encode(passage))
+        own = torch.tensor(tokenizer.encode(words))
         windows = text.protocol.windows(each.side.n_positions or DEFAULT_CONTEXT)
-        scores.append(language_score(each.logits, own, _token_bytes(tokenizer), windows, vocab=tokenizer.n_vocab))
+        scores.append(language_score(each.logits, own, token_bytes(tokenizer), windows, vocab=tokenizer.n_vocab))
     return tuple(scores)
 
 
 def _last_words(pair: list[_Loaded], passages: Sequence[str], seed: int, progress: Progress) -> LastWords | None:
     """Score the last word of each passage, if both models have tokenizers."""
-    runs = all(Shown.LOGITS in each.side.shows and each.side.recorded_ids is None for each in pair)
+    runs = all(Shown.LOGITS in each.side.shows and each.side.recording is None for each in pair)
     if not runs or any(each.tokenizer is None for each in pair):
         return None
     a, b = (
@@ -270,25 +270,3 @@ def _last_words(pair: list[_Loaded], passages: Sequence[str], seed: int, progres
         if each.tokenizer is not None
     )
     return LastWords(a, b, last_words_change(a, b, seed=seed))
-
-
-def _ids(text: Text | None, tokenizer: Tokenizer | None, sides: tuple[Side, Side], tokens: int, seed: int) -> Tensor:
-    if tokens < 0 or tokens == 1:
-        raise InputError(f"{tokens} tokens are too few to predict one from another; give 2 or more, or 0 for all of the text")
-    recorded = next((side.recorded_ids for side in sides if side.recorded_ids is not None), None)
-    if recorded is not None:
-        return recorded[: tokens or None].long()
-    if text is None or tokenizer is None:
-        vocab = min((side.vocab_size for side in sides if side.vocab_size is not None), default=0)
-        if not vocab:
-            raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; compare it with a model that has one")
-        return torch.randint(vocab, (tokens or TOKENS,), generator=torch.Generator().manual_seed(seed))
-    ids = tokenizer.encode(text.text)[: tokens or None]
-    if len(ids) < 2:
-        raise InputError(f"{text.name}: the text is {len(ids)} tokens, too few to predict one from another; give a longer text")
-    return torch.tensor(ids)
-
-
-def _token_bytes(tokenizer: Tokenizer) -> Tensor:
-    """Return the length of each token in bytes, (V,)."""
-    return torch.tensor([len(tokenizer.token_bytes(index)) for index in range(tokenizer.n_vocab)])

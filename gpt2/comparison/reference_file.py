@@ -216,7 +216,7 @@ def read_reference(path: Path) -> Reference:
             raise ValueError("is not a reference")
         small = {n: file.read(n) for n in file.entries if n in ("ids", "token_bytes") or n.startswith(ACTIVATION)}
         if checksum(small) != about["checked"]:
-            raise ValueError("the checksum of its ids is wrong")
+            raise ValueError("the checksum of its ids or activations is wrong")
         kind = RowWindows if "skipped" in about["windows"] else Windows
         windows, ids, vocab = kind(**about["windows"]), small["ids"].long(), int(about["vocab"])
         scored = sum(span.end - span.first for span in windows.of(len(ids)))

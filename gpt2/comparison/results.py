@@ -110,8 +110,9 @@ class Comparison(Printed):
 
     @property
     def bits_per(self) -> str:
-        """The unit of bits per byte; random ids have no bytes, so their unit is the token."""
-        return "bits per byte" if self.text.sha256 else "bits per token"
+        """The unit of bits per byte; ids without a tokenizer have no bytes, so their unit is the token."""
+        known = self.text.sha256 or any(score.bytes != score.tokens for score in self.scores)
+        return "bits per byte" if known else "bits per token"
 
     @property
     def above_floor(self) -> str:

@@ -16,6 +16,7 @@ from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.tracing import Recorded
+from gpt2.measure.windows import Windows
 
 
 class Shown(StrEnum):
@@ -38,6 +39,30 @@ class Top:
     target: Tensor  # (N,) log-probability of the text's own next token
     ids: Tensor  # (N, k) distinct ids, likeliest first
     logp: Tensor  # (N, k) their log-probabilities
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """The only text that a recorded side can be asked about."""
+
+    ids: Tensor  # (N,) int64
+    windows: Windows
+    text: str  # its name
+    sha256: str  # of the text, "" where it is unknown
+    told: str  # the protocol in words
+    tokenizer: str | None  # the fingerprint of the tokenizer, where it is known
+    vocab: int
+    lengths: Tensor | None  # (M,) bytes of each scored token, where they are known
+
+    @property
+    def token_bytes(self) -> Tensor | None:
+        """(V,) the length of each token that is scored; None where lengths are unknown."""
+        if self.lengths is None or not bool(self.lengths.any()):
+            return None
+        spans = self.windows.of(len(self.ids))
+        table = torch.zeros(self.vocab, dtype=torch.int64)
+        table[torch.cat([self.ids[span.first + 1 : span.end + 1] for span in spans])] = self.lengths
+        return table
 
 
 class Running:
@@ -67,7 +92,7 @@ class Side(ABC):
     shows: frozenset[Shown]
     config: GPT2Config | None = None
     dtype: torch.dtype | None = None  # in which it runs, where torch has that dtype
-    recorded_ids: Tensor | None = None  # (N,) of a recording, which can be asked about no other text
+    recording: Recording | None = None  # of a side that can be asked about no other text
 
     @property
     def n_positions(self) -> int | None:

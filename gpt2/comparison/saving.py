@@ -1,0 +1,118 @@
+"""Keep what a side shows: ``gpt2 compare A --save FILE``, alone or while it is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpt2.comparison.passage import Passage, open_passage, token_bytes
+from gpt2.comparison.reference_file import ReferenceWriter
+from gpt2.comparison.sides.opening import open_side
+from gpt2.comparison.sides.side import Running, Shown, Side
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError
+from gpt2.measure.metrics import Logits, Progress, silent
+from gpt2.pages.reports import environment
+
+TRACED = 256  # tokens whose activations are kept
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Where and what to save: all logits, or with ``top`` those of so many likeliest tokens; ``activations`` on request."""
+
+    path: Path
+    top: int = 0
+    activations: bool = False
+
+    def __post_init__(self) -> None:
+        if self.path.suffix != ".safetensors":
+            raise InputError(f"--save {self.path}: a reference is a safetensors file; give a name that ends in .safetensors")
+        if self.top < 0:
+            raise InputError(f"--save-top {self.top}: give the number of likeliest tokens to keep, such as 100")
+
+
+def save_reference(
+    name: str,
+    keep: Keep,
+    *,
+    on: str | None = None,
+    tokens: int | None = None,
+    seed: int = 0,
+    dtype: str | None = None,
+    offline: bool = False,
+    progress: Progress = silent,
+) -> Path:
+    """Run one side over a text, and write what it shows; the options are those of :func:`gpt2.compare`.
+
+    Raises InputError: no such side or text, a side that shows no logits, or the file cannot be written.
+    """
+    side = open_side(name, offline=offline, dtype=dtype)
+    tokenizer = side.tokenizer()
+    passage = open_passage(on, tokens, [side], [tokenizer], seed, offline=offline)
+    with side.running() as running, saving(keep, side, running, tokenizer, passage) as logits:
+        run_over(logits, passage, lambda done: progress(f"{name}: {done:,} of {len(passage.ids) - 1:,} tokens"))
+    return keep.path
+
+
+@torch.inference_mode()
+def run_over(logits: Logits, passage: Passage, progress: object) -> None:
+    """Run a model over a text's windows, for what keeps its logits."""
+    done = 0
+    for inputs, group in passage.windows.batches(passage.ids):
+        logits(inputs)
+        done += sum(span.end - span.first for span in group)
+        if callable(progress):
+            progress(done)
+
+
+@contextmanager
+def saving(keep: Keep, side: Side, running: Running, tokenizer: Tokenizer | None, passage: Passage) -> Iterator[Logits]:
+    """Return the side's ``logits``, which must be asked for the passage's windows in order, and which keeps them in a file.
+
+    Raises InputError: the side shows no logits, or no activations where they are asked for.
+    """
+    if Shown.LOGITS not in side.shows:
+        raise InputError(f"{side.name}: shows no logits, so they cannot be saved; leave --save out")
+    activations: dict[str, Tensor] = {}
+    if keep.activations:
+        if Shown.ACTIVATIONS not in side.shows:
+            raise InputError(f"{side.name}: shows no activations; leave --save-activations out")
+        start = passage.ids[None, : min(passage.windows.context, TRACED)]
+        activations = {name: tensor for block in running.blocks(start) for name, tensor in block.items()}
+    sizes = [side.vocab_size, tokenizer and tokenizer.n_vocab]
+    vocab = min(size for size in sizes if size is not None)
+    env = environment([] if side.dtype is None else [side.dtype])
+    about = {
+        "side": asdict(side.describe(env.versions)),
+        "text": asdict(passage.scored),
+        "tokenizer": tokenizer.fingerprint if tokenizer else None,
+        "environment": env,
+    }
+    lengths = token_bytes(tokenizer) if tokenizer else None
+    writer = ReferenceWriter(
+        keep.path,
+        about,
+        passage.ids,
+        passage.windows,
+        vocab,
+        top=keep.top,
+        token_bytes=lengths,
+        activations=activations,
+    )
+    spans = passage.windows.of(len(passage.ids))
+
+    def kept(ids: Tensor) -> Tensor:
+        output = running.logits(ids)
+        for row in output:
+            span = next(spans)
+            writer.add(row[span.first - span.start :])
+        return output
+
+    with writer.open():
+        yield kept

@@ -1,0 +1,239 @@
+"""The side ``trace:FILE``: what another side showed, read from a reference, a ``gpt2 trace``, or llama.cpp's KL base file."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt2.comparison.llama_base import is_llama_base, read_llama_base
+from gpt2.comparison.reference_file import FORMAT, about_of, read_reference
+from gpt2.comparison.results import Model
+from gpt2.comparison.sides.side import Recording, Running, Shown, Side, Top
+from gpt2.config import GPT2Config
+from gpt2.data import Tokenizer
+from gpt2.errors import CheckpointError, InputError
+from gpt2.measure import dumps
+from gpt2.measure.tracing import Recorded, layer_of, points
+from gpt2.measure.windows import RowWindows, Window
+
+TRACE_PREFIX = "trace:"
+TRACE_FORMAT = "gpt2-toolkit trace"
+MAX_SIZE = 1 << 20  # ids and positions of a dump that does not tell its model's
+LLMC_VOCABULARY = 50257  # llm.c's debug state does not tell it
+
+Rows = Callable[[], Iterator[Tensor]]  # the scored tokens' logits (R, V), some at a time, from the first on
+
+
+@dataclass(frozen=True, eq=False)
+class TraceSide(Side):
+    """A recording: it shows what its file holds, on the text that it was made with."""
+
+    name: str
+    shows: frozenset[Shown]
+    model: Model
+    rows: Rows | None  # None: only the likeliest tokens are known
+    likeliest: Callable[[], Top] | None
+    activations: Mapping[str, Tensor]  # of the first row, (1, T, ...)
+    recording: Recording = field()  # never None here
+    config: GPT2Config | None = None
+
+    @classmethod
+    def open(cls, name: str) -> TraceSide:
+        """Open ``trace:FILE``. Raises InputError, CheckpointError: nothing there, damaged, or nothing that can be compared."""
+        path = Path(name.removeprefix(TRACE_PREFIX)).expanduser()
+        if not path.exists():
+            raise InputError(f"{name}: no such file; give one that gpt2 compare --save, gpt2 trace or llama.cpp wrote")
+        if path.is_file() and is_llama_base(path):
+            return cls._llama_base(name, path)
+        if path.suffix == ".safetensors" and (about := about_of(path)) is not None and about["format"] == FORMAT:
+            return cls._reference(name, path)
+        return cls._trace(name, path)
+
+    @classmethod
+    def _reference(cls, name: str, path: Path) -> TraceSide:
+        reference = read_reference(path)
+        about, side, text = reference.about, reference.about["side"], reference.about["text"]
+        lengths = reference.file.read("token_bytes").long()
+        known = text["name"], text["sha256"], text["told"], about["tokenizer"]
+        recording = Recording(reference.ids, reference.windows, *known, reference.vocab, lengths)
+        how = f"{side['implementation']}, saved by gpt2-toolkit {about['version']}"
+        parts = {field.name: side.get(field.name) for field in dataclasses.fields(Model)}
+        model = Model(**{**parts, "name": name, "implementation": how, "official": None})
+        config = GPT2Config(**side["config"]) if side["config"] else None
+        activations = reference.activations
+        shows = {Shown.LOGITS if reference.whole else Shown.TOP} | ({Shown.ACTIVATIONS} if activations else set())
+
+        def likeliest() -> Top:
+            top = reference.top()
+            return Top(top["target_logp"], top["top_ids"].long(), top["top_logp"])
+
+        rows = reference.blocks if reference.whole else None
+        return cls(name, frozenset(shows), model, rows, None if rows else likeliest, activations, recording, config)
+
+    @classmethod
+    def _llama_base(cls, name: str, path: Path) -> TraceSide:
+        base = read_llama_base(path)
+        recording = Recording(base.ids, base.windows, path.name, "", "the second half of each chunk", None, base.vocab, None)
+        how = "llama.cpp --kl-divergence-base: log-probabilities in 16 bits, e^-16 of the largest at least"
+        model = Model(name, how, "", None, None, {}, {})
+        return cls(name, frozenset({Shown.LOGITS}), model, base.blocks, None, {}, recording)
+
+    @classmethod
+    def _trace(cls, name: str, path: Path) -> TraceSide:
+        about = _about(path)
+        config = None if about is None else GPT2Config(**about["config"])
+        if path.suffix == ".bin":
+            shape = GPT2Config(vocab_size=LLMC_VOCABULARY, n_positions=MAX_SIZE)
+        else:
+            shape = config or GPT2Config(vocab_size=MAX_SIZE, n_positions=MAX_SIZE)
+        dump = dumps.read(path, shape)
+        logits = dump.arrays.get("logits")
+        batch, tokens = dump.ids.shape
+        if logits is None or logits.shape not in ((batch, tokens, logits.size(-1)), (tokens, logits.size(-1))):
+            raise InputError(f"{path}: holds no array named logits for its {batch} x {tokens} ids; write it with gpt2 trace")
+        if tokens < 2:
+            raise InputError(f"{path}: has rows of one token, so none is predicted; trace longer rows")
+        vocab, rows = logits.size(-1), logits.reshape(batch, tokens, -1)
+        if int(dump.ids.max()) >= vocab:
+            raise InputError(f"{path}: holds the id {int(dump.ids.max())} and logits of {vocab:,} ids; write it again")
+        text = str((about or {}).get("ids_from", path.name))
+        told = "every token of a row but its first; each row is run alone"
+        recording = Recording(dump.ids.flatten(), RowWindows(tokens - 1), text, "", told, None, vocab, None)
+        how = f"gpt2 trace {about['version']}, computed in float64" if about else "a program that wrote its logits"
+        described = about or {"revision": None, "stored": "", "files": {}}
+        parameters = config.num_parameters() if config else None
+        fields = dataclasses.asdict(config) if config else {}
+        model = Model(name, how, described["stored"], described["revision"], parameters, fields, dict(described["files"]))
+        wanted = points(config.n_layer) if config else []
+        traced = {point: dump.arrays[point][:1] for point in wanted if point in dump.arrays}
+        traced = traced if wanted and len(traced) == len(wanted) else {}
+        shows = frozenset({Shown.LOGITS, *([Shown.ACTIVATIONS] if traced else [])})
+        return cls(name, shows, model, lambda: iter(rows[:, :-1]), None, traced, recording, config)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.recording.vocab
+
+    @contextmanager
+    def running(self) -> Iterator[Replay]:
+        yield Replay(self)
+
+    def tokenizer(self) -> Tokenizer | None:
+        return None
+
+    def describe(self, versions: dict[str, str]) -> Model:
+        return self.model
+
+
+class Replay(Running):
+    """A recording in use: it answers when it is asked for its own windows, in their order."""
+
+    def __init__(self, side: TraceSide) -> None:
+        self._side, self._spans = side, iter(())  # type: tuple[TraceSide, Iterator[Window]]
+        self._rows: Iterator[Tensor] = iter(())
+        self._held = torch.empty(0)
+        self._top: Top | None = None
+        self._place = 0
+
+    def _restart(self) -> None:
+        recording = self._side.recording
+        self._spans, self._held, self._place = recording.windows.of(len(recording.ids)), torch.empty(0), 0
+        self._rows = self._side.rows() if self._side.rows else iter(())
+
+    def _next(self, inputs: Tensor) -> Window:
+        """Return the next window, from the first one on after the last. Raises InputError: it is asked for another text."""
+        span = next(self._spans, None)
+        if span is None:
+            self._restart()
+            span = next(self._spans)
+        if not torch.equal(inputs.cpu().long(), self._side.recording.ids[span.start : span.end]):
+            raise InputError(f"{self._side.name}: a recording answers for its own text only; compare it without another")
+        return span
+
+    def _take(self, count: int) -> Tensor:
+        while len(self._held) < count:
+            more = next(self._rows)
+            self._held = torch.cat((self._held, more)) if len(self._held) else more
+        taken, self._held = self._held[:count], self._held[count:]
+        return taken
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Return logits (B, T, V); the ones after inputs that are not scored are 0."""
+        output: Tensor | None = None
+        for row, inputs in enumerate(ids):
+            span = self._next(inputs)
+            rows = self._take(span.end - span.first)
+            if output is None:
+                output = torch.zeros(*ids.shape, rows.size(1), dtype=rows.dtype)
+            output[row, span.first - span.start :] = rows
+        assert output is not None
+        return output
+
+    def top(self, ids: Tensor) -> Top:
+        span = self._next(ids[:-1])
+        if self._top is None:
+            assert self._side.likeliest is not None
+            self._top = self._side.likeliest()
+        count, before = span.end - span.first, span.first - span.start
+        part = slice(self._place, self._place + count)
+        self._place += count
+        width = self._top.ids.size(1)
+        return Top(
+            torch.cat((torch.full((before,), torch.nan, dtype=torch.float64), self._top.target[part])),
+            torch.cat((torch.full((before, width), -1), self._top.ids[part])),
+            torch.cat((torch.full((before, width), -torch.inf, dtype=torch.float64), self._top.logp[part])),
+        )
+
+    def blocks(self, ids: Tensor) -> Iterator[Recorded]:
+        """Yield the kept activations, cut to the length of ``ids`` (1, T). Raises InputError: they are of other ids."""
+        tokens, held = ids.size(1), next(iter(self._side.activations.values())).size(1)
+        if tokens > held or not torch.equal(ids[0].long(), self._side.recording.ids[:tokens]):
+            raise InputError(f"{self._side.name}: holds activations of its first {held} tokens; compare it without another text")
+        named = self._side.activations.items()
+        for _, block in itertools.groupby(named, lambda item: _block(item[0])):
+            yield {name: _cut(name, tensor, tokens) for name, tensor in block}
+
+
+def _block(point: str) -> int | str:
+    """Return which of the parts of a traced forward pass a point belongs to."""
+    layer = layer_of(point)
+    return layer if layer is not None else "head" if point in ("ln_f", "logits") else "embed"
+
+
+def _cut(name: str, tensor: Tensor, tokens: int) -> Tensor:
+    if name.endswith(("attn.scores", "attn.weights")):
+        return tensor[:, :, :tokens, :tokens]
+    return tensor[:, :tokens]
+
+
+def _about(path: Path) -> dict[str, Any] | None:
+    """Return what ``gpt2 trace`` wrote beside its arrays; None for another program's dump."""
+    try:
+        if path.suffix == ".safetensors":
+            about: Any = about_of(path)
+        elif path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                about = json.loads(arrays["about.json"].tobytes()) if "about.json" in arrays.files else None
+        else:
+            index = path / "index.json"
+            about = json.loads(index.read_bytes()) if index.is_file() else None
+    except (OSError, ValueError, KeyError, RecursionError, EOFError):
+        return None  # the arrays' reader says what is wrong
+    if not isinstance(about, dict) or about.get("format") != TRACE_FORMAT:
+        return None
+    try:
+        GPT2Config(**about["config"])
+        _ = about["version"], about["revision"], about["stored"], dict(about["files"])
+    except (KeyError, TypeError, ValueError, InputError) as error:
+        raise CheckpointError(f"{path}: what gpt2 trace wrote of itself is damaged ({error}); write it again") from None
+    return about

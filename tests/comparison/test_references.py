@@ -1,0 +1,121 @@
+"""A saved reference, a trace and llama.cpp's KL base file as sides of a comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.llama_base import write_llama_base
+from support.random_models import TEXT, write_checkpoint
+
+import gpt2
+from gpt2.cli.main import main
+from gpt2.comparison.pair import compare
+from gpt2.comparison.passage import open_passage
+from gpt2.comparison.saving import Keep, save_reference
+from gpt2.comparison.sides.opening import open_side
+from gpt2.errors import CheckpointError, InputError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("references")
+    (folder / "text.txt").write_text(TEXT)
+    write_checkpoint(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> str:
+    return str(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path, model: str) -> str:
+    keep = Keep(folder / "ref.safetensors", activations=True)
+    return f"trace:{save_reference(model, keep, on=str(folder / 'text.txt'), tokens=200)}"
+
+
+def test_a_side_equals_its_own_reference_and_another_does_not(model: str, saved: str, folder: Path) -> None:
+    """Rows that are off by one, rounded or renormalised would show as a difference; a blind comparison shows none at all."""
+    same = compare(saved, model)
+    assert same.ok
+    assert same.distributions.kl_ab.max == same.distributions.kl_ba.max == same.distributions.js.max == 0
+    assert len(same.activations.points) == 5 + 14 * 2
+    assert same.bits_per == "bits per byte"
+    alone = compare(model, f"{model}:bf16", on=str(folder / "text.txt"), tokens=200)
+    later = compare(saved, f"{model}:bf16")
+    assert later.distributions == alone.distributions  # every figure, with its interval
+    assert later.activations == alone.activations
+    assert later.distributions.kl_ab.mean.value > 0
+    assert later.text == alone.text
+    both = compare(saved, saved)  # without any tokenizer
+    assert both.distributions.a.score.bytes == alone.distributions.a.score.bytes
+    assert "trace:" in both.table(80)
+
+
+def test_saving_beside_a_comparison_is_saving_alone(model: str, folder: Path, saved: str, capsys: pytest.CaptureFixture) -> None:
+    """The forward passes are shared: a tee that loses or repeats a window would write another file."""
+    out, text = folder / "beside.safetensors", str(folder / "text.txt")
+    arguments = ["compare", model, f"{model}:bf16", "--on", text, "--tokens", "200", "--save", str(out), "--save-activations"]
+    assert main([*arguments, "--json", "-"]) == 0
+    assert out.read_bytes() == Path(saved.removeprefix("trace:")).read_bytes()
+    assert f"wrote {out}" in capsys.readouterr().err
+    assert main(["compare", model, "--on", text, "--save", str(folder / "top.safetensors"), "--save-top", "5"]) == 0
+    about = json.loads((folder / "top.safetensors").read_bytes()[8:].split(b'"about":', 1)[1].split(b'","about_crc32')[0] + b'"')
+    assert json.loads(about)["side"]["files"].keys() >= {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("form", ["t.safetensors", "t.npz", "t"])
+def test_what_gpt2_trace_wrote_is_a_side(model: str, folder: Path, tmp_path: Path, form: str) -> None:
+    """Each row of a trace is run alone: predictions across two rows, or of a row's first token, would be nonsense."""
+    gpt2.trace(model, text=str(folder / "text.txt"), tokens=20, dtype="float64").save(tmp_path / form)
+    found = compare(f"trace:{tmp_path / form}", model)
+    assert found.distributions.tokens == 4 * 19
+    assert found.distributions.kl_ab.max < 1e-10
+    assert max(point.error for point in found.activations.points) < 1e-5
+    other = compare(f"trace:{tmp_path / form}", f"{model}:bf16")
+    assert other.distributions.kl_ab.max > 1e-6
+
+
+def test_llama_cpps_base_file_is_a_side(model: str, tmp_path: Path) -> None:
+    """Its 16 bits cost less than 1e-3 nats; the second half of a chunk read as the first would cost whole nats."""
+    ids = torch.randint(200, (4, 32), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits = gpt2.load(model)(ids)
+    path = write_llama_base(tmp_path / "base.kld", ids.numpy(), logits.numpy())
+    found = compare(f"trace:{path}", model)
+    assert found.distributions.tokens == 4 * 15
+    assert found.distributions.kl_ab.max < 1e-6
+    assert found.distributions.same_top.value > 0.98
+    assert "16 bits" in found.a.implementation
+
+
+def test_a_reference_of_something_else_is_one_line(
+    model: str, saved: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Compared with another text, tokenizer or a damaged file, every figure would be wrong, with nothing to see."""
+    reference = Path(saved.removeprefix("trace:"))
+    damaged = tmp_path / "damaged.safetensors"
+    data = bytearray(reference.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    with pytest.raises(CheckpointError, match="checksum"):
+        compare(f"trace:{damaged}", model)
+    with pytest.raises(InputError, match="leave --on out"):
+        compare(saved, model, on="twelfth-night")
+    with pytest.raises(InputError, match="cannot be matched"):
+        compare(saved, "shakespeare-mini")
+    side, other = open_side(saved), gpt2.load_tokenizer("shakespeare-mini")
+    with pytest.raises(InputError, match="another tokenizer"):
+        open_passage(None, None, [side, side], [None, other], 0)
+    save_reference(model, Keep(tmp_path / "b.safetensors"), on=str(folder / "text.txt"), tokens=100)
+    with pytest.raises(InputError, match="different texts"):
+        compare(saved, f"trace:{tmp_path / 'b.safetensors'}")
+    assert main(["compare", f"trace:{damaged}", model]) == 2
+    assert main(["compare", f"trace:{folder / 'model' / 'model.safetensors'}", model]) == 2
+    assert main(["compare", "trace:none.safetensors", model]) == 2
+    assert main(["compare", model, "--save", "ref.npz"]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 4
