@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2.comparison import plots
 from gpt2.comparison.bar_plots import part_bars
-from gpt2.comparison.sides.trace_side import TRACE_PREFIX
+from gpt2.comparison.reference_file import TRACE_PREFIX
 from gpt2.measure.metrics import MAX_JS
 from gpt2.pages import drawing
 from gpt2.pages.rendering import number, percent, render, short_names, visible

@@ -40,6 +40,7 @@ from gpt2.measure.windows import RowWindows, Windows
 from gpt2.pages.reports import as_json
 
 FORMAT = "gpt2-toolkit reference"
+TRACE_PREFIX = "trace:"  # of the name of a side that was saved
 ROWS = 256  # read at a time
 ACTIVATION = "at."  # before a traced point's name
 TOP = ("top_ids", "top_logp", "target_logp", "rest")

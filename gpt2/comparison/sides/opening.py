@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from gpt2.comparison.reference_file import TRACE_PREFIX
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.side import Side
-from gpt2.comparison.sides.trace_side import TRACE_PREFIX, TraceSide
+from gpt2.comparison.sides.trace_side import TraceSide
 
 
 def open_side(name: str, *, offline: bool = False, dtype: str | None = None) -> Side:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpt2.comparison.llama_base import is_llama_base, read_llama_base
-from gpt2.comparison.reference_file import FORMAT, about_of, read_reference
+from gpt2.comparison.reference_file import FORMAT, TRACE_PREFIX, about_of, read_reference
 from gpt2.comparison.results import Model
 from gpt2.comparison.sides.side import Recording, Running, Shown, Side, Top
 from gpt2.config import GPT2Config
@@ -26,7 +26,6 @@ from gpt2.measure import dumps
 from gpt2.measure.tracing import Recorded, layer_of, points
 from gpt2.measure.windows import RowWindows, Window
 
-TRACE_PREFIX = "trace:"
 TRACE_FORMAT = "gpt2-toolkit trace"
 MAX_SIZE = 1 << 20  # ids and positions of a dump that does not tell its model's
 LLMC_VOCABULARY = 50257  # llm.c's debug state does not tell it
