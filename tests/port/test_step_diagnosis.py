@@ -49,6 +49,7 @@ RIGHT_SAMPLE = (
     "autocast with GradScaler",
     "tied by hand: gradients added, values copied",
     "update within the backward pass",
+    "a module that returns the loss alone",
     "warm-up, then cosine",
     "logits.float()",
 )

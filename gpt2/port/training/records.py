@@ -52,7 +52,7 @@ class Gradient:
     def remove(self, name: str) -> None:
         """Remove a parameter's gradient, if it has one."""
         for values in (self.samples, self.two, self.one, self.largest):
-            values.pop(name, None)  # type: ignore[attr-defined]
+            values.pop(name, None)
 
     def set(self, name: str, samples: Tensor, two: float, one: float, largest: float) -> None:
         """Write the samples and norms of one parameter."""

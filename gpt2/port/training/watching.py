@@ -19,6 +19,7 @@ from gpt2.port.training.records import Backward, Forward, Gradient, Sampler, Upd
 HALVES = (torch.float16, torch.bfloat16)
 LOSSES = {"_log_softmax", "_softmax", "logsumexp", "exp", "nll_loss_forward"}
 HANDLED = {"_to_copy", "native_dropout", "bernoulli", "bernoulli_", *RANDOM}
+PADDING = 128  # columns that are added to the vocabulary, at most
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
@@ -75,9 +76,12 @@ class Watch(StepMode):
         self._open: Update | None = None
         self._task = -1  # the autograd engine's number of the backward pass that runs
         self._stand_ins: list[Tensor] = []
+        self._head: Tensor | None = None  # the last result of a part of the module that may be the logits
 
     def __enter__(self) -> Watch:
         self._handles: list[RemovableHandle] = [self.module.register_forward_hook(self._forward, with_kwargs=True)]
+        parts = (part for part in self.module.modules() if part is not self.module)
+        self._handles += [part.register_forward_hook(self._part) for part in parts]
         for name, parameter in self.sampler.parameters.items():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_hook(self._arrival(name)))
@@ -176,9 +180,14 @@ class Watch(StepMode):
         if ids is None:
             return
         ids = _plain(ids)
+        head, self._head = self._head, None
         try:
             logits = logits_of(output, ids, self.vocabulary)
         except ValueError:
+            logits = ids.new_zeros(1)
+        if logits.shape[-1] < self.vocabulary and head is not None:  # it returns the loss alone: what its head gave
+            output, logits = head, logits_of(head, ids, self.vocabulary)
+        if not logits.is_floating_point():
             return
         named = getattr(output, "__dict__", None) or output
         every, place = tensors(dict(output) if isinstance(output, dict) else named), _plain(logits).data_ptr()
@@ -195,6 +204,11 @@ class Watch(StepMode):
                 forward.gradient = kept if forward.gradient is None else forward.gradient + kept
 
         raw.register_hook(hook)
+
+    def _part(self, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Keep what a part of the module returns, if its rows are as wide as the vocabulary, or padded."""
+        if isinstance(output, Tensor) and output.ndim > 1 and 0 <= output.shape[-1] - self.vocabulary < PADDING:
+            self._head = output
 
     def _watch_stand_ins(self) -> None:
         """Watch the tensors that ``functional_call`` puts in the parameters' places; what arrives there is their gradient."""

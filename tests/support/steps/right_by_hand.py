@@ -151,6 +151,38 @@ def in_backward(s):
     return make_step
 
 
+@right("a module that returns the loss alone", "nano", grad_accum=2)
+def loss_alone(s):
+    """In training it is called with targets, and returns no logits."""
+
+    def make_step(model):
+        forward, optimizer = model.train().forward, adamw(model, s)
+
+        def with_targets(ids, targets=None):
+            found = forward(ids)
+            if targets is None:
+                return found
+            found = found[0] if isinstance(found, tuple) else found
+            return None, F.cross_entropy(found.flatten(0, 1), targets.flatten())
+
+        model.forward = with_targets
+
+        def step(x, y):
+            optimizer.zero_grad()
+            total = 0.0
+            for ids, targets in zip(x.chunk(s.grad_accum), y.chunk(s.grad_accum), strict=True):
+                _, loss = model(ids, targets)
+                (loss / s.grad_accum).backward()
+                total += loss.item() / s.grad_accum
+            nn.utils.clip_grad_norm_(model.parameters(), s.clip)
+            optimizer.step()
+            return total
+
+        return step
+
+    return make_step
+
+
 @right("functional_call")
 def functional(s):
     def make_step(model):
