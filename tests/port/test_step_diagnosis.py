@@ -23,6 +23,7 @@ SAMPLE = (
     "loop: accumulation-summed",
     "loop: untied",
     "loop: clipped-early",
+    "loop: unclipped-at-first",
     "loop: schedule-late",
     "tutorial: summed",
     "tutorial: dropout",

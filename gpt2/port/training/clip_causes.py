@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from gpt2.port.training.causes import cause
-from gpt2.port.training.clipping import ClipReading
+from gpt2.port.training.clipping import BITES, ClipReading
 from gpt2.port.training.trained import Stage
 
-BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
 USUAL = (1.0, 0.5, 0.25, 5.0)  # norms that people clip to
 
 
@@ -45,6 +44,14 @@ def clip_stage(clip: ClipReading, wanted: float | None, odd: str) -> Stage:
         stage.notes.append(f"read off: gradients are clipped to a norm of {limit:.4g}")
     elif abs(limit / wanted - 1) > 1e-3:
         found = "clip-threshold", f"the norm is clipped to {limit:.6g}, not {wanted:g}"
+    if clip.passed:
+        detail = (
+            f"in {len(clip.passed)} of the updates norms up to {max(clip.passed):.4g} are left as they are, not in the others"
+        )
+        if wanted is None:
+            stage.notes.append(f"read off: {detail}")
+        elif wanted:
+            stage.causes.append(cause("clip-missing", "gradient", detail, evidence))
     if found is not None:
         name, detail = found
         stage.causes.append(cause(name, "gradient", detail, evidence))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpt2.port.training.records import Gradient, Watched
 
+BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
 SAME = 1e-6  # relative difference of numbers that are meant to be equal; torch adds 1e-6 to the norm before it divides
 NORMS = ("two", "largest", "one")
 
@@ -73,7 +74,7 @@ class ClipReading:
     ``factor``: what it is always multiplied by (1/scale of a GradScaler, 1/parts). ``kind``: "two", "one" or "largest" for the
     norm over all parameters, "value", "tensor", or "" where nothing is clipped; ``limit``: to what, in units of the gradient
     after ``factor``. ``largest``: the largest norm that went through. ``outliers``: parameters with another factor than the
-    rest. ``odd``: what this does not explain.
+    rest. ``odd``: what this does not explain. ``passed``: longer norms than the limit that went through as they were.
     """
 
     factor: float = 1.0
@@ -82,6 +83,7 @@ class ClipReading:
     largest: float = 0.0
     outliers: dict[str, float] = field(default_factory=dict)
     odd: tuple[str, ...] = ()
+    passed: tuple[float, ...] = ()
 
 
 def read_clipping(groups: Sequence[Sequence[Passage]], unscaled: float) -> ClipReading:
@@ -119,6 +121,9 @@ def read_clipping(groups: Sequence[Sequence[Passage]], unscaled: float) -> ClipR
         if spread < best[0] / 10:
             best = (spread, kind, max(limits))
     spread, reading.kind, reading.limit = best
+    norms = [_norm(one, reading.kind, reading.outliers) * u for one, share in zip(passages, shares, strict=True)]
+    bitten = [any(one is other for other, _ in biting) for one in passages]
+    reading.passed = tuple(norm for norm, bit in zip(norms, bitten, strict=True) if not bit and norm > BITES * reading.limit)
     if spread > 1e-3:
         reading.odd = ("the gradient",)
     return reading

@@ -96,6 +96,7 @@ MEANINGS: dict[str, Meaning] = {
     "ranks-summed": _mean("gradient", "gradient-summed gradient-scaled accumulation-not-averaged"),
     # Clipping.
     "unclipped": _mean("clip", "clip-missing"),
+    "unclipped-at-first": _mean("clip", "clip-missing"),  # in the first two steps, as in a warm-up
     "clipped-by-value": _mean("clip", "clip-by-value"),
     "clipped-by-tensor": _mean("clip", "clip-per-tensor"),
     "clipped-harder": _mean("clip", "clip-threshold"),

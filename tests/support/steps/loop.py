@@ -11,7 +11,7 @@ from support.steps.faults import words
 WORDS = words("""
     unshifted shifted-twice rolled last-missing summed smoothed temperature half-logits dropout accumulation-summed
     accumulation-halved accumulation-by-mean not-zeroed last-micro-batch untied tied-twice embedding-detached
-    block-detached positions-frozen times-batch ranks-summed unclipped clipped-by-value clipped-by-tensor
+    block-detached positions-frozen times-batch ranks-summed unclipped unclipped-at-first clipped-by-value clipped-by-tensor
     clipped-harder clipped-early clipped-by-maximum clipped-after clipped-unasked decay-on-all decay-on-norms
     decay-on-biases decay-not-on-embeddings decay-missing decay-tenth eps-1e-6 betas-swapped betas-default
     rate-doubled schedule-late schedule-early schedule-linear warmup-missing amsgrad moments-lost sgd adam
@@ -106,7 +106,7 @@ def make(has, s):
             limit = s.clip / 2 if "clipped-harder" in has else s.clip
             if "clipped-unasked" in has:
                 limit = 1.0
-            if not limit or "unclipped" in has:
+            if not limit or "unclipped" in has or ("unclipped-at-first" in has and state["it"] < 2):
                 return
             if "clipped-by-value" in has:
                 nn.utils.clip_grad_value_(parameters, limit / 100)
