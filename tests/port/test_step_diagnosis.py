@@ -25,6 +25,7 @@ SAMPLE = (
     "loop: clipped-early",
     "loop: unclipped-at-first",
     "loop: schedule-late",
+    "loop: warmup-from-zero",
     "tutorial: summed",
     "tutorial: dropout",
     "tutorial: tied-twice",
@@ -103,6 +104,18 @@ def test_a_right_step_is_equal_and_its_module_untouched():
     assert json.loads(diagnosis.to_json())["verdict"] == "equal"
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(p.grad is None and p.requires_grad and p.dtype == torch.float32 for p in module.parameters())
+
+
+@pytest.mark.slow
+def test_a_head_of_its_own_is_named_where_the_forward_pass_differs_too():
+    """The gradients are not compared then: scripts with a head of their own and another GELU were told of the GELU only."""
+    step = RIGHT_STEPS["groups, nano"]
+    module = step.module()
+    module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.detach().clone())
+    module.transformer["ln_f"].weight.data += 0.1
+    diagnosis = gpt2.diagnose_step(module, step.make_step, our_model(), settings=step.settings.overrides())
+    assert "tied-gradient-lost" in [cause.id for cause in diagnosis.causes], diagnosis.table()
+    assert any("were not compared" in note for note in diagnosis.notes)
 
 
 @pytest.mark.slow

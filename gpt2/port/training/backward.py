@@ -122,10 +122,7 @@ def backward_stage(
     dead = [name for name, (got, one) in wrong.items() if name in seen.trains and float(got.norm()) <= NOISE * whole]
     tables = [name for name, (_, one) in wrong.items() if one.head is not None and name not in (*frozen, *dead)]
     rest = [name for name in wrong if name not in (*frozen, *dead, *tables)]
-    if untied:
-        detail = "the head and the token embedding are two parameters; each gets its own gradient"
-        stage.causes.append(cause("tied-gradient-lost", "wte", detail, "they are two tensors after make_step"))
-        tables, dead = [n for n in tables if n not in untied], [n for n in dead if n not in untied]
+    tables, dead = [n for n in tables if n not in untied], [n for n in dead if n not in untied]
     positions = [name for name in (*dead, *rest) if any(part == "wpe" for _, part in roles.parts.get(name, []))]
     for name in tables:
         got, one = wrong[name]
@@ -150,6 +147,14 @@ def backward_stage(
     if rest and not dead:
         stage.causes += _scaled(rest, wrong, roles, layers, whole)
     return stage
+
+
+def untied_causes(untied: Sequence[str]) -> list[Cause]:
+    """Return the cause for a head and a token embedding that are two parameters, each with its own gradient."""
+    if len(untied) < 2:
+        return []
+    detail = f"the head and the token embedding are two parameters ({' and '.join(untied)}); each gets its own gradient"
+    return [cause("tied-gradient-lost", "wte", detail, "their values part in the step")]
 
 
 def _scaled(
@@ -182,4 +187,4 @@ def _equal(got: Tensor, right: Tensor, whole: float) -> bool:
     return _apart(got, right) <= EQUAL * float(right.nan_to_num().norm()) + NOISE * whole
 
 
-__all__ = ["accumulation_stage", "backward_stage", "first_backwards", "places", "summed"]
+__all__ = ["accumulation_stage", "backward_stage", "first_backwards", "places", "summed", "untied_causes"]

@@ -45,9 +45,7 @@ def clip_stage(clip: ClipReading, wanted: float | None, odd: str) -> Stage:
     elif abs(limit / wanted - 1) > 1e-3:
         found = "clip-threshold", f"the norm is clipped to {limit:.6g}, not {wanted:g}"
     if clip.passed:
-        detail = (
-            f"in {len(clip.passed)} of the updates norms up to {max(clip.passed):.4g} are left as they are"
-        )
+        detail = f"in {len(clip.passed)} of the updates norms up to {max(clip.passed):.4g} are left as they are"
         if wanted is None:
             stage.notes.append(f"read off: {detail}")
         elif wanted:

@@ -17,7 +17,7 @@ from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.forward import Borrowed
 from gpt2.port.recording.recorder import record_probe
-from gpt2.port.training.backward import accumulation_stage, backward_stage, first_backwards, places, summed
+from gpt2.port.training.backward import accumulation_stage, backward_stage, first_backwards, places, summed, untied_causes
 from gpt2.port.training.causes import STAGE, STAGES, cause, ranked
 from gpt2.port.training.clip_causes import clip_stage
 from gpt2.port.training.clipping import passages, read_clipping
@@ -126,6 +126,9 @@ class StepExamination:
             self._later_losses(factor)
             self._padded(factor)
         gradient = accumulation_stage([*self.calls, *self.huge])
+        gradient.causes += untied_causes(self._untied())
+        if self.roles.mapping is None or not self.forward.ok:
+            self.notes.append("your forward pass is not ours, so the gradients of your parameters were not compared with ours")
         if reading is not None and self.roles.mapping is not None and self.forward.ok:
             state = {name: tensor.detach().cpu().double() for name, tensor in self.ours.state_dict().items()}
             passes = logits_gradients(first)
@@ -181,9 +184,10 @@ class StepExamination:
             self.notes += [f"where targets are -100 (yours need not be): {one.detail} ({one.id})" for one in found]
 
     def _untied(self) -> list[str]:
-        """Return the parameters that were one tensor before make_step and are several in the step."""
+        """Return the parameters that hold the token embedding and the head, if these are two in the step."""
         names = set(self.sampler.parameters)
-        for aliases in self.roles.aliases.values():
+        own = [self.roles.names_of(part) for part in ("wte", "head")]
+        for aliases in (*self.roles.aliases.values(), [found[0] for found in own if len(found) == 1]):
             apart = [name for name in aliases if name in names]
             if len(apart) > 1:
                 return apart
@@ -213,7 +217,9 @@ class StepExamination:
             movement, self.settings, lambda names: places(names, self.roles, layers), numbers, self.calls[0].trains
         )
         stage.causes = [*self.stages["update"].causes, *stage.causes]
-        if silent and len(silent) < len(self.calls) and not self._rate_is_zero(silent):
+        if movement.rules and not movement.odd:  # parameters that are written to, and stay, have a rate of zero
+            silent = [number for number in silent if not self.calls[number].updates]
+        if silent and len(silent) < len(self.calls):
             detail = f"{len(silent)} of {len(self.calls)} calls change no parameter"
             stage.causes.append(cause("update-skipped", "optimizer", detail))
         stage.causes += self._left_out(movement)
@@ -221,9 +227,6 @@ class StepExamination:
         clip = self.clip if movement.clip is None else replace(self.clip, kind=movement.clip[0], limit=movement.clip[1])
         odd = [name for name in clip.odd if name in self.sampler.parameters]
         self.stages["clip"] = clip_stage(clip, self.settings.clip, places(odd, self.roles, layers) if odd else "the gradient")
-
-    def _rate_is_zero(self, silent: list[int]) -> bool:
-        return silent == [0] and (not self.settings.scheduled or self.settings.rate(0) == 0)
 
     def _role(self, name: str) -> str:
         return self.roles.role(name, self.sampler.parameters[name])

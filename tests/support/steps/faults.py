@@ -128,6 +128,7 @@ MEANINGS: dict[str, Meaning] = {
     "schedule-early": _mean("update", "schedule-step", **SCHEDULE),
     "schedule-linear": _mean("update", "schedule-wrong", warmup=1, steps=6, min_lr=1e-4),
     "warmup-missing": _mean("update", "schedule-wrong rate-wrong", **SCHEDULE),
+    "warmup-from-zero": _mean("update", "schedule-wrong schedule-step", **SCHEDULE),  # the first step has a rate of 0
     "amsgrad": _mean("update", "amsgrad"),
     "moments-kept": _mean("update", "momentum-kept"),  # from one make_step to the next
     "moments-lost": _mean("update", "momentum-lost"),  # a new optimizer for every step

@@ -14,7 +14,7 @@ WORDS = words("""
     block-detached positions-frozen times-batch ranks-summed unclipped unclipped-at-first clipped-by-value clipped-by-tensor
     clipped-harder clipped-early clipped-by-maximum clipped-after clipped-unasked decay-on-all decay-on-norms
     decay-on-biases decay-not-on-embeddings decay-missing decay-tenth eps-1e-6 betas-swapped betas-default
-    rate-doubled schedule-late schedule-early schedule-linear warmup-missing amsgrad moments-lost sgd adam
+    rate-doubled schedule-late schedule-early schedule-linear warmup-missing warmup-from-zero amsgrad moments-lost sgd adam
     biases-left-out head-left-out step-per-micro-batch zero-ignored
 """)
 
@@ -28,7 +28,7 @@ def make(has, s):
         if "schedule-early" in has:
             it += 1
         if it < s.warmup and "warmup-missing" not in has:
-            return s.lr * (it + 1) / s.warmup
+            return s.lr * (it if "warmup-from-zero" in has else it + 1) / s.warmup
         ratio = min(1.0, (it - s.warmup) / max(1, s.steps - s.warmup))
         if "warmup-missing" in has:
             ratio = min(1.0, it / s.steps)
