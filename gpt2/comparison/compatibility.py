@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from gpt2.config import GPT2Config
@@ -22,6 +23,19 @@ FUNCTION = (
 
 
 @dataclass(frozen=True)
+class Parting:
+    """The first token of a text in which two tokenizers differ: its number, and each tokenizer's id and token there."""
+
+    at: int
+    a: tuple[int, str] | None  # None where its ids end
+    b: tuple[int, str] | None
+
+    def __str__(self) -> str:
+        a, b = (f"{each[1]} ({each[0]})" if each else "the end" for each in (self.a, self.b))
+        return f"token {self.at} is {a} by A and {b} by B"
+
+
+@dataclass(frozen=True)
 class Vocabularies:
     """The differences of two tokenizers, entry by entry.
 
@@ -35,6 +49,12 @@ class Vocabularies:
     entries_b: int | None
     differing: int
     examples: tuple[tuple[int, str | None, str | None], ...]
+    parting: Parting | None = None  # on the scored text
+
+    @property
+    def on_the_text(self) -> str:
+        """In words, for tokenizers with the same entries and different rules: what they make of the scored text."""
+        return "one vocabulary, other ids of this text" if self.parting else "one vocabulary, the same ids of this text"
 
     @property
     def comparable(self) -> bool:
@@ -63,6 +83,19 @@ def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None) -> Vocabulari
     examples = tuple((index, _text(_entry(a, index)), _text(_entry(b, index))) for index in differing[:5])
     verdict = "different" if differing else "equal" if a.fingerprint == b.fingerprint else "merges"
     return Vocabularies(verdict, a.n_vocab, b.n_vocab, len(differing), examples)
+
+
+def first_parting(a: Tokenizer, b: Tokenizer, text: str) -> Parting | None:
+    """Return the first token in which two tokenizers' ids of a text differ, or None."""
+    ids = a.encode(text), b.encode(text)
+    pairs = itertools.zip_longest(*ids)
+    at = next((index for index, (x, y) in enumerate(pairs) if x != y), None)
+    if at is None:
+        return None
+    tokens = [
+        (each[at], _text(_entry(by, each[at])) or "") if at < len(each) else None for by, each in zip((a, b), ids, strict=True)
+    ]
+    return Parting(at, tokens[0], tokens[1])
 
 
 def compatibility(

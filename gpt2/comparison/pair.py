@@ -18,14 +18,14 @@ from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.activations import THRESHOLD, compare_activations
 from gpt2.comparison.blame import find_blame
 from gpt2.comparison.blame_result import Blame
-from gpt2.comparison.compatibility import compatibility, require_same_function
+from gpt2.comparison.compatibility import Vocabularies, compatibility, first_parting, require_same_function
 from gpt2.comparison.distributions import Distributions, summarise
 from gpt2.comparison.floor import Floor, measure_floor
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage, token_bytes
 from gpt2.comparison.results import Comparison, Numerics
 from gpt2.comparison.saving import Keep, saving
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
-from gpt2.comparison.sides.opening import open_side
+from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.side import Running, Shown, Side
 from gpt2.comparison.weights import WeightChanges, compare_weights
 from gpt2.comparison.words import Words, compare_words
@@ -78,7 +78,8 @@ def compare(
         CheckpointError: a checkpoint whose tensors do not fit its config.
     """
     started = time.perf_counter()
-    sides = open_side(a, offline=offline, dtype=dtype), open_side(b, offline=offline, dtype=dtype)
+    first, second = open_sides(a, b, offline=offline, dtype=dtype)
+    sides = first, second
     tokenizers = sides[0].tokenizer(), sides[1].tokenizer()
     compatible = compatibility(sides[0].config, sides[1].config, *tokenizers)
     compatible = replace(compatible, impossible=_not_shown(sides) | compatible.impossible)
@@ -86,6 +87,7 @@ def compare(
         require_same_function(compatible)
     passage = open_passage(on, tokens, sides, tokenizers, seed, offline=offline)
     ids, windows, text = passage.ids, passage.windows, passage.text
+    compatible = replace(compatible, vocabularies=_on_text(compatible.vocabularies, tokenizers, ids))
     weights = None if "weights" in compatible.impossible else _weights(sides, progress)
     activations = numerics = distributions = words = None
     alone: tuple[LanguageScore, ...] = ()
@@ -148,6 +150,14 @@ class _Loaded(NamedTuple):
     @property
     def logits(self) -> Logits:
         return self.running.logits
+
+
+def _on_text(vocabularies: Vocabularies, tokenizers: tuple[Tokenizer | None, Tokenizer | None], ids: Tensor) -> Vocabularies:
+    """Add the first token of the text, ids (N,) of a's tokenizer, in which the tokenizers differ."""
+    a, b = tokenizers
+    if a is None or b is None or vocabularies.verdict == "equal":
+        return vocabularies
+    return replace(vocabularies, parting=first_parting(a, b, a.decode(ids.tolist())))
 
 
 def _not_shown(sides: tuple[Side, Side]) -> dict[str, str]:

@@ -159,8 +159,11 @@ class Comparison(Printed):
         yield self._summary()
         for field, a, b in self.compatibility.architecture:
             yield f"[yellow]differs[/yellow]  {field}: {a} → {b}"
-        for part, why in self.compatibility.impossible.items():
-            yield f"[yellow]left out[/yellow]  {part}: {escape(why)}"
+        if (parting := self.compatibility.vocabularies.parting) is not None:
+            yield f"[yellow]differs[/yellow]  tokenizers: {escape(str(parting))}"
+        for why in dict.fromkeys(self.compatibility.impossible.values()):
+            parts = [part for part, reason in self.compatibility.impossible.items() if reason == why]
+            yield f"[yellow]left out[/yellow]  {', '.join(parts)}: {escape(why)}"
         if self.weights is not None and not self.weights.same_numbers:
             yield from _titled("Weights", "the ten with the largest relative change", _weights_table(self.weights))
         if self.activations is not None and self.activations.points:
@@ -180,8 +183,8 @@ class Comparison(Printed):
         yield f"[dim]in {self.seconds:.1f} s[/dim]\n"
 
     def _subjects(self) -> str:
-        kind = {"equal": "one tokenizer", "merges": "one vocabulary, other merges", "none": "no tokenizer to compare"}
         vocabularies = self.compatibility.vocabularies
+        kind = {"equal": "one tokenizer", "merges": vocabularies.on_the_text, "none": "one tokenizer for both"}
         tokenizer = kind.get(vocabularies.verdict, f"tokenizers differ in {vocabularies.differing:,} entries")
         known = [each.parameters for each in (self.a, self.b) if each.parameters is not None]
         sizes = " → ".join(f"{size:,}" for size in dict.fromkeys(known)) + " parameters" if known else ""

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt2.measure.user_code import logits_of
 from gpt2.port.recording import operators
 from gpt2.port.recording.dataflow import Kind, Recording, Region, Use
-from gpt2.port.recording.forward import logits_of
 from gpt2.port.recording.recorder import record
 
 D, V = 6, 17

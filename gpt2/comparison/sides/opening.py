@@ -1,15 +1,39 @@
-"""Open a side by name: the one place where the kinds of sides are told apart."""
+"""Open the sides of a comparison by name: the one place where the kinds of sides are told apart."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 from gpt2.comparison.reference_file import TRACE_PREFIX
+from gpt2.comparison.sides import ctranslate2, llama_cpp, onnx
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
+from gpt2.comparison.sides.port import PortSide
 from gpt2.comparison.sides.side import Side
 from gpt2.comparison.sides.trace_side import TraceSide
+
+PORT = re.compile(r".*\.py(:\w*)?", re.DOTALL)  # FILE.py:build
+KINDS: dict[str, Callable[[str], Side]] = {  # prefix of a name -> how to open it
+    TRACE_PREFIX: TraceSide.open,
+    llama_cpp.PREFIX: llama_cpp.LlamaCppSide.open,
+    ctranslate2.PREFIX: ctranslate2.CTranslate2Side.open,
+    onnx.PREFIX: onnx.OnnxSide.open,
+}
+
+
+def open_sides(*names: str, offline: bool = False, dtype: str | None = None) -> tuple[Side, ...]:
+    """Open the sides of one comparison; a port gets the folder of the first checkpoint among them."""
+    ports = [PORT.fullmatch(name) is not None for name in names]
+    opened = [None if port else open_side(name, offline=offline, dtype=dtype) for name, port in zip(names, ports, strict=True)]
+    checkpoint = next((side.checkpoint for side in opened if isinstance(side, CheckpointSide)), None)
+    return tuple(side or PortSide.open(name, checkpoint) for name, side in zip(names, opened, strict=True))
 
 
 def open_side(name: str, *, offline: bool = False, dtype: str | None = None) -> Side:
     """Open a side; ``dtype`` is for a model whose name gives none. Raises InputError: no such side, or its engine is missing."""
-    if name.startswith(TRACE_PREFIX):
-        return TraceSide.open(name)
+    if PORT.fullmatch(name):
+        return PortSide.open(name, None)
+    for prefix, kind in KINDS.items():
+        if name.startswith(prefix) and name != prefix:
+            return kind(name)
     return CheckpointSide.open(name, offline=offline, dtype=dtype)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, trace
+from gpt2.measure.user_code import error_line, logits_of
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.logits import Reference
 from gpt2.port.diagnosis.places import EVERY, Place, collapsed
 from gpt2.port.diagnosis.report import SURE, Divergence
 from gpt2.port.recording.dispatch import DeterministicMode, Dropout, run_deterministically
-from gpt2.port.recording.forward import error_line, logits_of
 from gpt2.port.recording.pool import Pool
 
 MIN_BOUND = 1e-9  # relative, in float64: other shapes change the order of sums

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gpt2.errors import InputError
 from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
 from gpt2.measure.tracing import layer_of, points, trace
+from gpt2.measure.user_code import error_line, logits_of
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
@@ -28,7 +29,7 @@ from gpt2.port.mapping.filling import fill, put
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.dataflow import Use
 from gpt2.port.recording.dispatch import run_deterministically
-from gpt2.port.recording.forward import Borrowed, ForwardError, error_line, logits_of, plain_attention
+from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 from gpt2.port.recording.pool import Pool, collect
 from gpt2.port.recording.recorder import give_shapes, record_probe
 

@@ -8,17 +8,16 @@ process if this one ends first.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2.errors import InputError
+from gpt2.measure.user_code import Target, target
 from gpt2.port.diagnosis import guard as guard_script
 from gpt2.port.diagnosis.guard import end
 from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
@@ -35,33 +34,6 @@ STAGES = {
 }
 REASONS = {"SIGKILL": ": out of memory?", "SIGBUS": ": was the model's weight file cut short meanwhile?"}
 START = "import sys; sys.path.insert(0, sys.argv[2]); from gpt2.port.diagnosis.worker import main; main(sys.argv[1])"
-
-
-@dataclass(frozen=True)
-class Target:
-    path: Path
-    name: str
-
-    @property
-    def shown(self) -> str:
-        return f"{self.path.name}:{self.name}"
-
-
-def target(text: str, default: str = "build") -> Target:
-    """Parse ``FILE.py:build``; ``FILE.py`` alone means the ``default``. Raises InputError if there is no such file."""
-    file, colon, name = text.rpartition(":")
-    if not colon or name.endswith(".py") or os.sep in name:
-        file, name = text, default
-    path = Path(file).expanduser()
-    if path.is_dir():
-        raise InputError(f"{file}: is a directory; give the Python file that builds your model, as in {path / 'port.py'}:build")
-    if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if path.parent.is_dir() else []
-        there = f"; there are {', '.join(near)}" if near else ""
-        raise InputError(f"{file}: no such file{there}; give a Python file and a function in it, as in port.py:build")
-    if not name.isidentifier():
-        raise InputError(f"{text}: {name!r} is not the name of a function; write {path.name}:build")
-    return Target(path.resolve(), name)
 
 
 def run(

@@ -6,12 +6,9 @@ The port's output is not read. A stage that takes too long ends the process, whi
 from __future__ import annotations
 
 import faulthandler
-import importlib.util
-import inspect
 import json
 import os
 import re
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,9 +21,10 @@ from torch import nn
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.errors import InputError
+from gpt2.measure.user_code import builder, error_line, function_of
 from gpt2.model import GPT2
 from gpt2.port.diagnosis import Diagnosis, diagnose
-from gpt2.port.recording.forward import ForwardError, error_line
+from gpt2.port.recording.forward import ForwardError
 
 NO_GPU = re.compile(
     r"not compiled with CUDA|NVIDIA driver|CUDA-capable|No CUDA GPUs|CUDA error|support for mps|MPS backend|cuda.is_available"
@@ -64,7 +62,7 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         model = checkpoint.load()
         directory = _directory(checkpoint, model, place)
         begin("import")
-        build, takes_directory = _builder(_function(file, name), file, name)
+        build, takes_directory = builder(function_of(file, name), file, name)
         begin("build")
         module = build(str(directory)) if takes_directory else build()
         if not isinstance(module, nn.Module):
@@ -115,46 +113,9 @@ def _step(
     from gpt2.port.training import diagnose_step
 
     begin("import")
-    make_step = _function(file, name)
+    make_step = function_of(file, name)
     begin("diagnosis")
     return diagnose_step(module, make_step, model, settings=settings, fill=fill, watch=begin)
-
-
-def _function(file: Path, name: str) -> Callable[..., Any]:
-    """Import the file, unless it is imported, and return its function ``name``."""
-    sys.argv = [str(file)]
-    for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) == str(file) and callable(getattr(module, name, None)):
-            known: Callable[..., Any] = getattr(module, name)
-            return known
-    sys.path.insert(0, str(file.parent))
-    module_name = file.stem if file.stem.isidentifier() and file.stem not in sys.modules else f"port_{abs(hash(file))}"
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{file.name}: is not a Python file; give one that ends in .py")
-    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function: Callable[..., Any] | None = getattr(module, name, None)
-    if callable(function):
-        return function
-    own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-    there = f"; it has {', '.join(own[:6])}" if own else ""
-    takes = "checkpoint_dir" if name != "make_step" else "model"
-    raise InputError(f"{file.name}: has no function {name}{there}; write {name}({takes}), or name another: {file.name}:NAME")
-
-
-def _builder(build: Callable[..., Any], file: Path, name: str) -> tuple[Callable[..., Any], bool]:
-    """Return the function that builds the module, and whether it takes the checkpoint's folder."""
-    try:
-        parameters = inspect.signature(build).parameters.values()
-    except (TypeError, ValueError):
-        return build, True
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
-        call = f"{name}({', '.join(p.name for p in required)})"
-        raise InputError(f"{file.name}: {call} is called with the checkpoint's folder, or nothing; give the others defaults")
-    return build, bool(positional)
 
 
 def _once(module: nn.Module, model: GPT2) -> Exception | None:

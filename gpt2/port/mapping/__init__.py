@@ -19,6 +19,7 @@ from gpt2.checkpoint.names import DEFAULT
 from gpt2.errors import InputError
 from gpt2.int8 import require_float
 from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
+from gpt2.measure.user_code import error_line, logits_of
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
@@ -26,7 +27,7 @@ from gpt2.port.mapping.filling import fill
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.remarks import Remarks
 from gpt2.port.mapping.report import MappingReport
-from gpt2.port.recording.forward import Borrowed, error_line, logits_of
+from gpt2.port.recording.forward import Borrowed
 from gpt2.port.recording.recorder import give_shapes, record_probe
 
 __all__ = ["MappingReport", "load_into"]

@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
 
 from gpt2.errors import InputError
 
 INNER = ("_parameters", "_buffers", "_modules")  # torch's dictionaries, which change in place
-
-
-def logits_of(output: Any, ids: Tensor, vocabulary: int | None = None) -> Tensor:
-    """Return the logits (B, T', V) in what a module returned for ``ids`` (B, T); raise ValueError if there are none.
-
-    They are ``output.logits``, else the tensor that has a row for each token or for each sequence, and as many columns as the
-    ``vocabulary``, or more where it is padded; if no tensor has, the first of three axes, or of two. Logits that are flattened
-    for the loss, (B * T, V), get their axes back.
-    """
-    named = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
-    inside = dict(output) if isinstance(output, dict) else getattr(output, "__dict__", None) or output
-    parts = tree_leaves(inside) if named is None else [named]
-    candidates = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point() and part.ndim >= 2]
-    if not candidates:
-        raise ValueError(f"its forward returns {type(output).__name__} with no logits in it")
-
-    def unlikeness(part: Tensor) -> tuple[bool, float, bool]:
-        rows, columns = part.shape[:-1].numel(), part.shape[-1]
-        columns_apart = 0.0 if vocabulary is None else columns - vocabulary if columns >= vocabulary else math.inf
-        return rows not in (ids.numel(), len(ids)) or columns_apart == math.inf, columns_apart, part.ndim == 2
-
-    logits = min(candidates, key=unlikeness)
-    if logits.ndim == 2 and len(logits) in (ids.numel(), len(ids)):
-        return logits.unflatten(0, (len(ids), -1))
-    return logits
 
 
 @contextmanager
@@ -60,12 +32,6 @@ def plain_attention() -> Iterator[None]:
 
 class ForwardError(InputError):
     """Raised when a module's forward pass fails."""
-
-
-def error_line(error: Exception) -> str:
-    """Return an exception of the user's code in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 
 class Borrowed:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
+from gpt2.measure.user_code import logits_of
 from gpt2.port.recording.dispatch import Call, OperatorMode, tensors
-from gpt2.port.recording.forward import logits_of, plain_attention
+from gpt2.port.recording.forward import plain_attention
 
 STRICT = 1e-9  # relative to the root mean square; float64 rounding is 1e-15, and a softmax amplifies it
 LOOSE = 1e-5  # if the port computes anything in float32

@@ -15,9 +15,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from gpt2.config import GPT2Config
+from gpt2.measure.user_code import error_line, logits_of
 from gpt2.port.recording.dataflow import NO_ID, Kind, Recording
 from gpt2.port.recording.dispatch import Call, OperatorMode, tensors
-from gpt2.port.recording.forward import ForwardError, error_line, logits_of, plain_attention
+from gpt2.port.recording.forward import ForwardError, plain_attention
 from gpt2.port.recording.graph import Graph
 from gpt2.port.recording.operators import CONSTANTS, COPIED_ARGUMENTS, COPIES, HANDLERS, REDUCTIONS, ROWWISE, TABLES
 

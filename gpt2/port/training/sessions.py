@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
-from gpt2.port.recording.forward import error_line, plain_attention
+from gpt2.measure.user_code import error_line
+from gpt2.port.recording.forward import plain_attention
 from gpt2.port.training.records import Sampler, Watched
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.watching import Casts, Watch

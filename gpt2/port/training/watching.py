@@ -12,8 +12,8 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_g
 from torch.utils.hooks import RemovableHandle
 
 from gpt2.errors import InputError
+from gpt2.measure.user_code import logits_of
 from gpt2.port.recording.dispatch import RANDOM, Call, DeterministicMode, tensors
-from gpt2.port.recording.forward import logits_of
 from gpt2.port.training.records import Backward, Forward, Gradient, Sampler, Update, Watched
 
 HALVES = (torch.float16, torch.bfloat16)

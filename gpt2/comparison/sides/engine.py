@@ -1,0 +1,84 @@
+"""What the sides share that another program's engine runs: the import of an optional package, the files, the tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, ClassVar
+
+from gpt2.checkpoint.saving import sha256
+from gpt2.comparison.results import Model
+from gpt2.comparison.sides.side import Shown, Side
+from gpt2.data import Tokenizer, from_directory, holds_tokenizer
+from gpt2.errors import InputError
+
+
+def engine(module: str, extra: str, name: str) -> Any:
+    """Import an optional package. Raises InputError, with the command that installs it, if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise InputError(f"{name}: needs the package {module}; install it with pip install 'gpt2-toolkit[{extra}]'") from None
+
+
+@dataclass(frozen=True)
+class EngineSide(Side):
+    """A file or folder that another program runs. It shows logits."""
+
+    name: str
+    path: Path
+    shows = frozenset({Shown.LOGITS})
+    package: ClassVar[str]  # on PyPI
+
+    @property
+    @abstractmethod
+    def files(self) -> tuple[Path, ...]:
+        """The files of the model, hashed for the report."""
+
+    @property
+    def stored(self) -> str:
+        """The type of the weights in words; "" where the file does not tell it."""
+        return ""
+
+    @property
+    def folder(self) -> Path:
+        return self.path if self.path.is_dir() else self.path.parent
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer beside the model, or None: then its partner's ids are read."""
+        return from_directory(self.folder) if holds_tokenizer(self.folder) else None
+
+    def describe(self, versions: dict[str, str]) -> Model:
+        try:
+            implementation = f"{self.package} {version(self.package)}"
+        except PackageNotFoundError:
+            implementation = self.package
+        return Model(self.name, implementation, self.stored, None, None, {}, {path.name: sha256(path) for path in self.files})
+
+
+class EngineTokenizer(Tokenizer):
+    """A tokenizer that lives in an engine: its entries as bytes, and its own encoding."""
+
+    def __init__(self, tokens: list[bytes], encode: Callable[[str], list[int]], kind: str) -> None:
+        super().__init__(tokens)
+        self._encode, self._kind = encode, kind
+
+    @property
+    def fingerprint(self) -> str:
+        """Sha256 of the entries and the engine: two different tokenizers may only be compared on a text."""
+        body = b"".join(len(token).to_bytes(4, "big") + token for token in self._bytes)
+        return hashlib.sha256(self._kind.encode() + b"\0" + body).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._encode(text)
+
+    def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
+        raise InputError(f"{self._kind}: its tokenizer cannot be written as files; export the model that it was made from")

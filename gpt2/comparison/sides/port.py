@@ -1,0 +1,90 @@
+"""``FILE.py:build``: somebody else's GPT-2 in PyTorch, built by a function in the user's file, as for ``gpt2 diagnose``."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gpt2.checkpoint.checkpoint import Checkpoint
+from gpt2.checkpoint.saving import save, sha256
+from gpt2.comparison.results import Model
+from gpt2.comparison.sides.side import Running, Shown, Side
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError
+from gpt2.measure.user_code import Target, builder, error_line, function_of, logits_of, target
+
+
+@dataclass(frozen=True)
+class PortSide(Side):
+    """A user's module; ``checkpoint`` is its partner's, whose folder ``build`` gets if it takes one.
+
+    It shows logits: only ``gpt2 diagnose`` finds out which of its activations is which.
+    """
+
+    name: str
+    target: Target
+    checkpoint: Checkpoint | None
+    shows = frozenset({Shown.LOGITS})
+
+    @classmethod
+    def open(cls, name: str, checkpoint: Checkpoint | None) -> PortSide:
+        return cls(name, target(name), checkpoint)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """A module has none, so it reads its partner's ids."""
+        return None
+
+    def describe(self, versions: dict[str, str]) -> Model:
+        file = self.target.path
+        return Model(self.name, f"{file.name}, torch {versions['torch']}", "", None, None, {}, {file.name: sha256(file)})
+
+    @contextmanager
+    def running(self) -> Iterator[Running]:
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # its prints must not end up in a report
+            yield RunningPort(self._build(Path(folder)), self.name)
+
+    def _build(self, folder: Path) -> nn.Module:
+        file, name = self.target.path, self.target.name
+        try:
+            build, takes_directory = builder(function_of(file, name), file, name)
+            module = build(self._folder(folder)) if takes_directory else build()
+        except InputError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise InputError(f"{self.name}: {error_line(error)}; gpt2 diagnose {self.name} finds out why") from None
+        if not isinstance(module, nn.Module):
+            raise InputError(f"{self.name}: {name}() returned {type(module).__name__}; return the torch.nn.Module")
+        return module.eval()
+
+    def _folder(self, temporary: Path) -> str:
+        if self.checkpoint is None:
+            raise InputError(f"{self.name}: {self.target.name}() takes a checkpoint's folder; compare it with a MODEL")
+        path = getattr(self.checkpoint, "path", None)
+        if isinstance(path, Path) and (path / "config.json").is_file():
+            return str(path)
+        return str(save(self.checkpoint.load(), self.checkpoint.own_tokenizer(), temporary / "checkpoint"))
+
+
+@dataclass(frozen=True)
+class RunningPort(Running):
+    module: nn.Module
+    name: str
+
+    def logits(self, ids: Tensor) -> Tensor:
+        device = next((tensor.device for tensor in self.module.parameters()), torch.device("cpu"))
+        try:
+            with torch.no_grad():
+                logits = logits_of(self.module(ids.to(device)), ids).cpu()
+        except Exception as error:  # the user's module may raise anything
+            raise InputError(f"{self.name}: {error_line(error)}; gpt2 diagnose {self.name} finds out why") from None
+        if logits.shape[:2] != ids.shape:
+            shape = tuple(logits.shape)
+            raise InputError(f"{self.name}: returned logits of shape {shape} for {tuple(ids.shape)} ids; return one row each")
+        return logits

@@ -1,0 +1,113 @@
+"""Call a user's Python file: its name, its function, what that function takes, and the logits in what the module returns."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from gpt2.errors import InputError
+
+
+@dataclass(frozen=True)
+class Target:
+    path: Path
+    name: str
+
+    @property
+    def shown(self) -> str:
+        return f"{self.path.name}:{self.name}"
+
+
+def target(text: str, default: str = "build") -> Target:
+    """Parse ``FILE.py:build``; ``FILE.py`` alone means the ``default``. Raises InputError if there is no such file."""
+    file, colon, name = text.rpartition(":")
+    if not colon or name.endswith(".py") or os.sep in name:
+        file, name = text, default
+    path = Path(file).expanduser()
+    if path.is_dir():
+        raise InputError(f"{file}: is a directory; give the Python file that builds your model, as in {path / 'port.py'}:build")
+    if not path.is_file():
+        near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if path.parent.is_dir() else []
+        there = f"; there are {', '.join(near)}" if near else ""
+        raise InputError(f"{file}: no such file{there}; give a Python file and a function in it, as in port.py:build")
+    if not name.isidentifier():
+        raise InputError(f"{text}: {name!r} is not the name of a function; write {path.name}:build")
+    return Target(path.resolve(), name)
+
+
+def function_of(file: Path, name: str) -> Callable[..., Any]:
+    """Import the file, unless it is imported, and return its function ``name``."""
+    sys.argv = [str(file)]
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(file) and callable(getattr(module, name, None)):
+            known: Callable[..., Any] = getattr(module, name)
+            return known
+    sys.path.insert(0, str(file.parent))
+    module_name = file.stem if file.stem.isidentifier() and file.stem not in sys.modules else f"port_{abs(hash(file))}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{file.name}: is not a Python file; give one that ends in .py")
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if callable(function):
+        return function
+    own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+    there = f"; it has {', '.join(own[:6])}" if own else ""
+    takes = "checkpoint_dir" if name != "make_step" else "model"
+    raise InputError(f"{file.name}: has no function {name}{there}; write {name}({takes}), or name another: {file.name}:NAME")
+
+
+def builder(build: Callable[..., Any], file: Path, name: str) -> tuple[Callable[..., Any], bool]:
+    """Return the function that builds the module, and whether it takes the checkpoint's folder."""
+    try:
+        parameters = inspect.signature(build).parameters.values()
+    except (TypeError, ValueError):
+        return build, True
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
+        call = f"{name}({', '.join(p.name for p in required)})"
+        raise InputError(f"{file.name}: {call} is called with the checkpoint's folder, or nothing; give the others defaults")
+    return build, bool(positional)
+
+
+def logits_of(output: Any, ids: Tensor, vocabulary: int | None = None) -> Tensor:
+    """Return the logits (B, T', V) in what a module returned for ``ids`` (B, T); raise ValueError if there are none.
+
+    They are ``output.logits``, else the tensor that has a row for each token or for each sequence, and as many columns as the
+    ``vocabulary``, or more where it is padded; if no tensor has, the first of three axes, or of two. Logits that are flattened
+    for the loss, (B * T, V), get their axes back.
+    """
+    named = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
+    inside = dict(output) if isinstance(output, dict) else getattr(output, "__dict__", None) or output
+    parts = tree_leaves(inside) if named is None else [named]
+    candidates = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point() and part.ndim >= 2]
+    if not candidates:
+        raise ValueError(f"its forward returns {type(output).__name__} with no logits in it")
+
+    def unlikeness(part: Tensor) -> tuple[bool, float, bool]:
+        rows, columns = part.shape[:-1].numel(), part.shape[-1]
+        columns_apart = 0.0 if vocabulary is None else columns - vocabulary if columns >= vocabulary else math.inf
+        return rows not in (ids.numel(), len(ids)) or columns_apart == math.inf, columns_apart, part.ndim == 2
+
+    logits = min(candidates, key=unlikeness)
+    if logits.ndim == 2 and len(logits) in (ids.numel(), len(ids)):
+        return logits.unflatten(0, (len(ids), -1))
+    return logits
+
+
+def error_line(error: Exception) -> str:
+    """Return an exception of the user's code in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

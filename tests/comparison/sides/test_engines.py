@@ -1,0 +1,206 @@
+"""Sides that other programs run: each engine's figures beside the same ones computed without our code, and bad input."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.random_models import TEXT, write_checkpoint
+
+import gpt2
+from gpt2.checkpoint.export import export
+from gpt2.cli.main import main
+from gpt2.comparison.compatibility import Parting
+from gpt2.comparison.pair import compare
+from gpt2.comparison.results import Comparison
+from gpt2.comparison.sides import engine as engine_module
+from gpt2.comparison.sides.opening import open_sides
+from gpt2.data.bpe import train_bpe
+from gpt2.errors import InputError
+
+MODEL = "shakespeare-mini"
+TOKENS = 129  # one window
+PORT = """
+import torch
+import gpt2
+
+def build(folder):
+    print("a line that must not end up in the report")
+    model = gpt2.load(folder)
+    model.ln_f.weight.data.mul_({scale})
+    return model
+"""
+
+
+def figures(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """Mean KL(a || b) and the fraction of equal first choices, from logits (T, V), in numpy alone."""
+
+    def logp(x: np.ndarray) -> np.ndarray:
+        x = x.astype(np.float64)
+        x = x - x.max(-1, keepdims=True)
+        return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+    p, q = logp(a), logp(b)
+    return float((np.exp(p) * (p - q)).sum(-1).mean()), float((p.argmax(-1) == q.argmax(-1)).mean())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(export(MODEL, tmp_path_factory.mktemp("hf")).directory)
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    return gpt2.load_tokenizer(MODEL).encode(TEXT * 3)[: TOKENS - 1]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT * 3)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def reference_logits(folder: Path, ids: list[int]) -> np.ndarray:
+    from transformers import GPT2LMHeadModel
+
+    with torch.no_grad():
+        return GPT2LMHeadModel.from_pretrained(folder).eval()(torch.tensor([ids])).logits[0].numpy()
+
+
+def run(side: str, text: str) -> Comparison:
+    return compare(MODEL, side, on=text, tokens=TOKENS)
+
+
+def holds(found: Comparison, reference: np.ndarray, theirs: np.ndarray, slack: float) -> None:
+    """Our figures of a side are those of the engine's own logits; ``slack`` is the rounding of float32 logits in a KL."""
+    kl, same = figures(reference, theirs)
+    assert found.distributions.kl_ab.mean.value == pytest.approx(kl, rel=1e-3, abs=slack)
+    assert found.distributions.same_top.value == pytest.approx(same, abs=1e-9)
+    assert set(found.compatibility.impossible) == {"weights", "activations"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", ["F32", "Q8_0", "Q4_K_M"])
+def test_llama_cpp(stored: str, text: str, ids: list[int], reference_logits: np.ndarray, tmp_path: Path) -> None:
+    """A GGUF side once read the weights with our loader, so it could not tell what llama.cpp computes from Q4_K."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    file = Path(export(MODEL, tmp_path, format="gguf").directory, "model.gguf")
+    if stored != "F32":
+        parameters = llama_cpp.llama_model_quantize_default_params()
+        parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{stored}")
+        small = tmp_path / "small.gguf"
+        assert llama_cpp.llama_model_quantize(str(file).encode(), str(small).encode(), parameters) == 0
+        file = small
+    llama = llama_cpp.Llama(str(file), n_ctx=256, logits_all=True, type_k=0, type_v=0, flash_attn=False, verbose=False)
+    llama.eval(ids)
+    theirs = np.array(llama.scores[: len(ids)])
+    llama.close()
+    found = run(f"llama.cpp/{file}", text)
+    holds(found, reference_logits, theirs, 1e-9)
+    assert found.b.dtype == stored
+    assert found.compatibility.vocabularies.parting is None
+    assert found.compatibility.vocabularies.differing == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantised", [None, "int8"])
+def test_ctranslate2(quantised: str | None, folder: Path, text: str, ids: list[int], reference_logits, tmp_path: Path) -> None:
+    """Its own rounding must stay: int8 weights that are computed in float32 would show no difference."""
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    converted = tmp_path / "ct2"
+    ctranslate2.converters.TransformersConverter(str(folder)).convert(str(converted), quantization=quantised)
+    theirs = np.array(ctranslate2.Generator(str(converted), compute_type="default").forward_batch([ids]))[0]
+    found = run(f"ct2/{converted}", text)
+    holds(found, reference_logits, theirs, 1e-11)
+    assert (found.distributions.kl_ab.mean.value > 1e-5) == (quantised is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("past", [False, True])
+@pytest.mark.filterwarnings("ignore")  # torch.onnx warns of its own age
+def test_onnx(past: bool, folder: Path, text: str, ids: list[int], reference_logits: np.ndarray, tmp_path: Path) -> None:
+    """A graph with a cache needs empty past tensors of the right shape, and positions that start at 0."""
+    ort = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    from transformers import DynamicCache, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager").eval()
+    heads, width = model.config.n_head, model.config.n_embd // model.config.n_head
+
+    class Graph(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids, attention_mask, *states):
+            cache = DynamicCache()
+            for layer in range(len(states) // 2):
+                cache.update(states[2 * layer], states[2 * layer + 1], layer)
+            settings = {"past_key_values": cache, "use_cache": True} if states else {"use_cache": False}
+            return self.model(input_ids=input_ids, attention_mask=attention_mask, **settings).logits
+
+    states = [torch.zeros(2, heads, 3, width) for _ in range(2 * model.config.n_layer if past else 0)]
+    inputs = torch.zeros(2, 16, dtype=torch.int64), torch.ones(2, 19 if past else 16, dtype=torch.int64), *states
+    caches = [f"past_key_values.{layer}.{part}" for layer in range(model.config.n_layer) for part in ("key", "value")]
+    names = ["input_ids", "attention_mask", *caches[: len(states)]]
+    axes = {name: {0: "rows", 2: "before"} for name in names[2:]} | {"attention_mask": {0: "rows", 1: "all"}}
+    axes |= {name: {0: "rows", 1: "tokens"} for name in ("input_ids", "logits")}
+    file = tmp_path / "model.onnx"
+    torch.onnx.export(
+        Graph(), inputs, str(file), input_names=names, output_names=["logits"], dynamic_axes=axes, dynamo=False, opset_version=17
+    )
+    feeds = {"input_ids": np.array([ids]), "attention_mask": np.ones((1, len(ids)), np.int64)}
+    feeds |= {name: np.zeros((1, heads, 0, width), np.float32) for name in names[2:]}
+    (theirs,) = ort.InferenceSession(str(file)).run(["logits"], feeds)
+    holds(run(f"onnx/{tmp_path}", text), reference_logits, theirs[0], 1e-11)
+
+
+def test_a_port(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its prints must not end up in ``--json -``; a change of its function must show as a difference."""
+    same, other, broken = tmp_path / "same.py", tmp_path / "other.py", tmp_path / "broken.py"
+    same.write_text(PORT.format(scale=1))
+    other.write_text(PORT.format(scale=1.1))
+    broken.write_text("def build():\n    return 1 / 0\n")
+    assert main(["compare", MODEL, f"{same}:build", "--on", text, "--tokens", "60", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["distributions"]["kl_ab"]["max"] == 0
+    assert found["a"]["parameters"] == 1915360
+    assert found["b"]["parameters"] is None
+    assert compare(MODEL, f"{other}", on=text, tokens=60).distributions.kl_ab.mean.value > 1e-3
+    with pytest.raises(InputError, match="ZeroDivisionError"):
+        compare(MODEL, str(broken), on=text, tokens=60)
+    with pytest.raises(InputError, match="compare it with a"):
+        compare(str(same), str(same), on=text, tokens=60)
+
+
+def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line with the command that installs it, in place of a traceback; the extra must exist in pyproject.toml."""
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    sides = {"llama_cpp": "llama.cpp/x.gguf", "ctranslate2": "ct2/x", "onnxruntime": "onnx/x.onnx"}
+    for (module, side), extra in zip(sides.items(), ("llamacpp", "ctranslate2", "onnx"), strict=True):
+        monkeypatch.setitem(sys.modules, module, None)
+        assert main(["compare", MODEL, side]) == 2
+        error = capsys.readouterr().err
+        assert f"pip install 'gpt2-toolkit[{extra}]'" in error
+        assert len(error.splitlines()) == 1
+        assert f"\n{extra} = [" in project
+
+
+def test_names_that_open_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A wrong path ended in the engine's own traceback."""
+    monkeypatch.setattr(engine_module.importlib, "import_module", lambda name: None)
+    for name in ("llama.cpp/none.gguf", "ct2/none", "onnx/none.onnx", f"onnx/{tmp_path}", "none.py:build"):
+        with pytest.raises(InputError, match=r"give|name one"):
+            open_sides(MODEL, name)
+
+
+def test_tokenizers_are_compared_on_the_text(text: str, tmp_path: Path) -> None:
+    """Other entries give other ids: the first token that differs must be named, with both readings."""
+    other = write_checkpoint(tmp_path / "b", train_bpe("sun moon stars hail sleet\n" * 20, 270))
+    found = compare(str(write_checkpoint(tmp_path / "a")), str(other), on=text, tokens=100)
+    assert found.compatibility.vocabularies.parting == Parting(0, (297, "'Firs'"), (37, "'F'"))
+    assert "tokenizers: token 0 is 'Firs' (297) by A and 'F' (37) by B" in found.table(200)
