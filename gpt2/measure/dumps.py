@@ -5,11 +5,12 @@ Containers: ``.npz`` (without pickles), ``.safetensors``, a directory of ``.npy`
 
 from __future__ import annotations
 
+import math
 import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import shown
-from gpt2.checkpoint.containers.llmc_file import HEADER, STATE
+from gpt2.checkpoint.containers.llmc_file import HEADER, STATE, is_matrix, order, padded_rows
 from gpt2.checkpoint.containers.mapped_file import MappedFile
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
+from gpt2.model import GPT2
 
 IDS = ("ids", "input_ids", "tokens", "idx")  # the names of the token ids, the first found counts
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -37,13 +39,16 @@ SAVE = f"save them as integers under the name {IDS[0]} (or {', '.join(IDS[1:])})
 class Dump:
     """What a program wrote: ``ids`` (B, T) int64, and ``arrays`` by their own names, of any float dtype and shape.
 
-    ``source`` is shown to the user. ``ignored``: names of arrays that are not of floating point.
+    ``source`` is shown to the user. ``ignored``: names of arrays that are not of floating point. Of training steps: ``batches``
+    are the ids of each (K, B, T), ``ids`` the first of them, and ``integers`` the arrays of one shape with ``batches``.
     """
 
     source: str
     ids: Tensor
     arrays: Mapping[str, Tensor]
     ignored: tuple[str, ...] = ()
+    batches: Tensor = field(default_factory=lambda: torch.zeros(0, 0, 0, dtype=torch.int64))
+    integers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def is_dump(text: str) -> bool:
@@ -52,8 +57,8 @@ def is_dump(text: str) -> bool:
     return path.suffix.lower() in SUFFIXES or path.is_dir()
 
 
-def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None) -> Dump:
-    """Read the dump at ``path``; ``ids`` (B, T) count where it holds none.
+def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None, *, several: bool = False) -> Dump:
+    """Read the dump at ``path``; ``ids`` (B, T) count where it holds none; with ``several``, its ids may be (K, B, T).
 
     Raises InputError: not there, damaged, without ids or floats, or with NaN.
     """
@@ -66,21 +71,41 @@ def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None) -> Dum
     if reader is None:
         alone = "; a single array is not a dump: put it and the ids into a directory" if path.suffix.lower() == ".npy" else ""
         raise InputError(f"{path}: is not a dump{alone or f'; give {WAYS}'}")
-    return dump_of(dict(reader(path)), config, str(path), ids)
+    return dump_of(dict(reader(path)), config, str(path), ids, several=several)
 
 
-def dump_of(arrays: Mapping[str, Any], config: GPT2Config, source: str = "your arrays", ids: Tensor | None = None) -> Dump:
+def dump_of(
+    arrays: Mapping[str, Any],
+    config: GPT2Config,
+    source: str = "your arrays",
+    ids: Tensor | None = None,
+    *,
+    several: bool = False,
+) -> Dump:
     """Return the dump of ``arrays``, NumPy's or torch's, by any names. Raises InputError as :func:`read` does."""
     tensors = {str(name): _tensor(value, f"{source}: {shown(str(name))}") for name, value in arrays.items()}
     key = _ids_name(tensors)
+    batches = None
     if key is not None:
-        ids = _ids(tensors.pop(key), f"{source}: {shown(key)}", config)
+        given = tensors.pop(key)
+        where = f"{source}: {shown(key)}"
+        if several and given.ndim == 3 and given.numel():  # of several training steps
+            batches = torch.stack([_ids(one, where, config) for one in given])
+            ids = batches[0]
+        else:
+            ids = _ids(given, where, config)
     if ids is None:
         raise InputError(f"{source}: holds no token ids; {SAVE}")
+    batches = ids[None] if batches is None else batches
     floats = {name: tensor for name, tensor in tensors.items() if tensor.dtype in FLOATS and tensor.numel()}
     if not floats:
         raise InputError(f"{source}: holds no floating-point arrays beside the ids; save at least the logits")
-    return Dump(source, ids, floats, tuple(name for name in tensors if name not in floats))
+    integers = {
+        name: tensor.long().reshape(batches.shape)
+        for name, tensor in tensors.items()
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.numel() == batches.numel()
+    }
+    return Dump(source, ids, floats, tuple(name for name in tensors if name not in floats), batches, integers)
 
 
 def _ids_name(tensors: Mapping[str, Tensor]) -> str | None:
@@ -149,7 +174,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _debug_state(path: Path, config: GPT2Config) -> Iterator[tuple[str, Tensor]]:
-    """Yield ids and logits of llm.c's debug state; its loss and gradients are not of a forward pass."""
+    """Yield ids, logits and, where the file has them, next ids, loss and gradients of llm.c's debug state."""
     file = MappedFile(path)
     head = file.bytes(0, HEADER.size)
     if len(head) < HEADER.size:
@@ -168,6 +193,17 @@ def _debug_state(path: Path, config: GPT2Config) -> Iterator[tuple[str, Tensor]]
     yield "ids", file.tensor(HEADER.size, (batch, tokens), torch.int32, mapped=False)
     logits = (batch, tokens, config.vocab_size)
     yield "logits", file.tensor(HEADER.size + 8 * count, logits, torch.float32, mapped=False)
+    shapes = {name: tuple(tensor.shape) for name, tensor in GPT2(config, initialise=False).state_dict().items()}
+    padding = (padded_rows(config.vocab_size) - config.vocab_size) * config.n_embd
+    if file.size - needed != 4 * (1 + padding + sum(math.prod(shape) for shape in shapes.values())):
+        return
+    yield "targets", file.tensor(HEADER.size + 4 * count, (batch, tokens), torch.int32, mapped=False)
+    yield "loss", file.tensor(needed, (), torch.float32, mapped=False)
+    start = needed + 4
+    for name in order(config.n_layer):
+        shape = shapes[name][::-1] if is_matrix(name) else shapes[name]
+        yield f"gradient of {name}", file.tensor(start, shape, torch.float32, mapped=False)
+        start += 4 * (math.prod(shape) + (padding if name == "wte.weight" else 0))
 
 
 def _directory(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ its behaviour from call to call (:mod:`.behaviour`). What another program wrote:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ def diagnose(
     what: nn.Module | str | Path | Mapping[str, Any],
     model: str | GPT2 = DEFAULT,
     *,
+    settings: Iterable[str] | Mapping[str, object] | None = None,
     revision: str | None = None,
     offline: bool = False,
     fill: bool = False,
@@ -39,8 +40,10 @@ def diagnose(
             or object that holds them, holds its author's weights, and is unchanged afterwards. The dump is a path (``.npz``,
             ``.safetensors``, a directory of ``.npy``, llm.c's ``.bin``) or a mapping of NumPy's or torch's arrays: token ids
             under ``ids`` (also ``input_ids``, ``tokens``, ``idx``), of shape (T,) or (B, T), the logits, and any number of
-            intermediate values, all in any layout and under any names.
+            intermediate values, all in any layout and under any names. With losses, gradients, or parameters before and after
+            training steps, these steps are diagnosed too; their ids may be (K, B, T), one batch for each step.
         model: a model's name, as for :func:`gpt2.load`, or a model.
+        settings: of a dump: what its training steps should do, as for :func:`gpt2.diagnose_step`.
         revision, offline: as for :func:`gpt2.load`.
         fill: first load the weights as :func:`gpt2.load_into` does, for a module that has none yet.
 
@@ -64,10 +67,14 @@ def diagnose(
     ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
     require_float(ours, "diagnose")
     if isinstance(what, torch.nn.Module):
+        if settings is not None:
+            raise InputError("settings are of training steps: give diagnose a dump of some, or use diagnose_step")
         with torch.no_grad():
             diagnosis = Examination(what, ours, fill).diagnosis()
     else:
         from gpt2.port.dump.examination import examine
+        from gpt2.port.training.settings import Settings
 
-        diagnosis = examine(what, ours)
+        given = Settings.of(settings) if isinstance(settings, Mapping) else Settings.parse(settings) if settings else None
+        diagnosis = examine(what, ours, given)
     return replace(diagnosis, checkpoint=model if isinstance(model, str) else "a model")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpt2.errors import InputError
-from gpt2.measure.dumps import Dump, dump_of, read
+from gpt2.measure.dumps import SAVE, Dump, dump_of, read
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import ranked
@@ -19,15 +20,30 @@ from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.dump.arrays import find_output
 from gpt2.port.dump.attempt import Attempt
 from gpt2.port.dump.tolerance import HALVES
+from gpt2.port.step_dump.examination import StepExamination
+from gpt2.port.training.settings import Settings
 
 SMALL = 20_000_000  # parameters of a model whose diagnosis must be quick
 SECONDS = {True: 50.0, False: 240.0}  # for the whole search, by whether the model is small
 
 
-def examine(what: str | Path | Mapping[str, Any], ours: GPT2) -> Diagnosis:
-    """Diagnose the dump at a path, or of arrays by name, against ``ours``. Raises InputError as :func:`gpt2.diagnose` does."""
-    dump = dump_of(what, ours.config) if isinstance(what, Mapping) else read(what, ours.config)
-    return DumpExamination(dump, ours).diagnosis()
+def examine(what: str | Path | Mapping[str, Any], ours: GPT2, settings: Settings | None = None) -> Diagnosis:
+    """Diagnose the dump at a path, or of arrays by name, against ``ours``: its forward pass, and training steps if it has some.
+
+    ``settings``: what these steps should do; with them it must hold some. Raises InputError as :func:`gpt2.diagnose` does.
+    """
+    dump = dump_of(what, ours.config, several=True) if isinstance(what, Mapping) else read(what, ours.config, several=True)
+    steps = StepExamination(dump, ours, settings)
+    found = steps.sorted()
+    if found is None and len(dump.batches) > 1:
+        raise InputError(
+            f"{dump.source}: its ids are {tuple(dump.batches.shape)}, batches of training steps, and it holds none; {SAVE}"
+        )
+    if found is None:
+        return DumpExamination(dump, ours).diagnosis()
+    rest = replace(dump, arrays={name: array for name, array in dump.arrays.items() if name not in found.names})
+    examination = DumpExamination(rest, ours)
+    return steps.diagnosis(found, examination.diagnosis() if examination.has_logits() else None)
 
 
 class DumpExamination:
@@ -38,6 +54,11 @@ class DumpExamination:
         self.end = time.monotonic() + SECONDS[ours.config.num_parameters() < SMALL]
         state = {name: tensor.detach().to("cpu", torch.float64) for name, tensor in ours.state_dict().items()}
         self.reference = Reference(ours, state).model.eval()
+
+    @torch.no_grad()
+    def has_logits(self) -> bool:
+        """Whether some array may be the logits of the dump's ids."""
+        return find_output(self.dump, self.reference(self.dump.ids), self.config) is not None
 
     @torch.no_grad()
     def diagnosis(self) -> Diagnosis:

@@ -1,0 +1,265 @@
+"""Examine a dump of training steps: recognise its arrays, compare each stage, and say what it shows and what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gpt2.checkpoint.containers import shown
+from gpt2.errors import InputError
+from gpt2.measure.dumps import Dump
+from gpt2.model import GPT2
+from gpt2.port.diagnosis.places import Place, collapsed, joined
+from gpt2.port.diagnosis.report import Diagnosis, Divergence
+from gpt2.port.step_dump.gradient_stage import MAX_WORK, SPECIAL, GradientExamination, GradientReading
+from gpt2.port.step_dump.layouts import Layouts, units_of
+from gpt2.port.step_dump.loss_stage import Losses, loss_stage, losses_of, mean_loss, right_losses
+from gpt2.port.step_dump.predictions import IGNORED, TABLE, Batch, Predictor, labelings, rounding
+from gpt2.port.step_dump.recognition import Recogniser, Recorded, Weights
+from gpt2.port.step_dump.update_stage import UpdateExamination
+from gpt2.port.training.causes import STAGE, STAGES, ranked
+from gpt2.port.training.settings import Settings
+from gpt2.port.training.trained import Stage
+
+SAVE = "save the loss, every gradient, and every parameter before and after each step, in the checkpoint's shapes or transposed"
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """A dump, sorted: what was recorded of training steps, its losses, and the names of all these arrays."""
+
+    recorded: Recorded
+    losses: list[Losses]
+    names: set[str]
+
+
+def batches_of(dump: Dump) -> list[Batch]:
+    """Return the batch of each step: ids (B, T) or (K, B, T), with the targets of the same shape if the dump has them."""
+    ids = dump.batches
+    targets = next((one for one in dump.integers.values() if one.shape == ids.shape and not torch.equal(one, ids)), None)
+    same = any(one.shape == ids.shape and torch.equal(one, ids) for one in dump.integers.values())
+    found = []
+    for number, rows in enumerate(ids):
+        right = torch.full_like(rows, IGNORED)
+        right[:, :-1] = rows[:, 1:]
+        given = None if targets is None else targets[number]
+        if given is not None and not same:
+            if float((given[:, :-1] == right[:, :-1]).double().mean()) > 0.5 or bool((given < 0).any()):
+                right[:, -1] = given[:, -1]
+            right = right.masked_fill(given < 0, IGNORED)
+        if not bool((right >= 0).any()):
+            raise InputError(f"{dump.source}: its rows have one token each, so nothing is learnt; dump the next ids as targets")
+        found.append(Batch(rows, right))
+    return found
+
+
+class StepExamination:
+    """The diagnosis of the training steps in one dump; ``ours`` is the right model."""
+
+    def __init__(self, dump: Dump, ours: GPT2, settings: Settings | None) -> None:
+        self.dump, self.settings, self.asked = dump, settings or Settings(), settings is not None
+        self.config = ours.config
+        self.state = {name: tensor.detach().to("cpu", torch.float64) for name, tensor in ours.state_dict().items()}
+        self.predictor = Predictor(self.config)
+        self.special = (0, SPECIAL, self.config.eos_token_id or 0, self.config.vocab_size - 1)
+        self.stages: dict[str, Stage] = {name: Stage() for name in STAGES}
+        self.notes: list[str] = []
+
+    def sorted(self) -> StepArrays | None:
+        """Return what the dump holds of training steps; None if it holds nothing. Raises InputError: NaN, nothing changes."""
+        layouts = Layouts(units_of(self.state), self.config)
+        fitting = {name: array for name, array in self.dump.arrays.items() if next(layouts.views(array), None) is not None}
+        losses = losses_of({name: array for name, array in self.dump.arrays.items() if name not in fitting})
+        if not fitting and not losses:
+            return self._nothing()
+        self.batches = batches_of(self.dump)
+        batch = self.batches[0]
+        small = self.config.num_parameters() * batch.ids.numel() < MAX_WORK
+        self.exact = self.predictor.gradients(self.state, batch.ids, batch.targets)
+        gradients: dict[str, Mapping[str, Tensor]] = {}
+        for number, one in enumerate(self.batches if fitting else ()):  # a later step's gradients are near those of its batch
+            labelled = labelings(one, self.special, self.settings.grad_accum)
+            for label, labels in labelled.items() if small else [("", one.targets)]:
+                made = self.predictor.gradients(self.state, one.ids, labels)
+                gradients[f"{number} {label}"] = made.whole
+                if not label:
+                    shares = {"head": made.head, "table": made.table}
+                    gradients |= {f"{number} {share}": {**made.whole, TABLE: value} for share, value in shares.items()}
+        recogniser = Recogniser(layouts, self.state, gradients)
+        pieces, rest = recogniser.pieces(fitting)
+        for name, array in rest.items():
+            if not bool(array.isfinite().all()) and (self.asked or pieces):
+                raise InputError(
+                    f"{self.dump.source}: {shown(name)} holds NaN or infinity; look which step of the program makes it"
+                )
+        recorded = recogniser.recorded(pieces, fitting, self._options, len(self.batches))
+        self._zeros(recorded, rest, layouts)
+        self._require_change(recorded, [piece.units for piece in pieces if piece.kind == "parameter"], any(recorded.raw))
+        used = [one for one in losses if not bool(one.values.isfinite().all())]
+        if used:
+            raise InputError(f"{self.dump.source}: {shown(used[0].name)} is {float(used[0].values[0])}; look where it comes from")
+        names = {*recorded.names, *(one.name for one in losses)}
+        steps = any(recorded.raw) or recorded.steps > 0
+        if not steps and (not losses or not (self.asked or self.dump.integers)):
+            return self._nothing()
+        return StepArrays(recorded, losses, names)
+
+    def _nothing(self) -> None:
+        if self.asked:
+            sizes = ", ".join(f"{shown(n)} {tuple(a.shape)}" for n, a in list(self.dump.arrays.items())[:3])
+            raise InputError(f"{self.dump.source}: holds no loss, gradient or parameter of this model ({sizes}); {SAVE}")
+
+    def _options(self, weights: Weights, step: int, label: str) -> list[Weights]:
+        """Return the gradients that step ``step`` from some weights may have, with right labels and with those of ``label``."""
+        batch = self.batches[min(step, len(self.batches) - 1)]
+        known = labelings(batch, self.special, self.settings.grad_accum)
+        ways = [batch.targets, *([known[label]] if label and label in known else [])]
+        return [self.predictor.gradients(weights, batch.ids, labels).whole for labels in ways]
+
+    def _zeros(self, recorded: Recorded, rest: Mapping[str, Tensor], layouts: Layouts) -> None:
+        """Take arrays of zeros for the gradients that were not recognised."""
+        zeros = [name for name, array in rest.items() if not bool(array.any())]
+        for step, one in enumerate(recorded.raw):
+            if not one or not zeros:
+                continue
+            for name, tensor in self.state.items():
+                if name not in one and any(name in view for zero in zeros for view in layouts.views(rest[zero])):
+                    recorded.raw[step][name] = torch.zeros_like(tensor)
+        recorded.names |= set(zeros) if any(recorded.raw) else set()
+
+    def _require_change(self, recorded: Recorded, units: Sequence[tuple[str, ...]], gradients: bool) -> None:
+        if recorded.steps or not units:
+            return
+        twice = len(units) - len(set(units)) > len(set(units)) / 2
+        if twice or (not gradients and self.asked):
+            raise InputError(f"{self.dump.source}: no parameter changes; dump copies of the parameters after the step too")
+
+    # Stages
+
+    def diagnosis(self, found: StepArrays, forward: Diagnosis | None) -> Diagnosis:
+        """Compare each stage of what the dump holds; ``forward`` is the diagnosis of its forward pass, if it has one."""
+        recorded = found.recorded
+        reading: GradientReading | None = None
+        good = forward is None or forward.verdict != "mismatch"
+        allowed: dict[str, float] = {}
+        if any(recorded.raw) and good:
+            examination = GradientExamination(recorded, self.predictor, self.batches, self.settings, self._places)
+            reading = examination.reading()
+            allowed = examination.allowed
+            self.stages["gradient"] = reading.stage
+            self.stages["clip"].causes += reading.clip_causes
+        self._losses(found, reading, good)
+        if recorded.steps:
+            dtype = torch.float64 if recorded.float64 else torch.float32
+            allowed = allowed or rounding(self.predictor, recorded.parameters[0], self.batches[0], self.exact, dtype)
+            update = UpdateExamination(
+                recorded, self.predictor, self.batches, self.settings, reading, allowed, self._places, self.special, self.formula
+            ).conclusion()
+            self.stages["update"] = update.update
+            for name, more in (("clip", update.clip), ("gradient", update.gradient), ("loss", update.loss)):
+                stage = self.stages[name]
+                stage.causes += more.causes
+                stage.notes += more.notes
+                stage.error = max(stage.error, more.error)
+        self._describe(found, reading)
+        return self._diagnosed(forward)
+
+    def _losses(self, found: StepArrays, reading: GradientReading | None, good: bool) -> None:
+        """Compare the losses with those of the dump's own parameters."""
+        recorded, losses = found.recorded, found.losses
+        if not losses or not good:
+            return
+        exact = any(one.dtype == torch.float64 for one in losses) and recorded.float64
+        expected, first = [], None
+        for step, weights in enumerate(recorded.parameters):
+            if weights.keys() != self.state.keys():
+                break
+            batch = self.batches[min(step, len(self.batches) - 1)]
+            logits = self.predictor.logits(weights, batch.ids)
+            first = logits if first is None else first
+            expected.append(mean_loss(logits, batch.targets))
+        right = right_losses(losses, expected, exact)
+        stage = self.stages["loss"]
+        self.judged = bool(right)
+        if right or first is None:
+            return
+        for one in losses:
+            made = loss_stage(one, first, self.batches[0], self.settings, self.special, exact, reading)
+            if made is not None:
+                known = {c.id for each in self.stages.values() for c in each.causes}
+                if (
+                    reading is not None
+                    and not known & {c.id for c in made.causes}
+                    and reading.explained
+                    and reading.clipped is None
+                ):
+                    said = ", ".join(c.detail for c in made.causes)
+                    stage.notes.append(
+                        f"the loss that is dumped is not the one that is trained ({said}); the gradients are of the mean"
+                    )
+                else:
+                    stage.causes += [c for c in made.causes if c.id not in known]
+                    stage.error = made.error
+                self.judged = True
+                self.formula = made.smoothing, made.factor
+                return
+        if any(c.id in ("label-smoothing", "logits-scaled") for each in self.stages.values() for c in each.causes):
+            return
+        if len(losses) == 1 or self.asked:
+            stage.explained = False
+            values = ", ".join(f"{float(one.values[0]):.6g}" for one in losses[:3])
+            stage.notes.append(f"the loss {values} is of no known mistake; the mean cross-entropy is {expected[0]:.6g}")
+
+    judged = False
+    formula = (0.0, 1.0)  # the smoothing of the labels and the factor of the logits, by the loss
+
+    def _places(self, names: Sequence[str]) -> str:
+        places = collapsed((Place.of(name) for name in names), self.config.n_layer)
+        shown_places = joined(places[:6])
+        return f"{shown_places} and {len(places) - 6} more" if len(places) > 6 else shown_places
+
+    def _describe(self, found: StepArrays, reading: GradientReading | None) -> None:
+        """Note what the dump holds, and what it lacks."""
+        recorded = found.recorded
+        holds = ["the loss"] if self.judged else []
+        sets = sum(bool(one) for one in recorded.raw)
+        if sets:
+            more = " before and after clipping" if any(recorded.used) else ""
+            holds.append(f"gradients of {_steps(sets)}{more}")
+        if recorded.steps:
+            holds.append(f"parameters after {_steps(recorded.steps)}")
+        self.notes.append(f"the dump holds {', '.join(holds) or 'nothing of a step that was recognised'}")
+        if recorded.steps and not sets:
+            self.notes.append(
+                "gradients are not dumped: they were computed at its own parameters; Adam hides a factor of them, so dump them "
+                "to see a summed loss"
+            )
+        if not recorded.steps and (sets or self.judged):
+            lacking = "the update" if sets else "gradients, clipping and update"
+            self.notes.append(
+                f"{lacking} was not judged: dump the parameters after each step{'' if sets else ', and the gradients'}"
+            )
+        left = [name for name in self.dump.arrays if name not in found.names]
+        if left and not recorded.steps and not sets and self.asked:
+            self.notes.append(f"not recognised: {', '.join(shown(name) for name in left[:4])}")
+
+    def _diagnosed(self, forward: Diagnosis | None) -> Diagnosis:
+        causes = ranked([one for stage in self.stages.values() for one in stage.causes])
+        earlier = forward.causes if forward is not None else ()
+        explained = all(stage.explained for stage in self.stages.values()) and (forward is None or forward.ok)
+        notes = [*(forward.notes if forward else ()), *self.notes, *(note for name in STAGES for note in self.stages[name].notes)]
+        verdict = "mismatch" if causes or earlier else "equal" if explained else "undetermined"
+        first = forward.first_divergence if forward is not None and not forward.ok else None
+        if verdict != "equal" and first is None:
+            early = [n for n in STAGES if any(STAGE[one.id] == n for one in causes) or not self.stages[n].explained]
+            first = Divergence(early[0] if early else "update", None, max(stage.error for stage in self.stages.values()))
+        error = forward.logits_error if forward is not None else None
+        base = Diagnosis(verdict, first, (*earlier, *causes), tuple(dict.fromkeys(notes)), self.dump.source, logits_error=error)
+        return replace(base, seen="dump")
+
+
+def _steps(count: int) -> str:
+    return "a step" if count == 1 else f"{count} steps"

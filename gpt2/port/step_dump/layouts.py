@@ -1,0 +1,120 @@
+"""Lay out arrays as parameters of the checkpoint: one tensor, transposed, a stack over the layers, or one flat vector of all.
+
+A *unit* is a parameter by the checkpoint's name, or a third of ``attn.c_attn`` ("h.0.attn.c_attn.weight:q").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from gpt2.checkpoint.containers.llmc_file import order
+from gpt2.config import GPT2Config
+
+MAX_PADDED_ROWS = 128  # of the token embedding
+LETTERS = "qkv"
+HEAD = "head.weight"  # a head that is not tied to the token embedding
+View = dict[str, Tensor]  # arrays by unit, in the checkpoint's layout
+
+
+def units_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors by unit."""
+    units = dict(state)
+    for name, tensor in state.items():
+        if ".attn.c_attn." in name:
+            units |= {f"{name}:{letter}": part for letter, part in zip(LETTERS, tensor.chunk(3, -1), strict=True)}
+    return units
+
+
+def joined(view: Mapping[str, Tensor]) -> View:
+    """Return the tensors by the checkpoint's names: thirds are put together where all three are there."""
+    whole = {name: tensor for name, tensor in view.items() if ":" not in name}
+    for name in {name.partition(":")[0] for name in view if ":" in name}:
+        parts = [view.get(f"{name}:{letter}") for letter in LETTERS]
+        if name not in whole and all(part is not None for part in parts):
+            whole[name] = torch.cat([part for part in parts if part is not None], -1)
+    return whole
+
+
+class Layouts:
+    """All the ways in which arrays may hold the parameters of a model with these ``shapes``."""
+
+    def __init__(self, units: Mapping[str, Tensor], config: GPT2Config) -> None:
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in units.items()}
+        self.layers, self.vocabulary, self.width = config.n_layer, config.vocab_size, config.n_embd
+        self.by_size: dict[int, list[str]] = {}
+        for name, shape in self.shapes.items():
+            self.by_size.setdefault(math.prod(shape), []).append(name)
+        whole = [name for name in self.shapes if ":" not in name]
+        self.total = sum(math.prod(self.shapes[name]) for name in whole)
+        self.orders = [whole, list(order(self.layers)), sorted(whole)]
+
+    def views(self, array: Tensor) -> Iterator[View]:
+        """Yield every view of an array."""
+        yield from self._single(array)
+        if array.ndim > 1 and array.shape[0] == self.layers:
+            yield from self._stacked(array)
+        if array.ndim <= 2 and array.numel() >= self.total - self.vocabulary * self.width:
+            yield from self._flat(array.reshape(-1))
+
+    def _single(self, array: Tensor) -> Iterator[View]:
+        for name in self.by_size.get(array.numel(), ()):
+            for tensor in _oriented(array, self.shapes[name]):
+                yield {name: tensor}
+        squeezed = array.squeeze()
+        for padded in (squeezed, squeezed.t()) if squeezed.ndim == 2 else ():
+            if self.vocabulary < padded.shape[0] <= self.vocabulary + MAX_PADDED_ROWS and padded.shape[1] == self.width:
+                yield {"wte.weight": padded[: self.vocabulary]}
+
+    def _stacked(self, array: Tensor) -> Iterator[View]:
+        size = array[0].numel()
+        for name in self.by_size.get(size, ()):
+            if name.startswith("h.0."):
+                names = [name.replace("h.0.", f"h.{layer}.", 1) for layer in range(self.layers)]
+                for first in range(2):
+                    laid = [list(_oriented(part, self.shapes[name])) for part in array]
+                    if all(len(ways) > first for ways in laid):
+                        yield {one: ways[first] for one, ways in zip(names, laid, strict=True)}
+
+    def _flat(self, flat: Tensor) -> Iterator[View]:
+        padding = flat.numel() - self.total
+        if padding < 0 or padding % self.width or padding > MAX_PADDED_ROWS * self.width:
+            return
+        for names in self.orders:
+            for transposed in (False, True):
+                view, start = {}, 0
+                for name in names:
+                    shape = self.shapes[name]
+                    count = math.prod(shape)
+                    part = flat[start : start + count]
+                    turned = transposed and len(shape) == 2 and name.startswith("h.")
+                    view[name] = part.reshape(shape[::-1]).t() if turned else part.reshape(shape)
+                    start += count + (padding if name == "wte.weight" else 0)
+                yield view
+
+
+def _oriented(array: Tensor, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yield an array as a tensor of ``shape``, as it is and transposed."""
+    squeezed = array.squeeze()
+    if len(shape) == 1:
+        if squeezed.ndim <= 1 or squeezed.ndim == 2:
+            yield array.reshape(shape)
+        return
+    if squeezed.ndim == 2 and tuple(squeezed.shape) not in (shape, shape[::-1]):
+        return
+    if squeezed.ndim != 2 or tuple(squeezed.shape) == shape:
+        yield array.reshape(shape)
+    if squeezed.ndim != 2 or tuple(squeezed.shape) == shape[::-1]:
+        yield array.reshape(shape[::-1]).t()
+
+
+def role_of(name: str) -> str:
+    """Return what a parameter is: "embedding", "bias", "norm" or "matrix"."""
+    if name.startswith(("wte.", "wpe.")):
+        return "embedding"
+    if name.endswith(".bias"):
+        return "bias"
+    return "norm" if ".ln_" in f".{name}" else "matrix"

@@ -1,0 +1,131 @@
+"""The gradients and losses that a training program would have: right ones, and those of known mistakes in the labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt2.checkpoint.checkpoint import model_with
+from gpt2.config import GPT2Config
+
+IGNORED = -100
+TABLE = "wte.weight"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids (B, T) and the right next ids (B, T), -100 where there is none to learn."""
+
+    ids: Tensor
+    targets: Tensor
+
+    @property
+    def count(self) -> int:
+        return int((self.targets >= 0).sum())
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of one loss by parameter; ``head`` and ``table``: the two shares of the token embedding's."""
+
+    whole: dict[str, Tensor]
+    head: Tensor
+    table: Tensor
+
+
+def labelings(batch: Batch, special: tuple[int, ...], parts: int | None = None) -> dict[str, Tensor]:
+    """Return labels (B, T) by the cause that they stand for; "" are the right ones. ``parts``: of a batch, by the settings."""
+    ids, right = batch.ids, batch.targets
+    found = {"": right, "labels-not-shifted": ids.where(right >= 0, IGNORED)}
+    if bool((right[:, -1] < 0).all()):
+        found["labels-not-shifted last"] = ids
+    twice = torch.full_like(ids, IGNORED)
+    twice[:, :-1] = right[:, 1:]
+    twice[:, :-2] = ids[:, 2:]
+    found["labels-shifted-twice"] = twice
+    short = twice.clone()
+    short[:, -2:] = IGNORED
+    found["labels-shifted-twice short"] = short
+    firsts = ids[:, 0]
+    for word, last in {"rolled": firsts, "next": firsts.roll(-1), "zero": torch.zeros_like(firsts)}.items():
+        found[f"last-token-in-loss {word}"] = torch.cat([right[:, :-1], last[:, None]], 1)
+    missing = right.clone()
+    missing[:, -1] = IGNORED
+    if bool((right[:, -1] >= 0).any()):
+        found["last-token-missing"] = missing
+    first = right.clone()
+    first[:, 0] = IGNORED
+    found["tokens-left-out first"] = first
+    for id in dict.fromkeys(special):
+        if bool((right == id).any()):
+            found[f"token-ignored {id}"] = right.masked_fill(right == id, IGNORED)
+    if parts and parts > 1 and len(ids) % parts == 0:
+        last = right.clone()
+        last[: -(len(ids) // parts)] = IGNORED
+        found["accumulation-last-only"] = last
+    if not bool((right >= 0).all()):
+        found["padding-in-average"] = right.clamp(min=0)
+    return {name: labels for name, labels in found.items() if bool((labels >= 0).any())}
+
+
+class Predictor:
+    """Gradients of a model of this size for any weights, labels and formula of the loss; remembered."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        self.config = config
+
+    @torch.enable_grad()
+    def gradients(
+        self,
+        state: Mapping[str, Tensor],
+        ids: Tensor,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        *,
+        smoothing: float = 0.0,
+        factor: float = 1.0,
+    ) -> Gradients:
+        """Return the gradients of the weighted sum of the losses, in the dtype of ``state``; by default of their mean.
+
+        ``weights`` (B, T); positions with a negative label have none. ``smoothing`` of the labels; ``factor`` of the logits.
+        """
+        model = model_with(self.config, state.items())
+        model.requires_grad_(True)
+        table = model.wte.weight.detach().clone().requires_grad_(True)
+        logits = model.hidden(ids, rows=F.embedding(ids, table)) @ model.wte.weight.t()
+        losses = F.cross_entropy(
+            factor * logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED, label_smoothing=smoothing
+        )
+        weights = (labels >= 0) / (labels >= 0).sum() if weights is None else weights * (labels >= 0)
+        (losses * weights.flatten().to(losses.dtype)).sum().backward()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        head = found[TABLE]
+        assert table.grad is not None
+        return Gradients({**found, TABLE: head + table.grad}, head, table.grad)
+
+    @torch.no_grad()
+    def logits(self, state: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+        model = model_with(self.config, state.items())
+        logits: Tensor = model.hidden(ids) @ model.wte.weight.t()
+        return logits
+
+
+def rounding(
+    predictor: Predictor, state: Mapping[str, Tensor], batch: Batch, exact: Gradients, dtype: torch.dtype
+) -> dict[str, float]:
+    """Return the absolute error (root mean square) that a program in ``dtype`` may make in each parameter's gradient.
+
+    It may round 16 times as much as our model, as :mod:`gpt2.port.dump.tolerance` says; in float64, 1e-9 of the gradient.
+    """
+    norms = {name: float(g.square().mean().sqrt()) for name, g in exact.whole.items()}
+    whole = max(norms.values())
+    if dtype == torch.float64:
+        return {name: 1e-9 * norm + 1e-13 * whole for name, norm in norms.items()}
+    narrow = {name: tensor.to(torch.float32) for name, tensor in state.items()}
+    rounded = predictor.gradients(narrow, batch.ids, batch.targets).whole
+    errors = {name: float((rounded[name].double() - g).square().mean().sqrt()) for name, g in exact.whole.items()}
+    return {name: 16 * max(errors[name], 1e-7 * norms[name]) + 1e-9 * whole for name in norms}

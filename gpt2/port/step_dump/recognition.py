@@ -1,0 +1,313 @@
+"""Recognise by value what each array of a dump is: a loss, parameters before or after a step, or a gradient."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gpt2.port.step_dump.layouts import Layouts, View, joined, units_of
+
+SAMPLED = 512  # entries of a unit that are compared
+NEAR = 0.5  # relative distance of parameters after a few steps from those before
+LIKE = 0.25  # least cosine of a gradient with a predicted one
+MAX_LOSSES = 64
+MAX_STEPS = 5  # whose gradients are put in order
+SOLID = 6  # least number of entries of an array that is recognised by a cosine
+Weights = dict[str, Tensor]
+Predicted = Callable[[Weights, int, str], list[Weights]]  # of weights, a step, and labels
+
+
+@dataclass
+class Piece:
+    """An array in one view; ``units`` are its keys."""
+
+    name: str
+    view: View
+    kind: str  # "parameter", "gradient"
+    score: float
+    label: str = ""  # of the predicted gradient that is most like it
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return tuple(self.view)
+
+
+@dataclass
+class Recorded:
+    """What a dump holds of K steps, by the checkpoint's names.
+
+    ``parameters``: K + 1 sets, the first from the checkpoint where the dump has none. ``raw`` and ``used``: gradients by step,
+    after the backward pass and, where the dump has two, after clipping.
+    """
+
+    parameters: list[Weights]
+    raw: list[Weights] = field(default_factory=list)
+    used: list[Weights] = field(default_factory=list)
+    losses: list[tuple[str, list[float]]] = field(default_factory=list)
+    before_given: bool = False
+    unchanged: list[str] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    parameter_dtypes: set[torch.dtype] = field(default_factory=set)
+    gradient_dtypes: set[torch.dtype] = field(default_factory=set)
+    float64: bool = False  # computed in float64: some array holds what float32 cannot
+
+    @property
+    def steps(self) -> int:
+        return len(self.parameters) - 1
+
+
+class Recogniser:
+    """The search; ``state`` are the checkpoint's tensors in float64, ``gradients`` the predicted ones by their labels."""
+
+    def __init__(self, layouts: Layouts, state: Mapping[str, Tensor], gradients: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.layouts, self.state = layouts, state
+        self.units = units_of(state)
+        generator = torch.Generator().manual_seed(0)
+        self.indices = {
+            name: torch.randint(tensor.numel(), (SAMPLED,), generator=generator) if tensor.numel() > SAMPLED else None
+            for name, tensor in self.units.items()
+        }
+        self.gradients = {label: units_of(one) for label, one in gradients.items()}
+        self.labels = list(gradients)
+        self._tables: dict[tuple[tuple[str, ...], bool], Tensor] = {}
+
+    def pieces(self, arrays: Mapping[str, Tensor]) -> tuple[list[Piece], dict[str, Tensor]]:
+        """Return the recognised arrays, and the rest."""
+        found: list[Piece] = []
+        rest: dict[str, Tensor] = {}
+        gradients: list[list[Piece]] = []
+        for name, array in arrays.items():
+            candidates = self._candidates(name, array)
+            if not candidates:
+                rest[name] = array
+            elif candidates[0].kind == "parameter":
+                found += candidates[:1]
+            else:
+                gradients.append(candidates)
+        return [*found, *_shared_out(gradients)], rest
+
+    def _candidates(self, name: str, array: Tensor) -> list[Piece]:
+        """Return what an array may be, the best first: parameters in one view, or gradients in several."""
+        parameters: list[tuple[float, float, View]] = []  # cost, agreement, view
+        gradients: list[Piece] = []
+        if not bool(array.isfinite().all()) or array.numel() < 2:
+            return []
+        array = array.double()
+        for view in self.layouts.views(array):
+            units = tuple(view)
+            ours, values = self._taken(self.units, units), self._taken(view, units)
+            norm = float(ours.norm())
+            apart = float((values - ours).norm())
+            like = self._likeness(units, values)
+            best = int(like.abs().argmax())
+            likeness, label = float(like[best]), self.labels[best].partition(" ")[2]
+            cost = apart / norm if norm > 0 else 0.0 if apart == 0 or likeness < -LIKE else 2.0
+            if cost < NEAR or (norm > 0 and cosine(values, ours) > 0.9):
+                agreement = float(self._likeness(units, ours - values, signs=True).max())
+                parameters.append((cost, agreement, view))
+            elif len(values) >= SOLID and abs(likeness) > LIKE:
+                gradients.append(Piece(name, view, "gradient", abs(likeness), label))
+        if parameters:
+            least = min(cost for cost, _, _ in parameters)
+            cost, _, view = max((one for one in parameters if one[0] <= 3 * least + 1e-9), key=lambda one: one[1])
+            return [Piece(name, view, "parameter", cost)]
+        return sorted(gradients, key=lambda piece: -piece.score)
+
+    def _likeness(self, units: tuple[str, ...], values: Tensor, *, signs: bool = False) -> Tensor:
+        """Return the cosines of values with each predicted gradient, or with its signs, (labels,)."""
+        key = units, signs
+        if key not in self._tables:
+            rows = torch.stack([self._taken(one, units) for one in self.gradients.values()])
+            rows = rows.sign() if signs else rows
+            self._tables[key] = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)
+        return self._tables[key] @ (values / values.norm().clamp(min=1e-300))
+
+    def _taken(self, tensors: Mapping[str, Tensor], units: Sequence[str]) -> Tensor:
+        return torch.cat([self.sample(name, tensors[name]) for name in units])
+
+    def sample(self, name: str, tensor: Tensor) -> Tensor:
+        index = self.indices[name]
+        return tensor.reshape(-1) if index is None else tensor.reshape(-1)[index]
+
+    # The order of steps
+
+    def recorded(self, pieces: Sequence[Piece], arrays: Mapping[str, Tensor], predicted: Predicted, batches: int) -> Recorded:
+        """Put the arrays in the order of their steps. ``predicted``: gradients that a step from some weights may have."""
+        parameters = [piece for piece in pieces if piece.kind == "parameter"]
+        gradients = [piece for piece in pieces if piece.kind == "gradient"]
+        by_units: dict[tuple[str, ...], list[Piece]] = {}
+        for piece in parameters:
+            by_units.setdefault(piece.units, []).append(piece)
+        before: Weights = {}
+        changed: dict[tuple[str, ...], list[Piece]] = {}
+        equal: dict[tuple[str, ...], int] = {}
+        for units, group in by_units.items():
+            same = [piece for piece in group if piece.score <= _rounding(arrays[piece.name])]
+            equal[units] = len(same)
+            for piece in same[:1]:
+                before |= piece.view
+            rest = [piece for piece in group if not any(piece is one for one in same)]
+            changed[units] = self._ordered(units, rest)
+        steps = _mode([len(group) for group in changed.values() if group])
+        usual = _mode([equal[units] for units, group in changed.items() if len(group) == steps and steps])
+        sets: list[Weights] = [{} for _ in range(steps)]
+        unchanged: list[str] = []
+        for units, group in changed.items():
+            if len(group) == steps:
+                for number, piece in enumerate(group):
+                    sets[number] |= piece.view
+            elif not group and equal[units] > usual:
+                unchanged += units
+                for one in sets:
+                    one |= {name: self.units[name] for name in units}
+        found = Recorded([dict(self.state) | joined(before), *(joined(one) for one in sets)])
+        found.before_given = bool(before)
+        still = [
+            n for n, p in self.state.items() if steps and all(n in one and _unmoved(one[n], p) for one in found.parameters[1:])
+        ]
+        unchanged += [] if any(arrays[piece.name].dtype.itemsize < 4 for piece in parameters) else still
+        found.unchanged = list(dict.fromkeys(name.partition(":")[0] for name in unchanged))
+        found.parameter_dtypes = {arrays[piece.name].dtype for piece in parameters}
+        found.gradient_dtypes = {arrays[piece.name].dtype for piece in gradients}
+        found.float64 = any(_is_exact(arrays[piece.name]) for piece in pieces)
+        found.names = {piece.name for piece in pieces}
+        self._place_gradients(found, gradients, predicted, batches)
+        return found
+
+    def _ordered(self, units: tuple[str, ...], group: list[Piece]) -> list[Piece]:
+        """Return the sets of some units in the order of steps: the nearest that goes against the gradient, then the next ones."""
+        if len(group) < 2:
+            return group
+        here, left, out = self._taken(self.units, units), list(group), []
+        while left:
+
+            def length(piece: Piece, here: Tensor = here) -> float:
+                change = self._taken(piece.view, units) - here
+                turned = 1.0 if out else float(self._likeness(units, -change, signs=True).max())
+                return float(change.norm()) / max(turned, 0.05)
+
+            nearest = min(left, key=length)
+            out.append(nearest)
+            left = [piece for piece in left if piece is not nearest]
+            here = self._taken(nearest.view, units)
+        return out
+
+    def _place_gradients(self, found: Recorded, gradients: Sequence[Piece], predicted: Predicted, batches: int) -> None:
+        if not gradients:
+            return
+        count = min(found.steps or batches, MAX_STEPS)
+        labels = Counter(piece.label for piece in gradients for name in piece.units if not name.startswith("wte"))
+        label = labels.most_common(1)[0][0] if labels else ""
+        options: list[list[Weights]] = []  # by step, the gradients that it may have
+        for step in range(count):
+            weights = found.parameters[step if found.steps else 0]
+            if step and weights.keys() != self.state.keys():
+                break
+            options.append([units_of(one) for one in predicted(weights, step, label)])
+        raw: list[View] = [{} for _ in range(max(found.steps, 1))]
+        used: list[View] = [{} for _ in raw]
+        groups: dict[tuple[str, ...], list[Piece]] = {}
+        for piece in gradients:
+            groups.setdefault(piece.units, []).append(piece)
+        for units, group in groups.items():
+            likeness = [
+                [
+                    max(abs(cosine(self._taken(piece.view, units), self._taken(one, units))) for one in ways)
+                    for ways in _summed(options[: step + 1])
+                ]
+                for piece in group
+                for step in [len(options) - 1]
+            ]
+            placed = _assigned(likeness, len(options))
+            for step in range(len(raw)):
+                here = sorted(
+                    (piece for piece, at in zip(group, placed, strict=True) if at == step), key=self._norm, reverse=True
+                )
+                for piece in here[:1]:
+                    raw[step] |= piece.view
+                for piece in here[1:2]:
+                    used[step] |= piece.view
+        found.raw = [joined(one) for one in raw]
+        second = [joined(one) for one in used]
+        found.used = second if _is_clipped(found.raw, second) else [{} for _ in raw]
+
+    def _norm(self, piece: Piece) -> float:
+        return float(self._taken(piece.view, piece.units).norm())
+
+
+def _shared_out(candidates: Sequence[Sequence[Piece]]) -> list[Piece]:
+    """Return one piece for each array, so that parameters of one shape get equally many: the most alike first."""
+    arrays: Counter[int] = Counter()
+    units: dict[int, set[frozenset[str]]] = {}
+    for group in candidates:
+        size = sum(tensor.numel() for tensor in group[0].view.values())
+        arrays[size] += 1
+        units.setdefault(size, set()).update(frozenset(piece.units) for piece in group)
+    room: dict[frozenset[str], int] = {}
+    each = max(
+        (math.ceil(arrays[size] / len(own)) for size, own in units.items()), default=0
+    )  # of the steps, and before clipping
+    for own in units.values():
+        room |= dict.fromkeys(own, each)
+    given: dict[int, Piece] = {}
+    order = sorted(
+        ((piece.score, number, piece) for number, group in enumerate(candidates) for piece in group), key=lambda one: -one[0]
+    )
+    for _, number, piece in order:
+        if number not in given and room[frozenset(piece.units)] > 0:
+            given[number] = piece
+            room[frozenset(piece.units)] -= 1
+    return [given[number] for number in sorted(given)]
+
+
+def _summed(options: list[list[Weights]]) -> list[list[Weights]]:
+    """Return by step the gradients, and their sums with all before them, as they are without zeroing."""
+    found = []
+    total: Weights = {}
+    for ways in options:
+        total = {name: g + total[name] if total else g for name, g in ways[-1].items()}
+        found.append([*ways, total])
+    return found
+
+
+def _assigned(likeness: list[list[float]], steps: int) -> list[int]:
+    """Return the step of each array: all different where there are as many arrays as steps."""
+    if steps and len(likeness) == steps and steps <= MAX_STEPS:
+        orders = itertools.permutations(range(steps))
+        return list(max(orders, key=lambda order: sum(row[at] for row, at in zip(likeness, order, strict=True))))
+    return [max(range(steps), key=lambda step: row[step]) for row in likeness]
+
+
+def _is_clipped(raw: list[Weights], used: list[Weights]) -> bool:
+    """Whether the second gradients are the first ones after clipping, not a tenth of them: Adam's first moment."""
+    ratios = [float(used[0][name].norm() / raw[0][name].norm()) for name in used[0] if name in raw[0]] if used else []
+    if len(ratios) < len(raw[0]) / 2 or not ratios:
+        return False
+    return not any(abs(ratios[len(ratios) // 2] / share - 1) < 2e-3 and max(ratios) - min(ratios) < 1e-3 for share in (0.1, 0.05))
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    size = float(one.norm() * other.norm())
+    return float(one @ other) / size if size > 0 else 0.0
+
+
+def _mode(counts: Sequence[int]) -> int:
+    return Counter(counts).most_common(1)[0][0] if counts else 0
+
+
+def _rounding(array: Tensor) -> float:
+    return {torch.float64: 1e-7, torch.float32: 1e-7, torch.float16: 6e-4, torch.bfloat16: 5e-3}[array.dtype]
+
+
+def _unmoved(after: Tensor, before: Tensor) -> bool:
+    return bool(((after - before).abs() <= 2**-24 * before.abs()).all())
+
+
+def _is_exact(array: Tensor) -> bool:
+    return array.dtype == torch.float64 and not bool((array == array.float().double()).all())

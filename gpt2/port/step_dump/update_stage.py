@@ -1,0 +1,372 @@
+"""Causes in a dump's update: the rule that gives its parameters, the clipping before it, and each parameter's rate and decay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt2.port.dump.tolerance import UNITS
+from gpt2.port.step_dump.gradient_stage import GradientReading
+from gpt2.port.step_dump.layouts import role_of
+from gpt2.port.step_dump.predictions import TABLE, Batch, Gradients, Predictor, labelings
+from gpt2.port.step_dump.recognition import Recorded, Weights, cosine
+from gpt2.port.step_dump.rule_search import EXPLAINED, TENSORS, Answer, Gauged, RuleSearch, clipped_track, gauged
+from gpt2.port.training.causes import cause
+from gpt2.port.training.clip_causes import BITES, clip_stage
+from gpt2.port.training.clipping import ClipReading
+from gpt2.port.training.optimizer import update_stage
+from gpt2.port.training.rules import Array, Fit, Kind, Rule
+from gpt2.port.training.settings import Settings
+from gpt2.port.training.stepping import Movement
+from gpt2.port.training.trained import Stage
+
+SEEN = "the dump's parameters before and after each step"
+ALLOWED = 1.25  # times EXPLAINED: for one parameter, of fewer entries than the search has
+Places = Callable[[Sequence[str]], str]
+
+
+@dataclass
+class Conclusion:
+    """The stages that the parameters show."""
+
+    update: Stage = field(default_factory=Stage)
+    clip: Stage = field(default_factory=Stage)
+    gradient: Stage = field(default_factory=Stage)
+    loss: Stage = field(default_factory=Stage)
+
+
+class UpdateExamination:
+    """The comparison of one dump's parameters after each step with the rules of optimizers."""
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        predictor: Predictor,
+        batches: Sequence[Batch],
+        settings: Settings,
+        reading: GradientReading | None,
+        allowed: Mapping[str, float],
+        places: Places,
+        special: tuple[int, ...],
+        formula: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        self.recorded, self.predictor, self.batches, self.settings = recorded, predictor, batches, settings
+        self.reading, self.allowed, self.places, self.special = reading, allowed, places, special
+        self.smoothing, self.factor = formula
+        self.found = Conclusion()
+        self.names = [
+            n for n in recorded.parameters[0] if all(n in one for one in recorded.parameters[1:]) and n not in recorded.unchanged
+        ]
+        self.storage = max((UNITS[dtype][0] for dtype in recorded.parameter_dtypes), default=0.0)
+        self.given = self._given()
+        self.made: list[Gradients] = []
+        if self.given is None:
+            self.made = self._predicted()
+        self.gradients = self.given or [one.whole for one in self.made]
+
+    def conclusion(self) -> Conclusion:
+        """Search the rule, and compare it with the settings."""
+        if not self.names or not self.gradients:
+            return self.found
+        names = [n for n in self.names if all(n in one for one in self.gradients)]
+        tracks = {n: one for n in names if (one := self._track(n, self.gradients)) is not None}
+        if not tracks:
+            self.found.update.explained = False
+            self.found.update.notes.append("no entry's gradient is known well enough; dump gradients and parameters in float32")
+            return self.found
+        chosen = self._chosen(tracks)
+        answer = self._searched(chosen, tracks)
+        answer, tracks = self._varied(answer, chosen, tracks)
+        movement = self._movement(answer, tracks)
+        self._tied(movement, answer)
+        self._clip(answer, chosen, tracks)
+        where = self.places
+        stage = update_stage(movement, self.settings, where, list(range(self.recorded.steps)), set(names))
+        if any(dtype.itemsize < 4 for dtype in self.recorded.parameter_dtypes):
+            stage.notes.append("the parameters are in half precision, which hides decay, eps and betas; dump them in float32")
+        if self.recorded.steps == 1:
+            stage.notes = [note for note in stage.notes if not note.startswith("read off: betas")]
+            stage.notes.append("one step does not determine the betas; dump a second one")
+        stage.causes += self._left_out()
+        if answer.cumulated:
+            detail = "each step uses the sum of its gradient and those of the steps before"
+            self.found.gradient.causes.append(cause("gradient-not-zeroed", "gradient", detail, SEEN))
+        self.found.update = stage
+        return self.found
+
+    # Gradients
+
+    def _given(self) -> list[Weights] | None:
+        """Return the dump's own gradients of all steps, after clipping where it has them; None if it lacks some."""
+        recorded = self.recorded
+        for sets in (recorded.used, recorded.raw):
+            if len(sets) == recorded.steps and all(len(one) > len(recorded.parameters[0]) / 2 for one in sets):
+                return sets
+        return None
+
+    @property
+    def _is_clipped(self) -> bool:
+        """Whether the gradients are those after clipping."""
+        clipped = self.reading is not None and (self.reading.clipped is not None or bool(self.reading.clip_causes))
+        return self.given is not None and (self.given is self.recorded.used or clipped)
+
+    def _predicted(self) -> list[Gradients]:
+        """Return gradients at the dump's own parameters, with the labels that agree best with the first change."""
+        recorded, label = self.recorded, self.reading.label if self.reading else ""
+        if self.reading is None:
+            label = self._label()
+            if label:
+                id = label.partition(" ")[0]
+                self.found.loss.causes.append(
+                    cause(id, "loss", "the first change goes against the gradient of these labels", SEEN)
+                )
+        made = []
+        for step in range(recorded.steps):
+            weights = recorded.parameters[step]
+            if weights.keys() != recorded.parameters[0].keys():
+                break
+            batch = self.batches[min(step, len(self.batches) - 1)]
+            labels = labelings(batch, self.special, self.settings.grad_accum).get(label, batch.targets)
+            made.append(self.predictor.gradients(weights, batch.ids, labels, smoothing=self.smoothing, factor=self.factor))
+        return made if len(made) == recorded.steps else []
+
+    def _label(self) -> str:
+        batch, state = self.batches[0], self.recorded.parameters[0]
+        matrices = [n for n in self.names if self.recorded.parameters[0][n].ndim == 2 and n != TABLE] or self.names
+        best = ("", -1.0)
+        for label, labels in labelings(batch, self.special, self.settings.grad_accum).items():
+            made = self.predictor.gradients(state, batch.ids, labels).whole
+            agreement = float(np.mean([self._agreement(n, made[n]) for n in matrices]))
+            if agreement > best[1] + 0.01:
+                best = label, agreement
+        return best[0]
+
+    def _agreement(self, name: str, gradient: Tensor) -> float:
+        """Return the share of entries, with gradients that are clear, that move against their gradient."""
+        change = self.recorded.parameters[1][name] - self.recorded.parameters[0][name]
+        clear = gradient.abs() > 100 * self.allowed[name]
+        return float((change[clear].sign() == -gradient[clear].sign()).double().mean()) if bool(clear.any()) else 0.0
+
+    def _track(self, name: str, gradients: Sequence[Mapping[str, Tensor]]) -> Gauged | None:
+        noise, relative = self.allowed[name] / 4, 1e-9
+        if self.given is not None:
+            units = [UNITS[dtype] for dtype in self.recorded.gradient_dtypes]
+            noise, relative = max(least for _, least in units), max(unit for unit, _ in units)
+            if not self.recorded.float64:
+                relative = max(relative, 3e-7)  # AdamW's own arithmetic in float32
+        parts = [one[name] for one in gradients]
+        return gauged(name, role_of(name), self.recorded.parameters, parts, self.storage, noise, relative)
+
+    def _chosen(self, tracks: Mapping[str, Gauged]) -> list[Gauged]:
+        """Return some matrices, and those whose changes are known best."""
+        matrices = [one for one in tracks.values() if one.role == "matrix"] or list(tracks.values())
+        picks = [matrices[n] for n in np.unique(np.linspace(0, len(matrices) - 1, TENSORS - 2).round().astype(int))]
+        known = sorted(
+            tracks.values(), key=lambda one: float(np.median(one.error) / max(np.median(np.abs(one.track.change)), 1e-300))
+        )
+        return picks + [one for one in known if one.track.before.shape[1] >= 8 and all(one is not other for other in picks)][:3]
+
+    def _norms(self, gradients: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, Array], dict[str, Array]]:
+        own = {
+            n: np.array([float(one[n].norm()) for one in gradients]) for n in gradients[0] if all(n in one for one in gradients)
+        }
+        one = sum((np.array([float(g[n].abs().sum()) for g in gradients]) for n in own), np.zeros(len(gradients)))
+        largest = np.array([max(float(g[n].abs().max()) for n in own) for g in gradients])
+        return {"two": np.sqrt(sum((v**2 for v in own.values()), np.zeros(len(gradients)))), "one": one, "largest": largest}, own
+
+    def _searched(self, chosen: list[Gauged], tracks: Mapping[str, Gauged]) -> Answer:
+        self.norms, self.own_norms = self._norms(self.gradients)
+        sums: list[Gauged] = []
+        norms: dict[str, Array] = {}
+        if self.given is None and self.recorded.steps > 1:
+            self.total = [
+                {n: sum((g[n] for g in self.gradients[: k + 1]), torch.zeros_like(self.gradients[0][n])) for n in tracks}
+                for k in range(self.recorded.steps)
+            ]
+            sums = [one for track in chosen if (one := self._track(track.track.name, self.total)) is not None]
+            norms, _ = self._norms(self.total)
+        search = RuleSearch(
+            chosen, self.settings, self.norms, self.own_norms, clips=not self._is_clipped, cumulated=sums, cumulated_norms=norms
+        )
+        self.search = search
+        return search.best()
+
+    def _varied(self, answer: Answer, chosen: list[Gauged], tracks: dict[str, Gauged]) -> tuple[Answer, dict[str, Gauged]]:
+        """Try other gradients of some parameters where none are dumped: they change the norm that clipping divides by."""
+        if answer.error <= EXPLAINED or not self.made:
+            return answer, tracks
+        kept = self.gradients
+        ways: list[tuple[str, list[dict[str, Tensor]]]] = [
+            ("the head's", [{**one.whole, TABLE: one.head} for one in self.made]),
+            ("the rows'", [{**one.whole, TABLE: one.table} for one in self.made]),
+        ]
+        if self.recorded.unchanged:
+            frozen = [{n: g for n, g in one.whole.items() if n not in self.recorded.unchanged} for one in self.made]
+            ways.insert(0, ("frozen", frozen))
+        for word, gradients in ways:
+            self.gradients = gradients
+            found = self._searched(chosen, tracks)
+            if found.error <= EXPLAINED:
+                if word == "frozen":
+                    detail = "no gradient reaches these parameters, and they never change"
+                    self.found.gradient.causes.append(
+                        cause("parameters-frozen", self.places(self.recorded.unchanged), detail, SEEN)
+                    )
+                    return found, tracks
+                detail = f"it moves by {word} gradient only, and by no other"
+                self.found.gradient.causes.append(cause("tied-gradient-lost", "wte", detail, SEEN))
+                track = self._track(TABLE, gradients)
+                return found, {**tracks, **({TABLE: track} if track is not None else {})}
+        self.gradients = kept
+        self._searched(chosen, tracks)
+        return answer, tracks
+
+    # Each parameter
+
+    def _movement(self, answer: Answer, tracks: Mapping[str, Gauged]) -> Movement:
+        movement = Movement()
+        movement.roles = {name: role_of(name) for name in self.recorded.parameters[0]}
+        steps = self.recorded.steps
+        if answer.cumulated:
+            tracks = {n: one for n in tracks if (one := self._track(n, self.total)) is not None}
+        norms = self.search.cumulated_norms if answer.cumulated else self.norms
+        clipped = {n: clipped_track(one, answer.clip, norms, self.own_norms) for n, one in tracks.items()}
+        matrices = [n for n, one in clipped.items() if one.role == "matrix"] or list(clipped)
+        fits = {n: clipped[n].fitted(answer.rule) for n in matrices}
+        rates = np.median(np.stack([one.rates for one in fits.values()]), axis=0)
+        expected = np.array([self.settings.rate(step) for step in range(steps)]) if self.settings.lr is not None else None
+        if expected is not None and answer.steady and answer.penalty % 1 != 0.9:
+            good = [clipped[n].fitted(answer.rule, expected).error <= ALLOWED * EXPLAINED for n in matrices]
+            rates = expected if sum(good) > len(good) / 2 else rates
+        decay = float(np.median([np.median(one.decays / np.where(rates == 0, 1, rates)) for one in fits.values()]))
+        wanted = self.settings.weight_decay
+        choices = list(dict.fromkeys(d for d in (wanted, 0.0, 0.1, 0.01, float(f"{decay:.3g}")) if d is not None and d >= 0))
+        for name, one in clipped.items():
+            rule, found = self._fit(one, answer.rule, rates, choices)
+            movement.rules[name], movement.fits[name] = rule, found
+            movement.error = max(movement.error, found.error)
+            if found.error > ALLOWED * EXPLAINED:
+                movement.odd.append(name)
+        self.clipped, self.rates, self.choices = clipped, rates, choices
+        return movement
+
+    def _fit(self, one: Gauged, rule: Rule, rates: Array, choices: Sequence[float]) -> tuple[Rule, Fit]:
+        """Fit a parameter: with the rates of most and the expected decay, with another one, or with rates of its own."""
+        small = one.role in ("norm", "bias")
+        rules = [rule, replace(rule, coupled=0.0)] if rule.coupled else [rule]
+        rules = rules[::-1] if small else rules
+        order = [0.0, *choices] if small or (rule.coupled and not small) else list(choices)
+        tried: list[tuple[Rule, Fit]] = []
+        for each in rules:
+            for decay in order:
+                decays = decay * rates
+                tried.append((each, Fit(rates, decays, one.error_of(each, rates, decays))))
+                if tried[-1][1].error <= EXPLAINED:
+                    return tried[-1]
+        for each in rules:
+            tried += [(each, one.fitted(each, rates)), (each, one.fitted(each))]
+        least = min(tried, key=lambda pair: pair[1].error)
+        return next(pair for pair in tried if pair[1].error <= max(1.1 * least[1].error, EXPLAINED))
+
+    def _tied(self, movement: Movement, answer: Answer) -> None:
+        """Explain the token embedding by one of its two gradients, where the sum of both does not; gradients are not dumped."""
+        if TABLE not in movement.odd or not self.made:
+            return
+        for detail, ways in {
+            "it moves by the head's gradient only, not by that of the rows that the ids choose": [m.head for m in self.made],
+            "it moves by the gradient of the rows that the ids choose only, not by the head's": [m.table for m in self.made],
+        }.items():
+            track = self._track(TABLE, [{TABLE: way} for way in ways])
+            if track is None:
+                continue
+            one = clipped_track(track, answer.clip, self.norms, self.own_norms)
+            rule, found = self._fit(one, answer.rule, self.rates, self.choices)
+            if found.error <= ALLOWED * EXPLAINED:
+                self.found.gradient.causes.append(cause("tied-gradient-lost", "wte", detail, SEEN))
+                movement.rules[TABLE], movement.fits[TABLE] = rule, found
+                movement.odd.remove(TABLE)
+                return
+
+    def _left_out(self) -> list:
+        still = [n for n in self.recorded.unchanged if self._has_gradient(n)]
+        if not still:
+            return []
+        detail = "these have gradients, and never change"
+        return [cause("parameter-missing", self.places(still), detail, SEEN)]
+
+    def _has_gradient(self, name: str) -> bool:
+        return any(name in one and float(one[name].abs().max()) > 0 for one in self.gradients)
+
+    # Clipping
+
+    def _clip(self, answer: Answer, chosen: list[Gauged], tracks: Mapping[str, Gauged]) -> None:
+        wanted, recorded = self.settings.clip, self.recorded
+        norm = float(self.norms["two"].max())
+        if self.given is not None and self.given is recorded.used:
+            self._dumped_clip(wanted)
+            return
+        if self._is_clipped:
+            assert self.reading is not None
+            if self.reading.clipped is not None:
+                self.found.clip = clip_stage(
+                    ClipReading(kind="two", limit=self.reading.clipped, largest=norm), wanted, "the gradient"
+                )
+            return
+        if wanted is not None and norm <= (wanted or math.inf) * BITES and not answer.clip[0]:
+            return
+        if answer.error > EXPLAINED:
+            return
+        other = ("two", wanted or 1.0) if not answer.clip[0] else ("", math.inf)
+        rates = self.search.rates
+        decided = any(one.fitted(answer.rule, rates).error > EXPLAINED for one in self.search.clipped(other, answer.cumulated))
+        if not decided:
+            if wanted or wanted is None:
+                self.found.clip.notes.append(
+                    f"whether gradients (of norms up to {norm:.3g}) are clipped does not show in these parameters; "
+                    "dump the gradients after clipping too, or more steps with other batches"
+                )
+            return
+        kind, limit = answer.clip
+        if wanted and kind == "two" and limit > norm:
+            kind, limit = "", math.inf
+        self.found.clip = clip_stage(ClipReading(kind=kind, limit=limit, largest=norm), wanted, "the gradient")
+
+    def _dumped_clip(self, wanted: float | None) -> None:
+        """Compare the gradients after clipping with those before."""
+        raw, used = self.recorded.raw, self.recorded.used
+        ratios = [
+            {n: float((g * r[n]).sum() / (r[n] ** 2).sum()) for n, g in u.items() if n in r and float(r[n].norm()) > 0}
+            for r, u in zip(raw, used, strict=True)
+        ]
+        norms, own = self._norms(raw)
+        reading = ClipReading(largest=float(norms["two"].max()))
+        spread = max(max(one.values()) / min(one.values()) for one in ratios if one)
+        cut = max(range(len(raw)), key=lambda step: norms["two"][step])
+        parallel = all(
+            float((used[cut][n] - f * raw[cut][n]).norm()) <= 1e-3 * float(used[cut][n].norm()) for n, f in ratios[cut].items()
+        )
+        if not parallel:
+            limit = max(float(g.abs().max()) for g in used[cut].values())
+            reading.kind, reading.limit = "value", limit
+        elif spread > 1.001:
+            bounds = [f * own[n][cut] for n, f in ratios[cut].items() if f < 0.999]
+            reading.kind, reading.limit = "tensor", float(np.median(bounds))
+        elif min(ratios[cut].values()) < 0.9999:
+            factor = float(np.median(list(ratios[cut].values())))
+            usual = {kind: factor * float(norms[kind][cut]) for kind in ("two", "largest", "one")}
+            reading.kind, reading.limit = "two", usual["two"]
+            for kind, limit in usual.items():
+                if any(
+                    abs(limit / one - 1) < 1e-3 for one in ((wanted,) if wanted else (1.0, 0.5, 0.25, 5.0, 2.0, 0.1, 10.0)) if one
+                ):
+                    reading.kind, reading.limit = kind, limit
+                    break
+        self.found.clip = clip_stage(reading, wanted, "the gradient")
+
+
+__all__ = ["Conclusion", "Kind", "UpdateExamination", "cosine"]

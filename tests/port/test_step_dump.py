@@ -1,0 +1,97 @@
+"""Dumps of training steps: a right program's is called equal, and what is wrong in a faulty one is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.commands import mistake
+from support.step_programs import LEVELS, Dumped
+from support.step_programs.numpy_steps import FAULTS
+from support.step_programs.scoring import score
+from support.steps import our_model
+
+import gpt2
+
+QUICK = ("unshifted", "summed", "not-zeroed", "unclipped", "decay-coupled", "eps-inside")
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("level", [pytest.param(one, marks=() if one == "usual" else SLOW) for one in LEVELS])
+def test_a_right_program_is_equal(level: str) -> None:
+    """A right hand-written program in float32 was called faulty, because its rounding was taken for a fault."""
+    row = score(Dumped("", level, "transposed"))
+    assert row.right, row.flaw()
+
+
+@pytest.mark.parametrize("word", [pytest.param(one, marks=() if one in QUICK[:2] else SLOW) for one in QUICK])
+def test_a_fault_is_named(word: str) -> None:
+    """A fault in a program that is not in torch went unseen, because only modules were diagnosed."""
+    row = score(Dumped(word, "usual", "stacked"))
+    assert row.right, row.flaw()
+
+
+@SLOW
+def test_nearly_every_fault_is_named() -> None:
+    """A change of the engine lost faults that it could name: from gradients and parameters in float32."""
+    flaws = [row.flaw() for word in FAULTS if not (row := score(Dumped(word, "usual"))).right]
+    assert len(flaws) <= 1, flaws
+
+
+@SLOW
+def test_our_own_steps_are_equal_and_a_changed_gradient_is_not(tmp_path: Path) -> None:
+    """`gpt2 trace --steps` and `gpt2 diagnose` disagreed about what a right step is."""
+    traced = gpt2.trace(tokens=8, gradients=True, steps=2, settings={"optim.lr": 1e-3})
+    arrays = {name: tensor.numpy() for name, tensor in traced.arrays.items() if not name.startswith(("h.", "ln_f"))}
+    assert gpt2.diagnose(arrays, settings={"optim.lr": 1e-3, "optim.beta1": 0.9, "optim.beta2": 0.99}).ok
+    changed = dict(arrays)
+    changed["grad.h.1.mlp.c_fc.weight"] = 3 * arrays["grad.h.1.mlp.c_fc.weight"]
+    cause = gpt2.diagnose(changed).causes[0]
+    assert (cause.id, cause.where) == ("gradient-scaled", "h.1.mlp.c_fc.weight")
+
+
+@SLOW
+def test_the_debug_state_of_llmc_holds_a_loss_and_gradients(tmp_path: Path) -> None:
+    """The gradients in llm.c's debug state were not read, so a wrong one was called equal."""
+    path = tmp_path / "state.bin"
+    rows = np.arange(40).reshape(2, 20)
+    gpt2.trace(ids=rows[:, :-1], targets=rows[:, 1:], gradients=True).save(path)
+    assert gpt2.diagnose(path).ok
+    content = bytearray(path.read_bytes())
+    last = np.frombuffer(content, np.float32)[-128:]  # the final norm's bias
+    last[:] = 0
+    path.write_bytes(content)
+    cause = gpt2.diagnose(path).causes[0]
+    assert (cause.id, cause.where) == ("gradient-detached", "ln_f.bias")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda arrays: {n: np.full_like(a, np.nan) if a.ndim == 2 and a.dtype.kind == "f" else a for n, a in arrays.items()},
+            "NaN",
+        ),
+        (lambda arrays: {"ids": arrays["ids"], "a": np.zeros((5, 6, 7), np.float32)}, "holds no loss, gradient or parameter"),
+        (lambda arrays: {"ids": arrays["ids"], **before(), **{f"{n}!": a for n, a in before().items()}}, "no parameter changes"),
+    ],
+)
+def test_a_bad_dump_is_one_line(change, words: str, tmp_path: Path) -> None:
+    """A dump without what it should hold ended in a traceback, or was called equal."""
+    run = Dumped("", "usual")
+    with pytest.raises(gpt2.InputError, match=words) as caught:
+        gpt2.diagnose(change(run.arrays()), our_model(), settings=run.overrides())
+    assert "\n" not in str(caught.value)
+
+
+def before() -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in our_model().state_dict().items()}
+
+
+def test_settings_belong_to_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt setting of a dump was ignored, so that another one was judged."""
+    np.savez(tmp_path / "d.npz", **Dumped("", "loss").arrays())
+    assert "optim.rate" in mistake(capsys, "diagnose", str(tmp_path / "d.npz"), "--set", "optim.rate=1")

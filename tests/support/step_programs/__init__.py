@@ -1,0 +1,134 @@
+"""Training programs outside of torch, to test `diagnose` on dumps of steps: what they dump, in which layout and names."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from support.step_programs import numpy_steps
+from support.steps import CONFIG, our_model
+
+LEVELS = {  # what is dumped: losses, gradients, clipped gradients, parameters before and after
+    "all": "lgcbpq",
+    "usual": "lgpq",
+    "gradients": "lg",
+    "parameters": "lbp",
+    "loss": "l",
+}
+LAYOUTS = ("plain", "transposed", "stacked", "flat")
+SETTINGS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "clip": 1.0, "grad_accum": 1}
+NEEDS_PARTS = {"parts-summed", "last-part"}
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """A program's run with faults, as words, and how it is dumped."""
+
+    line: str
+    level: str = "usual"
+    layout: str = "plain"
+    dtype: str = "float32"
+    compute: str = "float32"
+    steps: int = 2
+    same: bool = False  # all steps have one batch
+    targets: bool = True
+    seed: int = 0
+    settings: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.line or 'right'} / {self.level} {self.layout} {self.dtype} {self.steps}"
+
+    @property
+    def words(self) -> list[str]:
+        return self.line.split()
+
+    def causes(self, word: str) -> list[str]:
+        """The causes, any of which says a fault rightly."""
+        return numpy_steps.FAULTS[word][0].split()
+
+    @property
+    def given(self) -> dict[str, float]:
+        parts = {"grad_accum": 2} if NEEDS_PARTS & set(self.words) else {}
+        clip = {"clip": 0.0} if self.level == "gradients" else {}
+        return {**SETTINGS, **parts, **clip, **self.settings}
+
+    def overrides(self) -> dict[str, float]:
+        """The settings as diagnose takes them."""
+        return {name if name == "grad_accum" else f"optim.{name}": value for name, value in self.given.items()}
+
+    @property
+    def shown(self) -> list[str]:
+        """The faults that this level of dump can show."""
+        return [word for word in self.words if set(numpy_steps.FAULTS[word][1]) & set(LEVELS[self.level])]
+
+    def arrays(self) -> Arrays:
+        """The dump."""
+        weights = {name: t.numpy() for name, t in our_model().state_dict().items()}
+        batches = batches_of(self)
+        records = numpy_steps.train(weights, CONFIG.n_head, batches, set(self.words), self.given, np.dtype(self.compute).type)
+        return dumped(self, weights, batches, records)
+
+
+def batches_of(run: Dumped) -> list[tuple[np.ndarray, np.ndarray]]:
+    generator = np.random.default_rng(7)
+    found = []
+    for _ in range(run.steps):
+        ids = generator.integers(0, CONFIG.vocab_size, (4, 13))
+        ids[0, 2] = ids[2, 5] = 0
+        y = ids[:, 1:].copy()
+        if not run.targets:
+            y[:, -1] = -1
+        found.append((ids[:, :-1], y))
+    return found[:1] * run.steps if run.same else found
+
+
+def dumped(run: Dumped, weights: Mapping[str, np.ndarray], batches: list, records: Iterable[Mapping]) -> Arrays:
+    """The arrays of a run under shuffled names."""
+    kinds, floats = LEVELS[run.level], {}
+    if "b" in kinds:
+        floats |= laid(weights, run.layout, "before")
+    for n, record in enumerate(records):
+        if "l" in kinds:
+            floats[f"loss{n}"] = np.asarray(record["loss"])
+        if "g" in kinds:
+            floats |= laid(record["raw"], run.layout, f"raw{n}")
+        if "c" in kinds:
+            floats |= laid(record["used"], run.layout, f"used{n}")
+        if "p" in kinds:
+            floats |= laid(record["after"], run.layout, f"after{n}")
+    names = [f"t{n}" for n in range(len(floats))]
+    random.Random(run.seed).shuffle(names)
+    arrays = {name: np.array(t).astype(run.dtype) for name, t in zip(names, floats.values(), strict=True)}
+    if run.same:
+        ids, y = batches[0]
+    else:
+        ids, y = (np.stack(each) for each in zip(*batches, strict=True))
+    arrays = dict(sorted(arrays.items()))
+    return {"ids": ids, **({"next": y} if run.targets else {}), **arrays}
+
+
+def laid(tensors: Mapping[str, np.ndarray], layout: str, word: str) -> Arrays:
+    """Parameters or gradients in a layout."""
+    order = [name for name in our_model().state_dict() if name in tensors]
+    turned = {
+        name: tensors[name].T
+        if layout in ("transposed", "flat") and tensors[name].ndim == 2 and name.startswith("h.")
+        else tensors[name]
+        for name in order
+    }
+    if layout == "flat":
+        return {word: np.concatenate([turned[name].ravel() for name in order])}
+    if layout != "stacked":
+        return {f"{word} {name}": t for name, t in turned.items()}
+    out: Arrays = {}
+    for name, t in turned.items():
+        if not name.startswith("h."):
+            out[f"{word} {name}"] = t
+        elif name.startswith("h.0."):
+            out[f"{word} {name}"] = np.stack([turned[name.replace("h.0.", f"h.{n}.")] for n in range(CONFIG.n_layer)])
+    return out

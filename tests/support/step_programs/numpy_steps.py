@@ -1,0 +1,263 @@
+"""A GPT-2 in NumPy that trains: a backward pass and AdamW by hand, with mistakes to switch on. Imports nothing of ours.
+
+`train(weights, heads, ids, faults, settings)` returns what each step computed. `FAULTS` are the words for the mistakes.
+"""
+
+import math
+
+import numpy as np
+
+C = math.sqrt(2 / math.pi)
+FAULTS = {
+    # word: causes, any of which says it rightly; what shows it: "l" loss, "g" gradients, "p" parameters, "q" both
+    "unshifted": ("labels-not-shifted", "lgp"),
+    "shifted-twice": ("labels-shifted-twice", "lgp"),
+    "last-rolled": ("last-token-in-loss", "lg"),
+    "last-missing": ("last-token-missing tokens-left-out labels-shifted-twice", "lg"),
+    "zero-ignored": ("token-ignored", "lg"),
+    "summed": ("loss-not-averaged", "lg"),
+    "summed-by-row": ("loss-not-averaged", "lg"),
+    "smoothed": ("label-smoothing", "lg"),
+    "temperature": ("logits-scaled", "lg"),
+    "parts-summed": ("accumulation-not-averaged", "lg"),
+    "last-part": ("accumulation-last-only", "gp"),
+    "not-zeroed": ("gradient-not-zeroed", "p"),
+    "tied-lost": ("tied-gradient-lost", "gp"),
+    "tied-rows-only": ("tied-gradient-lost", "gp"),
+    "positions-frozen": ("gradient-detached parameters-frozen parameter-missing", "gp"),
+    "scaled": ("gradient-scaled", "g"),
+    "unclipped": ("clip-missing", "p"),
+    "clipped-by-value": ("clip-by-value", "p"),
+    "clipped-by-tensor": ("clip-per-tensor", "p"),
+    "clipped-harder": ("clip-threshold", "q"),
+    "decay-coupled": ("decay-coupled", "p"),
+    "decay-on-all": ("decay-on-all", "p"),
+    "decay-on-norms": ("decay-on-norms", "p"),
+    "decay-not-on-embeddings": ("decay-not-on-embeddings", "p"),
+    "decay-missing": ("decay-missing", "p"),
+    "decay-tenth": ("decay-wrong", "p"),
+    "decay-without-rate": ("decay-without-rate", "p"),
+    "uncorrected": ("bias-correction-missing", "p"),
+    "corrected-late": ("bias-correction-step", "p"),
+    "eps-inside": ("eps-inside-root", "p"),
+    "eps-1e-4": ("eps-wrong", "p"),
+    "betas-swapped": ("betas-swapped", "p"),
+    "betas-default": ("betas-wrong", "p"),
+    "rate-doubled": ("rate-wrong", "p"),
+    "amsgrad": ("amsgrad", "p"),
+    "moments-lost": ("momentum-lost", "p"),
+    "sgd": ("optimizer-sgd", "p"),
+    "norms-left-out": ("parameter-missing", "p"),
+}
+
+
+def norm(x, w, b):
+    mean = x.mean(-1, keepdims=True)
+    inverse = 1 / np.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
+    z = (x - mean) * inverse
+    return z * w + b, (z, inverse, w)
+
+
+def norm_back(d, kept):
+    z, inverse, w = kept
+    dz = d * w
+    dx = inverse * (dz - dz.mean(-1, keepdims=True) - z * (dz * z).mean(-1, keepdims=True))
+    return dx, (d * z).sum((0, 1)), d.sum((0, 1))
+
+
+def linear_back(d, x, w):
+    return d @ w.T, np.einsum("btk,btn->kn", x, d), d.sum((0, 1))
+
+
+def softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+class Model:
+    def __init__(self, weights, heads):
+        self.w, self.heads = weights, heads
+        self.layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("h."))
+
+    def forward(self, ids):
+        w, kept = self.w, []
+        x = w["wte.weight"][ids] + w["wpe.weight"][: ids.shape[1]]
+        for n in range(self.layers):
+            at = f"h.{n}."
+            a, k1 = norm(x, w[at + "ln_1.weight"], w[at + "ln_1.bias"])
+            q, k, v = (self.split(t) for t in np.split(a @ w[at + "attn.c_attn.weight"] + w[at + "attn.c_attn.bias"], 3, -1))
+            scores = q @ k.swapaxes(-1, -2) / np.asarray(math.sqrt(q.shape[-1]), x.dtype)
+            scores = np.where(np.tri(ids.shape[1], dtype=bool), scores, np.asarray(-np.inf, x.dtype))
+            p = softmax(scores)
+            y = self.merge(p @ v)
+            x = x + y @ w[at + "attn.c_proj.weight"] + w[at + "attn.c_proj.bias"]
+            b, k2 = norm(x, w[at + "ln_2.weight"], w[at + "ln_2.bias"])
+            f = b @ w[at + "mlp.c_fc.weight"] + w[at + "mlp.c_fc.bias"]
+            t = np.tanh(C * (f + 0.044715 * f**3))
+            g = 0.5 * f * (1 + t)
+            x = x + g @ w[at + "mlp.c_proj.weight"] + w[at + "mlp.c_proj.bias"]
+            kept.append((a, k1, q, k, v, p, y, b, k2, f, t, g))
+        z, last = norm(x, w["ln_f.weight"], w["ln_f.bias"])
+        return z @ w["wte.weight"].T, (ids, kept, z, last)
+
+    def split(self, t):
+        return t.reshape(*t.shape[:2], self.heads, -1).swapaxes(1, 2)
+
+    def merge(self, t):
+        t = t.swapaxes(1, 2)
+        return t.reshape(*t.shape[:2], -1)
+
+    def backward(self, dlogits, saved):
+        """Gradients by name; the token embedding's two shares apart."""
+        ids, kept, z, last = saved
+        w, g = self.w, {}
+        g["head"] = np.einsum("btv,btd->vd", dlogits, z)
+        dx, g["ln_f.weight"], g["ln_f.bias"] = norm_back(dlogits @ w["wte.weight"], last)
+        for n in reversed(range(self.layers)):
+            at = f"h.{n}."
+            a, k1, q, k, v, p, y, b, k2, f, t, act = kept[n]
+
+            def back(name, d, x, at=at):
+                d, g[at + name + ".weight"], g[at + name + ".bias"] = linear_back(d, x, w[at + name + ".weight"])
+                return d
+
+            d = back("mlp.c_proj", dx, act)
+            d = d * (0.5 * (1 + t) + 0.5 * f * (1 - t * t) * C * (1 + 3 * 0.044715 * f * f))
+            d, g[at + "ln_2.weight"], g[at + "ln_2.bias"] = norm_back(back("mlp.c_fc", d, b), k2)
+            dx = dx + d
+            dy = self.split(back("attn.c_proj", dx, y))
+            dv, dp = p.swapaxes(-1, -2) @ dy, dy @ v.swapaxes(-1, -2)
+            ds = p * (dp - (dp * p).sum(-1, keepdims=True)) / np.asarray(math.sqrt(q.shape[-1]), dx.dtype)
+            dq, dk = ds @ k, ds.swapaxes(-1, -2) @ q
+            d = np.concatenate([self.merge(t) for t in (dq, dk, dv)], -1)
+            d, g[at + "ln_1.weight"], g[at + "ln_1.bias"] = norm_back(back("attn.c_attn", d, a), k1)
+            dx = dx + d
+        g["rows"] = np.zeros_like(w["wte.weight"])
+        np.add.at(g["rows"], ids, dx)
+        g["wpe.weight"] = np.zeros_like(w["wpe.weight"])
+        g["wpe.weight"][: ids.shape[1]] = dx.sum(0)
+        return g
+
+
+def labels_of(ids, y, faults):
+    """Labels, -1 where there is none."""
+    y = y.copy()
+    if "unshifted" in faults:
+        y = np.where(y >= 0, ids, -1)
+    if "shifted-twice" in faults:
+        y = np.concatenate([y[:, 1:], np.full_like(y[:, :1], -1)], 1)
+    if "last-rolled" in faults:
+        y[:, -1] = ids[:, 0]
+    if "last-missing" in faults:
+        y[:, -1] = -1
+    if "zero-ignored" in faults:
+        y[y == 0] = -1
+    return y
+
+
+def loss_and_gradient(model, ids, y, faults):
+    logits, saved = model.forward(ids)
+    y = labels_of(ids, y, faults)
+    scale = logits.dtype.type(0.7 if "temperature" in faults else 1.0)
+    p = softmax(scale * logits)
+    known = y >= 0
+    target = np.zeros_like(p)
+    np.put_along_axis(target, np.maximum(y, 0)[..., None], 1.0, -1)
+    if "smoothed" in faults:
+        target = (0.9 * target + 0.1 / p.shape[-1]).astype(p.dtype)
+    count = known.sum()
+    if "summed" in faults:
+        count = 1
+    if "summed-by-row" in faults:
+        count = len(ids)
+    losses = -(target * np.log(p)).sum(-1) * known
+    g = model.backward((scale * (p - target) * known[..., None] / p.dtype.type(count)).astype(p.dtype), saved)
+    head, rows = g.pop("head"), g.pop("rows")
+    g["wte.weight"] = head if "tied-lost" in faults else rows if "tied-rows-only" in faults else head + rows
+    return losses.sum() / count, g
+
+
+def clipped(g, limit, faults):
+    if not limit or "unclipped" in faults:
+        return dict(g)
+    if "clipped-by-value" in faults:
+        return {name: np.clip(t, -limit / 10, limit / 10) for name, t in g.items()}
+    if "clipped-by-tensor" in faults:
+        return {name: t * t.dtype.type(min(1, limit / 4 / np.linalg.norm(t))) for name, t in g.items()}
+    limit = limit / 2 if "clipped-harder" in faults else limit
+    total = math.sqrt(sum(float((t.astype(np.float64) ** 2).sum()) for t in g.values()))
+    return {name: t * t.dtype.type(min(1, limit / (total + 1e-6))) for name, t in g.items()}
+
+
+def decay_of(name, value, faults):
+    small, norms = value.ndim < 2, "ln_" in name and name.endswith("weight")
+    wanted = not small or "decay-on-all" in faults or (norms and "decay-on-norms" in faults)
+    if "decay-missing" in faults or ("decay-not-on-embeddings" in faults and name in ("wte.weight", "wpe.weight")):
+        wanted = False
+    return float(wanted) * (0.1 if "decay-tenth" in faults else 1.0)
+
+
+def update(w, g, state, step, s, faults):
+    """AdamW in place; `step` from 1."""
+    b1, b2 = s["beta1"], s["beta2"]
+    if "betas-swapped" in faults:
+        b1, b2 = b2, b1
+    if "betas-default" in faults:
+        b1, b2 = 0.9, 0.999
+    rate = s["lr"] * (2 if "rate-doubled" in faults else 1)
+    eps = 1e-4 if "eps-1e-4" in faults else 1e-8
+    for name, p in w.items():
+        if "norms-left-out" in faults and "ln_" in name:
+            continue
+        d = g[name]
+        decay = s["weight_decay"] * decay_of(name, p, faults)
+        if "decay-coupled" in faults:
+            d, decay = d + p.dtype.type(decay) * p, 0.0
+        if "sgd" in faults:
+            p -= p.dtype.type(rate) * (d + p.dtype.type(decay) * p)
+            continue
+        if "moments-lost" in faults:
+            state.pop(name, None)
+        m, v, most, t = state.get(name, (np.zeros_like(p), np.zeros_like(p), np.zeros_like(p), 0))
+        m = (b1 * m + (1 - b1) * d).astype(p.dtype)
+        v = (b2 * v + (1 - b2) * d * d).astype(p.dtype)
+        most, t = np.maximum(most, v), t + 1
+        state[name] = m, v, most, t
+        at = t + ("corrected-late" in faults)
+        c1, c2 = (1, 1) if "uncorrected" in faults else (1 - b1**at, 1 - b2**at)
+        second = (most if "amsgrad" in faults else v) / p.dtype.type(c2)
+        root = np.sqrt(second + p.dtype.type(eps)) if "eps-inside" in faults else np.sqrt(second) + p.dtype.type(eps)
+        taken = decay if "decay-without-rate" in faults else rate * decay
+        p -= p.dtype.type(taken) * p
+        p -= p.dtype.type(rate / c1) * m / root
+
+
+def train(weights, heads, batches, faults, s, dtype=np.float32):
+    """Train on `batches` of (ids, next ids), one a step. Returns the records of the steps: loss, raw, used, after."""
+    w = {name: t.astype(dtype) for name, t in weights.items()}
+    state, records, before = {}, [], None
+    parts = s["grad_accum"]
+    for step, (ids, y) in enumerate(batches, 1):
+        loss, total = 0.0, None
+        for i, y_i in zip(np.split(ids, parts), np.split(y, parts), strict=True):
+            part, g = loss_and_gradient(Model(w, heads), i, y_i, faults)
+            share = dtype(1.0 if "parts-summed" in faults else 1 / parts)
+            loss += float(part) * float(share)
+            g = {name: t * share for name, t in g.items()}
+            total = g if total is None or "last-part" in faults else {name: t + total[name] for name, t in g.items()}
+        if "positions-frozen" in faults:
+            total["wpe.weight"] = np.zeros_like(total["wpe.weight"])
+        if "scaled" in faults:
+            total = {name: t * dtype(3.0) for name, t in total.items()}
+        if "not-zeroed" in faults and before is not None:
+            total = {name: t + before[name] for name, t in total.items()}
+        before = total
+        used = clipped(total, s["clip"], faults)
+        if "positions-frozen" in faults:
+            frozen = w.pop("wpe.weight")
+            update(w, used, state, step, s, faults)
+            w = {name: frozen if name == "wpe.weight" else w[name] for name in weights}
+        else:
+            update(w, used, state, step, s, faults)
+        records.append({"loss": dtype(loss), "raw": total, "used": used, "after": {name: t.copy() for name, t in w.items()}})
+    return records
