@@ -47,6 +47,7 @@ class Export:
     config: GPT2Config
     files: tuple[File, ...]
     notes: tuple[str, ...]
+    keep: tuple[str, ...] = ()
 
 
 def export(
@@ -83,7 +84,7 @@ def export(
     if not str(directory):
         raise InputError("the folder to write has an empty name; give one, or . for this one")
     directory = Path(directory)
-    model, tokenizer, notes = _load(name, revision, offline)
+    model, tokenizer, notes = exported_model(name, revision, offline)
     if format == "hf":
         _refuse_other_tokenizer(directory, tokenizer)
         save(model, tokenizer, directory)
@@ -104,7 +105,7 @@ def export(
             write_file(directory / GGUF_FILE, content)
         names, notes = [GGUF_FILE], notes + more
     files = tuple(File.of(directory / name) for name in names if (directory / name).is_file())
-    return Export(name, str(directory), format, type, model.config, files, tuple(notes))
+    return Export(name, str(directory), format, type, model.config, files, tuple(notes), tuple(keep))
 
 
 def _write_llmc(model: GPT2, tokenizer: Tokenizer | None, directory: Path, name: str) -> tuple[str, list[str]]:
@@ -133,7 +134,8 @@ def _write_llmc(model: GPT2, tokenizer: Tokenizer | None, directory: Path, name:
     return type, notes
 
 
-def _load(name: str, revision: str | None, offline: bool) -> tuple[GPT2, Tokenizer | None, list[str]]:
+def exported_model(name: str, revision: str | None, offline: bool) -> tuple[GPT2, Tokenizer | None, list[str]]:
+    """Return the model as it is exported, its tokenizer, and notes on differences from the source."""
     checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
     model = checkpoint.load()
     try:

@@ -21,8 +21,14 @@ EXAMPLES = """\
   gpt2 export gpt2:bf16 out/half                             the same in bfloat16
   gpt2 export gpt2 out/gguf --format gguf                    out/gguf/model.gguf, for llama.cpp
   gpt2 export gpt2 out/small --format gguf --type q8_0       a quarter of the size
+  gpt2 export shakespeare-mini out/q8 --format gguf --type q8_0 --check      opened in llama.cpp and others, and compared
   gpt2 export shakespeare-mini out/kept --format gguf --type q8_0 --keep h.0,wte   two parts in their own precision
-  gpt2 export shakespeare-mini out/llmc --format llmc        model.bin and tokenizer.bin, for llm.c"""
+  gpt2 export shakespeare-mini out/llmc --format llmc        model.bin and tokenizer.bin, for llm.c
+
+--check reads every value back, and runs the result in every program that is installed (transformers, CTranslate2, llama.cpp):
+its logits may differ from the model's by what the type and the program's own rounding explain, and no more.
+
+exit code: 0, or 1 if --check finds a difference"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,17 +47,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PARTS",
         help="parts that --type leaves in the model's dtype, such as h.0,h.11.mlp,wte (gpt2 compare --blame says which)",
     )
+    parser.add_argument("--check", action="store_true", help="open the result in every installed program; exit 1 if one differs")
 
 
 def run(args: argparse.Namespace) -> int:
     from gpt2.checkpoint.export import export
 
-    with Status(f"exporting {args.model}"):
+    check = None
+    with Status(f"exporting {args.model}") as status:
         options = {name: getattr(args, name) for name in ("format", "type", "keep", "revision", "offline")}
         done = export(args.model, args.directory, **options)
+        if args.check:
+            from gpt2.comparison.exported import check_export
+
+            check = check_export(done, revision=args.revision, offline=args.offline, progress=status)
     body = {**asdict(done), "parameters": done.config.num_parameters()}
-    write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(printable(_text(done))))
-    return 0
+    if check is not None:
+        body["check"] = {"ok": check.ok, **asdict(check)}
+    text = "\n".join([_text(done), *([] if check is None else [check.table()])])
+    write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(printable(text)))
+    return 0 if check is None or check.ok else 1
 
 
 def _text(done: Export) -> str:

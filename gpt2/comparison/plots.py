@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LineStyle = str | tuple[int, tuple[int, int]]
+LEGEND_ROW = 48  # characters of two labels that fit a row of a small chart's legend
 DASHED: LineStyle = (0, (4, 3))
 Errors = Sequence[tuple[str, float]]  # (traced point, relative error), in the order of computation
 
@@ -264,7 +265,7 @@ def calibration(a: Calibration, b: Calibration, labels: Sequence[str]) -> str:
         axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="probability of the first choice", ylabel="how often it was right")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        _legend(axes)
+        _legend(axes, 2 if sum(map(len, labels)) < LEGEND_ROW else 1)
 
     return _chart("calibration", SMALL, "Calibration of both models", draw)
 

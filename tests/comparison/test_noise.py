@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support.commands import mistake, refusal
+from support.pages import ATTACK, Parts, assert_whole_by_itself
 from support.random_models import TEXT, write_checkpoint
 
 import gpt2
@@ -15,6 +17,7 @@ from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
 from gpt2.comparison import noise, ways
 from gpt2.comparison.noise import measure_noise
+from gpt2.comparison.noise_page import page
 from gpt2.comparison.noise_result import Noise
 from gpt2.measure.per_token import likeliest
 
@@ -108,14 +111,23 @@ def test_the_models_state_is_as_before(folder: Path) -> None:
     assert state() == before
 
 
-def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """JSON keys, the page, and flags that have no effect."""
+@pytest.mark.slow
+def test_the_page_is_whole_and_escapes_the_text(found: Noise) -> None:
+    """A model's token that is parsed as markup would run in the browser of each reader."""
+    text = page(replace(found, close_calls=(replace(found.close_calls[0], before=ATTACK, first=ATTACK),)))
+    assert_whole_by_itself(text)
+    assert "to mean anything" in text
+    assert Parts(text).tags.count("script") == 2
+    assert "img" not in Parts(text).tags
+    assert ATTACK in Parts(text).text
+
+
+def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON keys, and flags that have no effect."""
     model = str(folder / "model")
-    command = ["compare", model, "--noise", "--on", str(folder / "text.txt"), "--tokens", "60"]
-    assert main([*command, "--json", "-", "--html", str(tmp_path / "noise.html")]) == 0
+    assert main(["compare", model, "--noise", "--on", str(folder / "text.txt"), "--tokens", "60", "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert [limit["dtype"] for limit in body["limits"]] == ["float32", "float16", "bfloat16"]
-    assert "to mean anything" in (tmp_path / "noise.html").read_text()
     assert "without B" in mistake(capsys, "compare", model, model, "--noise")
     assert "without --blame" in mistake(capsys, "compare", model, "--noise", "--blame")
     assert "leave out hf/" in refusal(measure_noise, f"hf/{model}")

@@ -1,0 +1,264 @@
+"""Check an export: open it in every program that is installed, and hold what each computes against the source model.
+
+The reference is the source model, not the file: its weights, rounded here to the type of the file, in float64. Our own loader
+and the ``gguf`` package must read exactly these weights. transformers, CTranslate2 and llama.cpp must compute their logits: each
+may be 1.5 times as far from the reference as our model is when it rounds where that program rounds. llama.cpp takes its GELU
+from a table over float16, and rounds what it multiplies with an F16, BF16 or Q8_0 matrix to that type as well (ggml-cpu: vec.h,
+vec_dot_type).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt2.checkpoint.checkpoint import model_with, open_path
+from gpt2.checkpoint.export import GGUF_FILE, OF_DTYPE, Export, exported_model
+from gpt2.checkpoint.gguf_writer import parameters_of, type_of
+from gpt2.checkpoint.keys import from_file, layer
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide
+from gpt2.comparison.sides.ctranslate2 import CTranslate2Side
+from gpt2.comparison.sides.llama_cpp import LlamaCppSide
+from gpt2.comparison.sides.side import Side
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError
+from gpt2.measure.metrics import Progress, silent
+from gpt2.model import GPT2
+from gpt2.parity import reference
+
+ROUNDING = 1.5
+TOKENS = 128
+TEXTS = ("To be, or not to be\n", "ROMEO:\nI'll   be 21 — naïve?\t\U0001f3ad", "   ", "e\u0301 12345 don't")
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+PACKAGES = {  # module -> (program, what installs it, the format that it opens)
+    "transformers": ("transformers", "pip install transformers", "hf"),
+    "ctranslate2": ("CTranslate2", "pip install 'gpt2-toolkit[ctranslate2]'", "hf"),
+    "gguf": ("gguf package", "pip install gguf", "gguf"),
+    "llama_cpp": ("llama.cpp", "pip install 'gpt2-toolkit[llamacpp]'", "gguf"),
+}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What one program made of an export; ``error`` and ``allowed`` are root mean squares, relative to the largest logit.
+
+    ``ok`` is None where the program does not open such a model at all; ``note`` then says why.
+    """
+
+    program: str
+    error: float | None
+    allowed: float | None
+    ok: bool | None
+    note: str
+
+
+@dataclass(frozen=True)
+class ExportCheck:
+    """An export, opened in every program. ``rounding`` is what storing the weights in this type does to the logits."""
+
+    opened: tuple[Opened, ...]
+    missing: tuple[tuple[str, str], ...]  # program, the command that installs it
+    rounding: float
+    tokens: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return not any(each.ok is False for each in self.opened)
+
+    def table(self) -> str:
+        """Return a line for each program, and one for each that is not installed."""
+        lines = [f"  check on {self.tokens} tokens; storing in this type moves the logits by {self.rounding:.1e} of the largest"]
+        for each in self.opened:
+            verdict = {True: "ok", False: "DIFFERS", None: "not opened"}[each.ok]
+            distance = "" if each.error is None else f"off by {each.error:.1e}, its rounding explains {each.allowed:.1e}"
+            lines.append(f"    {each.program:13} {verdict:11}{'; '.join(filter(None, (distance, each.note)))}")
+        lines += [f"    {program:13} not installed: {command}" for program, command in self.missing]
+        return "\n".join(lines)
+
+
+@torch.inference_mode()
+def check_export(done: Export, *, revision: str | None = None, offline: bool = False, progress: Progress = silent) -> ExportCheck:
+    """Open what was written in every installed program that takes its format, and compare it with the source.
+
+    Raises InputError: the source cannot be read any more. A program that fails to open the files is a row that is not ok.
+    """
+    started = time.perf_counter()
+    progress("check: the source in float64")
+    model, tokenizer, _ = exported_model(done.model, revision, offline)
+    types = _types(model, done)
+    weights = {name: rounded(name, tensor, types[name]) for name, tensor in model.state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, min(TOKENS, model.config.n_positions)), generator=generator)
+    truth = model_with(model.config, ((name, tensor.double()) for name, tensor in weights.items()))(ids)[0]
+    check = _Check(done, model, tokenizer, weights, types, ids, truth)
+    rows, missing = [check.read_back()], []
+    for module, (program, command, format) in PACKAGES.items():
+        if format != done.format:
+            continue
+        if importlib.util.find_spec(module) is None:
+            missing.append((program, command))
+            continue
+        progress(f"check: {program}")
+        rows.append(check.by(module, program))
+    rounding = check.distance(model.double()(ids)[0])
+    return ExportCheck(tuple(rows), tuple(missing), rounding, ids.size(1), time.perf_counter() - started)
+
+
+def _types(model: GPT2, done: Export) -> dict[str, str]:
+    """Return the type in which each parameter is stored."""
+    state = model.state_dict()
+    if done.format != "gguf":
+        type = done.type if done.format == "llmc" else OF_DTYPE.get(model.wte.weight.dtype, "f32")
+        return dict.fromkeys(state, "f64" if model.wte.weight.dtype == torch.float64 and done.format == "hf" else type)
+    kept = parameters_of(done.keep, state)
+    own = OF_DTYPE[model.wte.weight.dtype]
+    return {name: type_of(name, tensor.shape, own if name in kept else done.type) for name, tensor in state.items()}
+
+
+def rounded(name: str, tensor: Tensor, type: str) -> Tensor:
+    """Round a parameter to a type; written apart from the GGUF writer, so that a fault of the writer is seen."""
+    if type == "f64":
+        return tensor.double()
+    if type != "q8_0":
+        return tensor.to(DTYPES[type]).float()
+    return q8_0(tensor.float()) if name == "wte.weight" else q8_0(tensor.float().t()).t()
+
+
+def q8_0(x: Tensor) -> Tensor:
+    """Round blocks of 32 numbers of a row to eight bits, with one float16 scale each."""
+    blocks = x.reshape(-1, 32)
+    scales = blocks.abs().amax(1, keepdim=True) / 127
+    stored = scales.half().float()
+    scaled = blocks * torch.where(scales == 0, 0, 1 / scales)
+    numbers = (scaled.abs() + 0.5).floor().copysign(scaled)  # half away from zero, as ggml's roundf
+    return (numbers.clamp(-127, 127) * stored).reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One export, with what the programs must compute on ``ids`` (1, T): ``truth`` (T, V) in float64."""
+
+    done: Export
+    model: GPT2
+    tokenizer: Tokenizer | None
+    weights: Mapping[str, Tensor]
+    types: Mapping[str, str]
+    ids: Tensor
+    truth: Tensor
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.done.directory)
+
+    def distance(self, logits: Tensor) -> float:
+        off = (logits.double()[..., : self.truth.size(-1)] - self.truth).square().mean().sqrt()
+        return float(off / self.truth.abs().max())
+
+    def read_back(self) -> Opened:
+        """Every parameter, read by our own loader."""
+        try:
+            loaded = open_path(self.folder if self.done.format == "hf" else self.folder / self.done.files[0].name)
+            read = loaded.reader()
+            values = {name: read(name, torch.float64) for name in self.weights}
+        except InputError as error:
+            return Opened("gpt2", None, None, False, str(error))
+        return self._same_values("gpt2", values)
+
+    def _same_values(self, program: str, values: Mapping[str, Tensor]) -> Opened:
+        wrong = [name for name, tensor in self.weights.items() if not torch.equal(values[name].double(), tensor.double())]
+        if not wrong:
+            return Opened(program, None, None, True, f"every value of {len(self.weights)} tensors")
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return Opened(program, None, None, False, f"{wrong[0]}{more} {'have' if more else 'has'} other values than the source")
+
+    def by(self, module: str, program: str) -> Opened:
+        open_in: dict[str, Callable[[str], Opened]] = {
+            "transformers": self._transformers,
+            "ctranslate2": self._ctranslate2,
+            "gguf": self._gguf,
+            "llama_cpp": self._llama,
+        }
+        try:
+            return open_in[module](program)
+        except (InputError, RuntimeError, ValueError, OSError, LookupError) as error:
+            return Opened(program, None, None, False, f"does not open it: {str(error).splitlines()[0]}")
+
+    def _judge(self, program: str, side: Side, ours: GPT2, texts: Sequence[Sequence[int]] | None = None) -> Opened:
+        with side.running() as running:
+            error = self.distance(running.logits(self.ids)[0].cpu())
+        allowed = ROUNDING * self.distance(ours(self.ids)[0])
+        ok, note = error <= allowed, ""
+        if texts is not None and self.tokenizer is not None:
+            wrong = [text for text, ids in zip(TEXTS, texts, strict=True) if list(ids) != self.tokenizer.encode(text)]
+            ok, note = ok and not wrong, f"other ids for {wrong[0]!r}" if wrong else "same ids of texts"
+        return Opened(program, error, allowed, ok, note)
+
+    def _transformers(self, program: str) -> Opened:
+        texts = None
+        if self.tokenizer is not None and (self.folder / "vocab.json").is_file():
+            theirs = reference.reference_tokenizer(self.folder)
+            texts = [reference.reference_ids(theirs, text) for text in TEXTS]
+        return self._judge(
+            program, CheckpointSide.open(f"hf/{self.folder}", offline=True), self._ours(self.model.wte.weight.dtype), texts
+        )
+
+    def _ours(self, dtype: torch.dtype) -> GPT2:
+        return model_with(self.model.config, ((name, tensor.to(dtype)) for name, tensor in self.weights.items()))
+
+    def _ctranslate2(self, program: str) -> Opened:
+        if not (self.folder / "vocab.json").is_file():
+            return Opened(program, None, None, None, "its converter needs the files of a BPE tokenizer")
+        import ctranslate2
+
+        with tempfile.TemporaryDirectory() as room:
+            converted = str(Path(room) / "ct2")
+            ctranslate2.converters.TransformersConverter(str(self.folder)).convert(converted)
+            return self._judge(program, CTranslate2Side.open(f"ct2/{converted}"), self._ours(torch.float32))
+
+    def _gguf(self, program: str) -> Opened:
+        import gguf
+
+        values = {}
+        for tensor in gguf.GGUFReader(self.folder / GGUF_FILE).tensors:
+            name = from_file(tensor.name)
+            read = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+            values[name] = read.t() if read.ndim == 2 and layer(name) is not None else read
+        return self._same_values(program, values)
+
+    def _llama(self, program: str) -> Opened:
+        side = LlamaCppSide.open(f"llama.cpp/{self.folder / GGUF_FILE}")
+        theirs = side.tokenizer()
+        texts = None if theirs is None else [theirs.encode(text) for text in TEXTS]
+        return self._judge(program, side, as_llama(self._ours(torch.float32), self.types), texts)
+
+
+def as_llama(model: GPT2, types: Mapping[str, str]) -> GPT2:
+    """Return our float32 model, rounding where llama.cpp rounds."""
+    for number, block in enumerate(model.h):
+        block.mlp.activation = _table_gelu
+        for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+            conv = block.get_submodule(part)
+            conv.register_forward_pre_hook(_rounding(types[f"h.{number}.{part}.weight"]))
+    head = _rounding(types["wte.weight"])
+    model.head = lambda hidden: F.linear(head(model, (hidden,))[0], model.wte.weight)  # type: ignore[method-assign]
+    return model
+
+
+def _rounding(type: str) -> Callable[[nn.Module, tuple[Tensor]], tuple[Tensor]]:
+    """Return a hook that rounds activations as llama.cpp does before it multiplies them with a matrix of a type."""
+    return lambda _, inputs: (q8_0(inputs[0]) if type == "q8_0" else inputs[0].to(DTYPES[type]).float(),)
+
+
+def _table_gelu(x: Tensor) -> Tensor:
+    """Return llama.cpp's GELU: looked up by x in float16, itself in float16; beyond 10 it is not looked up."""
+    y = F.gelu(x.half().float(), approximate="tanh").half().float()
+    return torch.where(x <= -10, 0.0, torch.where(x >= 10, x, y))

@@ -1,0 +1,134 @@
+"""`export --check` passes right files in every installed program, and refuses a file with one wrong tensor in each of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.random_models import write_checkpoint
+
+import gpt2
+from gpt2.checkpoint.export import Export, export
+from gpt2.checkpoint.gguf_writer import as_stored
+from gpt2.checkpoint.loading import load
+from gpt2.cli.main import main
+from gpt2.comparison.exported import PACKAGES, check_export, rounded
+
+KINDS = [pytest.param("hf", None, marks=pytest.mark.slow), ("gguf", "q8_0"), ("llmc", None)]
+PROGRAMS = {"hf": {"transformers", "CTranslate2"}, "gguf": {"gguf package", "llama.cpp"}, "llmc": set()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "model", n_embd=64)
+
+
+@pytest.fixture(scope="module")
+def wrong(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, with one square matrix left as nn.Linear keeps it."""
+    model = load(str(source))
+    proj = model.h[1].attn.c_proj
+    proj.weight = torch.nn.Parameter(proj.weight.detach().t().contiguous())
+    return gpt2.save(model, gpt2.load_tokenizer(str(source)), tmp_path_factory.mktemp("wrong") / "model")
+
+
+@pytest.mark.parametrize(("format", "type"), KINDS)
+def test_a_right_export_passes_everywhere_and_one_wrong_tensor_nowhere(
+    source: Path, wrong: Path, tmp_path: Path, format: str, type: str | None
+) -> None:
+    """A check that compares a file with itself, or with too wide a tolerance, passes the wrong file."""
+    done = export(str(source), tmp_path / "right", format=format, type=type)
+    check = check_export(done)
+    opened = {each.program for each in check.opened}
+    assert opened | {program for program, _ in check.missing} == {"gpt2"} | PROGRAMS[format]
+    assert check.ok, check.table()
+    assert all(each.ok for each in check.opened), check.table()
+    assert (check.rounding > 1e-5) == (type == "q8_0")
+
+    bad = export(str(wrong), tmp_path / "wrong", format=format, type=type)
+    refused = check_export(Export(**{**vars(bad), "model": str(source)}))
+    assert not refused.ok
+    for each in refused.opened:
+        assert each.ok is False, refused.table()
+        assert each.error is None or each.error > 3 * each.allowed
+    assert "h.1.attn.c_proj.weight has other values than the source" in refused.opened[0].note
+
+
+def test_kept_parts_are_checked_in_their_own_precision(source: Path, tmp_path: Path) -> None:
+    """The allowance must not come from the file's type alone: kept matrices are not rounded."""
+    check = check_export(export(str(source), tmp_path, format="gguf", type="q8_0", keep=("h.0", "wte")))
+    assert check.ok, check.table()
+
+
+def test_the_command_exits_1_where_a_file_was_damaged(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One flipped bit of one weight; and a file that no program opens is a line, not a traceback."""
+    command = ["export", str(source), str(tmp_path), "--format", "gguf", "--check"]
+    assert main([*command, "--json", "-"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["check"]["ok"] is True
+    assert {each["program"] for each in body["check"]["opened"]} >= {"gpt2", "gguf package"}
+
+    from gpt2.cli import export_command  # noqa: F401, its late import is what is replaced below
+    from gpt2.comparison import exported
+
+    right = exported.check_export
+    file = tmp_path / "model.gguf"
+
+    def flipped(done: Export, **settings: object) -> object:
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 0x10
+        file.write_bytes(data)
+        return right(done, **settings)
+
+    monkeypatch.setattr(exported, "check_export", flipped)
+    assert main(command) == 1
+    assert "DIFFERS" in capsys.readouterr().out
+
+    def cut(done: Export, **settings: object) -> object:
+        file.write_bytes(file.read_bytes()[:5000])
+        return right(done, **settings)
+
+    monkeypatch.setattr(exported, "check_export", cut)
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert out.count("DIFFERS") >= 2
+    assert "Traceback" not in out
+
+
+def test_an_engine_that_is_missing_is_a_line_with_its_command(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without llama.cpp the rest is checked, and the user learns what to install."""
+    found = __import__("importlib.util").util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "llama_cpp" else found(name))
+    check = check_export(export(str(source), tmp_path, format="gguf"))
+    assert check.ok
+    assert check.missing == (("llama.cpp", PACKAGES["llama_cpp"][1]),)
+    assert "not installed: pip install 'gpt2-toolkit[llamacpp]'" in check.table()
+
+
+@pytest.mark.parametrize("type", ["f16", "bf16", "q8_0"])
+def test_rounding_is_the_writers_although_written_apart(source: Path, type: str) -> None:
+    """The check's own rounding must be that of the format, or right files would be refused; zeros and ties included."""
+    torch.manual_seed(0)
+    tensor = torch.randn(64, 96)
+    tensor[:32, 0] = 0.0
+    tensor[32:, 1] = torch.arange(32) * 127.0 / 254  # halves of a step
+    assert torch.equal(rounded("h.0.mlp.c_fc.weight", tensor, type), as_stored("h.0.mlp.c_fc.weight", tensor, type))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("type", ["f32", "f16", "bf16", "q8_0"])
+def test_the_embedded_model_in_every_program(tmp_path: Path, type: str) -> None:
+    """A trained model in every type, as a user would export it."""
+    check = check_export(export("shakespeare-mini", tmp_path / "gguf", format="gguf", type=type))
+    assert check.ok, check.table()
+    if type != "q8_0":
+        shutil.rmtree(tmp_path / "gguf")
+        check = check_export(export(f"shakespeare-mini:{type}", tmp_path / "hf"))
+        assert check.ok, check.table()
