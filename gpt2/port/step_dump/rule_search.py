@@ -60,9 +60,8 @@ class Gauged:
         track = replace(self.track, before=self.track.before / self.error, change=self.track.change / self.error)
         found = fit(track, direction, rates)
         decays = np.nan_to_num(found.decays)
-        return Fit(
-            found.rates, found.decays, _rms(track.change + found.rates[:, None] * direction + decays[:, None] * track.before)
-        )
+        error = _rms(track.change + found.rates[:, None] * direction + decays[:, None] * track.before)
+        return Fit(found.rates, found.decays, error, np.zeros_like(found.rates))
 
     def error_of(self, rule: Rule, rates: Array, decays: Array) -> float:
         """Return the error of a rule with given rates and decays."""

@@ -265,7 +265,7 @@ class UpdateExamination:
         for each in rules:
             for decay in order:
                 decays = decay * rates
-                tried.append((each, Fit(rates, decays, one.error_of(each, rates, decays))))
+                tried.append((each, Fit(rates, decays, one.error_of(each, rates, decays), np.zeros_like(rates))))
                 if tried[-1][1].error <= EXPLAINED:
                     return tried[-1]
         for each in rules:
