@@ -2,16 +2,18 @@
 
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from gpt2.data import Tokenizer
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
 from gpt2.kv_cache import KVCache
 from gpt2.model import GPT2
-from gpt2.sampling import Sampling, accept_draft
+from gpt2.sampling import Sampling, accept_draft, penalise
 
 DRAFT_TOKENS = 4  # ids that the draft model proposes at a time
 
@@ -24,6 +26,8 @@ def stream(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     seed: int | None = None,
     attention_mask: Tensor | None = None,
     use_cache: bool = True,
@@ -47,17 +51,20 @@ def stream(
         InputError: invalid sampling settings, or a draft that cannot be used.
     """
     decoder = model if isinstance(model, Decoder) else Decoder(model)
-    sampling = Sampling(temperature, top_k, top_p)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
     if draft is not None:
         check_draft(draft, decoder.model, ids)
         if attention_mask is not None or not use_cache:
             raise InputError("generate: a draft needs a cache and text without padding; leave out attention_mask and use_cache")
+        if repetition_penalty != 1:
+            raise InputError("generate: a draft cannot be used with a repetition penalty; leave one out")
         yield from _stream_speculatively(decoder, Decoder(draft), ids, max_new_tokens, sampling, generator)
         return
     limit = decoder.model.config.n_positions
     text, real = ids[:, -limit:], None if attention_mask is None else attention_mask[:, -limit:]
     cache = decoder.model.new_cache(len(ids), min(limit, text.size(1) + max_new_tokens)) if use_cache else None
+    seen = None if repetition_penalty == 1 else _seen(ids, attention_mask, decoder.model.config.vocab_size)
     for _ in range(max_new_tokens):
         if text.size(1) > limit:
             text, real = _last_half(text, real, limit)
@@ -67,11 +74,22 @@ def stream(
             logits = decoder.decode(text[:, -1:], cache, real)[:, 0]
         else:
             logits = decoder.prefill(text, cache, real)
+        if seen is not None:
+            logits = penalise(logits, seen, repetition_penalty)
         chosen = sampling.next_ids(logits, generator)
+        if seen is not None:
+            seen.scatter_(1, chosen[:, None], True)
         text = torch.cat((text, chosen[:, None]), dim=1)
         if real is not None:
             real = torch.cat((real, torch.ones_like(real[:, :1])), dim=1)
         yield chosen
+
+
+def _seen(ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> Tensor:
+    """Return which ids each row (B, T) holds, as (B, V) booleans; padding does not count."""
+    real = torch.ones_like(ids, dtype=torch.uint8) if attention_mask is None else attention_mask.ne(0).byte()
+    counts = torch.zeros(len(ids), vocab_size, dtype=torch.uint8, device=ids.device)
+    return counts.scatter_reduce_(1, ids, real, "amax").bool()
 
 
 def _stream_speculatively(
@@ -120,12 +138,53 @@ def check_draft(draft: GPT2, model: GPT2, ids: Tensor) -> None:
         raise InputError(f"generate: the draft is on {draft.wte.weight.device}, the model on {model.wte.weight.device}; move one")
 
 
+@dataclass(frozen=True)
+class StopText:
+    """End a text with the token that completes one of ``texts``, or with the end-of-text token, as transformers does.
+
+    The texts are searched in what was generated, not in the prompt. A token may hold more than the text that it completes.
+    """
+
+    tokenizer: Tokenizer
+    texts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if "" in self.texts:
+            raise InputError("generate: a stop text is empty, which ends every text at once; give at least one character")
+
+
+Stop = int | StopText
+
+
+class Ending:
+    """Whether one generated text has ended; it is told one id after the other."""
+
+    def __init__(self, stop: Stop | None) -> None:
+        self.stop, self.ended, self._tail = stop, False, b""
+
+    def reached(self, token: int) -> bool:
+        """Take the next id; return whether this id or an earlier one was the last."""
+        if self.ended or not isinstance(self.stop, StopText):
+            self.ended = self.ended or token == self.stop
+            return self.ended
+        if token == self.stop.tokenizer.eot:
+            self.ended = True
+            return True
+        stops = [text.encode() for text in self.stop.texts]
+        text = self._tail + self.stop.tokenizer.token_bytes(token)
+        self.ended = any(stop in text for stop in stops)
+        self._tail = text[-max(map(len, stops), default=1) :]  # a stop text may begin in earlier tokens
+        return self.ended
+
+
 class Settings(TypedDict, total=False):
     """The keyword arguments that :func:`generate` passes to :func:`stream`."""
 
     temperature: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
     seed: int | None
     attention_mask: Tensor | None
     use_cache: bool
@@ -134,13 +193,13 @@ class Settings(TypedDict, total=False):
 
 @overload
 def generate(
-    model: GPT2, ids: Tensor, max_new_tokens: int = ..., *, stop: int | None = ..., **settings: Unpack[Settings]
+    model: GPT2, ids: Tensor, max_new_tokens: int = ..., *, stop: Stop | None = ..., **settings: Unpack[Settings]
 ) -> Tensor: ...
 
 
 @overload
 def generate(
-    model: GPT2, ids: Sequence[int], max_new_tokens: int = ..., *, stop: int | None = ..., **settings: Unpack[Settings]
+    model: GPT2, ids: Sequence[int], max_new_tokens: int = ..., *, stop: Stop | None = ..., **settings: Unpack[Settings]
 ) -> list[int]: ...
 
 
@@ -152,8 +211,10 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     seed: int | None = None,
-    stop: int | None = None,
+    stop: Stop | None = None,
     attention_mask: Tensor | None = None,
     use_cache: bool = True,
     draft: GPT2 | None = None,
@@ -164,7 +225,9 @@ def generate(
         ids: a list of ids, or a (B, T) integer tensor of prompts of one length (shorter ones padded on the left).
         temperature: 0 is greedy, and ``top_k`` and ``top_p`` then have no effect.
         seed: makes sampling repeatable; without it torch's global generator is used.
-        stop: end after this id; a batch ends when every row has had it.
+        min_p: drop ids less likely than this share of the likeliest one.
+        repetition_penalty: above 1, ids of the text so far become less likely.
+        stop: end after this id, or after a :class:`StopText`; a batch ends when every row has had it.
         attention_mask: (B, T), zero for padding.
         draft: a smaller model of the same vocabulary for speculative decoding of one text.
 
@@ -189,18 +252,18 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
         attention_mask=attention_mask,
         use_cache=use_cache,
         draft=draft,
     )
-    out, finished = [prompt], torch.zeros(prompt.size(0), dtype=torch.bool, device=prompt.device)
+    out, ends = [prompt], [Ending(stop) for _ in prompt]
     for chosen in stream(model, prompt, max_new_tokens, **settings):
         out.append(chosen[:, None])
-        if stop is not None:
-            finished |= chosen == stop
-            if bool(finished.all()):
-                break
+        if stop is not None and all([end.reached(token) for end, token in zip(ends, chosen.tolist(), strict=True)]):
+            break
     result = torch.cat(out, dim=1)
     return result if isinstance(ids, Tensor) else result[0].tolist()
 

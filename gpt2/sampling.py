@@ -1,4 +1,4 @@
-"""Choose the next id from logits: temperature, top-k, top-p, and the acceptance rule of speculative decoding."""
+"""Choose the next id from logits: temperature, top-k, top-p, min-p, penalties, and the acceptance rule of a draft."""
 
 import math
 from dataclasses import dataclass
@@ -12,11 +12,16 @@ from gpt2.errors import InputError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How ids are chosen: greedily with ``temperature`` 0, else drawn from the candidates of :func:`restrict`."""
+    """How ids are chosen: greedily with ``temperature`` 0, else drawn from the candidates of :func:`restrict`.
+
+    ``repetition_penalty`` above 1 makes the ids of the text so far less likely, before all else (:func:`penalise`).
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -25,6 +30,10 @@ class Sampling:
             raise InputError(f"top_k is {self.top_k}; give 1 or more, or leave it out")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p}; give a number above 0 and at most 1")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise InputError(f"min_p is {self.min_p}; give a number from 0 to 1")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise InputError(f"repetition_penalty is {self.repetition_penalty}; give a number above 0, such as 1.2")
 
     def next_ids(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Choose one id per row of (B, V) logits: (B,), int64. Greedy takes the lowest of equally likely ids."""
@@ -40,20 +49,32 @@ class Sampling:
             raise InputError(
                 "the model's logits are not numbers (NaN): its weights are damaged, or its dtype is too small for them"
             )
-        return restrict(logits, self.temperature, self.top_k, self.top_p).softmax(-1)
+        return restrict(logits, self.temperature, self.top_k, self.top_p, self.min_p).softmax(-1)
 
 
-def restrict(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Divide the positive logits (B, V) of ``seen`` ids by ``penalty``, multiply the negative ones by it.
+
+    ``seen`` (B, V) is boolean: the ids of each row's text so far, its prompt included. Source: CTRL (Keskar et al.,
+    arXiv:1909.05858, section 4.1), in the form of transformers' ``repetition_penalty``, which fits negative logits too.
+    """
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def restrict(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
+) -> Tensor:
     """Divide logits (..., V) by ``temperature``, shift them to a maximum of 0, and set all but the candidates to -inf.
 
     ``top_k`` keeps the k most likely ids (Fan et al. 2018) and all ties with the last of them. ``top_p`` keeps the smallest set
     with a probability of at least p (Holtzman et al. 2020): at least one id, and of equally likely ids the lower ones. With
-    both, p applies to the ids that k keeps.
+    both, p applies to the ids that k keeps. ``min_p`` then keeps the ids that are at least ``min_p`` times as likely as the
+    likeliest (Nguyen et al., arXiv:2407.01082).
 
     Raises:
-        InputError: temperature not above 0, k below 1, or p outside (0, 1].
+        InputError: temperature not above 0, k below 1, p outside (0, 1], or min_p outside [0, 1].
     """
-    Sampling(temperature, top_k, top_p)
+    Sampling(temperature, top_k, top_p, min_p)
     if temperature == 0:
         raise InputError("temperature is 0, which leaves no distribution; give a number above 0, or take the likeliest id")
     logits = logits.float()
@@ -68,6 +89,9 @@ def restrict(logits: Tensor, temperature: float = 1.0, top_k: int | None = None,
         before = probabilities.cumsum(-1) - probabilities  # the sum over all likelier ids
         outside = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
         logits = logits.masked_fill(outside, -math.inf)
+    if min_p is not None:
+        probabilities = logits.softmax(-1)
+        logits = logits.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), -math.inf)
     return logits
 
 

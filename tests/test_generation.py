@@ -8,14 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from support.commands import refusal
+from support.commands import ASSET, refusal
 from support.random_models import random_model
 from torch import Tensor
 
+import gpt2
 from gpt2.config import GPT2Config
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
-from gpt2.generation import DRAFT_TOKENS, generate, stream
+from gpt2.generation import DRAFT_TOKENS, Ending, StopText, generate, stream
 from gpt2.model import GPT2
 from gpt2.sampling import Sampling
 
@@ -319,3 +320,47 @@ def test_stream_yields_as_it_goes() -> None:
         assert chosen.shape == (2,)
         assert chosen.dtype == torch.long
         assert len(passes) == count
+
+
+def test_the_penalty_counts_the_prompt_and_what_was_generated_but_no_padding() -> None:
+    """A padded row must be continued as it would be alone; the id of padding would otherwise be penalised."""
+    model, settings = lively(replace(CONFIG, n_positions=40)), {"temperature": 0, "repetition_penalty": 1.8}
+    prompts = [[3, 5, 5, 8, 13], [21, 34]]
+    alone = [generate(model, prompt, 12, **settings)[len(prompt) :] for prompt in prompts]
+    assert alone[0] != generate(model, prompts[0], 12, temperature=0)[5:]
+    pad = alone[1][0]  # the id that would come first: penalised, it would not
+    rows = torch.tensor([prompts[0], [pad] * 3 + prompts[1]])
+    mask = torch.tensor([[1] * 5, [0] * 3 + [1] * 2])
+    assert generate(model, rows, 12, attention_mask=mask, **settings)[:, 5:].tolist() == alone
+
+    text = list(prompts[0])  # by the definition, one id after the other
+    for _ in range(12):
+        logits = model(torch.tensor([text]))[0, -1].detach()
+        for token in set(text):
+            logits[token] = logits[token] * 1.8 if logits[token] < 0 else logits[token] / 1.8
+        text.append(int(logits.argmax()))
+    assert text[5:] == alone[0]
+    assert "repetition penalty" in refusal(generate, model, [1], 3, draft=model, **settings)
+
+
+def test_a_stop_text_ends_where_transformers_ends() -> None:
+    """A stop text that begins in one token and ends in another, or lies inside one token, must end the text at that token."""
+    from transformers import StopStringCriteria
+
+    from gpt2.parity.reference import reference_tokenizer
+
+    model, tokenizer = gpt2.load(), gpt2.load_tokenizer()
+    prompt = tokenizer.encode("ROMEO:\n")
+    new = generate(model, prompt, 60, seed=0)[len(prompt) :]
+    text = tokenizer.decode(new)
+    stops = [text[33:36], text[10:14], text[21:30], "e", "not in it at all"]
+    theirs, ends = reference_tokenizer(ASSET), []
+    for stop in stops:
+        criteria, end = StopStringCriteria(theirs, [stop]), Ending(StopText(tokenizer, (stop,)))
+        done = [(end.reached(token), bool(criteria(torch.tensor([new[:count]]), None))) for count, token in enumerate(new, 1)]
+        ends.append(next((count for count, (ours, _) in enumerate(done, 1) if ours), None))
+        assert ends[-1] == next((count for count, (_, reference) in enumerate(done, 1) if reference), None)
+        assert generate(model, prompt, 60, seed=0, stop=StopText(tokenizer, (stop,))) == prompt + new[: ends[-1]]
+    assert ends[-1] is None
+    assert None not in ends[:-1]
+    assert len(set(ends)) > 2

@@ -8,7 +8,7 @@ import torch
 from support.commands import refusal
 from torch import Tensor
 
-from gpt2.sampling import Sampling, accept_draft, restrict
+from gpt2.sampling import Sampling, accept_draft, penalise, restrict
 
 INF = math.inf
 
@@ -178,3 +178,32 @@ def test_accepted_and_resampled_ids_follow_the_models_distribution() -> None:
     sure = torch.tensor([[0.0, 1.0, 0.0]]).expand(3, 3)
     assert accept_draft(torch.tensor([1, 1]), sure[:2], sure, generator) == (2, torch.tensor([1]))
     assert accept_draft(torch.tensor([2, 1]), torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]), sure) == (0, torch.tensor([1]))
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.2, 3.0])
+def test_the_repetition_penalty_is_transformers(penalty: float) -> None:
+    """Dividing a negative logit would make its id likelier."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    pick = torch.Generator().manual_seed(0)
+    logits, ids = torch.randn(3, 40, generator=pick) * 5, torch.randint(40, (3, 9), generator=pick)
+    seen = torch.zeros(3, 40, dtype=torch.bool).scatter(1, ids, True)
+    assert torch.equal(penalise(logits, seen, penalty), RepetitionPenaltyLogitsProcessor(penalty)(ids, logits))
+    assert torch.equal(penalise(logits, seen, 1.0), logits)
+
+
+@pytest.mark.parametrize("min_p", [0.0, 0.01, 0.2, 0.99, 1.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (7, None), (7, 0.6)])
+def test_min_p_is_transformers(min_p: float, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Possible bugs: a share of 1 and not of the likeliest, and a share that is taken before the temperature."""
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(20, 40, generator=torch.Generator().manual_seed(1)) * 3
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    expected = expected if top_k is None else TopKLogitsWarper(top_k)(None, expected)
+    expected = expected if top_p is None else TopPLogitsWarper(top_p)(None, expected)
+    expected = MinPLogitsWarper(min_p)(None, expected)
+    restricted = restrict(logits, temperature, top_k, top_p, min_p)
+    assert torch.equal(restricted.isneginf(), expected.isneginf())
+    torch.testing.assert_close(restricted.softmax(-1), expected.softmax(-1))

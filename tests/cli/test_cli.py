@@ -137,6 +137,10 @@ MISTAKES = [
     ("generate --top-k 0", "top_k"),
     ("generate --max-new-tokens -3", "max-new-tokens"),
     ("generate --top-p 2", "top_p"),
+    ("generate --min-p 2", "min_p"),
+    ("generate --stop ''", "stop text is empty"),
+    ("generate --samples 0", "samples"),
+    ("generate --repetition-penalty 0", "repetition_penalty"),
     ("generate random:distilgpt2", "without a tokenizer"),
     ("generate --prompt O --draft random:distilgpt2", "50257 tokens, the model 2048"),
     ("train", "which recipe"),
@@ -229,6 +233,19 @@ def test_generate_streams_what_the_api_returns(capsys: pytest.CaptureFixture) ->
     assert main([*argv, "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["prompt_ids"] + body["ids"] == ids
+
+
+def test_generate_ends_each_of_several_samples_at_the_stop_text(capsys: pytest.CaptureFixture) -> None:
+    """The first row that stops must not end the others, nor get the ids that the batch still computes for it."""
+    argv = ["generate", "--prompt", "ROMEO:\n", "--max-new-tokens", "80", "--seed", "5", "--stop", "the", "--samples", "4"]
+    assert main([*argv, "--json", "-"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    texts = [sample["text"] for sample in body["samples"]]
+    assert body["text"] == texts[0]
+    assert len({len(sample["ids"]) for sample in body["samples"]}) > 1
+    assert all(text.find("the") == text.rfind("the") >= len(text) - 8 for text in texts if "the" in text)
+    assert main(argv) == 0
+    assert capsys.readouterr().out == "".join(f"--- {n}\nROMEO:\n{text}\n" for n, text in enumerate(texts, 1))
 
 
 def test_generate_takes_a_draft(capsys: pytest.CaptureFixture) -> None:
