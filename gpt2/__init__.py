@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from gpt2.checkpoint.loading import load as load
     from gpt2.checkpoint.loading import load_tokenizer as load_tokenizer
     from gpt2.checkpoint.saving import save as save
-    from gpt2.comparison.pair import compare as compare
+    from gpt2.comparison.many_results import Comparisons as Comparisons
     from gpt2.comparison.results import Comparison as Comparison
+    from gpt2.comparison.run import compare as compare
     from gpt2.config import GPT2Config as GPT2Config
     from gpt2.errors import CheckpointError as CheckpointError
     from gpt2.errors import InputError as InputError
@@ -40,12 +41,13 @@ _HOME = {
     "GPT2Config": "config",
     "CheckpointError": "errors",
     "Comparison": "comparison.results",
+    "Comparisons": "comparison.many_results",
     "Diagnosis": "port.diagnosis",
     "InputError": "errors",
     "MappingReport": "port.mapping",
     "Report": "parity.report",
     "Trace": "traces.result",
-    "compare": "comparison.pair",
+    "compare": "comparison.run",
     "diagnose": "port.diagnosis",
     "diagnose_step": "port.training",
     "generate": "generation",

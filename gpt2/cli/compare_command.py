@@ -11,7 +11,7 @@ from gpt2.cli.common import Status, add_offline, require_writable, save_page, sa
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
-    from gpt2.comparison.results import Comparison
+    from gpt2.comparison.gates import Gate, Judged
     from gpt2.comparison.saving import Keep
 
 HELP = "measure how two models differ, from weights to words"
@@ -27,6 +27,8 @@ EXAMPLES = """\
   gpt2 compare shakespeare-mini --noise --tokens 200         how far rounding alone moves the logits, and which tokens hang on it
   gpt2 compare shakespeare-mini --save ref.safetensors       keep what it shows; later, or on another machine:
   gpt2 compare trace:ref.safetensors out/macbeth/best
+  gpt2 compare shakespeare-mini shakespeare-mini:bf16 shakespeare-mini:int8 --html sizes.html     several, each with the first
+  gpt2 compare shakespeare-mini out/macbeth                  all checkpoints of a run, in the order of steps
   gpt2 compare gpt2 ./quantised --fail-if 'kl>1e-3' --fail-if 'same_top<0.98' --junit gpt2.xml      in a build
 
 METRIC of --fail-if: kl, kl_max, js (nats a token), same_top (a fraction), perplexity_ratio (B over A), weights (norm of the
@@ -43,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a", metavar="A", help="a model; the prefix hf/ selects transformers' implementation, a suffix such as :bf16 the dtype"
     )
     parser.add_argument("b", metavar="B", nargs="?", help="the second model; optional with --attention")
+    parser.add_argument(
+        "others",
+        metavar="C",
+        nargs="*",
+        help="more models, each compared with A; a run's folder stands for all its checkpoints",
+    )
     parser.add_argument(
         "--on", metavar="TEXT", help="a text file, - for stdin, or a name (default: Twelfth Night, new to shakespeare-mini)"
     )
@@ -88,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--save-top and --save-activations say what --save keeps; add --save FILE")
     if args.noise:
         return _noise(args)
-    if args.b is None and args.attention is None and args.save is None:
+    names = _names(args)
+    if len(names) == 1 and args.attention is None and args.save is None:
         raise InputError(f"compare needs a second model, such as hf/{args.a}, or --attention TEXT")
     if args.attention is not None:
         if unused := [name for name in DEFAULTS if getattr(args, name) != DEFAULTS[name]]:
@@ -104,16 +113,18 @@ def run(args: argparse.Namespace) -> int:
     from gpt2.measure.allocator import keep_freed_memory
 
     keep = _keep(args)
-    if args.b is None:
+    if len(names) == 1:
         return _save(args, keep)
     if args.junit and not args.fail_if:
         raise InputError("--junit reports what --fail-if found; add a --fail-if, such as --fail-if 'kl>1e-3'")
     require_writable("--junit", args.junit)
     gates = [Gate.parse(text) for text in args.fail_if]
+    if len(names) > 2:
+        return _many(args, gates)
     keep_freed_memory()
     with Status() as status:
         options = {name: getattr(args, name) for name in (*DEFAULTS, "offline", "blame")}
-        result = compare(args.a, args.b, **options, save=keep, progress=status)
+        result = compare(*names, **options, save=keep, progress=status)
     _say_saved(keep)
     not_measured = None
     try:
@@ -124,26 +135,27 @@ def run(args: argparse.Namespace) -> int:
     write_result(args.json, result.to_json, lambda: result.print(Terminal()))
     if not_measured is not None:
         raise not_measured
-    return _report_gates(result, args.junit) if gates else 0
+    return _report_gates({f"{result.a.name} and {result.b.name}": result.gates}, args.junit) if gates else 0
 
 
-def _report_gates(result: "Comparison", junit_file: str | None) -> int:
+def _report_gates(judged: "Judged", junit_file: str | None) -> int:
     """Report the gates on stderr and to the build; return the exit code."""
     from gpt2.comparison.gates import junit, step_summary
     from gpt2.pages.rendering import write
 
-    gates, names = result.gates, (result.a.name, result.b.name)
-    for gate in gates:
-        print(f"{'met' if gate.met else 'not met'}: {gate}", file=sys.stderr)
+    for names, gates in judged.items():
+        for gate in gates:
+            where = f"{names}: " if len(judged) > 1 else ""
+            print(f"{where}{'met' if gate.met else 'not met'}: {gate}", file=sys.stderr)
     if junit_file:
-        write(junit_file, junit(gates, *names))
+        write(junit_file, junit(judged))
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         try:
             with Path(summary).open("a", encoding="utf-8") as file:
-                file.write(step_summary(gates, *names))
+                file.write(step_summary(judged))
         except OSError as error:
             raise InputError(f"GITHUB_STEP_SUMMARY {summary}: cannot be written ({error.strerror}); unset it") from None
-    return 1 if any(gate.met for gate in gates) else 0
+    return 1 if any(gate.met for gates in judged.values() for gate in gates) else 0
 
 
 def _noise(args: argparse.Namespace) -> int:
@@ -161,6 +173,49 @@ def _noise(args: argparse.Namespace) -> int:
     save_page(args.html, found.save_html)
     write_result(args.json, found.to_json, lambda: found.print(Terminal()))
     return 0
+
+
+def _names(args: argparse.Namespace) -> list[str]:
+    """Return the models to compare, with a training run's checkpoints in place of its folder."""
+    from gpt2.comparison.checkpoints import with_checkpoints
+
+    given = _given(args)
+    if args.attention is not None:
+        if args.others:
+            raise InputError("--attention compares two models at most; leave the others out")
+        return given
+    return [each.name for name in given for each in with_checkpoints(name)]
+
+
+def _given(args: argparse.Namespace) -> list[str]:
+    return [name for name in (args.a, args.b, *args.others) if name is not None]
+
+
+def _many(args: argparse.Namespace, gates: "list[Gate]") -> int:
+    """Compare more than two models, each with the first."""
+    from gpt2.cli.terminal import Terminal
+    from gpt2.comparison.many import compare_many
+
+    for flag in ("save", "blame"):
+        if getattr(args, flag):
+            raise InputError(f"--{flag} is for one or two models; leave it or the others out")
+    if args.threshold != DEFAULTS["threshold"]:
+        raise InputError("--threshold is of the activations of two models; leave it or the others out")
+    with Status() as status:
+        options = {name: getattr(args, name) for name in ("on", "tokens", "seed", "offline")}
+        result = compare_many(_given(args), **options, progress=status)
+    not_measured = None
+    try:
+        judged = tuple(tuple(gate.judge_candidate(each) for gate in gates) for each in result.candidates[1:])
+        result = replace(result, gates=judged if gates else ())
+    except InputError as error:  # raised below: what was measured is shown first
+        not_measured = error
+    save_page(args.html, result.save_html)
+    write_result(args.json, result.to_json, lambda: result.print(Terminal()))
+    if not_measured is not None:
+        raise not_measured
+    first, *others = (f"{letter}, {each.model.name}" for letter, each in zip(result.letters, result.candidates, strict=True))
+    return _report_gates(dict(zip((f"{first} and {other}" for other in others), result.gates, strict=False)), args.junit)
 
 
 def _keep(args: argparse.Namespace) -> "Keep | None":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from gpt2.comparison.distributions import Distributions
+from gpt2.comparison.many_results import Candidate
 from gpt2.comparison.results import Comparison
 from gpt2.errors import InputError, printable
 from gpt2.measure.estimates import Estimate
@@ -56,6 +57,16 @@ METRICS: dict[str, tuple[str, Callable[[Comparison], Measured]]] = {
 }
 
 
+# Those that are measured of each of several models against the first.
+MANY: dict[str, Callable[[Candidate], Measured]] = {
+    "kl": lambda one: one.against and one.against.kl,
+    "kl_max": lambda one: None if one.against is None else one.against.kl_max,
+    "same_top": lambda one: one.against and one.against.same_top,
+    "perplexity_ratio": lambda one: one.against and one.against.ratio,
+    "weights": lambda one: one.weights,
+}
+
+
 @dataclass(frozen=True)
 class Gate:
     """A condition under which a build fails: ``metric`` ``op`` ``threshold``."""
@@ -90,6 +101,20 @@ class Gate:
         if measured is None:
             why = "; ".join(dict.fromkeys(comparison.compatibility.impossible.values())) or "this comparison has no such part"
             raise InputError(f"--fail-if {self}: {self.metric} was not measured ({why}); gate on another metric")
+        return self._judged(measured)
+
+    def judge_candidate(self, candidate: Candidate) -> Judgement:
+        """Apply the condition to one of several models, measured against the first; raises InputError as :meth:`judge` does."""
+        if self.metric not in MANY:
+            known = ", ".join(MANY)
+            raise InputError(f"--fail-if {self}: of several models only {known} are measured; compare two models for it")
+        measured = MANY[self.metric](candidate)
+        if measured is None:
+            why = "; ".join(dict.fromkeys(candidate.left_out.values())) or "it shows too little"
+            raise InputError(f"--fail-if {self}: {self.metric} of {candidate.model.name} was not measured ({why})")
+        return self._judged(measured)
+
+    def _judged(self, measured: float | Estimate) -> Judgement:
         interval = measured if isinstance(measured, Estimate) else Estimate(measured, measured, measured)
         judged = interval.high if self.op in (">", ">=") else interval.low
         undefined = math.isnan(interval.value) or math.isnan(judged)
@@ -123,13 +148,17 @@ class Judgement:
         return f"{end} is {past:.2g} past the limit" if past else f"{end} is the limit itself"
 
 
-def junit(judgements: Sequence[Judgement], a: str, b: str) -> str:
+Judged = Mapping[str, Sequence[Judgement]]  # "a and b" -> what its gates say
+
+
+def junit(judged: Judged) -> str:
     """Return the judgements as a JUnit XML report: a test case for each gate, one failure for each condition that is met."""
-    met = sum(each.met for each in judgements)
-    names = printable(f"{a} and {b}", one_line=True)  # XML has no control characters
-    suite = ElementTree.Element("testsuite", name="gpt2 compare", tests=str(len(judgements)), failures=str(met), errors="0")
-    for each in judgements:
-        case = ElementTree.SubElement(suite, "testcase", classname=names, name=str(each.gate))
+    rows = [(names, each) for names, judgements in judged.items() for each in judgements]
+    met = sum(each.met for _, each in rows)
+    suite = ElementTree.Element("testsuite", name="gpt2 compare", tests=str(len(rows)), failures=str(met), errors="0")
+    for names, each in rows:
+        where = printable(names, one_line=True)  # XML has no control characters
+        case = ElementTree.SubElement(suite, "testcase", classname=where, name=str(each.gate))
         if each.met:
             ElementTree.SubElement(case, "failure", message=str(each))
         else:
@@ -140,13 +169,14 @@ def junit(judgements: Sequence[Judgement], a: str, b: str) -> str:
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def step_summary(judgements: Sequence[Judgement], a: str, b: str) -> str:
+def step_summary(judged: Judged) -> str:
     """Return the judgements as Markdown, for GitHub's step summary."""
 
     def cell(text: str) -> str:
         return printable(text, one_line=True).replace("|", "\\|")
 
-    rows = [f"| {'❌' if each.met else '✅'} | `{each.gate}` | {cell(str(each))} |" for each in judgements]
-    return "\n".join(
-        [f"### gpt2 compare: {cell(a)} and {cell(b)}", "", "| | fails if | measured |", "| --- | --- | --- |", *rows, ""]
-    )
+    lines = []
+    for names, judgements in judged.items():
+        rows = [f"| {'❌' if each.met else '✅'} | `{each.gate}` | {cell(str(each))} |" for each in judgements]
+        lines += [f"### gpt2 compare: {cell(names)}", "", "| | fails if | measured |", "| --- | --- | --- |", *rows, ""]
+    return "\n".join(lines)

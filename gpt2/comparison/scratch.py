@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from typing import IO
 
 import torch
@@ -16,7 +17,8 @@ class Scratch:
     """Rows of logits (R, V) in an unnamed file: appended by :meth:`add`, read again in that order by :meth:`take`."""
 
     def __init__(self) -> None:
-        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - removed with this object
+        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the finalizer
+        weakref.finalize(self, self._file.close)
         self._dtype, self._vocab = torch.float32, 0
         self.bytes = 0
 

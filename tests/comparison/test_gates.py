@@ -172,9 +172,9 @@ def test_reports_stand_hostile_names(compared: Comparison) -> None:
     """A name with markup or control characters would break the XML for a build server, or the summary's table."""
     judged = [Gate.parse("kl>1e-9").judge(compared)]
     names = "a|b<c>&\x1b[31m", 'd"\n\x00'
-    suite = ElementTree.fromstring(junit(judged, *names))[0]
+    suite = ElementTree.fromstring(junit({" and ".join(names): judged}))[0]
     assert "a|b<c>&␛[31m" in suite[0].get("classname")
-    assert len(step_summary(judged, *names).splitlines()) == 5
+    assert len(step_summary({" and ".join(names): judged}).splitlines()) == 5
 
 
 def test_assert_same_raises_where_a_limit_is_passed(folders: tuple[str, str, str], text: str) -> None:

@@ -1,0 +1,243 @@
+"""Compare several models on one text: each against the first, and all pairs; one model is in memory at a time.
+
+The first model's logits are kept in a temporary file, and the others are measured against them while they run. For the pairs of
+the others, logits of at most :data:`SAMPLE` tokens of each are kept. So each model runs once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpt2.checkpoint.keys import expected
+from gpt2.comparison.checkpoints import with_checkpoints
+from gpt2.comparison.compatibility import Compatibility, compatibility
+from gpt2.comparison.distributions import Language, language
+from gpt2.comparison.many_results import Against, Candidate, Comparisons, Pairs
+from gpt2.comparison.paper import paper_figures
+from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage, token_bytes
+from gpt2.comparison.scratch import Scratch
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide
+from gpt2.comparison.sides.opening import open_side
+from gpt2.comparison.sides.side import Running, Shown, Side
+from gpt2.comparison.weights import distance
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError
+from gpt2.measure.estimates import Bootstrap
+from gpt2.measure.last_words import LastWord, score_last_words
+from gpt2.measure.metrics import Progress, exp_or_inf, silent
+from gpt2.measure.pairwise import pairwise
+from gpt2.pages.reports import environment
+
+SAMPLE = 1024  # tokens of the text on which all pairs are compared, at equal distances
+ROWS = 256  # of them at a time
+
+
+def compare_many(
+    names: Sequence[str],
+    *,
+    on: str | None = None,
+    tokens: int | None = None,
+    seed: int = 0,
+    dtype: str | None = None,
+    offline: bool = False,
+    progress: Progress = silent,
+) -> Comparisons:
+    """Compare models by name, each against the first: quality with paired intervals, KL, weights, size and speed.
+
+    Args:
+        names: as for :func:`gpt2.compare`. The folder of a training run stands for all its checkpoints, in the order of steps.
+        on, tokens, seed, dtype, offline: as for :func:`gpt2.compare`.
+
+    Raises:
+        InputError: no such model or text, or fewer than two models. CheckpointError: a checkpoint does not fit its config.
+    """
+    started = time.perf_counter()
+    saved = [each for name in names for each in with_checkpoints(name)]
+    if len(saved) < 2:
+        raise InputError(f"{' '.join(names)}: one model has nothing to be compared with; give two or more")
+    sides = [open_side(each.name, offline=offline, dtype=dtype) for each in saved]
+    for side in sides:
+        if Shown.LOGITS not in side.shows:
+            raise InputError(f"{side.name}: shows only {' and '.join(sorted(side.shows))}; compare it with one model at a time")
+    own = [side.tokenizer() for side in sides]
+    fits = [compatibility(sides[0].config, side.config, own[0], tokenizer) for side, tokenizer in zip(sides, own, strict=True)]
+    passage = open_passage(on, tokens, sides, own, seed, offline=offline)
+    shared = own[0] or next((tokenizer for tokenizer in own if tokenizer is not None), None)
+    together = [side for side, fit in zip(sides, fits, strict=True) if fit.vocabularies.comparable]
+    sizes = [side.vocab_size for side in together if side.vocab_size is not None]
+    run = _Run(passage, min([*sizes, shared.n_vocab] if shared else sizes), shared, seed, progress)
+    measured = [
+        run.measure(side, tokenizer, first=number == 0, apart=not fit.vocabularies.comparable)
+        for number, (side, tokenizer, fit) in enumerate(zip(sides, own, fits, strict=True))
+    ]
+    env = environment(side.dtype for side in sides if side.dtype is not None)
+    candidates = tuple(
+        Candidate(
+            model=side.describe(env.versions),
+            step=each.step,
+            size=_size(side),
+            tokens_per_second=found.speed,
+            language=found.language,
+            last_words=found.last_words,
+            against=run.against(measured[0], found) if number else None,
+            weights=_moved(sides[0], side, fit, progress) if number else None,
+            left_out=fit.impossible,
+            paper=paper_figures(side.name, passage.scored.name),
+        )
+        for number, (each, side, found, fit) in enumerate(zip(saved, sides, measured, fits, strict=True))
+    )
+    return Comparisons(
+        candidates=candidates,
+        pairs=run.pairs(measured),
+        text=passage.scored,
+        environment=env,
+        seed=seed,
+        seconds=time.perf_counter() - started,
+        forward_seconds=sum(found.seconds for found in measured),
+        scratch_bytes=sum(found.sample.bytes for found in measured) + run.first.bytes,
+    )
+
+
+class _Measured(NamedTuple):
+    """What one model showed; without a tensor where its tokenizer is not the first one's."""
+
+    language: Language
+    last_words: LastWord | None
+    seconds: float  # in forward passes over the text
+    speed: float  # tokens a second in them
+    logp: Tensor | None  # (M,) of the right tokens
+    kl: Tensor | None  # (M,) KL(first||this)
+    top: Tensor | None  # (M,) its likeliest tokens
+    sample: Scratch
+
+
+@dataclass
+class _Run:
+    """The text of a comparison, and the first model's logits on it."""
+
+    passage: Passage
+    vocab: int
+    tokenizer: Tokenizer | None
+    seed: int
+    progress: Progress
+    first: Scratch = field(default_factory=Scratch)
+
+    def __post_init__(self) -> None:
+        ids, recording = self.passage.ids, self.passage.recording
+        self.targets = torch.cat([ids[span.first + 1 : span.end + 1] for span in self.passage.windows.of(len(ids))])
+        count = min(SAMPLE, len(self.targets))
+        self.sampled = torch.zeros(len(self.targets), dtype=torch.bool)
+        self.sampled[torch.arange(count) * len(self.targets) // count] = True
+        lengths = token_bytes(self.tokenizer) if self.tokenizer is not None else recording and recording.token_bytes
+        self.lengths = torch.ones(len(self.targets)) if lengths is None else lengths[self.targets]
+
+    def measure(self, side: Side, tokenizer: Tokenizer | None, *, first: bool, apart: bool) -> _Measured:
+        """Load a model, run it over the text once, and let it go; ``apart``: its tokenizer is not the first one's."""
+        self.progress(f"{side.name}: loading")
+        text = self.passage.text
+        with side.running() as running:
+            words = None
+            if text is not None and text.passages and side.recording is None and (own := tokenizer or self.tokenizer):
+                context = side.n_positions or DEFAULT_CONTEXT
+                words = score_last_words(
+                    running.logits, own, text.passages, context=context, seed=self.seed, progress=self.progress
+                )
+            if apart and tokenizer is not None:
+                return self._apart(side, running, tokenizer, words)
+            return self._together(side, running, words, first=first)
+
+    @torch.inference_mode()
+    def _together(self, side: Side, running: Running, words: LastWord | None, *, first: bool) -> _Measured:
+        columns: list[tuple[Tensor, Tensor, Tensor]] = []
+        seconds, inputs_run, done, sample = 0.0, 0, 0, Scratch()
+        self.first.rewind()
+        for inputs, group in self.passage.windows.batches(self.passage.ids):
+            began = time.perf_counter()
+            output = running.logits(inputs)
+            seconds += time.perf_counter() - began
+            inputs_run += inputs.numel()
+            for row, window in enumerate(group):
+                rows = output[row, window.first - window.start :, : self.vocab].cpu()
+                targets = self.targets[done : done + len(rows)]
+                if first:
+                    self.first.add(rows)
+                    found = pairwise([rows])
+                else:
+                    found = pairwise([self.first.take(len(rows)), rows])
+                right = rows.gather(1, targets[:, None])[:, 0].double() - found.log_sums[:, -1]
+                columns.append((right, found.kl[:, 0, -1], rows.max(1).indices))
+                sample.add(rows[self.sampled[done : done + len(rows)]])
+                done += len(rows)
+            del output
+            self.progress(f"{side.name}: {done:,} of {len(self.targets):,} tokens")
+        logp, kl, top = (torch.cat(column) for column in zip(*columns, strict=True))
+        scored = language(logp, self.lengths, self.passage.windows, Bootstrap(len(logp), self.seed))
+        return _Measured(scored, words, seconds, inputs_run / seconds, logp, kl, top, sample)
+
+    def _apart(self, side: Side, running: Running, tokenizer: Tokenizer, words: LastWord | None) -> _Measured:
+        """Score a model whose tokenizer is another one, on the same passage in its own tokens."""
+        text = self.passage.text
+        if self.tokenizer is None or text is None:
+            raise InputError(f"{side.name}: has another tokenizer, and the text is known as ids only; leave it out")
+        ids = torch.tensor(tokenizer.encode(self.tokenizer.decode(self.passage.ids.tolist())))
+        windows = text.protocol.windows(side.n_positions or DEFAULT_CONTEXT)
+        passage = Passage(ids, windows, text, self.passage.scored)
+        alone = _Run(passage, tokenizer.n_vocab, tokenizer, self.seed, self.progress)
+        return alone._together(side, running, words, first=True)._replace(logp=None, kl=None, top=None, sample=Scratch())
+
+    def against(self, first: _Measured, other: _Measured) -> Against | None:
+        """Return a model's distance from the first, token by token; None with another tokenizer."""
+        if first.logp is None or other.logp is None or other.kl is None or first.top is None or other.top is None:
+            return None
+        bootstrap = Bootstrap(len(self.targets), self.seed)
+        lost = torch.where(first.logp == other.logp, 0.0, first.logp - other.logp)  # -inf minus -inf is no change
+        per_byte = bootstrap.means(lost, self.lengths) / math.log(2)
+        more = lost.sum().item() / (self.lengths.sum().item() * math.log(2))
+        return Against(
+            ratio=bootstrap.interval(exp_or_inf(lost.mean().item()), bootstrap.means(lost).exp()),
+            bits=bootstrap.interval(more, per_byte),
+            kl=bootstrap.mean(other.kl),
+            kl_max=other.kl.max().item(),
+            same_top=bootstrap.fraction(first.top == other.top),
+        )
+
+    def pairs(self, measured: Sequence[_Measured]) -> Pairs:
+        """Return KL of all pairs on the sampled tokens; None for a model with another tokenizer."""
+        compared = [number for number, found in enumerate(measured) if found.logp is not None]
+        count, total = int(self.sampled.sum()), torch.zeros(len(compared), len(compared), dtype=torch.float64)
+        for number in compared:
+            measured[number].sample.rewind()
+        for start in range(0, count, ROWS):
+            self.progress(f"pairs: {start:,} of {count:,} tokens")
+            total += pairwise([measured[number].sample.take(min(ROWS, count - start)) for number in compared]).kl.sum(0)
+        kl: list[list[float | None]] = [[None] * len(measured) for _ in measured]
+        for i, row in enumerate(compared):
+            for j, column in enumerate(compared):
+                kl[row][column] = float(total[i, j] / count)
+        return Pairs(count, tuple(map(tuple, kl)))
+
+
+def _size(side: Side) -> int | None:
+    """Return a model's bytes, as :class:`Candidate` says."""
+    if isinstance(side, CheckpointSide):
+        checkpoint = side.checkpoint
+        files = sum(path.stat().st_size for path in checkpoint.files().values())
+        return files if files and side.dtype == checkpoint.stored else side.config.num_parameters() * side.dtype.itemsize
+    path = Path(side.name.partition("/")[2]).expanduser()  # of an engine, such as llama.cpp/FILE.gguf
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else []
+    return sum(each.stat().st_size for each in files) or None if side.recording is None else None
+
+
+def _moved(first: Side, side: Side, fit: Compatibility, progress: Progress) -> float | None:
+    """Return the norm of the weights' change over their norm; None if they cannot be compared."""
+    if "weights" in fit.impossible or not (isinstance(first, CheckpointSide) and isinstance(side, CheckpointSide)):
+        return None
+    return distance(expected(first.config), first.reader(), side.reader(), progress=progress)

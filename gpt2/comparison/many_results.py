@@ -1,0 +1,218 @@
+"""The results of comparing several models: frozen dataclasses with a terminal table and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from gpt2.comparison.distributions import Language
+from gpt2.comparison.paper import PaperFigure
+from gpt2.comparison.results import Model, Scored
+from gpt2.measure.estimates import Estimate
+from gpt2.measure.last_words import LastWord
+from gpt2.pages.rendering import write
+from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from gpt2.comparison.gates import Judgement
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True)
+class Against:
+    """A model's distance from the first one, paired token by token; KL(first||model) in nats."""
+
+    ratio: Estimate  # its perplexity over the first one's
+    bits: Estimate  # its bits per byte minus the first one's
+    kl: Estimate
+    kl_max: float
+    same_top: Estimate
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One of the models.
+
+    ``size`` is in bytes: of its files, or where it runs in another dtype than they hold, of its parameters in that dtype. It is
+    None where a side has no files here. ``tokens_per_second`` are of the forward passes over the text. ``weights`` is the norm of
+    the change from the first model over the norm. ``left_out`` says why parts are None.
+    """
+
+    model: Model
+    step: int | None  # of a training run
+    size: int | None
+    tokens_per_second: float
+    language: Language
+    last_words: LastWord | None
+    against: Against | None
+    weights: float | None
+    left_out: dict[str, str]
+    paper: tuple[PaperFigure, ...]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Mean KL of all pairs in nats on ``tokens`` tokens of the text: row i, column j is KL(i||j); None across tokenizers."""
+
+    tokens: int
+    kl: tuple[tuple[float | None, ...], ...]
+
+
+class BesidePaper(NamedTuple):
+    """A measured figure and the paper's, both as text, under different protocols."""
+
+    letter: str
+    metric: str
+    measured: str
+    reported: str
+    protocol: str
+
+
+@dataclass(frozen=True)
+class Comparisons(Printed):
+    """Several models on one text, each compared with the first of ``candidates``."""
+
+    candidates: tuple[Candidate, ...]
+    pairs: Pairs
+    text: Scored
+    environment: Environment
+    seed: int
+    seconds: float
+    forward_seconds: float  # of them in the models' forward passes
+    scratch_bytes: int  # written to a temporary file
+    gates: tuple[tuple[Judgement, ...], ...] = ()  # of --fail-if, for each candidate but the first
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """A short name for each model: A, B, C ... and numbers after Z."""
+        count = len(self.candidates)
+        return tuple(LETTERS[:count]) if count <= len(LETTERS) else tuple(str(number + 1) for number in range(count))
+
+    @property
+    def bits_per(self) -> str:
+        """The unit of bits per byte; random ids have no bytes, so their unit is the token."""
+        return "bits/byte" if self.text.sha256 else "bits/token"
+
+    def to_json(self) -> str:
+        """Return everything as JSON, with the models, the text, versions and hashes."""
+        return as_json({**vars(self), "letters": self.letters})
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the report as one self-contained page; raises InputError if the file cannot be written."""
+        from gpt2.comparison.many_page import page
+
+        write(path, page(self))
+
+    def parts(self) -> Iterator[RenderableType]:
+        """Yield the models, a row for each, the paper's figures, and the matrix of all pairs."""
+        from rich.markup import escape
+        from rich.text import Text
+
+        yield ""
+        names = data_table("", "model", "step", "size", "tokens/s", "weights moved", right=(2, 3, 4, 5))
+        if all(each.step is None for each in self.candidates):
+            names.columns[2].header = ""
+        for letter, each in zip(self.letters, self.candidates, strict=True):
+            speed = f"{each.tokens_per_second:,.0f}"
+            size = "" if each.size is None else megabytes(each.size)
+            add_texts(names, letter, each.model.name, "" if each.step is None else str(each.step), size, speed, moved(each))
+        yield names
+        protocol = f"{self.text.tokens:,} tokens, context {self.text.context}, stride {self.text.stride}"
+        yield Text(f"{self.text.name}: {protocol}; intervals are 95 %, paired with A's tokens", style="dim")
+        yield ""
+        table = data_table("", "perplexity", "x A's", self.bits_per, "- A's", "KL(A‖)", "same top", right=range(1, 7))
+        for letter, each in zip(self.letters, self.candidates, strict=True):
+            scores = f"{each.language.perplexity.value:.2f}", f"{each.language.bits_per_byte.value:.4f}"
+            if (found := each.against) is None:
+                add_texts(table, letter, scores[0], "", scores[1], "", "", "")
+                continue
+            ratio = f"{found.ratio.value:.3f}\n{between(found.ratio, '.3f')}"
+            bits = f"{found.bits.value:+.4f}\n{between(found.bits, '+.4f')}"
+            kl = f"{found.kl.value:.3g}\n{between(found.kl, '.2g')}"
+            same = f"{found.same_top.value:.1%}\n{between(found.same_top, '.1%')}"
+            add_texts(table, letter, scores[0], ratio, scores[1], bits, kl, same)
+        yield table
+        if any(each.last_words for each in self.candidates):
+            words = data_table("", "last words right", "their perplexity", right=(1, 2))
+            for letter, each in zip(self.letters, self.candidates, strict=True):
+                if each.last_words is not None:
+                    accuracy, perplexity = each.last_words.accuracy, each.last_words.perplexity
+                    cells = f"{accuracy.value:.2%} ({between(accuracy, '.2%')})", f"{perplexity.value:.2f}"
+                    add_texts(words, letter, *cells)
+            yield words
+        yield from self._paper()
+        yield from self._left_out()
+        if len(self.candidates) > 2:
+            yield f"\n[bold]KL of all pairs[/bold]  [dim]row‖column, nats, {self.pairs.tokens:,} tokens of the text[/dim]"
+            yield from self._matrix()
+        yield f"[dim]in {self.seconds:.1f} s, {self.forward_seconds:.1f} s of them forward passes; {escape(self._disk())}[/dim]\n"
+
+    def _disk(self) -> str:
+        return f"{megabytes(self.scratch_bytes)} of logits were in a temporary file"
+
+    def _left_out(self) -> Iterator[RenderableType]:
+        from rich.text import Text
+
+        for letter, each in zip(self.letters, self.candidates, strict=True):
+            for part, why in each.left_out.items():
+                if part in ("weights", "distributions"):
+                    yield Text(f"left out of {letter}: {part}: {why.partition(';')[0]}", style="yellow")
+
+    def beside_paper(self) -> tuple[BesidePaper, ...]:
+        """Return the paper's figures of these models on this text, each beside the measured one."""
+        rows = []
+        for letter, each in zip(self.letters, self.candidates, strict=True):
+            for figure in each.paper:
+                here = each.language.perplexity
+                if each.last_words is not None:
+                    here = each.last_words.accuracy if figure.metric == "accuracy" else each.last_words.perplexity
+                form = ".2%" if figure.metric == "accuracy" else ".2f"
+                rows.append(BesidePaper(letter, figure.metric, f"{here.value:{form}}", f"{figure.value:{form}}", figure.protocol))
+        return tuple(rows)
+
+    def _paper(self) -> Iterator[RenderableType]:
+        """Yield the paper's figures beside the measured ones, with both protocols."""
+        from rich.text import Text
+
+        if rows := self.beside_paper():
+            table = data_table("", "", "measured", "GPT-2 paper, table 3", right=(2, 3))
+            for row in rows:
+                add_texts(table, row.letter, row.metric, row.measured, row.reported)
+            yield table
+            yield Text(f"not the same protocol; measured: {self.text.told}; the paper: {rows[0].protocol}", style="dim")
+
+    def _matrix(self) -> Iterator[RenderableType]:
+        """Yield the matrix in pieces of at most seven columns, which fit 80 columns of a terminal."""
+        letters = self.letters
+        for start in range(0, len(letters), 7):
+            part = slice(start, start + 7)
+            table = data_table("", *letters[part], right=range(1, 8))
+            for letter, row in zip(letters, self.pairs.kl, strict=True):
+                cells = ("" if value is None else "0" if value == 0 else f"{value:.3g}" for value in row[part])
+                add_texts(table, letter, *cells)
+            yield table
+
+
+def between(interval: Estimate, form: str) -> str:
+    """Format an interval; empty if it has no width."""
+    if interval.low == interval.high:
+        return ""
+    low, high = (f"{x:{form}}".replace("-0.", "-.").replace("+0.", "+.") for x in (interval.low, interval.high))
+    return f"{low}..{high}"
+
+
+def megabytes(size: float) -> str:
+    """Format a number of bytes: ``"7.7 MB"``."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def moved(candidate: Candidate) -> str:
+    """Format how far the weights moved; empty for the first model, and where they cannot be compared."""
+    if candidate.weights is None:
+        return ""
+    return "equal" if candidate.weights == 0 else f"{candidate.weights:.2%}"

@@ -1,0 +1,91 @@
+"""``gpt2.compare``: two models in every respect, or several against the first."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+from gpt2.checkpoint.names import DEFAULT
+from gpt2.comparison import pair
+from gpt2.comparison.activations import THRESHOLD
+from gpt2.comparison.many import compare_many
+from gpt2.comparison.many_results import Comparisons
+from gpt2.comparison.results import Comparison
+from gpt2.comparison.saving import Keep
+from gpt2.errors import InputError
+from gpt2.measure.metrics import Progress, silent
+
+
+@overload
+def compare(
+    a: str = ...,
+    b: str = ...,
+    *,
+    on: str | None = ...,
+    tokens: int | None = ...,
+    threshold: float = ...,
+    seed: int = ...,
+    dtype: str | None = ...,
+    offline: bool = ...,
+    blame: bool = ...,
+    save: Keep | None = ...,
+    progress: Progress = ...,
+) -> Comparison: ...
+
+
+@overload
+def compare(
+    a: str,
+    b: str,
+    c: str,
+    /,
+    *others: str,
+    on: str | None = ...,
+    tokens: int | None = ...,
+    seed: int = ...,
+    dtype: str | None = ...,
+    offline: bool = ...,
+    progress: Progress = ...,
+) -> Comparisons: ...
+
+
+def compare(
+    a: str = DEFAULT,
+    b: str = f"hf/{DEFAULT}",
+    *others: str,
+    on: str | None = None,
+    tokens: int | None = None,
+    threshold: float = THRESHOLD,
+    seed: int = 0,
+    dtype: str | None = None,
+    offline: bool = False,
+    blame: bool = False,
+    save: Keep | None = None,
+    progress: Progress = silent,
+) -> Comparison | Comparisons:
+    """Compare two models by name: weights, activations, distributions over a text, and generated words.
+
+    If both have the same weights and differ in dtype or implementation, each is also compared with a float64 run. With more than
+    two names, each model is compared with the first, one in memory at a time (:func:`gpt2.comparison.many.compare_many`).
+
+    Args:
+        a, b, others: names as for :func:`gpt2.load`, each with an optional ``:dtype`` suffix, or other sides of a comparison
+            (``hf/gpt2``, ``trace:FILE``).
+        on: the text: a file, ``-`` for stdin, or a name that :func:`gpt2.measure.texts.open_text` knows, with options.
+        tokens: use this many tokens from the beginning; 0 means all. Default: 8192, or the whole text if its protocol needs it,
+            as for published figures on WikiText-2.
+        threshold: a relative error of an activation; the result names the first point above it.
+        seed: seeds the bootstrap, sampled continuations, and random ids if neither model has a tokenizer.
+        dtype: the dtype of a model whose name gives none; default: as stored.
+        blame: also put parts of b into a and measure what each carries, for models of one shape (:mod:`gpt2.comparison.blame`).
+        save: keep what ``a`` shows in a file, for the side ``trace:FILE``.
+
+    Raises:
+        InputError: no such model or text; threshold, blame or save with more than two models.
+        CheckpointError: a checkpoint whose tensors do not fit its config.
+    """
+    options: dict[str, Any] = {"on": on, "tokens": tokens, "seed": seed, "dtype": dtype, "offline": offline, "progress": progress}
+    if not others:
+        return pair.compare(a, b, threshold=threshold, blame=blame, save=save, **options)
+    if threshold != THRESHOLD or blame or save is not None:
+        raise InputError("threshold, blame and save are for two models; leave them or the other models out")
+    return compare_many((a, b, *others), **options)

@@ -1,0 +1,140 @@
+"""Several models against the first: the same figures as of two alone, one model in memory, runs by their steps."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.pages import assert_whole_by_itself
+from support.random_models import TEXT, write_checkpoint
+
+import gpt2
+from gpt2.cli.main import main
+from gpt2.comparison.many import compare_many
+from gpt2.comparison.many_page import page
+from gpt2.comparison.many_results import Comparisons
+from gpt2.comparison.pair import compare
+from gpt2.comparison.paper import paper_figures
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("many")
+    (folder / "text.txt").write_text(TEXT)
+    write_checkpoint(folder / "model")
+    model = gpt2.load(str(folder / "model"))
+    run = folder / "run"
+    for step, size in ((100, 0.02), (20, 0.004)):
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+                parameter.copy_(gpt2.load(str(folder / "model")).get_parameter(list(model.state_dict())[number]) + size * noise)
+        gpt2.save(model, gpt2.load_tokenizer(str(folder / "model")), run / f"step-{step}")
+    shutil.copytree(run / "step-20", run / "best")
+    (run / "best" / "progress.json").write_text('{"step": 40}')
+    (run / "recipe.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def names(folder: Path) -> list[str]:
+    model = str(folder / "model")
+    return [model, f"{model}:bf16", str(folder / "run" / "step-100"), model]
+
+
+@pytest.fixture(scope="module")
+def found(names: list[str], folder: Path) -> Comparisons:
+    return gpt2.compare(*names, on=str(folder / "text.txt"), tokens=200)
+
+
+def test_each_figure_is_that_of_two_models_alone(found: Comparisons, names: list[str], folder: Path) -> None:
+    """A row of the first model's logits read for another token's would make every candidate look alike."""
+    for name, each in zip(names[1:], found.candidates[1:], strict=True):
+        alone = compare(names[0], name, on=str(folder / "text.txt"), tokens=200)
+        both, against = alone.distributions, each.against
+        assert each.model == alone.b
+        assert each.language.perplexity.value == pytest.approx(both.b.perplexity.value, rel=1e-12)
+        assert each.language.bits_per_byte.high == pytest.approx(both.b.bits_per_byte.high, rel=1e-12)
+        assert (against.kl.value, against.kl.low) == pytest.approx((both.kl_ab.mean.value, both.kl_ab.mean.low), rel=1e-9)
+        assert against.kl_max == pytest.approx(both.kl_ab.max, rel=1e-9)
+        assert against.same_top == both.same_top
+        assert against.ratio.high == pytest.approx(both.ratio.high, rel=1e-12)
+        assert each.weights == pytest.approx(alone.weights.total.distance, rel=1e-12)
+    assert found.candidates[3].against.kl_max == found.candidates[3].weights == 0
+    assert found.candidates[2].against.kl.value > 1e-3
+
+
+def test_all_pairs_in_both_directions(found: Comparisons, names: list[str], folder: Path) -> None:
+    """The matrix has the row's model as reference; on so few tokens it is not sampled."""
+    alone = compare(names[2], names[1], on=str(folder / "text.txt"), tokens=200).distributions
+    assert found.pairs.tokens == 199
+    assert found.pairs.kl[2][1] == pytest.approx(alone.kl_ab.mean.value, rel=1e-9)
+    assert found.pairs.kl[1][2] == pytest.approx(alone.kl_ba.mean.value, rel=1e-9)
+    assert found.pairs.kl[0][3] == found.pairs.kl[2][2] == 0
+
+
+def test_the_size_is_of_the_files_or_of_the_dtype(found: Comparisons, names: list[str]) -> None:
+    """A picture in which int8 and float32 have one size shows nothing."""
+    files = sum(path.stat().st_size for path in Path(names[0]).iterdir())
+    assert found.candidates[0].size == pytest.approx(files, rel=0.2)
+    assert found.candidates[1].size == 2 * found.candidates[1].model.parameters
+
+
+def test_table_json_and_page(found: Comparisons) -> None:
+    """A table that is wider than 80 columns breaks in a terminal; a page must load nothing."""
+    assert max(map(len, found.table(80).splitlines())) <= 80
+    assert ".." in found.table(80)
+    body = json.loads(found.to_json())
+    assert body["letters"] == ["A", "B", "C", "D"]
+    assert body["candidates"][1]["against"]["kl"]["value"] == found.candidates[1].against.kl.value
+    text = page(found)
+    assert text == page(found)
+    assert_whole_by_itself(text)
+    assert 'id="quality"' in text
+    assert 'id="pairs"' in text
+
+
+def test_a_runs_folder_is_its_checkpoints_in_the_order_of_steps(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """step-100 sorts before step-20 as text; what is best is in between."""
+    text, base = str(folder / "text.txt"), str(folder / "model")
+    assert main(["compare", base, str(folder / "run"), "--on", text, "--tokens", "100", "--json", "-"]) == 0
+    rows = json.loads(capsys.readouterr().out)["candidates"]
+    assert [row["step"] for row in rows] == [None, 20, 40, 100]
+    assert [Path(row["model"]["name"]).name for row in rows] == ["model", "step-20", "best", "step-100"]
+    assert 0 < rows[1]["weights"] == rows[2]["weights"] < rows[3]["weights"]
+    assert rows[1]["against"]["kl"]["value"] < rows[3]["against"]["kl"]["value"]
+
+
+def test_each_candidate_is_judged(names: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A gate that looks at one candidate only lets the others through."""
+    options = ["--on", str(folder / "text.txt"), "--tokens", "100"]
+    assert main(["compare", *names, *options, "--fail-if", "kl>1e-3", "--junit", str(tmp_path / "junit.xml")]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[2].split(":")[0] for line in lines] == ["not met", "met", "not met"]
+    assert (tmp_path / "junit.xml").read_text().count("<testcase") == 3
+    assert main(["compare", *names, *options, "--fail-if", "kl>1"]) == 0
+    assert main(["compare", *names, *options, "--fail-if", "js>1"]) == 2
+    assert "compare two models for it" in capsys.readouterr().err
+    assert main(["compare", *names, *options, "--blame"]) == 2
+
+
+def test_another_tokenizer_has_bits_per_byte_alone(names: list[str], folder: Path) -> None:
+    """KL over other tokens is no KL; bits per byte of the same passage still compare."""
+    found = compare_many([names[0], names[1], "shakespeare-mini"], on=str(folder / "text.txt"), tokens=100)
+    other = found.candidates[2]
+    assert other.against is None
+    assert found.pairs.kl[2] == (None, None, None)
+    assert other.language.score.bytes == pytest.approx(found.candidates[0].language.score.bytes, abs=8)
+    assert "left out of C" in found.table(80)
+    assert page(found)
+
+
+def test_the_papers_figures_stand_beside_the_official_names_only() -> None:
+    """Beside a fine-tune, or on another text, the paper's figure would be a false promise."""
+    (figure,) = paper_figures("openai-community/gpt2-xl:bf16", "wikitext2:stride=512")
+    assert (figure.metric, figure.value) == ("perplexity", 18.34)
+    assert [each.value for each in paper_figures("hf/gpt2", "lambada")] == [35.13, 0.4599]
+    assert paper_figures("me/gpt2", "wikitext2") == paper_figures("gpt2", "twelfth-night") == ()
