@@ -7,7 +7,6 @@ import shlex
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpt2.comparison.many_results import megabytes, moved
 from gpt2.comparison.reference_file import TRACE_PREFIX
 from gpt2.pages import drawing
 from gpt2.pages.drawing import INK, NARROW, WIDE, A, B, svg
@@ -34,8 +33,6 @@ def page(comparisons: Comparisons) -> str:
         by_step=by_step,
         picture=quality(comparisons, by_step=by_step),
         shade=shade,
-        megabytes=megabytes,
-        moved=moved,
         command=command(comparisons),
         data={},
     )

@@ -54,6 +54,17 @@ class Candidate:
     left_out: dict[str, str]
     paper: tuple[PaperFigure, ...]
 
+    @property
+    def size_text(self) -> str:
+        return "" if self.size is None else megabytes(self.size)
+
+    @property
+    def weights_text(self) -> str:
+        """How far the weights moved; empty for the first model, and where they cannot be compared."""
+        if self.weights is None:
+            return ""
+        return "equal" if self.weights == 0 else f"{self.weights:.2%}"
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -119,8 +130,8 @@ class Comparisons(Printed):
             names.columns[2].header = ""
         for letter, each in zip(self.letters, self.candidates, strict=True):
             speed = f"{each.tokens_per_second:,.0f}"
-            size = "" if each.size is None else megabytes(each.size)
-            add_texts(names, letter, each.model.name, "" if each.step is None else str(each.step), size, speed, moved(each))
+            step = "" if each.step is None else str(each.step)
+            add_texts(names, letter, each.model.name, step, each.size_text, speed, each.weights_text)
         yield names
         protocol = f"{self.text.tokens:,} tokens, context {self.text.context}, stride {self.text.stride}"
         yield Text(f"{self.text.name}: {protocol}; intervals are 95 %, paired with A's tokens", style="dim")
@@ -209,10 +220,3 @@ def between(interval: Estimate, form: str) -> str:
 def megabytes(size: float) -> str:
     """Format a number of bytes: ``"7.7 MB"``."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-
-
-def moved(candidate: Candidate) -> str:
-    """Format how far the weights moved; empty for the first model, and where they cannot be compared."""
-    if candidate.weights is None:
-        return ""
-    return "equal" if candidate.weights == 0 else f"{candidate.weights:.2%}"
