@@ -50,6 +50,7 @@ class Attempt:
     ) -> None:
         self.arrays, self.output, self.exact, self.reference, self.deadline = arrays, output, exact, reference, deadline
         self.config, self.ids = reference.config, output.ids
+        self.order = points(self.config.n_layer)
         self.tolerance = measured(reference, self.ids, dict(exact), dtype)
         expected = exact["logits"][:, -output.logits.shape[1] :]
         mine = output.logits[..., : self.config.vocab_size].double()
@@ -216,24 +217,47 @@ class Attempt:
 
     def _place(self, explanation: Explanation, evidence: Mapping[str, Tensor]) -> None:
         """Set the first place that is not GPT-2's, and say what is right before it."""
-        point = explanation.first_wrong
-        if point is None:
+        missing = None if explanation.explains else self._first_missing()
+        wrong = self._earlier(missing, explanation.first_wrong)
+        if wrong is None:
             return
-        value, expected = evidence[point], self.exact[point]
-        if point == "logits":
-            value, expected = value[..., : self.config.vocab_size], expected[:, -value.shape[1] :]
-        self.first = Divergence(point, layer_of(point), worst_relative_error(value, expected))
+        self.first = Divergence(wrong, layer_of(wrong), self._error(wrong, evidence))
         if not explanation.explains:
-            before = f"right up to {explanation.last_right}, " if explanation.last_right else ""
-            self.notes.append(f"{before}wrong from {explanation.unexplained or point} on; no known fault gives your numbers")
-            self.notes.append(f"dump more between these places: {self._between(explanation.last_right, point)}")
+            wrong = self._earlier(missing, explanation.unexplained) or wrong
+            rights = [one for one in (*self.held, explanation.last_right) if one and self._earlier(one, wrong) != wrong]
+            last = max(rights, key=self.order.index, default=None)
+            before = f"right up to {last}, " if last else ""
+            self.notes.append(f"{before}wrong from {wrong} on; no known fault gives your numbers")
+            if between := self._between(last, wrong):
+                self.notes.append(f"dump more between these places: {between}")
         if not explanation.complete:
             self.notes.append("the search ended at its time limit, before every known fault was tried")
 
+    def _earlier(self, one: str | None, other: str | None) -> str | None:
+        return min(filter(None, (one, other)), key=self.order.index, default=None)
+
+    def _first_missing(self) -> str | None:
+        """Return the first point that is not GPT-2's here, and is in other blocks, if some array may be the wrong value."""
+        used = {name for names in self.held.values() for name in names}
+        sizes = {entry.numel() for name, entry in zip(self.pool.names, self.pool.entries, strict=True) if name not in used}
+        parts = {_part(point) for point in self.held}
+        missing = (one for one in self.order[:-1] if one not in self.held and _part(one) in parts)
+        return next((one for one in missing if self.exact[one].numel() in sizes), None)
+
+    def _error(self, point: str, evidence: Mapping[str, Tensor]) -> float:
+        """Return how far the dump's value at a point is from GPT-2's; of the nearest array, where it is not known which one."""
+        expected = self.exact[point]
+        if point in evidence:
+            value = evidence[point]
+            if point == "logits":
+                value, expected = value[..., : self.config.vocab_size], expected[:, -value.shape[1] :]
+            return worst_relative_error(value, expected)
+        alike = self.pool.of_size(expected.numel())
+        return min((worst_relative_error(one.reshape(expected.shape), expected) for one in alike), default=math.inf)
+
     def _between(self, before: str | None, point: str) -> str:
-        order = points(self.config.n_layer)
-        inside = order[order.index(before) + 1 if before in order else 0 : order.index(point)]
-        return ", ".join(inside[:FEW]) + (", ..." if len(inside) > FEW else "") or point
+        inside = self.order[self.order.index(before) + 1 if before else 0 : self.order.index(point)]
+        return ", ".join(inside[:FEW]) + (", ..." if len(inside) > FEW else "")
 
     def _simulated(self, explanation: Explanation) -> Iterator[PlacedCause]:
         hypotheses = explanation.hypotheses if explanation.explains else explanation.hypotheses[:1]
@@ -264,3 +288,9 @@ class Attempt:
         shown = f", such as: {', '.join(some)}" if some else ""
         yield f"seen: the logits ({self.output.name}) and {len(self.arrays)} arrays ({', '.join(dtypes)})"
         yield f"{count} of the arrays {'hold' if count != 1 else 'holds'} GPT-2's own values{shown}"
+
+
+def _part(point: str) -> str:
+    """Return a point's part of a block, "" for the block's output; a point outside the blocks as it is."""
+    layer = layer_of(point)
+    return point if layer is None else point.removeprefix(f"h.{layer}").removeprefix(".")

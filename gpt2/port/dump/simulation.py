@@ -259,6 +259,8 @@ class Simulation:
             entered = entrance if number == 0 and entrance is not None else Entrance(layer, {"x": x})
             stop = until if layer == last - 1 and not program.order else LAST
             state = self.run_block(layer, entered.state, program.blocks.get(layer, {}), entered.after, stop)
+            if "attn.scores" in state:
+                state["attn.scores"] = state["attn.scores"].tril()  # as our trace has them: 0 for later tokens
             place = number if program.order else layer
             points |= {point_at(place, stage): state[stage] for stage in STAGES[: stop + 1] if stage in state}
             points["x"], x = state["x"], state[STAGES[stop]]
