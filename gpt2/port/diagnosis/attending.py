@@ -105,6 +105,8 @@ class Attending:
         if without := ", ".join(words[name] for name, part in self.parts.items() if part.faults):
             self.faults.append(Fault("missing-bias", "attn.c_attn", f"the {without} have no bias"))
         scoring, factors = self._scoring()
+        if (unseen := self._right_unseen(scoring, factors)) is not None:
+            return unseen
         found = self._weigh(scoring, factors) or (None if factors else self._weigh_otherwise())
         if found is None:
             error = None
@@ -277,6 +279,25 @@ class Attending:
             if mixture.recorded(self.pool, stacked([weights])) and self._product(weights, mixture) is not None:
                 self._keep("attn.weights", weights)
                 return
+
+    def _right_unseen(self, scoring: Scoring, factors: list[float]) -> list[Option] | None:
+        """Return the results of GPT-2's own attention, if its heads are not recorded, but their projection is."""
+        factor = right_scale(self.config, self.layer)
+        known = not factors or any(math.isclose(factor, one, rel_tol=1e-7) for one in factors)
+        if scoring is not self.scorings[0] or scoring.faults or not known:
+            return None
+        scores = self._scaled(scoring, factor)
+        weights = next(attention_weights(scores, factor)).value
+        heads = weights @ Layout.RIGHT.split(self.parts["v"].value, self.config.n_head)
+        if self.chooser.recorded(heads, HEADS) is not None:
+            return None
+        results = self._projected(Layout.RIGHT.merge(heads))
+        if results is not None:
+            self._keep("attn.scores", scores.tril())
+            self._keep("attn.weights", weights)
+            self.trail.factors[self.n] = factor, None
+            self.trail.blame(self.n, self.faults, None)
+        return results
 
     def _hidden(self, scoring: Scoring, factors: list[float]) -> Iterator[Heads]:
         """Yield what the heads may be if neither weights nor heads are recorded, the screened ones first."""

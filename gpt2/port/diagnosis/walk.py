@@ -122,13 +122,22 @@ class Walker:
         return self.chooser.choose("ln_1", options, lambda x: project(self.chooser, self.config, x, weights), STREAM)
 
     def _unseen(self, layer: int, kept: list[Option]) -> Choice[Projected] | None:
-        """Return the right input, if recorded while its projections are not; later stages must confirm it."""
-        for stream in kept:
-            option = stream.then("right", self.norms.at(f"h.{layer}.ln_1")[0].formula, kind=Kind.RIGHT)
-            if stream.price <= 0 and (input := self.chooser.recorded(option.value, STREAM)) is not None:
-                parts = project(self.chooser, self.config, input.value, self.trail.weights(layer), min_recorded=0)
-                return Choice(option, input.value, input.error, parts or {})
-        return None
+        """Return the input, if recorded while its projections are not: GPT-2's, or a dump's by another norm.
+
+        Later stages must confirm it. A module's pool holds the inner tensors of its norms, which look like other norms.
+        """
+        weights, name = self.trail.weights(layer), f"h.{layer}.ln_1"
+
+        def parts(x: Tensor) -> Projected | None:
+            return project(self.chooser, self.config, x, weights, min_recorded=0)
+
+        rights = [stream for stream in kept if stream.price <= 0]
+        for stream in rights:
+            option = stream.then("right", self.norms.at(name)[0].formula, kind=Kind.RIGHT)
+            if (input := self.chooser.recorded(option.value, STREAM)) is not None:
+                return Choice(option, input.value, input.error, parts(input.value) or {})
+        options = [one for stream in rights for one in self.norms.before(name, stream, "") if one.faults and not one.silent]
+        return self.chooser.choose("ln_1", options, parts, STREAM, max_unseen=0) if self.pool.allowance else None
 
     def _search(self, norm: str, confirm: Confirm[Result], input_point: str, stream_point: str) -> Choice[Result] | None:
         """Return any recorded tensor that fits as a branch's input, or as the stream under its ``norm``, of unknown origin."""
@@ -219,7 +228,9 @@ class Walker:
         for some in (self.chooser.likely("out", options), *([] if quick else [options])):
             kept = self.chooser.seen(some, STREAM)
             normed = [option for stream in kept for option in self.norms.before("ln_f", stream, words)]
-            if (choice := self.chooser.choose("ln_f", normed, self.ending.logits, STREAM)) is not None:
+            choice = self.chooser.choose("ln_f", normed, self.ending.right_logits, STREAM, max_unseen=0)
+            choice = choice or self.chooser.choose("ln_f", normed, self.ending.logits, STREAM)
+            if choice is not None:
                 self.trail.settle(len(self.blocks) - 1 if self.blocks else None, choice, "ln_f")
                 self.trail.blame(None, choice.result.faults, choice.result.error)
                 self.trail.values["logits"] = choice.result.value
@@ -238,6 +249,11 @@ class Ending:
         self.decimals = decimals_of(self.given[0, :1] if self.given.ndim == 3 else self.given)
         probabilities = {"softmax": self.given.clamp(min=0.0), "log_softmax": self.given.exp()}
         self.softmaxed = [name for name, p in probabilities.items() if bool(((p.sum(-1) - 1).abs() < pool.sum_bound).all())]
+
+    def right_logits(self, x: Tensor) -> Recorded | None:
+        """Do :meth:`logits`, without a fault of the head: a recorded norm that is wrong explains more than a scale behind it."""
+        found = self.logits(x)
+        return None if found is None or found.faults else found
 
     def logits(self, x: Tensor) -> Recorded | None:
         """Return the port's logits (B, T', V), T' being 1 or T, if they follow from a normed stream (B, T, D)."""

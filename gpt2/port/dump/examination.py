@@ -80,13 +80,18 @@ class DumpExamination:
         return self._diagnosed(next((one for one in attempts if one.causes), attempts[0]))
 
     def _computed(self, logits: torch.dtype) -> Iterator[torch.dtype]:
-        """Yield the dtypes in which the program may have computed, the narrowest tolerance first."""
+        """Yield the dtypes in which the program may have computed, the likely one first.
+
+        float64, if every array has more digits than float32. If only some have, the program widened its numbers on the way, as
+        NumPy does in a product with a float64 scalar: float32 comes first.
+        """
         arrays = [*self.dump.arrays.values()]
         dtypes = {array.dtype for array in arrays}
         widened = (bool((array == array.float().double()).all()) for array in arrays if array.dtype == torch.float64)
         if torch.float64 in dtypes and not any(widened):
-            yield torch.float64
-        yield torch.float32
+            yield from (torch.float64, torch.float32) if dtypes == {torch.float64} else (torch.float32, torch.float64)
+        else:
+            yield torch.float32
         if dtypes <= set(HALVES):
             yield logits
 

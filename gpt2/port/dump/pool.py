@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -173,13 +174,25 @@ class DumpPool(Pool):
         spread = abs(mine - first) <= (self.bound + unit) * rms * count + 1e-290
         return spread and abs(squares - second) <= 2.2 * (self.bound + unit) * second + 1e-290
 
+    def _with_sum(self, n: int, first: float, second: float) -> Iterator[int]:
+        """Yield the entries of ``n`` elements whose sum may be ``first``, if the sum of squares is ``second``."""
+        if n not in self._ranked:
+            self._ranked[n] = sorted((self._sums[number][0], number) for number in self._by_size[n])
+        ranked = self._ranked[n]
+        unit = max(UNITS[dtype][0] for dtype in set(self.dtypes))
+        margin = 1.01 * (self.bound + unit) * max(math.sqrt(second / n), 1e-300) * n + 1e-290
+        for total, number in ranked[bisect_left(ranked, (first - margin,)) :]:
+            if total > first + margin:
+                return
+            yield number
+
     def _find(self, value: Tensor) -> tuple[float, int] | None:
         numbers = self._by_size.get(value.numel())
         if not numbers:
             return None
         finite = value.nan_to_num(0.0, 0.0, 0.0)
         first, second = float(finite.sum()), float(finite.square().sum())
-        numbers = [number for number in numbers if self._near(value, number, first, second)]
+        numbers = [number for number in self._with_sum(value.numel(), first, second) if self._near(value, number, first, second)]
         if not numbers:
             return None
         mine = value.flatten().sort().values
