@@ -7,10 +7,13 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -23,6 +26,9 @@ from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.cli.main import main
 from gpt2.errors import InputError
 from gpt2.port.dump.programs import ProgramError, diagnose_program, given_ids, run_program, split
+
+
+Answer = TypeVar("Answer")
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +156,23 @@ def test_a_program_that_cannot_be_started(program: str, words: str, tmp_path: Pa
     assert words in str(error.value)
 
 
+def alive(pid: str) -> bool:
+    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def waited(answer: Callable[[], Answer]) -> Answer:
+    """The answer as soon as it says something, within 30 seconds."""
+    for _ in range(600):
+        if said := answer():
+            return said
+        time.sleep(0.05)
+    return answer()
+
+
 @pytest.mark.skipif(os.name == "nt", reason="no process groups")
 def test_when_time_is_up_its_children_end_too(tmp_path: Path, checkpoint: Checkpoint) -> None:
     """Child processes of a hanging program would keep using the GPU."""
@@ -159,12 +182,7 @@ def test_when_time_is_up_its_children_end_too(tmp_path: Path, checkpoint: Checkp
         pass
     assert "did not end in 1 s" in str(error.value)
     assert error.value.printed == ("waiting",)
-    for _ in range(100):
-        state = Path(f"/proc/{pid.read_text()}/stat")
-        if not state.exists() or state.read_text().split(")")[-1].split()[0] == "Z":
-            return
-        time.sleep(0.05)
-    pytest.fail("the child still runs")
+    assert waited(lambda: not alive(pid.read_text().strip())), "the child still runs"
 
 
 README = (Path(gpt2.__file__).parent / "port" / "README.md").read_text()
@@ -298,3 +316,33 @@ def test_the_command_line_shows_what_the_program_said(tmp_path: Path, home: Home
     for words in (["diagnose"], ["diagnose", "dump.npz", "--run", "x {ids} {out}"]):
         assert main(words) == 2
         assert "give WHAT to diagnose or --run CMD" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no process groups")
+def test_ctrl_c_ends_the_program_with_its_children(tmp_path: Path, home: Home) -> None:
+    """A training run on a GPU would go on after Ctrl-C, and every attempt would leave a copy of the weights in /tmp."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    code = (
+        "import os, subprocess, time; child = subprocess.Popen(['sleep', '60'])\n"
+        "open(more[0], 'w').write(f'{os.getpid()} {child.pid}\\n'); time.sleep(60)"
+    )
+    command = script(tmp_path, code, f"{{ids}} {{out}} {tmp_path / 'pids'} {{model}}")
+    start = "import sys; from gpt2.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    with subprocess.Popen(
+        [sys.executable, "-c", start, "diagnose", "--run", command, "--model", str(home.model)],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        pids = waited(lambda: (tmp_path / "pids").read_text() if (tmp_path / "pids").exists() else "").split()
+        assert len(list(temporary.iterdir())) == 1
+        run.send_signal(signal.SIGINT)
+        try:
+            assert run.communicate(timeout=30)[1] == "gpt2 diagnose: interrupted\n"
+        finally:
+            run.kill()
+        assert run.returncode == 130
+    assert len(pids) == 2
+    assert waited(lambda: not any(alive(pid) for pid in pids)), "they still run"
+    assert not list(temporary.iterdir()), "the throw-away folder is still there"

@@ -92,19 +92,21 @@ def watch(command: list[str], folder: Path, limit: float) -> int | None:
         )
     guard_command = [sys.executable, "-I", "-S", guard_script.__file__, str(folder)]
     nowhere = subprocess.DEVNULL  # separate sessions: Ctrl-C reaches this process only
-    guard = subprocess.Popen(guard_command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
-    assert guard.stdin is not None
-    guard.stdin.write(b"%d\n" % process.pid)
-    guard.stdin.flush()
-    try:
+    guard = None
+    try:  # an interrupt may come at any time
+        guard = subprocess.Popen(guard_command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
+        assert guard.stdin is not None
+        guard.stdin.write(b"%d\n" % process.pid)
+        guard.stdin.flush()
         return process.wait(limit)
     except subprocess.TimeoutExpired:
         return None
     finally:
         end(process.pid)
         process.wait()
-        guard.kill()
-        guard.communicate()
+        if guard is not None:
+            guard.kill()
+            guard.communicate()
 
 
 def _failure(folder: Path, port: Target, timeout: float, code: int | None) -> str:
