@@ -25,6 +25,7 @@ def test_a_norm_is_named_where_neither_projections_nor_heads_are_recorded() -> N
     assert diagnosis.causes[0].confidence == SURE
 
 
+@pytest.mark.slow
 def test_a_program_that_widens_its_numbers_on_the_way_computed_in_float32() -> None:
     """NumPy makes float64 of float32 by a scalar. The tolerance of float64 then called rounding another block's weights."""
     wrong = trace(faulty(activation_function="gelu").float(), IDS)
@@ -38,7 +39,7 @@ def test_a_program_that_widens_its_numbers_on_the_way_computed_in_float32() -> N
 
 def test_a_fault_that_nothing_names_is_undetermined_in_time_and_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search said that the first block's scores are wrong: it compared scores with masked ones without."""
-    monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: 2.0})
+    monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: 1.0})
     model = checkpoint()
     weight = model.h[1].mlp.c_fc.weight
     with torch.no_grad():

@@ -27,7 +27,6 @@ from gpt2.cli.main import main
 from gpt2.errors import InputError
 from gpt2.port.dump.programs import ProgramError, diagnose_program, given_ids, run_program, split
 
-
 Answer = TypeVar("Answer")
 
 
