@@ -198,6 +198,15 @@ def test_one_tensor_a_block_names_the_block_that_nothing_explains(model: GPT2, i
     assert not explanation.hypotheses
 
 
+def test_a_fault_that_is_hardly_nearer_than_the_right_formula_is_not_named(model: GPT2, ids: Tensor) -> None:
+    """Rounding just above the tolerance was called another epsilon, which came just below it."""
+    right, wrong = trace(model, ids), wrong_by(model, ids, {"ln_1 eps 1e-06": (1,)})
+    between = {point: 0.45 * right[point] + 0.55 * wrong[point] for point in STREAMS}
+    allowed = {point: 0.5 * worst_relative_error(wrong[point], right[point]) + 1e-12 for point in STREAMS}
+    explanation = explain(model, ids, between, allowed, time.monotonic() + 1)
+    assert (explanation.unexplained, explanation.hypotheses) == ("h.1", ())
+
+
 def test_a_head_of_its_own_is_seen_where_there_are_enough_positions(model: GPT2) -> None:
     """Unknown weights fit any logits of a few positions, and none of many unless the head is all that is wrong."""
     ids = torch.randint(CONFIG.vocab_size, (2, 11), generator=torch.Generator().manual_seed(4))

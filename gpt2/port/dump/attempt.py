@@ -165,7 +165,27 @@ class Attempt:
             evidence, self.explanation = self._explained(right, one, several)
             if self.explanation.explains:
                 break
+        if not one.stages and self.explanation.explains:
+            seen = self._seen(self.explanation.values, streams(self.pool, self.ids, self.config.n_embd, set()))
+            wrong = (
+                point for point, value in seen.items() if worst_relative_error(value, self.exact[point]) > self._allowed(point)
+            )
+            self.explanation = replace(self.explanation, first_wrong=next(wrong, self.explanation.first_wrong))
+            evidence |= seen
         self._place(self.explanation, evidence)
+
+    def _seen(self, values: Mapping[str, Tensor], arrays: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Return the ``arrays`` that are the ``values`` of a program with the faults found, by traced point."""
+        return {
+            point: array
+            for point in points(self.config.n_layer)
+            if point in values and point in self.exact
+            for array in arrays.values()
+            if array.shape == values[point].shape and worst_relative_error(array, values[point]) <= self._allowed(point)
+        }
+
+    def _allowed(self, point: str) -> float:
+        return with_storage(self.tolerance.points, {point: self.exact[point]}, self._coarsest())[point]
 
     def _explained(self, right: Mapping[str, Tensor], placed: Placement, several: bool) -> tuple[dict[str, Tensor], Explanation]:
         """Search for faults that explain the logits and the arrays at recognised places."""

@@ -54,6 +54,7 @@ class Explanation:
     first_wrong: str | None
     unexplained: str | None
     complete: bool
+    values: Mapping[str, Tensor]  # of the first hypothesis, by traced point, if it explains everything
 
     @property
     def explains(self) -> bool:
@@ -133,7 +134,8 @@ class Explainer:
         whole = self._whole(unexplained is None)
         hypotheses = self._described(whole)
         decisive = self._decisive([fit.candidate for fit in whole]) if len(hypotheses) > 1 else None
-        return Explanation(right, tuple(hypotheses), decisive, last_right, first_wrong, unexplained, self.complete)
+        values = self._trace(whole[0].candidate) if whole and unexplained is None else {}
+        return Explanation(right, tuple(hypotheses), decisive, last_right, first_wrong, unexplained, self.complete, values)
 
     def _segments(self) -> Iterable[Segment]:
         """Yield the parts between two shown tensors; what enters one is known when it is yielded."""

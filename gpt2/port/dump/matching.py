@@ -21,6 +21,7 @@ from gpt2.port.dump.spans import Span
 
 ROW_SUM_BOUND = 1e-3  # of probabilities that a program stored in float16
 SIGNIFICANT = 100.0  # a fitted factor or bias must explain an error of so many times the tolerance
+BETTER = 2.0  # how many times smaller a fault's error must be than that of GPT-2's own formulas
 MAX_CONFIRMED = 40  # candidates that are computed exactly
 MAX_CONFIRMED_LARGE = 12
 SIEVED = 5e-5  # the largest error of a fit in float32, on few tokens, beside the tolerance
@@ -98,6 +99,10 @@ class Segment:
         errors = self.errors(candidate, self.values(candidate))
         return next((point for point, error in errors.items() if not error <= self.allowed(point)), None)
 
+    @cached_property
+    def right_errors(self) -> dict[str, float]:
+        return self.errors(Candidate(), self.values(Candidate()))
+
     def errors(self, candidate: Candidate, values: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the relative error of a candidate's ``values`` at each shown point, in the order of the forward pass."""
         out = {}
@@ -123,9 +128,17 @@ class Segment:
             fitted = bool(faults) and faults[0].id != "logits-softmaxed"
             if fitted and plain[self.end] <= SIGNIFICANT * self.allowed(self.end):
                 continue
-            if all(error <= self.allowed(point) for point, error in errors.items()):
+            if all(error <= self.allowed(point) for point, error in errors.items()) and self._better(errors):
                 yield Fit(whole, max(errors.values()))
                 return
+
+    def _better(self, errors: Mapping[str, float]) -> bool:
+        """Return whether these errors are well below those of GPT-2's own formulas, and not by chance."""
+        return BETTER * self._share(errors) <= self._share(self.right_errors)
+
+    def _share(self, errors: Mapping[str, float]) -> float:
+        """Return the largest error, in units of the tolerance."""
+        return max(error / max(self.allowed(point), 1e-300) for point, error in errors.items())
 
     # The head: what is seen in the logits alone
 
