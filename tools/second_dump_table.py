@@ -1,8 +1,9 @@
-"""Measure `gpt2 diagnose DUMP` on tests/support/programs/second, programs written after it and not used to develop it.
+"""Measure `gpt2 diagnose DUMP` on sets of programs that were written after it: tests/support/programs/second and third.
 
     python tools/second_dump_table.py --seconds 200 --seed 1           # dumps in an order drawn from a seed, for so long
     python tools/second_dump_table.py --level logits --pairs           # two faults at once
     python tools/second_dump_table.py --right 36                       # programs without a fault
+    python tools/second_dump_table.py --third                          # the third set
 
 Random models of three sizes; names are shuffled and say nothing. A dump whose fault changes the logits (against our own model,
 in float64) by less than four times the rounding of the right program's is left out. Each dump is a line of JSON on stdout.
@@ -27,12 +28,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.programs.second import DTYPES, FAULTS, LEVELS, SHAPES, Bed
+from support.programs import second, third
+from support.programs.second import DTYPES, LEVELS, Bed
 
 import gpt2
 
 LIMIT = 60  # seconds for one dump
 VISIBLE = 4.0  # times the rounding
+FAULTS = second.FAULTS | third.FAULTS
 
 
 @functools.cache
@@ -96,11 +99,13 @@ def main() -> int:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--pairs", action="store_true", help="two faults at once")
     parser.add_argument("--right", type=int, metavar="N", help="instead, so many programs without a fault")
+    parser.add_argument("--third", action="store_true", help="the third set, not the second")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other dump after so many")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    names = [name for name in FAULTS if name != "nested" or shutil.which("node")]
+    chosen, make = (third, third.ListBed) if options.third else (second, Bed)
+    names = [name for name in chosen.FAULTS if name != "nested" or shutil.which("node")]
     draw, start = random.Random(options.seed), time.perf_counter()
     kinds = list(itertools.product(names, options.level, options.dtype))
     if options.right:
@@ -110,7 +115,7 @@ def main() -> int:
         todo = [(*kind, faults) for kind in kinds for faults in sets[kind[0]]]
         draw.shuffle(todo)
     with tempfile.TemporaryDirectory() as folder:
-        beds = [Bed(Path(folder) / str(shape.seed), shape) for shape in SHAPES]
+        beds = [make(Path(folder) / str(shape.seed), shape) for shape in chosen.SHAPES]
         models = [gpt2.load(str(bed.model)) for bed in beds]
         for number, (program, level, dtype, faults) in enumerate(todo):
             if time.perf_counter() - start > options.seconds:

@@ -115,11 +115,18 @@ class Bed:
         subprocess.run([node, str(script), str(given), str(out)], check=True, timeout=60)
         return self.ids, {name: np.array(rows) for name, rows in json.loads(out.read_text()).items()}
 
+    def one_a_block(self, program: str, seed: int) -> str:
+        """The name of the tensor that a dump of one a block holds."""
+        return ONE_A_BLOCK[program]
+
     def dump(self, program: str, faults: Iterable[str], level: str, dtype: str, seed: int) -> Path:
         """Write what ``program`` shows at ``level`` as ``dtype``, under shuffled names that say nothing, with foreign arrays."""
         ids, kept = self.run(program, faults, "float64" if dtype == "float64" else "float32")
         if level == "block":
-            kept = {name: a for name, a in kept.items() if ONE_A_BLOCK[program] in name.split()[1:] or name == "logits"}
+            part = self.one_a_block(program, seed)
+            kept = {
+                name: a for name, a in kept.items() if name.partition(" ")[2].removesuffix(" again") == part or name == "logits"
+            }
         if level == "logits":
             kept = {"logits": kept["logits"]}
         draw = np.random.default_rng(seed)
