@@ -179,9 +179,15 @@ class Explainer:
         unique: dict[object, Fit] = {}
         for fit in out:
             unique.setdefault(fit.candidate.key, fit)
-        held = [fit for fit in unique.values() if complete and self._holds(fit.candidate)] or list(unique.values())[:1]
-        least = min(fit.price for fit in held)
-        return [fit for fit in held if fit.price < least + FITTED]  # another fault that is not needed is none
+        ordered = sorted(unique.values(), key=lambda fit: fit.price)
+        alone = len(faulty) == 1  # these fits were seen to give every shown value
+        held: list[Fit] = []
+        for fit in ordered:
+            if len(held) == MAX_OFFERED or (held and fit.price >= held[0].price + FITTED):
+                break  # another fault that is not needed is none
+            if alone or (complete and self._holds(fit.candidate)):
+                held.append(fit)
+        return held or ordered[:1]
 
     def _holds(self, candidate: Candidate) -> bool:
         """Return whether the faults of all segments, switched on together, give all shown values."""

@@ -96,7 +96,7 @@ class Segment:
 
     def first_wrong(self, candidate: Candidate) -> str | None:
         """Return the first shown point where a candidate's value is not the program's."""
-        errors = self.errors(candidate, self.values(candidate))
+        errors = self.right_errors if candidate.is_right else self.errors(candidate, self.values(candidate))
         return next((point for point, error in errors.items() if not error <= self.allowed(point)), None)
 
     @cached_property
