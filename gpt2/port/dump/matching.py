@@ -15,6 +15,7 @@ from gpt2.measure.metrics import Progress, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import Candidate, Table
+from gpt2.port.dump.fitting import fitted_scales
 from gpt2.port.dump.sieve import MIN_ROWS, Nearness, Sieve
 from gpt2.port.dump.simulation import LAST, STAGES, Entrance, Program, Simulation
 from gpt2.port.dump.spans import Span
@@ -214,7 +215,16 @@ class Search:
             if not fits:
                 ranked += self._rank(local, None, "faults in one block")
                 fits = self._confirmed(sorted(ranked, key=lambda one: one[0].fit))
+        fits = fits or self._fitted()
         return fits if fits or self.late() or not several else self._several(ranked)
+
+    def _fitted(self) -> list[Fit]:
+        """Return the factor of the scores that explains the segment, in all blocks whose scores are computed in it."""
+        segment = self.segment
+        blocks = [n for n in range(segment.first, segment.last) if segment.span.computes(n, "attn.scores")]
+        if not blocks or not segment.sieve.small or self.late():
+            return []
+        return [fit for candidate in fitted_scales(segment.sieve.whole, blocks) for fit in segment.fits(candidate)][:1]
 
     def _rank(self, candidates: list[Candidate], base: Candidate | None, words: str) -> Ranked:
         ranked: Ranked = []

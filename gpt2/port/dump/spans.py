@@ -39,11 +39,14 @@ class Span:
         """Return whether a program replaces something in this part."""
         return bool(program.outside) or program.order is not None or self._first_replaced(program) is not None
 
-    def _first_replaced(self, program: Program) -> tuple[int, int] | None:
+    def computes(self, layer: int, stage: str) -> bool:
+        """Return whether a stage of a block is in this part."""
         begin = (self.first, -1 if self.entrance is None else self.entrance.after)
-        end = (self.last - 1, self.until)
-        replaced = ((layer, ORDER[stage]) for layer, stages in program.blocks.items() for stage in stages)
-        return min((place for place in replaced if begin < place <= end), default=None)
+        return begin < (layer, ORDER[stage]) <= (self.last - 1, self.until)
+
+    def _first_replaced(self, program: Program) -> tuple[int, int] | None:
+        replaced = ((n, ORDER[stage]) for n, stages in program.blocks.items() for stage in stages if self.computes(n, stage))
+        return min(replaced, default=None)
 
     def ends(self, simulation: Simulation, programs: Sequence[Program]) -> Iterator[tuple[int, Tensor]]:
         """Yield each program's number and its value where the blocks of this part end, before the last norm and the head."""

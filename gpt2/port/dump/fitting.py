@@ -1,0 +1,63 @@
+"""Fit the factor of attention's scores, where no known one gives a program's values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from gpt2.config import GPT2Config
+from gpt2.port.diagnosis.hypotheses import right_scale, scale_faults
+from gpt2.port.dump.candidates import Candidate
+from gpt2.port.dump.faults import Variant
+from gpt2.port.dump.sieve import Lens
+from gpt2.port.dump.simulation import Program, Simulation, Stages
+
+RANGE = 32.0  # a factor between the right one over this, and the right one times this
+GRID, STEPS = 24, 48  # factors that are tried first, and steps of the search around the best of them
+DIGITS = 3  # of a factor that a program multiplies the right one with
+NEAR = 1e-4  # how far a fitted factor may be from such a short number
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def scaled(config: GPT2Config, layer: int, times: float) -> Variant:
+    """Return the variant whose scores are multiplied by ``times`` what GPT-2 multiplies them with; the words are of ``layer``."""
+
+    def replaced(simulation: Simulation, layer: int) -> Stages:
+        factor = times * right_scale(config, layer)
+        return {"attn.scores": lambda s: simulation.scores(s, layer, factor=factor)}
+
+    return Variant.of(f"scale times {times:.6g}", scale_faults(config, layer, times * right_scale(config, layer)), replaced)
+
+
+def fitted_scales(lens: Lens, blocks: Sequence[int]) -> Iterator[Candidate]:
+    """Yield the factor of the scores in all ``blocks`` that comes nearest: as a short number if it is near one, and as fitted."""
+
+    def candidate(times: float) -> Candidate:
+        variant = scaled(lens.simulation.config, blocks[0], times)
+        return Candidate(tuple((variant, n) for n in blocks))
+
+    def errors(logarithms: list[float]) -> list[float]:
+        programs = [candidate(math.exp(one)).program(lens.simulation) or Program() for one in logarithms]
+        return [near.log for near in lens.nearness(programs)]
+
+    step = 2 * math.log(RANGE) / (GRID - 1)
+    grid = [-math.log(RANGE) + number * step for number in range(GRID)]
+    tried = errors(grid)
+    best = grid[tried.index(min(tried))]
+    low, high = best - step, best + step
+    a, b = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+    at_a, at_b = errors([a, b])
+    for _ in range(STEPS):
+        if at_a < at_b:
+            high, b, at_b = b, a, at_a
+            a = high - GOLDEN * (high - low)
+            (at_a,) = errors([a])
+        else:
+            low, a, at_a = a, b, at_b
+            b = low + GOLDEN * (high - low)
+            (at_b,) = errors([b])
+    times = math.exp((low + high) / 2)
+    short = float(f"{times:.{DIGITS}g}")
+    if math.isclose(times, short, rel_tol=NEAR):
+        yield candidate(short)
+    yield candidate(times)
