@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
+from gpt2.comparison.bounds_result import Bounds
 from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.many_results import Candidate
 from gpt2.comparison.results import Comparison
@@ -29,6 +30,19 @@ def _of_distributions(read: Callable[[Distributions], float | Estimate]) -> Call
     return lambda comparison: None if comparison.distributions is None else read(comparison.distributions)
 
 
+def _of_both(
+    read: Callable[[Distributions], float | Estimate], bounded: Callable[[Bounds], Estimate]
+) -> Callable[[Comparison], Measured]:
+    """Read a metric that is also known where a side shows only the likeliest tokens; bounds are its interval."""
+
+    def of(comparison: Comparison) -> Measured:
+        if comparison.distributions is not None:
+            return read(comparison.distributions)
+        return None if comparison.bounds is None else bounded(comparison.bounds)
+
+    return of
+
+
 def _weights(comparison: Comparison) -> Measured:
     return None if comparison.weights is None else comparison.weights.total.distance
 
@@ -46,11 +60,14 @@ def _errors(*points: str) -> Callable[[Comparison], Measured]:
 
 # Each metric: what it is, and where a comparison holds it (None: not measured between these models).
 METRICS: dict[str, tuple[str, Callable[[Comparison], Measured]]] = {
-    "kl": ("mean KL(a‖b) in nats", _of_distributions(lambda both: both.kl_ab.mean)),
+    "kl": ("mean KL(a‖b) in nats", _of_both(lambda both: both.kl_ab.mean, lambda bounds: bounds.kl)),
     "kl_max": ("largest KL(a‖b) of a token, in nats", _of_distributions(lambda both: both.kl_ab.max)),
     "js": ("mean Jensen-Shannon divergence in nats", _of_distributions(lambda both: both.js.mean)),
-    "same_top": ("fraction of tokens with the same first choice", _of_distributions(lambda both: both.same_top)),
-    "perplexity_ratio": ("perplexity of b over that of a", _of_distributions(lambda both: both.ratio)),
+    "same_top": (
+        "fraction of tokens with the same first choice",
+        _of_both(lambda both: both.same_top, lambda bounds: bounds.same_top),
+    ),
+    "perplexity_ratio": ("perplexity of b over that of a", _of_both(lambda both: both.ratio, lambda bounds: bounds.ratio)),
     "weights": ("norm of the weights' change over their norm", _weights),
     "activation": ("largest relative error of a traced point", _errors()),
     "logit": ("relative error of the logits on the traced tokens", _errors("logits")),

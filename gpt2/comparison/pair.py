@@ -18,6 +18,8 @@ from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.activations import THRESHOLD, compare_activations
 from gpt2.comparison.blame import find_blame
 from gpt2.comparison.blame_result import Blame
+from gpt2.comparison.bounds import measure_bounds
+from gpt2.comparison.bounds_result import Bounds
 from gpt2.comparison.compatibility import Vocabularies, compatibility, first_parting, require_same_function
 from gpt2.comparison.distributions import Distributions, summarise
 from gpt2.comparison.floor import Floor, measure_floor
@@ -89,7 +91,7 @@ def compare(
     ids, windows, text = passage.ids, passage.windows, passage.text
     compatible = replace(compatible, vocabularies=_on_text(compatible.vocabularies, tokenizers, ids))
     weights = None if "weights" in compatible.impossible else _weights(sides, progress)
-    activations = numerics = distributions = words = None
+    activations = numerics = distributions = words = bounds = None
     alone: tuple[LanguageScore, ...] = ()
     with ExitStack() as stack:
         progress("loading both models")
@@ -112,6 +114,8 @@ def compare(
             if save is not None:
                 kept = stack.enter_context(saving(save, sides[0], running[0], tokenizers[0], passage))
             distributions, words = _distributions(own, kept, passage, seed, progress)
+        elif save is None and compatible.vocabularies.comparable:
+            bounds = _bounds(own, passage, seed, progress)
         elif save is not None:
             raise InputError(f"{a}: was not run over the text beside {b}, so it is not saved; save it alone")
         elif text is not None and not compatible.vocabularies.comparable:
@@ -137,6 +141,7 @@ def compare(
         seconds=time.perf_counter() - started,
         blame=blamed,
         floor=floor,
+        bounds=bounds,
     )
 
 
@@ -248,6 +253,27 @@ def _floor(pair: list[_Loaded], ids: Tensor, progress: Progress) -> Floor | None
             coarser = None if dtype == side.dtype else (dtype_label(dtype), partial(side.checkpoint.load, dtype))
             return measure_floor(running.module, ids[:TRACED], _vocabulary(pair), coarser)
     return None
+
+
+def _bounds(pair: list[_Loaded], passage: Passage, seed: int, progress: Progress) -> Bounds | None:
+    """Compare a side that shows all logits with one that shows the likeliest tokens; None for any other two."""
+    full = [Shown.LOGITS in each.side.shows for each in pair]
+    if sum(full) != 1 or Shown.TOP not in pair[full.index(False)].side.shows:
+        return None
+    whole, part = pair[full.index(True)], pair[full.index(False)]
+    tokenizer = whole.tokenizer
+    vocab = min(size for size in (whole.side.vocab_size, tokenizer.n_vocab if tokenizer else None) if size is not None)
+    return measure_bounds(
+        whole.logits,
+        part.running,
+        passage.ids,
+        passage.windows,
+        vocab=vocab,
+        full_is_a=full[0],
+        tokenizer=tokenizer,
+        seed=seed,
+        progress=progress,
+    )
 
 
 def _alone(pair: list[_Loaded], text: Text, ids: Tensor) -> tuple[LanguageScore, ...]:

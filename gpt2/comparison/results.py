@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gpt2.checkpoint.official_files import Official
 from gpt2.comparison.activations import Activations
 from gpt2.comparison.blame_result import Blame
+from gpt2.comparison.bounds_result import Bounds
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.floor import Floor
@@ -92,6 +93,7 @@ class Comparison(Printed):
     gates: tuple[Judgement, ...] = ()  # of --fail-if
     blame: Blame | None = None
     floor: Floor | None = None
+    bounds: Bounds | None = None  # where one side shows only the likeliest tokens
 
     @property
     def ok(self) -> bool:
@@ -161,6 +163,8 @@ class Comparison(Printed):
             yield f"[yellow]differs[/yellow]  {field}: {a} → {b}"
         if (parting := self.compatibility.vocabularies.parting) is not None:
             yield f"[yellow]differs[/yellow]  tokenizers: {escape(str(parting))}"
+        for finding in self.bounds.findings if self.bounds else ():
+            yield f"[yellow]found[/yellow]  {finding.id}: {escape(finding.evidence)}"
         for why in dict.fromkeys(self.compatibility.impossible.values()):
             parts = [part for part, reason in self.compatibility.impossible.items() if reason == why]
             yield f"[yellow]left out[/yellow]  {', '.join(parts)}: {escape(why)}"
@@ -209,6 +213,18 @@ class Comparison(Printed):
             table.add_row("same top token", f"{same.value:.1%}", f"{same.low:.1%} .. {same.high:.1%}")
             if self.floor is not None:
                 table.add_row("floor of noise", f"{self.floor.kl:.2g} nats", self.above_floor)
+        elif (bounds := self.bounds) is not None:
+            high = "at most, if the tokens left out are like the shown" if bounds.assumed else "at most"
+            table.add_row("KL(a‖b)", f"{bounds.kl_low.value:.3g} nats", f"at least; from {_interval(bounds.kl_low, '.3g')}")
+            table.add_row("", f"{bounds.kl_high.value:.3g} nats", high)
+            table.add_row(
+                "same top token", f"{bounds.same_top.value:.1%}", f"{bounds.same_top.low:.1%} .. {bounds.same_top.high:.1%}"
+            )
+            table.add_row("perplexity", "", f"× {_interval(bounds.ratio, '.3f')}")
+            sent = f"; {bounds.sent:,} tokens sent" if bounds.sent else ""
+            table.add_row(
+                "shown", f"{bounds.shown:.1%}", f"of the probability, in {bounds.top} tokens, at {bounds.tokens:,} places{sent}"
+            )
         elif self.alone:
             table.add_row("bits per byte", bits, "each over its own tokens")
             table.add_row("perplexity", perplexities, "not comparable: different tokens")

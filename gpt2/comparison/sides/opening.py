@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from gpt2.comparison.reference_file import TRACE_PREFIX
 from gpt2.comparison.sides import ctranslate2, llama_cpp, onnx
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.port import PortSide
+from gpt2.comparison.sides.server import PREFIXES, ServerSide
 from gpt2.comparison.sides.side import Side
 from gpt2.comparison.sides.trace_side import TraceSide
 
@@ -22,17 +24,24 @@ KINDS: dict[str, Callable[[str], Side]] = {  # prefix of a name -> how to open i
 
 
 def open_sides(*names: str, offline: bool = False, dtype: str | None = None) -> tuple[Side, ...]:
-    """Open the sides of one comparison; a port gets the folder of the first checkpoint among them."""
-    ports = [PORT.fullmatch(name) is not None for name in names]
-    opened = [None if port else open_side(name, offline=offline, dtype=dtype) for name, port in zip(names, ports, strict=True)]
-    checkpoint = next((side.checkpoint for side in opened if isinstance(side, CheckpointSide)), None)
-    return tuple(side or PortSide.open(name, checkpoint) for name, side in zip(names, opened, strict=True))
+    """Open the sides of one comparison; a port gets the first checkpoint's folder, a server the first tokenizer among them."""
+    sides = [open_side(name, offline=offline, dtype=dtype) for name in names]
+    checkpoint = next((side.checkpoint for side in sides if isinstance(side, CheckpointSide)), None)
+    partner = next((side for side in sides if side.tokenizer() is not None), None)
+    for at, side in enumerate(sides):
+        if isinstance(side, PortSide):
+            sides[at] = replace(side, checkpoint=checkpoint)
+        elif isinstance(side, ServerSide):
+            sides[at] = replace(side, partner=partner)
+    return tuple(sides)
 
 
 def open_side(name: str, *, offline: bool = False, dtype: str | None = None) -> Side:
     """Open a side; ``dtype`` is for a model whose name gives none. Raises InputError: no such side, or its engine is missing."""
     if PORT.fullmatch(name):
         return PortSide.open(name, None)
+    if name.startswith(PREFIXES):
+        return ServerSide.open(name)
     for prefix, kind in KINDS.items():
         if name.startswith(prefix) and name != prefix:
             return kind(name)

@@ -1,0 +1,121 @@
+"""Compare a model with a side that shows only the likeliest tokens: bounds of KL by the probability that is left out.
+
+At each place P is known in full and Q at the shown tokens S; r = 1 - Q(S) is what Q leaves out, m its smallest shown
+probability, t the tokens left out. From below, by the log-sum inequality, each holds for every Q with these figures::
+
+    KL(P||Q) >= sum_S p log(p / q) + P(t) log(P(t) / r)
+    KL(Q||P) >= sum_S q log(q / p) + r log(r / P(t))
+
+From above, KL(Q||P) is largest where the tokens of t with the smallest p have m each (the sum is convex in q). KL(P||Q) has no
+upper bound without an assumption, since a token that was left out may have any probability above 0. The one made here: in t,
+log(p / q) strays from its mean log(P(t) / r) no further than that of any shown token does.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gpt2.comparison.bounds_result import Bounds
+from gpt2.comparison.server_checks import Seen, check
+from gpt2.comparison.sides.server import RunningServer
+from gpt2.comparison.sides.side import Running, Top
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError
+from gpt2.measure.estimates import Bootstrap, Estimate
+from gpt2.measure.metrics import Logits, Progress
+from gpt2.measure.windows import Windows
+
+LEAST_REST = 1e-7  # float32's rounding of a sum of probabilities
+
+
+@torch.inference_mode()
+def measure_bounds(
+    full: Logits,
+    other: Running,
+    ids: Tensor,
+    windows: Windows,
+    *,
+    vocab: int,
+    full_is_a: bool,
+    tokenizer: Tokenizer | None,
+    seed: int,
+    progress: Progress,
+) -> Bounds:
+    """Measure ``other``, which shows the likeliest tokens, beside ``full``, which shows all, on a text (N,)."""
+    columns: list[tuple[Tensor, ...]] = []
+    seen: list[Seen] = []
+    parts = list(windows.of(len(ids)))
+    if isinstance(other, RunningServer):
+        other.announce(sum(part.end - part.start + 1 for part in parts))
+    for part in parts:
+        window = ids[part.start : part.end + 1]
+        logp = full(window[None, :-1])[0, :, :vocab].double().log_softmax(-1).cpu()
+        top = other.top(window)
+        columns.append(tuple(column[part.first - part.start :] for column in _places(logp, top, window[1:])))
+        if len(seen) < 2:
+            seen.append(Seen(window, logp, top))
+        progress(f"top tokens: {part.end:,} of {len(ids) - 1:,}")
+    forward, forward_high, backward, backward_high, same, gained, shown = (torch.cat(each) for each in zip(*columns, strict=True))
+    known = forward.isfinite()
+    if int(known.sum()) < 2:
+        why = getattr(other, "other_tokens", "") or "no place was shown"
+        raise InputError(f"nothing of the text could be compared: {why}; does the server run a model with this tokenizer?")
+    low, high = (forward, forward_high) if full_is_a else (backward, backward_high)
+    bootstrap, paired = Bootstrap(int(known.sum()), seed), gained[known & gained.isfinite()]
+    change = Bootstrap(len(paired), seed) if len(paired) else None
+    sign = 1.0 if full_is_a else -1.0  # gained is other's log-probability minus full's
+    ratio = Estimate(math.nan, math.nan, math.nan)
+    if change is not None:
+        ratio = change.interval(math.exp(-sign * paired.mean().item()), (-sign * change.means(paired)).exp())
+    return Bounds(
+        kl_low=bootstrap.mean(low[known]),
+        kl_high=bootstrap.mean(high[known]),
+        assumed=full_is_a,
+        same_top=bootstrap.fraction(same[known].bool()),
+        ratio=ratio,
+        shown=shown[known].mean().item(),
+        top=max(part.top.ids.size(1) for part in seen),
+        tokens=int(known.sum()),
+        sent=other.sent if isinstance(other, RunningServer) else 0,
+        findings=check(full, seen, vocab, tokenizer, other if isinstance(other, RunningServer) else None),
+    )
+
+
+def _places(logp: Tensor, top: Top, targets: Tensor) -> tuple[Tensor, ...]:
+    """Return both bounds of both KLs, whether the first choices agree, the target's gain and the shown probability, each (T,).
+
+    NaN where the side showed nothing.
+    """
+    known = (top.ids >= 0) & (top.ids < logp.size(1))
+    log_q = top.logp.masked_fill(~known, -math.inf)
+    log_p = logp.gather(1, top.ids.clamp(0, logp.size(1) - 1)).masked_fill(~known, -math.inf)
+    p, q = log_p.exp(), log_q.exp()
+    shown = q.sum(1)
+    rest_q, rest_p = (1 - shown).clamp(min=LEAST_REST), (1 - p.sum(1)).clamp(min=LEAST_REST)
+    ratio = torch.where(known, log_p - log_q, 0.0)
+    tail = (rest_p / rest_q).log()
+    forward = ((p * ratio).sum(1) + rest_p * tail).clamp(min=0)
+    backward = ((-q * ratio).sum(1) - rest_q * tail).clamp(min=0)
+    stray = torch.where(known, (ratio - tail[:, None]).abs(), 0.0).amax(1)
+    forward_high = forward + rest_p * stray
+    backward_high = torch.maximum(backward, (-q * ratio).sum(1) + _largest_tail(logp, top.ids, known, log_q, rest_q))
+    unseen = ~known.any(1)
+    columns = [forward, forward_high, backward, backward_high]
+    columns = [column.masked_fill(unseen, math.nan) for column in columns]
+    gained = top.target - logp.gather(1, targets[:, None])[:, 0]
+    return *columns, (top.ids[:, 0] == logp.argmax(1)).double(), gained, shown
+
+
+def _largest_tail(logp: Tensor, ids: Tensor, known: Tensor, log_q: Tensor, rest: Tensor) -> Tensor:
+    """Return the largest sum of q log(q / p) over the tokens left out: the unlikeliest of them have m each."""
+    smallest = torch.where(known, log_q, math.inf).amin(1).clamp(max=0.0)  # log m
+    hidden = torch.cat((logp, logp.new_zeros(len(logp), 1)), 1).scatter(1, ids.where(known, logp.size(1)), math.inf)[:, :-1]
+    ascending = hidden.sort(1).values
+    tokens = torch.arange(logp.size(1), dtype=torch.float64)
+    m = smallest.exp().clamp(min=1e-300)[:, None]
+    share = (rest[:, None] - tokens * m).clamp(min=0).minimum(m)  # m for the unlikeliest, a rest for the next, then nothing
+    terms = share * (share.clamp(min=1e-300).log() - ascending)
+    return torch.where((share > 0) & ascending.isfinite(), terms, 0.0).sum(1)

@@ -1,0 +1,187 @@
+"""Say what a server did other than round: each suspicion is computed with our model, and explains the figures or does not.
+
+A suspicion is a way to get other log-probabilities from the *same* weights: a text in front, a temperature, less context, rows in
+another order. Our model is run that way. A suspicion is found if the median KL then falls to a tenth or less. What no suspicion
+explains is the weights' own difference: as small as a quantisation's, or another model's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt2.comparison.bounds_result import Finding
+from gpt2.comparison.sides.server import RunningServer
+from gpt2.comparison.sides.side import Top
+from gpt2.data import Tokenizer
+from gpt2.measure.metrics import Logits
+
+ROUNDING = 1e-5  # nats, median of a place: float16's arithmetic stays below it
+QUANTISED = 0.05  # nats: a usable quantisation stays below it
+EXPLAINS = 0.1  # a suspicion is found if it leaves at most this part of the KL
+PLACES = 48  # of a window, at which less context is tried
+TEMPERATURES = [2 ** (step / 16) for step in range(-32, 33) if step]
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One window: ids (T + 1,), our log-probabilities (T, V), and what the side showed."""
+
+    ids: Tensor
+    logp: Tensor
+    top: Top
+
+
+def check(
+    full: Logits, seen: list[Seen], vocab: int, tokenizer: Tokenizer | None, server: RunningServer | None
+) -> tuple[Finding, ...]:
+    """Return what explains the differences, most certain first; a side that agrees has the one finding ``rounding``."""
+    findings: list[Finding] = []
+    if server is not None and server.other_tokens:
+        findings.append(Finding("tokens-differ", f"its tokenizer is another: {server.other_tokens}"))
+    first = seen[0]
+    places = known(first.top)
+    if int(places.sum()) < 2:
+        return tuple(findings)
+    costs = shown_kl(first.logp, first.top)
+    base = _median(costs[places])
+    if (stale := _stale(seen)) is not None:
+        return (*findings, stale)
+    if base > ROUNDING:
+        ways = (_in_front(full, first, vocab, tokenizer, server), _temperature(first), _shifted(first), _shuffled(first))
+        for found, id, how in ways:
+            if found <= EXPLAINS * base:
+                findings.append(Finding(id, f"{how}: median KL falls from {base:.2g} to {found:.2g} nats"))
+        if not findings and (less := _less_context(full, first, vocab, costs)) is not None:
+            findings.append(less)
+        if not findings and (cut := _cut(first)) is not None:
+            findings.append(cut)
+    if not findings:
+        same = (first.top.ids[places, 0] == first.logp[places].argmax(1)).double().mean().item()
+        figures = f"median KL of a place at least {base:.2g} nats, same first choice {same:.0%}; nothing tried explains it"
+        if base <= ROUNDING:
+            findings.append(Finding("rounding", f"it only rounds: median KL of a place {base:.2g} nats"))
+        elif base <= QUANTISED and same > 0.8:
+            findings.append(Finding("weights-nearly-equal", f"other precision or quantisation, or a light fine-tune: {figures}"))
+        else:
+            findings.append(Finding("other-model", f"another model: {figures}"))
+    return tuple(findings)
+
+
+def known(top: Top) -> Tensor:
+    """(T,) bool: the places that the side showed."""
+    return (top.ids >= 0).any(1)
+
+
+def shown_kl(logp: Tensor, top: Top) -> Tensor:
+    """KL(P||Q) from below at each place (T,), with the tokens left out as one; NaN where nothing is shown."""
+    inside = top.ids >= 0
+    log_p = logp.gather(1, top.ids.clamp(min=0))
+    p, q = log_p.exp() * inside, top.logp.exp() * inside
+    rest_p, rest_q = (1 - p.sum(1)).clamp(min=1e-7), (1 - q.sum(1)).clamp(min=1e-7)
+    cost = torch.where(inside, p * (log_p - top.logp), 0.0).sum(1) + rest_p * (rest_p / rest_q).log()
+    return cost.clamp(min=0).masked_fill(~inside.any(1), math.nan)
+
+
+def _median(values: Tensor) -> float:
+    values = values[~values.isnan()]
+    return values.median().item() if len(values) else math.inf
+
+
+Way = tuple[float, str, str]  # the median KL that is left, the finding's id, the suspicion in words
+
+
+def _in_front(full: Logits, seen: Seen, vocab: int, tokenizer: Tokenizer | None, server: RunningServer | None) -> Way:
+    """Put a token in front of the text: the end of text, or a line's end, as a template does."""
+    counted = f"; it counted {server.extra_tokens} more tokens than the prompt has" if server and server.extra_tokens > 0 else ""
+    best: Way = (math.inf, "text-in-front", "")
+    candidates = {} if tokenizer is None else {"a line's end": tokenizer.encode("\n"), "a space": tokenizer.encode(" ")}
+    if tokenizer is not None and tokenizer.eot is not None:
+        candidates = {"the end-of-text token": [tokenizer.eot], **candidates}
+    for name, ids in candidates.items():
+        if ids:
+            rows = torch.cat((torch.tensor(ids), seen.ids[:-1]))[None, : len(seen.ids) - 1]
+            logp = full(rows)[0, len(ids) :, :vocab].double().log_softmax(-1).cpu()
+            left = _median(shown_kl(logp, _part(seen.top, slice(0, len(logp)))))
+            best = min(best, (left, "text-in-front", f"with {name} in front of the text{counted}"))
+    return best
+
+
+def _temperature(seen: Seen) -> Way:
+    ways = [(_median(shown_kl((seen.logp / t).log_softmax(-1), seen.top)), t) for t in TEMPERATURES]
+    left, best = min(ways)
+    return left, "temperature", f"with a temperature of about {best:.2g} applied to its log-probabilities"
+
+
+def _shifted(seen: Seen) -> Way:
+    """Compare each place with the place before or after it."""
+    n = len(seen.logp)
+    late = _median(shown_kl(seen.logp[1:], _part(seen.top, slice(0, n - 1))))
+    early = _median(shown_kl(seen.logp[:-1], _part(seen.top, slice(1, n))))
+    which = "after" if late < early else "before"
+    return min(late, early), "rows-shifted", f"with each row taken for the place {which} it"
+
+
+def _shuffled(seen: Seen) -> Way:
+    """Compare each place with the place of the window that fits it best."""
+    places = known(seen.top).nonzero()[:, 0][:PLACES]
+    n, best = len(seen.logp), []
+    for place in places.tolist():
+        row = _part(seen.top, torch.full((n,), place))
+        best.append(shown_kl(seen.logp, row).amin())
+    left = _median(torch.stack(best)) if best else math.inf
+    return left, "rows-shuffled", "with each row taken for the place of the text that it fits best"
+
+
+def _less_context(full: Logits, seen: Seen, vocab: int, costs: Tensor) -> Finding | None:
+    """Predict late places from their last c tokens only."""
+    n, best = len(seen.logp), (math.inf, 0, math.inf)
+    c = 1
+    while c < n:
+        late = known(seen.top).nonzero()[:, 0]
+        late = late[late >= c][-PLACES:]
+        if len(late):
+            rows = torch.stack([seen.ids[int(at) - c + 1 : int(at) + 1] for at in late])
+            logp = full(rows)[:, -1, :vocab].double().log_softmax(-1).cpu()
+            best = min(best, (_median(shown_kl(logp, _part(seen.top, late))), c, _median(costs[late])))
+        c *= 2
+    left, c, base = best
+    if left > EXPLAINS * base:
+        return None
+    return Finding(
+        "context-truncated", f"with only the last {c} tokens as context: median KL falls from {base:.2g} to {left:.2g} nats"
+    )
+
+
+def _cut(seen: Seen) -> Finding | None:
+    """Find log-probabilities that were normalised over the shown tokens only, as after top-k or top-p sampling."""
+    places = known(seen.top)
+    shown = seen.top.logp[places].exp().sum(1)
+    ours = seen.logp.gather(1, seen.top.ids.clamp(min=0))[places].exp() * (seen.top.ids[places] >= 0)
+    if shown.median() < 0.9999 or ours.sum(1).median() > 0.99:
+        return None
+    return Finding(
+        "renormalised", f"its shown tokens add up to 1, ours to {ours.sum(1).median():.2f}: it cut before it normalised"
+    )
+
+
+def _stale(seen: list[Seen]) -> Finding | None:
+    """Find rows that come back to the last bit after other tokens; the first three tokens of a row decide."""
+    after: dict[tuple[float, ...], set[int]] = {}
+    rows = []
+    for part in seen:
+        for last, ids, logp in zip(part.ids.tolist(), part.top.ids.tolist(), part.top.logp.tolist(), strict=False):
+            if len(ids) > 2 and ids[2] >= 0:
+                rows.append((*ids[:3], *logp[:3]))
+                after.setdefault(rows[-1], set()).add(last)
+    repeated = sum(len(after[row]) > 1 for row in rows)
+    if len(rows) < 8 or repeated < 0.3 * len(rows):
+        return None
+    return Finding("stale-answers", f"{repeated} of {len(rows)} rows are another place's to the last bit: stored answers")
+
+
+def _part(top: Top, at: slice | Tensor) -> Top:
+    return Top(top.target[at], top.ids[at], top.logp[at])

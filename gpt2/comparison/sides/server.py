@@ -1,0 +1,238 @@
+"""``http://HOST[:PORT]/v1[#model]``: a server with OpenAI's completions API, such as llama.cpp's or vLLM's.
+
+It shows the likeliest tokens of each place, not all of them. With ``echo`` one request scores a whole window. A server that
+answers without the prompt's log-probabilities is asked for the next token at ``PLACES`` places of each window.
+
+Source: OpenAI's API reference, "Create completion": ``echo``, ``logprobs``, ``top_logprobs``, ``text_offset``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+import torch
+from torch import Tensor
+
+from gpt2.comparison.results import Model
+from gpt2.comparison.sides.side import Running, Shown, Side, Top
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError, printable
+
+PREFIXES = ("http://", "https://")
+KEY = "OPENAI_API_KEY"
+LIMIT_VARIABLE = "GPT2_SEND_LIMIT"
+SEND_LIMIT = 100_000  # tokens sent in one comparison, unless the variable says more
+ANNOUNCED = 10_000  # tokens; before more are sent, a line says so
+TOP_K = 5  # OpenAI's API gives at most 5
+PLACES = 16  # of each window, where the server does not score a prompt
+TRIES = 5
+LONGEST_WAIT = 60.0  # seconds that a server may ask to wait
+TIMEOUT = 120.0  # seconds
+MAX_ANSWER = 1 << 26  # bytes
+
+
+@dataclass(frozen=True)
+class ServerSide(Side):
+    name: str
+    url: str
+    model: str | None
+    partner: Side | None = None  # whose tokenizer its tokens are read with
+    shows = frozenset({Shown.TOP})
+
+    @classmethod
+    def open(cls, name: str) -> ServerSide:
+        url, _, model = name.partition("#")
+        try:
+            parts = urlsplit(url)
+            bad = not parts.hostname or parts.port == 0
+        except ValueError:
+            bad = True
+        if bad or parts.query or parts.username or parts.password:
+            raise InputError(f"{name.partition('@')[2] or name}: write http://HOST:PORT/v1#MODEL; a key belongs into {KEY}")
+        return cls(name, url.rstrip("/"), model or None)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Its tokenizer is not shown; its tokens are compared with its partner's."""
+        return None
+
+    def describe(self, versions: dict[str, str]) -> Model:
+        return Model(self.name, "a server, OpenAI's completions API", "", None, None, {}, {})
+
+    @contextmanager
+    def running(self) -> Iterator[RunningServer]:
+        tokenizer = self.partner.tokenizer() if self.partner else None
+        if tokenizer is None:
+            raise InputError(f"{self.name}: a server takes text; compare it with a MODEL that has a tokenizer")
+        yield RunningServer(self, tokenizer, _send_limit())
+
+
+def _send_limit() -> int:
+    text = os.environ.get(LIMIT_VARIABLE, str(SEND_LIMIT))
+    if not (text.isascii() and text.isdigit()):
+        raise InputError(f"{LIMIT_VARIABLE}={text}: is not a number of tokens; write {LIMIT_VARIABLE}={SEND_LIMIT}")
+    return int(text)
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """Follow no redirect, which would take the key to another host."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+@dataclass
+class RunningServer(Running):
+    """The connection; counts the tokens sent, and notes what the answers say beside their figures."""
+
+    side: ServerSide
+    tokenizer: Tokenizer
+    limit: int
+    sent: int = 0
+    echoes: bool | None = None  # whether it scores a prompt; None before the first answer
+    extra_tokens: int = 0  # that it counted beyond the prompt's, in the first answer
+    other_tokens: str = ""  # where its tokens are not those of the partner's tokenizer
+    strings: dict[str, int] = field(default_factory=dict)  # text of a token -> its id, -1 where several have it
+
+    def announce(self, tokens: int) -> None:
+        """Say on stderr how much will be sent, if it is much. Raises InputError: more than the limit."""
+        if tokens > self.limit:
+            more = f"give --tokens with a smaller number, or set {LIMIT_VARIABLE}={tokens}"
+            raise InputError(f"{self.side.name}: this would send {tokens:,} tokens, more than {self.limit:,}; {more}")
+        if tokens > ANNOUNCED:
+            cost = f"about {tokens / 1e6:.3f} times its price of a million tokens"
+            print(f"{printable(self.side.name)}: sending {tokens:,} tokens, {cost}; Ctrl-C stops", file=sys.stderr)
+
+    def top(self, ids: Tensor) -> Top:
+        tokenizer = self.tokenizer
+        if not self.strings:
+            for index in range(tokenizer.n_vocab):
+                text = _text(tokenizer, index)
+                self.strings[text] = -1 if text in self.strings or not text else index
+        if self.echoes is not False:
+            answer = self._complete(tokenizer.decode(ids.tolist()), len(ids), echo=True)
+            given = answer.get("logprobs")
+            if isinstance(given, dict) and len(given.get("tokens") or ()) >= max(2, len(ids) // 2):
+                self.echoes = True
+                return self._read(given, ids, tokenizer)
+            self.echoes = False
+        return self._places(ids, tokenizer)
+
+    def _read(self, given: dict[str, Any], ids: Tensor, tokenizer: Tokenizer) -> Top:
+        """Read an echoed prompt; tokens in front of it are counted, and the places after a token that differs stay unknown."""
+        count = len(ids) - 1
+        expected = [_text(tokenizer, index) for index in ids.tolist()]
+        tokens = [str(token) for token in given["tokens"]]
+        starts = [s for s in range(max(1, len(tokens) - count)) if tokens[s : s + 4] == expected[:4]]
+        start = starts[0] if starts else 0
+        self.extra_tokens = self.extra_tokens or start
+        target, rows = [math.nan] * count, [dict[int, float]() for _ in range(count)]
+        top, logprobs = given.get("top_logprobs") or [], given.get("token_logprobs") or []
+        for place in range(count):
+            at = start + place + 1
+            if at >= len(tokens) or tokens[at] != expected[place + 1]:
+                if not self.other_tokens and at < len(tokens):
+                    self.other_tokens = f"token {place + 1} is {tokens[at]!r} there and {expected[place + 1]!r} here"
+                break
+            if at < len(logprobs) and isinstance(logprobs[at], int | float):
+                target[place] = float(logprobs[at])
+            if at < len(top) and isinstance(top[at], dict):
+                rows[place] = self._row(top[at])
+                if ids[place + 1].item() in rows[place]:
+                    target[place] = rows[place][int(ids[place + 1])]
+                elif not math.isnan(target[place]):
+                    rows[place][int(ids[place + 1])] = target[place]
+        return _as_top(target, rows)
+
+    def _places(self, ids: Tensor, tokenizer: Tokenizer) -> Top:
+        """Ask for the next token at a few places."""
+        count = len(ids) - 1
+        target, rows = [math.nan] * count, [dict[int, float]() for _ in range(count)]
+        for place in sorted({round((i + 1) * count / PLACES) - 1 for i in range(PLACES)} - {-1}):
+            answer = self._complete(tokenizer.decode(ids[: place + 1].tolist()), place + 1, echo=False)
+            given = answer.get("logprobs") or {}
+            if top := (given.get("top_logprobs") or [None])[0]:
+                rows[place] = self._row(top)
+                target[place] = rows[place].get(int(ids[place + 1]), math.nan)
+        if not any(rows):
+            raise InputError(f"{self.side.name}: its answers hold no log-probabilities; start it with them switched on")
+        return _as_top(target, rows)
+
+    def _row(self, top: dict[str, Any]) -> dict[int, float]:
+        """Return ids and log-probabilities of tokens whose text belongs to one id."""
+        known = {self.strings.get(str(text), -1): float(value) for text, value in top.items() if isinstance(value, int | float)}
+        known.pop(-1, None)
+        return {index: min(0.0, value) for index, value in known.items() if not math.isnan(value)}
+
+    def _complete(self, prompt: str, tokens: int, *, echo: bool) -> dict[str, Any]:
+        self.sent += tokens
+        if self.sent > self.limit:
+            raise InputError(f"{self.side.name}: {self.limit:,} tokens were sent; set {LIMIT_VARIABLE} to allow more")
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 1.0, "logprobs": TOP_K, "echo": echo, "seed": 0}
+        answer = self._post(body | ({"model": self.side.model} if self.side.model else {}), refusable=echo)
+        choices = answer.get("choices")
+        counted = (answer.get("usage") or {}).get("prompt_tokens")
+        if isinstance(counted, int) and not self.extra_tokens:
+            self.extra_tokens = counted - tokens
+        return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+
+    def _post(self, body: dict[str, Any], *, refusable: bool) -> dict[str, Any]:
+        """Send a request; try again after 429 and 5xx. An error answer to a ``refusable`` request is {}."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        request = Request(f"{self.side.url}/completions", json.dumps(body).encode(), headers)
+        loopback = urlsplit(self.side.url).hostname in ("localhost", "127.0.0.1", "::1")
+        opener = build_opener(_NoRedirect, *([ProxyHandler({})] if loopback else []))
+        why, wait = "", 0.5
+        for attempt in range(TRIES):
+            try:
+                with opener.open(request, timeout=TIMEOUT) as response:
+                    found = json.loads(response.read(MAX_ANSWER))
+                if not isinstance(found, dict):
+                    raise ValueError("no object")
+                return found
+            except HTTPError as error:
+                why = f"answered {error.code} {error.reason}"
+                if error.code in (400, 422, 501) and refusable and self.echoes is None:
+                    return {}
+                if error.code in (401, 403):
+                    raise InputError(f"{self.side.name}: {why}; put its key into {KEY}") from None
+                if error.code != 429 and error.code < 500:
+                    raise InputError(f"{self.side.name}: {why}; check the address and the model's name after #") from None
+                asked = error.headers.get("Retry-After", "")
+                wait = min(LONGEST_WAIT, float(asked)) if asked.replace(".", "", 1).isdigit() else min(LONGEST_WAIT, 2 * wait)
+            except (URLError, OSError, HTTPException) as error:
+                why = f"cannot be reached ({getattr(error, 'reason', error)})"
+            except ValueError:
+                raise InputError(f"{self.side.name}: its answer is not JSON; give the address that ends in /v1") from None
+            if attempt < TRIES - 1:
+                time.sleep(wait)
+        raise InputError(f"{self.side.name}: {why}, {TRIES} times; start the server, or try again later")
+
+
+def _text(tokenizer: Tokenizer, index: int) -> str:
+    """A token's text as servers write it."""
+    return tokenizer.token_bytes(index).decode("utf-8", errors="ignore")
+
+
+def _as_top(target: list[float], rows: list[dict[int, float]]) -> Top:
+    width = max(1, *(len(row) for row in rows))
+    ids = torch.full((len(rows), width), -1)
+    logp = torch.full((len(rows), width), -math.inf, dtype=torch.float64)
+    for place, row in enumerate(rows):
+        best = sorted(row.items(), key=lambda item: -item[1])
+        for at, (index, value) in enumerate(best):
+            ids[place, at], logp[place, at] = index, value
+    return Top(torch.tensor(target, dtype=torch.float64), ids, logp)

@@ -1,0 +1,159 @@
+"""A server as a side: bounds that hold, wrong servers that are told from one that rounds, keys, limits, and retries."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.completions_standin import Standin, completions
+from support.random_models import TEXT, random_model
+
+import gpt2
+from gpt2.cli.main import main
+from gpt2.comparison.bounds_result import Bounds
+from gpt2.comparison.gates import Gate
+from gpt2.comparison.pair import compare
+from gpt2.data.bpe import train_bpe
+from gpt2.errors import InputError
+from gpt2.int8 import Int8GPT2
+
+MODEL = "shakespeare-mini"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    words = (TEXT[:90] + "The raven himself is hoarse That croaks the fatal entrance of Duncan Under my battlements. ") * 2
+    path.write_text(
+        words + "Come, you spirits That tend on mortal thoughts, unsex me here, And fill me from the crown to the toe"
+    )
+    return str(path)
+
+
+def standin(**changes) -> Standin:
+    return Standin(gpt2.load(MODEL), gpt2.load_tokenizer(MODEL), **changes)
+
+
+def measured(server: Standin, text: str, tokens: int = 100) -> Bounds:
+    with completions(server) as url:
+        found = compare(MODEL, url, on=text, tokens=tokens)
+    assert found.distributions is None
+    assert found.bounds is not None
+    return found.bounds
+
+
+def quantised(server: Standin) -> Standin:
+    return dataclasses.replace(server, model=Int8GPT2.of(server.model))
+
+
+def retrained(server: Standin) -> Standin:
+    return dataclasses.replace(server, model=random_model(server.model.config, 0.05, dtype=torch.float32))
+
+
+def other_tokens(server: Standin) -> Standin:
+    return dataclasses.replace(server, tokenizer=train_bpe(TEXT, 300))
+
+
+WRONG: dict[str, tuple[Callable[[Standin], Standin], str]] = {
+    "only rounds": (lambda server: server, "rounding"),
+    "rounds to two digits": (lambda server: dataclasses.replace(server, digits=2), "rounding"),
+    "another model": (retrained, "other-model"),
+    "int8": (quantised, "weights-nearly-equal"),
+    "the end of text in front": (lambda server: dataclasses.replace(server, front=[server.tokenizer.eot]), "text-in-front"),
+    "a context of 4 tokens": (lambda server: dataclasses.replace(server, context=4), "context-truncated"),
+    "temperature 0.7": (lambda server: dataclasses.replace(server, temperature=0.7), "temperature"),
+    "another tokenizer": (other_tokens, "tokens-differ"),
+    "stored answers": (lambda server: dataclasses.replace(server, stale=True), "stale-answers"),
+    "rows in another order": (
+        lambda server: dataclasses.replace(server, order=lambda n: random.Random(0).sample(range(n), n)),
+        "rows-shuffled",
+    ),
+    "rows one late": (lambda server: dataclasses.replace(server, order=lambda n: [*range(1, n), n - 1]), "rows-shifted"),
+    "renormalised": (lambda server: dataclasses.replace(server, renormalise=True), "renormalised"),
+}
+
+
+DEFAULT = ("only rounds", "int8", "the end of text in front", "rows in another order")  # the others are slow
+
+
+@pytest.mark.parametrize("wrong", [pytest.param(each, marks=[] if each in DEFAULT else pytest.mark.slow) for each in WRONG])
+def test_a_wrong_server_is_told_from_one_that_rounds(wrong: str, text: str) -> None:
+    """Every one of these differs in KL; the figure alone does not say why, and a server that only rounds must not be blamed."""
+    change, expected = WRONG[wrong]
+    server = change(standin())
+    if expected == "tokens-differ":
+        with completions(server) as url, pytest.raises(InputError, match="token 1 is"):
+            compare(MODEL, url, on=text, tokens=100)
+        return
+    found = measured(server, text)
+    assert found.findings[0].id == expected, found.findings
+
+
+def test_the_bounds_hold(text: str, tmp_path: Path) -> None:
+    """A bound that the true KL breaks proves nothing; here the true KL is known, because the server's model is at hand."""
+    base = gpt2.load(MODEL)
+    with torch.no_grad():
+        base.h[1].mlp.c_fc.weight.mul_(1.3)
+    changed = str(gpt2.save(base, gpt2.load_tokenizer(MODEL), tmp_path))
+    exact = compare(MODEL, changed, on=text, tokens=100).distributions
+    with completions(Standin(base, gpt2.load_tokenizer(MODEL), digits=12)) as url:
+        forward = compare(MODEL, url, on=text, tokens=100).bounds
+        backward = compare(url, MODEL, on=text, tokens=100).bounds
+    assert 0 < forward.kl_low.value <= exact.kl_ab.mean.value <= forward.kl_high.value
+    assert 0 < backward.kl_low.value <= exact.kl_ba.mean.value <= backward.kl_high.value
+    assert (forward.assumed, backward.assumed) == (True, False)
+    assert forward.same_top.value == exact.same_top.value
+    assert forward.ratio.value == pytest.approx(exact.ratio.value, rel=1e-9)
+    assert backward.ratio.value == pytest.approx(1 / exact.ratio.value, rel=1e-9)
+
+
+def test_a_server_that_does_not_score_prompts(text: str) -> None:
+    """Without echo the next token is asked for at a few places; the figures of these places must be the same."""
+    server = standin(echo=False)
+    found = measured(server, text)
+    assert found.tokens == 16
+    assert found.findings[0].id == "rounding"
+    assert not any(body["echo"] for body in server.requests)
+
+
+def test_keys_limits_and_retries(text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A key must be sent and never printed; a full queue is waited for; too many tokens are not sent."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    server = standin(busy=2, key="sk-secret")
+    with completions(server) as url:
+        assert main(["compare", MODEL, url, "--on", text, "--tokens", "30"]) == 2
+        assert "put its key into OPENAI_API_KEY" in capsys.readouterr().err
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+        assert main(["compare", MODEL, url, "--on", text, "--tokens", "30", "--json", "-"]) == 0
+        assert server.busy == 0
+        printed = capsys.readouterr()
+        assert "sk-secret" not in printed.out + printed.err
+        assert json.loads(printed.out)["bounds"]["sent"] == 30
+        monkeypatch.setenv("GPT2_SEND_LIMIT", "20")
+        requests = len(server.requests)
+        assert main(["compare", MODEL, url, "--on", text, "--tokens", "30"]) == 2
+        assert "GPT2_SEND_LIMIT=30" in capsys.readouterr().err
+        assert len(server.requests) == requests
+    monkeypatch.setattr("gpt2.comparison.sides.server.time.sleep", lambda seconds: None)
+    assert main(["compare", MODEL, url, "--on", text, "--tokens", "30"]) == 2
+    assert "GPT2_SEND_LIMIT" in capsys.readouterr().err
+    monkeypatch.delenv("GPT2_SEND_LIMIT")
+    assert main(["compare", MODEL, url, "--on", text, "--tokens", "30"]) == 2
+    assert "cannot be reached" in capsys.readouterr().err
+    assert main(["compare", MODEL, "http://me:sk-secret@host/v1"]) == 2
+    assert "sk-secret" not in capsys.readouterr().err
+
+
+def test_gates_judge_the_bounds(text: str) -> None:
+    """``kl>`` passes only if the upper bound does; a part that no server shows cannot be measured."""
+    with completions(standin()) as url:
+        found = compare(MODEL, url, on=text, tokens=60)
+    assert not Gate.parse("kl>0.01").judge(found).met
+    assert Gate.parse("kl>1e-9").judge(found).met
+    assert not Gate.parse("same_top<0.9").judge(found).met
+    with pytest.raises(InputError, match="shows only top-k"):
+        Gate.parse("weights>0").judge(found)
+    assert "found  rounding" in found.table(200)

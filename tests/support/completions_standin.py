@@ -1,0 +1,118 @@
+"""A server on loopback that answers as OpenAI's completions API does, from one of our models; it can be made wrong on purpose."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt2.data import Tokenizer
+from gpt2.model import GPT2
+
+
+@dataclass
+class Standin:
+    """What the server does; each field after the first two makes it wrong, or unwilling, in one way."""
+
+    model: GPT2
+    tokenizer: Tokenizer
+    front: list[int] = field(default_factory=list)  # ids put in front of the prompt
+    context: int | None = None  # it predicts from this many tokens at most
+    temperature: float = 1.0  # applied to the log-probabilities
+    order: Callable[[int], list[int]] | None = None  # of the rows that it returns
+    stale: bool = False  # it answers with the first answer's rows
+    renormalise: bool = False  # over the tokens that it shows
+    digits: int = 5  # after the point
+    echo: bool = True  # whether it scores a prompt
+    busy: int = 0  # requests that it answers with 429 first
+    key: str | None = None  # that it asks for
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[str] = field(default_factory=list)
+    first: Tensor | None = None
+
+    @torch.no_grad()
+    def rows(self, ids: list[int]) -> Tensor:
+        """Log-probabilities (T, V) after each of the ids."""
+        vocab = self.tokenizer.n_vocab
+        if self.context is None:
+            logits = self.model(torch.tensor([self.front + ids]))[0, len(self.front) :]
+        else:
+            parts = [ids[max(0, end - self.context) : end] for end in range(1, len(ids) + 1)]
+            logits = torch.stack([self.model(torch.tensor([part]))[0, -1] for part in parts])
+        logp = (logits[:, :vocab].double() / self.temperature).log_softmax(-1)
+        if self.order is not None:
+            logp = logp[self.order(len(logp))]
+        if self.stale:
+            self.first = logp if self.first is None else self.first
+            logp = self.first[torch.arange(len(logp)) % min(8, len(self.first))]
+        return logp
+
+    def shown(self, row: Tensor, k: int, *also: int) -> dict[str, float]:
+        values, ids = row.topk(k)
+        values = values.log_softmax(-1) if self.renormalise else values
+        pairs = dict(zip(ids.tolist(), values.tolist(), strict=True)) | {index: row[index].item() for index in also}
+        return {self.text(index): round(value, self.digits) for index, value in pairs.items()}
+
+    def text(self, index: int) -> str:
+        return self.tokenizer.token_bytes(index).decode("utf-8", errors="ignore")
+
+    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids = self.tokenizer.encode(body["prompt"])
+        rows, k = self.rows(ids), body["logprobs"]
+        chosen = int(rows[-1].argmax())
+        texts, values, top = [self.text(chosen)], [rows[-1, chosen].item()], [self.shown(rows[-1], k)]
+        if body.get("echo"):
+            texts = [self.text(index) for index in ids] + texts
+            values = [None, *(round(rows[at, index].item(), self.digits) for at, index in enumerate(ids[1:])), *values]
+            top = [None, *(self.shown(rows[at], k, index) for at, index in enumerate(ids[1:])), *top]
+        logprobs = {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": []}
+        choice = {"text": "".join(texts), "index": 0, "logprobs": logprobs, "finish_reason": "length"}
+        return {"object": "text_completion", "choices": [choice], "usage": {"prompt_tokens": len(self.front) + len(ids)}}
+
+
+@contextmanager
+def completions(standin: Standin) -> Iterator[str]:
+    """Serve on loopback; yields the address that ends in /v1."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            standin.headers.append(self.headers.get("Authorization", ""))
+            if standin.key is not None and standin.headers[-1] != f"Bearer {standin.key}":
+                return self.reply(401, {"error": "no key"})
+            if standin.busy:
+                standin.busy -= 1
+                return self.reply(429, {"error": "slow down"})
+            if body.get("echo") and not standin.echo:
+                return self.reply(400, {"error": "echo is not supported"})
+            standin.requests.append(body)
+            return self.reply(200, standin.answer(body))
+
+        def reply(self, code: int, body: dict[str, Any]) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(code)
+            if code == 429:
+                self.send_header("Retry-After", "0.01")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
