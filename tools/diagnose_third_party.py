@@ -3,27 +3,25 @@
     python tools/diagnose_third_party.py --repositories ~/others
     python tools/diagnose_third_party.py --repositories ~/others --only pyemma
 
-The projects, what is wrong in each, and the commit at which it was read are in `third_party_faults.py`. Nothing is fetched: a
-project is tried if its repository lies under --repositories as `owner+name`. **Their code is run**, each project in a process of
-its own, with the weights of a tiny random checkpoint put in by `load_into`. The table goes to stderr; the last line of stdout is
-JSON. The exit code is 1 if any cause is missed or false.
+The projects, what is wrong in each, and the commit at which it was read are in `third_party_faults.py`, and with --second in
+`third_party_second.py`: those were collected later, for a fair figure. Nothing is fetched: a project is tried if its repository
+lies under --repositories as `owner+name`. **Their code is run**, each project in a process of its own, with the weights of a tiny
+random checkpoint put in by `load_into`. The table goes to stderr; the last line of stdout is JSON. The exit code is 1 if any
+cause is missed or false.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from third_party_faults import DIAGNOSED, Diagnosed
-from try_third_party import Absent, version_of, write_checkpoint
+from third_party_run import Absent, parser_of, run_each, version_of
+from third_party_second import SECOND
 
 import gpt2
 from gpt2.config import GPT2Config
@@ -31,7 +29,7 @@ from gpt2.config import GPT2Config
 CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=48, n_layer=3, n_head=4, bos_token_id=96, eos_token_id=96)
 
 
-def attempt(project: Diagnosed, checkpoint: Path, repositories: Path) -> dict[str, Any]:
+def attempt(project: Diagnosed, checkpoint: Path, repositories: Path | None) -> dict[str, Any]:
     """Build, fill and diagnose; counts and seconds. Never raises."""
     result: dict[str, Any] = {"project": project.name, "commit": project.commit}
     try:
@@ -61,35 +59,10 @@ def row(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repositories", type=Path, required=True, help="folder of clones, each called owner+name")
-    parser.add_argument("--only", nargs="*", help="words that the project's name contains", default=[])
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each project")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
+    parser = parser_of(__doc__, timeout=300.0)
+    parser.add_argument("--second", action="store_true", help="the projects of third_party_second.py")
     arguments = parser.parse_args()
-    if arguments.one:
-        project = next(project for project in DIAGNOSED if project.name == arguments.one)
-        with contextlib.redirect_stdout(sys.stderr):
-            result = attempt(project, arguments.checkpoint, arguments.repositories)
-        print(json.dumps(result))
-        return 0
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = write_checkpoint(Path(folder), CONFIG)
-        for project in DIAGNOSED:
-            if arguments.only and not any(word.lower() in project.name.lower() for word in arguments.only):
-                continue
-            command = [sys.executable, __file__, "--one", project.name, "--checkpoint", str(checkpoint)]
-            command += ["--repositories", str(arguments.repositories.resolve())]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout)
-                last = done.stdout.strip().rpartition("\n")[2]
-                result = json.loads(last) if last else {"project": project.name, "failed": done.stderr[-300:]}
-            except subprocess.TimeoutExpired:
-                result = {"project": project.name, "failed": f"more than {arguments.timeout:g} s"}
-            results.append(result)
-            print(row(result), file=sys.stderr, flush=True)
+    results = run_each(arguments, SECOND if arguments.second else DIAGNOSED, CONFIG, attempt, row)
     print(json.dumps({"torch": torch.__version__, "results": results}))
     return int(any(result.get("failed") or result.get("missed") or result.get("false") for result in results))
 

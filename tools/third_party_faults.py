@@ -117,7 +117,7 @@ DIAGNOSED = (
         "JaHeRoth/gpt2-from-scratch",
         "7f1d7306d5",
         "utilities.models:ParametersGPT2",
-        "embedding-scaled gelu-variant final-norm-missing reduced-precision",
+        "embedding-scaled gelu-variant final-norm-missing",  # that it is in bfloat16 is a note
         "utilities.models:ModelConfig",
         JAHEROTH,
         {"eos_token_id": 10**6, "dropout_p": 0.1, "device": "cpu"},
@@ -234,14 +234,19 @@ DIAGNOSED = (
     line("karpathy/llm.c", "f1e2ace651", llmc),
     line("tamir303/GPT2", "4100df224c", tamir303, "not-loaded missing-bias scale-by-width gelu-variant"),
     line("timotheegath/gpt-from-scratch-arena1.1", "a1c238815b", timotheegath),
-    # Rotary positions: their other departures are named here, and nothing false may be said of the heads and biases.
+    # The first one turns queries and keys by the number of the head, which cancels in their products.
     line(
         "abdulvajid1/GPT-2-124M-From-Scratch-Pytorch",
         "30c5e6123b",
         abdulvajid,
         "position-missing rmsnorm layernorm-eps dropout-active",
     ),
-    line("shehab-ashraf/GPT-2", "472d51ee20", shehab, "position-missing rmsnorm gelu-variant residual-scaled"),
-    line("Gregoire-Andre-Dumont/GPT-2", "70df2f8fe8", gregoire, "residual-from-normed batch-dependent gelu-variant"),
-    line("deniskurlov/gpt-from-scratch", "b2a5a871e8", deniskurlov, f"position-missing {BIAS_GELU}"),
+    line("shehab-ashraf/GPT-2", "472d51ee20", shehab, "position-missing rotary-positions rmsnorm gelu-variant residual-scaled"),
+    line(
+        "Gregoire-Andre-Dumont/GPT-2",
+        "70df2f8fe8",
+        gregoire,
+        "rotary-positions residual-from-normed batch-dependent gelu-variant",
+    ),
+    line("deniskurlov/gpt-from-scratch", "b2a5a871e8", deniskurlov, f"position-missing rotary-positions {BIAS_GELU}"),
 )

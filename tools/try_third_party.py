@@ -11,46 +11,22 @@ the last line of stdout is JSON.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import importlib.metadata
 import json
 import math
-import subprocess
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from third_party import PROJECTS, Project
+from third_party_run import Absent, parser_of, run_each, version_of
 from torch import Tensor, nn
 
 import gpt2
-from gpt2.checkpoint.keys import expected
 from gpt2.config import GPT2Config, official_size
 
 TINY = GPT2Config(vocab_size=61, n_positions=20, n_embd=24, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
-
-
-class Absent(Exception):
-    """The project is neither installed nor under --repositories."""
-
-
-def version_of(source: str, repositories: Path | None) -> tuple[str, Path]:
-    """Its version or commit, and the folder of its repository."""
-    if "/" not in source:
-        try:
-            return importlib.metadata.version(source), Path()
-        except importlib.metadata.PackageNotFoundError:
-            raise Absent(f"{source} is not installed") from None
-    root = repositories / source.replace("/", "+") if repositories else Path()
-    if not repositories or not root.is_dir():
-        raise Absent(f"{source} is not under --repositories")
-    commit = subprocess.run(["git", "-C", str(root), "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True)
-    return commit.stdout.strip() or "no commit", root
 
 
 def logits_of(module: nn.Module, ids: Tensor, vocabulary: int) -> Tensor:
@@ -109,50 +85,12 @@ def attempt(project: Project, checkpoint: Path, repositories: Path | None) -> di
     return result
 
 
-def write_checkpoint(directory: Path, config: GPT2Config) -> Path:
-    """Random weights in the official layout. Biases and norms are drawn too, so nothing hides behind a zero or a one."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for name, shape in expected(config).items():
-        spread = 0.02 if len(shape) == 2 and config.n_embd >= 128 else 0.3
-        tensors[name] = torch.randn(shape, generator=generator) * spread + (".ln_" in f".{name}" and name.endswith("weight"))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config.to_hf()))
-    return directory
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repositories", type=Path, help="folder of clones, each called owner+name")
-    parser.add_argument("--only", nargs="*", help="words that the project's name contains", default=[])
+    parser = parser_of(__doc__, timeout=900.0)
     parser.add_argument("--size", default="tiny", help="tiny, or an official size such as gpt2")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each project")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        project = next(project for project in PROJECTS if project.name == arguments.one)
-        with contextlib.redirect_stdout(sys.stderr):
-            result = attempt(project, arguments.checkpoint, arguments.repositories)
-        print(json.dumps(result))
-        return 0
-    wanted = [p for p in PROJECTS if not arguments.only or any(word.lower() in p.name.lower() for word in arguments.only)]
     config = TINY if arguments.size == "tiny" else official_size(arguments.size)
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = write_checkpoint(Path(folder), config)
-        for project in wanted:
-            command = [sys.executable, __file__, "--one", project.name, "--checkpoint", str(checkpoint)]
-            if arguments.repositories:
-                command += ["--repositories", str(arguments.repositories.resolve())]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout)
-                last = done.stdout.strip().rpartition("\n")[2]
-                result = json.loads(last) if last else {"project": project.name, "failed": done.stderr[-600:]}
-            except subprocess.TimeoutExpired:
-                result = {"project": project.name, "failed": f"more than {arguments.timeout:g} s"}
-            results.append(result)
-            print(row(result), file=sys.stderr, flush=True)
+    results = run_each(arguments, PROJECTS, config, attempt, row)
     print(json.dumps({"size": arguments.size, "torch": torch.__version__, "results": results}))
     return 0
 
