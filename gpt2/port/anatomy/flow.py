@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from gpt2.port.recording.dataflow import Kind, Node, Recording
+from gpt2.port.recording.dataflow import Kind, Node, Recording, without_repeats
 
 LINEAR = {"add", "sub", "mul", "div", "neg", "dropout"}
 
@@ -66,7 +66,7 @@ class Flow:
             Kind.CONTRACTION: self._contraction,
             Kind.ELEMENTWISE: self._elementwise,
             Kind.ROWWISE: self._rowwise,
-            Kind.OTHER: lambda number, node: self._new_origin(number, node, State.NONLINEAR),
+            Kind.OTHER: self._other,
         }
         for number in sorted(recording.needed):
             node = self.nodes[number]
@@ -152,6 +152,18 @@ class Flow:
         """Assign tokens in the order of (B, T, ...), for results with unknown tokens."""
         size = node.stop - node.start
         return torch.arange(size).view(node.shape) // max(1, size // self.recording.ids.numel())
+
+    def _other(self, number: int, node: Node) -> None:
+        if self._is_learned(node):  # a mask or a position that is computed from the token ids alone is no activation
+            self._new_origin(number, node, State.NONLINEAR)
+
+    def _is_learned(self, node: Node) -> bool:
+        """Return whether any parameter or buffer went into a node's results."""
+        tensors = [without_repeats(operand) for operand in node.tensors]
+        if len(tensors) < len(node.operands) or any(bool(((x >= 0) & (x < self.recording.tokens)).any()) for x in tensors):
+            return True
+        before = {number for x in tensors for number in self.recording.owners(x).unique().tolist() if number >= 0}
+        return any(self._is_learned(self.nodes[number]) for number in before)
 
     def _rowwise(self, number: int, node: Node) -> None:
         for table in (self.origin, self.place):
