@@ -32,11 +32,12 @@ class Behaviour:
     """Tests a module in float64; the results are ``causes``, ``notes`` and ``divergence`` (where randomness begins).
 
     ``expected``: our model with the port's weights; locates dropouts and padding. ``bound``: the allowed error of the port's
-    logits.
+    logits. ``masked``: the dropouts made by hand, as :func:`.dispatch.random_masks` numbers them.
     """
 
-    def __init__(self, module: nn.Module, expected: Reference, bound: float) -> None:
+    def __init__(self, module: nn.Module, expected: Reference, bound: float, masked: frozenset[int] = frozenset()) -> None:
         self.module, self.expected, self.config = module, expected, expected.model.config
+        self.masked = masked
         self.bound = max(bound, MIN_BOUND)
         self.causes: list[PlacedCause] = []
         self.notes: list[str] = []
@@ -58,7 +59,7 @@ class Behaviour:
         self.causes.append(PlacedCause(id, places or (Place(None, "logits"),), words, evidence, SURE))
 
     def _output(self, ids: Tensor, **arguments: Any) -> Any:
-        return run_deterministically(lambda: self.module(ids, **arguments))[0]
+        return run_deterministically(lambda: self.module(ids, **arguments), masked=self.masked)[0]
 
     def _logits(self, ids: Tensor, **arguments: Any) -> Tensor:
         return self._logits_in(self._output(ids, **arguments), ids)
@@ -79,11 +80,11 @@ class Behaviour:
     # Repeated
 
     def _repeat(self, ids: Tensor) -> None:
-        mode = DeterministicMode(keep_casts=True, keep_random=True)
+        mode = DeterministicMode(keep_casts=True, keep_random=True, masked=self.masked)
         try:
             first, second = self._twice(ids, mode)
         except Exception:  # its casts fit its own dtype alone, not float64
-            mode = DeterministicMode(keep_casts=False, keep_random=True)
+            mode = DeterministicMode(keep_casts=False, keep_random=True, masked=self.masked)
             first, second = self._twice(ids, mode)
         if torch.equal(first, second) and not mode.dropouts:
             self._repeat_after_others(ids)
@@ -117,7 +118,7 @@ class Behaviour:
 
     def _dropouts(self, ids: Tensor, error: float, evidence: str) -> None:
         """Locate the dropouts: compare their inputs with the traced values, while all dropouts are the identity."""
-        _, mode = run_deterministically(lambda: self.module(ids))
+        _, mode = run_deterministically(lambda: self.module(ids), masked=self.masked)
         traced = trace(self.expected.model, ids.cpu())
         heads = [(point, head) for point, value in traced.items() if value.ndim == 4 for head in value.unbind(1)]
         named = [*traced.items(), *heads]

@@ -26,6 +26,7 @@ FUSED_ATTENTION = {
 NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 CONTRACTIONS = {"mm", "addmm", "bmm", "baddbmm"}
 NORMAL = {"randn", "randn_like", "normal_", "normal"}
+KEPT_SLACK = 0.25  # between the share of ones in a random mask and the probability that it was drawn with
 RANDOM = {*NORMAL, "rand", "rand_like", "uniform_", "randint", "randint_like", "randperm", "multinomial"}
 
 
@@ -119,11 +120,25 @@ class DeterministicMode(OperatorMode):
 
     Dropout is the identity, normal noise is zero, and float64 stays float64, so that the remaining differences from GPT-2 come
     from the module's formulas and weights. ``dropouts``, ``draws`` (other random operators) and ``casts`` list what occurred.
+
+    ``masked``: the numbers, in the order of the run, of those products with a mask that are dropouts made by hand
+    (:func:`random_masks`). With ``watch``, ``masks`` are those of all such products.
     """
 
-    def __init__(self, *, keep_casts: bool = False, keep_random: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        keep_casts: bool = False,
+        keep_random: bool = False,
+        masked: frozenset[int] = frozenset(),
+        watch: bool = False,
+    ) -> None:
         super().__init__()
-        self.keep_casts, self.keep_random = keep_casts, keep_random
+        self.keep_casts, self.keep_random, self.masked, self.watch = keep_casts, keep_random, masked, watch
+        self.masks: list[Tensor] = []
+        self._products = 0  # with a mask, so far
+        self._before: tuple[Tensor, Tensor, float] | None = None  # the last result times a number: result, input, number
+        self._whole: tuple[Tensor, float] | None = None  # the last product with a random mask, and its share of ones
         self.dropouts: list[Dropout] = []
         self.draws: list[str] = []
         self.casts: set[str] = set()
@@ -142,6 +157,8 @@ class DeterministicMode(OperatorMode):
             self.dropouts.append(Dropout(args[0].clone(), self._summed))
             if not self.keep_random:
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if (self.watch or self.masked) and (whole := self._without_mask(call)) is not None:
+            return whole
         if self._mask is not None and name in ("mul", "mul_"):
             mask = self._mask.data_ptr()
             if any(factor.data_ptr() == mask for factor in call.inputs):
@@ -162,16 +179,102 @@ class DeterministicMode(OperatorMode):
             self.draws.append(name)
             if not self.keep_random and name in NORMAL:
                 result.zero_()
+        if (self.watch or self.masked) and not call.writes and (factor := _number_applied(call)) not in (None, 1.0):
+            self._before = result, call.inputs[0], factor
+        return result
+
+    def _without_mask(self, call: Call) -> Tensor | None:
+        """Return what a dropout made by hand gives without its mask and its factor; None for other calls."""
+        factor = _number_applied(call)
+        if self._whole is not None and factor is not None and call.inputs[0].data_ptr() == self._whole[0].data_ptr():
+            whole, share = self._whole
+            self._whole = None
+            if factor != 1 and abs(factor * share - 1) < KEPT_SLACK:
+                return whole if call.writes else whole.clone()
+        masked = _masked_product(call)
+        if masked is None:
+            return None
+        value, mask = masked
+        number, self._products = self._products, self._products + 1
+        if self.watch:
+            self.masks.append(mask.clone())
+        if number not in self.masked:
+            return None
+        share = float((mask != 0).double().mean())
+        if self._before is not None and self._before[0].data_ptr() == value.data_ptr():
+            _, unscaled, scale = self._before
+            value = unscaled if abs(scale * share - 1) < KEPT_SLACK else value
+        self.dropouts.append(Dropout(value.clone(), self._summed))
+        if self.keep_random:
+            return None
+        result = call.args[0].copy_(value) if call.writes else value.clone()
+        self._whole = result, share
         return result
 
 
-def run_deterministically(function: Callable[[], T], keep_casts: bool = False) -> tuple[T, DeterministicMode]:
+def _number_applied(call: Call) -> float | None:
+    """Return the number that a call multiplies its first tensor by; None if it does something else."""
+    if call.name not in ("mul", "mul_", "div", "div_") or len(call.args) < 2 or not isinstance(call.args[0], Tensor):
+        return None
+    number = call.args[1]
+    if isinstance(number, Tensor):
+        number = number.item() if number.numel() == 1 and call.args[0].numel() > 1 else None
+    if not isinstance(number, int | float) or not number:
+        return None
+    return float(number) if call.name.startswith("mul") else 1 / number
+
+
+def _masked_product(call: Call) -> tuple[Tensor, Tensor] | None:
+    """Return a floating-point value and the mask (zeros and one other number) that it is multiplied by; None for other calls."""
+    name, args = call.name, call.args
+    pairs: list[tuple[Any, Any]] = []
+    if name in ("mul", "mul_"):
+        pairs = [(args[0], args[1]), *([] if call.writes else [(args[1], args[0])])]
+    elif name in ("masked_fill", "masked_fill_") and isinstance(args[1], Tensor) and not bool(torch.as_tensor(args[2]).any()):
+        pairs = [(args[0], ~args[1])]
+    elif name == "where" and len(args) == 3 and isinstance(args[2], Tensor) and not bool(args[2].any()):
+        pairs = [(args[1], args[0])]
+    for value, mask in pairs:
+        if isinstance(value, Tensor) and isinstance(mask, Tensor) and value.is_floating_point() and _is_mask(mask, value):
+            return value, mask
+    return None
+
+
+def _is_mask(mask: Tensor, value: Tensor) -> bool:
+    """Return whether ``mask`` holds zeros and one other number, and is not the sign of ``value``, as in a ReLU by hand."""
+    if mask.numel() < 2 or mask.shape != torch.broadcast_shapes(mask.shape, value.shape):
+        return False
+    most = mask.amax() if mask.dtype != torch.bool else mask.any()
+    is_two = bool(most > 0) and bool(((mask == 0) | (mask == most)).all()) and bool((mask == 0).any())
+    return is_two and not torch.equal(mask != 0, value > 0) and not torch.equal(mask != 0, value >= 0)
+
+
+def random_masks(function: Callable[[], object]) -> frozenset[int]:
+    """Return the numbers of the products with a mask whose mask is another one in each call: dropouts made by hand.
+
+    What drew the mask does not matter: torch, NumPy, or Python's own random numbers.
+    """
+    runs = []
+    for _ in range(2):
+        mode = DeterministicMode(keep_casts=True, keep_random=True, watch=True)
+        with mode:
+            function()
+        runs.append(mode.masks)
+    first, second = runs
+    if len(first) != len(second):
+        return frozenset()
+    return frozenset(n for n, (a, b) in enumerate(zip(first, second, strict=True)) if not torch.equal(a, b))
+
+
+def run_deterministically(
+    function: Callable[[], T], keep_casts: bool = False, masked: frozenset[int] = frozenset()
+) -> tuple[T, DeterministicMode]:
     """Return ``function()`` under :class:`DeterministicMode`, and the mode; keep casts if it fails without them."""
-    mode = DeterministicMode(keep_casts=keep_casts)
+    mode = DeterministicMode(keep_casts=keep_casts, masked=masked)
     try:
         with mode:
             return function(), mode
     except (RuntimeError, TypeError):
         if keep_casts or not mode.casts:
             raise
-        return run_deterministically(function, keep_casts=True)
+        return run_deterministically(function, keep_casts=True, masked=masked)
