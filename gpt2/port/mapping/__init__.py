@@ -25,6 +25,7 @@ from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
 from gpt2.port.mapping.filling import fill
 from gpt2.port.mapping.mapping import Mapping
+from gpt2.port.mapping.overwritten import overwritten
 from gpt2.port.mapping.remarks import Remarks
 from gpt2.port.mapping.report import MappingReport
 from gpt2.port.recording.forward import Borrowed
@@ -75,6 +76,7 @@ def load_into(
         remarks = Remarks(mapping, state)
         check = Check(mapping, state, remarks.neutral)
         borrowed.to_float64()
+        remarks.notes += overwritten(borrowed, mapping)
         filled = fill(borrowed, mapping, state)
         rows = tuple(one.row for one in filled if one.row is not None)
         remarks.left_over(filled)
