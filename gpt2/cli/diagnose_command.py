@@ -128,8 +128,9 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
             return gpt2.diagnose(args.what, args.model, settings=args.set or None, **options)
     from gpt2.port.diagnosis.runner import run
 
-    with Status(f"running {args.what}"):
-        return run(args.what, args.model, timeout=args.timeout, revision=args.revision, offline=args.offline)
+    with Status(f"running {args.what}") as status:
+        options = {"timeout": args.timeout, "revision": args.revision, "offline": args.offline}
+        return run(args.what, args.model, **options, progress=status)
 
 
 def _step(args: argparse.Namespace) -> "Diagnosis":

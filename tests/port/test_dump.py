@@ -16,8 +16,9 @@ from gpt2.errors import InputError
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.report import Diagnosis
-from gpt2.port.dump.pool import DumpPool, TimeUp
+from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.tolerance import measured
+from gpt2.port.recording.pool import TimeUp
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MODEL = checkpoint()

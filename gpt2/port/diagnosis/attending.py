@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
+from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import point_at
 from gpt2.port.diagnosis.hypotheses import attention_weights, likely_scales, right_scale, scale_faults
 from gpt2.port.diagnosis.norms import RMS, layer_norm
@@ -27,6 +28,7 @@ from gpt2.port.diagnosis.wiring import STREAM, streams
 HEADS = (1, 0, 2)  # axes of (B, H, T, K) that a port may split: heads, rows, tokens
 GRID = (1, 0)  # axes of (B, H, T, T) that a port may split
 MAX_HIDDEN = 60  # combinations of weights to try, in each way to merge heads, where neither weights nor heads are recorded
+SATURATED = 1e-6  # the error of values against their mixture, below which each token sees only itself
 MASKS = 10  # of the possible results of mask and softmax, those tried with an unlikely comparison of tokens
 # What the weights may mix, the right one first; the words describe the fault.
 MIXED = {
@@ -245,10 +247,17 @@ class Attending:
         mixtures = self._mixtures(scoring)
         for number, rank in recorded_products(self.pool, weights, [mixture for mixture, _ in mixtures]):
             mixture, faults = mixtures[rank]
+            is_right = options[number].price <= 0 and not scoring.faults and not faults
+            if not is_right and self._is_each_its_own(options[number].value, mixture):
+                continue
             if (mixed := self._product(options[number].value, mixture)) is not None:
                 chosen = Choice(options[number], options[number].value, None, mixed._replace(faults=faults))
                 return against_right(chosen, options)
         return None
+
+    def _is_each_its_own(self, weights: Tensor, mixture: Mixture) -> bool:
+        """Return whether the product is the values themselves, which are recorded whatever the port does with them."""
+        return worst_relative_error(weights @ mixture.values, mixture.values) <= SATURATED
 
     def _weigh_otherwise(self) -> tuple[Scoring, Choice[Recorded]] | None:
         """Do :meth:`_weigh` for other ways to compare tokens, where the scores are not recorded as GPT-2 makes them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.errors import InputError
-from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
+from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
 from gpt2.measure.tracing import layer_of, points, trace
 from gpt2.measure.user_code import error_line, logits_of
 from gpt2.model import GPT2
@@ -27,8 +28,9 @@ from gpt2.port.diagnosis.walk import walk
 from gpt2.port.diagnosis.weights import WeightComparison
 from gpt2.port.mapping.filling import fill, put
 from gpt2.port.mapping.mapping import Mapping
+from gpt2.port.mapping.overwritten import overwritten
 from gpt2.port.recording.dataflow import Use
-from gpt2.port.recording.dispatch import run_deterministically
+from gpt2.port.recording.dispatch import random_masks, run_deterministically
 from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 from gpt2.port.recording.pool import Pool, collect
 from gpt2.port.recording.recorder import give_shapes, record_probe
@@ -36,19 +38,24 @@ from gpt2.port.recording.recorder import give_shapes, record_probe
 SLACK = 10  # for ports without float64: the allowed error over our model's error in that dtype
 LENGTHS = (8, 1, 32)  # token sequences; the walk uses the first
 MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried
+SMALL = 20_000_000  # parameters of a model whose diagnosis must be quick
+SECONDS = {True: 25.0, False: 150.0}  # for all walks through a module, by whether the model is small
 NARROW = (torch.bfloat16, torch.float16)
 
 
 class Examination:
     """The checks of one module; :meth:`diagnosis` runs them. Raises InputError as :func:`gpt2.diagnose` does."""
 
-    def __init__(self, module: nn.Module, ours: GPT2, fill: bool = False) -> None:
-        self.module, self.ours, self.config, self.fill = module, ours, ours.config, fill
+    def __init__(self, module: nn.Module, ours: GPT2, fill: bool = False, progress: Progress = silent) -> None:
+        self.module, self.ours, self.config, self.fill, self.progress = module, ours, ours.config, fill, progress
+        self.seconds = SECONDS[ours.config.num_parameters() < SMALL]
+        self.deadline = time.monotonic() + self.seconds
         self.who = type(module).__name__
         self.weight_causes: list[PlacedCause] = []
         self.notes: list[str] = []
         self.bound = FLOAT64_BOUND
         self.not_gpt2 = ""
+        self.masked: frozenset[int] = frozenset()  # dropouts made by hand, as random_masks numbers them
 
     def diagnosis(self) -> Diagnosis:
         tensors = [*self.module.parameters(), *self.module.buffers()]
@@ -64,7 +71,9 @@ class Examination:
             return self._examine(borrowed)
 
     def _examine(self, borrowed: Borrowed) -> Diagnosis:
+        self.progress("recording one forward pass of your module")
         anatomy = self._anatomy()
+        self.progress("comparing your weights with the checkpoint's")
         self._read_checkpoint(borrowed)
         borrowed.to_float64()
         self.mapping = None if anatomy is None else Mapping(anatomy, self.config)
@@ -72,10 +81,12 @@ class Examination:
         self.structural = [] if self.mapping is None else list(structural_causes(self.mapping))
         reference = Reference(self.ours, self.state)
         same = Reference(self.ours, own.weights, own.head) if own.placed else reference
+        self.progress("comparing your logits with ours")
         outputs = self._outputs(borrowed, self._probes(anatomy))
         ids, first_logits = outputs[0]
         padding, notes = padding_causes(first_logits, self.config)
-        behaviour = Behaviour(self.module, same, self.bound)
+        behaviour = Behaviour(self.module, same, self.bound, self.masked)
+        self.progress("trying your module alone, repeated, cached and padded")
         behaviour.test(ids.to(self.device))
         self.notes += notes + behaviour.notes
         errors = [reference.error(logits, ids) for ids, logits in outputs]
@@ -98,7 +109,8 @@ class Examination:
             silent = [cause for cause in self.structural if cause.id == "position-missing"]
             causes = [_sure(cause, evidence) for cause in [*self.weight_causes, *silent]]
         else:
-            divergence, causes = self._walked(ids, own, reference)
+            mixed = any(cause.id == "batch-dependent" for cause in behaviour.causes)
+            divergence, causes = self._walked(ids, own, reference, mixed)
         return self._diagnosed(worst, [blank, divergence, behaviour.divergence], [*causes, *others])
 
     def _diagnosed(self, error: float, divergences: list[Divergence | None], causes: list[PlacedCause]) -> Diagnosis:
@@ -154,6 +166,7 @@ class Examination:
             self.notes.append("beyond that, the diagnosis is of your module as gpt2.load_into fills it")
             error = worst_relative_error(own.weights["wte.weight"], self.state["wte.weight"])
             divergence, self.mapping = Divergence("wte", None, error), Mapping(self.mapping.anatomy, self.config)
+        self.notes += overwritten(borrowed, self.mapping)
         fill(borrowed, self.mapping, self.state)
         return self._compared(self.mapping, borrowed)[0], divergence
 
@@ -198,6 +211,9 @@ class Examination:
         outputs: list[tuple[Tensor, Tensor]] = []
         for ids in probes:
             logits = self._run(ids)
+            if not outputs and self._is_random(ids, logits):
+                self.masked = random_masks(lambda ids=ids: self.module(ids.to(self.device)))
+                logits = self._run(ids)
             if isinstance(logits, Exception) and not outputs:
                 borrowed.to_own_dtype()
                 failure, logits = logits, self._run(ids)
@@ -210,10 +226,17 @@ class Examination:
                 outputs.append((ids, logits))
         return outputs
 
+    def _is_random(self, ids: Tensor, logits: Tensor | Exception) -> bool:
+        """Return whether another run gives other logits: what is random there is no dropout of torch's."""
+        again = self._run(ids)
+        return isinstance(logits, Tensor) and isinstance(again, Tensor) and not torch.equal(logits, again)
+
     def _run(self, ids: Tensor) -> Tensor | Exception:
         """Return the logits of ids (B, T), or the error."""
         try:
-            output, mode = run_deterministically(lambda: logits_of(self.module(ids.to(self.device)), ids, self.config.vocab_size))
+            output, mode = run_deterministically(
+                lambda: logits_of(self.module(ids.to(self.device)), ids, self.config.vocab_size), masked=self.masked
+            )
         except Exception as error:
             return error
         if mode.casts and not mode.keep_casts:
@@ -233,19 +256,28 @@ class Examination:
 
     # The module's computation
 
-    def _walked(self, ids: Tensor, own: Own, reference: Reference) -> tuple[Divergence | None, list[PlacedCause]]:
-        """Walk through GPT-2's stages with the module's own weights and recorded tensors."""
-        config = self.config
-        pool, _ = run_deterministically(lambda: collect(self.module, ids.to(self.device), config))
-        pool.narrow = self.bound > FLOAT64_BOUND
+    def _walked(self, ids: Tensor, own: Own, reference: Reference, mixed: bool) -> tuple[Divergence | None, list[PlacedCause]]:
+        """Walk through GPT-2's stages with the module's own weights and recorded tensors.
+
+        ``mixed``: rows of a batch change one another. What else is wrong shows in a batch of equal rows.
+        """
         weights = dict(own.weights)
         if own.placed and not bool(own.placed["wpe.weight"].any()):  # the walk finds what is added in place of positions
             weights["wpe.weight"] = self.state["wpe.weight"]
-        walked = self._best_walk(pool, ids, reference, weights, own)
+        walked = self._best_walk(self._pool(ids), ids, reference, weights, own)
+        if mixed and not walked.explained:
+            alike = ids[:1].expand_as(ids).contiguous()
+            again = self._best_walk(self._pool(alike), alike, reference, weights, own)
+            if again.explained or len(again.points) > len(walked.points):
+                walked = replace(again, first_divergence=walked.first_divergence or again.first_divergence)
+        if walked.lost:
+            limit = f"the search ended at its limit of {self.seconds:g} s; " if walked.timed_out else ""
+            self.notes.append(limit + walked.edge(self.config.n_layer))
         if walked.explained:
             held = [cause for cause in self.weight_causes if cause.id != "extra-bias"]  # the walk has measured its effect
             return walked.first_divergence, [*walked.causes, *(_sure(cause) for cause in held)]
-        if self.not_gpt2 and not walked.causes:
+        is_lost = not walked.timed_out and all(layer_of(point) is None for point in walked.points)
+        if self.not_gpt2 and not walked.causes and is_lost:
             raise InputError(f"{self.who}: {self.not_gpt2}; this is another kind of model, and gpt2 diagnose needs a GPT-2")
         known = {cause.id for cause in walked.causes}
         structural = [cause for cause in self.structural if cause.id not in known and not _refuted(cause, walked)]
@@ -254,26 +286,32 @@ class Examination:
             self.notes.append("these causes do not explain all of the difference; fix them and run the diagnosis again")
         return walked.first_divergence, causes
 
+    def _pool(self, ids: Tensor) -> Pool:
+        """Return the module's recorded tensors."""
+        pool, _ = run_deterministically(lambda: collect(self.module, ids.to(self.device), self.config), masked=self.masked)
+        pool.narrow, pool.deadline = self.bound > FLOAT64_BOUND, self.deadline
+        return pool
+
     def _best_walk(self, pool: Pool, ids: Tensor, reference: Reference, weights: dict[str, Tensor], own: Own) -> Walk:
         """Walk with the module's weights; if these do not explain its logits, with the checkpoint's too.
 
         A bias that the anatomy has not found, or blocks that it has taken for others, need not be wrong: if the walk comes
         further with the checkpoint's own, the causes that say so are dropped.
         """
-        best = walk(pool, weights, self.config, ids, reference.model, own.head)
+        best = walk(pool, weights, self.config, ids, reference.model, own.head, self.progress)
         completed = {name: torch.where(placed, weights[name], self.state[name]) for name, placed in own.placed.items()}
         checkpoint = self.state if own.placed else {}
         misread_all = {cause.id for cause in self.weight_causes}
         for others, misread in ((completed, {"missing-bias", "layernorm-without-affine"}), (checkpoint, misread_all)):
             if best.explained or all(torch.equal(tensor, weights[name]) for name, tensor in others.items()):
                 continue
-            walked = walk(pool, others, self.config, ids, reference.model, own.head)
+            walked = walk(pool, others, self.config, ids, reference.model, own.head, self.progress)
             if walked.explained or len(walked.points) > len(best.points):
                 best = walked
                 self.weight_causes = [cause for cause in self.weight_causes if cause.id not in misread]
         if not best.explained and not pool.narrow:  # float32 constants may be the only obstacle
             pool.narrow = True
-            walked = walk(pool, weights, self.config, ids, reference.model, own.head)
+            walked = walk(pool, weights, self.config, ids, reference.model, own.head, self.progress)
             best = walked if walked.explained else best
         return best
 

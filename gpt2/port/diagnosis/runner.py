@@ -7,13 +7,15 @@ process if this one ends first.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gpt2.errors import InputError
@@ -24,6 +26,9 @@ from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
 
 TIMEOUT = 60.0  # seconds for the user's code: import, build, one forward
 DIAGNOSIS_FACTOR = 20  # the diagnosis may take this many times as long
+PROGRESS = "progress"  # the file in which the process says what it does
+POLL_SECONDS = 0.2  # between two looks at it
+MAX_PROGRESS = 200  # characters shown of it
 MAX_ANSWER = 64_000_000  # bytes read of the answer; usually a few thousand
 # By stage: what did not end in time, and when the process ended.
 STAGES = {
@@ -45,13 +50,14 @@ def run(
     timeout: float = TIMEOUT,
     revision: str | None = None,
     offline: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> Diagnosis:
     """Build the model in a process of its own, and diagnose it there.
 
     ``text``: ``FILE.py:build``, where ``build(checkpoint_dir)`` or ``build()`` returns the module. ``step``:
     ``FILE.py:make_step``, to diagnose a training step of it, with ``settings`` as for :func:`gpt2.diagnose_step`. ``timeout``:
-    seconds for the user's code; the diagnosis may take longer. Raises InputError if the file, function or model is missing, or
-    the module cannot be built and run.
+    seconds for the user's code; the diagnosis may take longer. ``progress``: called with a short text at each stage. Raises
+    InputError if the file, function or model is missing, or the module cannot be built and run.
     """
     port = target(text)
     training = None if step is None else target(step, "make_step")
@@ -73,18 +79,19 @@ def run(
             order |= {"step_file": str(training.path), "step": training.name, "settings": list(settings)}
         (folder / "order.json").write_text(json.dumps(order))
         command = [sys.executable, "-P", "-c", START, str(folder), str(Path(__file__).parents[3])]
-        code = watch(command, folder, 2 * limits["whole"])
+        code = watch(command, folder, 2 * limits["whole"], progress)
         if not (folder / "answer.json").exists():
             raise InputError(f"{port.shown}: {_failure(folder, port, timeout, code)}")
         with open(folder / "answer.json", "rb") as file:
             return _diagnosis(file.read(MAX_ANSWER), port)
 
 
-def watch(command: list[str], folder: Path, limit: float) -> int | None:
+def watch(command: list[str], folder: Path, limit: float, progress: Callable[[str], None] | None = None) -> int | None:
     """Run a command, with the guard beside it, and return its exit code; None if it did not end itself in ``limit`` seconds.
 
     What it prints goes to ``printed`` in ``folder``. Afterwards none of its process group runs. If this process is killed, the
-    guard ends the command's and removes the folder. Raises OSError if the command cannot be started.
+    guard ends the command's and removes the folder. ``progress``: called with what the command writes to the file PROGRESS in
+    ``folder``. Raises OSError if the command cannot be started.
     """
     with open(folder / "printed", "wb") as printed:
         process = subprocess.Popen(
@@ -92,13 +99,18 @@ def watch(command: list[str], folder: Path, limit: float) -> int | None:
         )
     guard_command = [sys.executable, "-I", "-S", guard_script.__file__, str(folder)]
     nowhere = subprocess.DEVNULL  # separate sessions: Ctrl-C reaches this process only
-    guard = None
+    guard, end_of_time = None, time.monotonic() + limit
     try:  # an interrupt may come at any time
         guard = subprocess.Popen(guard_command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
         assert guard.stdin is not None
         guard.stdin.write(b"%d\n" % process.pid)
         guard.stdin.flush()
-        return process.wait(limit)
+        while progress is not None and (left := end_of_time - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(min(POLL_SECONDS, left))
+            if (folder / PROGRESS).is_file():
+                progress((folder / PROGRESS).read_text(errors="replace")[:MAX_PROGRESS])
+        return process.wait(max(0.0, end_of_time - time.monotonic()))
     except subprocess.TimeoutExpired:
         return None
     finally:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
+from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points, trace
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import PlacedCause
@@ -27,7 +27,10 @@ SEQUENCE = ("layer-order", "layer-missing", "layer-repeated")
 
 @dataclass(frozen=True)
 class Walk:
-    """The result of a walk; ``explained``: it reaches the port's logits, and nothing on the way is unknown."""
+    """The result of a walk; ``explained``: it reaches the port's logits, and nothing on the way is unknown.
+
+    ``lost``: the points with an unknown computation. ``timed_out``: the search ended at its limit of time, at the first of them.
+    """
 
     points: tuple[str, ...]
     explained: bool
@@ -35,6 +38,18 @@ class Walk:
     causes: tuple[PlacedCause, ...]
     blocks: tuple[int, ...]
     lost: tuple[str, ...]
+    timed_out: bool = False
+
+    def edge(self, layers: int) -> str:
+        """Say which stage is the last that was recognised before the first unknown one, and which is the first that was not."""
+        order, lost = points(layers), Place.of(self.lost[0])
+        first = forward_rank(lost, layers)
+        while first < len(order) and order[first] in self.points and lost.contains(Place.of(order[first])):
+            first += 1
+        known = [point for point in order[:first] if point in self.points]
+        last = f"{known[-1]} is the last stage that was recognised" if known else "no stage was recognised"
+        is_inside = first < len(order) and lost.contains(Place.of(order[first]))
+        return f"{last}; {order[first] if is_inside else self.lost[0]} is the first that was not"
 
 
 class Trail:
@@ -42,10 +57,11 @@ class Trail:
 
     ``values``: by traced point. ``blocks``: the checkpoint's numbers of the running blocks. ``factors``: of their scores, with
     the error of the attention weights. ``missed``: errors of GPT-2's formula where the port follows another. ``lost``: points
-    with an unknown computation. ``reached``: the walk arrived at the port's logits.
+    with an unknown computation. ``reached``: the walk arrived at the port's logits. ``timed_out``: it ended at a limit of time.
     """
 
-    def __init__(self, pool: Pool, own: dict[str, Tensor], config: GPT2Config, ids: Tensor) -> None:
+    def __init__(self, pool: Pool, own: dict[str, Tensor], config: GPT2Config, ids: Tensor, progress: Progress = silent) -> None:
+        self._progress, self._at = progress, "embed"
         self.pool, self.chooser, self.own, self.config, self.ids = pool, Chooser(pool), own, config, ids
         self.values: dict[str, Tensor] = {}
         self.faults: list[Fault] = []
@@ -54,6 +70,18 @@ class Trail:
         self.missed: dict[str, float] = {}
         self.lost: list[str] = []
         self.reached = False
+        self.timed_out = False
+
+    def enter(self, layer: int, part: str) -> None:
+        """Note where the walk is."""
+        self._at = point_at(layer, part)
+        self._progress(f"following your values, at {self._at}")
+
+    def run_out(self) -> None:
+        """Note that the walk ended at its limit of time."""
+        self.timed_out = True
+        if not self.lost:
+            self.lost.append(self._at)
 
     def weights(self, layer: int) -> dict[str, Tensor]:
         return {name.removeprefix(f"h.{layer}."): t for name, t in self.own.items() if name.startswith(f"h.{layer}.")}
@@ -94,7 +122,7 @@ def account(trail: Trail, reference: GPT2) -> Walk:
     divergence = None if first is None else Divergence(first[0], layer_of(first[0]), first[1])
     faults = [*post_norms(trail.faults), *_scales(trail), *_sequence(trail, reference)]
     causes, lost = _causes(faults, trail, explained), tuple(dict.fromkeys(trail.lost))
-    return Walk(known, explained, divergence, tuple(causes), tuple(trail.blocks), lost)
+    return Walk(known, explained, divergence, tuple(causes), tuple(trail.blocks), lost, trail.timed_out)
 
 
 def _departure(value: Tensor, expected: Tensor) -> float:

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
+from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.tracing import point_at
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.attending import Attending, Projected, added, affine, project
 from gpt2.port.diagnosis.hypotheses import activations, fitted_activation
 from gpt2.port.diagnosis.norms import Norms
+from gpt2.port.diagnosis.replay import Replay
 from gpt2.port.diagnosis.search import Choice, Confirm, Fault, Kind, Option, Recorded, Result
 from gpt2.port.diagnosis.trail import Trail, Walk, account
 from gpt2.port.diagnosis.wiring import STREAM, Branch, Embeddings, inputs, outputs, residuals, streams
-from gpt2.port.recording.pool import Pool
+from gpt2.port.recording.pool import Pool, TimeUp
 
 FEW_VALUES = 8  # an output with no more than these shows no rounding
 ROUNDING_SLACK = 1e-6
@@ -31,18 +33,29 @@ SAMPLE = 64  # vocabulary entries on which a candidate for the last stream is te
 
 @torch.no_grad()
 def walk(
-    pool: Pool, own: Mapping[str, Tensor], config: GPT2Config, ids: Tensor, reference: GPT2, head: Tensor | None = None
+    pool: Pool,
+    own: Mapping[str, Tensor],
+    config: GPT2Config,
+    ids: Tensor,
+    reference: GPT2,
+    head: Tensor | None = None,
+    progress: Progress = silent,
 ) -> Walk:
     """Walk through the tensors in ``pool``, which a program computed on ``ids`` (B, T), B and T at least 2.
 
     ``pool``: from a module (:func:`.recording.pool.collect`) or from arrays (:meth:`.Pool.of`). ``own``: the program's weights by
-    the checkpoint's names. ``reference``: our model in float64. ``head`` (V, D): a head that is not the token embedding.
+    the checkpoint's names. ``reference``: our model in float64. ``head`` (V, D): a head that is not the token embedding. At the
+    pool's deadline the walk ends with what it has found.
     """
     weights = {name: tensor.detach().double() for name, tensor in own.items()}
     if not bool(weights["wpe.weight"].any()):  # no positions: it may add the checkpoint's, others, or none
         weights["wpe.weight"] = reference.wpe.weight.detach().double()
-    trail = Trail(pool, weights, config, ids)
-    Walker(trail, weights["wte.weight"] if head is None else head.double()).run()
+    trail = Trail(pool, weights, config, ids, progress)
+    try:
+        Walker(trail, weights["wte.weight"] if head is None else head.double()).run()
+    except TimeUp:
+        trail.run_out()
+    trail.faults = Replay(trail, reference).effective()
     return account(trail, reference)
 
 
@@ -79,6 +92,7 @@ class Walker:
 
     def _next(self, options: list[Option]) -> tuple[int, Choice[Projected]] | None:
         """Return the block that runs next, by its weights, and its attention's input; None if the walk ends."""
+        self.trail.enter(len(self.blocks), "ln_1" if len(self.blocks) < self.config.n_layer else "ln_f")
         expected = self.blocks[-1] + 1 if self.blocks else 0
         every = range(self.config.n_layer)
         expected, *others = sorted(every, key=lambda layer: (layer != expected, layer < expected, layer))
@@ -158,12 +172,14 @@ class Walker:
         self.blocks.append(layer)
         self.chooser.remember("out", choice.option.base)
         self.trail.settle(n, choice, "ln_1")
+        self.trail.enter(n, "attn")
         attending = Attending(self.trail, n, layer, choice)
         normed = choice.option.kind is not Kind.NO_NORM
         return self._feed_forward(n, layer, Branch(True, attending.stream, choice.value, normed, attending.run()))
 
     def _feed_forward(self, n: int, layer: int, attention: Branch) -> list[Option] | None:
         weights = self.trail.weights(layer)
+        self.trail.enter(n, "mid")
 
         def confirm(x: Tensor) -> Recorded | None:
             return affine(self.chooser, x, weights["mlp.c_fc.weight"], weights["mlp.c_fc.bias"], "mlp.c_fc")
@@ -200,6 +216,7 @@ class Walker:
     def _activate(self, n: int, weights: dict[str, Tensor], up: Tensor) -> list[Option]:
         """Return the feed-forward's possible results, from the hidden units before the activation."""
         weight, bias = weights["mlp.c_proj.weight"], weights["mlp.c_proj.bias"]
+        self.trail.enter(n, "mlp.act")
 
         def confirm(x: Tensor) -> Recorded | None:
             return affine(self.chooser, x, weight, bias, "mlp.c_proj")

@@ -5,6 +5,7 @@ The port's output is not read. A stage that takes too long ends the process, whi
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -24,6 +25,7 @@ from gpt2.errors import InputError
 from gpt2.measure.user_code import builder, error_line, function_of
 from gpt2.model import GPT2
 from gpt2.port.diagnosis import Diagnosis, diagnose
+from gpt2.port.diagnosis.runner import PROGRESS
 from gpt2.port.recording.forward import ForwardError
 
 NO_GPU = re.compile(
@@ -77,7 +79,7 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
             file, name = Path(order["step_file"]), order["step"]
             diagnosis = _step(file, name, module, model, order["settings"], not takes_directory, begin)
         else:
-            diagnosis = diagnose(module, model, fill=not takes_directory)
+            diagnosis = diagnose(module, model, fill=not takes_directory, progress=_Told(place / PROGRESS))
         return json.dumps({**asdict(diagnosis), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
     except InputError as error:
         if failure is not None and isinstance(error, ForwardError):  # the first call's error names the user's line
@@ -85,6 +87,17 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         return json.dumps({"error": str(error) + _where(error, file)})
     except BaseException as error:  # the port may raise anything
         return json.dumps({"error": _one_line(error, file, name)})
+
+
+class _Told:
+    """Writes each stage of the diagnosis to ``file``, for the process that shows progress."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __call__(self, what: str) -> None:
+        with contextlib.suppress(OSError):  # progress is not worth a diagnosis
+            self.file.write_text(what)
 
 
 def _directory(checkpoint: Checkpoint, model: GPT2, place: Path) -> Path:

@@ -22,9 +22,10 @@ from gpt2.port.dump.arrays import Output, recognised
 from gpt2.port.dump.evidence import Placement, order_run, placements, streams, with_storage
 from gpt2.port.dump.explaining import STREAMS, Explanation, explain
 from gpt2.port.dump.loading import Loaded, Loading
-from gpt2.port.dump.pool import DumpPool, TimeUp
+from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.simulation import Simulation
 from gpt2.port.dump.tolerance import UNITS, excess, measured
+from gpt2.port.recording.pool import TimeUp
 
 WALKED = 3  # arrays of a stream's size a block from which on a walk is tried
 RIGHT_SECONDS = 10.0  # for the walk through a dump with right logits

@@ -15,6 +15,7 @@ from gpt2.measure.dumps import SAVE, Dump, dump_of, read
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import ranked
+from gpt2.port.diagnosis.examination import SMALL
 from gpt2.port.diagnosis.logits import Reference, padding_causes
 from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.dump.arrays import find_output
@@ -23,7 +24,6 @@ from gpt2.port.dump.tolerance import HALVES
 from gpt2.port.step_dump.examination import StepExamination
 from gpt2.port.training.settings import Settings
 
-SMALL = 20_000_000  # parameters of a model whose diagnosis must be quick
 SECONDS = {True: 50.0, False: 240.0}  # for the whole search, by whether the model is small
 
 

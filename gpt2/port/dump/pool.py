@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
@@ -18,15 +17,11 @@ FAULT_MARGIN = 4  # how many times better than the tolerance a wrong formula has
 MASKED = -1e4  # scores of this size or below hide a token
 
 
-class TimeUp(Exception):
-    """The time for a search is over."""
-
-
 class DumpPool(Pool):
     """The arrays of a dump, and their parts: blocks, thirds, lower triangles.
 
     Errors are measured beyond the rounding of each array's dtype. Values from a narrow dtype are not adopted: the program had
-    more digits than it wrote, and our own numbers are closer to them. ``deadline``: seconds of :func:`time.monotonic`.
+    more digits than it wrote, and our own numbers are closer to them.
     """
 
     def __init__(self, tolerance: Tolerance, config: GPT2Config, shape: tuple[int, int], deadline: float = math.inf) -> None:
@@ -99,25 +94,12 @@ class DumpPool(Pool):
         return excess(logits, value, self.logits_dtype)
 
     def find(self, value: Tensor, *axes: int) -> Match | None:
-        self._in_time()
         match = super().find(value, *axes)
         if match is None or not match.axes:
             return match
         whole = {self.whole[number] for number in match.entries}
         origins = {self.names[number].partition("[")[0] for number in match.entries}
         return match if whole == {True} or len(origins) == 1 else None  # not pieces of several arrays
-
-    def _in_time(self) -> None:
-        if time.monotonic() > self.deadline:
-            raise TimeUp
-
-    def near(self, n: int, first: Tensor, second: Tensor) -> Tensor:
-        self._in_time()
-        return super().near(n, first, second)
-
-    def may_be_near(self, n: int, first: Tensor) -> Tensor:
-        self._in_time()
-        return super().may_be_near(n, first)
 
     def adopt(self, value: Tensor, match: Match) -> Tensor:
         if any(self.dtypes[number] in HALVES for number in match.entries):

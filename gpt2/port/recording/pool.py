@@ -7,6 +7,7 @@ float64 numbers do not agree to 1e-12 by chance.
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -27,6 +28,10 @@ ROW_SUM_BOUND = 1e-6  # error of a sum of probabilities, in any dtype
 VIEWS_PER_TOKEN = 4  # views of a parameter are kept up to this many widths per token (rows of an embedding)
 
 
+class TimeUp(Exception):
+    """The time for a search is over."""
+
+
 class Match(NamedTuple):
     """A match of a value: its relative error, the matching entries, and the axes along which the value was sliced."""
 
@@ -36,12 +41,16 @@ class Match(NamedTuple):
 
 
 class Pool:
-    """The tensors of a forward pass, by size and sums; ``narrow``: some tensor was below float64."""
+    """The tensors of a forward pass, by size and sums; ``narrow``: some tensor was below float64.
+
+    After ``deadline``, seconds of :func:`time.monotonic`, every search raises TimeUp.
+    """
 
     def __init__(self) -> None:
         self.entries: list[Tensor] = []
         self.logits = torch.empty(0)
         self.narrow = False
+        self.deadline = math.inf
         self.operators: set[str] = set()
         self._by_size: dict[int, list[int]] = {}
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
@@ -112,6 +121,7 @@ class Pool:
 
     def find(self, value: Tensor, *axes: int) -> Match | None:
         """Return the best match of a value: whole, else slice by slice along one of ``axes``, else along all. None if none."""
+        self._in_time()
         whole = self._find(value)
         if whole is not None:
             return Match(whole[0], (whole[1],), ())
@@ -141,6 +151,7 @@ class Pool:
 
     def factors(self, value: Tensor, *axes: int) -> list[float]:
         """Return all f with an entry equal to f times ``value``, or else to f times its first slice along one of ``axes``."""
+        self._in_time()
         factors: list[float] = []
         for part in [value, *(next(iter(_slices(value, (axis,)))) for axis in axes)]:
             first, second = _sums(part)
@@ -162,6 +173,7 @@ class Pool:
 
     def near(self, n: int, first: Tensor, second: Tensor) -> Tensor:
         """Return (N, entries): whether each entry of ``n`` elements has the sum ``first`` (N,) and squares ``second`` (N,)."""
+        self._in_time()
         if n not in self._by_size:
             return torch.zeros(len(first), 0, dtype=torch.bool)
         sums, squares = self._table(n)
@@ -171,12 +183,17 @@ class Pool:
 
     def may_be_near(self, n: int, first: Tensor) -> Tensor:
         """Return (N, entries): where :meth:`near` can be true for sums ``first`` (N,), whatever the squares are."""
+        self._in_time()
         if n not in self._by_size:
             return torch.zeros(len(first), 0, dtype=torch.bool)
         sums, squares = self._table(n)
         margins = self._margins(n)
         largest = squares / (1 - 2.2 * margins).clamp(min=1e-300)  # the largest squares that are near enough
         return (sums - first[:, None]).abs() <= 1.01 * margins * (largest / n).sqrt().clamp(min=1e-300) * n + 1e-290
+
+    def _in_time(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise TimeUp
 
     def _table(self, n: int) -> tuple[Tensor, Tensor]:
         """Return the sums and the sums of squares of all entries of ``n`` elements."""
@@ -215,7 +232,10 @@ class Pool:
 
 
 class _Collector(OperatorMode):
-    """While entered, adds results to ``pool``: up to ``largest`` elements, and up to ``views`` of a weight."""
+    """While entered, adds results to ``pool``: up to ``largest`` elements, and up to ``views`` of a weight.
+
+    A tensor that is written part by part is added when it is next read as a whole.
+    """
 
     def __init__(self, module: nn.Module, views: int, largest: int) -> None:
         super().__init__()
@@ -223,8 +243,14 @@ class _Collector(OperatorMode):
         self.pool, self.largest = Pool(), largest
         self.pool.narrow = bool(held) and held[0].dtype != torch.float64
         self.limits = {tensor.untyped_storage()._cdata: views for tensor in held}
+        self._written: set[int] = set()  # storages of which a part was written
 
     def handle(self, call: Call) -> Any:
+        for tensor in () if call.writes else call.inputs:
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._written and 1 < tensor.numel() <= self.largest and _is_whole(tensor):
+                self._written.remove(storage._cdata)
+                self.pool.add(tensor)
         result = call.run()
         self.pool.operators.add(call.name)
         seen: set[tuple[int, int]] = set()
@@ -236,6 +262,8 @@ class _Collector(OperatorMode):
             if tensor.is_floating_point() and 1 < tensor.numel() <= largest and (storage, tensor.numel()) not in seen:
                 self.pool.narrow |= tensor.dtype != torch.float64
                 self.pool.add(tensor)
+            if call.writes and tensor.is_floating_point() and not _is_whole(tensor):
+                self._written.add(storage)
         return result
 
 
@@ -249,6 +277,11 @@ def collect(module: nn.Module, ids: Tensor, config: GPT2Config) -> Pool:
         output = logits_of(module(ids), ids, config.vocab_size)
     collector.pool.logits = output.detach().to("cpu", torch.float64)
     return collector.pool
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether a tensor has all elements of its storage."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _sums(tensor: Tensor) -> tuple[float, float]:
