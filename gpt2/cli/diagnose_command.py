@@ -129,8 +129,8 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
     from gpt2.port.diagnosis.runner import run
 
     with Status(f"running {args.what}") as status:
-        options = {"timeout": args.timeout, "revision": args.revision, "offline": args.offline}
-        return run(args.what, args.model, **options, progress=status)
+        revision, offline = args.revision, args.offline
+        return run(args.what, args.model, timeout=args.timeout, revision=revision, offline=offline, progress=status)
 
 
 def _step(args: argparse.Namespace) -> "Diagnosis":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.logits import Reference
 from gpt2.port.diagnosis.places import EVERY, Place, collapsed
 from gpt2.port.diagnosis.report import SURE, Divergence
-from gpt2.port.recording.dispatch import DeterministicMode, Dropout, run_deterministically
+from gpt2.port.recording.dispatch import DeterministicMode, Dropout, RandomMask, run_deterministically
 from gpt2.port.recording.pool import Pool
 
 MIN_BOUND = 1e-9  # relative, in float64: other shapes change the order of sums
@@ -35,7 +35,9 @@ class Behaviour:
     logits. ``masked``: the dropouts made by hand, as :func:`.dispatch.random_masks` numbers them.
     """
 
-    def __init__(self, module: nn.Module, expected: Reference, bound: float, masked: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, module: nn.Module, expected: Reference, bound: float, masked: Mapping[int, RandomMask] | None = None
+    ) -> None:
         self.module, self.expected, self.config = module, expected, expected.model.config
         self.masked = masked
         self.bound = max(bound, MIN_BOUND)

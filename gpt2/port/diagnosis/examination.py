@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping as MappingType
 from dataclasses import replace
 
 import torch
@@ -30,7 +31,7 @@ from gpt2.port.mapping.filling import fill, put
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.overwritten import overwritten
 from gpt2.port.recording.dataflow import Use
-from gpt2.port.recording.dispatch import random_masks, run_deterministically
+from gpt2.port.recording.dispatch import RandomMask, random_masks, run_deterministically
 from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 from gpt2.port.recording.pool import Pool, collect
 from gpt2.port.recording.recorder import give_shapes, record_probe
@@ -55,7 +56,7 @@ class Examination:
         self.notes: list[str] = []
         self.bound = FLOAT64_BOUND
         self.not_gpt2 = ""
-        self.masked: frozenset[int] = frozenset()  # dropouts made by hand, as random_masks numbers them
+        self.masked: MappingType[int, RandomMask] = {}  # dropouts made by hand, as random_masks numbers them
 
     def diagnosis(self) -> Diagnosis:
         tensors = [*self.module.parameters(), *self.module.buffers()]

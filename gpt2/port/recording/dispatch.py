@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -115,14 +115,21 @@ class Dropout(NamedTuple):
     after: int
 
 
+class RandomMask(NamedTuple):
+    """The mask of a dropout made by hand: which factor of the product it is, and its share of ones."""
+
+    side: int
+    share: float
+
+
 class DeterministicMode(OperatorMode):
     """Removes randomness (unless ``keep_random``) and casts to narrower dtypes (unless ``keep_casts``).
 
     Dropout is the identity, normal noise is zero, and float64 stays float64, so that the remaining differences from GPT-2 come
     from the module's formulas and weights. ``dropouts``, ``draws`` (other random operators) and ``casts`` list what occurred.
 
-    ``masked``: the numbers, in the order of the run, of those products with a mask that are dropouts made by hand
-    (:func:`random_masks`). With ``watch``, ``masks`` are those of all such products.
+    ``masked``: the dropouts made by hand (:func:`random_masks`), by the number of the product in the order of the run. With
+    ``watch``, ``masks`` has for each product the factor that is a mask and its value, or None.
     """
 
     def __init__(
@@ -130,13 +137,13 @@ class DeterministicMode(OperatorMode):
         *,
         keep_casts: bool = False,
         keep_random: bool = False,
-        masked: frozenset[int] = frozenset(),
+        masked: Mapping[int, RandomMask] | None = None,
         watch: bool = False,
     ) -> None:
         super().__init__()
-        self.keep_casts, self.keep_random, self.masked, self.watch = keep_casts, keep_random, masked, watch
-        self.masks: list[Tensor] = []
-        self._products = 0  # with a mask, so far
+        self.keep_casts, self.keep_random, self.masked, self.watch = keep_casts, keep_random, masked or {}, watch
+        self.masks: list[tuple[int, Tensor] | None] = []
+        self._products = 0  # that may be with a mask, so far
         self._before: tuple[Tensor, Tensor, float] | None = None  # the last result times a number: result, input, number
         self._whole: tuple[Tensor, float] | None = None  # the last product with a random mask, and its share of ones
         self.dropouts: list[Dropout] = []
@@ -179,8 +186,10 @@ class DeterministicMode(OperatorMode):
             self.draws.append(name)
             if not self.keep_random and name in NORMAL:
                 result.zero_()
-        if (self.watch or self.masked) and not call.writes and (factor := _number_applied(call)) not in (None, 1.0):
-            self._before = result, call.inputs[0], factor
+        if (self.watch or self.masked) and not call.writes:
+            factor = _number_applied(call)
+            if factor is not None and factor != 1:
+                self._before = result, call.inputs[0], factor
         return result
 
     def _without_mask(self, call: Call) -> Tensor | None:
@@ -191,16 +200,17 @@ class DeterministicMode(OperatorMode):
             self._whole = None
             if factor != 1 and abs(factor * share - 1) < KEPT_SLACK:
                 return whole if call.writes else whole.clone()
-        masked = _masked_product(call)
-        if masked is None:
+        pairs = _products(call)
+        if not pairs:
             return None
-        value, mask = masked
         number, self._products = self._products, self._products + 1
         if self.watch:
-            self.masks.append(mask.clone())
+            side = next((side for side, (value, mask) in enumerate(pairs) if _is_mask(mask, value)), None)
+            self.masks.append(None if side is None else (side, pairs[side][1].clone()))
         if number not in self.masked:
             return None
-        share = float((mask != 0).double().mean())
+        side, share = self.masked[number]
+        value = pairs[side][0]
         if self._before is not None and self._before[0].data_ptr() == value.data_ptr():
             _, unscaled, scale = self._before
             value = unscaled if abs(scale * share - 1) < KEPT_SLACK else value
@@ -224,8 +234,8 @@ def _number_applied(call: Call) -> float | None:
     return float(number) if call.name.startswith("mul") else 1 / number
 
 
-def _masked_product(call: Call) -> tuple[Tensor, Tensor] | None:
-    """Return a floating-point value and the mask (zeros and one other number) that it is multiplied by; None for other calls."""
+def _products(call: Call) -> list[tuple[Tensor, Tensor]]:
+    """Return what a call may mean as a product: a floating-point value, and the mask that it is multiplied by."""
     name, args = call.name, call.args
     pairs: list[tuple[Any, Any]] = []
     if name in ("mul", "mul_"):
@@ -234,10 +244,7 @@ def _masked_product(call: Call) -> tuple[Tensor, Tensor] | None:
         pairs = [(args[0], ~args[1])]
     elif name == "where" and len(args) == 3 and isinstance(args[2], Tensor) and not bool(args[2].any()):
         pairs = [(args[1], args[0])]
-    for value, mask in pairs:
-        if isinstance(value, Tensor) and isinstance(mask, Tensor) and value.is_floating_point() and _is_mask(mask, value):
-            return value, mask
-    return None
+    return [pair for pair in pairs if all(isinstance(one, Tensor) for one in pair) and pair[0].is_floating_point()]
 
 
 def _is_mask(mask: Tensor, value: Tensor) -> bool:
@@ -249,8 +256,8 @@ def _is_mask(mask: Tensor, value: Tensor) -> bool:
     return is_two and not torch.equal(mask != 0, value > 0) and not torch.equal(mask != 0, value >= 0)
 
 
-def random_masks(function: Callable[[], object]) -> frozenset[int]:
-    """Return the numbers of the products with a mask whose mask is another one in each call: dropouts made by hand.
+def random_masks(function: Callable[[], object]) -> dict[int, RandomMask]:
+    """Return the products whose mask is another one in each call, by number: dropouts made by hand.
 
     What drew the mask does not matter: torch, NumPy, or Python's own random numbers.
     """
@@ -262,12 +269,17 @@ def random_masks(function: Callable[[], object]) -> frozenset[int]:
         runs.append(mode.masks)
     first, second = runs
     if len(first) != len(second):
-        return frozenset()
-    return frozenset(n for n, (a, b) in enumerate(zip(first, second, strict=True)) if not torch.equal(a, b))
+        return {}
+    both = ((n, a, b) for n, (a, b) in enumerate(zip(first, second, strict=True)) if a is not None and b is not None)
+    return {
+        n: RandomMask(a[0], float((torch.stack((a[1], b[1])) != 0).double().mean()))
+        for n, a, b in both
+        if a[0] == b[0] and not torch.equal(a[1], b[1])
+    }
 
 
 def run_deterministically(
-    function: Callable[[], T], keep_casts: bool = False, masked: frozenset[int] = frozenset()
+    function: Callable[[], T], keep_casts: bool = False, masked: Mapping[int, RandomMask] | None = None
 ) -> tuple[T, DeterministicMode]:
     """Return ``function()`` under :class:`DeterministicMode`, and the mode; keep casts if it fails without them."""
     mode = DeterministicMode(keep_casts=keep_casts, masked=masked)
