@@ -39,32 +39,38 @@ def page(comparisons: Comparisons) -> str:
 
 
 def quality(comparisons: Comparisons, *, by_step: bool) -> list[str]:
-    """Draw bits per byte with its interval, wide and narrow: against the size, or of a training run against the step.
+    """Draw bits per byte, wide and narrow, with the paired interval: against the size, or of a training run against the step.
 
     Nothing if fewer than two models have a place on both axes.
     """
+    first = comparisons.candidates[0].language.bits_per_byte.value
     points = []
+    labels: dict[tuple[float, str], str] = {}  # models at one place have one label
     for letter, each in zip(comparisons.letters, comparisons.candidates, strict=True):
-        place, bits = (each.step if by_step else each.size), each.language.bits_per_byte
-        if place is not None and math.isfinite(bits.value):
-            points.append((letter, place if by_step else place / 1e6, bits))
+        place, bits = (each.step if by_step else each.size), each.language.bits_per_byte.value
+        if place is not None and math.isfinite(bits):
+            x = place if by_step else place / 1e6
+            span = (bits, bits) if each.against is None else (first + each.against.bits.low, first + each.against.bits.high)
+            points.append((letter, x, bits, span))
+            labels[x, f"{bits:.3f}"] = f"{labels.get((x, f'{bits:.3f}'), '')} {letter}".strip()
     if len(points) < 2:
         return []
 
     def draw(figure: Figure) -> None:
         axes: Axes = figure.subplots()
-        for letter, place, bits in points:
+        unplaced = dict(labels)
+        for letter, place, bits, span in reversed(points):  # the first one on top
             colour = A if letter == comparisons.letters[0] else B
-            if math.isfinite(bits.low) and math.isfinite(bits.high):
-                axes.plot([place, place], [bits.low, bits.high], color=colour, linewidth=1.2, alpha=0.6)
-            axes.plot([place], [bits.value], "o", color=colour, markersize=6)
-            axes.annotate(letter, (place, bits.value), xytext=(7, 4), textcoords="offset points", color=INK)
+            if all(map(math.isfinite, span)):
+                axes.plot([place, place], span, color=colour, linewidth=1.2, alpha=0.6)
+            axes.plot([place], [bits], "o", color=colour, markersize=6)
+            label = unplaced.pop((place, f"{bits:.3f}"), "")
+            axes.annotate(label, (place, bits), xytext=(7, 4), textcoords="offset points", color=INK)
         if by_step:
-            steps = [(place, bits.value) for _, place, bits in points]
-            axes.plot(*zip(*steps, strict=True), color=B, linewidth=1, alpha=0.5)
+            axes.plot([place for _, place, *_ in points], [bits for _, _, bits, _ in points], color=B, linewidth=1, alpha=0.5)
         else:
             axes.set_xscale("log")
-            axes.set_xticks(sorted({place for _, place, _ in points}), minor=False)
+            axes.set_xticks(sorted({place for _, place, *_ in points}), minor=False)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
             axes.xaxis.set_minor_locator(_no_ticks())
         axes.margins(x=0.12, y=0.15)

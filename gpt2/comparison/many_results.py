@@ -136,18 +136,19 @@ class Comparisons(Printed):
         protocol = f"{self.text.tokens:,} tokens, context {self.text.context}, stride {self.text.stride}"
         yield Text(f"{self.text.name}: {protocol}; intervals are 95 %, paired with A's tokens", style="dim")
         yield ""
-        table = data_table("", "perplexity", "x A's", self.bits_per, "- A's", "KL(A‖)", "same top", right=range(1, 7))
+        table = data_table("", "perplexity", "x A's", "95 %", self.bits_per, "- A's", "95 %", right=range(1, 7))
+        far = data_table("", "KL(A‖)", "95 %", "largest", "same top", "95 %", right=range(1, 6))
         for letter, each in zip(self.letters, self.candidates, strict=True):
-            scores = f"{each.language.perplexity.value:.2f}", f"{each.language.bits_per_byte.value:.4f}"
+            perplexity, bits = f"{each.language.perplexity.value:.2f}", f"{each.language.bits_per_byte.value:.4f}"
             if (found := each.against) is None:
-                add_texts(table, letter, scores[0], "", scores[1], "", "", "")
+                add_texts(table, letter, perplexity, "", "", bits, "", "")
                 continue
-            ratio = f"{found.ratio.value:.3f}\n{between(found.ratio, '.3f')}"
-            bits = f"{found.bits.value:+.4f}\n{between(found.bits, '+.4f')}"
-            kl = f"{found.kl.value:.3g}\n{between(found.kl, '.2g')}"
-            same = f"{found.same_top.value:.1%}\n{between(found.same_top, '.1%')}"
-            add_texts(table, letter, scores[0], ratio, scores[1], bits, kl, same)
+            ratio = f"{found.ratio.value:.3f}", between(found.ratio, ".3f")
+            add_texts(table, letter, perplexity, *ratio, bits, f"{found.bits.value:+.4f}", between(found.bits, "+.4f"))
+            kl = f"{found.kl.value:.3g}", between(found.kl, ".2g"), f"{found.kl_max:.3g}"
+            add_texts(far, letter, *kl, f"{found.same_top.value:.1%}", between(found.same_top, ".1%"))
         yield table
+        yield far
         if any(each.last_words for each in self.candidates):
             words = data_table("", "last words right", "their perplexity", right=(1, 2))
             for letter, each in zip(self.letters, self.candidates, strict=True):
@@ -211,10 +212,7 @@ class Comparisons(Printed):
 
 def between(interval: Estimate, form: str) -> str:
     """Format an interval; empty if it has no width."""
-    if interval.low == interval.high:
-        return ""
-    low, high = (f"{x:{form}}".replace("-0.", "-.").replace("+0.", "+.") for x in (interval.low, interval.high))
-    return f"{low}..{high}"
+    return "" if interval.low == interval.high else f"{interval.low:{form}} .. {interval.high:{form}}"
 
 
 def megabytes(size: float) -> str:
