@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.browser import Browser, in_a_browser
 from support.commands import mistake, refusal
 from support.pages import ATTACK, Parts, assert_whole_by_itself
 from support.random_models import TEXT, write_checkpoint
@@ -122,19 +123,41 @@ def test_the_page_is_whole_and_escapes_the_text(found: Noise) -> None:
     assert ATTACK in Parts(text).text
 
 
-def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """JSON keys, and flags that have no effect."""
+def test_flags_without_effect_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag that is silently ignored looks as if it had been obeyed."""
     model = str(folder / "model")
-    assert main(["compare", model, "--noise", "--on", str(folder / "text.txt"), "--tokens", "60", "--json", "-"]) == 0
-    body = json.loads(capsys.readouterr().out)
-    assert [limit["dtype"] for limit in body["limits"]] == ["float32", "float16", "bfloat16"]
     assert "without B" in mistake(capsys, "compare", model, model, "--noise")
     assert "without --blame" in mistake(capsys, "compare", model, "--noise", "--blame")
     assert "leave out hf/" in refusal(measure_noise, f"hf/{model}")
     assert "too few" in refusal(measure_noise, model, tokens=1)
 
 
-@pytest.mark.parametrize(("changed", "said"), [(0.0, "exactly 0"), (1e-9, "not above it"), (0.1, "times that")])
+@pytest.mark.slow
+def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The JSON of the command has the limits that it prints."""
+    model = str(folder / "model")
+    assert main(["compare", model, "--noise", "--on", str(folder / "text.txt"), "--tokens", "60", "--json", "-"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert [limit["dtype"] for limit in body["limits"]] == ["float32", "float16", "bfloat16"]
+
+
+@in_a_browser
+def test_the_page_fits_a_phone(found: Noise, tmp_path: Path) -> None:
+    """A table or chart that is wider than the screen makes the whole page scroll sideways."""
+    found.save_html(tmp_path / "noise.html")
+    browser = Browser(tmp_path / "profile")
+    try:
+        for width in (1280, 390):
+            browser.open((tmp_path / "noise.html").as_uri(), width)
+            assert browser.value("document.documentElement.scrollWidth") <= width
+        assert all(url.startswith("file:") for url in browser.asked)
+    finally:
+        browser.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"), [pytest.param(0.0, "exactly 0", marks=pytest.mark.slow), (1e-9, "not above it"), (0.1, "times that")]
+)
 def test_every_comparison_says_whether_it_is_above_the_floor(folder: Path, tmp_path: Path, changed: float, said: str) -> None:
     """A difference that rounding alone makes must not be reported as one of the models."""
     model = load(str(folder / "model"))
