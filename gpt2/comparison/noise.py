@@ -137,7 +137,8 @@ def measure_noise(
     progress("noise: the baseline")
     with _quiet():
         baseline = _Baseline(alone(model), rows, texts, first_new, vocab, seed)
-        ways, skipped = [], []
+        ways: list[Way] = []
+        skipped: list[tuple[str, str]] = []
         for group, what, dtype, run in _ways(side, model, skipped):
             progress(f"noise: {what}")
             try:
