@@ -18,19 +18,35 @@ from support.browser import Browser, in_a_browser
 from support.pages import ATTACK, Parts, assert_whole_by_itself
 from support.random_models import TEXT, write_checkpoint
 
+from gpt2.comparison.blame_result import Blame, Kept, Part, Precision
 from gpt2.comparison.page import page, preference
 from gpt2.comparison.pair import compare
 from gpt2.comparison.plots import heat_scale, heat_shade
 from gpt2.comparison.results import Comparison, Numerics
 from gpt2.comparison.words import Choice, Word
+from gpt2.measure.estimates import Estimate
 from gpt2.measure.metrics import LanguageScore
 from gpt2.pages.drawing import shade
 from gpt2.pages.rendering import RAMPS, number, percent, readable
 
 SECTIONS = [
-    *("layers", "weights", "blame", "distributions", "text", "passages"),
+    *("layers", "weights", "distributions", "text", "passages"),
     *("continuations", "numerics", "tensors", "compatibility", "environment"),
 ]
+SMALL = Estimate(1e-4, 9e-5, 1.1e-4)
+BLAME = Blame(
+    tokens=199,
+    parts=(Part("wte", 1, SMALL, SMALL, SMALL), Part("h.0", 4, SMALL, SMALL, SMALL)),
+    halves=(),
+    tensors=(),
+    whole=SMALL,
+    gain=SMALL,
+    quantised="q8_0",
+    kept=(Kept((), 1000, SMALL), Kept(("h.0",), 1500, Estimate(4e-5, 3e-5, 5e-5))),
+    precisions=(Precision("f16", 2000, SMALL),),
+    passes=7.0,
+    seconds=0.5,
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +55,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     folder = tmp_path_factory.mktemp("page")
     (folder / "text.txt").write_text(TEXT)
     model = write_checkpoint(folder / "model")
-    return compare(str(model), f"{model}:bf16", on=str(folder / "text.txt"), tokens=200, blame=True)
+    return compare(str(model), f"{model}:bf16", on=str(folder / "text.txt"), tokens=200)
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +66,21 @@ def text(found: Comparison) -> str:
 def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Comparison, text: str) -> None:
     """A page that needs the network is blank offline; a page that varies cannot be compared with an older version."""
     assert text == page(found)
+    assert "blame" not in Parts(text).ids
     assert_whole_by_itself(text)
     assert [name for name in Parts(text).ids if name in SECTIONS] == SECTIONS
     assert "form" not in Parts(text).tags
     assert 100_000 < len(text.encode()) < 3_000_000
+
+
+def test_the_section_of_blame(found: Comparison) -> None:
+    """Parts, what to keep and the command that keeps it; without a changed tensor it says so, and without --blame it is absent."""
+    text = page(replace(found, blame=BLAME))
+    assert "blame" in Parts(text).ids
+    assert "--format gguf --type q8_0 --keep h.0" in Parts(text).text
+    assert "--blame" in Parts(text).text
+    same = replace(BLAME, parts=(), kept=(), precisions=(), quantised=None)
+    assert "no part of B carries anything" in Parts(page(replace(found, activations=None, blame=same))).text
 
 
 def test_text_from_models_and_files_stays_text(found: Comparison, text: str) -> None:
@@ -130,7 +157,7 @@ def test_any_number_can_be_shown(found: Comparison, number: float) -> None:
         distributions=changed(replace(found.distributions, by_position=(), by_confidence=()), number),
         words=changed(found.words, number),
         numerics=changed(found.numerics, number),
-        blame=changed(found.blame, number),
+        blame=changed(BLAME, number),
         floor=changed(found.floor, number),
     )
     assert not re.search(r"\b(nan|inf)\b", Parts(page(parts)).text.replace("inf-", ""))
