@@ -74,7 +74,7 @@ def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Comparison, t
 
 
 def test_the_section_of_blame(found: Comparison) -> None:
-    """Parts, what to keep and the command that keeps it; without a changed tensor it says so, and without --blame it is absent."""
+    """Parts, what to keep and the command for it; where no tensor changed it says so, and it is absent without --blame."""
     text = page(replace(found, blame=BLAME))
     assert "blame" in Parts(text).ids
     assert "--format gguf --type q8_0 --keep h.0" in Parts(text).text
