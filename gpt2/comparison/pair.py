@@ -121,7 +121,7 @@ def compare(
         elif text is not None and not compatible.vocabularies.comparable:
             alone = _alone(own, text, ids)
         last_words = _last_words(own, text.passages, seed, progress) if text is not None and text.passages else None
-        floor = None if distributions is None else _floor(own, ids, progress)
+        floor = None if distributions is None and bounds is None else _floor(own, ids, progress)
     blamed = _blame(own, ids, windows, seed, progress) if blame else None
     env = environment(side.dtype for side in sides if side.dtype is not None)
     return Comparison(

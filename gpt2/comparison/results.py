@@ -119,15 +119,19 @@ class Comparison(Printed):
     @property
     def above_floor(self) -> str:
         """Whether the measured KL is above what rounding makes of one model, in words; "" if either was not measured."""
-        if self.floor is None or self.distributions is None:
+        if self.floor is None or (self.distributions is None and self.bounds is None):
             return ""
-        kl, floor = self.distributions.kl_ab.mean, self.floor
-        if kl.value == 0:
+        floor, bounded = self.floor, self.distributions is None
+        kl = self.distributions.kl_ab.mean if self.distributions is not None else self.bounds.kl if self.bounds else None
+        if kl is None or not all(map(math.isfinite, (kl.value, kl.low, floor.kl))):
+            return ""
+        if kl.value == 0 and not bounded:
             return f"KL is exactly 0; {floor.way} alone makes this"
-        if not math.isfinite(kl.value) or not math.isfinite(floor.kl):
-            return ""
         if kl.low > floor.kl:
-            return f"KL is {number(kl.value / floor.kl, '.2g')} times that" if floor.kl else "KL is above it"
+            least = "at least " if bounded else ""
+            return f"KL is {least}{number(kl.value / floor.kl, '.2g')} times that" if floor.kl else "KL is above it"
+        if bounded and kl.high > floor.kl:
+            return "KL may be above it, or not: its bounds lie on both sides"
         return f"KL is not above it: {floor.way} alone makes as much"
 
     @property
@@ -211,8 +215,6 @@ class Comparison(Printed):
             table.add_row("KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread)
             same = both.same_top
             table.add_row("same top token", f"{same.value:.1%}", f"{same.low:.1%} .. {same.high:.1%}")
-            if self.floor is not None:
-                table.add_row("floor of noise", f"{self.floor.kl:.2g} nats", self.above_floor)
         elif (bounds := self.bounds) is not None:
             high = "at most, if the tokens left out are like the shown" if bounds.assumed else "at most"
             table.add_row("KL(a‖b)", f"{bounds.kl_low.value:.3g} nats", f"at least; from {_interval(bounds.kl_low, '.3g')}")
@@ -228,6 +230,8 @@ class Comparison(Printed):
         elif self.alone:
             table.add_row("bits per byte", bits, "each over its own tokens")
             table.add_row("perplexity", perplexities, "not comparable: different tokens")
+        if self.floor is not None and self.above_floor:
+            table.add_row("floor of noise", f"{self.floor.kl:.2g} nats", self.above_floor)
         if self.last_words is not None:
             first, second, change = self.last_words.a, self.last_words.b, self.last_words.change
             gain = f"{_interval(change.accuracy, '+.1%')} of {first.n:,} passages"

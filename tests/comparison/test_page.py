@@ -19,6 +19,7 @@ from support.pages import ATTACK, Parts, assert_whole_by_itself
 from support.random_models import TEXT, write_checkpoint
 
 from gpt2.comparison.blame_result import Blame, Kept, Part, Precision
+from gpt2.comparison.bounds_result import Bounds, Finding
 from gpt2.comparison.page import page, preference
 from gpt2.comparison.pair import compare
 from gpt2.comparison.plots import heat_scale, heat_shade
@@ -81,6 +82,19 @@ def test_the_section_of_blame(found: Comparison) -> None:
     assert "--blame" in Parts(text).text
     same = replace(BLAME, parts=(), kept=(), precisions=(), quantised=None)
     assert "no part of B carries anything" in Parts(page(replace(found, activations=None, blame=same))).text
+
+
+def test_bounds_are_told_from_measurements(found: Comparison) -> None:
+    """A bound that is shown like a measurement would be quoted as one; the assumption of the upper bound is named."""
+    bounds = Bounds(
+        SMALL, Estimate(3e-4, 2e-4, 4e-4), True, Estimate(0.9, 0.8, 0.95), SMALL, 0.97, 5, 99, 0, (Finding("x", ATTACK),)
+    )
+    text = Parts(page(replace(found, distributions=None, words=None, numerics=None, bounds=bounds))).text
+    assert "Bounded, not measured" in text
+    assert "between 0.000100 and 0.000300 nats" in text
+    assert "assumes that the tokens left out" in text
+    assert ATTACK in text
+    assert "assumes that" not in Parts(page(replace(found, distributions=None, bounds=replace(bounds, assumed=False)))).text
 
 
 def test_text_from_models_and_files_stays_text(found: Comparison, text: str) -> None:
