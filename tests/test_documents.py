@@ -35,6 +35,29 @@ def build():
     return KINDS["lecture"](gpt2.load("shakespeare-mini").config)
 """
 
+RIGHT = """
+import gpt2
+
+
+def build():
+    return gpt2.load("shakespeare-mini")
+"""
+ADAM = """
+import torch
+
+
+def make_step(model):
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-4, weight_decay=0.1)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+"""
 
 STEP = """
 import torch
@@ -112,7 +135,8 @@ def write_dump(folder: Path) -> None:
 @pytest.mark.slow
 def test_every_command_of_the_readme_prints_what_is_shown(tmp_path: Path) -> None:
     """Output that was pasted once becomes wrong after a change."""
-    (tmp_path / "my_port.py").write_text(PORT)
+    for name, text in (("my_port.py", PORT), ("gpt.py", RIGHT), ("train.py", ADAM)):
+        (tmp_path / name).write_text(text)
     write_dump(tmp_path)
     commands = [(command, output) for command, output in shown() if command != SERVES]
     assert len(commands) >= 7
