@@ -111,7 +111,7 @@ class Recogniser:
             if cost < NEAR or (norm > 0 and cosine(values, ours) > 0.9):
                 agreement = float(self._likeness(units, ours - values, signs=True).max())
                 parameters.append((cost, agreement, view))
-            elif len(values) >= SOLID and abs(likeness) > LIKE:
+            elif len(values) >= SOLID and abs(likeness) > LIKE and not bool((values >= 0).all()):  # no second moments
                 gradients.append(Piece(name, view, "gradient", abs(likeness), label))
         if parameters:
             least = min(cost for cost, _, _ in parameters)
@@ -285,11 +285,22 @@ def _assigned(likeness: list[list[float]], steps: int) -> list[int]:
 
 
 def _is_clipped(raw: list[Weights], used: list[Weights]) -> bool:
-    """Whether the second gradients are the first ones after clipping, not a tenth of them: Adam's first moment."""
-    ratios = [float(used[0][name].norm() / raw[0][name].norm()) for name in used[0] if name in raw[0]] if used else []
-    if len(ratios) < len(raw[0]) / 2 or not ratios:
+    """Whether the second gradients are the first ones after clipping, not Adam's first moments.
+
+    The moments of the first step are a tenth of its gradient (after clipping); later ones have another direction.
+    """
+    if not used or len(used[0]) < len(raw[0]) / 2 or not used[0]:
         return False
-    return not any(abs(ratios[len(ratios) // 2] / share - 1) < 2e-3 and max(ratios) - min(ratios) < 1e-3 for share in (0.1, 0.05))
+    shares = [[_along(one[n], r[n]) for n in one if n in r] for r, one in zip(raw, used, strict=True)]
+    parallel = [bool(each) and sum(share > 1 - 1e-4 for share in each) > len(each) / 2 for each in shares]
+    if parallel[0] and not all(parallel):
+        return False
+    norms = [math.hypot(*(float(g.norm()) for g in sets[0].values())) for sets in (raw, used)]
+    return not any(abs(norms[1] / (share * limit) - 1) < 2e-3 for share in (0.1, 0.05) for limit in (norms[0], 1.0))
+
+
+def _along(one: Tensor, other: Tensor) -> float:
+    return cosine(one.reshape(-1), other.reshape(-1))
 
 
 def cosine(one: Tensor, other: Tensor) -> float:

@@ -1,0 +1,88 @@
+"""Measure how often `gpt2.diagnose` is right on dumps of training steps that programs outside of torch wrote.
+
+    python tools/step_dump_table.py                          # every fault, at each level of dump
+    python tools/step_dump_table.py --levels usual --dtype float16 --layout flat
+    python tools/step_dump_table.py --drawn 20 --seed 1      # two or three faults, drawn at random
+    python tools/step_dump_table.py --second                 # the second set, which was not used to develop it
+
+A fault counts at the levels whose arrays show it; a dump that shows none must be equal. A line for each flaw on stderr, then a
+table; the last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import numpy as np
+from support.step_programs import CONFIG, LAYOUTS, LEVELS, SETTINGS, Dumped, batches_of, second
+from support.step_programs.numpy_steps import FAULTS
+from support.step_programs.scoring import Row, score
+from support.steps import our_model
+
+import gpt2
+
+
+def runs(options: argparse.Namespace) -> Iterator[Dumped]:
+    """The dumps of the first set that are asked for."""
+    generator = random.Random(options.seed)
+    lines = ["", *FAULTS]
+    if options.drawn:
+        lines = [" ".join(generator.sample(list(FAULTS), generator.choice((2, 3)))) for _ in range(options.drawn)]
+    for level in options.levels:
+        for line in lines:
+            compute = "float64" if options.dtype == "float64" else "float32"
+            yield Dumped(line, level, options.layout, options.dtype, compute)
+
+
+def second_rows() -> Iterator[Row]:
+    """The rows of the second set."""
+    weights = our_model().state_dict()
+    for word in ("", *second.FAULTS):
+        batches = batches_of(Dumped(""))
+        ids, y = (np.stack(each) for each in zip(*batches, strict=True))
+        arrays = second.dump(weights, CONFIG.n_head, batches, {word}, SETTINGS)
+        settings = {f"optim.{name}": value for name, value in SETTINGS.items() if name != "grad_accum"}
+        diagnosis = gpt2.diagnose({"ids": ids, "y": y, **arrays}, our_model(), settings=settings)
+        said = tuple(dict.fromkeys(cause.id for cause in diagnosis.causes))
+        wanted = second.FAULTS.get(word)
+        missed = (word,) if wanted and wanted not in said else ()
+        first = bool(said) and said[0] == wanted
+        yield Row(f"second: {word or 'right'}", diagnosis.verdict, said, missed, tuple(id for id in said if id != wanted), first)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
+    parser.add_argument("--layout", choices=LAYOUTS, default="plain")
+    parser.add_argument("--dtype", choices=("float16", "float32", "float64"), default="float32")
+    parser.add_argument("--drawn", type=int, metavar="N", help="instead, so many runs with two or three faults")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--second", action="store_true", help="instead, the second set")
+    options = parser.parse_args()
+    start, found = time.perf_counter(), {}
+    rows = (("second", row) for row in second_rows()) if options.second else ((run.level, score(run)) for run in runs(options))
+    for level, row in rows:
+        total = found.setdefault(level, {"runs": 0, "right": 0, "first": 0, "missed": 0, "beside": 0})
+        total["runs"] += 1
+        total["right"] += row.right
+        total["first"] += row.first
+        total["missed"] += bool(row.missed)
+        total["beside"] += bool(row.beside)
+        if not row.right:
+            print(row.flaw(), file=sys.stderr, flush=True)
+    for level, total in found.items():
+        print(f"{level:12}" + "".join(f"{name} {value:<6}" for name, value in total.items()), file=sys.stderr)
+    print(json.dumps({**found, "seconds": round(time.perf_counter() - start, 1)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
