@@ -122,6 +122,14 @@ def test_a_head_of_its_own_is_named_if_the_last_norm_is_not_dumped() -> None:
     assert causes(gpt2.diagnose(dump(arrays, torch.float32), MODEL)) == [("untied-head", "logits")]
 
 
+def test_some_numbers_and_integers_are_no_training_step() -> None:
+    """Five foreign numbers were taken for losses of a step, so a right dump with positions in it was not equal."""
+    right = dump(by_level(trace(MODEL, IDS), "block"), torch.float32)
+    draw = torch.Generator().manual_seed(1)
+    foreign = {"a": torch.arange(8), "b": torch.randn(5, generator=draw), "c": torch.ones(8, 8).tril()}
+    assert gpt2.diagnose(right | foreign, MODEL).verdict == "equal"
+
+
 def test_streams_show_the_sequence_of_blocks() -> None:
     """Without this, blocks in another order would be taken for faults inside the blocks, in pairs."""
     wrong = checkpoint()

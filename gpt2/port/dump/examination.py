@@ -43,7 +43,9 @@ def examine(what: str | Path | Mapping[str, Any], ours: GPT2, settings: Settings
         return DumpExamination(dump, ours).diagnosis()
     rest = replace(dump, arrays={name: array for name, array in dump.arrays.items() if name not in found.names})
     examination = DumpExamination(rest, ours)
-    return steps.diagnosis(found, examination.diagnosis() if examination.has_logits() else None)
+    forward = examination.diagnosis() if examination.has_logits() else None
+    said = steps.diagnosis(found, forward)
+    return said if forward is None or steps.seen(found) else forward
 
 
 class DumpExamination:
@@ -87,7 +89,8 @@ class DumpExamination:
         """
         arrays = [*self.dump.arrays.values()]
         dtypes = {array.dtype for array in arrays}
-        widened = (bool((array == array.float().double()).all()) for array in arrays if array.dtype == torch.float64)
+        measured = [array for array in arrays if not bool((array == array.round()).all())]  # no masks and positions
+        widened = (bool((array == array.float().double()).all()) for array in measured if array.dtype == torch.float64)
         if torch.float64 in dtypes and not any(widened):
             yield from (torch.float64, torch.float32) if dtypes == {torch.float64} else (torch.float32, torch.float64)
         else:

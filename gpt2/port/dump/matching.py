@@ -127,7 +127,8 @@ class Segment:
             errors = self.errors(whole, values)
             plain = errors if plain is None else plain
             fitted = bool(faults) and faults[0].id != "logits-softmaxed"
-            if fitted and plain[self.end] <= SIGNIFICANT * self.allowed(self.end):
+            least = min(plain[self.end], self.right_errors[self.end])  # the fault must not make the error that is fitted away
+            if fitted and least <= SIGNIFICANT * self.allowed(self.end):
                 continue
             if all(error <= self.allowed(point) for point, error in errors.items()) and self._better(errors):
                 yield Fit(whole, max(errors.values()))

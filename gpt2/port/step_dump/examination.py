@@ -107,6 +107,11 @@ class StepExamination:
             return self._nothing()
         return StepArrays(recorded, losses, names)
 
+    def seen(self, found: StepArrays) -> bool:
+        """Return whether the dump is one of a step: some number that fits no loss is no sign of one. After :meth:`diagnosis`."""
+        steps = any(found.recorded.raw) or found.recorded.steps > 0
+        return self.asked or steps or self.stages["loss"].explained
+
     def _nothing(self) -> None:
         if self.asked:
             sizes = ", ".join(f"{shown(n)} {tuple(a.shape)}" for n, a in list(self.dump.arrays.items())[:3])
