@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     single = args.samples == 1  # only one text can be shown while it is made
     if single:
         show(text)
-    ends, rows = [Ending(stop) for _ in prompt], [[] for _ in prompt]
+    ends = [Ending(stop) for _ in prompt]
+    rows: list[list[int]] = [[] for _ in prompt]
     settings = {**asdict(sampling), "seed": args.seed}
     started = time.perf_counter()
     require_whole_files()
@@ -95,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
     if single:
         show(decoder.decode(b"", final=True), "\n")
     else:
-        for number, new in enumerate(texts, 1):
-            show(f"--- {number}\n{text}{new}", "\n")
+        for number, sample in enumerate(texts, 1):
+            show(f"--- {number}\n{text}{sample}", "\n")
     body = {
         "model": args.model,
         "draft": args.draft,
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         "text": texts[0],
         "prompt_ids": ids,
         "ids": rows[0],
-        "samples": [{"text": text, "ids": new} for text, new in zip(texts, rows, strict=True)],
+        "samples": [{"text": new, "ids": row} for new, row in zip(texts, rows, strict=True)],
     }
     count = sum(map(len, rows))
     speed = f"{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.0f} a second"
