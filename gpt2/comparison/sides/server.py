@@ -63,6 +63,12 @@ class ServerSide(Side):
             raise InputError(f"{name.partition('@')[2] or name}: write http://HOST:PORT/v1#MODEL; a key belongs into {KEY}")
         return cls(name, url.rstrip("/"), model or None)
 
+    @property
+    def n_positions(self) -> int | None:
+        """Two less than its partner's: a request holds a window's tokens, the last target, and a new token."""
+        known = self.partner.n_positions if self.partner else None
+        return None if known is None else max(1, known - 2)
+
     def tokenizer(self) -> Tokenizer | None:
         """Its tokenizer is not shown; its tokens are compared with its partner's."""
         return None
@@ -210,7 +216,8 @@ class RunningServer(Running):
                 if error.code in (401, 403):
                     raise InputError(f"{self.side.name}: {why}; put its key into {KEY}") from None
                 if error.code != 429 and error.code < 500:
-                    raise InputError(f"{self.side.name}: {why}; check the address and the model's name after #") from None
+                    told = printable(error.read(300).decode("utf-8", "replace"), one_line=True)
+                    raise InputError(f"{self.side.name}: {why}: {told}; check the address and the model's name after #") from None
                 asked = error.headers.get("Retry-After", "")
                 wait = min(LONGEST_WAIT, float(asked)) if asked.replace(".", "", 1).isdigit() else min(LONGEST_WAIT, 2 * wait)
             except (URLError, OSError, HTTPException) as error:

@@ -3,6 +3,11 @@
 import dataclasses
 import json
 import random
+import re
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +17,7 @@ from support.completions_standin import Standin, completions
 from support.random_models import TEXT, random_model
 
 import gpt2
+from gpt2.checkpoint.export import export
 from gpt2.cli.main import main
 from gpt2.comparison.bounds_result import Bounds
 from gpt2.comparison.gates import Gate
@@ -90,6 +96,41 @@ def test_a_wrong_server_is_told_from_one_that_rounds(wrong: str, text: str) -> N
         return
     found = measured(server, text)
     assert found.findings[0].id == expected, found.findings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", sorted(set(WRONG) - {"another tokenizer"}))
+def test_another_text_gives_the_same_findings(wrong: str) -> None:
+    """Rows of an unrelated model were taken for shuffled ones on this text, which the checks were not written on."""
+    change, expected = WRONG[wrong]
+    with completions(change(standin())) as url:
+        assert compare(MODEL, url, on="macbeth", tokens=200).bounds.findings[0].id == expected
+
+
+@pytest.mark.slow
+def test_llama_cpp_python_s_own_server(text: str, tmp_path: Path) -> None:
+    """Its echo gives each token the row after it (0.3.36); the side must say so, and find the same model behind it."""
+    pytest.importorskip("llama_cpp.server.app")
+    file = Path(export(MODEL, tmp_path, format="gguf").directory, "model.gguf")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = ["--model", str(file), "--port", str(port), "--logits_all", "true", "--n_ctx", "256", "--n_threads", "1"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen([sys.executable, "-m", "llama_cpp.server", *settings], stdout=log, stderr=log)
+    try:
+        for _ in range(600):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        found = compare(MODEL, f"http://127.0.0.1:{port}/v1", on=text, tokens=60).bounds.findings[0]
+    finally:
+        server.terminate()
+        server.wait(30)
+    assert found.id in ("rows-shifted", "rounding")
+    if found.id == "rows-shifted":
+        assert float(re.search(r"to (\S+) nats", found.evidence)[1]) < 1e-5
 
 
 def test_the_bounds_hold(text: str, tmp_path: Path) -> None:
