@@ -29,6 +29,9 @@ EXAMPLES = """\
   gpt2 compare trace:ref.safetensors out/macbeth/best
   gpt2 compare shakespeare-mini shakespeare-mini:bf16 shakespeare-mini:int8 --html sizes.html     several, each with the first
   gpt2 compare shakespeare-mini out/macbeth                  all checkpoints of a run, in the order of steps
+  gpt2 compare shakespeare-mini port.py:build --tokens 60    a model that you wrote, in a file of yours
+  gpt2 compare shakespeare-mini llama.cpp/model-Q4_K_M.gguf  a GGUF file, run by llama.cpp; also ct2/DIR and onnx/FILE_OR_DIR
+  gpt2 compare shakespeare-mini http://127.0.0.1:8080/v1     is the server the model that it says? #NAME selects one of several
   gpt2 compare gpt2 ./quantised --fail-if 'kl>1e-3' --fail-if 'same_top<0.98' --junit gpt2.xml      in a build
 
 METRIC of --fail-if: kl, kl_max, js (nats a token), same_top (a fraction), perplexity_ratio (B over A), weights (norm of the
@@ -42,7 +45,9 @@ DEFAULTS = {"on": None, "tokens": None, "threshold": 1e-3, "seed": 0}  # options
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "a", metavar="A", help="a model; the prefix hf/ selects transformers' implementation, a suffix such as :bf16 the dtype"
+        "a",
+        metavar="A",
+        help="a model, a port, an engine's file, or a server's address; hf/ selects transformers', a suffix such as :bf16 the dtype",
     )
     parser.add_argument("b", metavar="B", nargs="?", help="the second model; optional with --attention")
     parser.add_argument(
