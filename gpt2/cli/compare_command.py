@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "a",
         metavar="A",
-        help="a model, a port, an engine's file, or a server's address; hf/ selects transformers', a suffix such as :bf16 the dtype",
+        help="a model, a port, an engine's file or a server's address; hf/ is transformers', a suffix such as :bf16 the dtype",
     )
     parser.add_argument("b", metavar="B", nargs="?", help="the second model; optional with --attention")
     parser.add_argument(
