@@ -138,7 +138,7 @@ def _step(args: argparse.Namespace) -> "Diagnosis":
     from gpt2.port.training.settings import Settings
 
     Settings.parse(args.set)  # a misspelt key is refused before anything is built
-    with Status(f"running {args.step}"):
+    with Status(f"running {args.step}") as status:
         return run(
             args.what,
             args.model,
@@ -147,6 +147,7 @@ def _step(args: argparse.Namespace) -> "Diagnosis":
             timeout=args.timeout,
             revision=args.revision,
             offline=args.offline,
+            progress=status,
         )
 
 

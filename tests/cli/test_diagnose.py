@@ -128,6 +128,30 @@ def test_nothing_of_the_process_is_left(tmp_path: Path) -> None:
     assert not alive(int((tmp_path / "pid").read_text()))
 
 
+ENDLESS = """
+import time
+import gpt2
+
+def build():
+    return gpt2.load("shakespeare-mini")
+
+def make_step(model):
+    def step(x, y):
+        time.sleep(600)
+    return step
+"""
+
+
+@pytest.mark.slow
+def test_a_step_that_never_ends_is_seen_to_run_and_is_ended(tmp_path: Path) -> None:
+    """A long diagnosis with nothing on the screen looks like a hang; and a step that hangs must not run on."""
+    (tmp_path / "port.py").write_text(ENDLESS)
+    seen: list[str] = []
+    with pytest.raises(InputError, match=r"one call of its step\(x, y\) did not end in 5 s \(port.py, line 10"):
+        runner.run(str(tmp_path / "port.py"), "shakespeare-mini", step=str(tmp_path / "port.py"), timeout=5, progress=seen.append)
+    assert seen[-1] == "running call 1 of your step"
+
+
 ENDS = [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGHUP))]
 
 

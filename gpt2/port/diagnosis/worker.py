@@ -77,7 +77,8 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         begin("diagnosis")
         if "step" in order:
             file, name = Path(order["step_file"]), order["step"]
-            diagnosis = _step(file, name, module, model, order["settings"], not takes_directory, begin)
+            watch = _Calls(begin, _Told(place / PROGRESS))
+            diagnosis = _step(file, name, module, model, order["settings"], not takes_directory, watch)
         else:
             diagnosis = diagnose(module, model, fill=not takes_directory, progress=_Told(place / PROGRESS))
         return json.dumps({**asdict(diagnosis), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
@@ -98,6 +99,19 @@ class _Told:
     def __call__(self, what: str) -> None:
         with contextlib.suppress(OSError):  # progress is not worth a diagnosis
             self.file.write_text(what)
+
+
+class _Calls:
+    """Notes each stage of a step's diagnosis with ``begin``, and tells which call of the step runs."""
+
+    def __init__(self, begin: Callable[[str], None], told: Callable[[str], None]) -> None:
+        self.begin, self.told, self.count = begin, told, 0
+
+    def __call__(self, stage: str) -> None:
+        self.count += stage == "step"
+        if self.count:
+            self.told(f"{'running' if stage == 'step' else 'comparing'} call {self.count} of your step")
+        self.begin(stage)
 
 
 def _directory(checkpoint: Checkpoint, model: GPT2, place: Path) -> Path:
