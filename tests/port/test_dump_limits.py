@@ -53,3 +53,16 @@ def test_a_fault_that_nothing_names_is_undetermined_in_time_and_placed(monkeypat
             assert diagnosis.first_divergence.point == "h.1.mlp.c_fc"
             assert any("right up to h.1.ln_2, wrong from h.1.mlp.c_fc on" in note for note in diagnosis.notes)
     assert time.monotonic() - start < 8
+
+
+@pytest.mark.slow
+def test_a_program_that_computes_in_float16_is_wrong_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tolerance of float32, its rounding was said to be wrong from the first block on."""
+    monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: 1.0})
+    model = checkpoint()
+    with torch.no_grad():
+        model.h[1].mlp.c_fc.weight += torch.randn(21, 52, generator=torch.Generator().manual_seed(1))
+    diagnosis = gpt2.diagnose(dump(trace(model.half(), IDS), torch.float16), MODEL)
+    assert diagnosis.verdict == "undetermined", causes(diagnosis)
+    assert diagnosis.first_divergence is not None
+    assert diagnosis.first_divergence.point == "h.1.mlp.c_fc"

@@ -301,13 +301,15 @@ class Attempt:
     def _shown(self) -> Iterator[str]:
         dtypes = sorted({str(array.dtype).removeprefix("torch.") for array in [*self.arrays.values(), self.output.logits]})
         if not self.arrays:
-            yield f"seen: logits alone ({dtypes[0]}); every known fault is tried in our own forward pass"
+            tried = "" if self.right else "; every known fault was tried in our own forward pass, up to the limit of time"
+            yield f"your dump holds the logits alone ({dtypes[0]}){tried}"
             return
         origin = {name: name.partition("[")[0].removesuffix(" masked") for names in self.held.values() for name in names}
         count = len(set(origin.values()) & set(self.arrays))
         some = [f"{names[0]} is {point}" for point, names in self.held.items() if len(names) == 1][: FEW - 2]
         shown = f", such as: {', '.join(some)}" if some else ""
-        yield f"seen: the logits ({self.output.name}) and {len(self.arrays)} arrays ({', '.join(dtypes)})"
+        arrays = f"{len(self.arrays)} other array{'s' if len(self.arrays) != 1 else ''}"
+        yield f"your dump holds the logits, under the name {self.output.name}, and {arrays} ({', '.join(dtypes)})"
         yield f"{count} of the arrays {'hold' if count != 1 else 'holds'} GPT-2's own values{shown}"
 
 

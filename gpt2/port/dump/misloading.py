@@ -315,9 +315,10 @@ def _embedded(simulation: Simulation, words: Tensor, positions: Tensor) -> Stage
 
 
 def _moved(by: int, head: bool, simulation: Simulation, layer: int) -> Stages:
-    table = simulation.state["wte.weight"].roll(by, 0)
-    stages = dict(_embedded(simulation, table, simulation.state["wpe.weight"]))
-    return stages | ({"head": lambda s: table} if head else {})
+    words = simulation.state["wte.weight"]
+    value = words[(simulation.ids - by) % len(words)] + simulation.state["wpe.weight"][: simulation.ids.shape[1]]
+    stages: dict[str, Stage] = {"embed": lambda s: value}
+    return stages | ({"head": lambda s: words.roll(by, 0)} if head else {})  # made when it runs: hundreds of programs wait
 
 
 def _reshaped_positions(simulation: Simulation, layer: int) -> Stages:
@@ -333,4 +334,5 @@ def _all_rounded(dtype: str, simulation: Simulation, layer: int) -> Stages:
         for name in names
     )
     norm = _norm(simulation, "x", weight, bias)
-    return {**_embedded(simulation, wte, wpe), "ln_f": norm, "head": lambda s: wte}
+    head = {"head": lambda s: rounded(simulation.state["wte.weight"], dtype)}  # made when it runs, as in _moved
+    return {**_embedded(simulation, wte, wpe), "ln_f": norm, **head}
