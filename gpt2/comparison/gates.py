@@ -76,10 +76,10 @@ METRICS: dict[str, tuple[str, Callable[[Comparison], Measured]]] = {
 
 # Those that are measured of each of several models against the first.
 MANY: dict[str, Callable[[Candidate], Measured]] = {
-    "kl": lambda one: one.against and one.against.kl,
+    "kl": lambda one: None if one.against is None else one.against.kl,
     "kl_max": lambda one: None if one.against is None else one.against.kl_max,
-    "same_top": lambda one: one.against and one.against.same_top,
-    "perplexity_ratio": lambda one: one.against and one.against.ratio,
+    "same_top": lambda one: None if one.against is None else one.against.same_top,
+    "perplexity_ratio": lambda one: None if one.against is None else one.against.ratio,
     "weights": lambda one: one.weights,
 }
 

@@ -136,7 +136,8 @@ class _Run:
         count = min(SAMPLE, len(self.targets))
         self.sampled = torch.zeros(len(self.targets), dtype=torch.bool)
         self.sampled[torch.arange(count) * len(self.targets) // count] = True
-        lengths = token_bytes(self.tokenizer) if self.tokenizer is not None else recording and recording.token_bytes
+        lengths = None if recording is None else recording.token_bytes
+        lengths = lengths if self.tokenizer is None else token_bytes(self.tokenizer)
         self.lengths = torch.ones(len(self.targets)) if lengths is None else lengths[self.targets]
 
     def measure(self, side: Side, tokenizer: Tokenizer | None, *, first: bool, apart: bool) -> _Measured:
@@ -229,8 +230,8 @@ def _size(side: Side) -> int | None:
     """Return a model's bytes, as :class:`Candidate` says."""
     if isinstance(side, CheckpointSide):
         checkpoint = side.checkpoint
-        files = sum(path.stat().st_size for path in checkpoint.files().values())
-        return files if files and side.dtype == checkpoint.stored else side.config.num_parameters() * side.dtype.itemsize
+        stored = sum(path.stat().st_size for path in checkpoint.files().values())
+        return stored if stored and side.dtype == checkpoint.stored else side.config.num_parameters() * side.dtype.itemsize
     path = Path(side.name.partition("/")[2]).expanduser()  # of an engine, such as llama.cpp/FILE.gguf
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else []
     return sum(each.stat().st_size for each in files) or None if side.recording is None else None

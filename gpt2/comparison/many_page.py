@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpt2.comparison.reference_file import TRACE_PREFIX
 from gpt2.pages import drawing
@@ -80,7 +80,7 @@ def quality(comparisons: Comparisons, *, by_step: bool) -> list[str]:
     return [svg("quality", size, title, partial(draw)) for size in (WIDE, NARROW)]
 
 
-def _no_ticks() -> object:
+def _no_ticks() -> Any:
     from matplotlib.ticker import NullLocator
 
     return NullLocator()

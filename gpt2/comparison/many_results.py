@@ -153,8 +153,8 @@ class Comparisons(Printed):
             words = data_table("", "last words right", "their perplexity", right=(1, 2))
             for letter, each in zip(self.letters, self.candidates, strict=True):
                 if each.last_words is not None:
-                    accuracy, perplexity = each.last_words.accuracy, each.last_words.perplexity
-                    cells = f"{accuracy.value:.2%} ({between(accuracy, '.2%')})", f"{perplexity.value:.2f}"
+                    accuracy, per_word = each.last_words.accuracy, each.last_words.perplexity
+                    cells = f"{accuracy.value:.2%} ({between(accuracy, '.2%')})", f"{per_word.value:.2f}"
                     add_texts(words, letter, *cells)
             yield words
         yield from self._paper()

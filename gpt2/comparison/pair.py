@@ -110,7 +110,7 @@ def compare(
                 numerics = _numerics(sides, running, start, progress)
         own = [_Loaded(*each) for each in zip(sides, running, tokenizers, strict=True)]
         if "distributions" not in compatible.impossible:
-            kept = running[0].logits
+            kept: Logits = running[0].logits
             if save is not None:
                 kept = stack.enter_context(saving(save, sides[0], running[0], tokenizers[0], passage))
             distributions, words = _distributions(own, kept, passage, seed, progress)
@@ -211,7 +211,7 @@ def _distributions(
     vocab = _vocabulary(pair)
     measured = measure_pair(logits_a, b.logits, passage.ids, passage.windows, vocab=vocab, progress=progress)
     if tokenizer is None:
-        lengths = passage.recording and passage.recording.token_bytes
+        lengths = None if passage.recording is None else passage.recording.token_bytes
         return summarise(measured, torch.ones(vocab, dtype=torch.int64) if lengths is None else lengths, seed=seed), None
     recorded = passage.recording is not None
     words = compare_words(

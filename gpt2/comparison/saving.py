@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,14 +61,13 @@ def save_reference(
 
 
 @torch.inference_mode()
-def run_over(logits: Logits, passage: Passage, progress: object) -> None:
+def run_over(logits: Logits, passage: Passage, progress: Callable[[int], None]) -> None:
     """Run a model over a text's windows, for what keeps its logits."""
     done = 0
     for inputs, group in passage.windows.batches(passage.ids):
         logits(inputs)
         done += sum(span.end - span.first for span in group)
-        if callable(progress):
-            progress(done)
+        progress(done)
 
 
 @contextmanager
@@ -85,7 +84,7 @@ def saving(keep: Keep, side: Side, running: Running, tokenizer: Tokenizer | None
             raise InputError(f"{side.name}: shows no activations; leave --save-activations out")
         start = passage.ids[None, : min(passage.windows.context, TRACED)]
         activations = {name: tensor for block in running.blocks(start) for name, tensor in block.items()}
-    sizes = [side.vocab_size, tokenizer and tokenizer.n_vocab]
+    sizes = [side.vocab_size, None if tokenizer is None else tokenizer.n_vocab]
     vocab = min(size for size in sizes if size is not None)
     env = environment([] if side.dtype is None else [side.dtype])
     about = {

@@ -138,7 +138,8 @@ class Replay(Running):
     """A recording in use: it answers when it is asked for its own windows, in their order."""
 
     def __init__(self, side: TraceSide) -> None:
-        self._side, self._spans = side, iter(())  # type: tuple[TraceSide, Iterator[Window]]
+        self._side = side
+        self._spans: Iterator[Window] = iter(())
         self._rows: Iterator[Tensor] = iter(())
         self._held = torch.empty(0)
         self._top: Top | None = None
