@@ -301,7 +301,7 @@ class Attempt:
     def _shown(self) -> Iterator[str]:
         dtypes = sorted({str(array.dtype).removeprefix("torch.") for array in [*self.arrays.values(), self.output.logits]})
         if not self.arrays:
-            tried = "" if self.right else "; every known fault was tried in our own forward pass, up to the limit of time"
+            tried = "" if self.right else "; every known fault was tried in our own forward pass"
             yield f"your dump holds the logits alone ({dtypes[0]}){tried}"
             return
         origin = {name: name.partition("[")[0].removesuffix(" masked") for names in self.held.values() for name in names}
