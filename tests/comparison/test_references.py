@@ -119,3 +119,13 @@ def test_a_reference_of_something_else_is_one_line(
     assert main(["compare", "trace:none.safetensors", model]) == 2
     assert main(["compare", model, "--save", "ref.npz"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 4
+
+
+def test_kl_from_the_likeliest_tokens_is_bounded_from_both_sides(model: str, saved: str, folder: Path, tmp_path: Path) -> None:
+    """A bound on the wrong side of what all logits give promises too much; the likeliest tokens of another place are no bound."""
+    keep = Keep(tmp_path / "top.safetensors", top=20)
+    top = f"trace:{save_reference(model, keep, on=str(folder / 'text.txt'), tokens=200)}"
+    bounds, whole = compare(top, f"{model}:bf16").bounds, compare(saved, f"{model}:bf16").distributions
+    assert 0 < bounds.kl_low.value < whole.kl_ab.mean.value < bounds.kl_high.value
+    assert bounds.same_top == whole.same_top
+    assert compare(top, model).bounds.kl_low.value < 1e-15
