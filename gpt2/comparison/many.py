@@ -20,11 +20,12 @@ from gpt2.checkpoint.keys import expected
 from gpt2.comparison.checkpoints import with_checkpoints
 from gpt2.comparison.compatibility import Compatibility, compatibility
 from gpt2.comparison.distributions import Language, language
+from gpt2.comparison.floor import Floor, measure_floor
 from gpt2.comparison.many_results import Against, Candidate, Comparisons, Pairs
 from gpt2.comparison.paper import paper_figures
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage, token_bytes
 from gpt2.comparison.scratch import Scratch
-from gpt2.comparison.sides.checkpoint_side import CheckpointSide
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
 from gpt2.comparison.sides.opening import open_side
 from gpt2.comparison.sides.side import Running, Shown, Side
 from gpt2.comparison.weights import distance
@@ -34,10 +35,12 @@ from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.last_words import LastWord, score_last_words
 from gpt2.measure.metrics import Progress, exp_or_inf, silent
 from gpt2.measure.pairwise import pairwise
+from gpt2.model import GPT2
 from gpt2.pages.reports import environment
 
 SAMPLE = 1024  # tokens of the text on which all pairs are compared, at equal distances
 ROWS = 256  # of them at a time
+FLOOR_TOKENS = 256  # on which the first model's floor of noise is measured
 
 
 def compare_many(
@@ -101,6 +104,7 @@ def compare_many(
         environment=env,
         seed=seed,
         seconds=time.perf_counter() - started,
+        floor=run.floor,
         forward_seconds=sum(found.seconds for found in measured),
         scratch_bytes=sum(found.sample.bytes for found in measured) + run.first.bytes,
     )
@@ -129,6 +133,7 @@ class _Run:
     seed: int
     progress: Progress
     first: Scratch = field(default_factory=Scratch)
+    floor: Floor | None = None  # of the first model, in its own dtype
 
     def __post_init__(self) -> None:
         ids, recording = self.passage.ids, self.passage.recording
@@ -157,6 +162,8 @@ class _Run:
 
     @torch.inference_mode()
     def _together(self, side: Side, running: Running, words: LastWord | None, *, first: bool) -> _Measured:
+        if first and isinstance(running, RunningModule) and isinstance(running.module, GPT2):
+            self.floor = measure_floor(running.module, self.passage.ids[:FLOOR_TOKENS], self.vocab)
         columns: list[tuple[Tensor, Tensor, Tensor]] = []
         seconds, inputs_run, done, sample = 0.0, 0, 0, Scratch()
         self.first.rewind()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpt2.comparison.distributions import Language
+from gpt2.comparison.floor import Floor
 from gpt2.comparison.paper import PaperFigure
 from gpt2.comparison.results import Model, Scored
 from gpt2.measure.estimates import Estimate
@@ -96,6 +97,7 @@ class Comparisons(Printed):
     seconds: float
     forward_seconds: float  # of them in the models' forward passes
     scratch_bytes: int  # written to a temporary file
+    floor: Floor | None = None  # of noise, of the first model in its own dtype
     gates: tuple[tuple[Judgement, ...], ...] = ()  # of --fail-if, for each candidate but the first
 
     @property
@@ -108,6 +110,16 @@ class Comparisons(Printed):
     def bits_per(self) -> str:
         """The unit of bits per byte; random ids have no bytes, so their unit is the token."""
         return "bits/byte" if self.text.sha256 else "bits/token"
+
+    @property
+    def above_floor(self) -> str:
+        """The first model's floor of noise and the models whose KL is not above it, in words; "" where it was not measured."""
+        if self.floor is None:
+            return ""
+        rows = [(letter, each.against) for letter, each in zip(self.letters, self.candidates, strict=True)]
+        within = [letter for letter, against in rows if against is not None and not against.kl.low > self.floor.kl]
+        which = f"not above it: {', '.join(within)}" if within else "every KL is above it"
+        return f"floor of noise: {self.floor.kl:.2g} nats in {self.candidates[0].model.dtype} ({self.floor.way}); {which}"
 
     def to_json(self) -> str:
         """Return everything as JSON, with the models, the text, versions and hashes."""
@@ -149,6 +161,8 @@ class Comparisons(Printed):
             add_texts(far, letter, *kl, f"{found.same_top.value:.1%}", between(found.same_top, ".1%"))
         yield table
         yield far
+        if self.floor is not None:
+            yield Text(self.above_floor, style="dim")
         if any(each.last_words for each in self.candidates):
             words = data_table("", "last words right", "their perplexity", right=(1, 2))
             for letter, each in zip(self.letters, self.candidates, strict=True):

@@ -91,7 +91,9 @@ def test_table_json_and_page(found: Comparisons) -> None:
     body = json.loads(found.to_json())
     assert body["letters"] == ["A", "B", "C", "D"]
     assert body["candidates"][1]["against"]["kl"]["value"] == found.candidates[1].against.kl.value
+    assert found.above_floor.endswith("not above it: D")  # the same model as A; B differs by its dtype, C by its weights
     text = page(found)
+    assert found.above_floor[1:] in text
     assert text == page(found)
     assert_whole_by_itself(text)
     assert 'id="quality"' in text
