@@ -86,7 +86,7 @@ def _bytes(name: str, shape: Sequence[int], type: str) -> int:
 class _Mixed:
     """Runs a with some of b's parameters on one batch of ids (B, T), from the first block that differs from both."""
 
-    def __init__(self, config: GPT2Config, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    def __init__(self, config: GPT2Config, a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         self.model, self.a, self.b = GPT2(config, initialise=False).eval(), a, b
         self.stages = [self._stage(stage, a) for stage in range(config.n_layer + 2)]
         differs = [any(a[name] is not b[name] for name in names) for names in self.stages]
@@ -135,7 +135,8 @@ class _Mixed:
         self.blocks_run += 1
         prefix = f"h.{number}."
         own = {name.removeprefix(prefix): source[name] for name in self.stages[number + 1]}
-        return functional_call(self.model.h[number], own, (x,))
+        output: Tensor = functional_call(self.model.h[number], own, (x,))
+        return output
 
 
 @torch.inference_mode()

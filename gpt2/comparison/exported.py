@@ -9,6 +9,7 @@ vec_dot_type).
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import tempfile
 import time
@@ -217,16 +218,14 @@ class _Check:
     def _ctranslate2(self, program: str) -> Opened:
         if not (self.folder / "vocab.json").is_file():
             return Opened(program, None, None, None, "its converter needs the files of a BPE tokenizer")
-        import ctranslate2
-
+        converters = importlib.import_module("ctranslate2.converters")
         with tempfile.TemporaryDirectory() as room:
             converted = str(Path(room) / "ct2")
-            ctranslate2.converters.TransformersConverter(str(self.folder)).convert(converted)
+            converters.TransformersConverter(str(self.folder)).convert(converted)
             return self._judge(program, CTranslate2Side.open(f"ct2/{converted}"), self._ours(torch.float32))
 
     def _gguf(self, program: str) -> Opened:
-        import gguf
-
+        gguf = importlib.import_module("gguf")
         values = {}
         for tensor in gguf.GGUFReader(self.folder / GGUF_FILE).tensors:
             name = from_file(tensor.name)
