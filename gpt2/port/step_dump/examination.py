@@ -108,9 +108,14 @@ class StepExamination:
         return StepArrays(recorded, losses, names)
 
     def seen(self, found: StepArrays) -> bool:
-        """Return whether the dump is one of a step: some number that fits no loss is no sign of one. After :meth:`diagnosis`."""
-        steps = any(found.recorded.raw) or found.recorded.steps > 0
-        return self.asked or steps or self.stages["loss"].explained
+        """Return whether the dump is one of a step, after :meth:`diagnosis`.
+
+        Some number that fits no loss is no sign of one, nor are a few arrays of a gradient's shape that no gradient explains.
+        """
+        gradients = max((len(one) for one in found.recorded.raw), default=0)
+        known = 2 * gradients >= len(self.state) or (gradients > 0 and self.stages["gradient"].explained)
+        known = known or any(stage.causes for stage in self.stages.values())
+        return self.asked or known or found.recorded.steps > 0 or (bool(found.losses) and self.stages["loss"].explained)
 
     def _nothing(self) -> None:
         if self.asked:
