@@ -124,8 +124,8 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
 
         Settings.parse(args.set)  # a misspelt key is refused before anything is read
         with Status(f"reading {args.what}"):
-            options = {"revision": args.revision, "offline": args.offline}
-            return gpt2.diagnose(args.what, args.model, settings=args.set or None, **options)
+            settings = args.set or None
+            return gpt2.diagnose(args.what, args.model, settings=settings, revision=args.revision, offline=args.offline)
     from gpt2.port.diagnosis.runner import run
 
     with Status(f"running {args.what}") as status:

@@ -74,7 +74,8 @@ class StepExamination:
         fitting = {name: array for name, array in self.dump.arrays.items() if next(layouts.views(array), None) is not None}
         losses = losses_of({name: array for name, array in self.dump.arrays.items() if name not in fitting})
         if not fitting and not losses:
-            return self._nothing()
+            self._require_steps()
+            return None
         self.batches = batches_of(self.dump)
         batch = self.batches[0]
         small = self.config.num_parameters() * batch.ids.numel() < MAX_WORK
@@ -104,7 +105,8 @@ class StepExamination:
         names = {*recorded.names, *(one.name for one in losses)}
         steps = any(recorded.raw) or recorded.steps > 0
         if not steps and (not losses or not (self.asked or self.dump.integers)):
-            return self._nothing()
+            self._require_steps()
+            return None
         return StepArrays(recorded, losses, names)
 
     def seen(self, found: StepArrays) -> bool:
@@ -117,7 +119,8 @@ class StepExamination:
         known = known or any(stage.causes for stage in self.stages.values())
         return self.asked or known or found.recorded.steps > 0 or (bool(found.losses) and self.stages["loss"].explained)
 
-    def _nothing(self) -> None:
+    def _require_steps(self) -> None:
+        """Raise InputError for a dump that holds nothing of a step, if one is asked for."""
         if self.asked:
             sizes = ", ".join(f"{shown(n)} {tuple(a.shape)}" for n, a in list(self.dump.arrays.items())[:3])
             raise InputError(f"{self.dump.source}: holds no loss, gradient or parameter of this model ({sizes}); {SAVE}")
@@ -183,7 +186,8 @@ class StepExamination:
         if not losses or not good:
             return
         exact = any(one.dtype == torch.float64 for one in losses) and recorded.float64
-        expected, first = [], None
+        expected: list[float] = []
+        first: Tensor | None = None
         for step, weights in enumerate(recorded.parameters):
             if weights.keys() != self.state.keys():
                 break

@@ -241,14 +241,14 @@ class GradientExamination:
             weights = torch.zeros(batch.ids.shape, dtype=torch.float64)
             weights[row] = 1.0
             basis.append(self.predictor.gradients(self.state, batch.ids, batch.targets, weights).whole)
-        weights, _ = _combined(got, basis)
-        mixed = {n: sum((w * one[n] for w, one in zip(weights, basis, strict=True)), torch.zeros_like(g)) for n, g in got.items()}
+        shares, _ = _combined(got, basis)
+        mixed = {n: sum((w * one[n] for w, one in zip(shares, basis, strict=True)), torch.zeros_like(g)) for n, g in got.items()}
         if not self._mostly(got, mixed):
             return False
-        top = max(map(abs, weights))
-        kept = [row for row, w in enumerate(weights) if abs(w) > 1e-3 * top]
+        top = max(map(abs, shares))
+        kept = [row for row, w in enumerate(shares) if abs(w) > 1e-3 * top]
         parts = self.settings.grad_accum
-        levels = [weights[row] for row in kept]
+        levels = [shares[row] for row in kept]
         if len(kept) < rows and max(levels) - min(levels) <= CLOSE * top:
             if kept == list(range(rows - len(kept), rows)):
                 detail = f"only the last {len(kept)} of {rows} rows are in the gradient"
@@ -258,10 +258,10 @@ class GradientExamination:
                 reading.stage.causes.append(cause("tokens-left-out", "loss", detail, SEEN))
         elif parts and parts > 1 and rows % parts == 0:
             reading.clip_causes.append(
-                cause("clip-before-accumulation", "clip", f"rows weigh between {min(weights):.4g} and {max(weights):.4g}", SEEN)
+                cause("clip-before-accumulation", "clip", f"rows weigh between {min(shares):.4g} and {max(shares):.4g}", SEEN)
             )
         else:
-            detail = f"rows weigh between {min(weights) * batch.count:.4g} and {max(weights) * batch.count:.4g}"
+            detail = f"rows weigh between {min(shares) * batch.count:.4g} and {max(shares) * batch.count:.4g}"
             reading.stage.causes.append(cause("loss-average-wrong", "loss", detail, SEEN))
         reading.predicted, reading.explained = [], True
         return True

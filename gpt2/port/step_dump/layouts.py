@@ -85,7 +85,8 @@ class Layouts:
             return
         for names in self.orders:
             for transposed in (False, True):
-                view, start = {}, 0
+                view: View = {}
+                start = 0
                 for name in names:
                     shape = self.shapes[name]
                     count = math.prod(shape)

@@ -184,7 +184,8 @@ class Recogniser:
         """Return the sets of some units in the order of steps: the nearest that goes against the gradient, then the next ones."""
         if len(group) < 2:
             return group
-        here, left, out = self._taken(self.units, units), list(group), []
+        here, left = self._taken(self.units, units), list(group)
+        out: list[Piece] = []
         while left:
 
             def length(piece: Piece, here: Tensor = here) -> float:

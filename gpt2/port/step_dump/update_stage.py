@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpt2.port.diagnosis.report import Cause
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.step_dump.gradient_stage import GradientReading
 from gpt2.port.step_dump.layouts import role_of
@@ -17,8 +18,8 @@ from gpt2.port.step_dump.predictions import TABLE, Batch, Gradients, Predictor, 
 from gpt2.port.step_dump.recognition import Recorded, Weights, cosine
 from gpt2.port.step_dump.rule_search import EXPLAINED, TENSORS, Answer, Gauged, RuleSearch, clipped_track, gauged
 from gpt2.port.training.causes import cause
-from gpt2.port.training.clip_causes import BITES, clip_stage
-from gpt2.port.training.clipping import ClipReading
+from gpt2.port.training.clip_causes import clip_stage
+from gpt2.port.training.clipping import BITES, ClipReading
 from gpt2.port.training.optimizer import update_stage
 from gpt2.port.training.rules import Array, Fit, Kind, Rule
 from gpt2.port.training.settings import Settings
@@ -26,6 +27,7 @@ from gpt2.port.training.stepping import Movement
 from gpt2.port.training.trained import Stage
 
 SEEN = "the dump's parameters before and after each step"
+
 ALLOWED = 1.25  # times EXPLAINED: for one parameter, of fewer entries than the search has
 Places = Callable[[Sequence[str]], str]
 
@@ -292,7 +294,7 @@ class UpdateExamination:
                 movement.odd.remove(TABLE)
                 return
 
-    def _left_out(self) -> list:
+    def _left_out(self) -> list[Cause]:
         still = [n for n in self.recorded.unchanged if self._has_gradient(n)]
         if not still:
             return []
