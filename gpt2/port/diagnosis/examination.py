@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping as MappingType
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -213,7 +214,7 @@ class Examination:
         for ids in probes:
             logits = self._run(ids)
             if not outputs and self._is_random(ids, logits):
-                self.masked = random_masks(lambda ids=ids: self.module(ids.to(self.device)))
+                self.masked = random_masks(partial(self.module, ids.to(self.device)))
                 logits = self._run(ids)
             if isinstance(logits, Exception) and not outputs:
                 borrowed.to_own_dtype()
