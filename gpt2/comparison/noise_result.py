@@ -137,8 +137,8 @@ class Noise(Printed):
             "[dim]logit: largest difference. hang: tokens whose two likeliest candidates are closer than twice that.\n"
             f"texts part: of {self.prompts} greedy texts of {self.new_tokens} tokens, how many differ, and from which token[/dim]"
         )
-        for way, why in self.skipped:
-            yield f"[yellow]left out[/yellow]  {escape(way)}: {escape(why)}"
+        for name, why in self.skipped:
+            yield f"[yellow]left out[/yellow]  {escape(name)}: {escape(why)}"
         if self.close_calls:
             yield "\n[bold]Tokens that hang on rounding[/bold]  [dim]the ten closest[/dim]"
             table = data_table("after", "first", "second", "apart", "ways")
