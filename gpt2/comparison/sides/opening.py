@@ -27,7 +27,8 @@ def open_sides(*names: str, offline: bool = False, dtype: str | None = None) -> 
     """Open the sides of one comparison; a port gets the first checkpoint's folder, a server the first tokenizer among them."""
     sides = [open_side(name, offline=offline, dtype=dtype) for name in names]
     checkpoint = next((side.checkpoint for side in sides if isinstance(side, CheckpointSide)), None)
-    partner = next((side for side in sides if side.tokenizer() is not None), None)
+    servers = [side for side in sides if isinstance(side, ServerSide)]
+    partner = next((side for side in sides if side.tokenizer() is not None), None) if servers else None
     for at, side in enumerate(sides):
         if isinstance(side, PortSide):
             sides[at] = replace(side, checkpoint=checkpoint)
