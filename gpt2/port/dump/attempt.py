@@ -162,18 +162,20 @@ class Attempt:
             placed = placements(simulation, right.keys(), left)[:MAX_PLACEMENTS]
         nothing = Placement((), {}, 0.0)  # arrays that are at none of these places: the logits decide
         trials = [(one, False) for one in [*placed, nothing]] if placed else []  # single faults first, at each place
-        for one, several in [*trials, (placed[0] if placed else nothing, True)]:
-            evidence, self.explanation = self._explained(right, one, several)
-            if self.explanation.explains:
+        last = placed[0] if placed else nothing
+        for one, several in [*trials, (last, True)]:
+            evidence, explanation = self._explained(right, one, several)
+            if explanation.explains:
                 break
-        if not one.stages and self.explanation.explains:
-            seen = self._seen(self.explanation.values, streams(self.pool, self.ids, self.config.n_embd, set()))
+        if not one.stages and explanation.explains:
+            seen = self._seen(explanation.values, streams(self.pool, self.ids, self.config.n_embd, set()))
             wrong = (
                 point for point, value in seen.items() if worst_relative_error(value, self.exact[point]) > self._allowed(point)
             )
-            self.explanation = replace(self.explanation, first_wrong=next(wrong, self.explanation.first_wrong))
+            explanation = replace(explanation, first_wrong=next(wrong, explanation.first_wrong))
             evidence |= seen
-        self._place(self.explanation, evidence)
+        self.explanation = explanation
+        self._place(explanation, evidence)
 
     def _seen(self, values: Mapping[str, Tensor], arrays: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Return the ``arrays`` that are the ``values`` of a program with the faults found, by traced point."""

@@ -18,7 +18,15 @@ from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.simulation import ORDER, Simulation, stage_of
 from gpt2.port.dump.tolerance import UNITS
 
-RECORDED = (("",), ("mid",), ("mlp.c_proj",), ("attn.c_proj",), ("ln_1",), ("ln_2",), ("attn.heads",))  # one tensor a block
+RECORDED: tuple[tuple[str, ...], ...] = (
+    ("",),
+    ("mid",),
+    ("mlp.c_proj",),
+    ("attn.c_proj",),
+    ("ln_1",),
+    ("ln_2",),
+    ("attn.heads",),
+)  # one tensor a block
 RECORDED += (("mid", ""), ("attn.c_proj", "mlp.c_proj"), ("ln_1", "ln_2"))
 SIZED = {stage for stages in RECORDED for stage in stages}
 LEAST_LIKENESS = 0.1  # of a stream and what the right block makes of the one before it, as a cosine
