@@ -26,7 +26,7 @@ from gpt2.comparison.paper import paper_figures
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage, token_bytes
 from gpt2.comparison.scratch import Scratch
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
-from gpt2.comparison.sides.opening import open_side
+from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.side import Running, Shown, Side
 from gpt2.comparison.weights import distance
 from gpt2.data import Tokenizer
@@ -66,7 +66,7 @@ def compare_many(
     saved = [each for name in names for each in with_checkpoints(name)]
     if len(saved) < 2:
         raise InputError(f"{' '.join(names)}: one model has nothing to be compared with; give two or more")
-    sides = [open_side(each.name, offline=offline, dtype=dtype) for each in saved]
+    sides = open_sides(*(each.name for each in saved), offline=offline, dtype=dtype)
     for side in sides:
         if Shown.LOGITS not in side.shows:
             raise InputError(f"{side.name}: shows only {' and '.join(sorted(side.shows))}; compare it with one model at a time")
