@@ -161,12 +161,14 @@ class Attempt:
             simulation = Simulation(self.reference.state_dict(), self.config, self.ids)
             placed = placements(simulation, right.keys(), left)[:MAX_PLACEMENTS]
         nothing = Placement((), {}, 0.0)  # arrays that are at none of these places: the logits decide
-        trials = [(one, False) for one in [*placed, nothing]] if placed else []  # single faults first, at each place
-        last = placed[0] if placed else nothing
-        for one, several in [*trials, (last, True)]:
-            evidence, explanation = self._explained(right, one, several)
+        trials = [*placed, nothing] if placed else []  # single faults first, at each place
+        for one in trials:
+            evidence, explanation = self._explained(right, one, several=False)
             if explanation.explains:
                 break
+        else:
+            one = placed[0] if placed else nothing
+            evidence, explanation = self._explained(right, one, several=True)
         if not one.stages and explanation.explains:
             seen = self._seen(explanation.values, streams(self.pool, self.ids, self.config.n_embd, set()))
             wrong = (

@@ -26,8 +26,10 @@ RECORDED: tuple[tuple[str, ...], ...] = (
     ("ln_1",),
     ("ln_2",),
     ("attn.heads",),
-)  # one tensor a block
-RECORDED += (("mid", ""), ("attn.c_proj", "mlp.c_proj"), ("ln_1", "ln_2"))
+    ("mid", ""),
+    ("attn.c_proj", "mlp.c_proj"),
+    ("ln_1", "ln_2"),
+)  # one tensor a block, or two
 SIZED = {stage for stages in RECORDED for stage in stages}
 LEAST_LIKENESS = 0.1  # of a stream and what the right block makes of the one before it, as a cosine
 
