@@ -182,7 +182,6 @@ OTHER_FILES: list[tuple[str, bytes, str]] = [
     ("torch", random.Random(0).randbytes(5000), "neither"),
     ("torch", TEXT, "neither"),
     ("torch", safetensors_save({"a": torch.ones(2)}), "neither"),
-    ("torch", b"\x89HDF\r\n\x1a\n" + bytes(90), "HDF5"),
     ("torch", gzip.compress(bytes(99)), "gzip"),
     ("torch", pickle.dumps({"a": 1}), "a pickle, but not one of torch.save"),
     ("torch", pickle.dumps({"a": [1.0, 2.0]}, protocol=5), "a pickle, but not one of torch.save"),

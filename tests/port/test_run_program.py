@@ -327,7 +327,9 @@ def test_ctrl_c_ends_the_program_with_its_children(tmp_path: Path, home: Home) -
         "open(more[0], 'w').write(f'{os.getpid()} {child.pid}\\n'); time.sleep(60)"
     )
     command = script(tmp_path, code, f"{{ids}} {{out}} {tmp_path / 'pids'} {{model}}")
-    start = "import sys; from gpt2.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    # A test run in the background of a script inherits that SIGINT is ignored.
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    start += "from gpt2.cli.main import main; sys.exit(main(sys.argv[1:]))"
     with subprocess.Popen(
         [sys.executable, "-c", start, "diagnose", "--run", command, "--model", str(home.model)],
         env={**os.environ, "TMPDIR": str(temporary)},

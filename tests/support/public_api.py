@@ -32,6 +32,7 @@ assert_type(gpt2.verify().to_json(), str)
 assert_type(gpt2.compare("gpt2", "out/step-2000", on="my.txt"), gpt2.Comparison)
 assert_type(gpt2.compare("gpt2", "gpt2:bf16").to_json(), str)
 gpt2.compare("gpt2", "gpt2:bf16").save_html("report.html")
+assert_type(gpt2.compare("gpt2", "gpt2:bf16", "gpt2:int8"), gpt2.Comparisons)
 
 mine: nn.Module = nn.Identity()
 assert_type(gpt2.load_into(mine, "gpt2"), gpt2.MappingReport)
