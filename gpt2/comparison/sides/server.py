@@ -3,7 +3,8 @@
 It shows the likeliest tokens of each place, not all of them. With ``echo`` one request scores a whole window. A server that
 answers without the prompt's log-probabilities is asked for the next token at ``PLACES`` places of each window.
 
-Source: OpenAI's API reference, "Create completion": ``echo``, ``logprobs``, ``top_logprobs``, ``text_offset``.
+Sources: OpenAI's API reference, "Create completion": ``echo``, ``logprobs``, ``top_logprobs``, ``text_offset``. llama.cpp,
+tools/server: llama-server answers 500 to ``echo``, and gives log-probabilities as a list of tokens under ``content``.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class ServerSide(Side):
             bad = not parts.hostname or parts.port == 0
         except ValueError:
             bad = True
-        if bad or parts.query or parts.username or parts.password:
-            raise InputError(f"{name.partition('@')[2] or name}: write http://HOST:PORT/v1#MODEL; a key belongs into {KEY}")
+        if bad or parts.query or parts.username or parts.password:  # which may hold a key
+            shown = (name.partition("@")[2] or name).partition("?")[0]
+            raise InputError(f"{shown}: write http://HOST:PORT/v1#MODEL; a key belongs into {KEY}")
         return cls(name, url.rstrip("/"), model or None)
 
     @property
@@ -128,8 +130,8 @@ class RunningServer(Running):
                 self.strings[text] = -1 if text in self.strings or not text else index
         if self.echoes is not False:
             answer = self._complete(tokenizer.decode(ids.tolist()), len(ids), echo=True)
-            given = answer.get("logprobs")
-            if isinstance(given, dict) and len(given.get("tokens") or ()) >= max(2, len(ids) // 2):
+            given = _dict(answer.get("logprobs"))
+            if len(_list(given.get("tokens"))) >= max(2, len(ids) // 2):
                 self.echoes = True
                 return self._read(given, ids, tokenizer)
             self.echoes = False
@@ -144,7 +146,7 @@ class RunningServer(Running):
         start = starts[0] if starts else 0
         self.extra_tokens = self.extra_tokens or start
         target, rows = [math.nan] * count, [dict[int, float]() for _ in range(count)]
-        top, logprobs = given.get("top_logprobs") or [], given.get("token_logprobs") or []
+        top, logprobs = _list(given.get("top_logprobs")), _list(given.get("token_logprobs"))
         for place in range(count):
             at = start + place + 1
             if at >= len(tokens) or tokens[at] != expected[place + 1]:
@@ -167,10 +169,8 @@ class RunningServer(Running):
         target, rows = [math.nan] * count, [dict[int, float]() for _ in range(count)]
         for place in sorted({round((i + 1) * count / PLACES) - 1 for i in range(PLACES)} - {-1}):
             answer = self._complete(tokenizer.decode(ids[: place + 1].tolist()), place + 1, echo=False)
-            given = answer.get("logprobs") or {}
-            if top := (given.get("top_logprobs") or [None])[0]:
-                rows[place] = self._row(top)
-                target[place] = rows[place].get(int(ids[place + 1]), math.nan)
+            rows[place] = self._row(_first_top(_dict(answer.get("logprobs"))))
+            target[place] = rows[place].get(int(ids[place + 1]), math.nan)
         if not any(rows):
             raise InputError(f"{self.side.name}: its answers hold no log-probabilities; start it with them switched on")
         return _as_top(target, rows)
@@ -187,11 +187,10 @@ class RunningServer(Running):
             raise InputError(f"{self.side.name}: {self.limit:,} tokens were sent; set {LIMIT_VARIABLE} to allow more")
         body = {"prompt": prompt, "max_tokens": 1, "temperature": 1.0, "logprobs": TOP_K, "echo": echo, "seed": 0}
         answer = self._post(body | ({"model": self.side.model} if self.side.model else {}), refusable=echo)
-        choices = answer.get("choices")
-        counted = (answer.get("usage") or {}).get("prompt_tokens")
+        counted = _dict(answer.get("usage")).get("prompt_tokens")
         if isinstance(counted, int) and not self.extra_tokens:
             self.extra_tokens = counted - tokens
-        return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+        return _dict(next(iter(_list(answer.get("choices"))), None))
 
     def _post(self, body: dict[str, Any], *, refusable: bool) -> dict[str, Any]:
         """Send a request; try again after 429 and 5xx. An error answer to a ``refusable`` request is {}."""
@@ -210,23 +209,56 @@ class RunningServer(Running):
                     raise ValueError("no object")
                 return found
             except HTTPError as error:
-                why = f"answered {error.code} {error.reason}"
-                if error.code in (400, 422, 501) and refusable and self.echoes is None:
+                with error:
+                    why, beginning = f"answered {error.code} {error.reason}", _beginning(error)
+                if error.code in (400, 422, 500, 501) and refusable and self.echoes is None:
                     return {}
                 if error.code in (401, 403):
                     raise InputError(f"{self.side.name}: {why}; put its key into {KEY}") from None
                 if error.code != 429 and error.code < 500:
-                    told = printable(error.read(300).decode("utf-8", "replace"), one_line=True)
-                    raise InputError(f"{self.side.name}: {why}: {told}; check the address and the model's name after #") from None
+                    what = f"{why}: {beginning}"
+                    raise InputError(f"{self.side.name}: {what}; check the address and the model's name after #") from None
                 asked = error.headers.get("Retry-After", "")
-                wait = min(LONGEST_WAIT, float(asked)) if asked.replace(".", "", 1).isdigit() else min(LONGEST_WAIT, 2 * wait)
+                is_number = asked.isascii() and asked.replace(".", "", 1).isdigit()
+                wait = min(LONGEST_WAIT, float(asked) if is_number else 2 * wait)
             except (URLError, OSError, HTTPException) as error:
                 why = f"cannot be reached ({getattr(error, 'reason', error)})"
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise InputError(f"{self.side.name}: its answer is not JSON; give the address that ends in /v1") from None
             if attempt < TRIES - 1:
                 time.sleep(wait)
         raise InputError(f"{self.side.name}: {why}, {TRIES} times; start the server, or try again later")
+
+
+def _beginning(answer: HTTPError) -> str:
+    """Return the beginning of an error's text, in one line."""
+    try:
+        return printable(answer.read(300).decode("utf-8", "replace"), one_line=True)
+    except (OSError, HTTPException):
+        return ""
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    """Return a part of an answer, or nothing where it is no object."""
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    """Return a part of an answer, or nothing where it is no list."""
+    return value if isinstance(value, list) else []
+
+
+def _log_probability(value: Any) -> float:
+    """Return a part of an answer, at most 0, or NaN where it is no finite number."""
+    return min(0.0, float(value)) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else math.nan
+
+
+def _first_top(given: dict[str, Any]) -> dict[str, Any]:
+    """Return text -> log-probability of the first generated token's alternatives, in OpenAI's form or llama-server's."""
+    if top := _dict(next(iter(_list(given.get("top_logprobs"))), None)):
+        return top
+    token = _dict(next(iter(_list(given.get("content"))), None))
+    return {str(each.get("token")): each.get("logprob") for each in map(_dict, _list(token.get("top_logprobs")))}
 
 
 def _text(tokenizer: Tokenizer, index: int) -> str:
