@@ -1,7 +1,8 @@
 """Compare a model with a side that shows only the likeliest tokens: bounds of KL by the probability that is left out.
 
-At each place P is known in full and Q at the shown tokens S; r = 1 - Q(S) is what Q leaves out, m its smallest shown
-probability, t the tokens left out. From below, by the log-sum inequality, each holds for every Q with these figures::
+At each place P is known in full and Q at the shown tokens S; r = 1 - Q(S) is what Q leaves out, and t are the tokens left out,
+each with at most m: the smallest shown probability, not counting the right token, which servers show wherever it ranks. From
+below, by the log-sum inequality, each holds for every Q with these figures::
 
     KL(P||Q) >= sum_S p log(p / q) + P(t) log(P(t) / r)
     KL(Q||P) >= sum_S q log(q / p) + r log(r / P(t))
@@ -101,7 +102,9 @@ def _places(logp: Tensor, top: Top, targets: Tensor) -> tuple[Tensor, ...]:
     backward = ((-q * ratio).sum(1) - rest_q * tail).clamp(min=0)
     stray = torch.where(known, (ratio - tail[:, None]).abs(), 0.0).amax(1)
     forward_high = forward + rest_p * stray
-    backward_high = torch.maximum(backward, (-q * ratio).sum(1) + _largest_tail(logp, top.ids, known, log_q, rest_q))
+    likeliest = known & (top.ids != targets[:, None])
+    m = torch.where(likeliest, log_q, math.inf).amin(1).clamp(max=0.0).exp()
+    backward_high = torch.maximum(backward, (-q * ratio).sum(1) + _largest_tail(logp, top.ids, known, m, rest_q))
     unseen = ~known.any(1)
     columns = [forward, forward_high, backward, backward_high]
     columns = [column.masked_fill(unseen, math.nan) for column in columns]
@@ -109,13 +112,12 @@ def _places(logp: Tensor, top: Top, targets: Tensor) -> tuple[Tensor, ...]:
     return *columns, (top.ids[:, 0] == logp.argmax(1)).double(), gained, shown
 
 
-def _largest_tail(logp: Tensor, ids: Tensor, known: Tensor, log_q: Tensor, rest: Tensor) -> Tensor:
-    """Return the largest sum of q log(q / p) over the tokens left out: the unlikeliest of them have m each."""
-    smallest = torch.where(known, log_q, math.inf).amin(1).clamp(max=0.0)  # log m
+def _largest_tail(logp: Tensor, ids: Tensor, known: Tensor, m: Tensor, rest: Tensor) -> Tensor:
+    """Return the largest sum of q log(q / p) over the tokens left out: the unlikeliest of them have m (T,) each."""
     hidden = torch.cat((logp, logp.new_zeros(len(logp), 1)), 1).scatter(1, ids.where(known, logp.size(1)), math.inf)[:, :-1]
     ascending = hidden.sort(1).values
     tokens = torch.arange(logp.size(1), dtype=torch.float64)
-    m = smallest.exp().clamp(min=1e-300)[:, None]
+    m = m.clamp(min=1e-300)[:, None]
     share = (rest[:, None] - tokens * m).clamp(min=0).minimum(m)  # m for the unlikeliest, a rest for the next, then nothing
     terms = share * (share.clamp(min=1e-300).log() - ascending)
     return torch.where((share > 0) & ascending.isfinite(), terms, 0.0).sum(1)

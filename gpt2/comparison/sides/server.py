@@ -153,13 +153,13 @@ class RunningServer(Running):
                 if not self.other_tokens and at < len(tokens):
                     self.other_tokens = f"token {place + 1} is {tokens[at]!r} there and {expected[place + 1]!r} here"
                 break
-            if at < len(logprobs) and isinstance(logprobs[at], int | float):
-                target[place] = float(logprobs[at])
-            if at < len(top) and isinstance(top[at], dict):
-                rows[place] = self._row(top[at])
+            if at < len(logprobs):
+                target[place] = _log_probability(logprobs[at])
+            if at < len(top):
+                rows[place] = self._row(_dict(top[at]))
                 if ids[place + 1].item() in rows[place]:
                     target[place] = rows[place][int(ids[place + 1])]
-                elif not math.isnan(target[place]):
+                elif rows[place] and not math.isnan(target[place]):
                     rows[place][int(ids[place + 1])] = target[place]
         return _as_top(target, rows)
 
@@ -176,10 +176,17 @@ class RunningServer(Running):
         return _as_top(target, rows)
 
     def _row(self, top: dict[str, Any]) -> dict[int, float]:
-        """Return ids and log-probabilities of tokens whose text belongs to one id."""
-        known = {self.strings.get(str(text), -1): float(value) for text, value in top.items() if isinstance(value, int | float)}
-        known.pop(-1, None)
-        return {index: min(0.0, value) for index, value in known.items() if not math.isnan(value)}
+        """Return ids and log-probabilities of the likeliest tokens, as far as each one's text belongs to one id.
+
+        What is left out is then no likelier than what is shown, on which the bounds of KL rest.
+        """
+        values = [(_log_probability(value), str(text)) for text, value in top.items()]
+        row: dict[int, float] = {}
+        for value, text in sorted((each for each in values if not math.isnan(each[0])), reverse=True):
+            if (index := self.strings.get(text, -1)) < 0:
+                break
+            row[index] = value
+        return row
 
     def _complete(self, prompt: str, tokens: int, *, echo: bool) -> dict[str, Any]:
         self.sent += tokens
