@@ -25,6 +25,7 @@ from gpt2.checkpoint.export import OF_DTYPE
 from gpt2.checkpoint.gguf_writer import TYPES, as_stored, stored_bytes
 from gpt2.checkpoint.keys import layer
 from gpt2.comparison.blame_result import Blame, Kept, Part, Precision
+from gpt2.comparison.distributions import gain
 from gpt2.config import GPT2Config
 from gpt2.int8 import rounded_parameter
 from gpt2.measure.estimates import Bootstrap
@@ -235,7 +236,7 @@ class _Measured:
                     logp_a, logp_b, kl, *_ = measure_rows(
                         reference[row, first:, : self.vocab], logits[row, first:, : self.vocab], targets, 1
                     )
-                    effects[place].append(_Effect(kl, logp_b - logp_a))
+                    effects[place].append(_Effect(kl, gain(logp_a, logp_b)))
         return [_Effect(*map(torch.cat, zip(*parts, strict=True))) for parts in effects]
 
     def part(self, name: str, own: frozenset[str], upto: frozenset[str] | None = None) -> Part:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from gpt2.comparison.bounds_result import Bounds
-from gpt2.comparison.server_checks import Seen, check
+from gpt2.comparison.distributions import perplexity_ratio
+from gpt2.comparison.server_checks import Seen, Shares, check
 from gpt2.comparison.sides.server import RunningServer
 from gpt2.comparison.sides.side import Running, Top
 from gpt2.data import Tokenizer
@@ -28,8 +29,6 @@ from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.metrics import Logits, Progress
 from gpt2.measure.windows import Windows
-
-LEAST_REST = 1e-7  # float32's rounding of a sum of probabilities
 
 
 @torch.inference_mode()
@@ -59,18 +58,19 @@ def measure_bounds(
         if len(seen) < 2:
             seen.append(Seen(window, logp, top))
         progress(f"top tokens: {part.end:,} of {len(ids) - 1:,}")
-    forward, forward_high, backward, backward_high, same, gained, shown = (torch.cat(each) for each in zip(*columns, strict=True))
+    joined = (torch.cat(each) for each in zip(*columns, strict=True))
+    forward, forward_high, backward, backward_high, same, logp_full, logp_other, shown = joined
     known = forward.isfinite()
     if int(known.sum()) < 2:
         why = getattr(other, "other_tokens", "") or "no place was shown"
         raise InputError(f"nothing of the text could be compared: {why}; does the server run a model with this tokenizer?")
     low, high = (forward, forward_high) if full_is_a else (backward, backward_high)
-    bootstrap, paired = Bootstrap(int(known.sum()), seed), gained[known & gained.isfinite()]
-    change = Bootstrap(len(paired), seed) if len(paired) else None
-    sign = 1.0 if full_is_a else -1.0  # gained is other's log-probability minus full's
+    bootstrap = Bootstrap(int(known.sum()), seed)
+    both = known & logp_full.isfinite() & logp_other.isfinite()
     ratio = Estimate(math.nan, math.nan, math.nan)
-    if change is not None:
-        ratio = change.interval(math.exp(-sign * paired.mean().item()), (-sign * change.means(paired)).exp())
+    if count := int(both.sum()):
+        pair = (logp_full, logp_other) if full_is_a else (logp_other, logp_full)
+        ratio = perplexity_ratio(*(each[both] for each in pair), Bootstrap(count, seed))
     return Bounds(
         kl_low=bootstrap.mean(low[known]),
         kl_high=bootstrap.mean(high[known]),
@@ -86,19 +86,13 @@ def measure_bounds(
 
 
 def _places(logp: Tensor, top: Top, targets: Tensor) -> tuple[Tensor, ...]:
-    """Return both bounds of both KLs, whether the first choices agree, the target's gain and the shown probability, each (T,).
+    """Return both bounds of both KLs, whether the first choices agree, the target's two log-probabilities and Q(S), each (T,).
 
     NaN where the side showed nothing.
     """
-    known = (top.ids >= 0) & (top.ids < logp.size(1))
-    log_q = top.logp.masked_fill(~known, -math.inf)
-    log_p = logp.gather(1, top.ids.clamp(0, logp.size(1) - 1)).masked_fill(~known, -math.inf)
-    p, q = log_p.exp(), log_q.exp()
-    shown = q.sum(1)
-    rest_q, rest_p = (1 - shown).clamp(min=LEAST_REST), (1 - p.sum(1)).clamp(min=LEAST_REST)
-    ratio = torch.where(known, log_p - log_q, 0.0)
-    tail = (rest_p / rest_q).log()
-    forward = ((p * ratio).sum(1) + rest_p * tail).clamp(min=0)
+    shares = Shares.of(logp, top)
+    known, _, q, log_q, ratio, shown, rest_p, rest_q = shares
+    tail, forward = (rest_p / rest_q).log(), shares.forward
     backward = ((-q * ratio).sum(1) - rest_q * tail).clamp(min=0)
     stray = torch.where(known, (ratio - tail[:, None]).abs(), 0.0).amax(1)
     forward_high = forward + rest_p * stray
@@ -108,8 +102,8 @@ def _places(logp: Tensor, top: Top, targets: Tensor) -> tuple[Tensor, ...]:
     unseen = ~known.any(1)
     columns = [forward, forward_high, backward, backward_high]
     columns = [column.masked_fill(unseen, math.nan) for column in columns]
-    gained = top.target - logp.gather(1, targets[:, None])[:, 0]
-    return *columns, (top.ids[:, 0] == logp.argmax(1)).double(), gained, shown
+    same = (top.ids[:, 0] == logp.argmax(1)).double()
+    return *columns, same, logp.gather(1, targets[:, None])[:, 0], top.target, shown
 
 
 def _largest_tail(logp: Tensor, ids: Tensor, known: Tensor, m: Tensor, rest: Tensor) -> Tensor:

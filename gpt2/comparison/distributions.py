@@ -131,7 +131,6 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
     """Compute every statistic of a measured pair; ``token_bytes`` (V,) are byte lengths, ``seed`` is for the bootstrap."""
     bootstrap = Bootstrap(len(tokens), seed)
     lengths = token_bytes[tokens.targets]
-    gained = torch.where(tokens.logp_a == tokens.logp_b, 0.0, tokens.logp_b - tokens.logp_a)  # -inf minus -inf is no change
     change = tokens.change
     squares = change.square()
     undefined = torch.stack((tokens.logp_a, tokens.logp_b, tokens.kl_ab, tokens.kl_ba, tokens.js)).isnan().any(0)
@@ -139,8 +138,8 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
     return Distributions(
         a=language(tokens.logp_a, lengths, tokens.windows, bootstrap),
         b=language(tokens.logp_b, lengths, tokens.windows, bootstrap),
-        ratio=bootstrap.interval(exp_or_inf(-gained.mean().item()), (-bootstrap.means(gained)).exp()),
-        difference=bootstrap.mean(gained),
+        ratio=perplexity_ratio(tokens.logp_a, tokens.logp_b, bootstrap),
+        difference=bootstrap.mean(gain(tokens.logp_a, tokens.logp_b)),
         correlation=correlation(tokens.logp_a, tokens.logp_b),
         kl_ab=_divergence(tokens.kl_ab, tokens.index, bootstrap),
         kl_ba=_divergence(tokens.kl_ba, tokens.index, bootstrap),
@@ -164,6 +163,17 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
         resamples=len(bootstrap.weights),
         seed=seed,
     )
+
+
+def gain(logp_a: Tensor, logp_b: Tensor) -> Tensor:
+    """Return b's log-probabilities minus a's of the same tokens (N,); -inf minus -inf is no change."""
+    return torch.where(logp_a == logp_b, 0.0, logp_b - logp_a)
+
+
+def perplexity_ratio(logp_a: Tensor, logp_b: Tensor, bootstrap: Bootstrap) -> Estimate:
+    """Return b's perplexity over a's from the log-probabilities (N,) of the same tokens, paired token by token."""
+    gained = gain(logp_a, logp_b)
+    return bootstrap.interval(exp_or_inf(-gained.mean().item()), (-bootstrap.means(gained)).exp())
 
 
 def language(logp: Tensor, lengths: Tensor, windows: Windows, bootstrap: Bootstrap) -> Language:

@@ -19,7 +19,7 @@ from torch import Tensor
 from gpt2.checkpoint.keys import expected
 from gpt2.comparison.checkpoints import with_checkpoints
 from gpt2.comparison.compatibility import Compatibility, compatibility
-from gpt2.comparison.distributions import Language, language
+from gpt2.comparison.distributions import Language, gain, language, perplexity_ratio
 from gpt2.comparison.floor import Floor, measure_floor
 from gpt2.comparison.many_results import Against, Candidate, Comparisons, Pairs
 from gpt2.comparison.paper import paper_figures
@@ -33,7 +33,7 @@ from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.last_words import LastWord, score_last_words
-from gpt2.measure.metrics import Progress, exp_or_inf, silent
+from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.pairwise import pairwise
 from gpt2.model import GPT2
 from gpt2.pages.reports import environment
@@ -206,11 +206,11 @@ class _Run:
         if first.logp is None or other.logp is None or other.kl is None or first.top is None or other.top is None:
             return None
         bootstrap = Bootstrap(len(self.targets), self.seed)
-        lost = torch.where(first.logp == other.logp, 0.0, first.logp - other.logp)  # -inf minus -inf is no change
+        lost = -gain(first.logp, other.logp)
         per_byte = bootstrap.means(lost, self.lengths) / math.log(2)
         more = lost.sum().item() / (self.lengths.sum().item() * math.log(2))
         return Against(
-            ratio=bootstrap.interval(exp_or_inf(lost.mean().item()), bootstrap.means(lost).exp()),
+            ratio=perplexity_ratio(first.logp, other.logp, bootstrap),
             bits=bootstrap.interval(more, per_byte),
             kl=bootstrap.mean(other.kl),
             kl_max=other.kl.max().item(),

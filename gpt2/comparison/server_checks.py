@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ ROUNDING = 1e-5  # nats, median of a place: float16's arithmetic stays below it
 QUANTISED = 0.05  # nats: a usable quantisation stays below it
 EXPLAINS = 0.1  # a suspicion is found if it leaves at most this part of the KL
 DISTINCT = 0.7  # of rows in another order, so many have a place of their own; the same context gives the same row
+LEAST_REST = 1e-7  # float32's rounding of a sum of probabilities
 PLACES = 48  # of a window, at which less context is tried
 TEMPERATURES = [2 ** (step / 16) for step in range(-32, 33) if step]
 
@@ -77,14 +79,39 @@ def known(top: Top) -> Tensor:
     return (top.ids >= 0).any(1)
 
 
+class Shares(NamedTuple):
+    """P and Q of T places at the shown tokens, and what both leave out."""
+
+    known: Tensor  # (T, k) bool: a token of the vocabulary is shown
+    p: Tensor  # (T, k) probabilities, 0 where nothing is shown
+    q: Tensor
+    log_q: Tensor  # (T, k)
+    ratio: Tensor  # (T, k) log(p / q), 0 where nothing is shown
+    shown: Tensor  # (T,) Q of the shown tokens together
+    rest_p: Tensor  # (T,) probability of all others
+    rest_q: Tensor
+
+    @classmethod
+    def of(cls, logp: Tensor, top: Top) -> Shares:
+        """Take P from log-probabilities (T, V)."""
+        known = (top.ids >= 0) & (top.ids < logp.size(1))
+        log_q = top.logp.masked_fill(~known, -math.inf)
+        log_p = logp.gather(1, top.ids.clamp(0, logp.size(1) - 1)).masked_fill(~known, -math.inf)
+        p, q = log_p.exp(), log_q.exp()
+        shown = q.sum(1)
+        rest_p, rest_q = ((1 - total).clamp(min=LEAST_REST) for total in (p.sum(1), shown))
+        return cls(known, p, q, log_q, torch.where(known, log_p - log_q, 0.0), shown, rest_p, rest_q)
+
+    @property
+    def forward(self) -> Tensor:
+        """KL(P||Q) from below (T,), with the tokens left out as one; NaN where nothing is shown."""
+        cost = (self.p * self.ratio).sum(1) + self.rest_p * (self.rest_p / self.rest_q).log()
+        return cost.clamp(min=0).masked_fill(~self.known.any(1), math.nan)
+
+
 def shown_kl(logp: Tensor, top: Top) -> Tensor:
-    """KL(P||Q) from below at each place (T,), with the tokens left out as one; NaN where nothing is shown."""
-    inside = top.ids >= 0
-    log_p = logp.gather(1, top.ids.clamp(min=0))
-    p, q = log_p.exp() * inside, top.logp.exp() * inside
-    rest_p, rest_q = (1 - p.sum(1)).clamp(min=1e-7), (1 - q.sum(1)).clamp(min=1e-7)
-    cost = torch.where(inside, p * (log_p - top.logp), 0.0).sum(1) + rest_p * (rest_p / rest_q).log()
-    return cost.clamp(min=0).masked_fill(~inside.any(1), math.nan)
+    """KL(P||Q) from below at each place (T,), as :class:`Shares` has it."""
+    return Shares.of(logp, top).forward
 
 
 def _median(values: Tensor) -> float:
