@@ -40,11 +40,15 @@ def measure_bounds(
     *,
     vocab: int,
     full_is_a: bool,
+    recorded: bool,
     tokenizer: Tokenizer | None,
     seed: int,
     progress: Progress,
 ) -> Bounds:
-    """Measure ``other``, which shows the likeliest tokens, beside ``full``, which shows all, on a text (N,)."""
+    """Measure ``other``, which shows the likeliest tokens, beside ``full``, which shows all, on a text (N,).
+
+    ``recorded``: ``full`` cannot be run on anything else.
+    """
     columns: list[tuple[Tensor, ...]] = []
     seen: list[Seen] = []
     parts = list(windows.of(len(ids)))
@@ -81,7 +85,7 @@ def measure_bounds(
         top=max(part.top.ids.size(1) for part in seen),
         tokens=int(known.sum()),
         sent=other.sent if isinstance(other, RunningServer) else 0,
-        findings=check(full, seen, vocab, tokenizer, other if isinstance(other, RunningServer) else None),
+        findings=check(None if recorded else full, seen, vocab, tokenizer, other if isinstance(other, RunningServer) else None),
     )
 
 

@@ -261,16 +261,15 @@ def _bounds(pair: list[_Loaded], passage: Passage, seed: int, progress: Progress
     if sum(full) != 1 or Shown.TOP not in pair[full.index(False)].side.shows:
         return None
     whole, part = pair[full.index(True)], pair[full.index(False)]
-    tokenizer = whole.tokenizer
-    vocab = min(size for size in (whole.side.vocab_size, tokenizer.n_vocab if tokenizer else None) if size is not None)
     return measure_bounds(
         whole.logits,
         part.running,
         passage.ids,
         passage.windows,
-        vocab=vocab,
+        vocab=_vocabulary(pair),
         full_is_a=full[0],
-        tokenizer=tokenizer,
+        recorded=whole.side.recording is not None,
+        tokenizer=whole.tokenizer,
         seed=seed,
         progress=progress,
     )

@@ -39,9 +39,12 @@ class Seen:
 
 
 def check(
-    full: Logits, seen: list[Seen], vocab: int, tokenizer: Tokenizer | None, server: RunningServer | None
+    full: Logits | None, seen: list[Seen], vocab: int, tokenizer: Tokenizer | None, server: RunningServer | None
 ) -> tuple[Finding, ...]:
-    """Return what explains the differences, most certain first; a side that agrees has the one finding ``rounding``."""
+    """Return what explains the differences, most certain first; a side that agrees has the one finding ``rounding``.
+
+    ``full`` is None where our side is a recording: then suspicions for which it would have to run are left out.
+    """
     findings: list[Finding] = []
     if server is not None and server.other_tokens:
         findings.append(Finding("tokens-differ", f"its tokenizer is another: {server.other_tokens}"))
@@ -54,11 +57,13 @@ def check(
     if (stale := _stale(seen)) is not None:
         return (*findings, stale)
     if base > ROUNDING:
-        ways = (_in_front(full, first, vocab, tokenizer, server), _temperature(first), _shifted(first), _shuffled(first))
+        ways = [_temperature(first), _shifted(first), _shuffled(first)]
+        if full is not None:
+            ways.insert(0, _in_front(full, first, vocab, tokenizer, server))
         for found, id, how in ways:
             if found <= EXPLAINS * base and not (id == "rows-shuffled" and findings):  # a shift is one order, and says more
                 findings.append(Finding(id, f"{how}: median KL falls from {base:.2g} to {found:.2g} nats"))
-        if not findings and (less := _less_context(full, first, vocab, costs)) is not None:
+        if not findings and full is not None and (less := _less_context(full, first, vocab, costs)) is not None:
             findings.append(less)
         if not findings and (cut := _cut(first)) is not None:
             findings.append(cut)
@@ -174,8 +179,8 @@ def _less_context(full: Logits, seen: Seen, vocab: int, costs: Tensor) -> Findin
         late = known(seen.top).nonzero()[:, 0]
         late = late[late >= c][-PLACES:]
         if len(late):
-            rows = torch.stack([seen.ids[int(at) - c + 1 : int(at) + 1] for at in late])
-            logp = full(rows)[:, -1, :vocab].double().log_softmax(-1).cpu()
+            rows = [seen.ids[int(at) - c + 1 : int(at) + 1] for at in late]  # one at a time: logits take most memory
+            logp = torch.cat([full(row[None])[:, -1, :vocab] for row in rows]).double().log_softmax(-1).cpu()
             best = min(best, (_median(shown_kl(logp, _part(seen.top, late))), c, _median(costs[late])))
         c *= 2
     left, c, base = best

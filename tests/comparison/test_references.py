@@ -129,3 +129,12 @@ def test_kl_from_the_likeliest_tokens_is_bounded_from_both_sides(model: str, sav
     assert 0 < bounds.kl_low.value < whole.kl_ab.mean.value < bounds.kl_high.value
     assert bounds.same_top == whole.same_top
     assert compare(top, model).bounds.kl_low.value < 1e-15
+
+
+def test_two_recordings_of_which_one_holds_the_likeliest_tokens(model: str, saved: str, folder: Path, tmp_path: Path) -> None:
+    """The checks of a server run our side with less context, which a recording cannot do: it was refused as another text."""
+    keep = Keep(tmp_path / "top.safetensors", top=5)
+    top = f"trace:{save_reference(f'{model}:bf16', keep, on=str(folder / 'text.txt'), tokens=200)}"
+    bounds = compare(saved, top).bounds
+    assert bounds.kl_low.value == pytest.approx(compare(model, top).bounds.kl_low.value, rel=0.01)
+    assert bounds.findings
