@@ -25,10 +25,11 @@ from gpt2.comparison.distributions import Distributions, summarise
 from gpt2.comparison.floor import Floor, measure_floor
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage, token_bytes
 from gpt2.comparison.results import Comparison, Numerics
-from gpt2.comparison.saving import Keep, saving
+from gpt2.comparison.saving import TRACED, Keep, saving
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
 from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.side import Running, Shown, Side
+from gpt2.comparison.ways import attending
 from gpt2.comparison.weights import WeightChanges, compare_weights
 from gpt2.comparison.words import Words, compare_words
 from gpt2.data import Tokenizer
@@ -41,8 +42,6 @@ from gpt2.measure.tracing import trace_blocks
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2, eager_attention, sdpa_attention
 from gpt2.pages.reports import dtype_label, environment
-
-TRACED = 256  # tokens for the comparison of activations
 
 
 def compare(
@@ -112,7 +111,7 @@ def compare(
         if "distributions" not in compatible.impossible:
             kept: Logits = running[0].logits
             if save is not None:
-                kept = stack.enter_context(saving(save, sides[0], running[0], tokenizers[0], passage))
+                kept = stack.enter_context(saving(save, sides[0], running[0], tokenizers[0] or tokenizers[1], passage))
             distributions, words = _distributions(own, kept, passage, seed, progress)
         elif save is None and compatible.vocabularies.comparable:
             bounds = _bounds(own, passage, seed, progress)
@@ -193,12 +192,10 @@ def _numerics(sides: tuple[Side, Side], running: tuple[Running, Running], ids: T
     rows = []
     for side, loaded in zip(sides, running, strict=True):
         if isinstance(loaded, RunningModule) and isinstance(model := loaded.module, GPT2):
-            before = [block.attn.attend for block in model.h]
             for kind, attend in (("fused", sdpa_attention), ("spelt out", eager_attention)):
-                error = relative_error(model.use_attention(attend)(ids), exact["logits"])
+                with attending(model, attend):
+                    error = relative_error(model(ids), exact["logits"])
                 rows.append((f"{side.name}, attention {kind}", error))
-            for block, attention in zip(model.h, before, strict=True):
-                block.attn.attend = attention
     return Numerics(tuple(points), tuple(rows))
 
 

@@ -19,7 +19,7 @@ from gpt2.errors import InputError
 from gpt2.measure.metrics import Logits, Progress, silent
 from gpt2.pages.reports import environment
 
-TRACED = 256  # tokens whose activations are kept
+TRACED = 256  # tokens whose activations are compared, and kept
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def run_over(logits: Logits, passage: Passage, progress: Callable[[int], None]) 
 def saving(keep: Keep, side: Side, running: Running, tokenizer: Tokenizer | None, passage: Passage) -> Iterator[Logits]:
     """Return the side's ``logits``, which must be asked for the passage's windows in order, and which keeps them in a file.
 
-    Raises InputError: the side shows no logits, or no activations where they are asked for.
+    ``tokenizer`` is that of the text. Raises InputError: the side shows no logits, or no activations where they are asked for, or
+    nothing tells the size of its vocabulary.
     """
     if Shown.LOGITS not in side.shows:
         raise InputError(f"{side.name}: shows no logits, so they cannot be saved; leave --save out")
@@ -85,7 +86,10 @@ def saving(keep: Keep, side: Side, running: Running, tokenizer: Tokenizer | None
         start = passage.ids[None, : min(passage.windows.context, TRACED)]
         activations = {name: tensor for block in running.blocks(start) for name, tensor in block.items()}
     sizes = [side.vocab_size, None if tokenizer is None else tokenizer.n_vocab]
-    vocab = min(size for size in sizes if size is not None)
+    known = [size for size in sizes if size is not None]
+    if not known:
+        raise InputError(f"{side.name}: the size of its vocabulary is not known; save it beside a MODEL that has a tokenizer")
+    vocab = min(known)
     env = environment([] if side.dtype is None else [side.dtype])
     about = {
         "side": asdict(side.describe(env.versions)),
@@ -108,6 +112,9 @@ def saving(keep: Keep, side: Side, running: Running, tokenizer: Tokenizer | None
 
     def kept(ids: Tensor) -> Tensor:
         output = running.logits(ids)
+        if output.size(-1) < vocab:
+            sizes = f"gives logits of {output.size(-1):,} tokens, and its vocabulary has {vocab:,}"
+            raise InputError(f"{side.name}: {sizes}; use the model's own tokenizer")
         for row in output:
             span = next(spans)
             writer.add(row[span.first - span.start :])

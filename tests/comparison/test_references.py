@@ -138,3 +138,14 @@ def test_two_recordings_of_which_one_holds_the_likeliest_tokens(model: str, save
     bounds = compare(saved, top).bounds
     assert bounds.kl_low.value == pytest.approx(compare(model, top).bounds.kl_low.value, rel=0.01)
     assert bounds.findings
+
+
+def test_a_side_without_a_tokenizer_is_saved_with_its_partners(model: str, folder: Path, tmp_path: Path) -> None:
+    """Only its partner knows the size of a port's vocabulary: saving a port ended in a traceback."""
+    port = tmp_path / "port_to_save.py"
+    port.write_text("import gpt2\n\n\ndef build(folder):\n    return gpt2.load(folder)\n")
+    keep = Keep(tmp_path / "port.safetensors")
+    compare(str(port), model, on=str(folder / "text.txt"), tokens=100, save=keep)
+    found = compare(f"trace:{keep.path}", model)
+    assert found.distributions.kl_ab.max < 1e-12
+    assert found.bits_per == "bits per byte"
