@@ -32,6 +32,7 @@ from gpt2.comparison.sides.side import Side
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress, silent
+from gpt2.measure.user_code import error_line
 from gpt2.model import GPT2
 from gpt2.parity import reference
 
@@ -190,8 +191,10 @@ class _Check:
         }
         try:
             return open_in[module](program)
-        except (InputError, RuntimeError, ValueError, OSError, LookupError) as error:
-            return Opened(program, None, None, False, f"does not open it: {str(error).splitlines()[0]}")
+        except InputError as error:
+            return Opened(program, None, None, False, f"does not open it: {error}")
+        except Exception as error:  # another program's code may raise anything
+            return Opened(program, None, None, False, f"does not open it: {error_line(error)}")
 
     def _judge(self, program: str, side: Side, ours: GPT2, texts: Sequence[Sequence[int]] | None = None) -> Opened:
         with side.running() as running:

@@ -49,7 +49,8 @@ def measure_floor(model: GPT2, ids: Tensor, vocab: int, coarser: tuple[str, Call
     ids = ids[: max(2, model.config.n_positions - PADDING)]
 
     def ways() -> Iterator[tuple[str, Run]]:
-        yield "padding on the left", padded(model)
+        if len(ids) + PADDING <= model.config.n_positions:
+            yield "padding on the left", padded(model)
         with attending(model, eager_attention):
             yield "attention step by step", alone(model)
         if coarser is not None:

@@ -210,7 +210,7 @@ def about_of(path: Path) -> dict[str, Any] | None:
 
 
 def read_reference(path: Path) -> Reference:
-    """Open a reference. Raises CheckpointError: it is damaged, or of a later version."""
+    """Open a reference. Raises CheckpointError: it is damaged, or none."""
     file, about = SafetensorsFile(path), about_of(path)
     try:
         if about is None or about["format"] != FORMAT:

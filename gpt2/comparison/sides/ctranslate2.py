@@ -40,8 +40,11 @@ class CTranslate2Side(EngineSide):
     def vocab_size(self) -> int | None:
         for name in ("vocabulary.json", "vocabulary.txt"):
             if (file := self.path / name).is_file():
-                text = file.read_text(encoding="utf-8")
-                return len(json.loads(text)) if name.endswith(".json") else len(text.splitlines())
+                try:
+                    text = file.read_text(encoding="utf-8")
+                    return len(json.loads(text)) if name.endswith(".json") else len(text.splitlines())
+                except (OSError, ValueError, TypeError) as error:
+                    raise InputError(f"{file}: cannot be read ({error}); convert the model again") from None
         return None
 
     @contextmanager

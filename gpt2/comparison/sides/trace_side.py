@@ -61,14 +61,18 @@ class TraceSide(Side):
     @classmethod
     def _reference(cls, name: str, path: Path) -> TraceSide:
         reference = read_reference(path)
-        about, side, text = reference.about, reference.about["side"], reference.about["text"]
+        about = reference.about
         lengths = reference.file.read("token_bytes").long()
-        known = text["name"], text["sha256"], text["told"], about["tokenizer"]
+        try:
+            side, text = about["side"], about["text"]
+            known = text["name"], text["sha256"], text["told"], about["tokenizer"]
+            how = f"{side['implementation']}, saved by gpt2-toolkit {about['version']}"
+            parts = {field.name: side.get(field.name) for field in dataclasses.fields(Model)}
+            config = GPT2Config(**side["config"]) if side["config"] else None
+        except (KeyError, TypeError, AttributeError, InputError) as error:
+            raise CheckpointError(f"{path}: what is said of the side is not known here ({error}); save it again") from None
         recording = Recording(reference.ids, reference.windows, *known, reference.vocab, lengths)
-        how = f"{side['implementation']}, saved by gpt2-toolkit {about['version']}"
-        parts = {field.name: side.get(field.name) for field in dataclasses.fields(Model)}
         model = Model(**{**parts, "name": name, "implementation": how, "official": None})
-        config = GPT2Config(**side["config"]) if side["config"] else None
         activations = reference.activations
         shows = {Shown.LOGITS if reference.whole else Shown.TOP} | ({Shown.ACTIVATIONS} if activations else set())
 
@@ -98,7 +102,7 @@ class TraceSide(Side):
         dump = dumps.read(path, shape)
         logits = dump.arrays.get("logits")
         batch, tokens = dump.ids.shape
-        if logits is None or logits.shape not in ((batch, tokens, logits.size(-1)), (tokens, logits.size(-1))):
+        if logits is None or logits.ndim < 2 or logits.shape not in ((batch, tokens, logits.size(-1)), (tokens, logits.size(-1))):
             raise InputError(f"{path}: holds no array named logits for its {batch} x {tokens} ids; write it with gpt2 trace")
         if tokens < 2:
             raise InputError(f"{path}: has rows of one token, so none is predicted; trace longer rows")
