@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.noise_result import CloseCall, Noise, Way
+from gpt2.comparison.passage import open_passage
 from gpt2.comparison.results import Scored
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.ways import PADDING, PIECE, Run, alone, attending, in_pieces, one_at_a_time, padded, together
@@ -31,7 +32,6 @@ from gpt2.generation import generate
 from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.metrics import Progress, relative_error, silent
 from gpt2.measure.per_token import likeliest, measure_rows
-from gpt2.measure.texts import Text, open_text
 from gpt2.model import GPT2, eager_attention
 from gpt2.pages.reports import dtype_label, environment
 
@@ -126,8 +126,8 @@ def measure_noise(
     if side.by_transformers:
         raise InputError(f"{name}: --noise runs our implementation; leave out hf/")
     tokenizer = side.tokenizer()
-    text = open_text(on, offline=offline) if tokenizer is not None else None
-    ids = _ids(side, tokenizer, text, TOKENS if tokens is None else tokens, seed)
+    passage = open_passage(on, TOKENS if tokens is None else tokens, [side], [tokenizer], seed, offline=offline)
+    ids = passage.ids
     progress("loading the model")
     model = side.checkpoint.load()
     vocab = side.config.vocab_size if tokenizer is None else min(side.config.vocab_size, tokenizer.n_vocab)
@@ -146,10 +146,9 @@ def measure_noise(
             except (RuntimeError, ValueError) as error:  # a kernel that this device lacks; too few positions for padding
                 skipped.append((what, next(iter(str(error).splitlines()), "")))
     env = environment([side.dtype])
-    source = ("random ids", "") if text is None else (text.name, text.sha256)
     return Noise(
         model=side.describe(env.versions),
-        text=Scored(*source, rows.numel(), length, length, ""),
+        text=Scored(passage.scored.name, passage.scored.sha256, rows.numel(), length, length, ""),
         rows=len(rows),
         ways=tuple(ways),
         skipped=tuple(skipped),
@@ -222,18 +221,6 @@ class _Baseline:
             first, second = ([token] for token in self.top[at].tolist())
             calls.append(CloseCall(at, shown(before), shown(first), shown(second), margin, names))
         return tuple(call for call in calls if call.ways)
-
-
-def _ids(side: CheckpointSide, tokenizer: Tokenizer | None, text: Text | None, tokens: int, seed: int) -> Tensor:
-    if tokens < 0 or tokens == 1:
-        raise InputError(f"{tokens} tokens are too few to predict one from another; give 2 or more, or 0 for all of the text")
-    if tokenizer is None or text is None:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(side.config.vocab_size, (tokens or TOKENS,), generator=generator)
-    ids = tokenizer.encode(text.text)[: tokens or None]
-    if len(ids) < 2:
-        raise InputError(f"{text.name}: the text is {len(ids)} tokens, too few to predict one from another; give a longer text")
-    return torch.tensor(ids)
 
 
 def _texts(model: GPT2, ids: Tensor, length: int) -> tuple[Tensor, int]:
