@@ -237,8 +237,9 @@ def _save(args: argparse.Namespace, keep: "Keep | None") -> int:
     """Save one side; nothing is compared."""
     from gpt2.comparison.saving import save_reference
 
-    if args.fail_if or args.html or args.json or args.blame or args.threshold != DEFAULTS["threshold"]:
-        raise InputError("a single model is saved, not compared; leave out --fail-if, --html, --json, --blame and --threshold")
+    if args.fail_if or args.junit or args.html or args.json or args.blame or args.threshold != DEFAULTS["threshold"]:
+        flags = "--fail-if, --junit, --html, --json, --blame and --threshold"
+        raise InputError(f"a single model is saved, not compared; leave out {flags}")
     assert keep is not None
     with Status() as status:
         options = {name: getattr(args, name) for name in ("on", "tokens", "seed", "offline")}

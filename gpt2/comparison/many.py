@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from gpt2.comparison.paper import paper_figures
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage, token_bytes
 from gpt2.comparison.scratch import Scratch
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
+from gpt2.comparison.sides.engine import EngineSide
 from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.side import Running, Shown, Side
 from gpt2.comparison.weights import distance
@@ -137,6 +137,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         ids, recording = self.passage.ids, self.passage.recording
+        if int(ids.max()) >= self.vocab:
+            raise InputError(f"the text holds the id {int(ids.max())}, and a model knows {self.vocab:,} tokens; leave it out")
         self.targets = torch.cat([ids[span.first + 1 : span.end + 1] for span in self.passage.windows.of(len(ids))])
         count = min(SAMPLE, len(self.targets))
         self.sampled = torch.zeros(len(self.targets), dtype=torch.bool)
@@ -172,6 +174,9 @@ class _Run:
             output = running.logits(inputs)
             seconds += time.perf_counter() - began
             inputs_run += inputs.numel()
+            if output.size(-1) < self.vocab:
+                sizes = f"knows {output.size(-1):,} tokens and the text's tokenizer {self.vocab:,}"
+                raise InputError(f"{side.name}: {sizes}; use models of one tokenizer, or compare it with one model at a time")
             for row, window in enumerate(group):
                 rows = output[row, window.first - window.start :, : self.vocab].cpu()
                 targets = self.targets[done : done + len(rows)]
@@ -239,9 +244,7 @@ def _size(side: Side) -> int | None:
         checkpoint = side.checkpoint
         stored = sum(path.stat().st_size for path in checkpoint.files().values())
         return stored if stored and side.dtype == checkpoint.stored else side.config.num_parameters() * side.dtype.itemsize
-    path = Path(side.name.partition("/")[2]).expanduser()  # of an engine, such as llama.cpp/FILE.gguf
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else []
-    return sum(each.stat().st_size for each in files) or None if side.recording is None else None
+    return sum(path.stat().st_size for path in side.files) if isinstance(side, EngineSide) else None
 
 
 def _moved(first: Side, side: Side, fit: Compatibility, progress: Progress) -> float | None:

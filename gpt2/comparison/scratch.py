@@ -27,6 +27,7 @@ class Scratch:
         self._dtype, self._vocab = rows.dtype, rows.size(1)
         try:
             self.bytes += self._file.write(raw_bytes(rows))
+            self._file.flush()  # else the next seek finds that there is no room
         except OSError as error:
             where = tempfile.gettempdir()
             why = f"{error.strerror or error}: the first model's predictions are kept there"
