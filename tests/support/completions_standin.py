@@ -31,6 +31,7 @@ class Standin:
     renormalise: bool = False  # over the tokens that it shows
     digits: int = 5  # after the point
     echo: bool = True  # whether it scores a prompt
+    llama_server: bool = False  # without echo, it answers as llama.cpp's llama-server does
     busy: int = 0  # requests that it answers with 429 first
     key: str | None = None  # that it asks for
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -72,7 +73,10 @@ class Standin:
             texts = [self.text(index) for index in ids] + texts
             values = [None, *(round(rows[at, index].item(), self.digits) for at, index in enumerate(ids[1:])), *values]
             top = [None, *(self.shown(rows[at], k, index) for at, index in enumerate(ids[1:])), *top]
-        logprobs = {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": []}
+        logprobs: dict[str, Any] = {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": []}
+        if self.llama_server:
+            listed = [{"id": 0, "token": text, "bytes": [], "logprob": value} for text, value in top[0].items()]
+            logprobs = {"content": [{**listed[0], "top_logprobs": listed}]}
         choice = {"text": "".join(texts), "index": 0, "logprobs": logprobs, "finish_reason": "length"}
         return {"object": "text_completion", "choices": [choice], "usage": {"prompt_tokens": len(self.front) + len(ids)}}
 
@@ -91,7 +95,7 @@ def completions(standin: Standin) -> Iterator[str]:
                 standin.busy -= 1
                 return self.reply(429, {"error": "slow down"})
             if body.get("echo") and not standin.echo:
-                return self.reply(400, {"error": "echo is not supported"})
+                return self.reply(500 if standin.llama_server else 400, {"error": "echo is not supported"})
             standin.requests.append(body)
             return self.reply(200, standin.answer(body))
 

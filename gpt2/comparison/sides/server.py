@@ -120,7 +120,8 @@ class RunningServer(Running):
             raise InputError(f"{self.side.name}: this would send {tokens:,} tokens, more than {self.limit:,}; {more}")
         if tokens > ANNOUNCED:
             cost = f"about {tokens / 1e6:.3f} times its price of a million tokens"
-            print(f"{printable(self.side.name)}: sending {tokens:,} tokens, {cost}; Ctrl-C stops", file=sys.stderr)
+            more = f"{(PLACES + 1) / 2:g} times as many if it does not score prompts"
+            print(f"{printable(self.side.name)}: sending {tokens:,} tokens, {cost}; {more}; Ctrl-C stops", file=sys.stderr)
 
     def top(self, ids: Tensor) -> Top:
         tokenizer = self.tokenizer

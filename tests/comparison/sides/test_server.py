@@ -22,6 +22,7 @@ from gpt2.cli.main import main
 from gpt2.comparison.bounds_result import Bounds
 from gpt2.comparison.gates import Gate
 from gpt2.comparison.pair import compare
+from gpt2.comparison.sides.server import RunningServer, ServerSide
 from gpt2.data.bpe import train_bpe
 from gpt2.errors import InputError
 from gpt2.int8 import Int8GPT2
@@ -151,9 +152,13 @@ def test_the_bounds_hold(text: str, tmp_path: Path) -> None:
     assert backward.ratio.value == pytest.approx(1 / exact.ratio.value, rel=1e-9)
 
 
-def test_a_server_that_does_not_score_prompts(text: str) -> None:
-    """Without echo the next token is asked for at a few places; the figures of these places must be the same."""
-    server = standin(echo=False)
+@pytest.mark.parametrize("llama_server", [False, True])
+def test_a_server_that_does_not_score_prompts(llama_server: bool, text: str) -> None:
+    """Without echo the next token is asked for at a few places; the figures of these places must be the same.
+
+    llama-server refuses echo with 500, which was tried five times, and lists tokens in another form.
+    """
+    server = standin(echo=False, llama_server=llama_server)
     found = measured(server, text)
     assert found.tokens == 16
     assert found.findings[0].id == "rounding"
@@ -186,6 +191,26 @@ def test_keys_limits_and_retries(text: str, monkeypatch: pytest.MonkeyPatch, cap
     assert "cannot be reached" in capsys.readouterr().err
     assert main(["compare", MODEL, "http://me:sk-secret@host/v1"]) == 2
     assert "sk-secret" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"choices": 3},
+        {"choices": [None], "usage": [1]},
+        {"choices": [{"logprobs": ["a"]}]},
+        {"choices": [{"logprobs": {"tokens": 7, "top_logprobs": {"a": 1}}}]},
+        {"choices": [{"logprobs": {"top_logprobs": [["a"]], "content": [{"top_logprobs": [5]}]}}]},
+        {"choices": [{"logprobs": {"top_logprobs": [{"a": 10**400, "b": "c", "d": None}]}}]},
+    ],
+)
+def test_answers_of_another_form_are_one_line(answer: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list where an object was expected, or a number beyond float64, ended in a traceback."""
+    tokenizer = gpt2.load_tokenizer(MODEL)
+    server = RunningServer(ServerSide.open("http://localhost/v1"), tokenizer, 10_000)
+    monkeypatch.setattr(server, "_post", lambda body, *, refusable: answer)
+    with pytest.raises(InputError, match="no log-probabilities"):
+        server.top(torch.tensor(tokenizer.encode(TEXT)[:6]))
 
 
 def test_gates_judge_the_bounds(text: str) -> None:
