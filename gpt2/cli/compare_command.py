@@ -206,6 +206,8 @@ def _many(args: argparse.Namespace, gates: "list[Gate]") -> int:
             raise InputError(f"--{flag} is for one or two models; leave it or the others out")
     if args.threshold != DEFAULTS["threshold"]:
         raise InputError("--threshold is of the activations of two models; leave it or the others out")
+    for gate in gates:
+        gate.require_of_many()
     with Status() as status:
         options = {name: getattr(args, name) for name in ("on", "tokens", "seed", "offline")}
         result = compare_many(_given(args), **options, progress=status)

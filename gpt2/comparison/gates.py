@@ -120,11 +120,15 @@ class Gate:
             raise InputError(f"--fail-if {self}: {self.metric} was not measured ({why}); gate on another metric")
         return self._judged(measured)
 
-    def judge_candidate(self, candidate: Candidate) -> Judgement:
-        """Apply the condition to one of several models, measured against the first; raises InputError as :meth:`judge` does."""
+    def require_of_many(self) -> None:
+        """Raise InputError if the metric is measured of two models only."""
         if self.metric not in MANY:
             known = ", ".join(MANY)
             raise InputError(f"--fail-if {self}: of several models only {known} are measured; compare two models for it")
+
+    def judge_candidate(self, candidate: Candidate) -> Judgement:
+        """Apply the condition to one of several models, measured against the first; raises InputError as :meth:`judge` does."""
+        self.require_of_many()
         measured = MANY[self.metric](candidate)
         if measured is None:
             why = "; ".join(dict.fromkeys(candidate.left_out.values())) or "it shows too little"

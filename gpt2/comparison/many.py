@@ -163,7 +163,8 @@ class _Run:
             return self._together(side, running, words, first=first)
 
     @torch.inference_mode()
-    def _together(self, side: Side, running: Running, words: LastWord | None, *, first: bool) -> _Measured:
+    def _together(self, side: Side, running: Running, words: LastWord | None, *, first: bool, alone: bool = False) -> _Measured:
+        """Run a model over the text; ``alone``: it is compared with no other, so its logits are not kept."""
         if first and isinstance(running, RunningModule) and isinstance(running.module, GPT2):
             self.floor = measure_floor(running.module, self.passage.ids[:FLOOR_TOKENS], self.vocab)
         columns: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -182,12 +183,11 @@ class _Run:
                 targets = self.targets[done : done + len(rows)]
                 if first:
                     self.first.add(rows)
-                    found = pairwise([rows])
-                else:
-                    found = pairwise([self.first.take(len(rows)), rows])
+                found = pairwise([rows] if first or alone else [self.first.take(len(rows)), rows])
                 right = rows.gather(1, targets[:, None])[:, 0].double() - found.log_sums[:, -1]
                 columns.append((right, found.kl[:, 0, -1], rows.max(1).indices))
-                sample.add(rows[self.sampled[done : done + len(rows)]])
+                if not alone:
+                    sample.add(rows[self.sampled[done : done + len(rows)]])
                 done += len(rows)
             del output
             self.progress(f"{side.name}: {done:,} of {len(self.targets):,} tokens")
@@ -203,8 +203,8 @@ class _Run:
         ids = torch.tensor(tokenizer.encode(self.tokenizer.decode(self.passage.ids.tolist())))
         windows = text.protocol.windows(side.n_positions or DEFAULT_CONTEXT)
         passage = Passage(ids, windows, text, self.passage.scored)
-        alone = _Run(passage, tokenizer.n_vocab, tokenizer, self.seed, self.progress)
-        return alone._together(side, running, words, first=True)._replace(logp=None, kl=None, top=None, sample=Scratch())
+        own = _Run(passage, tokenizer.n_vocab, tokenizer, self.seed, self.progress)
+        return own._together(side, running, words, first=False, alone=True)._replace(logp=None, kl=None, top=None)
 
     def against(self, first: _Measured, other: _Measured) -> Against | None:
         """Return a model's distance from the first, token by token; None with another tokenizer."""

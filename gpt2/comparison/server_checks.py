@@ -1,4 +1,4 @@
-"""Say what a server did other than round: each suspicion is computed with our model, and explains the figures or does not.
+"""Find what a server does besides rounding: each suspicion is computed with our model, and explains the figures or does not.
 
 A suspicion is a way to get other log-probabilities from the *same* weights: a text in front, a temperature, less context, rows in
 another order. Our model is run that way. A suspicion is found if the median KL then falls to a tenth or less. What no suspicion
@@ -23,7 +23,7 @@ from gpt2.measure.metrics import Logits
 ROUNDING = 1e-5  # nats, median of a place: float16's arithmetic stays below it
 QUANTISED = 0.05  # nats: a usable quantisation stays below it
 EXPLAINS = 0.1  # a suspicion is found if it leaves at most this part of the KL
-DISTINCT = 0.7  # of rows in another order, so many have a place of their own; the same context gives the same row
+DISTINCT = 0.7  # rows are in another order only if at least this part of them fit a place that no other row fits
 LEAST_REST = 1e-7  # float32's rounding of a sum of probabilities
 PLACES = 48  # of a window, at which less context is tried
 TEMPERATURES = [2 ** (step / 16) for step in range(-32, 33) if step]
