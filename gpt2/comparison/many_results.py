@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,12 +115,16 @@ class Comparisons(Printed):
     @property
     def above_floor(self) -> str:
         """The first model's floor of noise and the models whose KL is not above it, in words; "" where it was not measured."""
-        if self.floor is None:
+        both = zip(self.letters, self.candidates, strict=True)
+        lows = {letter: each.against.kl.low for letter, each in both if each.against is not None}
+        if self.floor is None or not lows:
             return ""
-        rows = [(letter, each.against) for letter, each in zip(self.letters, self.candidates, strict=True)]
-        within = [letter for letter, against in rows if against is not None and not against.kl.low > self.floor.kl]
-        which = f"not above it: {', '.join(within)}" if within else "every KL is above it"
-        return f"floor of noise: {self.floor.kl:.2g} nats in {self.candidates[0].model.dtype} ({self.floor.way}); {which}"
+        which = {
+            "not above it": [letter for letter, low in lows.items() if low <= self.floor.kl],
+            "not a number": [letter for letter, low in lows.items() if math.isnan(low)],
+        }
+        words = "; ".join(f"{what}: {', '.join(few)}" for what, few in which.items() if few) or "every KL is above it"
+        return f"floor of noise: {self.floor.kl:.2g} nats in {self.candidates[0].model.dtype} ({self.floor.way}); {words}"
 
     def to_json(self) -> str:
         """Return everything as JSON, with the models, the text, versions and hashes."""
@@ -161,7 +166,7 @@ class Comparisons(Printed):
             add_texts(far, letter, *kl, f"{found.same_top.value:.1%}", between(found.same_top, ".1%"))
         yield table
         yield far
-        if self.floor is not None:
+        if self.above_floor:
             yield Text(self.above_floor, style="dim")
         if any(each.last_words for each in self.candidates):
             words = data_table("", "last words right", "their perplexity", right=(1, 2))

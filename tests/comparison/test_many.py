@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from gpt2.comparison.many_page import page
 from gpt2.comparison.many_results import Comparisons
 from gpt2.comparison.pair import compare
 from gpt2.comparison.paper import paper_figures
+from gpt2.measure.estimates import Estimate
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +101,14 @@ def test_table_json_and_page(found: Comparisons) -> None:
     assert_whole_by_itself(text)
     assert 'id="quality"' in text
     assert 'id="pairs"' in text
+
+
+def test_a_kl_that_is_not_a_number_is_not_taken_for_noise(found: Comparisons) -> None:
+    """A broken model was listed among those that rounding explains; with no KL at all, every one was said to be above."""
+    first, second, *rest = found.candidates
+    broken = replace(second, against=replace(second.against, kl=Estimate(math.nan, math.nan, math.nan)))
+    assert replace(found, candidates=(first, broken, *rest)).above_floor.endswith("not above it: D; not a number: B")
+    assert replace(found, candidates=(first,)).above_floor == ""
 
 
 def test_a_runs_folder_is_its_checkpoints_in_the_order_of_steps(folder: Path, capsys: pytest.CaptureFixture) -> None:
