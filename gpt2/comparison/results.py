@@ -126,7 +126,7 @@ class Comparison(Printed):
         if kl is None or not all(map(math.isfinite, (kl.value, kl.low, floor.kl))):
             return ""
         if kl.value == 0 and not bounded:
-            return f"KL is exactly 0; {floor.way} alone makes this"
+            return f"KL is exactly 0; {floor.way} alone makes more" if floor.kl else "KL is exactly 0"
         if kl.low > floor.kl:
             least = "at least " if bounded else ""
             return f"KL is {least}{number(kl.value / floor.kl, '.2g')} times that" if floor.kl else "KL is above it"
