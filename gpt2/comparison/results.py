@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,22 +15,29 @@ from gpt2.comparison.bounds_result import Bounds
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.floor import Floor
+from gpt2.comparison.tables import (
+    activations_table,
+    continuations_table,
+    distributions_tables,
+    interval,
+    moved,
+    numerics_table,
+    titled,
+    weights_table,
+    words_table,
+)
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
-from gpt2.measure.estimates import Estimate
 from gpt2.measure.last_words import LastWords
 from gpt2.measure.metrics import LanguageScore
-from gpt2.measure.tracing import block_of, part_of
-from gpt2.pages.rendering import number, visible, write
-from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table
+from gpt2.pages.rendering import number, write
+from gpt2.pages.reports import Environment, Printed, as_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
     from gpt2.comparison.gates import Judgement
-
-VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00
 
 
 @dataclass(frozen=True)
@@ -173,21 +179,21 @@ class Comparison(Printed):
             parts = [part for part, reason in self.compatibility.impossible.items() if reason == why]
             yield f"[yellow]left out[/yellow]  {', '.join(parts)}: {escape(why)}"
         if self.weights is not None and not self.weights.same_numbers:
-            yield from _titled("Weights", "the ten with the largest relative change", _weights_table(self.weights))
+            yield from titled("Weights", "the ten with the largest relative change", weights_table(self.weights))
         if self.activations is not None and self.activations.points:
-            yield from _titled("Activations", "relative error by block, at its worst point", _activations_table(self.activations))
+            yield from titled("Activations", "relative error by block, at its worst point", activations_table(self.activations))
         if self.numerics is not None:
-            table = _numerics_table(self.numerics)
-            yield from _titled("Numerics", "distance from float64, by block, at its worst point", table)
+            table = numerics_table(self.numerics)
+            yield from titled("Numerics", "distance from float64, by block, at its worst point", table)
         if self.distributions is not None:
-            tables = _distributions_tables(self.distributions)
-            yield from _titled("Distributions", "per token, in nats; intervals are 95 %", *tables)
-        if self.words is not None and (table := _words_table(self.words)).row_count:
-            yield from _titled("Words", "where they disagree most, and what each expected instead", table)
+            tables = distributions_tables(self.distributions)
+            yield from titled("Distributions", "per token, in nats; intervals are 95 %", *tables)
+        if self.words is not None and (table := words_table(self.words)).row_count:
+            yield from titled("Words", "where they disagree most, and what each expected instead", table)
         if self.words is not None and self.words.continuations:
-            yield _continuations_table(self.words)
+            yield continuations_table(self.words)
         if self.blame is not None:
-            yield from _titled("Blame", "KL that each part of b brings into a, in nats a token", *self.blame.rows(self.a.name))
+            yield from titled("Blame", "KL that each part of b brings into a, in nats a token", *self.blame.rows(self.a.name))
         yield f"[dim]in {self.seconds:.1f} s[/dim]\n"
 
     def _subjects(self) -> str:
@@ -209,7 +215,7 @@ class Comparison(Printed):
         perplexities = " → ".join(f"{score.perplexity:.2f}" for score in self.scores)
         bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in self.scores)
         if both is not None:
-            table.add_row("perplexity", perplexities, f"× {_interval(both.ratio, '.3f')}")
+            table.add_row("perplexity", perplexities, f"× {interval(both.ratio, '.3f')}")
             table.add_row(self.bits_per, bits)
             spread = f"median {both.kl_ab.percentiles['50']:.3g}, 99 % below {both.kl_ab.percentiles['99']:.3g}"
             table.add_row("KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread)
@@ -217,12 +223,12 @@ class Comparison(Printed):
             table.add_row("same top token", f"{same.value:.1%}", f"{same.low:.1%} .. {same.high:.1%}")
         elif (bounds := self.bounds) is not None:
             high = "at most, if the tokens left out are like the shown" if bounds.assumed else "at most"
-            table.add_row("KL(a‖b)", f"{bounds.kl_low.value:.3g} nats", f"at least; from {_interval(bounds.kl_low, '.3g')}")
+            table.add_row("KL(a‖b)", f"{bounds.kl_low.value:.3g} nats", f"at least; from {interval(bounds.kl_low, '.3g')}")
             table.add_row("", f"{bounds.kl_high.value:.3g} nats", high)
             table.add_row(
                 "same top token", f"{bounds.same_top.value:.1%}", f"{bounds.same_top.low:.1%} .. {bounds.same_top.high:.1%}"
             )
-            table.add_row("perplexity", "", f"× {_interval(bounds.ratio, '.3f')}")
+            table.add_row("perplexity", "", f"× {interval(bounds.ratio, '.3f')}")
             sent = f"; {bounds.sent:,} tokens sent" if bounds.sent else ""
             table.add_row(
                 "shown", f"{bounds.shown:.1%}", f"of the probability, in {bounds.top} tokens, at {bounds.tokens:,} places{sent}"
@@ -234,9 +240,9 @@ class Comparison(Printed):
             table.add_row("floor of noise", f"{self.floor.kl:.2g} nats", self.above_floor)
         if self.last_words is not None:
             first, second, change = self.last_words.a, self.last_words.b, self.last_words.change
-            gain = f"{_interval(change.accuracy, '+.1%')} of {first.n:,} passages"
+            gain = f"{interval(change.accuracy, '+.1%')} of {first.n:,} passages"
             table.add_row("last words right", f"{first.accuracy.value:.1%} → {second.accuracy.value:.1%}", gain)
-            ratio = f"× {_interval(change.ratio, '.3f')} per word"
+            ratio = f"× {interval(change.ratio, '.3f')} per word"
             table.add_row("their perplexity", f"{first.perplexity.value:.2f} → {second.perplexity.value:.2f}", ratio)
         if self.weights is not None:
             total, most = self.weights.total, self.weights.most_changed(1)
@@ -244,7 +250,7 @@ class Comparison(Printed):
                 coarser = max(self.a.dtype, self.b.dtype, key=["float64", "float32", "float16", "bfloat16", "int8"].index)
                 table.add_row("weights", "the same", f"rounded to {coarser}, and nothing else")
             elif most:
-                largest = f"most: {most[0].name}, {_moved(most[0].distance)}"
+                largest = f"most: {most[0].name}, {moved(most[0].distance)}"
                 rest = f"{len(self.weights.unchanged)} tensors unchanged"
                 table.add_row("weights moved", f"{total.distance:.2%}", f"{largest}; {rest}")
             else:
@@ -256,85 +262,3 @@ class Comparison(Printed):
         if self.ok:
             table.add_row("[bold green]IDENTICAL[/bold green]", "in all that was measured")
         return table
-
-
-def _titled(title: str, what: str, *tables: RenderableType) -> Iterator[RenderableType]:
-    yield f"\n[bold]{title}[/bold]  [dim]{what}[/dim]"
-    yield from tables
-
-
-def _weights_table(weights: WeightChanges) -> Table:
-    table = data_table("tensor", "moved", "max", "cosine", "unchanged", "rank (effective)")
-    for tensor in weights.most_changed():
-        rank = "" if tensor.rank is None else f"{tensor.rank}/{tensor.full_rank} ({tensor.effective_rank:.0f})"
-        sizes = f"{tensor.max_abs:.2g}", f"{tensor.cosine:.5f}", f"{tensor.unchanged:.1%}"
-        add_texts(table, tensor.name, _moved(tensor.distance), *sizes, rank)
-    return table
-
-
-def _activations_table(activations: Activations) -> Table:
-    table = data_table("where", "error", "at", "SQNR", "cosine")
-    for block, points in itertools.groupby(activations.points, lambda point: block_of(point.point)):
-        worst = max(points, key=lambda point: point.error)
-        add_texts(table, block, f"{worst.error:.2g}", part_of(worst.point), f"{worst.sqnr:.0f} dB", f"{worst.cosine:.6f}")
-    return table
-
-
-def _numerics_table(numerics: Numerics) -> Table:
-    table = data_table("where", "a", "b", "at")
-    for block, points in itertools.groupby(numerics.points, lambda point: block_of(point[0])):
-        name, error_a, error_b = max(points, key=lambda point: max(point[1:]))
-        add_texts(table, block, f"{error_a:.1e}", f"{error_b:.1e}", part_of(name))
-    for description, error in numerics.logits:
-        add_texts(table, "logits", f"{error:.1e}", "", description)
-    return table
-
-
-def _distributions_tables(both: Distributions) -> tuple[RenderableType, ...]:
-    table = data_table("", "KL(a‖b)", "KL(b‖a)", "Jensen-Shannon")
-    divergences = (both.kl_ab, both.kl_ba, both.js)
-    add_texts(table, "mean", *(f"{each.mean.value:.3g}" for each in divergences))
-    add_texts(table, "95 % interval", *(f"{each.mean.low:.3g} .. {each.mean.high:.3g}" for each in divergences))
-    for key, name in (("50", "median"), *((key, f"{key} %") for key in ("90", "95", "99", "99.9"))):
-        add_texts(table, name, *(f"{each.percentiles[key]:.3g}" for each in divergences))
-    add_texts(table, "max", *(f"{each.max:.3g}" for each in divergences))
-    return (
-        table,
-        f"top {both.top} overlap {both.overlap.value:.1%} · correlation of log-probabilities {both.correlation:.4f} · "
-        f"right token's probability {100 * both.change.mean.value:+.2f} percentage points on average, "
-        f"{100 * both.change.rms.value:.2f} RMS",
-        f"calibration error {both.calibration_a.ece:.2%} → {both.calibration_b.ece:.2%}",
-    )
-
-
-def _words_table(words: Words) -> Table:
-    table = data_table("", "the text", "a", "b", "a expected", "b expected", "JS")
-    for passage in words.passages[:2]:
-        if not any(word.js >= VISIBLE_JS for word in passage.words):
-            continue
-        for word in passage.words:
-            tops = [f"{visible(top[0].text)} {top[0].probability:.0%}" if top else "" for top in (word.top_a, word.top_b)]
-            probabilities = f"{word.probability_a:.1%}", f"{word.probability_b:.1%}"
-            add_texts(table, "", visible(word.text), *probabilities, *tops, f"{word.js:.2f}")
-        table.add_section()
-    return table
-
-
-def _continuations_table(words: Words) -> Table:
-    table = data_table("prompt", "a goes on", "b goes on", "parts", wrap=True)
-    for row in words.continuations:
-        sampling = "greedy" if row.temperature == 0 else f"T = {row.temperature:g}"
-        parts = "nowhere" if row.parts_at is None else f"token {row.parts_at + 1}"
-        add_texts(table, f"{row.prompt}\n({sampling})", row.a, row.b, parts)
-        table.add_section()
-    return table
-
-
-def _moved(distance: float) -> str:
-    return "from zero" if distance == math.inf else f"{distance:.2%}"  # biases are initialised to zero
-
-
-def _interval(estimate: Estimate, form: str) -> str:
-    if estimate.low == estimate.high:
-        return format(estimate.value, form)
-    return f"{estimate.value:{form}} ({estimate.low:{form}} .. {estimate.high:{form}})"
