@@ -189,8 +189,9 @@ def test_keys_limits_and_retries(text: str, monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.delenv("GPT2_SEND_LIMIT")
     assert main(["compare", MODEL, url, "--on", text, "--tokens", "30"]) == 2
     assert "cannot be reached" in capsys.readouterr().err
-    assert main(["compare", MODEL, "http://me:sk-secret@host/v1"]) == 2
-    assert "sk-secret" not in capsys.readouterr().err
+    for address in ("http://me:sk-secret@host/v1", "http://host/v1?key=sk-secret"):
+        assert main(["compare", MODEL, address]) == 2
+        assert "sk-secret" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
