@@ -30,6 +30,8 @@ from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.metrics import Logits, Progress
 from gpt2.measure.windows import Windows
 
+ROWS = 64  # measured at a time: several arrays of their float64 logits are needed
+
 
 @torch.inference_mode()
 def measure_bounds(
@@ -58,7 +60,8 @@ def measure_bounds(
         window = ids[part.start : part.end + 1]
         logp = full(window[None, :-1])[0, :, :vocab].double().log_softmax(-1).cpu()
         top = other.top(window)
-        columns.append(tuple(column[part.first - part.start :] for column in _places(logp, top, window[1:])))
+        rows = [slice(at, at + ROWS) for at in range(part.first - part.start, len(logp), ROWS)]
+        columns += [_places(logp[places], top.at(places), window[1:][places]) for places in rows]
         if len(seen) < 2:
             seen.append(Seen(window, logp, top))
         progress(f"top tokens: {part.end:,} of {len(ids) - 1:,}")

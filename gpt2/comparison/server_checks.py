@@ -138,7 +138,7 @@ def _in_front(full: Logits, seen: Seen, vocab: int, tokenizer: Tokenizer | None,
         if ids:
             rows = torch.cat((torch.tensor(ids), seen.ids[:-1]))[None, : len(seen.ids) - 1]
             logp = full(rows)[0, len(ids) :, :vocab].double().log_softmax(-1).cpu()
-            left = _median(shown_kl(logp, _part(seen.top, slice(0, len(logp)))))
+            left = _median(shown_kl(logp, seen.top.at(slice(0, len(logp)))))
             best = min(best, (left, "text-in-front", f"with {name} in front of the text{counted}"))
     return best
 
@@ -152,8 +152,8 @@ def _temperature(seen: Seen) -> Way:
 def _shifted(seen: Seen) -> Way:
     """Compare each place with the place before or after it."""
     n = len(seen.logp)
-    late = _median(shown_kl(seen.logp[1:], _part(seen.top, slice(0, n - 1))))
-    early = _median(shown_kl(seen.logp[:-1], _part(seen.top, slice(1, n))))
+    late = _median(shown_kl(seen.logp[1:], seen.top.at(slice(0, n - 1))))
+    early = _median(shown_kl(seen.logp[:-1], seen.top.at(slice(1, n))))
     which = "after" if late < early else "before"
     return min(late, early), "rows-shifted", f"with each row taken for the place {which} it"
 
@@ -163,7 +163,7 @@ def _shuffled(seen: Seen) -> Way:
     places = known(seen.top).nonzero()[:, 0][:PLACES]
     n, best, chosen = len(seen.logp), [], set()
     for place in places.tolist():
-        costs = shown_kl(seen.logp, _part(seen.top, torch.full((n,), place)))
+        costs = shown_kl(seen.logp, seen.top.at(torch.full((n,), place)))
         best.append(costs.amin())
         chosen.add(int(costs.argmin()))
     # The flat rows of an unrelated model all fit the same few places.
@@ -181,7 +181,7 @@ def _less_context(full: Logits, seen: Seen, vocab: int, costs: Tensor) -> Findin
         if len(late):
             rows = [seen.ids[int(at) - c + 1 : int(at) + 1] for at in late]  # one at a time: logits take most memory
             logp = torch.cat([full(row[None])[:, -1, :vocab] for row in rows]).double().log_softmax(-1).cpu()
-            best = min(best, (_median(shown_kl(logp, _part(seen.top, late))), c, _median(costs[late])))
+            best = min(best, (_median(shown_kl(logp, seen.top.at(late))), c, _median(costs[late])))
         c *= 2
     left, c, base = best
     if left > EXPLAINS * base:
@@ -216,7 +216,3 @@ def _stale(seen: list[Seen]) -> Finding | None:
     if len(rows) < 8 or repeated < 0.3 * len(rows):
         return None
     return Finding("stale-answers", f"{repeated} of {len(rows)} rows are another place's to the last bit: stored answers")
-
-
-def _part(top: Top, at: slice | Tensor) -> Top:
-    return Top(top.target[at], top.ids[at], top.logp[at])

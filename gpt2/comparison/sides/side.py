@@ -40,6 +40,10 @@ class Top:
     ids: Tensor  # (N, k) distinct ids, likeliest first
     logp: Tensor  # (N, k) their log-probabilities
 
+    def at(self, places: slice | Tensor) -> Top:
+        """Return some of the places."""
+        return Top(self.target[places], self.ids[places], self.logp[places])
+
 
 @dataclass(frozen=True, eq=False)
 class Recording:
