@@ -133,11 +133,16 @@ def test_kl_from_the_likeliest_tokens_is_bounded_from_both_sides(model: str, sav
 
 def test_two_recordings_of_which_one_holds_the_likeliest_tokens(model: str, saved: str, folder: Path, tmp_path: Path) -> None:
     """The checks of a server run our side with less context, which a recording cannot do: it was refused as another text."""
+    other = gpt2.load(model)
+    with torch.no_grad():
+        for number, parameter in enumerate(other.parameters()):
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)), alpha=0.05)
+    name = str(gpt2.save(other, gpt2.load_tokenizer(model), tmp_path / "other"))
     keep = Keep(tmp_path / "top.safetensors", top=5)
-    top = f"trace:{save_reference(f'{model}:bf16', keep, on=str(folder / 'text.txt'), tokens=200)}"
+    top = f"trace:{save_reference(name, keep, on=str(folder / 'text.txt'), tokens=200)}"
     bounds = compare(saved, top).bounds
     assert bounds.kl_low.value == pytest.approx(compare(model, top).bounds.kl_low.value, rel=0.01)
-    assert bounds.findings
+    assert bounds.findings[-1].id in ("weights-nearly-equal", "other-model")  # which is said where nothing explains it
 
 
 def test_a_side_without_a_tokenizer_is_saved_with_its_partners(model: str, folder: Path, tmp_path: Path) -> None:
