@@ -1,4 +1,4 @@
-"""Read a dump: the token ids and floating-point arrays of one forward pass, which any program may have written.
+"""Read a dump: the token ids and floating-point arrays of a forward pass or of training steps, as any program wrote them.
 
 Containers: ``.npz`` (without pickles), ``.safetensors``, a directory of ``.npy`` files, and llm.c's debug state (``.bin``).
 """

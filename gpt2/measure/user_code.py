@@ -1,4 +1,4 @@
-"""Call a user's Python file: its name, its function, what that function takes, and the logits in what the module returns."""
+"""Import a user's Python file, call its function, and find the logits in what the module returns."""
 
 from __future__ import annotations
 
