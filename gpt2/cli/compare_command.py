@@ -39,7 +39,8 @@ change over the norm), activation (the largest relative error), logit (that of t
 95 % interval is judged by its far end (the upper one for >, the lower one for <), so a build passes only if the whole interval
 does. Where GITHUB_STEP_SUMMARY is set, a table is appended there.
 
-exit code: 0 whatever the models are, but 1 if a --fail-if is met, and 2 if its metric cannot be measured between these models"""
+exit code: 0 whatever the models are, but 1 if a --fail-if is met; 2 for bad input, also if the metric of a --fail-if cannot be
+measured between these models"""
 DEFAULTS = {"on": None, "tokens": None, "threshold": 1e-3, "seed": 0}  # options that --attention does not use
 
 
@@ -47,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "a",
         metavar="A",
-        help="a model, a port, an engine's file or a server's address; hf/ is transformers', a suffix such as :bf16 the dtype",
+        help="a model, a port, trace:FILE, an engine's file or a server; hf/ is transformers', a suffix such as :bf16 the dtype",
     )
-    parser.add_argument("b", metavar="B", nargs="?", help="the second model; optional with --attention")
+    parser.add_argument("b", metavar="B", nargs="?", help="the second model; optional with --attention and --save")
     parser.add_argument(
         "others",
         metavar="C",
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--junit", metavar="FILE", help="write what --fail-if found as a JUnit report")
     parser.add_argument("--blame", action="store_true", help="also put parts of B into A, and measure what each carries")
     parser.add_argument(
-        "--noise", action="store_true", help="run only A, in other batches, caches, kernels and dtypes: what rounding makes of it"
+        "--noise", action="store_true", help="run only A, in other batches, caches, kernels and dtypes: how far rounding moves it"
     )
     parser.add_argument("--save", metavar="FILE", help="keep what A shows on the text, for a side trace:FILE (.safetensors)")
     parser.add_argument(

@@ -18,7 +18,8 @@ COMMANDS = tuple(import_module(f"gpt2.cli.{name}_command") for name in NAMES)
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="gpt2",
-        description="Load GPT-2 checkpoints, prove them equal to transformers, generate, and fine-tune.",
+        description="Load GPT-2 checkpoints, prove them equal to transformers, say where models differ and why, generate, and "
+        "fine-tune.",
         epilog="A MODEL is shakespeare-mini (embedded, the default), gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, "
         "org/name[@revision], a local directory or file (safetensors, .bin, nanoGPT's ckpt.pt, OpenAI's TensorFlow files, "
         "Keras' .h5, Flax' .msgpack, GGUF, llm.c's), "

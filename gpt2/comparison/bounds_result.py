@@ -1,4 +1,4 @@
-"""What is known of two distributions of which one shows only its likeliest tokens: the result of ``bounds.py``."""
+"""The result of ``bounds.py``: bounds of KL between two distributions of which one shows only its likeliest tokens."""
 
 from __future__ import annotations
 

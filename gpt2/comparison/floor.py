@@ -1,4 +1,4 @@
-"""The floor of noise under a comparison: what mere rounding makes of one of its models, measured on the first tokens.
+"""The floor of noise under a comparison: how far rounding alone moves one of its models, on the first tokens.
 
 :mod:`gpt2.comparison.noise` measures every way; this is the cheap part of it, which needs no second model in memory unless the
 two models run in different dtypes.

@@ -1,8 +1,8 @@
-"""Measure the floor of noise: how far one model's logits go when only the way of computing them changes.
+"""Measure the floor of noise: how far one model's logits move when only the way of computing them changes.
 
 ``gpt2 compare MODEL --noise`` runs a model on one text in other batches, with padding, with a cache, with other attention
 kernels, other numbers of threads, on every device at hand and in other dtypes. None of these should matter, and all of them
-round otherwise. A difference between two models means something only above what these differences make.
+round differently. A difference between two models means something only above what these differences make.
 
 The baseline is each row of the text alone, without padding or cache, in the model's own dtype.
 """

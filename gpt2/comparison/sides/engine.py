@@ -1,4 +1,4 @@
-"""What the sides share that another program's engine runs: the import of an optional package, the files, the tokenizer."""
+"""Shared by the sides that another program's engine runs: the import of an optional package, the files, the tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say which values of a module filling replaces although its author did not mean them to be loaded: a module is then changed."""
+"""Report the values that filling a module replaces, although its author did not mean them to be loaded."""
 
 from __future__ import annotations
 
