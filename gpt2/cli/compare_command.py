@@ -1,4 +1,4 @@
-"""``gpt2 compare``: measure how two models differ, from weights to generated text."""
+"""``gpt2 compare``: measure how models differ, from weights to generated text."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gpt2.comparison.gates import Gate, Judged
     from gpt2.comparison.saving import Keep
 
-HELP = "measure how two models differ, from weights to words"
+HELP = "measure how models differ, from weights to words"
 EXAMPLES = """\
   gpt2 compare shakespeare-mini out/macbeth/best             a base and its fine-tune, on a play that neither has seen
   gpt2 compare shakespeare-mini out/macbeth/best --html report.html    the same as one HTML page

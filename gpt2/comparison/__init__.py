@@ -1,1 +1,1 @@
-"""Compare two models: weights, activations, next-token distributions, and text."""
+"""Compare two models or several: weights, activations, next-token distributions, and text."""

@@ -1,4 +1,4 @@
-"""Compare two models by name, from weights to generated text: ``gpt2.compare``."""
+"""Compare two models by name, from weights to generated text: ``gpt2.compare`` of two names."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def compare(
     If both have the same weights and differ in dtype or implementation, each is also compared with a float64 run.
 
     Args:
-        a, b: names as for :func:`gpt2.load`, each with an optional ``:dtype`` suffix. The prefix ``hf/`` selects transformers'
-            implementation of the same checkpoint.
+        a, b: names as for :func:`gpt2.load`, each with an optional ``:dtype`` suffix, or other sides, as for
+            :func:`gpt2.comparison.run.compare`.
         on: the text: a file, ``-`` for stdin, or a name that :func:`gpt2.measure.texts.open_text` knows, with options.
         tokens: use this many tokens from the beginning; 0 means all. Default: 8192, or the whole text if its protocol needs it,
             as for published figures on WikiText-2.

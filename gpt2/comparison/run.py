@@ -69,7 +69,8 @@ def compare(
 
     Args:
         a, b, others: names as for :func:`gpt2.load`, each with an optional ``:dtype`` suffix, or other sides of a comparison
-            (``hf/gpt2``, ``trace:FILE``).
+            (``hf/gpt2``, ``trace:FILE``, ``FILE.py:build``, ``llama.cpp/FILE.gguf``, ``ct2/DIR``, ``onnx/FILE_OR_DIR``; and a
+            server, ``http://HOST:PORT/v1``, where only two are compared).
         on: the text: a file, ``-`` for stdin, or a name that :func:`gpt2.measure.texts.open_text` knows, with options.
         tokens: use this many tokens from the beginning; 0 means all. Default: 8192, or the whole text if its protocol needs it,
             as for published figures on WikiText-2.
