@@ -76,8 +76,8 @@ def measure_bounds(
     both = known & logp_full.isfinite() & logp_other.isfinite()
     ratio = Estimate(math.nan, math.nan, math.nan)
     if count := int(both.sum()):
-        pair = (logp_full, logp_other) if full_is_a else (logp_other, logp_full)
-        ratio = perplexity_ratio(*(each[both] for each in pair), Bootstrap(count, seed))
+        logp_a, logp_b = (logp_full, logp_other) if full_is_a else (logp_other, logp_full)
+        ratio = perplexity_ratio(logp_a[both], logp_b[both], Bootstrap(count, seed))
     return Bounds(
         kl_low=bootstrap.mean(low[known]),
         kl_high=bootstrap.mean(high[known]),
