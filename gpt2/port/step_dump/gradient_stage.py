@@ -37,7 +37,6 @@ class GradientReading:
     explained: bool = True
     predicted: list[Gradients] = field(default_factory=list)  # by step, with these labels
     clip_causes: list[Cause] = field(default_factory=list)
-    head_only: bool = False
 
 
 class GradientExamination:
@@ -175,7 +174,7 @@ class GradientExamination:
             return False
         smoothed = self.predictor.gradients(self.state, batch.ids, batch.targets, smoothing=1.0)
         plain = self.exact
-        (a, b), _ = _combined(got, [plain.whole, smoothed.whole])
+        a, b = _combined(got, [plain.whole, smoothed.whole])
         whole = {n: a * plain.whole[n] + b * smoothed.whole[n] for n in got}
         if b > 1e-3 * a > 0 and self._mostly(got, whole):
             share = b / (a + b)
@@ -241,7 +240,7 @@ class GradientExamination:
             weights = torch.zeros(batch.ids.shape, dtype=torch.float64)
             weights[row] = 1.0
             basis.append(self.predictor.gradients(self.state, batch.ids, batch.targets, weights).whole)
-        shares, _ = _combined(got, basis)
+        shares = _combined(got, basis)
         mixed = {n: sum((w * one[n] for w, one in zip(shares, basis, strict=True)), torch.zeros_like(g)) for n, g in got.items()}
         if not self._mostly(got, mixed):
             return False
@@ -287,7 +286,6 @@ class GradientExamination:
                 if self.same(TABLE, got[TABLE], value, factor):
                     stage.causes.append(cause(id, "wte", detail, SEEN))
                     rest.remove(TABLE)
-                    reading.head_only = "head's gradient only" in detail
                     break
         if frozen:
             detail = "no gradient reaches these parameters, and they never change"
@@ -328,14 +326,12 @@ class GradientExamination:
             reading.predicted.append(made)
             before = recorded.raw[step - 1]
             names = [n for n in got if n in before and n != TABLE]
-            if not names or (
-                reading.stage.causes and any(one.id in ("label-smoothing", "logits-scaled") for one in reading.stage.causes)
-            ):
+            if not names or any(one.id in ("label-smoothing", "logits-scaled") for one in reading.stage.causes):
                 continue
             part = {n: got[n] for n in names}
             if self._mostly(part, {n: reading.factor * made.whole[n] for n in names}):
                 continue
-            (share, kept), _ = _combined(part, [made.whole, before])
+            share, kept = _combined(part, [made.whole, before])
             mixed = {n: share * made.whole[n] + kept * before[n] for n in names}
             if self._mostly(part, mixed) and kept > 0.01:
                 detail = f"the gradient of step {step + 1} holds {kept:.3g} times that of the step before"
@@ -379,7 +375,7 @@ def _cosine(got: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> float:
     return product / (_total(got) * _total({n: made[n] for n in got}) or 1.0)
 
 
-def _combined(got: Mapping[str, Tensor], basis: Sequence[Mapping[str, Tensor]]) -> tuple[list[float], float]:
+def _combined(got: Mapping[str, Tensor], basis: Sequence[Mapping[str, Tensor]]) -> list[float]:
     """Return the coefficients of ``basis`` that give most of ``got``, fitted on all parameters but the token embedding."""
     names = [n for n in got if n != TABLE] or list(got)
     gram = torch.tensor([[sum(float((a[n] * b[n]).sum()) for n in names) for b in basis] for a in basis], dtype=torch.float64)
@@ -393,4 +389,5 @@ def _combined(got: Mapping[str, Tensor], basis: Sequence[Mapping[str, Tensor]]) 
     for _ in range(2):  # the second time removes what the normal equations have rounded
         shares = shares + solved(left)
         left = {n: got[n] - sum(float(s) * one[n] for s, one in zip(shares, basis, strict=True)) for n in names}
-    return shares.tolist(), _total(left) / max(_total({n: got[n] for n in names}), 1e-300)
+    found: list[float] = shares.tolist()
+    return found

@@ -16,7 +16,6 @@ from gpt2.config import GPT2Config
 
 MAX_PADDED_ROWS = 128  # of the token embedding
 LETTERS = "qkv"
-HEAD = "head.weight"  # a head that is not tied to the token embedding
 View = dict[str, Tensor]  # arrays by unit, in the checkpoint's layout
 
 

@@ -16,7 +16,6 @@ from gpt2.port.step_dump.layouts import Layouts, View, joined, units_of
 SAMPLED = 512  # entries of a unit that are compared
 NEAR = 0.5  # relative distance of parameters after a few steps from those before
 LIKE = 0.25  # least cosine of a gradient with a predicted one
-MAX_LOSSES = 64
 MAX_STEPS = 5  # whose gradients are put in order
 SOLID = 6  # least number of entries of an array that is recognised by a cosine
 Weights = dict[str, Tensor]
@@ -49,8 +48,6 @@ class Recorded:
     parameters: list[Weights]
     raw: list[Weights] = field(default_factory=list)
     used: list[Weights] = field(default_factory=list)
-    losses: list[tuple[str, list[float]]] = field(default_factory=list)
-    before_given: bool = False
     unchanged: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     parameter_dtypes: set[torch.dtype] = field(default_factory=set)
@@ -167,7 +164,6 @@ class Recogniser:
                 for one in sets:
                     one |= {name: self.units[name] for name in units}
         found = Recorded([dict(self.state) | joined(before), *(joined(one) for one in sets)])
-        found.before_given = bool(before)
         still = [
             n for n, p in self.state.items() if steps and all(n in one and _unmoved(one[n], p) for one in found.parameters[1:])
         ]

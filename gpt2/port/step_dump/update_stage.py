@@ -15,13 +15,13 @@ from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.step_dump.gradient_stage import GradientReading
 from gpt2.port.step_dump.layouts import role_of
 from gpt2.port.step_dump.predictions import TABLE, Batch, Gradients, Predictor, labelings
-from gpt2.port.step_dump.recognition import Recorded, Weights, cosine
+from gpt2.port.step_dump.recognition import Recorded, Weights
 from gpt2.port.step_dump.rule_search import EXPLAINED, TENSORS, Answer, Gauged, RuleSearch, clipped_track, gauged
 from gpt2.port.training.causes import cause
 from gpt2.port.training.clip_causes import clip_stage
 from gpt2.port.training.clipping import BITES, ClipReading
 from gpt2.port.training.optimizer import update_stage
-from gpt2.port.training.rules import Array, Fit, Kind, Rule
+from gpt2.port.training.rules import Array, Fit, Rule
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.stepping import Movement
 from gpt2.port.training.trained import Stage
@@ -369,6 +369,3 @@ class UpdateExamination:
                     reading.kind, reading.limit = kind, limit
                     break
         self.found.clip = clip_stage(reading, wanted, "the gradient")
-
-
-__all__ = ["Conclusion", "Kind", "UpdateExamination", "cosine"]

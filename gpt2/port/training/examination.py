@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpt2.errors import InputError
 from gpt2.model import GPT2
@@ -78,7 +78,6 @@ class StepExamination:
     # Sessions
 
     def _session(self, batches: list[Batch], change: Change | None = None) -> tuple[list[Watched], Sampler]:
-        self.last_batches = batches
         calls, sampler = self.subject.session(batches, change)
         for call in calls:
             if not math.isfinite(call.loss):
@@ -289,6 +288,3 @@ class StepExamination:
 
 def _moved(update: Update) -> bool:
     return any(not torch.equal(before, update.after[name]) for name, before in update.before.items())
-
-
-__all__ = ["StepExamination", "Tensor"]
