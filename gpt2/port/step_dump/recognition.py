@@ -212,14 +212,14 @@ class Recogniser:
         groups: dict[tuple[str, ...], list[Piece]] = {}
         for piece in gradients:
             groups.setdefault(piece.units, []).append(piece)
+        ways_by_step = _with_sums(options)
         for units, group in groups.items():
             likeness = [
                 [
                     max(abs(cosine(self._taken(piece.view, units), self._taken(one, units))) for one in ways)
-                    for ways in _summed(options[: step + 1])
+                    for ways in ways_by_step
                 ]
                 for piece in group
-                for step in [len(options) - 1]
             ]
             placed = _assigned(likeness, len(options))
             for step in range(len(raw)):
@@ -263,7 +263,7 @@ def _shared_out(candidates: Sequence[Sequence[Piece]]) -> list[Piece]:
     return [given[number] for number in sorted(given)]
 
 
-def _summed(options: list[list[Weights]]) -> list[list[Weights]]:
+def _with_sums(options: list[list[Weights]]) -> list[list[Weights]]:
     """Return by step the gradients, and their sums with all before them, as they are without zeroing."""
     found = []
     total: Weights = {}
