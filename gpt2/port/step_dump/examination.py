@@ -14,10 +14,10 @@ from gpt2.measure.dumps import Dump
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.places import Place, collapsed, joined
 from gpt2.port.diagnosis.report import Diagnosis, Divergence
-from gpt2.port.step_dump.gradient_stage import MAX_WORK, SPECIAL, GradientExamination, GradientReading
+from gpt2.port.step_dump.gradient_stage import MAX_WORK, GradientExamination, GradientReading
 from gpt2.port.step_dump.layouts import Layouts, units_of
 from gpt2.port.step_dump.loss_stage import Losses, loss_stage, losses_of, mean_loss, right_losses
-from gpt2.port.step_dump.predictions import IGNORED, TABLE, Batch, Predictor, labelings, rounding
+from gpt2.port.step_dump.predictions import IGNORED, TABLE, Batch, Predictor, labelings, rounding, special_ids
 from gpt2.port.step_dump.recognition import Recogniser, Recorded, Weights
 from gpt2.port.step_dump.update_stage import UpdateExamination
 from gpt2.port.training.causes import STAGE, STAGES, ranked
@@ -64,7 +64,7 @@ class StepExamination:
         self.config = ours.config
         self.state = {name: tensor.detach().to("cpu", torch.float64) for name, tensor in ours.state_dict().items()}
         self.predictor = Predictor(self.config)
-        self.special = (0, SPECIAL, self.config.eos_token_id or 0, self.config.vocab_size - 1)
+        self.special = special_ids(self.config)
         self.stages: dict[str, Stage] = {name: Stage() for name in STAGES}
         self.notes: list[str] = []
 

@@ -12,17 +12,16 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.report import Cause
 from gpt2.port.dump.tolerance import UNITS
-from gpt2.port.step_dump.predictions import TABLE, Batch, Gradients, Predictor, labelings, rounding
+from gpt2.port.step_dump.predictions import TABLE, Batch, Gradients, Predictor, labelings, rounding, special_ids
 from gpt2.port.step_dump.recognition import Recorded, Weights
 from gpt2.port.training.causes import cause
+from gpt2.port.training.clipping import LIMITS
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.trained import Stage
 
 SEEN = "the dump's gradients are these, at the parameters that it has before the step"
-SPECIAL = 50_256  # GPT-2's end of text, which people take for padding
 MAX_WORK = 2e10  # parameters times tokens, of one more backward pass than needed
 CLOSE = 2e-3  # relative difference of factors that are meant to be equal
-LIMITS = (1.0, 0.5, 0.25, 5.0, 2.0, 0.1, 10.0)  # norms that people clip to
 Places = Callable[[Sequence[str]], str]
 
 
@@ -48,7 +47,7 @@ class GradientExamination:
         self.recorded, self.predictor, self.batches, self.settings, self.places = recorded, predictor, batches, settings, places
         self.dtype = torch.float64 if recorded.float64 else torch.float32
         self.state = recorded.parameters[0]
-        self.special = (0, SPECIAL, predictor.config.eos_token_id or 0, predictor.config.vocab_size - 1)
+        self.special = special_ids(predictor.config)
         self.small = predictor.config.num_parameters() * batches[0].ids.numel() < MAX_WORK
         self.exact = predictor.gradients(self.state, batches[0].ids, batches[0].targets)
         self.allowed = rounding(predictor, self.state, batches[0], self.exact, self.dtype)

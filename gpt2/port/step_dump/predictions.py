@@ -14,6 +14,7 @@ from gpt2.config import GPT2Config
 
 IGNORED = -100
 TABLE = "wte.weight"
+END_OF_TEXT = 50_256  # in GPT-2's vocabulary; people take it for padding
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Gradients:
     whole: dict[str, Tensor]
     head: Tensor
     table: Tensor
+
+
+def special_ids(config: GPT2Config) -> tuple[int, ...]:
+    """Return the ids that people take for padding, so that the loss ignores them: the first, the last, and the end of text."""
+    return 0, END_OF_TEXT, config.eos_token_id or 0, config.vocab_size - 1
 
 
 def labelings(batch: Batch, special: tuple[int, ...], parts: int | None = None) -> dict[str, Tensor]:
@@ -73,7 +79,7 @@ def labelings(batch: Batch, special: tuple[int, ...], parts: int | None = None) 
 
 
 class Predictor:
-    """Gradients of a model of this size for any weights, labels and formula of the loss; remembered."""
+    """Gradients of a model of this size for any weights, labels and formula of the loss."""
 
     def __init__(self, config: GPT2Config) -> None:
         self.config = config

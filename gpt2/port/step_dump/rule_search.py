@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.step_dump.recognition import Weights
+from gpt2.port.training.clipping import LIMITS
 from gpt2.port.training.rules import Array, Correction, Eps, Fit, Kind, Rule, Track, directions, fit
 from gpt2.port.training.settings import Settings
 
@@ -36,7 +37,6 @@ BETAS = (
     (0.0, 0.999),
 )
 EPSILONS = (1e-6, 1e-5, 1e-10, 1e-12, 1e-7, 1e-4, 1e-3)
-LIMITS = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0)
 Clip = tuple[str, float]  # "", "two", "value", "tensor", "largest", "one", and the limit
 
 

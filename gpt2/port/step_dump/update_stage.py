@@ -19,7 +19,7 @@ from gpt2.port.step_dump.recognition import Recorded, Weights
 from gpt2.port.step_dump.rule_search import EXPLAINED, TENSORS, Answer, Gauged, RuleSearch, clipped_track, gauged
 from gpt2.port.training.causes import cause
 from gpt2.port.training.clip_causes import clip_stage
-from gpt2.port.training.clipping import BITES, ClipReading
+from gpt2.port.training.clipping import BITES, LIMITS, ClipReading
 from gpt2.port.training.optimizer import update_stage
 from gpt2.port.training.rules import Array, Fit, Rule
 from gpt2.port.training.settings import Settings
@@ -363,9 +363,7 @@ class UpdateExamination:
             usual = {kind: factor * float(norms[kind][cut]) for kind in ("two", "largest", "one")}
             reading.kind, reading.limit = "two", usual["two"]
             for kind, limit in usual.items():
-                if any(
-                    abs(limit / one - 1) < 1e-3 for one in ((wanted,) if wanted else (1.0, 0.5, 0.25, 5.0, 2.0, 0.1, 10.0)) if one
-                ):
+                if any(abs(limit / one - 1) < 1e-3 for one in ((wanted,) if wanted else LIMITS)):
                     reading.kind, reading.limit = kind, limit
                     break
         self.found.clip = clip_stage(reading, wanted, "the gradient")

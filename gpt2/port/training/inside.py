@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from gpt2.port.training.clipping import clipped
+from gpt2.port.training.clipping import LIMITS, clipped
 from gpt2.port.training.records import Update
 from gpt2.port.training.rules import Kind, Rule, Track, directions, fit
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.updates import EPSILONS, EXACT, ROUNDED, Found, Search
 
 FITS = 1e-6  # relative error of changes that a known rule explains
-GUESSES = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0)  # norms that people clip to
 KINDS = ("two", "tensor", "value", "largest")
 GRID = 32  # limits that are tried of each kind, before the best is refined
 Clip = tuple[str, float]  # a kind of clipping that leaves .grad as it is, and its limit
@@ -87,7 +86,7 @@ class RuleSearch:
         return max(errors)
 
     def _usual(self) -> Iterator[Clip]:
-        limits = dict.fromkeys(limit for limit in (self.settings.clip, *GUESSES) if limit)
+        limits = dict.fromkeys(limit for limit in (self.settings.clip, *LIMITS) if limit)
         for kind in KINDS:
             for limit in limits:
                 yield kind, limit
