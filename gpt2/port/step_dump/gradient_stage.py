@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.report import Cause
 from gpt2.port.dump.tolerance import UNITS
+from gpt2.port.step_dump.gradient_comparison import Comparison, combined, total_norm
 from gpt2.port.step_dump.predictions import TABLE, Batch, Gradients, Predictor, labelings, rounding, special_ids
 from gpt2.port.step_dump.recognition import Recorded, Weights
 from gpt2.port.training.causes import cause
@@ -51,30 +52,7 @@ class GradientExamination:
         self.small = predictor.config.num_parameters() * batches[0].ids.numel() < MAX_WORK
         self.exact = predictor.gradients(self.state, batches[0].ids, batches[0].targets)
         self.allowed = rounding(predictor, self.state, batches[0], self.exact, self.dtype)
-        units = [UNITS[dtype] for dtype in recorded.gradient_dtypes] or [(0.0, 0.0)]
-        self.inexact = 0.0
-        self.unit, self.smallest = max(unit for unit, _ in units), max(least for _, least in units)
-
-    # Comparison
-
-    def same(self, name: str, got: Tensor, expected: Tensor, factor: float = 1.0) -> bool:
-        """Whether a gradient is ``factor`` times the expected one, up to the rounding of computing and storing it.
-
-        ``inexact``: relative error of gradients at parameters that the dump has rounded.
-        """
-        apart = float((got - factor * expected).square().mean().sqrt())
-        size = float(expected.square().mean().sqrt()) * abs(factor)
-        return apart <= abs(factor) * self.allowed[name] + (self.unit + self.inexact) * size + self.smallest
-
-    def matched(self, got: Weights, right: Mapping[str, Tensor]) -> tuple[float, list[str]]:
-        """Return the factor that explains most gradients, and the names of those that it does not."""
-        factors = [float((g * right[n]).sum() / (right[n] ** 2).sum()) for n, g in got.items() if float(right[n].norm()) > 0]
-        best: tuple[float, list[str]] = (1.0, list(got))
-        for factor in [1.0, *sorted(factors, key=lambda f: abs(f - median(factors)))[:8]] if factors else []:
-            wrong = [name for name, g in got.items() if not self.same(name, g, right[name], factor)]
-            if len(wrong) < len(best[1]):
-                best = factor, wrong
-        return best
+        self.comparison = Comparison(self.allowed, recorded.gradient_dtypes)
 
     def reading(self) -> GradientReading:
         """Read the first step's gradients, then those of later steps."""
@@ -88,7 +66,7 @@ class GradientExamination:
         best: tuple[int, str, float, list[str], Gradients] | None = None
         for label, labels in labelings(batch, self.special, self.settings.grad_accum).items():
             made = self.exact if not label else self.predictor.gradients(self.state, batch.ids, labels)
-            factor, wrong = self.matched(got, made.whole)
+            factor, wrong = self.comparison.matched(got, made.whole)
             if best is None or len(wrong) < best[0]:
                 best = len(wrong), label, factor, wrong, made
             if not wrong or not self.small:
@@ -116,14 +94,14 @@ class GradientExamination:
 
     def _factor(self, reading: GradientReading, made: Gradients, got: Weights) -> None:
         factor, stage, batch = reading.factor, reading.stage, self.batches[0]
-        if abs(factor - 1) <= max(1e-5, 4 * self.unit):
+        if abs(factor - 1) <= max(1e-5, 4 * self.comparison.unit):
             return
         parts = self.settings.grad_accum or 1
-        if reading.label == "accumulation-last-only" and abs(factor * parts - 1) < max(1e-4, 4 * self.unit):
+        if reading.label == "accumulation-last-only" and abs(factor * parts - 1) < max(1e-4, 4 * self.comparison.unit):
             return
-        norm = _total(got)
+        norm = total_norm(got)
         limits = (self.settings.clip,) if self.settings.clip else LIMITS
-        limit = next((one for one in limits if one and abs(norm / one - 1) < max(1e-4, 4 * self.unit)), None)
+        limit = next((one for one in limits if one and abs(norm / one - 1) < max(1e-4, 4 * self.comparison.unit)), None)
         if limit is not None and factor < 1:
             reading.clipped = limit
             if not self.recorded.used or not any(self.recorded.used):
@@ -132,7 +110,7 @@ class GradientExamination:
                 )
             return
         for value, id, words in _factors(batch, self.settings.grad_accum):
-            if abs(factor / value - 1) < max(1e-4, 4 * self.unit):
+            if abs(factor / value - 1) < max(1e-4, 4 * self.comparison.unit):
                 stage.causes.append(cause(id, "loss", f"the gradient is that of {words}: {factor:.6g} times the mean's", SEEN))
                 return
         detail = f"the gradient is {factor:.6g} times that of the mean loss"
@@ -144,7 +122,7 @@ class GradientExamination:
         """Try gradients that are clipped by tensor, or by value; note what explains all."""
         right = reading.predicted[0].whole
         factors = {n: float((g * right[n]).sum() / (right[n] ** 2).sum()) for n, g in got.items() if float(right[n].norm()) > 0}
-        parallel = [n for n, f in factors.items() if f > 0 and self.same(n, got[n], right[n], f)]
+        parallel = [n for n, f in factors.items() if f > 0 and self.comparison.same(n, got[n], right[n], f)]
         if len(parallel) == len(factors) and len(factors) > 2:
             top = max(factors.values())
             cut = {n: float(got[n].norm()) for n, f in factors.items() if f < top * (1 - CLOSE)}
@@ -160,7 +138,7 @@ class GradientExamination:
         factor = float(kept @ values / (kept @ kept)) if len(kept) else 1.0
         clamped = {n: (factor * right[n]).clamp(-limit, limit) for n in got}
         at_limit = sum(int((g.abs() > limit * (1 - 1e-4)).sum()) for g in got.values())
-        if at_limit > 2 and all(self.same(n, g, clamped[n]) for n, g in got.items()):
+        if at_limit > 2 and all(self.comparison.same(n, g, clamped[n]) for n, g in got.items()):
             reading.clip_causes.append(cause("clip-by-value", "gradient", f"entries beyond {limit:.6g} are cut", SEEN))
             reading.factor = factor
             return True
@@ -173,9 +151,9 @@ class GradientExamination:
             return False
         smoothed = self.predictor.gradients(self.state, batch.ids, batch.targets, smoothing=1.0)
         plain = self.exact
-        a, b = _combined(got, [plain.whole, smoothed.whole])
+        a, b = combined(got, [plain.whole, smoothed.whole])
         whole = {n: a * plain.whole[n] + b * smoothed.whole[n] for n in got}
-        if b > 1e-3 * a > 0 and self._mostly(got, whole):
+        if b > 1e-3 * a > 0 and self.comparison.mostly_same(got, whole):
             share = b / (a + b)
             stage.causes.append(cause("label-smoothing", "loss", f"a label smoothing of {share:.4g}", SEEN))
             reading.label, reading.factor = "", a + b
@@ -194,11 +172,8 @@ class GradientExamination:
             return True
         return self._rows(got, reading)
 
-    def _mostly(self, got: Weights, expected: Mapping[str, Tensor]) -> bool:
-        return sum(self.same(n, g, expected[n]) for n, g in got.items()) > len(got) / 2
-
     def _rest(self, got: Weights, reading: GradientReading, made: Gradients) -> None:
-        reading.factor, wrong = self.matched(got, made.whole)
+        reading.factor, wrong = self.comparison.matched(got, made.whole)
         if wrong:
             self._outliers(got, wrong, reading, made)
         self._factor(reading, made, got)
@@ -223,7 +198,7 @@ class GradientExamination:
         tidy = float(f"{value:.4g}")
         for guess in (tidy, 1 / float(f"{1 / value:.3g}"), value):
             made = at(guess)[1]
-            factor, wrong = self.matched(got, made.whole)
+            factor, wrong = self.comparison.matched(got, made.whole)
             if len(wrong) <= len(got) / 2:
                 return guess, factor, made
         return None
@@ -239,9 +214,9 @@ class GradientExamination:
             weights = torch.zeros(batch.ids.shape, dtype=torch.float64)
             weights[row] = 1.0
             basis.append(self.predictor.gradients(self.state, batch.ids, batch.targets, weights).whole)
-        shares = _combined(got, basis)
+        shares = combined(got, basis)
         mixed = {n: sum((w * one[n] for w, one in zip(shares, basis, strict=True)), torch.zeros_like(g)) for n, g in got.items()}
-        if not self._mostly(got, mixed):
+        if not self.comparison.mostly_same(got, mixed):
             return False
         top = max(map(abs, shares))
         kept = [row for row, w in enumerate(shares) if abs(w) > 1e-3 * top]
@@ -269,7 +244,7 @@ class GradientExamination:
     def _outliers(self, got: Weights, wrong: list[str], reading: GradientReading, made: Gradients) -> None:
         stage, factor = reading.stage, reading.factor
         right = made.whole
-        dead = [name for name in wrong if float(got[name].norm()) <= 1e-9 * _total(got)]
+        dead = [name for name in wrong if float(got[name].norm()) <= 1e-9 * total_norm(got)]
         frozen = [name for name in dead if name in self.recorded.unchanged]
         dead = [name for name in dead if name not in frozen]
         rest = [name for name in wrong if name not in (*dead, *frozen)]
@@ -282,7 +257,7 @@ class GradientExamination:
                 "the gradient of the rows is counted twice": ("tied-gradient-doubled", made.head + 2 * made.table),
             }
             for detail, (id, value) in ways.items():
-                if self.same(TABLE, got[TABLE], value, factor):
+                if self.comparison.same(TABLE, got[TABLE], value, factor):
                     stage.causes.append(cause(id, "wte", detail, SEEN))
                     rest.remove(TABLE)
                     break
@@ -295,7 +270,7 @@ class GradientExamination:
             return
         factors = {n: float((got[n] * right[n]).sum() / (right[n] ** 2).sum()) / factor for n in rest}
         values = list(factors.values())
-        if all(self.same(n, got[n], right[n], f * factor) for n, f in factors.items()) and max(values) - min(
+        if all(self.comparison.same(n, got[n], right[n], f * factor) for n, f in factors.items()) and max(values) - min(
             values
         ) < CLOSE * max(values):
             detail = f"the gradient of these parameters is multiplied by {median(values):.6g}"
@@ -311,7 +286,7 @@ class GradientExamination:
         recorded = self.recorded
         if not reading.predicted:
             return
-        self.inexact = 30 * max((UNITS[dtype][0] for dtype in recorded.parameter_dtypes), default=0.0)
+        self.comparison.inexact = 30 * max((UNITS[dtype][0] for dtype in recorded.parameter_dtypes), default=0.0)
         unknown = []
         for step in range(1, len(recorded.raw)):
             got, weights = recorded.raw[step], recorded.parameters[step]
@@ -328,11 +303,11 @@ class GradientExamination:
             if not names or any(one.id in ("label-smoothing", "logits-scaled") for one in reading.stage.causes):
                 continue
             part = {n: got[n] for n in names}
-            if self._mostly(part, {n: reading.factor * made.whole[n] for n in names}):
+            if self.comparison.mostly_same(part, {n: reading.factor * made.whole[n] for n in names}):
                 continue
-            share, kept = _combined(part, [made.whole, before])
+            share, kept = combined(part, [made.whole, before])
             mixed = {n: share * made.whole[n] + kept * before[n] for n in names}
-            if self._mostly(part, mixed) and kept > 0.01:
+            if self.comparison.mostly_same(part, mixed) and kept > 0.01:
                 detail = f"the gradient of step {step + 1} holds {kept:.3g} times that of the step before"
                 known = {one.id for one in reading.stage.causes}
                 if "gradient-not-zeroed" not in known:
@@ -365,28 +340,6 @@ def _factors(batch: Batch, parts: int | None) -> list[tuple[float, str, str]]:
     ]
 
 
-def _total(gradient: Mapping[str, Tensor]) -> float:
-    return math.hypot(*(float(g.norm()) for g in gradient.values()))
-
-
 def _cosine(got: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> float:
     product = sum(float((g * made[n]).sum()) for n, g in got.items())
-    return product / (_total(got) * _total({n: made[n] for n in got}) or 1.0)
-
-
-def _combined(got: Mapping[str, Tensor], basis: Sequence[Mapping[str, Tensor]]) -> list[float]:
-    """Return the coefficients of ``basis`` that give most of ``got``, fitted on all parameters but the token embedding."""
-    names = [n for n in got if n != TABLE] or list(got)
-    gram = torch.tensor([[sum(float((a[n] * b[n]).sum()) for n in names) for b in basis] for a in basis], dtype=torch.float64)
-
-    def solved(target: Mapping[str, Tensor]) -> Tensor:
-        right = torch.tensor([sum(float((a[n] * target[n]).sum()) for n in names) for a in basis], dtype=torch.float64)
-        return torch.linalg.lstsq(gram, right[:, None]).solution[:, 0]
-
-    shares = torch.zeros(len(basis), dtype=torch.float64)
-    left = {n: got[n] for n in names}
-    for _ in range(2):  # the second time removes what the normal equations have rounded
-        shares = shares + solved(left)
-        left = {n: got[n] - sum(float(s) * one[n] for s, one in zip(shares, basis, strict=True)) for n in names}
-    found: list[float] = shares.tolist()
-    return found
+    return product / (total_norm(got) * total_norm({n: made[n] for n in got}) or 1.0)
