@@ -11,12 +11,12 @@ from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.faults import Variant
 from gpt2.port.dump.sieve import Lens
 from gpt2.port.dump.simulation import Program, Simulation, Stages
+from gpt2.port.golden_section import least
 
 RANGE = 32.0  # a factor between the right one over this, and the right one times this
 GRID, STEPS = 24, 48  # factors that are tried first, and steps of the search around the best of them
 DIGITS = 3  # of a factor that a program multiplies the right one with
 NEAR = 1e-4  # how far a fitted factor may be from such a short number
-GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def scaled(config: GPT2Config, layer: int, times: float) -> Variant:
@@ -44,19 +44,7 @@ def fitted_scales(lens: Lens, blocks: Sequence[int]) -> Iterator[Candidate]:
     grid = [-math.log(RANGE) + number * step for number in range(GRID)]
     tried = errors(grid)
     best = grid[tried.index(min(tried))]
-    low, high = best - step, best + step
-    a, b = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
-    at_a, at_b = errors([a, b])
-    for _ in range(STEPS):
-        if at_a < at_b:
-            high, b, at_b = b, a, at_a
-            a = high - GOLDEN * (high - low)
-            (at_a,) = errors([a])
-        else:
-            low, a, at_a = a, b, at_b
-            b = low + GOLDEN * (high - low)
-            (at_b,) = errors([b])
-    times = math.exp((low + high) / 2)
+    times = math.exp(least(lambda one: errors([one])[0], best - step, best + step, STEPS)[1])
     short = float(f"{times:.{DIGITS}g}")
     if math.isclose(times, short, rel_tol=NEAR):
         yield candidate(short)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.report import Cause
 from gpt2.port.dump.tolerance import UNITS
+from gpt2.port.golden_section import least
 from gpt2.port.step_dump.gradient_comparison import Comparison, combined, total_norm
 from gpt2.port.step_dump.predictions import TABLE, Batch, Gradients, Predictor, labelings, rounding, special_ids
 from gpt2.port.step_dump.recognition import Recorded, Weights
@@ -185,14 +186,7 @@ class GradientExamination:
             made = self.predictor.gradients(self.state, batch.ids, batch.targets, factor=value)
             return -_cosine(got, made.whole), made
 
-        low, high, golden = math.log(0.05), math.log(20.0), (math.sqrt(5) - 1) / 2
-        for _ in range(40):
-            one, two = high - golden * (high - low), low + golden * (high - low)
-            if at(math.exp(one))[0] < at(math.exp(two))[0]:
-                high = two
-            else:
-                low = one
-        value = math.exp((low + high) / 2)
+        value = math.exp(least(lambda log: at(math.exp(log))[0], math.log(0.05), math.log(20.0), steps=40)[1])
         if abs(value - 1) < 1e-4:
             return None
         tidy = float(f"{value:.4g}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from gpt2.port.golden_section import least
 from gpt2.port.training.clipping import LIMITS, clipped
 from gpt2.port.training.records import Update
 from gpt2.port.training.rules import Kind, Rule, Track, directions, fit
@@ -18,7 +19,7 @@ from gpt2.port.training.updates import EPSILONS, EXACT, ROUNDED, Found, Search
 
 FITS = 1e-6  # relative error of changes that a known rule explains
 KINDS = ("two", "tensor", "value", "largest")
-GRID = 32  # limits that are tried of each kind, before the best is refined
+GRID, STEPS = 32, 44  # limits that are tried of each kind, and steps that refine the best
 Clip = tuple[str, float]  # a kind of clipping that leaves .grad as it is, and its limit
 
 
@@ -122,7 +123,8 @@ class RuleSearch:
         points = list(np.linspace(math.log(low), math.log(high), GRID))
         best = min(points, key=error)
         step = points[1] - points[0]
-        return _least(error, best - step, best + step)
+        found, log = least(error, best - step, best + step, STEPS)
+        return found, math.exp(log)
 
     def _range(self, kind: str) -> tuple[float, float]:
         """Return the limits between which clipping of a kind changes something: the least and the largest of what it bounds."""
@@ -172,23 +174,6 @@ def times(sessions: Sequence[Sequence[Update]], share: float) -> Sequence[Sequen
     if share == 1.0:
         return sessions
     return [[replace(one, gradient=one.gradient.times(share)) for one in session] for session in sessions]
-
-
-def _least(error: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """Return the least error between two logarithms of a limit, by the golden section, and the limit."""
-    ratio = (math.sqrt(5) - 1) / 2
-    inner, outer = high - ratio * (high - low), low + ratio * (high - low)
-    first, second = error(inner), error(outer)
-    for _ in range(44):
-        if first <= second:
-            high, outer, second = outer, inner, first
-            inner = high - ratio * (high - low)
-            first = error(inner)
-        else:
-            low, inner, first = inner, outer, second
-            outer = low + ratio * (high - low)
-            second = error(outer)
-    return min((first, math.exp(inner)), (second, math.exp(outer)))
 
 
 __all__ = ["FITS", "Clip", "RuleSearch", "share_of", "times", "tracks"]
