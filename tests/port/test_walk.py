@@ -21,7 +21,7 @@ from gpt2.config import GPT2Config
 from gpt2.measure.tracing import points
 from gpt2.port.diagnosis.places import joined
 from gpt2.port.diagnosis.trail import Walk
-from gpt2.port.diagnosis.walk import walk, walk_arrays
+from gpt2.port.diagnosis.walk import walk
 from gpt2.port.recording.pool import Pool, collect
 
 # All sizes differ, and no size is the square root of another.
@@ -543,18 +543,3 @@ def test_nan_is_matched() -> None:
     holed[:, :, 0] = math.nan
     assert pool_of(x).find(holed) is None
     assert pool_of(holed.transpose(0, 1)).find(holed) is not None
-
-
-def test_arrays_of_another_program_are_walked_without_a_module() -> None:
-    """A dump from C or Rust has no module and no names: float32 values, separate heads or time first, in any order."""
-    model = checkpoint()
-    pool = collect(Port(model, "time", {**PARTS["erf"][0], **WIRING["post-norm"][0]}), IDS, CONFIG)
-    arrays = [entry.float() for entry in reversed(pool.entries)]
-    result = walk_arrays(arrays, pool.logits.float(), IDS, model)
-    assert set(causes_of(result)) == {("gelu-variant", "h.*.mlp.act"), ("post-norm", "h.*")}
-    assert result.explained
-    right = collect(Port(model, "heads"), IDS, CONFIG)
-    result = walk_arrays([entry.float() for entry in right.entries], right.logits.float(), IDS, model)
-    assert (result.causes, result.first_divergence, result.explained) == ((), None, True)
-    result = walk_arrays([], pool.logits, IDS, model)
-    assert not result.explained

@@ -7,7 +7,7 @@ tensor stays open until a later one decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -57,11 +57,6 @@ def walk(
         trail.run_out()
     trail.faults = Replay(trail, reference).effective()
     return account(trail, reference)
-
-
-def walk_arrays(arrays: Iterable[Tensor], logits: Tensor, ids: Tensor, reference: GPT2) -> Walk:
-    """Do :func:`walk` on ``arrays`` in any order and layout and ``logits`` (B, T, V), with the weights of ``reference``."""
-    return walk(Pool.of(arrays, logits), reference.state_dict(), reference.config, ids, reference)
 
 
 class Walker:
