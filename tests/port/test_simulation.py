@@ -17,6 +17,7 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.dump import matching
+from gpt2.port.dump.batches import Batches
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.explaining import Explanation, explain
 from gpt2.port.dump.sieve import Lens
@@ -117,7 +118,7 @@ def logits_of_all(model: GPT2, ids: Tensor) -> tuple[list[Candidate], Tensor]:
     programs = [(one, program) for one in candidates if (program := one.program(simulation)) is not None]
     lens = Lens(simulation, Span(0, CONFIG.n_layer, "logits", None, model(ids)))
     values = torch.empty(len(programs), *ids.shape, CONFIG.vocab_size, dtype=torch.float64)
-    for number, found in simulation.outputs([program for _, program in programs]):
+    for number, found in Batches(simulation).outputs([program for _, program in programs]):
         values[number] = lens.ended(programs[number][1], found["end"])
     return [one for one, _ in programs], values
 

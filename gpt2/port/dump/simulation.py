@@ -1,16 +1,15 @@
-"""Compute GPT-2's forward pass stage by stage, with some stages replaced, for many variants at once.
+"""Compute GPT-2's forward pass stage by stage, with some stages replaced.
 
 A *stage* has the name of its traced point within a block (``attn.scores``, ``mlp.act``, "" for the block's output). Its formula
 takes the tensors of the stages before it, by name, and the block's input as ``x``. A *program* replaces the formulas of some
-stages. Programs share what is equal: everything before the first replaced stage is computed once, and everything after the last
-one in a single batch.
+stages; :mod:`.batches` runs many.
 
 Shapes: streams (B, T, D); scores and weights (B, H, T, T); heads before they are merged (B, H, T, K).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -52,7 +51,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
 STAGES = tuple(NEEDS)
 ORDER = {stage: number for number, stage in enumerate(STAGES)}
 LAST = ORDER[""]
-MAX_ELEMENTS = 1 << 22  # of the widest tensor of a batch of programs
 
 
 @dataclass(frozen=True)
@@ -266,119 +264,3 @@ class Simulation:
             points["x"], x = state["x"], state[STAGES[stop]]
         points["end"] = x
         return points
-
-    def outputs(
-        self, programs: Sequence[Program], first: int = 0, last: int | None = None, start: Tensor | None = None
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yield each program's number and its tensors by traced point, blocks ``first`` to ``last`` (excluded).
-
-        ``start``: the stream that enters block ``first``; the embeddings if None. A program with an order of its own runs all
-        blocks. The points are the outputs of the blocks that a program changed or that follow (``h.3``), and of replaced stages.
-        """
-        last = self.config.n_layer if last is None else last
-        size = self.ids.numel() * max(self.config.inner, self.config.n_head * self.ids.shape[1])
-        step = max(1, MAX_ELEMENTS // size)
-        for begin in range(0, len(programs), step):
-            yield from self._batch(programs, range(begin, min(begin + step, len(programs))), first, last, start)
-
-    def _batch(
-        self, programs: Sequence[Program], numbers: range, first: int, last: int, start: Tensor | None
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        found: dict[int, dict[str, Tensor]] = {number: {} for number in numbers}
-        streams: dict[int, Tensor] = {}  # those that differ from the right model's
-        for number in numbers:
-            if "embed" in programs[number].outside:
-                streams[number] = found[number]["embed"] = programs[number].outside["embed"]({}).to(self.dtype)
-        natural = [number for number in numbers if programs[number].order is None]
-        shared = self if start is None else _From(self, first, start)
-        for layer in range(first, last):
-            edited = [number for number in natural if programs[number].blocks.get(layer)]
-            plain = [number for number in natural if number in streams and number not in edited]
-            states: dict[int, tuple[int, State]] = {}  # the last replaced stage, and the state until then
-            for number, begin, state in self._entered(layer, edited, programs, streams, shared):
-                stages = programs[number].blocks[layer]
-                states[number] = self._edited(layer, state, stages, begin)
-                found[number] |= {point_at(layer, stage): states[number][1][stage] for stage in stages}
-            self._finish(layer, states, streams)
-            if plain and not self.stacks:
-                streams |= {number: self.run_block(layer, {"x": streams[number]}, {})[""] for number in plain}
-            elif plain:
-                whole = self.run_block(layer, {"x": torch.cat([streams[number] for number in plain])}, {})
-                streams |= dict(zip(plain, whole[""].split(len(self.ids)), strict=True))
-            for number in natural:
-                if number in streams:
-                    found[number][point_at(layer, "")] = streams[number]
-        for number in numbers:
-            if (order := programs[number].order) is not None:
-                x = streams.get(number, self.right_input(0))
-                for layer in order:
-                    x = self.run_block(layer, {"x": x}, programs[number].blocks.get(layer, {}))[""]
-                streams[number] = found[number]["end"] = x
-            found[number].setdefault("end", streams[number] if number in streams else shared.right_input(last))
-            yield number, found[number]
-
-    def _entered(
-        self, layer: int, edited: list[int], programs: Sequence[Program], streams: dict[int, Tensor], shared: Simulation | _From
-    ) -> Iterator[tuple[int, int, State]]:
-        """Yield for each program its first replaced stage in a block, and the state before it; those alike are one batch."""
-        firsts = {number: min(ORDER[stage] for stage in programs[number].blocks[layer]) for number in edited}
-        for number in edited:
-            if number not in streams:
-                yield number, firsts[number], dict(shared.right_state(layer))
-        for begin in sorted(set(firsts.values())):
-            same = [number for number in edited if number in streams and firsts[number] == begin]
-            stacked = [same] if self.stacks else [[number] for number in same]
-            for numbers in filter(None, stacked):
-                state = {"x": torch.cat([streams[number] for number in numbers])}
-                for stage, formula in self._blocks[layer].items():
-                    if ORDER[stage] < begin:
-                        state[stage] = formula(state)
-                parts = {stage: tensor.split(len(self.ids)) for stage, tensor in state.items()}
-                for place, number in enumerate(numbers):
-                    yield number, begin, {stage: tensors[place] for stage, tensors in parts.items()}
-
-    def _edited(self, layer: int, state: State, stages: Stages, begin: int) -> tuple[int, State]:
-        """Run a block from stage number ``begin`` to the last replaced one."""
-        end = max(ORDER[stage] for stage in stages)
-        for stage, formula in self._blocks[layer].items():
-            if begin <= ORDER[stage] <= end:
-                state[stage] = stages.get(stage, formula)(state)
-        return end, state
-
-    def _finish(self, layer: int, states: dict[int, tuple[int, State]], streams: dict[int, Tensor]) -> None:
-        """Run the rest of a block, in one batch for all programs that were replaced up to the same stage."""
-        for end in {end for end, _ in states.values()}:
-            same = [number for number in states if states[number][0] == end]
-            later = [stage for stage in NEEDS if ORDER[stage] > end]
-            if not later:
-                streams |= {number: states[number][1][""] for number in same}
-                continue
-            live = {need for stage in later for need in NEEDS[stage] if ORDER.get(need, -1) <= end}
-            if not self.base.blocks.get(layer, {}).keys().isdisjoint(later):
-                live = {"x", *(stage for stage in NEEDS if ORDER[stage] <= end)}
-            if not self.stacks:
-                for number in same:
-                    streams[number] = self.run_block(layer, states[number][1], {}, after=end)[""]
-                continue
-            state = {need: torch.cat([states[number][1][need] for number in same]) for need in live}
-            whole = self.run_block(layer, state, {}, after=end)
-            streams |= dict(zip(same, whole[""].split(len(self.ids)), strict=True))
-
-
-class _From:
-    """The right blocks after a given stream that enters block ``first``."""
-
-    def __init__(self, simulation: Simulation, first: int, start: Tensor) -> None:
-        self.simulation, self.first = simulation, first
-        self._inputs, self._states = [start], list[State]()
-
-    def right_input(self, layer: int) -> Tensor:
-        if layer > self.first:
-            return self.right_state(layer - 1)[""]
-        return self._inputs[0]
-
-    def right_state(self, layer: int) -> State:
-        while len(self._states) <= layer - self.first:
-            number = self.first + len(self._states)
-            self._states.append(self.simulation.run_block(number, {"x": self.right_input(number)}, {}))
-        return self._states[layer - self.first]

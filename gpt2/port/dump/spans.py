@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gpt2.measure.tracing import point_at
+from gpt2.port.dump.batches import Batches
 from gpt2.port.dump.simulation import LAST, ORDER, STAGES, Entrance, Program, Simulation, stage_of
 
 
@@ -53,7 +54,7 @@ class Span:
         entrance = None if self.entrance is None else self.entrance.to(simulation.dtype)
         if self.until == LAST and (entrance is None or entrance.after < 0):  # whole blocks: in batches
             start = None if entrance is None else entrance.state["x"]
-            for number, found in simulation.outputs(programs, self.first, self.last, start):
+            for number, found in Batches(simulation).outputs(programs, self.first, self.last, start):
                 yield number, found["end"]
             return
         right = simulation.stages(Program(), self.first, self.last, entrance, self.until)
