@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.report import Cause
 from gpt2.port.dump.tolerance import UNITS
+from gpt2.port.step_dump.clip_reading import dumped_clip, norms_of
 from gpt2.port.step_dump.gradient_stage import GradientReading
 from gpt2.port.step_dump.layouts import role_of
 from gpt2.port.step_dump.predictions import TABLE, Batch, Gradients, Predictor, labelings
@@ -19,7 +20,7 @@ from gpt2.port.step_dump.recognition import Recorded, Weights
 from gpt2.port.step_dump.rule_search import EXPLAINED, TENSORS, Answer, Gauged, RuleSearch, clipped_track, gauged
 from gpt2.port.training.causes import cause
 from gpt2.port.training.clip_causes import clip_stage
-from gpt2.port.training.clipping import BITES, LIMITS, ClipReading
+from gpt2.port.training.clipping import BITES, ClipReading
 from gpt2.port.training.optimizer import update_stage
 from gpt2.port.training.rules import Array, Fit, Rule
 from gpt2.port.training.settings import Settings
@@ -173,16 +174,8 @@ class UpdateExamination:
         )
         return picks + [one for one in known if one.track.before.shape[1] >= 8 and all(one is not other for other in picks)][:3]
 
-    def _norms(self, gradients: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, Array], dict[str, Array]]:
-        own = {
-            n: np.array([float(one[n].norm()) for one in gradients]) for n in gradients[0] if all(n in one for one in gradients)
-        }
-        one = sum((np.array([float(g[n].abs().sum()) for g in gradients]) for n in own), np.zeros(len(gradients)))
-        largest = np.array([max(float(g[n].abs().max()) for n in own) for g in gradients])
-        return {"two": np.sqrt(sum((v**2 for v in own.values()), np.zeros(len(gradients)))), "one": one, "largest": largest}, own
-
     def _searched(self, chosen: list[Gauged], tracks: Mapping[str, Gauged]) -> Answer:
-        self.norms, self.own_norms = self._norms(self.gradients)
+        self.norms, self.own_norms = norms_of(self.gradients)
         sums: list[Gauged] = []
         norms: dict[str, Array] = {}
         if self.given is None and self.recorded.steps > 1:
@@ -191,7 +184,7 @@ class UpdateExamination:
                 for k in range(self.recorded.steps)
             ]
             sums = [one for track in chosen if (one := self._track(track.track.name, self.total)) is not None]
-            norms, _ = self._norms(self.total)
+            norms, _ = norms_of(self.total)
         search = RuleSearch(
             chosen, self.settings, self.norms, self.own_norms, clips=not self._is_clipped, cumulated=sums, cumulated_norms=norms
         )
@@ -310,7 +303,7 @@ class UpdateExamination:
         wanted, recorded = self.settings.clip, self.recorded
         norm = float(self.norms["two"].max())
         if self.given is not None and self.given is recorded.used:
-            self._dumped_clip(wanted)
+            self.found.clip = clip_stage(dumped_clip(recorded.raw, recorded.used, wanted), wanted, "the gradient")
             return
         if self._is_clipped:
             assert self.reading is not None
@@ -337,33 +330,3 @@ class UpdateExamination:
         if wanted and kind == "two" and limit > norm:
             kind, limit = "", math.inf
         self.found.clip = clip_stage(ClipReading(kind=kind, limit=limit, largest=norm), wanted, "the gradient")
-
-    def _dumped_clip(self, wanted: float | None) -> None:
-        """Compare the gradients after clipping with those before."""
-        raw, used = self.recorded.raw, self.recorded.used
-        ratios = [
-            {n: float((g * r[n]).sum() / (r[n] ** 2).sum()) for n, g in u.items() if n in r and float(r[n].norm()) > 0}
-            for r, u in zip(raw, used, strict=True)
-        ]
-        norms, own = self._norms(raw)
-        reading = ClipReading(largest=float(norms["two"].max()))
-        spread = max(max(one.values()) / min(one.values()) for one in ratios if one)
-        cut = max(range(len(raw)), key=lambda step: norms["two"][step])
-        parallel = all(
-            float((used[cut][n] - f * raw[cut][n]).norm()) <= 1e-3 * float(used[cut][n].norm()) for n, f in ratios[cut].items()
-        )
-        if not parallel:
-            limit = max(float(g.abs().max()) for g in used[cut].values())
-            reading.kind, reading.limit = "value", limit
-        elif spread > 1.001:
-            bounds = [f * own[n][cut] for n, f in ratios[cut].items() if f < 0.999]
-            reading.kind, reading.limit = "tensor", float(np.median(bounds))
-        elif min(ratios[cut].values()) < 0.9999:
-            factor = float(np.median(list(ratios[cut].values())))
-            usual = {kind: factor * float(norms[kind][cut]) for kind in ("two", "largest", "one")}
-            reading.kind, reading.limit = "two", usual["two"]
-            for kind, limit in usual.items():
-                if any(abs(limit / one - 1) < 1e-3 for one in ((wanted,) if wanted else LIMITS)):
-                    reading.kind, reading.limit = kind, limit
-                    break
-        self.found.clip = clip_stage(reading, wanted, "the gradient")

@@ -1,0 +1,50 @@
+"""Read from a dump's gradients, before and after clipping, how they were clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from gpt2.port.step_dump.recognition import Weights
+from gpt2.port.training.clipping import LIMITS, ClipReading
+from gpt2.port.training.rules import Array
+
+
+def norms_of(gradients: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return the norms of K whole gradients by kind, and the norms of each parameter's, (K,) each."""
+    own = {n: np.array([float(one[n].norm()) for one in gradients]) for n in gradients[0] if all(n in one for one in gradients)}
+    one = sum((np.array([float(g[n].abs().sum()) for g in gradients]) for n in own), np.zeros(len(gradients)))
+    largest = np.array([max(float(g[n].abs().max()) for n in own) for g in gradients])
+    return {"two": np.sqrt(sum((v**2 for v in own.values()), np.zeros(len(gradients)))), "one": one, "largest": largest}, own
+
+
+def dumped_clip(raw: Sequence[Weights], used: Sequence[Weights], wanted: float | None) -> ClipReading:
+    """Compare the gradients after clipping, ``used``, with those before, step by step; ``wanted``: the norm to clip to."""
+    ratios = [
+        {n: float((g * r[n]).sum() / (r[n] ** 2).sum()) for n, g in u.items() if n in r and float(r[n].norm()) > 0}
+        for r, u in zip(raw, used, strict=True)
+    ]
+    norms, own = norms_of(raw)
+    reading = ClipReading(largest=float(norms["two"].max()))
+    spread = max(max(one.values()) / min(one.values()) for one in ratios if one)
+    cut = max(range(len(raw)), key=lambda step: norms["two"][step])
+    parallel = all(
+        float((used[cut][n] - f * raw[cut][n]).norm()) <= 1e-3 * float(used[cut][n].norm()) for n, f in ratios[cut].items()
+    )
+    if not parallel:
+        limit = max(float(g.abs().max()) for g in used[cut].values())
+        reading.kind, reading.limit = "value", limit
+    elif spread > 1.001:
+        bounds = [f * own[n][cut] for n, f in ratios[cut].items() if f < 0.999]
+        reading.kind, reading.limit = "tensor", float(np.median(bounds))
+    elif min(ratios[cut].values()) < 0.9999:
+        factor = float(np.median(list(ratios[cut].values())))
+        usual = {kind: factor * float(norms[kind][cut]) for kind in ("two", "largest", "one")}
+        reading.kind, reading.limit = "two", usual["two"]
+        for kind, limit in usual.items():
+            if any(abs(limit / one - 1) < 1e-3 for one in ((wanted,) if wanted else LIMITS)):
+                reading.kind, reading.limit = kind, limit
+                break
+    return reading
