@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.commands import mistake
 from support.step_programs import LEVELS, Dumped
 from support.step_programs.numpy_steps import FAULTS
@@ -13,10 +14,9 @@ from support.step_programs.scoring import score
 from support.steps import our_model
 
 import gpt2
+from gpt2.port.step_dump.clip_reading import dumped_clip
 
 QUICK = ("unshifted", "summed", "not-zeroed", "unclipped", "decay-coupled", "eps-inside")
-
-
 SLOW = pytest.mark.slow
 
 
@@ -42,7 +42,7 @@ def test_nearly_every_fault_is_named() -> None:
 
 
 @SLOW
-def test_our_own_steps_are_equal_and_a_changed_gradient_is_not(tmp_path: Path) -> None:
+def test_our_own_steps_are_equal_and_a_changed_gradient_is_not() -> None:
     """`gpt2 trace --steps` and `gpt2 diagnose` disagreed about what a right step is."""
     traced = gpt2.trace(tokens=8, gradients=True, steps=2, settings={"optim.lr": 1e-3})
     arrays = {name: tensor.numpy() for name, tensor in traced.arrays.items() if not name.startswith(("h.", "ln_f"))}
@@ -79,7 +79,7 @@ def test_the_debug_state_of_llmc_holds_a_loss_and_gradients(tmp_path: Path) -> N
         (lambda arrays: {"ids": arrays["ids"], **before(), **{f"{n}!": a for n, a in before().items()}}, "no parameter changes"),
     ],
 )
-def test_a_bad_dump_is_one_line(change, words: str, tmp_path: Path) -> None:
+def test_a_bad_dump_is_one_line(change, words: str) -> None:
     """A dump without what it should hold ended in a traceback, or was called equal."""
     run = Dumped("", "usual")
     with pytest.raises(gpt2.InputError, match=words) as caught:
@@ -89,6 +89,13 @@ def test_a_bad_dump_is_one_line(change, words: str, tmp_path: Path) -> None:
 
 def before() -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in our_model().state_dict().items()}
+
+
+def test_gradients_that_clipping_cannot_have_made_are_no_traceback() -> None:
+    """A gradient that was set to zero was divided by; one that had grown gave a limit that is no number."""
+    raw = {name: torch.ones(3) for name in "ab"}
+    assert dumped_clip([raw], [{"a": raw["a"] / 2, "b": 0 * raw["b"]}], 1.0).kind == "tensor"
+    assert dumped_clip([raw], [{"a": raw["a"], "b": 2 * raw["b"]}], 1.0).odd
 
 
 def test_settings_belong_to_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -28,7 +29,8 @@ def dumped_clip(raw: Sequence[Weights], used: Sequence[Weights], wanted: float |
     ]
     norms, own = norms_of(raw)
     reading = ClipReading(largest=float(norms["two"].max()))
-    spread = max(max(one.values()) / min(one.values()) for one in ratios if one)
+    extremes = [(min(one.values()), max(one.values())) for one in ratios if one]
+    spread = max((most / least if least > 0 else math.inf for least, most in extremes), default=1.0)
     cut = max(range(len(raw)), key=lambda step: norms["two"][step])
     parallel = all(
         float((used[cut][n] - f * raw[cut][n]).norm()) <= 1e-3 * float(used[cut][n].norm()) for n, f in ratios[cut].items()
@@ -37,9 +39,12 @@ def dumped_clip(raw: Sequence[Weights], used: Sequence[Weights], wanted: float |
         limit = max(float(g.abs().max()) for g in used[cut].values())
         reading.kind, reading.limit = "value", limit
     elif spread > 1.001:
-        bounds = [f * own[n][cut] for n, f in ratios[cut].items() if f < 0.999]
+        bounds = [f * own[n][step] for step, one in enumerate(ratios) for n, f in one.items() if f < 0.999 and n in own]
+        if not bounds:  # some are larger after than before
+            reading.odd = ("the gradient",)
+            return reading
         reading.kind, reading.limit = "tensor", float(np.median(bounds))
-    elif min(ratios[cut].values()) < 0.9999:
+    elif min(ratios[cut].values(), default=1.0) < 0.9999:
         factor = float(np.median(list(ratios[cut].values())))
         usual = {kind: factor * float(norms[kind][cut]) for kind in ("two", "largest", "one")}
         reading.kind, reading.limit = "two", usual["two"]

@@ -303,13 +303,13 @@ class UpdateExamination:
         wanted, recorded = self.settings.clip, self.recorded
         norm = float(self.norms["two"].max())
         if self.given is not None and self.given is recorded.used:
-            self.found.clip = clip_stage(dumped_clip(recorded.raw, recorded.used, wanted), wanted, "the gradient")
+            self.found.clip = clip_stage(dumped_clip(recorded.raw, recorded.used, wanted), wanted, "some parameters")
             return
         if self._is_clipped:
             assert self.reading is not None
             if self.reading.clipped is not None:
                 self.found.clip = clip_stage(
-                    ClipReading(kind="two", limit=self.reading.clipped, largest=norm), wanted, "the gradient"
+                    ClipReading(kind="two", limit=self.reading.clipped, largest=norm), wanted, "some parameters"
                 )
             return
         if wanted is not None and norm <= (wanted or math.inf) * BITES and not answer.clip[0]:
@@ -329,4 +329,4 @@ class UpdateExamination:
         kind, limit = answer.clip
         if wanted and kind == "two" and limit > norm:
             kind, limit = "", math.inf
-        self.found.clip = clip_stage(ClipReading(kind=kind, limit=limit, largest=norm), wanted, "the gradient")
+        self.found.clip = clip_stage(ClipReading(kind=kind, limit=limit, largest=norm), wanted, "some parameters")
