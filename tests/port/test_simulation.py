@@ -68,7 +68,8 @@ def test_noise_has_no_explanation(model: GPT2, ids: Tensor) -> None:
     with torch.no_grad():
         logits = model(ids)
         noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        explanation = explain(model, ids, {"logits": logits + 0.1 * noise}, {"logits": 1e-9}, 0.0)
+        explanation = explain(model, ids, {"logits": logits + 0.1 * noise}, {"logits": 1e-9}, math.inf, several=False)
+    assert explanation.complete
     assert not explanation.right
     assert not explanation.hypotheses
     assert explanation.first_wrong == "logits"
