@@ -19,7 +19,8 @@ from gpt2.port.training.trained import Stage
 ROUNDING = 2e-6  # of a loss that is computed in float32; sums in half precision are not meant
 EXACT = 1e-10
 SMOOTHINGS = (0.1, 0.05, 0.2, 0.01, 0.15, 0.3)
-FACTORS = (0.5, 2.0, 0.7, 0.8, 1 / 0.7, 1.25, 0.1, 10.0, 1.5, 0.9)
+TEMPERATURES = [n / 10 for n in range(1, 21) if n != 10]
+FACTORS = tuple(dict.fromkeys([*TEMPERATURES, *(1 / one for one in TEMPERATURES)]))  # of the logits
 MAX_LOSSES = 64
 SEEN = "the dump's loss is this number, from the parameters before the step"
 
