@@ -33,7 +33,7 @@ def attempt(project: Diagnosed, checkpoint: Path, repositories: Path | None) -> 
     """Build, fill and diagnose; counts and seconds. Never raises."""
     result: dict[str, Any] = {"project": project.name, "commit": project.commit}
     try:
-        _, root = version_of(project.source, repositories)
+        result["version"], root = version_of(project.source, repositories)
         torch.manual_seed(0)
         module = project.module(CONFIG, root).eval()
         start = time.perf_counter()
@@ -52,10 +52,12 @@ def attempt(project: Diagnosed, checkpoint: Path, repositories: Path | None) -> 
 def row(result: dict[str, Any]) -> str:
     """One line of the table."""
     state = result.get("absent") or result.get("failed")
+    commit, version = result.get("commit", ""), result.get("version", "")
+    moved = "" if version.startswith(commit) or commit.startswith(version) else f"  (at {version}, not {commit})"
     if state is None:
         counts = ", ".join(f"{name} {' '.join(result[name]) or 'none'}" for name in ("right", "missed", "false"))
         state = f"{result['verdict']:12} {counts}, {result['seconds']} s"
-    return f"{result['project']:56} {state}"
+    return f"{result['project']:56} {state}{moved}"
 
 
 def main() -> int:
