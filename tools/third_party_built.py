@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from third_party import KARPATHY, RASCHKA, Sizes, file_of, find, namespace, stub
+from third_party_project import KARPATHY, RASCHKA, Sizes, file_of, find, namespace, stub
 from torch import Tensor, nn
 
 from gpt2.config import GPT2Config

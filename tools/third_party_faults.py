@@ -1,7 +1,7 @@
 """GPT-2s by other people that were diagnosed before this project's authors had seen them, as a table: what each does differently.
 
 ``causes`` are what `gpt2 diagnose` must name, and nothing else: found by reading their code, confirmed by mending it until the
-verdict was `equal`. Each is pinned to a commit. How a project is described: see `third_party.py`.
+verdict was `equal`. Each is pinned to a commit. How a project is described: see `third_party_project.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from third_party import KARPATHY, RASCHKA, Project, Sizes
 from third_party_built import (
     SevenShi,
     abdulvajid,
@@ -32,6 +31,7 @@ from third_party_built import (
     timotheegath,
     wanghaoming,
 )
+from third_party_project import KARPATHY, RASCHKA, Project, Sizes
 from torch import nn
 
 from gpt2.config import GPT2Config

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
-from third_party import Project
+from third_party_project import Project
 
 from gpt2.checkpoint.keys import expected
 from gpt2.config import GPT2Config

@@ -12,9 +12,9 @@ import sys
 import types
 from pathlib import Path
 
-from third_party import KARPATHY, RASCHKA, Sizes, find, namespace, stub
 from third_party_built import package, sizes_of
 from third_party_faults import BIAS_GELU, BIASED, DROPOUT, N_EMBED, PLOTS, UNBIASED, Diagnosed, line
+from third_party_project import KARPATHY, RASCHKA, Sizes, find, namespace, stub
 from torch import nn
 
 from gpt2.config import GPT2Config

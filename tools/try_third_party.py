@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from third_party import PROJECTS, Project
+from third_party import PROJECTS
+from third_party_project import Project
 from third_party_run import Absent, parser_of, run_each, version_of
 from torch import Tensor, nn
 
