@@ -18,8 +18,7 @@ from gpt2.measure.tracing import point_at
 from gpt2.port.diagnosis.hypotheses import attention_weights, likely_scales, right_scale, scale_faults
 from gpt2.port.diagnosis.norms import RMS, layer_norm
 from gpt2.port.diagnosis.rotary import turned_pair
-from gpt2.port.diagnosis.scores import Layout as Layout  # also for those that read dumps
-from gpt2.port.diagnosis.scores import Scoring, right_scorings, wrong_scorings
+from gpt2.port.diagnosis.scores import Layout, Scoring, right_scorings, wrong_scorings
 from gpt2.port.diagnosis.screen import Mixture, Projection, recorded_products, stacked
 from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Option, Recorded, against_right
 from gpt2.port.diagnosis.trail import Trail

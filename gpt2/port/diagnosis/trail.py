@@ -14,8 +14,9 @@ from gpt2.config import GPT2Config
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points, trace
 from gpt2.model import GPT2
+from gpt2.port.diagnosis.activations import SAME
 from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.hypotheses import SAME, scale_faults
+from gpt2.port.diagnosis.hypotheses import scale_faults
 from gpt2.port.diagnosis.places import Place, collapsed, forward_rank
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Kind

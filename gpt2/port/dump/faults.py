@@ -1,7 +1,7 @@
 """List every known fault of a block or of what surrounds the blocks, as formulas that replace stages of a simulation.
 
-The wrong formulas are those of the walk (:mod:`..diagnosis.hypotheses`, ``norms``, ``wiring``, ``attending``), found there by
-their labels; misread weights are in :mod:`.misloading`.
+The wrong formulas are those of the walk (:mod:`..diagnosis.hypotheses`, ``activations``, ``norms``, ``wiring``, ``attending``),
+found there by their labels; misread weights are in :mod:`.misloading`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from functools import partial
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.diagnosis.attending import MERGED, MIXED, NO_PROJECTION, Layout
-from gpt2.port.diagnosis.hypotheses import SCALES, activation_faults, right_scale, scale_faults, weighings
+from gpt2.port.diagnosis.activations import activation_faults
+from gpt2.port.diagnosis.attending import MERGED, MIXED, NO_PROJECTION
+from gpt2.port.diagnosis.hypotheses import SCALES, right_scale, scale_faults, weighings
 from gpt2.port.diagnosis.norms import RMS, Hypothesis, Norms, layer_norm
+from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault, Formula, Option
 from gpt2.port.diagnosis.wiring import Branch, Embeddings, inputs, outputs, residuals
 from gpt2.port.dump.simulation import Simulation, Stage, Stages, State

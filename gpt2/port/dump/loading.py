@@ -18,11 +18,11 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.port.diagnosis import entries
-from gpt2.port.diagnosis.attending import Layout
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.norms import layer_norm
 from gpt2.port.diagnosis.places import ALL_WEIGHTS, Place
 from gpt2.port.diagnosis.report import LIKELY
+from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.weights import NARROW
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.tolerance import HALVES, UNITS

@@ -21,9 +21,9 @@ from torch import Tensor
 from gpt2.config import GPT2Config
 from gpt2.measure.tracing import layer_of, part_of, point_at
 from gpt2.model import ACTIVATIONS, causal_mask
-from gpt2.port.diagnosis.attending import Layout
 from gpt2.port.diagnosis.hypotheses import right_scale
 from gpt2.port.diagnosis.norms import Norms
+from gpt2.port.diagnosis.scores import Layout
 
 State = dict[str, Tensor]
 Stage = Callable[[State], Tensor]
