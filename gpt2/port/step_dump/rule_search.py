@@ -75,12 +75,12 @@ def _rms(errors: Array) -> float:
 
 @dataclass(frozen=True)
 class Answer:
-    """A rule and clipping; ``steady``: with the rates that the settings say, or constant ones."""
+    """A rule and clipping; ``as_set``: with the rates that the settings say. ``penalty``: how unusual all this is."""
 
     rule: Rule
     clip: Clip
     error: float
-    steady: bool
+    as_set: bool
     penalty: float
     cumulated: bool = False
 
@@ -170,9 +170,8 @@ class RuleSearch:
         error = _joint([one.error for one in fits])
         rates = np.median(np.stack([one.rates for one in fits]), axis=0)
         steady = bool(np.ptp(rates) <= 0.01 * np.abs(rates).max())
-        return Answer(
-            rule, clip, error, steady, penalty + (0.0 if steady and self.rates is None else 0.9 if steady else 1.5), cumulated
-        )
+        more = 1.5 if not steady else 0.0 if self.rates is None else 0.9
+        return Answer(rule, clip, error, False, penalty + more, cumulated)
 
     def _expected_clip(self) -> Clip:
         return ("two", self.settings.clip) if self.settings.clip and self.clips else ("", math.inf)

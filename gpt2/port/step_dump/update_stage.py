@@ -235,7 +235,7 @@ class UpdateExamination:
         fits = {n: clipped[n].fitted(answer.rule) for n in matrices}
         rates = np.median(np.stack([one.rates for one in fits.values()]), axis=0)
         expected = np.array([self.settings.rate(step) for step in range(steps)]) if self.settings.lr is not None else None
-        if expected is not None and answer.steady and answer.penalty % 1 != 0.9:
+        if expected is not None and answer.as_set:
             good = [clipped[n].fitted(answer.rule, expected).error <= ALLOWED * EXPLAINED for n in matrices]
             rates = expected if sum(good) > len(good) / 2 else rates
         decay = float(np.median([np.median(one.decays / np.where(rates == 0, 1, rates)) for one in fits.values()]))
