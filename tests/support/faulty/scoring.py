@@ -1,7 +1,7 @@
 """Decide whether a diagnosis is right: one rule for the tests and for tools/diagnose_table.py."""
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from gpt2.config import GPT2Config
 from support.faulty import Faulty, matches
@@ -11,7 +11,6 @@ from support.faulty.faults import NORM
 WHOLE = re.compile(
     r"layer-|position-|embedding-|logits-|untied|padded|reduced|final-|extra-norm|not-det|cache|batch|padding|dropout"
 )
-
 
 # Ports of tests/support/ports with GPT-2's logits and still a fault: the logits of columns beyond the vocabulary are zero and
 # not minus infinity; an attention mask moves the positions and masks nothing.
@@ -50,9 +49,6 @@ class Row:
     @property
     def perfect(self) -> bool:
         return self.verdict == "mismatch" and self.first and self.top_three and self.located and not self.beside
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self) | {"outcome": self.outcome}
 
 
 def score(port: Faulty, diagnosis, config: GPT2Config, seconds: float, cpu: float) -> Row:
