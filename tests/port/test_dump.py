@@ -123,10 +123,11 @@ def test_a_head_of_its_own_is_named_if_the_last_norm_is_not_dumped() -> None:
 
 
 def test_some_numbers_and_integers_are_no_training_step() -> None:
-    """Five foreign numbers were taken for losses of a step, so a right dump with positions in it was not equal."""
+    """Five foreign numbers were taken for losses of a step, so a right dump was not equal; a mask's infinity was refused."""
     right = dump(by_level(trace(MODEL, IDS[:1]), "block"), torch.float32, IDS[0])
     draw = torch.Generator().manual_seed(1)
     foreign = {"a": torch.arange(8), "b": torch.randn(5, generator=draw), "c": torch.ones(8, 8).tril()}
+    foreign |= {"d": torch.tensor(-torch.inf), "e": torch.full((8, 8), -torch.inf).triu(1)[3]}  # of a mask
     assert gpt2.diagnose(right | foreign, MODEL).verdict == "equal"
 
 

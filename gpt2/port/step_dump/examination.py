@@ -67,6 +67,8 @@ class StepExamination:
         self.special = special_ids(self.config)
         self.stages: dict[str, Stage] = {name: Stage() for name in STAGES}
         self.notes: list[str] = []
+        self.judged = False  # whether some loss is explained, as right or by a cause
+        self.formula = 0.0, 1.0  # the smoothing of the labels and the factor of the logits, by the loss
 
     def sorted(self) -> StepArrays | None:
         """Return what the dump holds of training steps; None if it holds nothing. Raises InputError: NaN, nothing changes."""
@@ -99,9 +101,11 @@ class StepExamination:
         recorded = recogniser.recorded(pieces, fitting, self._options, len(self.batches))
         self._zeros(recorded, rest, layouts)
         self._require_change(recorded, [piece.units for piece in pieces if piece.kind == "parameter"], any(recorded.raw))
-        used = [one for one in losses if not bool(one.values.isfinite().all())]
-        if used:
-            raise InputError(f"{self.dump.source}: {shown(used[0].name)} is {float(used[0].values[0])}; look where it comes from")
+        for one in losses:
+            wrong = one.values[~one.values.isfinite()]
+            if len(wrong) and (self.asked or pieces or bool(wrong.isnan().any())):
+                raise InputError(f"{self.dump.source}: {shown(one.name)} is {float(wrong[0])}; look where it comes from")
+        losses = [one for one in losses if bool(one.values.isfinite().all())]  # a mask's infinity is no loss
         names = {*recorded.names, *(one.name for one in losses)}
         steps = any(recorded.raw) or recorded.steps > 0
         if not steps and (not losses or not (self.asked or self.dump.integers)):
@@ -226,9 +230,6 @@ class StepExamination:
             stage.explained = False
             values = ", ".join(f"{float(one.values[0]):.6g}" for one in losses[:3])
             stage.notes.append(f"the loss {values} is of no known mistake; the mean cross-entropy is {expected[0]:.6g}")
-
-    judged = False
-    formula = (0.0, 1.0)  # the smoothing of the labels and the factor of the logits, by the loss
 
     def _places(self, names: Sequence[str]) -> str:
         places = collapsed((Place.of(name) for name in names), self.config.n_layer)
