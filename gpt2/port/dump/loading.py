@@ -17,31 +17,17 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.norms import layer_norm
 from gpt2.port.diagnosis.places import ALL_WEIGHTS, Place
 from gpt2.port.diagnosis.report import LIKELY
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.weights import NARROW
+from gpt2.port.dump.holdings import LINEAR, NORMS, PARTS, Held, Holdings
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.tolerance import HALVES, UNITS
 
-LINEAR = ("attn.q", "attn.k", "attn.v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-NORMS = ("ln_1", "ln_2")
-PARTS = (*NORMS, *LINEAR)
 ROUNDED_INPUT = 6  # error of a product whose input was stored in a half precision, in units of that rounding
-
-
-class Held(NamedTuple):
-    """A weight and bias that a program may hold; ``id``, ``leaf`` and ``words`` say what is wrong with them."""
-
-    weight: Tensor
-    bias: Tensor
-    id: str = ""
-    leaf: str = ""
-    words: str = ""
-    kind: str = ""
 
 
 class Input(NamedTuple):
@@ -65,7 +51,8 @@ class Loading:
     """Reads the weights off the products in ``pool``; ``state`` is the checkpoint in float64, ``ids`` (B, T)."""
 
     def __init__(self, pool: DumpPool, state: Mapping[str, Tensor], config: GPT2Config, ids: Tensor) -> None:
-        self.pool, self.state, self.config, self.ids = pool, state, config, ids
+        self.pool, self.config, self.ids = pool, config, ids
+        self.holdings = Holdings(state, config)
         self.count = ids.numel()
         self._inputs: dict[tuple[int, bool], list[Input]] = {}
         self._results: dict[tuple[int, str], set[int]] = {}  # the entries that hold the results of a block's norms
@@ -88,7 +75,7 @@ class Loading:
 
     def _uses(self, layer: int, part: str) -> list[int]:
         """Return the inputs of which the right product is recorded, by their entries' numbers; only this block's, if known."""
-        held = self._held(layer, part)
+        held = self.holdings.right(layer, part)
         numbers = self._origins(part, held, self._given(layer, part))
         if part in NORMS:
             results = [
@@ -104,64 +91,12 @@ class Loading:
         norm = "ln_1" if part in LINEAR[:3] else "ln_2" if part == "mlp.c_fc" else ""
         return self._results.get((layer, norm), set())
 
-    # What a tensor may be
-
-    def _held(self, layer: int, part: str) -> Held:
-        """Return the weight and the bias of the checkpoint that give a part of a block."""
-        if part[-2:] in (".q", ".k", ".v"):
-            number = "qkv".index(part[-1])
-            weight, bias = (self.state[f"h.{layer}.attn.c_attn.{leaf}"].chunk(3, -1)[number] for leaf in ("weight", "bias"))
-            return Held(weight, bias)
-        return Held(self.state[f"h.{layer}.{part}.weight"], self.state[f"h.{layer}.{part}.bias"])
-
-    def _weights(self, layer: int, part: str, others: set[int]) -> Iterator[Held]:
-        """Yield misreadings of a part's weight, with the right bias, which goes along where columns are in another order."""
-        weight, bias = self._held(layer, part)[:2]
-        name = f"h.{layer}.{part}"
-        if part in NORMS:
-            yield Held(bias, weight, "wrong-tensor", "", f"{part}: weight and bias have changed places")
-        for one in entries.misread(f"{part}.weight", weight, self.config) if weight.ndim == 2 else ():
-            yield Held(one.tensor, bias, one.id, ".weight", f"the weight {one.words}")
-        for dtype, narrow in NARROW.items():
-            words = f"the weight holds the checkpoint's values rounded to {dtype}"
-            yield Held(weight.to(narrow).double(), bias, "reduced-precision", ".weight", words)
-        for axis, where in ((None, "whole tensor"), (0, "column"), (1, "row")) if weight.ndim == 2 else ():
-            words = f"the weight was rounded to int8, with one scale for each {where}"
-            yield Held(_int8(weight, axis), bias, "reduced-precision", ".weight", words)
-        for other in sorted(set(range(self.config.n_layer)) - {layer}, key=lambda n: n not in others):
-            theirs = self._held(other, part)
-            at = f"h.{other}.{part}"
-            words = f"it holds the checkpoint's tensors of {at}"
-            yield Held(theirs.weight, theirs.bias, "wrong-tensor", "", words, f"another block's {part}")
-            yield Held(theirs.weight, bias, "wrong-tensor", ".weight", f"the weight is that of {at}", f"another block's {part}")
-        if weight.ndim == 2 and weight.shape[0] == weight.shape[1]:
-            for other_part in LINEAR[:4]:
-                if other_part != part:
-                    theirs = self._held(layer, other_part)
-                    yield Held(
-                        theirs.weight, bias, "wrong-tensor", ".weight", f"the weight is that of {name[: -len(part)]}{other_part}"
-                    )
-
-    def _columns(self, layer: int) -> Iterator[tuple[Held, Held, Held]]:
-        """Yield q, k and v of c_attn with its columns in another order, with biases in that order or the right one."""
-        weight, bias = (self.state[f"h.{layer}.attn.c_attn.{leaf}"] for leaf in ("weight", "bias"))
-        none = torch.zeros_like(bias[: self.config.n_embd])
-        q, k, v = (
-            Held(third, none, "missing-bias", "", "the queries, keys, values have no bias") for third in weight.chunk(3, 1)
-        )
-        yield q, k, v
-        whole = list(entries.misread_c_attn(weight, self.config))
-        biases = [bias, *(one.tensor for one in entries.misread_c_attn(bias, self.config))]  # a reshaped weight has none
-        for one, other in zip(whole, biases, strict=True):
-            for theirs in (other, bias):
-                words = f"c_attn {one.words}"
-                q, k, v = (Held(w, b, one.id, "", words) for w, b in zip(one.tensor.chunk(3, 1), theirs.chunk(3), strict=True))
-                yield q, k, v
+    # Weights that a program holds
 
     def _misread_columns(self, layer: int) -> bool:
         """Find c_attn with its columns in another order, and keep it; return whether that is so."""
         given = self._given(layer, "attn.q")
-        for thirds in self._columns(layer):
+        for thirds in self.holdings.columns(layer):
             if all(self._origins(part, one, given) for part, one in zip(LINEAR, thirds, strict=False)):
                 for leaf, values in (("weight", [one.weight for one in thirds]), ("bias", [one.bias for one in thirds])):
                     self.own[f"h.{layer}.attn.c_attn.{leaf}"] = torch.cat(values, -1)
@@ -174,23 +109,12 @@ class Loading:
         for id in held.id.split():
             self.causes.append(PlacedCause(id, (place,), held.words, evidence, LIKELY, None, held.kind or held.words))
 
-    def _biases(self, layer: int, part: str) -> Iterator[Held]:
-        """Yield other biases, with the right weight."""
-        weight, bias = self._held(layer, part)[:2]
-        yield Held(weight, torch.zeros_like(bias), "missing-bias", "", "no bias is added")
-        for other in PARTS:
-            for n in range(self.config.n_layer):
-                theirs = self._held(n, other).bias
-                if theirs.shape == bias.shape and (n, other) != (layer, part) and (n == layer or other == part):
-                    kind = f"the bias of {other}"
-                    yield Held(weight, theirs, "wrong-tensor", ".bias", f"the bias is that of h.{n}.{other}", kind)
-
     def _misread(self, layer: int, part: str, others: set[int]) -> None:
         """Find what the program holds in place of a part's tensors, and keep it."""
-        ours = self._held(layer, part)
-        wrong = list(self._weights(layer, part, others))
+        ours = self.holdings.right(layer, part)
+        wrong = list(self.holdings.weights(layer, part, others))
         given = self._given(layer, part)
-        found = self._first(part, [*self._biases(layer, part), *wrong], given)
+        found = self._first(part, [*self.holdings.biases(layer, part), *wrong], given)
         if found is None:  # a misread weight, and another bias
             both = [
                 one._replace(
@@ -272,19 +196,19 @@ class Loading:
     def _rounded_as_a_whole(self) -> None:
         """Recognise a checkpoint that was rounded to a narrow dtype on the way."""
         probes = [(layer, part) for layer in (0, self.config.n_layer - 1) for part in ("mlp.c_fc", "attn.v", "mlp.c_proj")]
-        if any(self._origins(part, self._held(layer, part)) for layer, part in probes):
+        if any(self._origins(part, self.holdings.right(layer, part)) for layer, part in probes):
             return
         for dtype, narrow in NARROW.items():
             for layer, part in probes:
-                held = self._held(layer, part)
+                held = self.holdings.right(layer, part)
                 if self._origins(part, Held(held.weight.to(narrow).double(), held.bias.to(narrow).double())):
                     words = f"your weights hold the checkpoint's values rounded to {dtype}"
                     evidence = (
                         f"arrays of your dump are products with the checkpoint rounded to {dtype}, and none with its own values"
                     )
                     self.causes.append(PlacedCause("reduced-precision", (ALL_WEIGHTS,), words, evidence, LIKELY))
-                    self.state = {name: tensor.to(narrow).double() for name, tensor in self.state.items()}
-                    self.own = dict(self.state)
+                    self.own = {name: tensor.to(narrow).double() for name, tensor in self.own.items()}
+                    self.holdings = Holdings(dict(self.own), self.config)
                     return
 
     def _order(self, layer: int) -> None:
@@ -343,9 +267,3 @@ def _as_rows(entry: Tensor, width: int, heads: int) -> Iterator[Tensor]:
         for axis in range(entry.ndim - 1):
             if entry.shape[axis] == heads:
                 yield entry.movedim(axis, -2).reshape(-1, width)
-
-
-def _int8(weight: Tensor, axis: int | None) -> Tensor:
-    largest = weight.abs().amax() if axis is None else weight.abs().amax(axis, keepdim=True)
-    scale = (largest / 127).clamp(min=1e-300)
-    return (weight / scale).round().clamp(-127, 127) * scale
