@@ -101,12 +101,12 @@ class StepExamination:
         recorded = recogniser.recorded(pieces, fitting, self._options, len(self.batches))
         self._zeros(recorded, rest, layouts)
         self._require_change(recorded, [piece.units for piece in pieces if piece.kind == "parameter"], any(recorded.raw))
-        for one in losses:
-            wrong = one.values[~one.values.isfinite()]
+        for loss in losses:
+            wrong = loss.values[~loss.values.isfinite()]
             if len(wrong) and (self.asked or pieces or bool(wrong.isnan().any())):
-                raise InputError(f"{self.dump.source}: {shown(one.name)} is {float(wrong[0])}; look where it comes from")
-        losses = [one for one in losses if bool(one.values.isfinite().all())]  # a mask's infinity is no loss
-        names = {*recorded.names, *(one.name for one in losses)}
+                raise InputError(f"{self.dump.source}: {shown(loss.name)} is {float(wrong[0])}; look where it comes from")
+        losses = [loss for loss in losses if bool(loss.values.isfinite().all())]  # a mask's infinity is no loss
+        names = {*recorded.names, *(loss.name for loss in losses)}
         steps = any(recorded.raw) or recorded.steps > 0
         if not steps and (not losses or not (self.asked or self.dump.integers)):
             self._require_steps()
