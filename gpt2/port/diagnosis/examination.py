@@ -261,7 +261,8 @@ class Examination:
     def _walked(self, ids: Tensor, own: Own, reference: Reference, mixed: bool) -> tuple[Divergence | None, list[PlacedCause]]:
         """Walk through GPT-2's stages with the module's own weights and recorded tensors.
 
-        ``mixed``: rows of a batch change one another. What else is wrong shows in a batch of equal rows.
+        ``mixed``: rows of a batch change one another. What else is wrong shows in a batch of equal rows, unless it leaves
+        nothing of them: a mean over the batch, subtracted, makes equal rows zero.
         """
         weights = dict(own.weights)
         if own.placed and not bool(own.placed["wpe.weight"].any()):  # the walk finds what is added in place of positions
@@ -269,9 +270,11 @@ class Examination:
         walked = self._best_walk(self._pool(ids), ids, reference, weights, own)
         if mixed and not walked.explained:
             alike = ids[:1].expand_as(ids).contiguous()
-            again = self._best_walk(self._pool(alike), alike, reference, weights, own)
-            if again.explained or len(again.points) > len(walked.points):
-                walked = replace(again, first_divergence=walked.first_divergence or again.first_divergence)
+            pool = self._pool(alike)
+            if not _same_at_every_position(pool.logits):
+                again = self._best_walk(pool, alike, reference, weights, own)
+                if again.explained or len(again.points) > len(walked.points):
+                    walked = replace(again, first_divergence=walked.first_divergence or again.first_divergence)
         if walked.lost:
             limit = f"the search ended at its limit of {self.seconds:g} s; " if walked.timed_out else ""
             self.notes.append(limit + walked.edge(self.config.n_layer))
@@ -331,3 +334,8 @@ def _sure(cause: PlacedCause, evidence: str = "") -> PlacedCause:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _same_at_every_position(logits: Tensor) -> bool:
+    """Return whether the logits (..., T, V) do not depend on the token."""
+    return bool((logits - logits[..., :1, :]).abs().amax() <= 1e-6 * logits.abs().amax())
