@@ -77,7 +77,8 @@ class LlamaCppSide(EngineSide):
             return None
         model, piece = self._vocabulary, engine("llama_cpp", "llamacpp", self.name).llama_token_to_piece
         buffer = ctypes.create_string_buffer(LONGEST_TOKEN)
-        tokens = [buffer.raw[: piece(model.vocab, i, buffer, LONGEST_TOKEN, 0, True)] for i in range(model.n_vocab())]
+        lengths = (piece(model.vocab, token, buffer, LONGEST_TOKEN, 0, True) for token in range(model.n_vocab()))
+        tokens = [buffer.raw[:length] for length in lengths]  # the buffer is read after it is written
         return EngineTokenizer(tokens, lambda text: model.tokenize(text.encode(), False, False), f"llama.cpp {self.path.name}")
 
     @contextmanager
