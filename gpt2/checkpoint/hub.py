@@ -14,7 +14,6 @@ from pathlib import Path
 from gpt2.checkpoint import cache
 from gpt2.checkpoint.cache import COMMIT, HASH, Declared
 from gpt2.checkpoint.download import fetch, sweep
-from gpt2.checkpoint.files import OLD_LAYOUTS
 from gpt2.checkpoint.hub_api import commit_of, list_files
 from gpt2.checkpoint.hub_errors import explained, is_final, one_line, unreachable
 from gpt2.checkpoint.official_files import other_than_official
@@ -33,7 +32,8 @@ WEIGHTS = {
     "pytorch_model.bin": "",
     "pytorch_model.bin.index.json": r"pytorch_model-\d+-of-\d+\.bin",
     "model.ckpt.index": r"model\.ckpt\.data-\d+-of-\d+|checkpoint|hparams\.json|encoder\.json|vocab\.bpe",  # OpenAI's own
-    **dict.fromkeys(OLD_LAYOUTS, ""),
+    "flax_model.msgpack": "",
+    "tf_model.h5": "",
 }
 # If none exists: a PEFT adapter, whose base is another repository.
 ADAPTER, ADAPTED = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
