@@ -148,8 +148,9 @@ def test_the_bounds_hold(text: str, tmp_path: Path) -> None:
     assert 0 < backward.kl_low.value <= exact.kl_ba.mean.value <= backward.kl_high.value
     assert (forward.assumed, backward.assumed) == (True, False)
     assert forward.same_top.value == exact.same_top.value
-    assert forward.ratio.value == pytest.approx(exact.ratio.value, rel=1e-9)
-    assert backward.ratio.value == pytest.approx(1 / exact.ratio.value, rel=1e-9)
+    # Ours and the server's float32 logits come from batches of other shapes, whose sums round differently.
+    assert forward.ratio.value == pytest.approx(exact.ratio.value, rel=1e-6)
+    assert backward.ratio.value == pytest.approx(1 / exact.ratio.value, rel=1e-6)
 
 
 @pytest.mark.parametrize("llama_server", [False, True])
