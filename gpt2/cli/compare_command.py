@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,8 @@ from gpt2.errors import InputError
 
 if TYPE_CHECKING:
     from gpt2.comparison.gates import Gate, Judged
+    from gpt2.comparison.many_results import Comparisons
+    from gpt2.comparison.results import Comparison
     from gpt2.comparison.saving import Keep
 
 HELP = "measure how models differ, from weights to words"
@@ -113,9 +114,8 @@ def run(args: argparse.Namespace) -> int:
         if args.fail_if or args.junit or args.save:
             raise InputError("--fail-if, --junit and --save have no effect with --attention, which measures nothing else")
         return _attention(args)
-    from gpt2.cli.terminal import Terminal
     from gpt2.comparison.gates import Gate
-    from gpt2.comparison.pair import compare
+    from gpt2.comparison.run import compare_named
     from gpt2.measure.allocator import keep_freed_memory
 
     keep = _keep(args)
@@ -126,22 +126,33 @@ def run(args: argparse.Namespace) -> int:
     require_writable("--junit", args.junit)
     gates = [Gate.parse(text) for text in args.fail_if]
     if len(names) > 2:
-        return _many(args, gates)
+        for gate in gates:
+            gate.require_of_many()
     keep_freed_memory()
     with Status() as status:
         options = {name: getattr(args, name) for name in (*DEFAULTS, "offline", "blame")}
-        result = compare(*names, **options, save=keep, progress=status)
+        result = compare_named(_given(args), **options, save=keep, progress=status)
     _say_saved(keep)
+    return _judged(args, result, gates)
+
+
+def _judged(args: argparse.Namespace, result: "Comparison | Comparisons", gates: "list[Gate]") -> int:
+    """Judge a result by the gates, show it, and report; what was measured is shown even if a gate cannot be judged."""
+    from gpt2.cli.terminal import Terminal
+    from gpt2.comparison.gates import judge
+
+    judged: Judged = {}
     not_measured = None
     try:
-        result = replace(result, gates=tuple(gate.judge(result) for gate in gates))
-    except InputError as error:  # raised below: what was measured is shown first
+        if gates:
+            result, judged = judge(result, gates)
+    except InputError as error:  # raised below
         not_measured = error
     save_page(args.html, result.save_html)
     write_result(args.json, result.to_json, lambda: result.print(Terminal()))
     if not_measured is not None:
         raise not_measured
-    return _report_gates({f"{result.a.name} and {result.b.name}": result.gates}, args.junit) if gates else 0
+    return _report_gates(judged, args.junit) if judged else 0
 
 
 def _report_gates(judged: "Judged", junit_file: str | None) -> int:
@@ -195,35 +206,6 @@ def _names(args: argparse.Namespace) -> list[str]:
 
 def _given(args: argparse.Namespace) -> list[str]:
     return [name for name in (args.a, args.b, *args.others) if name is not None]
-
-
-def _many(args: argparse.Namespace, gates: "list[Gate]") -> int:
-    """Compare more than two models, each with the first."""
-    from gpt2.cli.terminal import Terminal
-    from gpt2.comparison.many import compare_many
-
-    for flag in ("save", "blame"):
-        if getattr(args, flag):
-            raise InputError(f"--{flag} is for one or two models; leave it or the others out")
-    if args.threshold != DEFAULTS["threshold"]:
-        raise InputError("--threshold is of the activations of two models; leave it or the others out")
-    for gate in gates:
-        gate.require_of_many()
-    with Status() as status:
-        options = {name: getattr(args, name) for name in ("on", "tokens", "seed", "offline")}
-        result = compare_many(_given(args), **options, progress=status)
-    not_measured = None
-    try:
-        judged = tuple(tuple(gate.judge_candidate(each) for gate in gates) for each in result.candidates[1:])
-        result = replace(result, gates=judged if gates else ())
-    except InputError as error:  # raised below: what was measured is shown first
-        not_measured = error
-    save_page(args.html, result.save_html)
-    write_result(args.json, result.to_json, lambda: result.print(Terminal()))
-    if not_measured is not None:
-        raise not_measured
-    first, *others = (f"{letter}, {each.model.name}" for letter, each in zip(result.letters, result.candidates, strict=True))
-    return _report_gates(dict(zip((f"{first} and {other}" for other in others), result.gates, strict=False)), args.junit)
 
 
 def _keep(args: argparse.Namespace) -> "Keep | None":

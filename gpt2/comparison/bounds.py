@@ -54,20 +54,21 @@ def measure_bounds(
     columns: list[tuple[Tensor, ...]] = []
     seen: list[Seen] = []
     parts = list(windows.of(len(ids)))
+    checked = {0, len(parts) // 2, len(parts) - 1}
     if isinstance(other, RunningServer):
-        other.announce(sum(part.end - part.start + 1 for part in parts))
-    for part in parts:
+        other.plan([part.end - part.start for part in parts])
+    for number, part in enumerate(parts):
         window = ids[part.start : part.end + 1]
         logp = full(window[None, :-1])[0, :, :vocab].double().log_softmax(-1).cpu()
         top = other.top(window)
         rows = [slice(at, at + ROWS) for at in range(part.first - part.start, len(logp), ROWS)]
         columns += [_places(logp[places], top.at(places), window[1:][places]) for places in rows]
-        if len(seen) < 2:
-            seen.append(Seen(window, logp, top))
+        if number in checked:
+            seen.append(Seen(number + 1, window, logp, top))
         progress(f"top tokens: {part.end:,} of {len(ids) - 1:,}")
     joined = (torch.cat(each) for each in zip(*columns, strict=True))
     forward, forward_high, backward, backward_high, same, logp_full, logp_other, shown = joined
-    known = forward.isfinite()
+    known, not_finite = forward.isfinite(), int((~forward.isfinite() & (shown > 0)).sum())
     if int(known.sum()) < 2:
         why = getattr(other, "other_tokens", "") or "no place was shown"
         raise InputError(f"nothing of the text could be compared: {why}; does the server run a model with this tokenizer?")
@@ -87,6 +88,7 @@ def measure_bounds(
         shown=shown[known].mean().item(),
         top=max(part.top.ids.size(1) for part in seen),
         tokens=int(known.sum()),
+        not_finite=not_finite,
         sent=other.sent if isinstance(other, RunningServer) else 0,
         findings=check(None if recorded else full, seen, vocab, tokenizer, other if isinstance(other, RunningServer) else None),
     )

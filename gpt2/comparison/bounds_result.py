@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from gpt2.measure.estimates import Estimate
@@ -32,10 +33,13 @@ class Bounds:
     shown: float
     top: int
     tokens: int
+    not_finite: int  # further places that were shown, and whose KL is infinite or NaN
     sent: int  # tokens sent to a server
     findings: tuple[Finding, ...]
 
     @property
     def kl(self) -> Estimate:
-        """Everything that KL(a||b) may be: from the lower bound's interval to the upper bound's."""
+        """Everything that KL(a||b) may be: from the lower bound's interval to the upper bound's; NaN if a place's is."""
+        if self.not_finite:
+            return Estimate(math.nan, math.nan, math.nan)
         return Estimate(self.kl_low.value, self.kl_low.low, self.kl_high.high)

@@ -6,12 +6,12 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
 from gpt2.comparison.bounds_result import Bounds
 from gpt2.comparison.distributions import Distributions
-from gpt2.comparison.many_results import Candidate
+from gpt2.comparison.many_results import Candidate, Comparisons
 from gpt2.comparison.results import Comparison
 from gpt2.errors import InputError, printable
 from gpt2.measure.estimates import Estimate
@@ -170,6 +170,16 @@ class Judgement:
 
 
 Judged = Mapping[str, Sequence[Judgement]]  # "a and b" -> what its gates say
+
+
+def judge(result: Comparison | Comparisons, gates: Sequence[Gate]) -> tuple[Comparison | Comparisons, Judged]:
+    """Return the result with its gates judged, and the judgements; raises InputError as :meth:`Gate.judge` does."""
+    if isinstance(result, Comparison):
+        of_two = tuple(gate.judge(result) for gate in gates)
+        return replace(result, gates=of_two), {f"{result.a.name} and {result.b.name}": of_two}
+    first, *others = (f"{letter}, {each.model.name}" for letter, each in zip(result.letters, result.candidates, strict=True))
+    of_each = tuple(tuple(gate.judge_candidate(each) for gate in gates) for each in result.candidates[1:])
+    return replace(result, gates=of_each), dict(zip((f"{first} and {other}" for other in others), of_each, strict=True))
 
 
 def junit(judged: Judged) -> str:

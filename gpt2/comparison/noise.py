@@ -29,6 +29,7 @@ from gpt2.comparison.ways import PADDING, PIECE, Run, alone, attending, in_piece
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.generation import generate
+from gpt2.measure.allocator import machine_memory
 from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.metrics import Progress, relative_error, silent
 from gpt2.measure.per_token import likeliest, measure_rows
@@ -39,6 +40,7 @@ TOKENS = 1024  # of the text, by default
 ROW = 256  # tokens of a row
 PROMPTS, PROMPT, NEW_TOKENS = 8, 16, 48
 CLOSE_CALLS = 10
+LOGIT_BYTES = 12  # held of each logit: the baseline's in float32, another way's in up to float64
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 KERNELS = {
     "attention kernel: flash": SDPBackend.FLASH_ATTENTION,
@@ -128,9 +130,13 @@ def measure_noise(
     tokenizer = side.tokenizer()
     passage = open_passage(on, TOKENS if tokens is None else tokens, [side], [tokenizer], seed, offline=offline)
     ids = passage.ids
+    vocab = side.config.vocab_size if tokenizer is None else min(side.config.vocab_size, tokenizer.n_vocab)
+    needed, memory = LOGIT_BYTES * len(ids) * vocab, machine_memory()
+    if needed > memory / 2:
+        sizes = f"need about {needed / 1e9:,.1f} GB, more than half of this machine's {memory / 1e9:,.1f}"
+        raise InputError(f"{name}: the logits of {len(ids):,} tokens {sizes}; give --tokens with a smaller number")
     progress("loading the model")
     model = side.checkpoint.load()
-    vocab = side.config.vocab_size if tokenizer is None else min(side.config.vocab_size, tokenizer.n_vocab)
     length = min(ROW, max(2, side.config.n_positions - PADDING), len(ids))
     rows = ids[: len(ids) // length * length].view(-1, length)
     texts, first_new = _texts(model, ids, length)

@@ -58,26 +58,7 @@ def compare(
     save: Keep | None = None,
     progress: Progress = silent,
 ) -> Comparison:
-    """Compare two models by name: weights, activations, distributions over a text, and generated words.
-
-    If both have the same weights and differ in dtype or implementation, each is also compared with a float64 run.
-
-    Args:
-        a, b: names as for :func:`gpt2.load`, each with an optional ``:dtype`` suffix, or other sides, as for
-            :func:`gpt2.comparison.run.compare`.
-        on: the text: a file, ``-`` for stdin, or a name that :func:`gpt2.measure.texts.open_text` knows, with options.
-        tokens: use this many tokens from the beginning; 0 means all. Default: 8192, or the whole text if its protocol needs it,
-            as for published figures on WikiText-2.
-        threshold: a relative error of an activation; the result names the first point above it.
-        seed: seeds the bootstrap, sampled continuations, and random ids if neither model has a tokenizer.
-        dtype: the dtype of a model whose name gives none; default: as stored.
-        blame: also put parts of b into a and measure what each carries, for models of one shape (:mod:`gpt2.comparison.blame`).
-        save: keep what ``a`` shows in a file, for the side ``trace:FILE``.
-
-    Raises:
-        InputError: no such model or text.
-        CheckpointError: a checkpoint whose tensors do not fit its config.
-    """
+    """Compare two models by name; arguments and errors are those of :func:`gpt2.comparison.run.compare`."""
     started = time.perf_counter()
     first, second = open_sides(a, b, offline=offline, dtype=dtype)
     sides = first, second

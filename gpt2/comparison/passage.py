@@ -53,8 +53,9 @@ def open_passage(
 
 
 def fewest_positions(sides: Sequence[Side]) -> int:
-    """Return the largest context that all sides have."""
-    return min((side.n_positions for side in sides if side.n_positions is not None), default=DEFAULT_CONTEXT)
+    """Return the largest context that all sides have; at most the default where none is a GPT-2, since others have 100,000."""
+    known = [side.n_positions for side in sides if side.n_positions is not None]
+    return min(known if any(side.config for side in sides) else [*known, DEFAULT_CONTEXT])
 
 
 def token_bytes(tokenizer: Tokenizer) -> Tensor:

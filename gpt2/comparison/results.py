@@ -229,6 +229,8 @@ class Comparison(Printed):
                 "same top token", f"{bounds.same_top.value:.1%}", f"{bounds.same_top.low:.1%} .. {bounds.same_top.high:.1%}"
             )
             table.add_row("perplexity", "", f"× {interval(bounds.ratio, '.3f')}")
+            if bounds.not_finite:
+                table.add_row("not finite", f"{bounds.not_finite:,} places", "whose KL is infinite or NaN, not counted above")
             sent = f"; {bounds.sent:,} tokens sent" if bounds.sent else ""
             table.add_row(
                 "shown", f"{bounds.shown:.1%}", f"of the probability, in {bounds.top} tokens, at {bounds.tokens:,} places{sent}"

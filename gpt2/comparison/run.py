@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, overload
 
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison import pair
 from gpt2.comparison.activations import THRESHOLD
+from gpt2.comparison.checkpoints import with_checkpoints
 from gpt2.comparison.many import compare_many
 from gpt2.comparison.many_results import Comparisons
 from gpt2.comparison.results import Comparison
@@ -70,7 +72,8 @@ def compare(
     Args:
         a, b, others: names as for :func:`gpt2.load`, each with an optional ``:dtype`` suffix, or other sides of a comparison
             (``hf/gpt2``, ``trace:FILE``, ``FILE.py:build``, ``llama.cpp/FILE.gguf``, ``ct2/DIR``, ``onnx/FILE_OR_DIR``; and a
-            server, ``http://HOST:PORT/v1``, where only two are compared).
+            server, ``http://HOST:PORT/v1``, where only two are compared). The folder of a training run stands for all its
+            checkpoints, in the order of steps.
         on: the text: a file, ``-`` for stdin, or a name that :func:`gpt2.measure.texts.open_text` knows, with options.
         tokens: use this many tokens from the beginning; 0 means all. Default: 8192, or the whole text if its protocol needs it,
             as for published figures on WikiText-2.
@@ -84,9 +87,18 @@ def compare(
         InputError: no such model or text; threshold, blame or save with more than two models.
         CheckpointError: a checkpoint whose tensors do not fit its config.
     """
-    options: dict[str, Any] = {"on": on, "tokens": tokens, "seed": seed, "dtype": dtype, "offline": offline, "progress": progress}
-    if not others:
-        return pair.compare(a, b, threshold=threshold, blame=blame, save=save, **options)
+    of_two: dict[str, Any] = {"threshold": threshold, "blame": blame, "save": save}
+    shared: dict[str, Any] = {"on": on, "tokens": tokens, "seed": seed, "dtype": dtype, "offline": offline, "progress": progress}
+    return compare_named((a, b, *others), **of_two, **shared)
+
+
+def compare_named(
+    names: Sequence[str], *, threshold: float = THRESHOLD, blame: bool = False, save: Keep | None = None, **shared: Any
+) -> Comparison | Comparisons:
+    """Compare models as :func:`compare` does, from a list of names."""
+    each = [saved.name for name in names for saved in with_checkpoints(name)]
+    if len(each) == 2:
+        return pair.compare(*each, threshold=threshold, blame=blame, save=save, **shared)
     if threshold != THRESHOLD or blame or save is not None:
         raise InputError("threshold, blame and save are for two models; leave them or the other models out")
-    return compare_many((a, b, *others), **options)
+    return compare_many(names, **shared)

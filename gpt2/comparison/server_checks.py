@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -31,11 +32,21 @@ TEMPERATURES = [2 ** (step / 16) for step in range(-32, 33) if step]
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """One window: ids (T + 1,), our log-probabilities (T, V), and what the side showed."""
+    """One window, ``number`` counted from 1: ids (T + 1,), our log-probabilities (T, V), and what the side showed."""
 
+    number: int
     ids: Tensor
     logp: Tensor
     top: Top
+
+    @cached_property
+    def costs(self) -> Tensor:
+        """KL from below at each place (T,)."""
+        return shown_kl(self.logp, self.top)
+
+    @cached_property
+    def median(self) -> float:
+        return _median(self.costs)
 
 
 def check(
@@ -43,17 +54,16 @@ def check(
 ) -> tuple[Finding, ...]:
     """Return what explains the differences, most certain first; a side that agrees has the one finding ``rounding``.
 
+    What is explained is the window that differs most: a server may begin right, and forget what lies far back.
     ``full`` is None where our side is a recording: then suspicions for which it would have to run are left out.
     """
     findings: list[Finding] = []
     if server is not None and server.other_tokens:
         findings.append(Finding("tokens-differ", f"its tokenizer is another: {server.other_tokens}"))
-    first = seen[0]
-    places = known(first.top)
-    if int(places.sum()) < 2:
+    shown = sorted((each for each in seen if int(known(each.top).sum()) > 1), key=lambda each: each.median)
+    if not shown:
         return tuple(findings)
-    costs = shown_kl(first.logp, first.top)
-    base = _median(costs[places])
+    first, base, places = shown[-1], shown[-1].median, known(shown[-1].top)
     if (stale := _stale(seen)) is not None:
         return (*findings, stale)
     if base > ROUNDING:
@@ -63,7 +73,7 @@ def check(
         for found, id, how in ways:
             if found <= EXPLAINS * base and not (id == "rows-shuffled" and findings):  # a shift is one order, and says more
                 findings.append(Finding(id, f"{how}: median KL falls from {base:.2g} to {found:.2g} nats"))
-        if not findings and full is not None and (less := _less_context(full, first, vocab, costs)) is not None:
+        if not findings and full is not None and (less := _less_context(full, first, vocab)) is not None:
             findings.append(less)
         if not findings and (cut := _cut(first)) is not None:
             findings.append(cut)
@@ -76,6 +86,9 @@ def check(
             findings.append(Finding("weights-nearly-equal", f"other precision or quantisation, or a light fine-tune: {figures}"))
         else:
             findings.append(Finding("other-model", f"another model: {figures}"))
+    if EXPLAINS * base > max(shown[0].median, ROUNDING):
+        where = f" (window {first.number} of the text; window {shown[0].number}: {shown[0].median:.2g} nats)"
+        findings = [Finding(each.id, each.evidence + where) for each in findings]
     return tuple(findings)
 
 
@@ -171,7 +184,7 @@ def _shuffled(seen: Seen) -> Way:
     return left, "rows-shuffled", "with each row taken for the place of the text that it fits best"
 
 
-def _less_context(full: Logits, seen: Seen, vocab: int, costs: Tensor) -> Finding | None:
+def _less_context(full: Logits, seen: Seen, vocab: int) -> Finding | None:
     """Predict late places from their last c tokens only."""
     n, best = len(seen.logp), (math.inf, 0, math.inf)
     c = 1
@@ -181,7 +194,7 @@ def _less_context(full: Logits, seen: Seen, vocab: int, costs: Tensor) -> Findin
         if len(late):
             rows = [seen.ids[int(at) - c + 1 : int(at) + 1] for at in late]  # one at a time: logits take most memory
             logp = torch.cat([full(row[None])[:, -1, :vocab] for row in rows]).double().log_softmax(-1).cpu()
-            best = min(best, (_median(shown_kl(logp, seen.top.at(late))), c, _median(costs[late])))
+            best = min(best, (_median(shown_kl(logp, seen.top.at(late))), c, _median(seen.costs[late])))
         c *= 2
     left, c, base = best
     if left > EXPLAINS * base:

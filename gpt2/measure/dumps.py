@@ -169,6 +169,8 @@ def _npz(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     file = SafetensorsFile(path)
+    if (size := sum(entry.end - entry.start for entry in file.entries.values())) > MAX_BYTES:
+        raise InputError(f"{path}: holds {size:,} bytes; dump fewer tokens")
     for name in file.entries:
         yield name, file.read(name, mapped=False)
 

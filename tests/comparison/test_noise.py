@@ -130,6 +130,15 @@ def test_flags_without_effect_are_refused(folder: Path, capsys: pytest.CaptureFi
     assert "too few" in refusal(measure_noise, model, tokens=1)
 
 
+def test_a_text_whose_logits_do_not_fit_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--tokens 0`` of a long text held all logits, until the machine ran out of memory."""
+    text = str(folder / "text.txt")
+    vocab = gpt2.load_tokenizer(str(folder / "model")).n_vocab
+    monkeypatch.setattr(noise, "machine_memory", lambda: 2 * 12 * 60 * vocab - 1)
+    assert "give --tokens with a smaller number" in refusal(measure_noise, str(folder / "model"), on=text, tokens=60)
+    assert measure_noise(str(folder / "model"), on=text, tokens=40)
+
+
 @pytest.mark.slow
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The JSON of the command has the limits that it prints."""

@@ -34,6 +34,8 @@ class Standin:
     llama_server: bool = False  # without echo, it answers as llama.cpp's llama-server does
     busy: int = 0  # requests that it answers with 429 first
     key: str | None = None  # that it asks for
+    later: GPT2 | None = None  # the model of all requests but the first
+    reports: str | None = None  # the model's name in its answers
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
     first: Tensor | None = None
@@ -42,8 +44,9 @@ class Standin:
     def rows(self, ids: list[int]) -> Tensor:
         """Log-probabilities (T, V) after each of the ids."""
         vocab = self.tokenizer.n_vocab
+        model = self.model if self.later is None or len(self.requests) < 2 else self.later
         if self.context is None:
-            logits = self.model(torch.tensor([self.front + ids]))[0, len(self.front) :]
+            logits = model(torch.tensor([self.front + ids]))[0, len(self.front) :]
         else:
             parts = [ids[max(0, end - self.context) : end] for end in range(1, len(ids) + 1)]
             logits = torch.stack([self.model(torch.tensor([part]))[0, -1] for part in parts])
@@ -78,7 +81,9 @@ class Standin:
             listed = [{"id": 0, "token": text, "bytes": [], "logprob": value} for text, value in top[0].items()]
             logprobs = {"content": [{**listed[0], "top_logprobs": listed}]}
         choice = {"text": "".join(texts), "index": 0, "logprobs": logprobs, "finish_reason": "length"}
-        return {"object": "text_completion", "choices": [choice], "usage": {"prompt_tokens": len(self.front) + len(ids)}}
+        named = {"model": self.reports} if self.reports else {}
+        usage = {"prompt_tokens": len(self.front) + len(ids)}
+        return {"object": "text_completion", "choices": [choice], "usage": usage, **named}
 
 
 @contextmanager

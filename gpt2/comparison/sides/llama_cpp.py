@@ -83,26 +83,42 @@ class LlamaCppSide(EngineSide):
 
     @contextmanager
     def running(self) -> Iterator[Running]:
-        """Load the file; keys and values are cached in float32, so that the difference is the file's, not the cache's."""
-        threads, size = torch.get_num_threads(), self.n_positions or 1024
+        """Load the file when it is first asked, with room for the windows that it is asked about.
+
+        A context of the file's own length would take memory for the logits of all its places.
+        """
+        running = RunningLlama(self.load)
+        try:
+            yield running
+        finally:
+            running.close()
+
+    def load(self, size: int) -> Any:
+        """Load the weights for ``size`` tokens, with a cache in float32: the difference is then the file's, not the cache's."""
+        threads = torch.get_num_threads()
         sizes = {"n_ctx": size, "n_batch": size, "n_ubatch": size, "n_threads": threads, "n_threads_batch": threads}
         settings = {**sizes, "logits_all": True, "type_k": 0, "type_v": 0, "flash_attn": False, "verbose": False}
         package = engine("llama_cpp", "llamacpp", self.name)
-        llama = self._opened(lambda: package.Llama(str(self.path), **settings))
-        try:
-            yield RunningLlama(llama)
-        finally:
-            llama.close()
+        return self._opened(lambda: package.Llama(str(self.path), **settings))
 
 
-@dataclass(frozen=True)
 class RunningLlama(Running):
-    llama: Any
+    def __init__(self, load: Callable[[int], Any]) -> None:
+        self._load, self._size = load, 0
+        self._llama: Any = None
 
     def logits(self, ids: Tensor) -> Tensor:
-        rows = []
+        if ids.size(1) > self._size:
+            self.close()
+            self._llama, self._size = self._load(ids.size(1)), ids.size(1)
+        llama, rows = self._llama, []
         for row in ids.tolist():
-            self.llama.reset()
-            self.llama.eval(row)
-            rows.append(torch.tensor(self.llama.scores[: len(row)]))
+            llama.reset()
+            llama.eval(row)
+            rows.append(torch.tensor(llama.scores[: len(row)]))
         return torch.stack(rows)
+
+    def close(self) -> None:
+        if self._llama is not None:
+            self._llama.close()
+            self._llama, self._size = None, 0

@@ -47,8 +47,12 @@ class PortSide(Side):
 
     @contextmanager
     def running(self) -> Iterator[Running]:
-        with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # its prints must not end up in a report
-            yield RunningPort(self._build(Path(folder)), self.name)
+        argv, path = sys.argv, list(sys.path)
+        try:
+            with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # its prints must not end up in a report
+                yield RunningPort(self._build(Path(folder)), self.name)
+        finally:  # changed for the user's file, which may import its neighbours as late as in a forward pass
+            sys.argv, sys.path[:] = argv, path
 
     def _build(self, folder: Path) -> nn.Module:
         file, name = self.target.path, self.target.name

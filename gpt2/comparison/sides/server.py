@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
+from ipaddress import ip_address
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -35,13 +36,14 @@ PREFIXES = ("http://", "https://")
 KEY = "OPENAI_API_KEY"
 LIMIT_VARIABLE = "GPT2_SEND_LIMIT"
 SEND_LIMIT = 100_000  # tokens sent in one comparison, unless the variable says more
-ANNOUNCED = 10_000  # tokens; before more are sent, a line says so
+ANNOUNCED = 10_000  # tokens; before more are sent, their cost is told, and the user asked
 TOP_K = 5  # OpenAI's API gives at most 5
 PLACES = 16  # of each window, where the server does not score a prompt
 TRIES = 5
 LONGEST_WAIT = 60.0  # seconds that a server may ask to wait
 TIMEOUT = 120.0  # seconds
 MAX_ANSWER = 1 << 26  # bytes
+LONGEST_NAME = 100  # characters of a model's name in an answer
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class ServerSide(Side):
     url: str
     model: str | None
     partner: Side | None = None  # whose tokenizer its tokens are read with
+    answered: list[str] = field(default_factory=list, compare=False)  # the names of models that its answers bear
     shows = frozenset({Shown.TOP})
 
     @classmethod
@@ -66,6 +69,20 @@ class ServerSide(Side):
         return cls(name, url.rstrip("/"), model or None)
 
     @property
+    def loopback(self) -> bool:
+        """Whether the server is this machine."""
+        host = urlsplit(self.url).hostname or ""
+        try:
+            return ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
+
+    @property
+    def private(self) -> bool:
+        """Whether nobody on the way reads what is sent, so that the key may be."""
+        return self.loopback or self.url.startswith("https://")
+
+    @property
     def n_positions(self) -> int | None:
         """Two less than its partner's: a request holds a window's tokens, the last target, and a new token."""
         known = self.partner.n_positions if self.partner else None
@@ -76,7 +93,8 @@ class ServerSide(Side):
         return None
 
     def describe(self, versions: dict[str, str]) -> Model:
-        return Model(self.name, "a server, OpenAI's completions API", "", None, None, {}, {})
+        calls = ", ".join(f"calls itself {name}" for name in self.answered)
+        return Model(self.name, f"a server, OpenAI's completions API{calls and f', {calls}'}", "", None, None, {}, {})
 
     @contextmanager
     def running(self) -> Iterator[RunningServer]:
@@ -91,6 +109,11 @@ def _send_limit() -> int:
     if not (text.isascii() and text.isdigit()):
         raise InputError(f"{LIMIT_VARIABLE}={text}: is not a number of tokens; write {LIMIT_VARIABLE}={SEND_LIMIT}")
     return int(text)
+
+
+def _places(count: int) -> list[int]:
+    """Return the places of a window of ``count`` inputs at which the next token is asked for."""
+    return sorted({round((i + 1) * count / PLACES) - 1 for i in range(PLACES)} - {-1})
 
 
 class _NoRedirect(HTTPRedirectHandler):
@@ -112,16 +135,32 @@ class RunningServer(Running):
     extra_tokens: int = 0  # that it counted beyond the prompt's, in the first answer
     other_tokens: str = ""  # where its tokens are not those of the partner's tokenizer
     strings: dict[str, int] = field(default_factory=dict)  # text of a token -> its id, -1 where several have it
+    planned: list[int] = field(default_factory=list)  # inputs of the windows that it will be asked about
+    agreed: bool = False  # the user knows what is sent
 
-    def announce(self, tokens: int) -> None:
-        """Say on stderr how much will be sent, if it is much. Raises InputError: more than the limit."""
+    def plan(self, windows: list[int]) -> None:
+        """Announce what windows of so many inputs send. Raises InputError: more than the limit, or the user says no."""
+        self.planned = windows
+        self._agree(sum(count + 1 for count in windows))
+
+    def _agree(self, tokens: int) -> None:
+        """Tell what ``tokens`` cost; elsewhere than on this machine, send many only if a user at a terminal agrees."""
+        name, fewer = self.side.name, "give --tokens with a smaller number"
         if tokens > self.limit:
-            more = f"give --tokens with a smaller number, or set {LIMIT_VARIABLE}={tokens}"
-            raise InputError(f"{self.side.name}: this would send {tokens:,} tokens, more than {self.limit:,}; {more}")
-        if tokens > ANNOUNCED:
-            cost = f"about {tokens / 1e6:.3f} times its price of a million tokens"
-            more = f"{(PLACES + 1) / 2:g} times as many if it does not score prompts"
-            print(f"{printable(self.side.name)}: sending {tokens:,} tokens, {cost}; {more}; Ctrl-C stops", file=sys.stderr)
+            more = f"{fewer}, or set {LIMIT_VARIABLE}={tokens}"
+            raise InputError(f"{name}: this would send {tokens:,} tokens, more than {self.limit:,}; {more}")
+        if tokens <= ANNOUNCED or self.agreed:
+            return
+        cost = f"{tokens:,} tokens, about {tokens / 1e6:.3f} times its price of a million tokens"
+        if self.side.loopback or LIMIT_VARIABLE in os.environ:
+            print(f"{printable(name)}: sending {cost}; Ctrl-C stops", file=sys.stderr)
+        elif not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise InputError(f"{name}: this would send {cost}; {fewer}, or set {LIMIT_VARIABLE}={tokens} to agree")
+        else:
+            print(f"\n{printable(name)}: send {cost}? [y/N] ", end="", file=sys.stderr, flush=True)
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                raise InputError(f"{name}: nothing more was sent; {fewer}")
+        self.agreed = True
 
     def top(self, ids: Tensor) -> Top:
         tokenizer = self.tokenizer
@@ -136,7 +175,8 @@ class RunningServer(Running):
                 self.echoes = True
                 return self._read(given, ids, tokenizer)
             self.echoes = False
-        return self._places(ids, tokenizer)
+            self._agree(self.sent + sum(place + 1 for count in self.planned or [len(ids) - 1] for place in _places(count)))
+        return self._ask_places(ids, tokenizer)
 
     def _read(self, given: dict[str, Any], ids: Tensor, tokenizer: Tokenizer) -> Top:
         """Read an echoed prompt; tokens in front of it are counted, and the places after a token that differs stay unknown."""
@@ -164,11 +204,11 @@ class RunningServer(Running):
                     rows[place][int(ids[place + 1])] = target[place]
         return _as_top(target, rows)
 
-    def _places(self, ids: Tensor, tokenizer: Tokenizer) -> Top:
+    def _ask_places(self, ids: Tensor, tokenizer: Tokenizer) -> Top:
         """Ask for the next token at a few places."""
         count = len(ids) - 1
         target, rows = [math.nan] * count, [dict[int, float]() for _ in range(count)]
-        for place in sorted({round((i + 1) * count / PLACES) - 1 for i in range(PLACES)} - {-1}):
+        for place in _places(count):
             answer = self._complete(tokenizer.decode(ids[: place + 1].tolist()), place + 1, echo=False)
             rows[place] = self._row(_first_top(_dict(answer.get("logprobs"))))
             target[place] = rows[place].get(int(ids[place + 1]), math.nan)
@@ -195,6 +235,9 @@ class RunningServer(Running):
             raise InputError(f"{self.side.name}: {self.limit:,} tokens were sent; set {LIMIT_VARIABLE} to allow more")
         body = {"prompt": prompt, "max_tokens": 1, "temperature": 1.0, "logprobs": TOP_K, "echo": echo, "seed": 0}
         answer = self._post(body | ({"model": self.side.model} if self.side.model else {}), refusable=echo)
+        named = answer.get("model")
+        if isinstance(named, str) and (name := printable(named, one_line=True)[:LONGEST_NAME]) not in self.side.answered:
+            self.side.answered.append(name)
         counted = _dict(answer.get("usage")).get("prompt_tokens")
         if isinstance(counted, int) and not self.extra_tokens:
             self.extra_tokens = counted - tokens
@@ -203,11 +246,10 @@ class RunningServer(Running):
     def _post(self, body: dict[str, Any], *, refusable: bool) -> dict[str, Any]:
         """Send a request; try again after 429 and 5xx. An error answer to a ``refusable`` request is {}."""
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY):
+        if self.side.private and (key := os.environ.get(KEY)):
             headers["Authorization"] = f"Bearer {key}"
         request = Request(f"{self.side.url}/completions", json.dumps(body).encode(), headers)
-        loopback = urlsplit(self.side.url).hostname in ("localhost", "127.0.0.1", "::1")
-        opener = build_opener(_NoRedirect, *([ProxyHandler({})] if loopback else []))
+        opener = build_opener(_NoRedirect, *([ProxyHandler({})] if self.side.loopback else []))
         why, wait = "", 0.5
         for attempt in range(TRIES):
             try:
@@ -222,7 +264,9 @@ class RunningServer(Running):
                 if error.code in (400, 422, 500, 501) and refusable and self.echoes is None:
                     return {}
                 if error.code in (401, 403):
-                    raise InputError(f"{self.side.name}: {why}; put its key into {KEY}") from None
+                    how = f"put its key into {KEY}"
+                    how = how if self.side.private else f"{KEY} is sent only over https, or to this machine: use https://"
+                    raise InputError(f"{self.side.name}: {why}; {how}") from None
                 if error.code != 429 and error.code < 500:
                     what = f"{why}: {beginning}"
                     raise InputError(f"{self.side.name}: {what}; check the address and the model's name after #") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from gpt2.measure.tracing import Recorded, layer_of, points
 from gpt2.measure.windows import RowWindows, Window
 
 TRACE_FORMAT = "gpt2-toolkit trace"
+MAX_ABOUT = 1 << 24  # bytes of what a trace says of itself
 MAX_SIZE = 1 << 20  # ids and positions of a dump that does not tell its model's
 LLMC_VOCABULARY = 50257  # llm.c's debug state does not tell it
 
@@ -226,12 +228,16 @@ def _about(path: Path) -> dict[str, Any] | None:
         if path.suffix == ".safetensors":
             about: Any = about_of(path)
         elif path.suffix == ".npz":
+            with zipfile.ZipFile(path) as archive:
+                size = max((each.file_size for each in archive.infolist() if each.filename == "about.json.npy"), default=0)
+            if not 0 < size <= MAX_ABOUT:
+                return None
             with np.load(path, allow_pickle=False) as arrays:
-                about = json.loads(arrays["about.json"].tobytes()) if "about.json" in arrays.files else None
+                about = json.loads(arrays["about.json"].tobytes())
         else:
             index = path / "index.json"
-            about = json.loads(index.read_bytes()) if index.is_file() else None
-    except (OSError, ValueError, KeyError, RecursionError, EOFError):
+            about = json.loads(index.read_bytes()) if index.is_file() and index.stat().st_size <= MAX_ABOUT else None
+    except (OSError, zipfile.BadZipFile, ValueError, KeyError, RecursionError, EOFError):
         return None  # the arrays' reader says what is wrong
     if not isinstance(about, dict) or about.get("format") != TRACE_FORMAT:
         return None

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import os
 import random
 import re
 import socket
@@ -19,13 +21,16 @@ from support.random_models import TEXT, random_model
 import gpt2
 from gpt2.checkpoint.export import export
 from gpt2.cli.main import main
+from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.bounds_result import Bounds
 from gpt2.comparison.gates import Gate
 from gpt2.comparison.pair import compare
 from gpt2.comparison.sides.server import RunningServer, ServerSide
+from gpt2.comparison.sides.side import Running, Top
 from gpt2.data.bpe import train_bpe
 from gpt2.errors import InputError
 from gpt2.int8 import Int8GPT2
+from gpt2.measure.windows import Windows
 
 MODEL = "shakespeare-mini"
 
@@ -135,15 +140,18 @@ def test_llama_cpp_python_s_own_server(text: str, tmp_path: Path) -> None:
 
 
 def test_the_bounds_hold(text: str, tmp_path: Path) -> None:
-    """A bound that the true KL breaks proves nothing; here the true KL is known, because the server's model is at hand."""
-    base = gpt2.load(MODEL)
+    """A bound that the true KL breaks proves nothing; here the true KL is known, because the server's model is at hand.
+
+    In float64: in float32 the server's logits, of one token more, differ by rounding.
+    """
+    base, ours = gpt2.load(MODEL), f"{MODEL}:float64"
     with torch.no_grad():
         base.h[1].mlp.c_fc.weight.mul_(1.3)
     changed = str(gpt2.save(base, gpt2.load_tokenizer(MODEL), tmp_path))
-    exact = compare(MODEL, changed, on=text, tokens=100).distributions
-    with completions(Standin(base, gpt2.load_tokenizer(MODEL), digits=12)) as url:
-        forward = compare(MODEL, url, on=text, tokens=100).bounds
-        backward = compare(url, MODEL, on=text, tokens=100).bounds
+    exact = compare(ours, f"{changed}:float64", on=text, tokens=100).distributions
+    with completions(Standin(base.double(), gpt2.load_tokenizer(MODEL), digits=12)) as url:
+        forward = compare(ours, url, on=text, tokens=100).bounds
+        backward = compare(url, ours, on=text, tokens=100).bounds
     assert 0 < forward.kl_low.value <= exact.kl_ab.mean.value <= forward.kl_high.value
     assert 0 < backward.kl_low.value <= exact.kl_ba.mean.value <= backward.kl_high.value
     assert (forward.assumed, backward.assumed) == (True, False)
@@ -190,9 +198,77 @@ def test_keys_limits_and_retries(text: str, monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.delenv("GPT2_SEND_LIMIT")
     assert main(["compare", MODEL, url, "--on", text, "--tokens", "30"]) == 2
     assert "cannot be reached" in capsys.readouterr().err
+    with completions(server) as url:
+        elsewhere = url.replace("127.0.0.1", "0.0.0.0")  # reaches this machine, and does not name it
+        assert main(["compare", MODEL, elsewhere, "--on", text, "--tokens", "30"]) == 2
+        assert "OPENAI_API_KEY is sent only over https" in capsys.readouterr().err
+        assert server.headers[-1] == ""
     for address in ("http://me:sk-secret@host/v1", "http://host/v1?key=sk-secret"):
         assert main(["compare", MODEL, address]) == 2
         assert "sk-secret" not in capsys.readouterr().err
+
+
+def test_the_cost_is_told_and_the_user_is_asked(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """10,000 tokens cost money; the count was that of a server with echo, and one without takes eight times as many."""
+    monkeypatch.setattr("gpt2.comparison.sides.server.ANNOUNCED", 200)
+    server = standin(echo=False)
+    with completions(server) as url:
+        elsewhere = url.replace("127.0.0.1", "0.0.0.0")
+        assert main(["compare", MODEL, elsewhere, "--on", text, "--tokens", "100"]) == 2
+        printed = capsys.readouterr().err
+        assert "this would send 942 tokens, about 0.001 times its price" in printed  # 100 with echo, and 842 at sixteen places
+        assert "GPT2_SEND_LIMIT=942 to agree" in printed
+        assert not server.requests
+        master, slave = os.openpty()
+        with os.fdopen(slave) as terminal:
+            for answer, asked in ((b"n\n", 0), (b"y\n", 16)):
+                with monkeypatch.context() as patch:
+                    patch.setattr(sys, "stdin", terminal)
+                    patch.setattr(sys.stderr, "isatty", lambda: True)
+                    os.write(master, answer)
+                    if asked:
+                        compare(MODEL, elsewhere, on=text, tokens=100)
+                    else:
+                        with pytest.raises(InputError, match="nothing more was sent"):
+                            compare(MODEL, elsewhere, on=text, tokens=100)
+                assert "send 942 tokens" in capsys.readouterr().err
+                assert len(server.requests) == asked
+        os.close(master)
+        compare(MODEL, url, on=text, tokens=100)  # this machine: told, not asked
+        assert "sending 942 tokens" in capsys.readouterr().err
+        monkeypatch.setenv("GPT2_SEND_LIMIT", "500")
+        with pytest.raises(InputError, match="GPT2_SEND_LIMIT=942"):
+            compare(MODEL, url, on=text, tokens=100)
+
+
+def test_a_server_that_is_wrong_later_in_the_text(text: str) -> None:
+    """Only the first window was looked at: a context of 8 tokens is right there, and so is a model that is exchanged later."""
+    server = standin(later=random_model(gpt2.load(MODEL).config, 0.05, dtype=torch.float32), reports="mini-q4")
+    with completions(server) as url:
+        found = compare(MODEL, url, on=text + ":context=32", tokens=100)
+    assert found.bounds.findings[0].id == "other-model"
+    assert "window 1: " in found.bounds.findings[0].evidence
+    assert found.b.implementation.endswith("calls itself mini-q4")
+
+
+def test_places_whose_kl_is_not_finite_are_counted() -> None:
+    """They were dropped: a model that returns NaN at every second token had the KL of the other half, and passed its gate."""
+    logits = torch.randn(1, 9, 12, generator=torch.Generator().manual_seed(0))
+    logits[0, 3] = torch.nan
+
+    class Shows(Running):
+        def top(self, ids: torch.Tensor) -> Top:
+            logp, top = torch.randn(9, 12, generator=torch.Generator().manual_seed(0)).double().log_softmax(-1).topk(5)
+            return Top(torch.full((9,), torch.nan, dtype=torch.float64), top, logp)
+
+    settings = {"vocab": 12, "full_is_a": True, "recorded": True, "tokenizer": None, "seed": 0, "progress": lambda what: None}
+    found = measure_bounds(lambda ids: logits, Shows(), torch.arange(10), Windows(9), **settings)
+    assert (found.tokens, found.not_finite) == (8, 1)
+    assert math.isnan(found.kl.high)
+    logits[0, 3] = 0.0
+    assert measure_bounds(lambda ids: logits, Shows(), torch.arange(10), Windows(9), **settings).not_finite == 0
 
 
 @pytest.mark.parametrize(
