@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers.gguf_file import ARRAY, CONFIG_KEYS, CONTROL, KINDS, NORMAL, STRING, Kind, padded
+from gpt2.checkpoint.containers.gguf_file import ARRAY, CONFIG_KEYS, CONTROL, KINDS, NORMAL, STRING, USER_DEFINED, Kind, padded
 from gpt2.checkpoint.keys import layer, to_file, to_gguf
 from gpt2.config import GPT2Config, quoted
 from gpt2.data.bpe import BPE
@@ -128,12 +128,12 @@ def _metadata(config: GPT2Config, tokenizer: BPE | None, file_type: int) -> Meta
     ends = {f"tokenizer.ggml.{end}_token_id": (U32, id) for end, id in ids.items() if id is not None}
     if tokenizer is None:
         return metadata | {"gpt2.vocab_size": (U32, config.vocab_size), "tokenizer.ggml.model": (STRING, "none")} | ends
-    special = set(tokenizer.special_tokens)
+    types = dict.fromkeys(tokenizer.special_tokens, CONTROL) | dict.fromkeys(tokenizer.matched, USER_DEFINED)
     return metadata | {
         "tokenizer.ggml.model": (STRING, "gpt2"),
         "tokenizer.ggml.pre": (STRING, "gpt-2"),
         "tokenizer.ggml.tokens": (STRING, list(tokenizer.vocab)),
-        "tokenizer.ggml.token_type": (I32, [CONTROL if token in special else NORMAL for token in tokenizer.vocab]),
+        "tokenizer.ggml.token_type": (I32, [types.get(token, NORMAL) for token in tokenizer.vocab]),
         "tokenizer.ggml.merges": (STRING, [f"{a} {b}" for a, b in tokenizer.merges]),
         **ends,
         "tokenizer.ggml.add_bos_token": (BOOL, False),

@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal, Self
 
+from gpt2.config import quoted
 from gpt2.data import bpe_files
 from gpt2.data.bpe_files import END_OF_TEXT, N_BYTES, byte_alphabet
 from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
@@ -41,6 +42,7 @@ class BPE(Tokenizer):
         vocab: token, written in :func:`byte_alphabet`, to id; the ids are 0..n-1 in any order.
         merges: the pairs in rank order.
         special: special tokens. Other tokens that no merge makes are special if they look like `<|pad|>`.
+        matched: those of them that are matched in every text, as the tokens that a fine-tune adds (:meth:`with_tokens`).
         where: the source's name in an error.
     """
 
@@ -50,9 +52,11 @@ class BPE(Tokenizer):
         merges: Sequence[tuple[str, str]],
         *,
         special: Collection[str] = (),
+        matched: Collection[str] = (),
         where: str = "the vocabulary",
     ) -> None:
         self.special_tokens = bpe_files.check(vocab, merges, special, where)
+        self.matched = frozenset(matched) & self.special_tokens.keys()
         self.vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
         self.merges = list(merges)
         self.eot = self.special_tokens.get(END_OF_TEXT)
@@ -75,11 +79,12 @@ class BPE(Tokenizer):
 
     @cached_property
     def fingerprint(self) -> str:
-        content = [list(self.vocab), self.merges, sorted(self.special_tokens.values())]
+        content: list[object] = [list(self.vocab), self.merges, sorted(self.special_tokens.values())]
+        content += [sorted(self.matched)] if self.matched else []
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def encode(self, text: str, *, allowed_special: Literal["all"] | Collection[str] = ()) -> list[int]:
-        """Return the ids of `text`. `<|endoftext|>` in it is 13 ordinary characters.
+        """Return the ids of `text`. `<|endoftext|>` in it is 13 ordinary characters; tokens in :attr:`matched` are one id.
 
         So no prompt or file can put a control token into a model's input. To get the token, list it in `allowed_special` (or
         pass "all"), or append :attr:`eot`. Other defaults differ: transformers' equals `allowed_special="all"`
@@ -88,14 +93,15 @@ class BPE(Tokenizer):
         Raises InputError: a lone surrogate, which has no UTF-8 form; a name in `allowed_special` that is not a special token.
         """
         refuse_surrogates(text)
-        names = self.special_tokens if allowed_special == "all" else allowed_special
-        if not names:
-            return self._encode_ordinary(text)
-        if isinstance(names, str) or not all(name in self.special_tokens for name in names):
+        allowed = self.special_tokens if allowed_special == "all" else allowed_special
+        if isinstance(allowed, str) or not all(name in self.special_tokens for name in allowed):
             raise InputError(
-                f"allowed_special={names!r} names a token that is not special here; "
+                f"allowed_special={allowed!r} names a token that is not special here; "
                 f'pass a set out of {sorted(self.special_tokens)}, or "all"'
             )
+        names = self.matched.union(allowed)
+        if not names:
+            return self._encode_ordinary(text)
         # Longest first: a name may be the beginning of a longer one.
         special = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
         ids: list[int] = []
@@ -122,11 +128,23 @@ class BPE(Tokenizer):
 
     @classmethod
     def _from(cls, source: bpe_files.Source) -> Self:
-        return cls(source.vocab | source.added, source.merges, special=source.added, where=source.where)
+        return cls(source.vocab | source.added, source.merges, special=source.added, matched=source.matched, where=source.where)
+
+    def with_tokens(self, tokens: Sequence[str]) -> Self:
+        added = [token for token in dict.fromkeys(tokens) if token not in self.matched]
+        for token in added:
+            refuse_surrogates(token)
+            if not token or token in self.vocab:
+                why = "is in the vocabulary already" if token else "is empty"
+                raise InputError(f"add_tokens: {quoted(token)} {why}; give texts that are no token yet")
+        if not added:
+            return self
+        vocab = self.vocab | {token: self.n_vocab + i for i, token in enumerate(added)}
+        return type(self)(vocab, self.merges, special=[*self.special_tokens, *added], matched=[*self.matched, *added])
 
     def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
         """Write the files that transformers reads; return their paths. Equal vocabularies give equal files."""
-        texts = bpe_files.file_texts(self.vocab, self.merges, self.special_tokens, n_positions)
+        texts = bpe_files.file_texts(self.vocab, self.merges, self.special_tokens, n_positions, self.matched)
         paths = bpe_files.write(Path(directory), texts)
         if bpe_files.ADDED not in texts:  # an old one would be read as part of this vocabulary
             (Path(directory) / bpe_files.ADDED).unlink(missing_ok=True)

@@ -7,7 +7,7 @@ BPE model in `tokenizer.json` of the `tokenizers` library. All write a byte as o
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +31,9 @@ class Source(NamedTuple):
 
     vocab: dict[str, int]
     merges: list[tuple[str, str]]
-    added: dict[str, int]  # special tokens, declared outside the model
+    added: dict[str, int]  # tokens declared outside the model
     where: str
+    matched: frozenset[str] = frozenset()  # those that are matched in every text, because they are not special
 
 
 @cache
@@ -51,8 +52,8 @@ def read_directory(path: Path) -> Source:
     """Read a directory's first BPE: a pair of :data:`FILES`, else `tokenizer.json`."""
     for vocab, merges in FILES:
         if (path / vocab).is_file() and (path / merges).is_file():
-            _refuse_prefix_space(path / "tokenizer_config.json")
-            source = read_files(path / vocab, path / merges)
+            matched = _matched(path / "tokenizer_config.json")
+            source = read_files(path / vocab, path / merges)._replace(matched=matched)
             added = path / ADDED
             return source._replace(added=_table(read_json(added), added)) if added.is_file() else source
     if (path / "tokenizer.json").is_file():
@@ -78,7 +79,8 @@ def _read_tokenizer_json(path: Path) -> Source:
     try:
         model = content["model"]
         strange = _differences(content)
-        added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
+        tokens = content.get("added_tokens") or ()
+        added, matched = {token["content"]: token["id"] for token in tokens}, _not_special(tokens)
     except (KeyError, TypeError, AttributeError):
         raise InputError(f"{path} is not a file of the `tokenizers` library; fetch it again") from None
     if strange:
@@ -86,7 +88,7 @@ def _read_tokenizer_json(path: Path) -> Source:
             f"{path} is not GPT-2's byte-level BPE ({strange}): its ids would come out wrong; "
             "encode with the library that wrote it and pass the ids"
         )
-    return Source(_table(model.get("vocab"), path), as_pairs(model.get("merges"), path), _table(added, path), f"{path}")
+    return Source(_table(model.get("vocab"), path), as_pairs(model.get("merges"), path), _table(added, path), f"{path}", matched)
 
 
 def _read(path: Path) -> str:
@@ -141,13 +143,25 @@ def as_pairs(merges: object, where: Path | str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _refuse_prefix_space(path: Path) -> None:
+def _matched(path: Path) -> frozenset[str]:
+    """Return the added tokens that `tokenizer_config.json` calls not special; refuse a space before every text."""
     config = read_json(path) if path.is_file() else {}
-    if isinstance(config, dict) and config.get("add_prefix_space"):
+    if not isinstance(config, dict):
+        return frozenset()
+    if config.get("add_prefix_space"):
         raise InputError(
             f"{path} asks for a space before every text (add_prefix_space), which GPT-2 does not add; "
             "set it to false, and write the space in the text where you want one"
         )
+    declared = config.get("added_tokens_decoder")
+    try:
+        return _not_special(declared.values() if isinstance(declared, dict) else ())
+    except (KeyError, TypeError, AttributeError):
+        raise InputError(f"{path}: added_tokens_decoder is damaged; fetch the file again") from None
+
+
+def _not_special(tokens: Iterable[Any]) -> frozenset[str]:
+    return frozenset(token["content"] for token in tokens if token.get("special") is False)
 
 
 def _differences(content: dict[str, Any]) -> str:
@@ -247,11 +261,16 @@ def _earlier_merge_across(halves: Sequence[tuple[int, int]], joined: Mapping[tup
 
 
 def file_texts(
-    vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], special: Mapping[str, int], n_positions: int
+    vocab: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    special: Mapping[str, int],
+    n_positions: int,
+    matched: Collection[str] = (),
 ) -> dict[str, str]:
     """Return file name -> content for a directory that transformers, CTranslate2 and llama.cpp's converter open.
 
-    Merges in `tokenizer.json` are lines "a b", which every release of `tokenizers` reads.
+    Tokens of ``special`` in ``matched`` are declared as not special: each is one id wherever it stands in a text. Merges in
+    `tokenizer.json` are lines "a b", which every release of `tokenizers` reads.
     """
     lines = [f"{a} {b}" for a, b in merges]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -259,7 +278,7 @@ def file_texts(
     texts = {
         "vocab.json": json.dumps(vocab),
         "merges.txt": "".join(f"{line}\n" for line in ["#version: 0.2", *lines]),
-        **tokenizer_texts(bpe_model(vocab, lines), steps, special, n_positions),
+        **tokenizer_texts(bpe_model(vocab, lines), steps, special, n_positions, matched),
     }
     if any(not _looks_special(token) for token in special):
         texts[ADDED] = json.dumps(special) + "\n"  # vocab.json does not say which tokens are special
@@ -273,15 +292,20 @@ def bpe_model(vocab: Mapping[str, int], merges: Sequence[str]) -> dict[str, obje
 
 
 def tokenizer_texts(
-    model: Mapping[str, object], steps: Mapping[str, object], special: Mapping[str, int], n_positions: int
+    model: Mapping[str, object],
+    steps: Mapping[str, object],
+    special: Mapping[str, int],
+    n_positions: int,
+    matched: Collection[str] = (),
 ) -> dict[str, str]:
     """Return `tokenizer.json` and `tokenizer_config.json` for a model of the `tokenizers` library."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True}
+    added = [{"id": i, "content": token, **flags, "special": token not in matched} for token, i in special.items()]
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": i, "content": token, **flags} for token, i in special.items()],
+        "added_tokens": added,
         "normalizer": None,
         **steps,
         "model": model,
@@ -295,6 +319,8 @@ def tokenizer_texts(
     if END_OF_TEXT in special:  # else GPT2Tokenizer adds one, with an id that the model lacks
         config["tokenizer_class"] = "GPT2Tokenizer"
         config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    if matched:  # vocab.json does not say which tokens are not special
+        config["added_tokens_decoder"] = {str(token.pop("id")): token for token in map(dict, added)}
     return {
         "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False, indent=1) + "\n",
         "tokenizer_config.json": json.dumps(config, indent=2) + "\n",

@@ -2,8 +2,9 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Self
 
 from gpt2.errors import InputError
 
@@ -39,6 +40,18 @@ class Tokenizer(ABC):
 
         `n_positions` becomes `model_max_length`, above which transformers warns.
         """
+
+    def with_tokens(self, tokens: Sequence[str]) -> Self:
+        """Return this tokenizer with ``tokens`` as further ids, in order after the last; those it has by this way are kept.
+
+        :meth:`encode` then gives one id for each of them wherever it stands in a text, the longest first. Raises InputError:
+        a token is empty or in the vocabulary already, or a tokenizer that is not a byte-level BPE.
+        """
+        if tokens:
+            raise InputError(
+                f"add_tokens: a vocabulary of {type(self).__name__.lower()} takes no new tokens; use a byte-level BPE"
+            )
+        return self
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, special tokens included. Bytes that are not UTF-8 become U+FFFD.

@@ -224,7 +224,8 @@ def tokenizer_of(file: GGUFFile) -> BPE:
         if vocab.setdefault(token, i) != i:
             raise InputError(f"{where}: {quoted(token)} is token {vocab[token]} and token {i}; convert the checkpoint again")
     special = {token for token, i in vocab.items() if types[i] in (CONTROL, USER_DEFINED, UNUSED)}
-    return BPE(vocab, bpe_files.as_pairs(merges, where), special=special, where=where)
+    matched = {token for token in special if types[vocab[token]] == USER_DEFINED}
+    return BPE(vocab, bpe_files.as_pairs(merges, where), special=special, matched=matched, where=where)
 
 
 def _texts(file: GGUFFile, name: str) -> list[str]:
