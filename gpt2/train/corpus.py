@@ -35,7 +35,7 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
         val_ids = np.array(val_ids[: recipe.eval_tokens or None], dtype=np.int32)
     else:
         train_text, val_text = texts(recipe)
-        tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
+        tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text).with_tokens(recipe.data.add_tokens)
         train_ids, val_ids = (np.array(tokenizer.encode(text), dtype=np.int32) for text in (train_text, val_text))
         val_ids = val_ids[: recipe.eval_tokens or None]
         sha256 = hashlib.sha256(train_ids.tobytes() + b"|" + val_ids.tobytes()).hexdigest()

@@ -1,7 +1,7 @@
 """Make, prepare, sample and save the models that a run trains: GPT-2, with or without LoRA adapters, and the bigram baseline."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from gpt2.checkpoint import saving
 from gpt2.checkpoint.keys import to_file
 from gpt2.checkpoint.loading import require_vocabulary
 from gpt2.checkpoint.peft_files import PREFIX, WEIGHTS, save_adapter
-from gpt2.config import GPT2Config
+from gpt2.config import GPT2Config, quoted
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.generation import generate
@@ -24,6 +24,7 @@ from gpt2.train.bigram import Bigram, BigramConfig, save_bigram
 from gpt2.train.recipe import Recipe
 
 ADAPTER = "adapter"  # folder of the adapters beside a merged model
+NOISE = 0.01  # of a new token's row, in standard deviations of all rows
 
 
 def new(recipe: Recipe, tokenizer: Tokenizer) -> GPT2 | Bigram:
@@ -53,6 +54,38 @@ def copied(model: GPT2 | Bigram, recipe: Recipe) -> GPT2 | Bigram:
     for target, parameter in zip(copy.parameters(), model.parameters(), strict=True):
         target.data = parameter.detach().to("cpu", copy=True)
     return copy.train(model.training)
+
+
+def with_tokens(model: GPT2, tokenizer: Tokenizer, recipe: Recipe) -> tuple[GPT2, Tokenizer]:
+    """Return the model and its tokenizer with the recipe's ``data.add_tokens``; both unchanged if they have them already.
+
+    A new token's row is the mean of the rows that its text had before, with noise of a hundredth of the rows' own spread: so
+    tokens with equal parts can part. Its logit is the mean of theirs up to the noise: the other tokens lose little probability
+    to it, and keep their ratios. A row drawn as when training from scratch has logits near 0; where the others' are
+    near -100, as GPT-2's, it would get all the probability (Hewitt, "Initializing New Word Embeddings for Pretrained Language
+    Models", 2021, averages all rows). The head is the same matrix. The old rows are unchanged, bit for bit.
+    """
+    grown = tokenizer.with_tokens(recipe.data.add_tokens)
+    if grown is tokenizer:
+        return model, tokenizer
+    old = model.wte.weight.detach()
+    rows = max(len(old), grown.n_vocab)  # a padded embedding has rows to spare
+    table = torch.cat((old, old.new_empty(rows - len(old), old.size(1))))
+    generator = torch.Generator().manual_seed(recipe.seed)
+    spread = old[: tokenizer.n_vocab].std(0)  # (D,)
+    for token in range(tokenizer.n_vocab, grown.n_vocab):
+        noise = torch.randn(old.size(1), generator=generator) * spread * NOISE
+        table[token] = old[tokenizer.encode(grown.decode([token]))].mean(0) + noise
+    model.wte = torch.nn.Embedding.from_pretrained(table, freeze=False)
+    model.config = replace(model.config, vocab_size=rows)
+    return model, grown
+
+
+def added(tokenizer: Tokenizer, ids: np.ndarray, recipe: Recipe) -> str:
+    """Return a line for the log: how often each token of ``data.add_tokens`` stands in the training text; "" without any."""
+    tokens = recipe.data.add_tokens
+    counts = [f"{quoted(token)} {int((ids == tokenizer.encode(token)[0]).sum()):,}" for token in tokens]
+    return f"new tokens, and how often the training text has them: {', '.join(counts)}" if tokens else ""
 
 
 def check(model: GPT2 | Bigram, tokenizer: Tokenizer, recipe: Recipe, name: str) -> None:

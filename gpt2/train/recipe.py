@@ -51,6 +51,9 @@ class Data:
     or "gpt2" (the official vocabulary); fine-tuning always uses the tokenizer of the initial model. ``tokens`` is a folder of
     token files (:mod:`gpt2.data.token_files`) to use instead of any text.
 
+    ``add_tokens`` are new tokens of a byte-level BPE: each is one id wherever it stands in a text, also after training
+    (:func:`gpt2.train.models.with_tokens` has how they begin).
+
     Training windows begin at random positions, or, with a ``stride``, at its multiples in random order, each once per epoch.
     """
 
@@ -61,6 +64,7 @@ class Data:
     tokenizer: str = "bpe"
     vocab_size: int = 2048
     stride: int = 0
+    add_tokens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,13 @@ class Recipe:
             raise InputError(f"recipe: batch_size {self.batch_size} does not divide into grad_accum {self.grad_accum} parts")
         if self.data.path and self.data.tokens:
             raise InputError("recipe: data.path and data.tokens are both given; give one of them")
+        if self.data.add_tokens and (self.data.tokens or self.lora.r):
+            why = (
+                "token files hold ids already; add the tokens before"
+                if self.data.tokens
+                else "adapters leave new tokens untrained"
+            )
+            raise InputError(f"recipe: data.add_tokens and {'data.tokens' if self.data.tokens else 'lora.r'}: {why}")
         if self.optim.lr < self.optim.min_lr:
             raise InputError(
                 f"recipe: optim.lr {self.optim.lr} is below optim.min_lr {self.optim.min_lr}, the rate it decays to; set both"

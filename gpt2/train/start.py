@@ -50,10 +50,11 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ra
     if checkpoint:
         model, tokenizer = load_model(state.model_of(folder, checkpoint)), from_directory(checkpoint)
     elif init is not None:
-        model, tokenizer = load(init, dtype="float32"), load_tokenizer(init)
+        model, tokenizer = models.with_tokens(load(init, dtype="float32"), load_tokenizer(init), recipe)
     text = corpus(recipe, tokenizer)
     model = model or models.new(recipe, text.tokenizer)
     models.check(model, text.tokenizer, recipe, init or "the recipe's model")
+    notes.append(models.added(text.tokenizer, text.train_ids, recipe))
     recipe, why = decide_precision(resumed or recipe, model.config, ranks)
     notes.append(why)
     state.claim(folder, recipe, init, text.sha256, fresh)

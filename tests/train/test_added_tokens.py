@@ -1,0 +1,155 @@
+"""New tokens of a fine-tune: how they begin, and that every way of storing the model keeps them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.commands import refusal
+from support.training import outcome, stop_at
+
+import gpt2
+from gpt2.checkpoint.export import export
+from gpt2.data import Tokenizer
+from gpt2.data.bpe import BPE
+from gpt2.data.chars import Chars
+from gpt2.parity.reference import reference_ids, reference_tokenizer
+from gpt2.train import models
+from gpt2.train.loop import train
+from gpt2.train.recipe import Data, Lora, Recipe, build
+
+SIZE = 300
+NEW = ("<|scene|>", "OPHELIA:", " so sleep")
+TEXT = "A<|scene|>OPHELIA:\nNo more, so sleepy; so sleep.<|endoftext|> <|scene|>OPHELIA:"
+
+
+@pytest.fixture(scope="module")
+def base(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with a BPE, to fine-tune; read only."""
+    folder = tmp_path_factory.mktemp("base") / "run"
+    train(replace(recipe, data=replace(recipe.data, tokenizer="bpe", vocab_size=SIZE)), folder)
+    return str(folder / "best")
+
+
+@pytest.fixture(scope="module")
+def tuned(recipe: Recipe) -> Recipe:
+    return replace(recipe, name="added", steps=6, eval_every=3, data=Data(path=recipe.data.path, add_tokens=NEW))
+
+
+@pytest.fixture(scope="module")
+def run(tuned: Recipe, base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed fine-tune with the new tokens; read only."""
+    folder, events = tmp_path_factory.mktemp("added") / "run", []
+    assert train(tuned, folder, init=base, report=events.append).stopped == "finished"
+    assert "'<|scene|>' 0, 'OPHELIA:' 1" in events[0].notes[-1]
+    return folder
+
+
+def log_probabilities(model: gpt2.GPT2, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids).double().log_softmax(-1)
+
+
+def grown(recipe: Recipe) -> tuple[gpt2.GPT2, Tokenizer]:
+    return models.with_tokens(gpt2.load(), gpt2.load_tokenizer(), recipe)
+
+
+def test_a_new_token_begins_as_the_mean_of_its_parts_and_leaves_the_rest(tuned: Recipe) -> None:
+    """Possible bugs: a row from other ids, a head that is not tied, old rows that changed, too much probability taken."""
+    start, tokenizer = gpt2.load(), gpt2.load_tokenizer()
+    model, new = grown(tuned)
+    table, size = model.wte.weight.detach(), tokenizer.n_vocab
+    assert (len(table), new.n_vocab, model.config.vocab_size) == (size + 3,) * 3
+    assert torch.equal(table[:size], start.wte.weight)
+    for row, text in enumerate(NEW, size):
+        parts = table[tokenizer.encode(text)].mean(0)
+        assert 0 < (table[row] - parts).norm() < 0.05 * parts.norm()
+        assert new.encode(text) == [row]
+    ids = torch.tensor([tokenizer.encode("OPHELIA:\nNo more, and so sleep.\n")])
+    before, after = log_probabilities(start, ids), log_probabilities(model, ids)
+    kl = (before.exp() * (before - after[..., :size].log_softmax(-1))).sum(-1)
+    assert kl.abs().max() < 1e-12
+    assert after[..., size:].exp().sum(-1).mean() < 2e-2
+    with torch.no_grad():  # control: rows three times as long
+        model.wte.weight[size:] = 3 * table[ids[0, 4]]
+    assert log_probabilities(model, ids)[..., size:].exp().sum(-1).mean() > 2e-2
+
+
+def test_a_padded_embedding_gives_its_spare_rows(tuned: Recipe) -> None:
+    """A new token of a model with 2,100 rows must take row 2,048, which the tokenizer counts as the next id."""
+    model, tokenizer = gpt2.load(), gpt2.load_tokenizer()
+    model.wte = torch.nn.Embedding.from_pretrained(torch.nn.functional.pad(model.wte.weight.detach(), (0, 0, 0, 52)))
+    model.config = replace(model.config, vocab_size=2100)
+    padded, new = models.with_tokens(model, tokenizer, tuned)
+    assert torch.equal(padded.wte.weight[: new.n_vocab], grown(tuned)[0].wte.weight)
+    assert padded.wte.weight.shape == (2100, 160)
+    assert not padded.wte.weight[new.n_vocab :].any()
+
+
+def test_a_fine_tune_without_the_new_token_goes_as_it_would(tuned: Recipe, base: str, tmp_path: Path) -> None:
+    """Rows that are never a target must not change what the rest learns. Control: another seed."""
+    unseen = replace(tuned, data=replace(tuned.data, add_tokens=("<|scene|>",)))
+    plain = replace(tuned, data=replace(tuned.data, add_tokens=()))
+    ends = {}
+    for name, each in {"with": unseen, "without": plain, "other": replace(plain, seed=5)}.items():
+        train(each, tmp_path / name, init=base)
+        model = gpt2.load(str(tmp_path / name / "step-6"))
+        ids = torch.tensor([gpt2.load_tokenizer(base).encode("HAMLET:\nand the king doth sleep so villain,\n")[:16]])
+        with torch.no_grad():
+            ends[name] = model(ids)[..., :SIZE].double().log_softmax(-1)
+    drift = {name: float((ends["without"].exp() * (ends["without"] - end)).sum(-1).mean()) for name, end in ends.items()}
+    assert drift["with"] < 0.02 * drift["other"]
+
+
+def test_saved_loaded_and_resumed(run: Path, tuned: Recipe, base: str, tmp_path: Path) -> None:
+    """A resumed run must not add the tokens again, nor lose that they are matched in a text."""
+    assert train(tuned, tmp_path, init=base, report=stop_at(4)).stopped == "interrupted"
+    train(tuned, tmp_path, init=base)
+    assert outcome(tmp_path)[0] == outcome(run)[0]
+    tokenizer = gpt2.load_tokenizer(str(run / "best"))
+    assert isinstance(tokenizer, BPE)
+    assert tokenizer.matched == set(NEW)
+    model = gpt2.load(str(run / "best"))
+    assert models.with_tokens(model, tokenizer, tuned) == (model, tokenizer)  # a second fine-tune by the same recipe
+
+
+def test_transformers_reads_the_new_tokens(run: Path, base: str) -> None:
+    """transformers' own tokenizer must give one id for each new token, also where special tokens are text."""
+    ours, folder = gpt2.load_tokenizer(str(run / "best")), run / "best"
+    assert isinstance(ours, BPE)
+    theirs = reference_tokenizer(folder)
+    assert reference_ids(theirs, TEXT) == ours.encode(TEXT, allowed_special="all")
+    assert theirs(TEXT, split_special_tokens=True)["input_ids"] == ours.encode(TEXT)
+    assert [ours.encode(TEXT).count(token) for token in range(SIZE, SIZE + 3)] == [2, 2, 2]
+    assert ours.encode(TEXT) != gpt2.load_tokenizer(base).encode(TEXT)
+
+
+@pytest.mark.slow
+def test_verify_holds(run: Path) -> None:
+    """A table that is longer than the tokenizer of the base must not be refused, nor differ from transformers'."""
+    assert gpt2.verify(str(run / "best")).ok
+
+
+@pytest.mark.parametrize("format", ["hf", "gguf", "llmc"])
+def test_exports_hold_the_new_tokens(run: Path, tmp_path: Path, format: str) -> None:
+    """GGUF says of every token whether it is matched in a text; llm.c's file has no encoder, but the tokens' bytes."""
+    export(str(run / "best"), tmp_path, format=format)
+    exported, best = gpt2.load(str(tmp_path)), gpt2.load(str(run / "best"))
+    assert torch.equal(exported.wte.weight, best.wte.weight)
+    if format == "llmc":
+        content = (tmp_path / "tokenizer.bin").read_bytes()
+        assert content.endswith(b"".join(bytes([len(token)]) + token.encode() for token in NEW))
+    else:
+        assert gpt2.load_tokenizer(str(tmp_path)).encode(TEXT) == gpt2.load_tokenizer(str(run / "best")).encode(TEXT)
+
+
+def test_what_cannot_be_added_is_refused(tuned: Recipe, recipe: Recipe) -> None:
+    """A token with two ids, or a row that nothing trains, would go unnoticed."""
+    bpe = gpt2.load_tokenizer()
+    assert "'the' is in the vocabulary already" in refusal(bpe.with_tokens, ["<|new|>", "the"])
+    assert "'' is empty" in refusal(bpe.with_tokens, [""])
+    assert "surrogate" in refusal(bpe.with_tokens, ["\ud800"])
+    assert "a byte-level BPE" in refusal(Chars("abc").with_tokens, ["<|new|>"])
+    assert "untrained" in refusal(replace, tuned, lora=Lora(r=2))
+    assert "ids already" in refusal(build, {"data": {"tokens": "x", "add_tokens": ["<|new|>"]}}, "recipe")
+    assert Chars("abc").with_tokens([]).n_vocab == 3
