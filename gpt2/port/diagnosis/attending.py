@@ -12,19 +12,18 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import point_at
 from gpt2.port.diagnosis.hypotheses import attention_weights, likely_scales, right_scale, scale_faults
 from gpt2.port.diagnosis.norms import RMS, layer_norm
+from gpt2.port.diagnosis.projecting import HEADS, Projected, added, affine
 from gpt2.port.diagnosis.rotary import turned_pair
 from gpt2.port.diagnosis.scores import Layout, Scoring, right_scorings, wrong_scorings
 from gpt2.port.diagnosis.screen import Mixture, Projection, recorded_products, stacked
-from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Option, Recorded, against_right
+from gpt2.port.diagnosis.search import Choice, Fault, Option, Recorded, against_right
 from gpt2.port.diagnosis.trail import Trail
-from gpt2.port.diagnosis.wiring import STREAM, streams
+from gpt2.port.diagnosis.wiring import streams
 
-HEADS = (1, 0, 2)  # axes of (B, H, T, K) that a port may split: heads, rows, tokens
 GRID = (1, 0)  # axes of (B, H, T, T) that a port may split
 MAX_HIDDEN = 60  # combinations of weights to try, in each way to merge heads, where neither weights nor heads are recorded
 SATURATED = 1e-6  # the error of values against their mixture, below which each token sees only itself
@@ -43,47 +42,7 @@ NO_PROJECTION = Fault("output-projection-missing", "attn", "the heads are added 
 EXCHANGED = Fault("qkv-order", "attn", "queries and keys have changed places")
 TURNED = "queries and keys are turned by an angle that depends on the position (rotary position embedding)"
 ROTARY = Fault("rotary-positions", "attn", TURNED)
-Projected = dict[str, Recorded]  # "q", "k" and "v" of an input, each (B, T, D)
 Heads = tuple[Tensor, tuple[Fault, ...]]  # (B, H, T, K), and the faults if the port computes this
-
-
-def affine(chooser: Chooser, x: Tensor, weight: Tensor, bias: Tensor, part: str, heads: int = 0) -> Recorded | None:
-    """Find ``x @ weight + bias`` among the recorded tensors, else without bias; ``heads``: also as split into heads."""
-    product = x @ weight
-    tries: list[tuple[Tensor, tuple[Fault, ...]]] = [(product + bias, ())]
-    if bool(bias.any()):
-        tries.append((product, (Fault("missing-bias", part, "no bias is added"),)))
-    for value, faults in tries:
-        laid, axes = (Layout.RIGHT.split(value, heads), HEADS) if heads else (value, STREAM)
-        if (recorded := chooser.recorded(laid, axes)) is not None:
-            own = Layout.RIGHT.merge(recorded.value) if heads else recorded.value
-            return Recorded(own, recorded.error, faults)
-    return None
-
-
-def added(bias: Tensor, projection: Recorded, part: str) -> list[Option]:
-    """Return a projection's possible results; a bias missing there may be added later, to the sum."""
-    if not projection.faults:
-        return [Option.known("projected", projection.value)]
-    whole = projection.value + bias
-    return [
-        Option.known("bias later", whole, values={part: whole}),
-        Option.known("no bias", projection.value, *projection.faults, silent=True, values={part: projection.value}),
-    ]
-
-
-def project(
-    chooser: Chooser, config: GPT2Config, x: Tensor, weights: dict[str, Tensor], min_recorded: int = 1
-) -> Projected | None:
-    """Return queries, keys and values of ``x``, if at least ``min_recorded`` of them are recorded."""
-    parts: Projected = {}
-    thirds = zip("qkv", weights["attn.c_attn.weight"].chunk(3, 1), weights["attn.c_attn.bias"].chunk(3, 0), strict=True)
-    for name, weight, bias in thirds:
-        recorded = affine(chooser, x, weight, bias, "attn", config.n_head)
-        parts[name] = recorded or Recorded(x @ weight + bias, None)
-        if len(parts) - sum(one.error is not None for one in parts.values()) > 3 - min_recorded:
-            return None
-    return parts
 
 
 class Attending:
@@ -315,8 +274,8 @@ class Attending:
         screened = []
         for rank, (mixture, _) in enumerate(mixtures):
             projection = Projection(mixture.values, weight)
-            for added in (bias, torch.zeros_like(bias)):
-                screened += [(number, rank) for number in projection.recorded(self.pool, weights, added)]
+            for shift in (bias, torch.zeros_like(bias)):
+                screened += [(number, rank) for number in projection.recorded(self.pool, weights, shift)]
         few = (
             (number, rank) for number in range(min(len(options), MAX_HIDDEN)) for rank in range(min(len(mixtures), len(MIXED)))
         )

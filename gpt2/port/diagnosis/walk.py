@@ -18,8 +18,9 @@ from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.tracing import point_at
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.activations import activations, fitted_activation
-from gpt2.port.diagnosis.attending import Attending, Projected, added, affine, project
+from gpt2.port.diagnosis.attending import Attending
 from gpt2.port.diagnosis.norms import Norms
+from gpt2.port.diagnosis.projecting import Projected, added, affine, project
 from gpt2.port.diagnosis.replay import Replay
 from gpt2.port.diagnosis.search import Choice, Confirm, Fault, Kind, Option, Recorded, Result
 from gpt2.port.diagnosis.trail import Trail, Walk, account
