@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "a Python file and the function in it that returns the module, or a dump of arrays"
     parser.add_argument("what", nargs="?", metavar="WHAT", help=help)
     parser.add_argument("--step", metavar="FILE.py:make_step", help="diagnose a training step of the module that WHAT builds")
-    help = "with --step or a dump of steps: what a step should do, as in optim.lr=3e-4; may be repeated"
+    help = "with --step, or a dump of steps (also of --run): what a step should do, as in optim.lr=3e-4; may be repeated"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
     parser.add_argument("--run", dest="program", metavar="CMD", help="in place of WHAT: a program that writes a dump")
     parser.add_argument("--model", default="shakespeare-mini", metavar="MODEL", help="the right weights (default: %(default)s)")
@@ -109,7 +109,7 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
         raise InputError(f"give WHAT to diagnose or --run CMD, {both}")
     from gpt2.measure.dumps import is_dump
 
-    if args.set and args.step is None and not (args.what and is_dump(args.what)):
+    if args.set and args.step is None and args.what is not None and not is_dump(args.what):
         named = "name that with --step FILE.py:make_step, or give a dump of one"
         raise InputError(f"--set {args.set[0]}: is a setting of a training step; {named}")
     if args.program is not None:
@@ -123,9 +123,11 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
         from gpt2.port.training.settings import Settings
 
         Settings.parse(args.set)  # a misspelt key is refused before anything is read
-        with Status(f"reading {args.what}"):
-            settings = args.set or None
-            return gpt2.diagnose(args.what, args.model, settings=settings, revision=args.revision, offline=args.offline)
+        with Status(f"reading {args.what}") as status:
+            settings, revision = args.set or None, args.revision
+            return gpt2.diagnose(
+                args.what, args.model, settings=settings, revision=revision, offline=args.offline, progress=status
+            )
     from gpt2.port.diagnosis.runner import run
 
     with Status(f"running {args.what}") as status:
@@ -155,8 +157,16 @@ def _program(args: argparse.Namespace) -> "Diagnosis":
     from gpt2.port.dump.programs import ProgramError, diagnose_program
 
     try:
-        with Status(f"running {args.program}"):
-            return diagnose_program(args.program, args.model, timeout=args.timeout, revision=args.revision, offline=args.offline)
+        with Status(f"running {args.program}") as status:
+            return diagnose_program(
+                args.program,
+                args.model,
+                timeout=args.timeout,
+                settings=args.set,
+                revision=args.revision,
+                offline=args.offline,
+                progress=status,
+            )
     except ProgramError as error:
         for line in error.printed:
             print(f"  | {printable(line)}", file=sys.stderr)

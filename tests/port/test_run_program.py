@@ -303,6 +303,21 @@ def test_ids_are_those_given_unless_the_dump_has_others(tmp_path: Path, home: Ho
         diagnose_program(script(tmp_path, code), str(home.model), timeout=30)
 
 
+def test_training_steps_that_a_program_dumps_are_judged(tmp_path: Path, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--run` compared the forward pass alone: a wrong loss in the same dump was called equal."""
+    ids = given_ids(home.config)
+    logits = gpt2.load(str(home.model))(ids[:, :-1]).detach()
+    loss = torch.nn.functional.cross_entropy(logits[0], ids[0, 1:]).numpy()
+    for factor, verdict, causes in ((1, "equal", []), (15, "mismatch", ["loss-not-averaged"])):
+        arrays = {"ids": ids[:, :-1].numpy(), "next": ids[:, 1:].numpy(), "logits": logits.numpy(), "loss": factor * loss}
+        np.savez(tmp_path / f"{factor}.npz", **arrays)
+        command = script(tmp_path, f"import shutil; shutil.copy({str(tmp_path / f'{factor}.npz')!r}, out + '.npz')")
+        words = ["diagnose", "--run", command, "--model", str(home.model), "--set", "optim.lr=1e-3", "--json", "-"]
+        assert main(words) == bool(causes)
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["verdict"], [cause["id"] for cause in answer["causes"]]) == (verdict, causes)
+
+
 def test_the_command_line_shows_what_the_program_said(tmp_path: Path, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2; the program's last lines, then ours; its control characters must not reach the terminal."""
     code = main(["diagnose", "--run", script(tmp_path, "print('so \\x1b[31mred'); sys.exit(9)"), "--model", str(home.model)])

@@ -119,8 +119,8 @@ def logits_of_all(model: GPT2, ids: Tensor) -> tuple[list[Candidate], Tensor]:
     programs = [(one, program) for one in candidates if (program := one.program(simulation)) is not None]
     lens = Lens(simulation, Span(0, CONFIG.n_layer, "logits", None, model(ids)))
     values = torch.empty(len(programs), *ids.shape, CONFIG.vocab_size, dtype=torch.float64)
-    for number, found in Batches(simulation).outputs([program for _, program in programs]):
-        values[number] = lens.ended(programs[number][1], found["end"])
+    for number, end in Batches(simulation).outputs([program for _, program in programs]):
+        values[number] = lens.ended(programs[number][1], end)
     return [one for one, _ in programs], values
 
 

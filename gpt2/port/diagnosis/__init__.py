@@ -48,7 +48,7 @@ def diagnose(
         settings: of a dump: what its training steps should do, as for :func:`gpt2.diagnose_step`.
         revision, offline: as for :func:`gpt2.load`.
         fill: first load the weights as :func:`gpt2.load_into` does, for a module that has none yet.
-        progress: called with a short text at each stage of a module's diagnosis.
+        progress: called with a short text at each stage.
 
     The verdict on a module is "equal" if the logits agree with our model's to 1e-10 in float64, at several lengths, and the
     module behaves the same in every call. The search in a module ends after 25 s, in one of more than 20 million parameters after
@@ -81,5 +81,5 @@ def diagnose(
         from gpt2.port.training.settings import Settings
 
         given = Settings.of(settings) if isinstance(settings, Mapping) else Settings.parse(settings) if settings else None
-        diagnosis = examine(what, ours, given)
+        diagnosis = examine(what, ours, given, progress or silent)
     return replace(diagnosis, checkpoint=model if isinstance(model, str) else "a model")

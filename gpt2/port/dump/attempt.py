@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gpt2.measure.metrics import worst_relative_error
+from gpt2.measure.metrics import Progress, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import PlacedCause
@@ -48,8 +48,10 @@ class Attempt:
         reference: GPT2,
         dtype: torch.dtype,
         deadline: float,
+        progress: Progress,
     ) -> None:
         self.arrays, self.output, self.exact, self.reference, self.deadline = arrays, output, exact, reference, deadline
+        self.progress = progress
         self.config, self.ids = reference.config, output.ids
         self.order = points(self.config.n_layer)
         self.tolerance = measured(reference, self.ids, dict(exact), dtype)
@@ -113,6 +115,7 @@ class Attempt:
 
     def _load(self, right: Loaded) -> Loaded:
         """Return the weights that the products show; the right ones if a third of the time does not suffice."""
+        self.progress("looking for weights that were read wrongly")
         now = time.monotonic()
         self.pool.deadline = now + (self.deadline - now) / 3
         try:
@@ -124,7 +127,7 @@ class Attempt:
             self.pool.deadline = math.inf
 
     def _walk(self, loaded: Loaded) -> tuple[Trail, Walk]:
-        trail = Trail(self.pool, dict(loaded.weights), self.config, self.ids)
+        trail = Trail(self.pool, dict(loaded.weights), self.config, self.ids, self.progress)
         now = time.monotonic()
         self.pool.deadline = now + min((self.deadline - now) / 2, RIGHT_SECONDS if self.right else math.inf)
         try:
@@ -164,7 +167,7 @@ class Attempt:
         trials = [*placed, nothing] if placed else []  # single faults first, at each place
         for one in trials:
             evidence, explanation = self._explained(right, one, several=False)
-            if explanation.explains:
+            if explanation.explains or time.monotonic() > self.deadline:
                 break
         else:
             one = placed[0] if placed else nothing
@@ -197,7 +200,8 @@ class Attempt:
         evidence = {**right, **placed.values, "logits": self.output.logits.double()}
         allowed = with_storage(self.tolerance.points, evidence, self._coarsest())
         stages = {*STREAMS, *placed.stages} if placed.stages or several else ()
-        return evidence, explain(self.reference, self.ids, evidence, allowed, self.deadline, stages=stages, several=several)
+        found = explain(self.reference, self.ids, evidence, allowed, self.deadline, self.progress, stages=stages, several=several)
+        return evidence, found
 
     def _sequence(self) -> Iterator[PlacedCause]:
         """Yield the faults in the sequence of blocks, if the streams show one block after the other."""

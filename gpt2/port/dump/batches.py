@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gpt2.measure.tracing import point_at
 from gpt2.port.dump.simulation import NEEDS, ORDER, Program, Simulation, Stages, State
 
 MAX_ELEMENTS = 1 << 22  # of the widest tensor of a batch of programs
+MAX_WORK = 1 << 34  # multiplications in the blocks' matrices for a batch: seconds, after which a caller looks at the clock
 
 
 class Batches:
@@ -25,27 +25,27 @@ class Batches:
 
     def outputs(
         self, programs: Sequence[Program], first: int = 0, last: int | None = None, start: Tensor | None = None
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yield each program's number and its tensors by traced point, blocks ``first`` to ``last`` (excluded).
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield each program's number and its stream behind blocks ``first`` to ``last`` (excluded).
 
         ``start``: the stream that enters block ``first``; the embeddings if None. A program with an order of its own runs all
-        blocks. The points are the outputs of the blocks that a program changed or that follow (``h.3``), and of replaced stages.
+        blocks.
         """
         config, ids = self.simulation.config, self.simulation.ids
         last = config.n_layer if last is None else last
         size = ids.numel() * max(config.inner, config.n_head * ids.shape[1])
-        step = max(1, MAX_ELEMENTS // size)
+        work = ids.numel() * (last - first) * (4 * config.n_embd + 2 * config.inner) * config.n_embd
+        step = max(1, min(MAX_ELEMENTS // size, MAX_WORK // max(work, 1)))
         for begin in range(0, len(programs), step):
             yield from self._batch(programs, range(begin, min(begin + step, len(programs))), first, last, start)
 
     def _batch(
         self, programs: Sequence[Program], numbers: range, first: int, last: int, start: Tensor | None
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        found: dict[int, dict[str, Tensor]] = {number: {} for number in numbers}
+    ) -> Iterator[tuple[int, Tensor]]:
         streams: dict[int, Tensor] = {}  # those that differ from the right model's
         for number in numbers:
             if "embed" in programs[number].outside:
-                streams[number] = found[number]["embed"] = programs[number].outside["embed"]({}).to(self.simulation.dtype)
+                streams[number] = programs[number].outside["embed"]({}).to(self.simulation.dtype)
         natural = [number for number in numbers if programs[number].order is None]
         shared = self.simulation if start is None else _From(self.simulation, first, start)
         for layer in range(first, last):
@@ -55,24 +55,19 @@ class Batches:
             for number, begin, state in self._entered(layer, edited, programs, streams, shared):
                 stages = programs[number].blocks[layer]
                 states[number] = self._edited(layer, state, stages, begin)
-                found[number] |= {point_at(layer, stage): states[number][1][stage] for stage in stages}
             self._finish(layer, states, streams)
             if plain and not self.simulation.stacks:
                 streams |= {number: self.simulation.run_block(layer, {"x": streams[number]}, {})[""] for number in plain}
             elif plain:
                 whole = self.simulation.run_block(layer, {"x": torch.cat([streams[number] for number in plain])}, {})
                 streams |= dict(zip(plain, whole[""].split(len(self.simulation.ids)), strict=True))
-            for number in natural:
-                if number in streams:
-                    found[number][point_at(layer, "")] = streams[number]
         for number in numbers:
             if (order := programs[number].order) is not None:
                 x = streams.get(number, self.simulation.right_input(0))
                 for layer in order:
                     x = self.simulation.run_block(layer, {"x": x}, programs[number].blocks.get(layer, {}))[""]
-                streams[number] = found[number]["end"] = x
-            found[number].setdefault("end", streams[number] if number in streams else shared.right_input(last))
-            yield number, found[number]
+                streams[number] = x
+            yield number, streams[number] if number in streams else shared.right_input(last)
 
     def _entered(
         self, layer: int, edited: list[int], programs: Sequence[Program], streams: dict[int, Tensor], shared: Simulation | _From

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gpt2.errors import InputError
 from gpt2.measure.dumps import SAVE, Dump, dump_of, read
+from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import ranked
@@ -27,34 +29,41 @@ from gpt2.port.training.settings import Settings
 SECONDS = {True: 50.0, False: 240.0}  # for the whole search, by whether the model is small
 
 
-def examine(what: str | Path | Mapping[str, Any], ours: GPT2, settings: Settings | None = None) -> Diagnosis:
-    """Diagnose the dump at a path, or of arrays by name, against ``ours``: its forward pass, and training steps if it has some.
+def examine(
+    what: Dump | str | Path | Mapping[str, Any], ours: GPT2, settings: Settings | None = None, progress: Progress = silent
+) -> Diagnosis:
+    """Diagnose a dump (also its path, or arrays by name) against ``ours``: its forward pass, and training steps if it has some.
 
     ``settings``: what these steps should do; with them it must hold some. Raises InputError as :func:`gpt2.diagnose` does.
     """
-    dump = dump_of(what, ours.config, several=True) if isinstance(what, Mapping) else read(what, ours.config, several=True)
-    steps = StepExamination(dump, ours, settings)
+    if isinstance(what, Dump):
+        dump = what
+    else:
+        dump = dump_of(what, ours.config, several=True) if isinstance(what, Mapping) else read(what, ours.config, several=True)
+    progress("looking for training steps")
+    state = {name: tensor.detach().to("cpu", torch.float64) for name, tensor in ours.state_dict().items()}
+    steps = StepExamination(dump, ours.config, state, settings)
     found = steps.sorted()
     if found is None and len(dump.batches) > 1:
         raise InputError(
             f"{dump.source}: its ids are {tuple(dump.batches.shape)}, batches of training steps, and it holds none; {SAVE}"
         )
     if found is None:
-        return DumpExamination(dump, ours).diagnosis()
+        return DumpExamination(dump, ours, state, progress).diagnosis()
     rest = replace(dump, arrays={name: array for name, array in dump.arrays.items() if name not in found.names})
-    examination = DumpExamination(rest, ours)
+    examination = DumpExamination(rest, ours, state, progress)
     forward = examination.diagnosis() if examination.has_logits() else None
+    progress("comparing its training steps")
     said = steps.diagnosis(found, forward)
     return said if forward is None or steps.seen(found) else forward
 
 
 class DumpExamination:
-    """The diagnosis of one dump; ``ours`` is the right model in any dtype."""
+    """The diagnosis of one dump's forward pass; ``state``: the weights of ``ours``, the right model, in float64 on the CPU."""
 
-    def __init__(self, dump: Dump, ours: GPT2) -> None:
-        self.dump, self.config = dump, ours.config
+    def __init__(self, dump: Dump, ours: GPT2, state: Mapping[str, Tensor], progress: Progress) -> None:
+        self.dump, self.config, self.progress = dump, ours.config, progress
         self.end = time.monotonic() + SECONDS[ours.config.num_parameters() < SMALL]
-        state = {name: tensor.detach().to("cpu", torch.float64) for name, tensor in ours.state_dict().items()}
         self.reference = Reference(ours, state).model.eval()
 
     @torch.no_grad()
@@ -76,7 +85,7 @@ class DumpExamination:
         for number, dtype in enumerate(dtypes):
             left = self.end - time.monotonic()
             deadline = time.monotonic() + left / (len(dtypes) - number)
-            attempts.append(Attempt(arrays, output, exact, self.reference, dtype, deadline))
+            attempts.append(Attempt(arrays, output, exact, self.reference, dtype, deadline, self.progress))
             if attempts[-1].settled:
                 return self._diagnosed(attempts[-1])
         most = max(attempts, key=lambda one: len(one.held))  # in another precision rounding looks wrong from the start

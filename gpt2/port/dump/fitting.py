@@ -38,7 +38,8 @@ def fitted_scales(lens: Lens, blocks: Sequence[int]) -> Iterator[Candidate]:
 
     def errors(logarithms: list[float]) -> list[float]:
         programs = [candidate(math.exp(one)).program(lens.simulation) or Program() for one in logarithms]
-        return [near.log for near in lens.nearness(programs)]
+        near = lens.nearness(programs)
+        return [near[number].log for number in range(len(programs))]
 
     step = 2 * math.log(RANGE) / (GRID - 1)
     grid = [-math.log(RANGE) + number * step for number in range(GRID)]

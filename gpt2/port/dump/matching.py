@@ -25,6 +25,7 @@ SIGNIFICANT = 100.0  # a fitted factor or bias must explain an error of so many 
 BETTER = 2.0  # how many times smaller a fault's error must be than that of GPT-2's own formulas
 MAX_CONFIRMED = 40  # candidates that are computed exactly
 MAX_CONFIRMED_LARGE = 12
+LATE_CONFIRMED = 3  # the nearest, which are computed even after the deadline
 SIEVED = 5e-5  # the largest error of a fit in float32, on few tokens, beside the tolerance
 FIRSTS = 40  # faults that pairs are built on
 DEEPER = 4  # pairs that triples are built on, for each of the first faults
@@ -74,10 +75,6 @@ class Segment:
     @cached_property
     def span(self) -> Span:
         return Span(self.first, self.last, self.end, self.entrance, self.shown[self.end], self.softmaxed)
-
-    @cached_property
-    def sieve(self) -> Sieve:
-        return Sieve(self.simulation, self.span)
 
     def left(self) -> Entrance:
         """Return where the next segment begins."""
@@ -194,9 +191,10 @@ class Search:
 
     def __init__(self, segment: Segment, table: Table, deadline: float, progress: Progress) -> None:
         self.segment, self.deadline, self.progress = segment, deadline, progress
+        self.sieve = Sieve(segment.simulation, segment.span)
         self.singles = list(
             table.singles(
-                segment.first, segment.last, segment.entrance is None, segment.is_last, segment.sieve.small, segment.all_blocks
+                segment.first, segment.last, segment.entrance is None, segment.is_last, self.sieve.small, segment.all_blocks
             )
         )
         self.complete = True
@@ -206,7 +204,7 @@ class Search:
 
     def fits(self, several: bool = True) -> list[Fit]:
         """Return the candidates that explain the segment, the simplest first; single faults only, unless ``several``."""
-        if self.segment.sieve.small:
+        if self.sieve.small:
             ranked = self._rank([Candidate(), *self.singles], None, "single faults")
             fits = self._confirmed(ranked)
         else:  # most faults are in all blocks, or outside them
@@ -223,32 +221,30 @@ class Search:
         """Return the factor of the scores that explains the segment, in all blocks whose scores are computed in it."""
         segment = self.segment
         blocks = [n for n in range(segment.first, segment.last) if segment.span.computes(n, "attn.scores")]
-        if not blocks or not segment.sieve.small or self.late():
+        if not blocks or not self.sieve.small or self.late():
             return []
-        return [fit for candidate in fitted_scales(segment.sieve.whole, blocks) for fit in segment.fits(candidate)][:1]
+        return [fit for candidate in fitted_scales(self.sieve.whole, blocks) for fit in segment.fits(candidate)][:1]
 
     def _rank(self, candidates: list[Candidate], base: Candidate | None, words: str) -> Ranked:
         ranked: Ranked = []
-        for number, one in enumerate(self.segment.sieve.ranked(candidates, base)):
+        for number, one in enumerate(self.sieve.ranked(() if self.late() else candidates, base, self.deadline)):
             ranked.append(one)
             if number % 64 == 0:
                 self.progress(f"{self.segment.end}: {number} of {len(candidates)} {words}")
-                if self.late():
-                    self.complete &= base is not None
-                    break
+        self.complete &= base is not None or not self.late()
         return sorted(ranked, key=lambda one: one[0].fit)
 
     def _confirmed(self, ranked: Ranked, base: Candidate | None = None) -> list[Fit]:
         """Return the candidates that fit exactly, of those that may by the sieve."""
         segment = self.segment
-        bound = 2 * segment.allowed(segment.end) + (1e-12 if segment.sieve.small else SIEVED)
+        bound = 2 * segment.allowed(segment.end) + (1e-12 if self.sieve.small else SIEVED)
         if segment.softmaxed:
             bound = math.inf
         fits: list[Fit] = []
         if base is None:  # its head may be another
             fits += segment.fits(Candidate())
-        for near, candidate in ranked[: MAX_CONFIRMED if segment.sieve.small else MAX_CONFIRMED_LARGE]:
-            if near.fit > bound or (len(fits) >= 3 and self.late()):
+        for number, (near, candidate) in enumerate(ranked[: MAX_CONFIRMED if self.sieve.small else MAX_CONFIRMED_LARGE]):
+            if near.fit > bound or (number >= LATE_CONFIRMED and self.late()):
                 break
             if base is not None or not candidate.is_right:
                 fits += segment.fits(candidate if base is None else base.with_(candidate))

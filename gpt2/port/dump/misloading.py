@@ -261,12 +261,12 @@ def rounded(tensor: Tensor, dtype: str) -> Tensor:
     """
     if dtype == SCALED:
         mantissa, exponent = tensor.frexp()
-        return (16 * mantissa).round().ldexp(exponent - 4).to(tensor)
+        return mantissa.mul_(16).round_().ldexp(exponent.sub_(4)).to(tensor)
     if not dtype.startswith("int8"):
         return tensor.to(NARROW[dtype]).to(tensor)
     largest = tensor.abs().amax(0, keepdim=True) if dtype == "int8" and tensor.ndim > 1 else tensor.abs().max()
     scale = (largest / 127).clamp(min=1e-30)
-    return (tensor / scale).round() * scale
+    return (tensor / scale).round_().mul_(scale)
 
 
 def _rounded() -> Iterator[Variant]:

@@ -10,7 +10,7 @@ import os
 import shlex
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,11 +25,13 @@ from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.int8 import require_float
 from gpt2.measure.dumps import read
+from gpt2.measure.metrics import Progress, silent
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.diagnosis.runner import watch
 from gpt2.port.diagnosis.worker import write_official
-from gpt2.port.dump.examination import DumpExamination
+from gpt2.port.dump.examination import examine
+from gpt2.port.training.settings import Settings
 
 TOKENS = 16  # of the one row that the program runs
 SHOWN_LINES, READ_BYTES = 20, 65_536  # of what the program printed last
@@ -60,24 +62,34 @@ class ProgramDump:
 
 
 def diagnose_program(
-    command: str, model: str, *, timeout: float, revision: str | None = None, offline: bool = False
+    command: str,
+    model: str,
+    *,
+    timeout: float,
+    settings: Sequence[str] = (),
+    revision: str | None = None,
+    offline: bool = False,
+    progress: Progress = silent,
 ) -> Diagnosis:
-    """Run CMD, and diagnose the dump that it wrote; the ids that it was given count if the dump holds none.
+    """Run CMD, and diagnose the dump that it wrote, as a file; the ids that it was given count if the dump holds none.
+
+    ``settings``: ``KEY=VALUE``, what the dump's training steps should do; with them it must hold some.
 
     Raises:
         InputError: CMD or the dump is of no use, as :func:`split` and :func:`gpt2.measure.dumps.read` say; or no such model.
         ProgramError: the program left no dump, as :func:`run_program` says.
     """
     split(command)  # before anything is downloaded
+    given = Settings.parse(settings) if settings else None
     checkpoint = open_checkpoint(ModelName.parse(model, VERIFIES, revision=revision), offline=offline)
     ours: GPT2 = checkpoint.load()
     require_float(ours, "diagnose")
     with run_program(command, checkpoint, timeout=timeout) as left:
         try:
-            dump = read(left.path, checkpoint.config, left.ids)
+            dump = read(left.path, checkpoint.config, left.ids, several=True)
         except InputError as error:  # the file is gone before the message is read
             raise InputError(f"--run: {str(error).replace(str(left.path.with_suffix('')), '{out}')}") from None
-    diagnosis = DumpExamination(replace(dump, source=command), ours).diagnosis()
+    diagnosis = examine(replace(dump, source=command), ours, given, progress)
     others = not torch.equal(dump.ids, left.ids)
     note = ("the ids in the dump are not those that the program was given: the dump's count",) if others else ()
     return replace(diagnosis, checkpoint=model, notes=(*diagnosis.notes, *note))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,11 +55,13 @@ class Lens:
     def on(self, program: Program) -> Lens:
         return Lens(self.simulation.on(program), self.span)
 
-    def nearness(self, programs: list[Program]) -> list[Nearness]:
-        """Return how near each program comes."""
-        out: list[Nearness | None] = [None] * len(programs)
+    def nearness(self, programs: Sequence[Program], deadline: float = math.inf) -> dict[int, Nearness]:
+        """Return how near each program comes, by its number; only those that ended before the deadline."""
+        out: dict[int, Nearness] = {}
         alike: list[tuple[int, Tensor]] = []
         for number, end in self.span.ends(self.simulation, programs):
+            if time.monotonic() > deadline:
+                break
             program = programs[number]
             if program.outside.keys() & {"ln_f", "head"}:
                 out[number] = self._measured(self.ended(program, end)[None])[0]
@@ -68,9 +71,8 @@ class Lens:
             part = alike[start : start + BATCH]
             numbers = [number for number, _ in part]
             values = self.ended(Program(), torch.stack([stream for _, stream in part]))
-            for number, one in zip(numbers, self._measured(values), strict=True):
-                out[number] = one
-        return [one for one in out if one is not None]
+            out |= zip(numbers, self._measured(values), strict=True)
+        return out
 
     def ended(self, program: Program, stream: Tensor) -> Tensor:
         """Return the value at the end from a stream (..., B, T, D)."""
@@ -138,8 +140,10 @@ class Sieve:
             return self.whole
         return self.row if any(fault.id in WIDE for fault in candidate.faults(0)) else self.few
 
-    def ranked(self, candidates: Iterable[Candidate], base: Candidate | None = None) -> Iterator[tuple[Nearness, Candidate]]:
-        """Yield candidates with their nearness; ``base``: faults that every one of them has beside its own."""
+    def ranked(
+        self, candidates: Iterable[Candidate], base: Candidate | None = None, deadline: float = math.inf
+    ) -> Iterator[tuple[Nearness, Candidate]]:
+        """Yield candidates with their nearness, until the deadline; ``base``: faults that each has beside its own."""
         waiting: dict[int, list[tuple[Candidate, Program]]] = {}
         lenses: dict[int, Lens] = {}
         based: dict[int, Lens] = {}
@@ -156,10 +160,12 @@ class Sieve:
             batch = waiting.setdefault(id(lens), [])
             batch.append((candidate, program or Program()))
             if len(batch) == BATCH:
-                yield from self._flush(lens, batch)
+                yield from _near(lens, batch, deadline)
                 batch.clear()
         for key, batch in waiting.items():
-            yield from self._flush(lenses[key], batch)
+            yield from _near(lenses[key], batch, deadline)
 
-    def _flush(self, lens: Lens, batch: list[tuple[Candidate, Program]]) -> Iterator[tuple[Nearness, Candidate]]:
-        yield from zip(lens.nearness([program for _, program in batch]), (candidate for candidate, _ in batch), strict=True)
+
+def _near(lens: Lens, batch: list[tuple[Candidate, Program]], deadline: float) -> Iterator[tuple[Nearness, Candidate]]:
+    near = lens.nearness([program for _, program in batch], deadline)
+    yield from ((near[number], candidate) for number, (candidate, _) in enumerate(batch) if number in near)

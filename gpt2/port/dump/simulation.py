@@ -183,7 +183,7 @@ class Simulation:
     def _make(self, layer: int) -> Stages:
         w, config = self.weights(layer), self.config
         thirds = zip("qkv", w["attn.c_attn.weight"].chunk(3, 1), w["attn.c_attn.bias"].chunk(3, 0), strict=True)
-        projections = {name: (weight.contiguous(), bias) for name, weight, bias in thirds}
+        projections = {name: (weight, bias) for name, weight, bias in thirds}
         activation = ACTIVATIONS[config.activation_function]
         heads = config.n_head
 

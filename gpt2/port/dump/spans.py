@@ -54,8 +54,7 @@ class Span:
         entrance = None if self.entrance is None else self.entrance.to(simulation.dtype)
         if self.until == LAST and (entrance is None or entrance.after < 0):  # whole blocks: in batches
             start = None if entrance is None else entrance.state["x"]
-            for number, found in Batches(simulation).outputs(programs, self.first, self.last, start):
-                yield number, found["end"]
+            yield from Batches(simulation).outputs(programs, self.first, self.last, start)
             return
         right = simulation.stages(Program(), self.first, self.last, entrance, self.until)
         x = right["embed"] if entrance is None else entrance.state["x"]

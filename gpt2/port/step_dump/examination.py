@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import shown
+from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure.dumps import Dump
-from gpt2.model import GPT2
 from gpt2.port.diagnosis.places import Place, collapsed, joined
 from gpt2.port.diagnosis.report import Diagnosis, Divergence
 from gpt2.port.step_dump.gradient_stage import MAX_WORK, GradientExamination, GradientReading
@@ -57,12 +57,11 @@ def batches_of(dump: Dump) -> list[Batch]:
 
 
 class StepExamination:
-    """The diagnosis of the training steps in one dump; ``ours`` is the right model."""
+    """The diagnosis of the training steps in one dump; ``state`` holds the right weights, in float64 on the CPU."""
 
-    def __init__(self, dump: Dump, ours: GPT2, settings: Settings | None) -> None:
+    def __init__(self, dump: Dump, config: GPT2Config, state: Mapping[str, Tensor], settings: Settings | None) -> None:
         self.dump, self.settings, self.asked = dump, settings or Settings(), settings is not None
-        self.config = ours.config
-        self.state = {name: tensor.detach().to("cpu", torch.float64) for name, tensor in ours.state_dict().items()}
+        self.config, self.state = config, state
         self.predictor = Predictor(self.config)
         self.special = special_ids(self.config)
         self.stages: dict[str, Stage] = {name: Stage() for name in STAGES}
