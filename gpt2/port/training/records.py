@@ -126,12 +126,12 @@ class Sampler:
         return {name: self.take(name, parameter) for name, parameter in self.parameters.items()}
 
     def add(self, gradient: Gradient, name: str, tensor: Tensor) -> None:
-        """Write a parameter's gradient into ``gradient``."""
+        """Write a parameter's gradient into ``gradient``; its norms are taken without a copy of it."""
         tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-        gradient.samples[name] = self.take(name, tensor)
-        gradient.two[name] = float(torch.linalg.vector_norm(tensor, dtype=torch.float64 if tensor.dtype.itemsize < 8 else None))
-        gradient.one[name] = float(tensor.abs().sum(dtype=torch.float64))
-        gradient.largest[name] = float(tensor.abs().max()) if tensor.numel() else 0.0
+        dtype = torch.float64 if tensor.dtype.itemsize < 8 else None
+        two, one = (float(torch.linalg.vector_norm(tensor, order, dtype=dtype)) for order in (2, 1))
+        low, high = tensor.aminmax() if tensor.numel() else (0.0, 0.0)
+        gradient.set(name, self.take(name, tensor), two, one, max(-float(low), float(high)))
 
     def gradients(self) -> Gradient:
         gradient = Gradient()
