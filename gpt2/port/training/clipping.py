@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
+import numpy as np
 from torch import Tensor
 
 from gpt2.port.training.records import Gradient, Watched
+from gpt2.port.training.rules import Array, Track
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
 SAME = 1e-6  # relative difference of numbers that are meant to be equal; torch adds 1e-6 to the norm before it divides
 NORMS = ("two", "largest", "one")
 LIMITS = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0)  # norms that people clip to
+Clip = tuple[str, float]  # a kind of clipping as in ClipReading, "" for none, and its limit
 
 
 @dataclass(frozen=True)
@@ -166,16 +169,32 @@ def _factor(groups: Sequence[Sequence[Passage]], outliers: dict[str, float]) -> 
     return 1.0
 
 
-def clipped(gradient: Gradient, kind: str, limit: float) -> dict[str, Tensor]:
-    """Return the samples of a gradient as clipping makes them: ``kind`` as in :class:`ClipReading`."""
+@dataclass(frozen=True)
+class Norms:
+    """The norms of K gradients, (K,) each: of all parameters together by kind, and of each parameter's own."""
+
+    whole: dict[str, Array]
+    own: dict[str, Array]
+
+    @classmethod
+    def of(cls, gradients: Sequence[Gradient]) -> Norms:
+        two, one, largest = (np.zeros(len(gradients)) for _ in range(3))
+        for k, each in enumerate(gradients):
+            two[k], one[k], largest[k] = each.total, sum(each.one.values()), max(each.largest.values(), default=0.0)
+        names = {name for each in gradients for name in each.two}
+        own = {name: np.array([each.two.get(name, 0.0) for each in gradients]) for name in names}
+        return cls({"two": two, "one": one, "largest": largest}, own)
+
+
+def clipped(track: Track, clip: Clip, norms: Norms) -> Track:
+    """Return a parameter's track with gradients as clipping makes them."""
+    kind, limit = clip
+    if not kind:
+        return track
     if kind == "value":
-        return {name: sample.clamp(-limit, limit) for name, sample in gradient.samples.items()}
-    if kind == "tensor":
-        each = {name: min(1.0, limit / (gradient.two[name] + 1e-6)) for name in gradient.samples}
-        return {name: sample * each[name] for name, sample in gradient.samples.items()}
-    total = gradient.total if kind == "two" else sum(gradient.one.values()) if kind == "one" else max(gradient.largest.values())
-    factor = min(1.0, limit / (total + 1e-6))
-    return {name: sample * factor for name, sample in gradient.samples.items()}
+        return replace(track, gradient=np.clip(track.gradient, -limit, limit))
+    size = norms.own[track.name] if kind == "tensor" else norms.whole[kind]
+    return track.times(np.minimum(1.0, limit / (size + 1e-6)))
 
 
-__all__ = ["ClipReading", "Passage", "clipped", "passage", "passages", "read_clipping"]
+__all__ = ["Clip", "ClipReading", "Norms", "Passage", "clipped", "passage", "passages", "read_clipping"]

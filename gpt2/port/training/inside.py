@@ -6,12 +6,13 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from gpt2.port.golden_section import least
-from gpt2.port.training.clipping import LIMITS, clipped
+from gpt2.port.training.clipping import LIMITS, Clip, Norms, clipped
 from gpt2.port.training.records import Update
 from gpt2.port.training.rules import Kind, Rule, Track, directions, fit
 from gpt2.port.training.settings import Settings
@@ -20,21 +21,24 @@ from gpt2.port.training.updates import EPSILONS, EXACT, ROUNDED, Found, Search
 FITS = 1e-6  # relative error of changes that a known rule explains
 KINDS = ("two", "tensor", "value", "largest")
 GRID, STEPS = 32, 44  # limits that are tried of each kind, and steps that refine the best
-Clip = tuple[str, float]  # a kind of clipping that leaves .grad as it is, and its limit
+NEAR = 0.3  # the error at the best of the limits that are tried, above which it is not refined
+USUAL = 7  # structures of rules that are tried before clipping to an unknown limit
 
 
 def tracks(updates: Sequence[Update], clip: Clip | None = None, names: Sequence[str] | None = None) -> dict[str, Track]:
     """Return each parameter's track over some updates; without a gradient in ``.grad``, what arrived is used."""
-    gradients = [update.gradient.samples if clip is None else clipped(update.gradient, *clip) for update in updates]
     found = {}
     for name in updates[0].before if names is None else names:
         before = torch.stack([update.before[name] for update in updates]).numpy()
         after = torch.stack([update.after[name] for update in updates]).numpy()
-        seen = np.array([name in one for one in gradients])
+        seen = np.array([name in update.gradient.samples for update in updates])
         blank = torch.zeros(before.shape[1], dtype=torch.float64)
-        gradient = torch.stack([one.get(name, blank) for one in gradients]).numpy()
+        gradient = torch.stack([update.gradient.samples.get(name, blank) for update in updates]).numpy()
         found[name] = Track(name, before, gradient, after - before, seen)
-    return found
+    if clip is None:
+        return found
+    norms = Norms.of([update.gradient for update in updates])
+    return {name: clipped(track, clip, norms) for name, track in found.items()}
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,13 @@ class RuleSearch:
         """Return the rule with the gradients as they are, if it explains all; else the one with clipping within the update."""
         hidden = any(update.summed for session in self.sessions for update in session)
         if hidden:
-            found = first_explained([self])
-            if found is not None:
-                return found[1:]
-            limited = self._with_limit(self._rules())
-            if limited is not None:
-                return limited
+            for most in (USUAL, None):
+                found = first_explained([self], most)
+                if found is not None:
+                    return found[1:]
+                limited = self._with_limit(self._rules()) if most else None
+                if limited is not None:
+                    return limited
         best = self.search(None).best()
         if best.error <= ROUNDED and self.explains(best.rule, None):
             return best, None
@@ -69,10 +74,18 @@ class RuleSearch:
         """No clipping within the update, and the one that the settings ask for."""
         return [None, ("two", self.settings.clip)] if self.settings.clip else [None]
 
+    @cached_property
+    def _plain(self) -> list[tuple[dict[str, Track], Norms]]:
+        """By session, the tracks without clipping, and the norms of the gradients."""
+        return [(tracks(one, None, self.names), Norms.of([update.gradient for update in one])) for one in self.sessions]
+
+    def _tracks(self, session: int, clip: Clip | None) -> list[Track]:
+        plain, norms = self._plain[session]
+        return [plain[name] if clip is None else clipped(plain[name], clip, norms) for name in self.names]
+
     def search(self, clip: Clip | None) -> Search:
         """Return the search in the first session."""
-        moved = tracks(self.sessions[0], clip, self.names)
-        return Search([moved[name] for name in self.names], self.settings)
+        return Search(self._tracks(0, clip), self.settings)
 
     def explains(self, rule: Rule, clip: Clip | None) -> bool:
         """Whether a rule gives the changes in the other sessions too."""
@@ -80,11 +93,8 @@ class RuleSearch:
 
     def _others(self, rule: Rule, clip: Clip | None) -> float:
         """Return the largest error of a rule in the sessions after the first."""
-        errors = [0.0]
-        for session in self.sessions[1:]:
-            moved = tracks(session, clip, self.names)
-            errors += [fit(moved[name], directions(rule, moved[name])).error for name in self.names]
-        return max(errors)
+        later = [track for number in range(1, len(self.sessions)) for track in self._tracks(number, clip)]
+        return max((fit(track, directions(rule, track)).error for track in later), default=0.0)
 
     def _usual(self) -> Iterator[Clip]:
         limits = dict.fromkeys(limit for limit in (self.settings.clip, *LIMITS) if limit)
@@ -105,7 +115,7 @@ class RuleSearch:
         for kind in KINDS:
             for rule in dict.fromkeys(rules):
                 error, limit = self._limit(kind, rule)
-                if search and FITS < error < 0.3:
+                if search and FITS < error < NEAR:
                     rule = self.search((kind, limit)).best().rule
                     error, limit = self._limit(kind, rule)
                 if error <= FITS:
@@ -121,8 +131,10 @@ class RuleSearch:
 
         low, high = self._range(kind)
         points = list(np.linspace(math.log(low), math.log(high), GRID))
-        best = min(points, key=error)
-        step = points[1] - points[0]
+        errors = [error(point) for point in points]
+        best, step = points[int(np.argmin(errors))], points[1] - points[0]
+        if min(errors) > NEAR:
+            return min(errors), math.exp(best)
         found, log = least(error, best - step, best + step, STEPS)
         return found, math.exp(log)
 
@@ -142,13 +154,14 @@ class RuleSearch:
         return min(bounded) / 10, max(bounded)
 
 
-def first_explained(searches: Sequence[RuleSearch]) -> tuple[int, Found, Clip | None] | None:
+def first_explained(searches: Sequence[RuleSearch], most: int | None = None) -> tuple[int, Found, Clip | None] | None:
     """Return the first rule, the usual before the rare, that explains all sessions of a search; its number, and the clipping.
 
-    Of several that do, one with a usual eps; None if there is none.
+    Of several that do, one with a usual eps; None if there is none among the first ``most`` structures.
     """
     tried = [(number, clip) for number, one in enumerate(searches) for clip in one.clips]
-    for bests in itertools.zip_longest(*(searches[number].search(clip).improving() for number, clip in tried)):
+    improving = (itertools.islice(searches[number].search(clip).improving(), most) for number, clip in tried)
+    for bests in itertools.zip_longest(*improving):
         explained = [
             (number, best, clip)
             for best, (number, clip) in zip(bests, tried, strict=True)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Constants = tuple[Array, Array, Array]
 ROUNDING = 2 * 2.0**-52  # of a parameter, when a change is added to it in float64
 
 
@@ -92,13 +93,16 @@ class Moments:
     step: int = 0
 
 
-def directions(rule: Rule, track: Track, state: Moments | None = None) -> Array:
-    """Return the directions (K, n) in which ``rule`` moves a parameter, from its own values and gradients; ``state`` goes on."""
+def directions(rule: Rule, track: Track, state: Moments | None = None, constants: Constants | None = None) -> Array:
+    """Return the directions (K, n) in which ``rule`` moves a parameter, from its own values and gradients; ``state`` goes on.
+
+    ``constants``: R values each, (R, 1), of beta1, beta2 and eps in place of the rule's; the directions are (R, K, n) then.
+    """
     n = track.before.shape[1]
     state = Moments(np.zeros(n), np.zeros(n), np.zeros(n)) if state is None else state
-    out = np.zeros_like(track.before)
-    b1, b2 = rule.beta1, rule.beta2
-    for t in range(len(out)):
+    b1, b2, eps = (rule.beta1, rule.beta2, rule.eps) if constants is None else constants
+    out = np.zeros((*np.shape(b1)[:-1], *track.before.shape))
+    for t in range(len(track.before)):
         if not track.seen[t]:
             continue
         g = track.gradient[t]
@@ -110,27 +114,27 @@ def directions(rule: Rule, track: Track, state: Moments | None = None) -> Array:
         state.step += 1
         if rule.kind is Kind.SGD:
             state.m = b1 * state.m + g
-            out[t] = g + b1 * state.m if rule.nesterov else state.m
+            out[..., t, :] = g + b1 * state.m if rule.nesterov else state.m
             continue
         if rule.kind is Kind.SIGN:
-            out[t] = np.sign(b1 * state.m + (1 - b1) * g)
+            out[..., t, :] = np.sign(b1 * state.m + (1 - b1) * g)
             state.m = b2 * state.m + (1 - b2) * g
             continue
         state.m = b1 * state.m + (1 - b1) * g
         state.v = b2 * state.v + (1 - b2) * g * g
-        state.most = np.maximum(state.most, state.v)
+        state.most = np.maximum(state.most, state.v) if rule.amsgrad else state.most
         at = state.step + (rule.correction is Correction.LATE)
         c1 = 1 - b1**at if rule.correction not in (Correction.NONE, Correction.SECOND) else 1.0
         c2 = 1 - b2**at if rule.correction not in (Correction.NONE, Correction.FIRST) else 1.0
-        c1, c2 = max(c1, 1e-300), max(c2, 1e-300)
+        c1, c2 = np.maximum(c1, 1e-300), np.maximum(c2, 1e-300)
         v = state.most if rule.amsgrad else state.v
         if rule.place is Eps.INSIDE:
-            root = np.sqrt(v / c2 + rule.eps)
+            root = np.sqrt(v / c2 + eps)
         elif rule.place is Eps.BEFORE:
-            root = (np.sqrt(v) + rule.eps) / np.sqrt(c2)
+            root = (np.sqrt(v) + eps) / np.sqrt(c2)
         else:
-            root = np.sqrt(v / c2) + rule.eps
-        out[t] = (state.m / c1) / np.where(root == 0, 1.0, root)
+            root = np.sqrt(v / c2) + eps
+        out[..., t, :] = state.m / (c1 * np.where(root == 0, 1.0, root))
     return out
 
 
@@ -149,22 +153,32 @@ class Fit:
 
 def fit(track: Track, direction: Array, rates: Array | None = None) -> Fit:
     """Fit the rates and decays of each step to ``change = -rate direction - decay before``; ``rates`` if they are known."""
+    found, decays, error, doubts = _fitted(track, direction, rates)
+    return Fit(found, decays, float(error), doubts)
+
+
+def errors_of(track: Track, directions: Array) -> Array:
+    """Return the errors (R,) of R rules, whose directions are (R, K, n)."""
+    return _fitted(track, directions, None)[2]
+
+
+def _fitted(track: Track, direction: Array, rates: Array | None) -> tuple[Array, Array, Array, Array]:
     change, before = track.change, track.before
-    uu, up, pp = (direction * direction).sum(1), (direction * before).sum(1), (before * before).sum(1)
-    ud, pd = -(direction * change).sum(1), -(before * change).sum(1)
-    alone = np.divide(ud, uu, out=np.zeros_like(ud), where=uu > 0)
-    determinant = uu * pp - up * up
-    both = determinant > 1e-9 * uu * pp
-    safe = np.where(both, determinant, 1.0)
+    uu, up, pp = (direction * direction).sum(-1), (direction * before).sum(-1), (before * before).sum(-1)
+    ud, pd = -(direction * change).sum(-1), -(before * change).sum(-1)
     if rates is None:
+        determinant = uu * pp - up * up
+        both = determinant > 1e-9 * uu * pp
+        safe = np.where(both, determinant, 1.0)
+        alone = ud / np.where(uu > 0, uu, np.inf)
         found = np.where(both, (pp * ud - up * pd) / safe, alone)
         decays = np.where(both, (uu * pd - up * ud) / safe, np.nan)
     else:
         found = rates
-        decays = np.divide(pd - rates * up, pp, out=np.full_like(pd, np.nan), where=pp > 1e-30)
-    residual = change + found[:, None] * direction + np.nan_to_num(decays)[:, None] * before
-    size = float((change * change).sum())
-    rounding = ROUNDING * float(np.sqrt((before * before).sum()))
-    error = max(0.0, float(np.sqrt((residual * residual).sum())) - rounding) / math.sqrt(size) if size > 0 else 0.0
-    doubts = ROUNDING * np.sqrt(np.divide(pp, uu, out=np.zeros_like(pp), where=uu > 0))
-    return Fit(found, decays, error, doubts)
+        decays = np.where(pp > 1e-30, (pd - rates * up) / np.where(pp > 1e-30, pp, 1.0), np.nan)
+    residual = change + found[..., None] * direction + np.where(np.isnan(decays), 0.0, decays)[..., None] * before
+    size = math.sqrt(float((change * change).sum()))
+    rounding = ROUNDING * math.sqrt(float(pp.sum()))
+    left = np.maximum(0.0, np.sqrt((residual * residual).sum((-2, -1))) - rounding)
+    doubts = ROUNDING * np.sqrt(pp / np.where(uu > 0, uu, np.inf))
+    return found, decays, left / size if size > 0 else 0.0 * left, doubts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gpt2.port.training.rules import Array, Correction, Eps, Kind, Rule, Track, directions, fit
+from gpt2.port.training.rules import Array, Correction, Eps, Kind, Rule, Track, directions, errors_of, fit
 from gpt2.port.training.settings import Settings
 
 EXACT = 1e-8  # relative error of changes that a rule explains
@@ -126,14 +126,19 @@ class Search:
         return best
 
     def _least(self, rules: list[Rule]) -> Found:
-        best = Found(rules[0], math.inf)
-        for rule in rules:
-            error = self.error(rule)
-            if error < best.error:
-                best = Found(rule, error)
-            if error <= EXACT:
-                break
-        return best
+        """Return the first rule that explains the changes, else the one with the least error; they differ in constants only."""
+        first = self._tried(rules[0])
+        if first.error <= EXACT or len(rules) == 1:
+            return first
+        constants = tuple(np.array([[getattr(rule, name)] for rule in rules]) for name in ("beta1", "beta2", "eps"))
+        squares = np.zeros(len(rules))
+        for track in self.tracks:
+            found = errors_of(track, directions(rules[0], track, constants=constants))  # type: ignore[arg-type]
+            squares += found**2 * float((track.change**2).sum())
+        errors = np.sqrt(squares / self.size)
+        good = np.flatnonzero(errors <= EXACT)
+        at = int(good[0]) if len(good) else int(errors.argmin())
+        return Found(rules[at], float(errors[at]))
 
     def _refined(self, found: Found) -> Found:
         """Return the rule with its constants fitted, rounded to the digits that people write where that explains as much."""
