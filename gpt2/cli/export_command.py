@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+import shlex
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2.cli.common import Status, add_model, size, write_result
@@ -61,12 +63,27 @@ def run(args: argparse.Namespace) -> int:
             from gpt2.comparison.exported import check_export
 
             check = check_export(done, revision=args.revision, offline=args.offline, progress=status)
+    done = _with_card(done, args)
     body = {**asdict(done), "parameters": done.config.num_parameters()}
     if check is not None:
         body["check"] = {"ok": check.ok, **asdict(check)}
     text = "\n".join([_text(done), *([] if check is None else [check.table()])])
     write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(printable(text)))
     return 0 if check is None or check.ok else 1
+
+
+def _with_card(done: Export, args: argparse.Namespace) -> Export:
+    """Write the export's model card and its record beside the files; return the export with both."""
+    from gpt2.checkpoint.card import CARD, RECORD, of_export, write_card
+    from gpt2.checkpoint.describe import File
+
+    given = {"--format": args.format, "--type": args.type, "--keep": ",".join(args.keep), "--revision": args.revision}
+    words = [word for flag, value in given.items() if value and value != "hf" for word in (flag, value)]
+    model = Path(done.model).name if Path(done.model).is_absolute() else done.model  # the folders above it are private
+    folder = Path(done.directory)
+    remark = write_card(folder, of_export(done, args.revision, shlex.join(["gpt2", "export", model, folder.name, *words])))
+    written = [File.of(folder / name) for name in ((RECORD,) if remark else (CARD, RECORD))]
+    return replace(done, files=(*done.files, *written), notes=(*done.notes, *([remark] if remark else [])))
 
 
 def _text(done: Export) -> str:

@@ -113,7 +113,11 @@ def _train(args: argparse.Namespace) -> int:
     fresh = args.fresh and not restarts()  # a restarted job keeps its checkpoints
     result = train(recipe, args.out or f"out/{recipe.name}", init=args.init, fresh=fresh, report=show)
     if own_rank() == 0:
+        from gpt2.train.card import write_card
+
         best = Path(result.folder) / "best"
+        if remark := write_card(Path(result.folder)):
+            print(f"note: {printable(remark)}", file=sys.stderr)
         body = {**asdict(result), "folder": str(result.folder), "best": str(best)}
         text = f"{_ENDS[result.stopped]} at step {result.step}\nbest validation loss {result.best_loss:.4f} at step "
         text += f"{result.best_step}: {printable(str(best), one_line=True)}"

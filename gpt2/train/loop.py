@@ -223,7 +223,8 @@ class _Run:
             if best := progress.best_loss is None or score.loss < progress.best_loss:
                 progress = replace(progress, best_loss=score.loss, best_step=progress.step, evals_since_best=0)
             sample = self.ranks.first(partial(self.keep_and_sample, progress, best))
-            self.write(step=progress.step, val_loss=score.loss, val_bits_per_byte=score.bits_per_byte)
+            row = {"val_loss": score.loss, "val_bits_per_byte": score.bits_per_byte, "val_tokens": score.tokens, "sample": sample}
+            self.write(step=progress.step, **row)
         self.tell(Evaluated(progress.step, score, best, sample, overfitting(self.metrics.rows, progress.best_step)))
         return progress
 

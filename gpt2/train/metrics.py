@@ -124,7 +124,7 @@ class Metrics:
         with writing(self.folder):
             self.file.write(json.dumps(row) + "\n")
             for name, value in row.items():
-                if self.board is not None and name != "step" and isinstance(value, int | float):
+                if self.board is not None and name not in ("step", "val_tokens") and isinstance(value, int | float):
                     self.board.add_scalar(name, value, row["step"])
 
     def sync(self) -> None:

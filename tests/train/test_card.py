@@ -1,0 +1,117 @@
+"""The card of a run and of an export: every figure is the run's, the command is the run's, a person's text is kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpt2.checkpoint.card import CARD, base_of, read_record
+from gpt2.checkpoint.publish import plan
+from gpt2.cli.main import main, parser
+from gpt2.train.card import command, write_card
+from gpt2.train.recipe import build, read
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A finished run of twelve steps, with its card."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    assert write_card(folder) == ""
+    return folder
+
+
+def test_the_figures_of_the_card_are_the_run_s(run: Path) -> None:
+    """A figure that the run did not measure, or of another step, would be believed."""
+    text = (run / "best" / CARD).read_text()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    best = min((row for row in rows if "val_loss" in row), key=lambda row: row["val_loss"])
+    assert f"| loss, nats per token | {best['val_loss']:.4f} |" in text
+    assert f"| bits per byte | {best['val_bits_per_byte']:.4f} |" in text
+    assert f"Measured on {best['val_tokens']:,} tokens in windows of 16 without overlap" in text
+    assert best["sample"] in text
+    assert "the base model" not in text  # from scratch
+    assert (run / "best" / "curves.png").stat().st_size > 10_000
+    shown = re.search(r"```json\n(.*?)```", text, re.DOTALL)[1]
+    assert json.loads(shown)["data"]["path"] == "text.txt"  # the folders above it are private
+    assert str(run.parent) not in text + (run / "best" / "gpt2-record.json").read_text()
+
+
+@pytest.mark.parametrize("init", [None, "gpt2"])
+def test_the_command_of_the_card_trains_the_same_recipe(init: str | None) -> None:
+    """A command that leaves out one setting trains another model."""
+    changes = ["optim.lr=2e-3", "dropout=0.0", "data.path=my own.txt", "model.n_layer=2", "tensorboard=true", "seed=7"]
+    changes += ["lora.r=4", "lora.targets=c_attn,c_fc"] if init else []
+    recipe = read("finetune-shakespeare", changes).resolved(init)
+    args = parser().parse_args(shlex.split(command(recipe, init))[1:])
+    assert (args.recipe, args.init) == ("finetune-shakespeare", init)
+    assert read(args.recipe, args.set).resolved(init) == recipe
+    assert command(replace(recipe, seed=8), init) != command(recipe, init)
+
+
+def test_what_a_person_wrote_is_kept(run: Path) -> None:
+    """A resumed run wrote over the user's own text. Only the figures are renewed."""
+    path = run / "best" / CARD
+    text = path.read_text()
+    path.write_text(text.replace("## Limits", "My own words.\n\n## Limits").replace("| perplexity | ", "| perplexity | 9"))
+    assert "kept" in write_card(run)
+    assert path.read_text() == text.replace("## Limits", "My own words.\n\n## Limits")
+    plan(run / "best")
+    path.write_text("Mine alone.\n")
+    assert "kept" in write_card(run)
+    assert path.read_text() == "Mine alone.\n"
+
+
+def test_an_export_s_card_claims_no_figures_of_rounded_weights(run: Path, tmp_path: Path, capsys) -> None:
+    """Nobody has measured the bfloat16 file, so the Hub's metadata must not say that it was. Control: a float32 export."""
+    for suffix, claims in (("", True), (":bf16", False)):
+        out = tmp_path / f"out{suffix[1:]}"
+        assert main(["export", f"{run / 'best'}{suffix}", str(out)]) == 0
+        text = (out / CARD).read_text()
+        assert ("model-index" in text) == claims
+        assert ("before the conversion rounded the weights" in text) != claims
+        assert "trained from scratch on `text.txt`" in text
+        plan(out)
+    assert main(["export", "shakespeare-mini", str(out)]) == 2  # another tokenizer's files are there
+    assert main(["export", "shakespeare-mini", str(tmp_path / "mini"), "--format", "gguf"]) == 0
+    text = (tmp_path / "mini" / CARD).read_text()
+    assert "library_name: gguf" in text
+    assert "license: mit" in text
+
+
+def test_a_fine_tune_names_its_base_and_shows_both(whole: Path, recipe, tmp_path: Path) -> None:
+    """The base's licence and id come from what is known, and its loss is the one before the first step."""
+    from gpt2.train.loop import train
+
+    (whole / "best" / "gpt2-record.json").unlink(missing_ok=True)
+    train(replace(recipe, steps=3), tmp_path / "tuned", init=str(whole / "best"))
+    write_card(tmp_path / "tuned")
+    text = (tmp_path / "tuned" / "best" / CARD).read_text()
+    first = json.loads((tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()[0])
+    assert re.search(rf"\| loss, nats per token \| [\d.]+ \| {first['val_loss']:.4f} \|", text)
+    assert "fine-tuned from `best`" in text
+    assert base_of("gpt2") == {
+        "name": "gpt2",
+        "license": "mit",
+        "language": "en",
+        "id": "openai-community/gpt2",
+    }
+    assert base_of("distilgpt2")["license"] == "apache-2.0"
+    assert "license" not in base_of("org/name@v1")
+    assert base_of("org/name@v1")["revision"] == "v1"
+
+
+def test_a_bigram_has_no_card(recipe, tmp_path: Path) -> None:
+    """No other program opens a table of bigrams, and publish refuses it."""
+    from gpt2.train.loop import train
+
+    raw = {"steps": 2, "model": {"kind": "bigram"}, "eval_every": 2, "context": 16, "device": "cpu"}
+    bigram = replace(build(raw, "test"), data=recipe.data, name="pairs")
+    train(bigram, tmp_path / "pairs")
+    assert write_card(tmp_path / "pairs") == ""
+    assert read_record(tmp_path / "pairs" / "best") is None
