@@ -225,6 +225,7 @@ def test_an_example_of_the_help_runs(example: str, tmp_path: Path) -> None:
     """An example that parses may still fail."""
     shutil.copy(ROOT / "tests" / "support" / "faulty" / "hostile" / "sound.py", tmp_path / "port.py")
     (tmp_path / "train.py").write_text(STEP)
+    shutil.copytree(Path(gpt2.__file__).parent / "assets" / "shakespeare-mini", tmp_path / "model")
     command = re.sub(r"(^|\| )gpt2 ", rf"\1{shlex.quote(sys.executable)} -m gpt2 ", example)
     done = run(["bash", "-euc", command], tmp_path)
     assert done.returncode == 0, done.stderr

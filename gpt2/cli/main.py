@@ -11,7 +11,7 @@ from gpt2 import __version__
 from gpt2.cli.common import require_writable
 from gpt2.errors import InputError
 
-NAMES = ("info", "verify", "compare", "explore", "diagnose", "trace", "generate", "train", "export", "bench")
+NAMES = ("info", "verify", "compare", "explore", "diagnose", "trace", "generate", "train", "export", "publish", "bench")
 COMMANDS = tuple(import_module(f"gpt2.cli.{name}_command") for name in NAMES)
 
 

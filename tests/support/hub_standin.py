@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
+from support.hub_uploads import Uploads
+
 CHUNK = 1 << 20
 
 
@@ -149,6 +151,7 @@ class Repo:
     commits: dict[str, dict[str, File]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)  # branch or tag -> commit
     gated: int = 0  # the status that refuses its files
+    private: bool = False  # hidden from a client without a token of its owner's
 
     def commit_of(self, revision: str) -> str | None:
         return self.refs.get(revision, revision if revision in self.commits else None)
@@ -169,6 +172,7 @@ class HubStandIn:
         self.lists_sha256 = True  # whether the listing has large files' sha256; some mirrors leave it out
         self.rewrite: Callable[[Request, Answer], Answer] | None = None
         self.xet: Any = None  # an `XetStandIn`, if large files are served over Xet
+        self.uploads = Uploads(self)
         self.gzip = False  # compress for clients that accept it, as the real Hub does with text: no length, no ranges
         self._orders: dict[tuple[str, str, str], tuple[float, Any]] = {}  # (fault, repo, path) -> number of answers, argument
         self._closing = threading.Event()
@@ -292,6 +296,15 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
+    def do_POST(self) -> None:
+        hub = self.hub
+        on_cdn = self.server.server_port == urlsplit(hub.cdn).port
+        self.request_seen = Request(self.command, self.path, None, self.headers["Authorization"], on_cdn)
+        hub.requests.append(self.request_seen)
+        hub.uploads.answer(self)
+
+    do_PUT = do_POST
+
     def do_GET(self) -> None:
         hub, headers = self.hub, self.headers
         on_cdn = self.server.server_port == urlsplit(hub.cdn).port
@@ -348,7 +361,8 @@ class _Handler(BaseHTTPRequestHandler):
         if new := self.hub.aliases.get(name):
             return self._send(307, {"Location": self.path.replace(f"/{name}", f"/{new}", 1)}, b"")
         repo = self.hub.repos.get(name)
-        if repo is None:
+        owners = self.hub.uploads.tokens.get((self.headers["Authorization"] or "").removeprefix("Bearer "), ())
+        if repo is None or (repo.private and name.partition("/")[0] not in owners):
             return self._error(401, "RepoNotFound", "Repository not found")  # the Hub's answer to a client that is not logged in
         verb, revision, *path = rest if len(rest) > 1 else (None, "main")
         commit = repo.commit_of(revision)
@@ -371,7 +385,7 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": path} for path in sorted(tree)]
         gated = "auto" if repo.gated else False
         return self._json(
-            {"id": name.removeprefix("datasets/"), "sha": commit, "private": False, "gated": gated, "siblings": siblings}
+            {"id": name.removeprefix("datasets/"), "sha": commit, "private": repo.private, "gated": gated, "siblings": siblings}
         )
 
     def _tree(self, tree: dict[str, File]) -> tuple[list[dict], dict[str, str]]:
@@ -445,16 +459,20 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _until_the_client_is_gone(self) -> None:
-        self.connection.settimeout(0.05)
-        while not self.hub.wait_until_closed(0):
-            try:
-                if not self.connection.recv(1):
-                    return
-            except TimeoutError:
-                continue
+        while not self.hub.wait_until_closed(0) and not self.client_is_gone():
+            pass
 
-    def _json(self, value: object, headers: dict[str, str] | None = None) -> None:
-        self._send(200, {"Content-Type": "application/json"} | (headers or {}), json.dumps(value).encode())
+    def client_is_gone(self) -> bool:
+        self.connection.settimeout(0.05)
+        try:
+            return not self.connection.recv(1 << 16)
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            return True
+
+    def _json(self, value: object, headers: dict[str, str] | None = None, status: int = 200) -> None:
+        self._send(status, {"Content-Type": "application/json"} | (headers or {}), json.dumps(value).encode())
 
     def _error(self, status: int, code: str | None, message: str, headers: dict[str, str] | None = None) -> None:
         named = {"X-Error-Code": code} if code else {}

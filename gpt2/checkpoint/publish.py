@@ -1,0 +1,232 @@
+"""Publish a model's folder to the Hub in one commit: choose its files, check model and card, upload, and read the result back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpt2.checkpoint import card
+from gpt2.checkpoint.card_text import CURVES
+from gpt2.checkpoint.checkpoint import open_path
+from gpt2.checkpoint.describe import File
+from gpt2.checkpoint.export import TOKENIZER_FILES
+from gpt2.checkpoint.files import ADAPTER, INDEX, what_is_there
+from gpt2.checkpoint.hub_api import list_files, request_headers
+from gpt2.checkpoint.hub_errors import BUSY, check_environment, one_line
+from gpt2.checkpoint.loading import require_vocabulary
+from gpt2.checkpoint.names import REPOSITORY
+from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
+from gpt2.checkpoint.saving import sha256
+from gpt2.checkpoint.verified import digest_of
+from gpt2.config import quoted
+from gpt2.data import FILES
+from gpt2.errors import InputError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+ADAPTERS = (ADAPTER, ADAPTER_WEIGHTS, f"adapter/{ADAPTER}", f"adapter/{ADAPTER_WEIGHTS}")
+SENT = {
+    *("config.json", "generation_config.json", "special_tokens_map.json", INDEX, "LICENSE", *ADAPTERS),
+    *(card.CARD, CURVES, card.RECORD, *TOKENIZER_FILES, *FILES),
+}
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|[\w+-][\w.+-]*\.gguf", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be sent of ``folder``: files with size and sha256; the names of other files; remarks for the user."""
+
+    folder: Path
+    files: tuple[File, ...]
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A repository before the upload: ``commit`` is its newest one, or None if it must be created."""
+
+    repo: str
+    url: str
+    private: bool
+    commit: str | None
+    others: tuple[str, ...] = ()  # files there that the upload does not replace
+
+
+@dataclass(frozen=True)
+class Published:
+    """The commit that the Hub made, and the files whose hash there is not the hash that was shown."""
+
+    commit: str
+    url: str
+    wrong: tuple[str, ...]
+
+
+def plan(folder: str | Path) -> Plan:
+    """Choose the files of ``folder`` to publish, and check them; no request is made.
+
+    Only a model's own files are sent: safetensors or GGUF, config, tokenizer, card, record, curves, LoRA adapter.
+
+    Raises InputError: no such folder, its model does not load or computes no numbers, its weights are in another format, a file
+    is a link that leads out of it, or its card claims what its record does not have.
+    """
+    given, folder = Path(folder), Path(folder).expanduser().resolve()
+    if not folder.is_dir():
+        raise InputError(f"{given}: not a folder; give the one that gpt2 export or gpt2 train made, such as out/run/best")
+    present = sorted(entry.relative_to(folder).as_posix() for entry in folder.rglob("*") if not entry.is_dir())
+    names = [name for name in present if name in SENT or WEIGHTS.fullmatch(name)]
+    for name in names:
+        target = (folder / name).resolve()
+        if not (target.is_file() and target.is_relative_to(folder)):
+            raise InputError(f"{given}/{name}: a link that leads out of the folder; put a copy of the file there")
+    if not any(WEIGHTS.fullmatch(name) or name in ADAPTERS[:2] for name in names):
+        there = what_is_there(folder)
+        raise InputError(f"{given}: no model.safetensors and no .gguf there; {there}. gpt2 export {given} DIR writes safetensors")
+    files = tuple(File(name, (folder / name).stat().st_size, sha256(folder / name)) for name in names)
+    notes = [*_check_model(folder, names), *card.check(folder, {file.name: file.sha256 for file in files})]
+    return Plan(folder, files, tuple(name for name in present if name not in names), tuple(notes))
+
+
+def _check_model(folder: Path, names: list[str]) -> list[str]:
+    """Load the model and compute logits; return remarks. Raises InputError or CheckpointError: it cannot be published."""
+    import torch
+
+    checkpoint = open_path(folder)
+    weights = {container.path.name for container in checkpoint.assignment.files.values()}
+    if ADAPTER not in names and (others := weights - set(names)):
+        raise InputError(
+            f"{folder}: the weights are read from {min(others)}, which is not sent; gpt2 export {folder} DIR writes safetensors"
+        )
+    model, tokenizer = checkpoint.load(), checkpoint.own_tokenizer()
+    with torch.inference_mode():
+        ids = torch.arange(min(4, model.config.n_positions, model.config.vocab_size))[None]
+        if not model(ids).isfinite().all():
+            raise InputError(f"{folder}: the model computes NaN or infinite logits; publish another checkpoint of it")
+    if tokenizer is None:
+        return ["there is no tokenizer in the folder: nobody can type a prompt"]
+    require_vocabulary(tokenizer, model.config, str(folder))
+    return []
+
+
+def look(repo: str, planned: Plan, *, public: bool) -> Target:
+    """Ask the Hub for the repository; nothing is sent.
+
+    Raises InputError: not OWNER/NAME, no token, no answer, or a public repository where a private one is wanted.
+    """
+    if not REPOSITORY.fullmatch(repo):
+        raise InputError(f"{quoted(repo)} is not OWNER/NAME; give your name on the Hub and the model's, such as me/macbeth")
+    with explained(repo):
+        from huggingface_hub.errors import RepositoryNotFoundError
+        from huggingface_hub.utils import validate_repo_id
+
+        validate_repo_id(repo)
+        api = _api()
+        url = f"{api.endpoint}/{repo}"
+        try:
+            info = api.model_info(repo, timeout=30)
+        except RepositoryNotFoundError:
+            return Target(repo, url, not public, None)
+    if info.id != repo:
+        raise InputError(f"{repo} is called {info.id} now; give that name")
+    if not info.private and not public:
+        raise InputError(f"{url} is public already; add --public, or choose another name for a private one")
+    others = {file.rfilename for file in info.siblings or ()} - {file.name for file in planned.files} - {".gitattributes"}
+    return Target(repo, url, bool(info.private), info.sha, tuple(sorted(others)))
+
+
+def send(planned: Plan, target: Target) -> Published:
+    """Create the repository if need be, upload, commit, and compare what the Hub lists with the plan.
+
+    Large files that the Hub has already are not sent again, so a broken upload goes on. The commit fails if the repository has
+    changed since :func:`look`. Raises InputError: the Hub refuses or does not answer.
+    """
+    with explained(target.repo):
+        from huggingface_hub import CommitOperationAdd
+
+        api = _api()
+        if target.commit is None:
+            api.create_repo(target.repo, private=target.private)
+        files = [CommitOperationAdd(file.name, str(planned.folder / file.name)) for file in planned.files]
+        message = f"Upload {len(files)} files with gpt2 publish"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a card without metadata, which the plan's notes say
+            commit = api.create_commit(target.repo, files, commit_message=message, parent_commit=target.commit).oid
+        stored = list_files(target.repo, commit)
+    wrong = []
+    for file in planned.files:
+        declared = stored[file.name].digest if file.name in stored else ""
+        if len(declared) != 64:  # a small file, of which the Hub lists git's hash
+            with (planned.folder / file.name).open("rb") as stream:
+                same = bool(declared) and digest_of(stream, declared, planned.folder / file.name) == declared
+            declared = file.sha256 if same and sha256(planned.folder / file.name) == file.sha256 else ""
+        wrong += [] if declared == file.sha256 else [file.name]
+    return Published(commit, f"{target.url}/commit/{commit}", tuple(wrong))
+
+
+def _api() -> HfApi:
+    """Return the Hub's client. Raises InputError: there is no token, or no network is allowed."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.is_offline_mode():
+        raise InputError("HF_HUB_OFFLINE is set, and publishing needs the Hub: unset it, or try --dry-run")
+    if "authorization" not in request_headers():
+        raise InputError("not logged in to the Hub: run `hf auth login` or set HF_TOKEN, with a token that may write")
+    return HfApi()
+
+
+@contextlib.contextmanager
+def explained(repo: str) -> Iterator[None]:
+    """Convert every failure of an upload into an InputError of one line; the token is in none of them."""
+    check_environment()
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    try:
+        yield
+    except InputError:
+        raise
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
+        cause: BaseException = error
+        while not isinstance(cause, HfHubHTTPError) and cause.__cause__ is not None and isinstance(error, RuntimeError):
+            cause = cause.__cause__
+        if isinstance(cause, HfHubHTTPError):
+            raise _refused(repo, cause) from error
+        what = one_line(cause)
+        if isinstance(error, ValueError):  # the client's own checks, and the Hub's of the card
+            raise InputError(f"{repo}: {what}; correct it and publish again") from error
+        advice = "check the network and run it again, what the Hub has is not sent again"
+        xet = "" if os.environ.get("HF_HUB_DISABLE_XET") else "; HF_HUB_DISABLE_XET=1 sends over plain HTTP"
+        raise InputError(f"the upload to {repo} broke off ({what}): {advice}{xet}") from error
+
+
+def _refused(repo: str, error: HfHubHTTPError) -> InputError:
+    from huggingface_hub import constants
+
+    hub, status = constants.ENDPOINT, error.response.status_code
+    said = one_line(Exception(error.response.headers.get("X-Error-Message") or "no reason given"))[:160]
+    owner = repo.partition("/")[0]
+    advice = {
+        400: f"{said}; correct it and publish again",
+        401: "the token is not valid; run `hf auth login`, or correct HF_TOKEN",
+        402: f"{said}; see the plan of {owner} at {hub}/settings/billing",
+        403: f"the token may not write to {owner}; make one that may at {hub}/settings/tokens",
+        404: f"the repository is gone or renamed; look at {hub}/{owner}",
+        409: "the repository changed meanwhile; run it again",
+        412: "the repository changed meanwhile; run it again",
+        413: "too large for the Hub; split the weights into shards, or ask the Hub for more room",
+        429: "too many requests; wait some minutes and run it again, what the Hub has is not sent again",
+    }
+    busy = "the Hub is busy or down; run it again later, what it has is not sent again"
+    what = advice.get(status, busy if status in BUSY or status >= 500 else said)
+    return InputError(f"{hub} answers {status} for {repo}: {what}")

@@ -1,0 +1,157 @@
+"""``gpt2 publish``: send a model and its card to the Hub."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt2.cli.common import Status, say, size, write_result
+from gpt2.errors import InputError, printable
+
+if TYPE_CHECKING:
+    from gpt2.checkpoint.publish import Plan, Published, Target
+
+HELP = "send a model and its card to the Hub, in one commit"
+EXAMPLES = """\
+  gpt2 publish model me/mini --dry-run                   what would be sent; sends nothing
+  gpt2 publish out/macbeth/best me/macbeth               a private repository; asks before it sends
+  gpt2 publish out/macbeth/best me/macbeth --measure     with what verify and compare say, in the card
+  gpt2 publish out/macbeth/best me/macbeth --public --yes --json -
+
+DIR is what gpt2 train wrote (out/RUN/best) or gpt2 export. Only a model's own files are sent: weights, config, tokenizer, card,
+record. The token is HF_TOKEN's or the one of `hf auth login`. Run the command again after a broken upload: what the Hub has is
+not sent again.
+
+exit code: 0 published (or --dry-run), 1 the Hub stored other bytes, 2 bad input or refused"""
+
+BASE_TOKENS = 2048  # of the text that --measure compares on
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="the model's folder")
+    parser.add_argument("repo", metavar="REPO", help="OWNER/NAME on the Hub; created if it does not exist")
+    visible = parser.add_mutually_exclusive_group()
+    visible.add_argument("--private", action="store_true", help="only you can see it (the default)")
+    visible.add_argument("--public", action="store_true", help="everybody can see it")
+    parser.add_argument(
+        "--measure", action="store_true", help="first verify the model and compare it with its base, for the card"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show what would be sent; make no request")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def run(args: argparse.Namespace) -> int:
+    from gpt2.checkpoint.publish import look, plan, send
+
+    with Status("reading the model") as status:
+        if args.measure:
+            measure(Path(args.directory), status)
+        status(f"checking {args.directory}")
+        planned = plan(args.directory)
+    body: dict[str, Any] = {
+        "repo": args.repo,
+        "files": [asdict(file) for file in planned.files],
+        "not_sent": planned.left_out,
+        "notes": planned.notes,
+        "commit": None,
+    }
+    if args.dry_run:
+        text = f"{_plan(args, planned, None)}\nnothing was sent (--dry-run)"
+        write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(text))
+        return 0
+    with Status(f"asking the Hub for {args.repo}"):
+        target = look(args.repo, planned, public=args.public)
+    print(printable(_plan(args, planned, target)), file=sys.stderr)
+    if not args.yes:
+        _ask(f"send these {len(planned.files)} files, {size(planned.size)}, to {target.url}?")
+    _quiet_client()
+    done = send(planned, target)
+    body |= {"commit": done.commit, "url": done.url, "private": target.private, "wrong": done.wrong}
+    write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(_done(args.repo, target, done)))
+    return 1 if done.wrong else 0
+
+
+def measure(directory: Path, status: Status) -> None:
+    """Verify the model in ``directory``, compare it with its base where that can be named, and renew its card."""
+    from gpt2.checkpoint.card import RECORD, read_record, write_card
+    from gpt2.parity.run import verify
+
+    record = read_record(directory)
+    if record is None:
+        raise InputError(f"{directory}: --measure needs {RECORD}, which gpt2 train and gpt2 export write; leave --measure out")
+    report = verify(str(directory), offline=True, progress=status)
+    done = f"{len(report.checks)} checks, {report.coverage}"
+    measured: dict[str, Any] = {
+        "verify": {"ok": report.ok, "transformers": report.environment.versions["transformers"], "checks": done}
+    }
+    base = record.get("base") or {}
+    if "id" in base or base.get("name") == "shakespeare-mini":
+        name = base.get("id", base["name"]) + (f"@{base['revision']}" if base.get("revision") else "")
+        measured["compare"] = _compared(name, directory, status)
+    if remark := write_card(directory, record | {"measured": measured}):
+        print(f"note: {printable(remark)}", file=sys.stderr)
+    if not report.ok:
+        raise InputError(
+            f"{directory}: not equal to transformers; gpt2 verify {directory} says where, and --measure left out publishes"
+        )
+
+
+def _compared(base: str, directory: Path, status: Status) -> dict[str, Any]:
+    from gpt2.comparison.run import compare
+
+    change = compare(base, str(directory), tokens=BASE_TOKENS, progress=status)
+    rows, both = {"text": f"{change.text.name}: {change.protocol}"}, change.distributions
+    if both is not None:
+        rows["perplexity"] = f"{both.a.score.perplexity:.2f} to {both.b.score.perplexity:.2f}"
+        rows["KL divergence"] = f"{both.kl_ab.mean.value:.3g} nats ({both.kl_ab.mean.low:.3g} to {both.kl_ab.mean.high:.3g})"
+        rows["same first choice"] = f"{both.same_top.value:.1%} of the tokens"
+    if change.weights is not None:
+        rows["weights moved"] = f"{change.weights.total.distance:.2%} of their norm"
+    return {"command": f"gpt2 compare {base} OWNER/NAME --tokens {BASE_TOKENS}", "rows": rows}
+
+
+def _plan(args: argparse.Namespace, planned: Plan, target: Target | None) -> str:
+    state = "public" if (target and not target.private) or (target is None and args.public) else "private"
+    where = "" if target is None else ", new" if target.commit is None else f", now at {target.commit[:12]}"
+    lines = [f"{args.directory} -> {args.repo}  ({state}{where})"]
+    lines += [f"  {file.name:24} {size(file.size):>9}  sha256 {file.sha256[:24]}..." for file in planned.files]
+    lines += [f"  not sent: {', '.join(planned.left_out)}"] if planned.left_out else []
+    lines += [f"  note: {note}" for note in planned.notes]
+    if target and target.others:
+        more = f" and {len(target.others) - 6} more" if len(target.others) > 6 else ""
+        lines.append(
+            f"  note: {', '.join(target.others[:6])}{more} stay there; weights of another model among them would mislead"
+        )
+    if target and args.public and target.private:
+        lines.append(f"  note: it stays private; make it public at {target.url}/settings")
+    return "\n".join(lines)
+
+
+def _ask(question: str) -> None:
+    """Ask on the terminal. Raises InputError: there is none, or the answer is not yes."""
+    if not sys.stdin.isatty():
+        raise InputError("nobody to ask here: add --yes, or --dry-run to send nothing")
+    print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise InputError("nothing was sent; answer y to send")
+
+
+def _done(repo: str, target: Target, done: Published) -> str:
+    if done.wrong:
+        return f"{done.url}: the Hub holds other bytes of {', '.join(done.wrong)}; the folder changed meanwhile? publish again"
+    same = "nothing has changed since" if done.commit == target.commit else "published"
+    return (
+        f"{same} {done.url}\nevery hash on the Hub is the one shown; gpt2 verify {repo}@{done.commit[:12]} checks what comes back"
+    )
+
+
+def _quiet_client() -> None:
+    """Let the client draw its progress bars on a terminal only."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+
+    if not sys.stderr.isatty() and not are_progress_bars_disabled():
+        disable_progress_bars()

@@ -1,0 +1,258 @@
+"""``gpt2 publish`` against a Hub on loopback that takes uploads: what is sent, what is refused, what comes back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support.checks import TESTS
+from support.commands import mistake
+from support.hub_standin import HubStandIn
+
+from gpt2.checkpoint.publish import look, plan, send
+from gpt2.cli.main import main
+from gpt2.errors import InputError
+
+TOKEN = "hf_" + "writer" * 5
+RECIPE = """
+steps = 6
+batch_size = 2
+context = 16
+log_every = 1
+eval_every = 2
+save_every = 6
+sample_tokens = 8
+device = "cpu"
+data.tokenizer = "chars"
+model = {n_layer = 1, n_embd = 16, n_head = 2, n_positions = 16}
+optim = {lr = 1e-2, min_lr = 1e-3, warmup = 1}
+"""
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The best model of a tiny run, as the command wrote it; read only."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "tiny.toml").write_text(RECIPE)
+    (folder / "my text.txt").write_text("To be, or not to be: that is the question.\n" * 30)
+    text = f"data.path={folder / 'my text.txt'}"
+    assert main(["train", str(folder / "tiny.toml"), "--set", text, "--out", str(folder / "tiny")]) == 0
+    return folder / "tiny" / "best"
+
+
+@pytest.fixture
+def model(trained: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(trained, tmp_path / "model"))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
+    """A Hub where TOKEN may write to ``me``, and this process as its client, over git LFS."""
+    from huggingface_hub import constants
+
+    with HubStandIn() as hub:
+        hub.uploads.tokens[TOKEN] = ("me",)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        settings = {"ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": True, "HF_HOME": str(tmp_path / "home")}
+        settings |= {"HF_HUB_CACHE": str(tmp_path / "home" / "hub")}
+        settings |= {"HUGGINGFACE_CO_URL_TEMPLATE": hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"}
+        for name, value in settings.items():
+            monkeypatch.setattr(constants, name, value)
+        yield hub
+
+
+def on_the_hub(hub: HubStandIn, repo: str = "me/tiny") -> dict[str, bytes]:
+    """The files of the newest commit."""
+    tree = hub.repos[repo].commits[hub.repos[repo].refs["main"]]
+    return {name: file.content.content for name, file in tree.items() if name != ".gitattributes"}
+
+
+def test_what_comes_back_is_what_was_sent(trained: Path, hub: HubStandIn, capfd: pytest.CaptureFixture) -> None:
+    """A byte lost on the way, a second commit, optimizer state or a token in public view would each go unnoticed."""
+    assert main(["publish", str(trained), "me/tiny", "--yes", "--json", "-"]) == 0
+    out, err = capfd.readouterr()
+    result = json.loads(out)
+    assert TOKEN not in out + err
+    assert hub.repos["me/tiny"].private
+    assert len(hub.uploads.messages) == 1
+    assert on_the_hub(hub) == {file["name"]: (trained / file["name"]).read_bytes() for file in result["files"]}
+    names = {"README.md", "gpt2-record.json", "curves.png", "config.json", "model.safetensors", "chars.json", "tokenizer.json"}
+    assert set(on_the_hub(hub)) == names | {"generation_config.json", "tokenizer_config.json"}
+    assert set(result["not_sent"]) == {"manifest.json", "progress.json"}
+    assert not any(request.authorization for request in hub.requests if request.cdn)
+
+    assert main(["verify", f"me/tiny@{result['commit']}"]) == 0
+    assert "EQUAL" in capfd.readouterr().out
+    received = len(hub.uploads.received)
+    assert main(["publish", str(trained), "me/tiny", "--yes"]) == 0
+    assert "nothing has changed" in capfd.readouterr().out
+    assert len(hub.uploads.received) == received
+
+
+def test_a_killed_upload_leaves_no_commit_and_goes_on(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
+    """After a kill there must be no repository with half a model; and what has arrived must not be sent again."""
+    hub.uploads.hold(after=1000)
+    environ = hub.environ(tmp_path / "home", HF_TOKEN=TOKEN, PYTHONPATH=str(TESTS.parent))
+    command = [sys.executable, "-m", "gpt2", "publish", str(trained), "me/tiny", "--yes"]
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not hub.uploads.received and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert on_the_hub(hub) == {}
+    assert not hub.uploads.messages
+
+    hub.uploads.drop(after=500)  # the client tries again by itself
+    hub.uploads.fails["commit"] = (503, "down")
+    with pytest.raises(InputError, match="run it again later, what it has is not sent again"):
+        send(plan(trained), look("me/tiny", plan(trained), public=False))
+    assert 500 in hub.uploads.received
+    hub.uploads.fails.clear()
+    send(plan(trained), look("me/tiny", plan(trained), public=False))
+    assert set(hub.uploads.put.values()) == {1}
+    assert on_the_hub(hub)["model.safetensors"] == (trained / "model.safetensors").read_bytes()
+
+
+def test_nothing_is_sent_without_a_yes(trained: Path, hub: HubStandIn, capsys: pytest.CaptureFixture) -> None:
+    """A script that forgot --yes must not publish, and a dry run must not even ask the Hub."""
+    assert main(["publish", str(trained), "me/tiny", "--dry-run"]) == 0
+    assert "model.safetensors" in capsys.readouterr().out
+    assert not hub.requests
+    assert main(["publish", str(trained), "me/tiny"]) == 2
+    assert "--yes" in capsys.readouterr().err
+    assert {request.method for request in hub.requests} == {"GET"}
+    assert not hub.repos
+
+
+def test_private_unless_told_otherwise(trained: Path, hub: HubStandIn, capsys: pytest.CaptureFixture) -> None:
+    """The default would leak a model through a repository that is public already."""
+    hub.add_repo("me/open", {"pytorch_model.bin": b"another model"})
+    assert "public already; add --public" in mistake(capsys, "publish", str(trained), "me/open", "--yes")
+    assert not hub.uploads.messages
+    assert main(["publish", str(trained), "me/open", "--yes", "--public"]) == 0
+    assert "note: pytorch_model.bin stay there" in capsys.readouterr().err
+    assert on_the_hub(hub, "me/open")["pytorch_model.bin"] == b"another model"
+    assert main(["publish", str(trained), "me/new", "--yes", "--public"]) == 0
+    assert not hub.repos["me/new"].private
+
+
+@pytest.mark.parametrize(
+    ("step", "status", "says"),
+    [
+        ("create", 403, "may not write to me"),
+        ("create", 402, "settings/billing"),
+        ("commit", 409, "changed meanwhile"),
+        ("put", 413, "too large"),
+        ("create", 429, "wait some minutes"),
+        ("commit", 500, "run it again later"),
+    ],
+)
+def test_a_refusal_is_one_line_with_what_to_do(trained: Path, hub: HubStandIn, capsys, step: str, status: int, says: str) -> None:
+    """The client's errors are pages long, and say nothing of what to do."""
+    hub.uploads.fails[step] = (status, "so it was ordered")
+    assert main(["publish", str(trained), "me/tiny", "--yes"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("gpt2 publish: ")
+    assert f"{status} for me/tiny" in line
+    assert says in line
+    assert TOKEN not in line
+
+
+def test_who_may_not_write_is_told(trained: Path, hub: HubStandIn, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong or missing token, another owner, and a commit that came in between."""
+    planned = plan(trained)
+    assert "403 for you/tiny" in refused(lambda: send(planned, look("you/tiny", planned, public=False)))
+    assert "not OWNER/NAME" in refused(lambda: look("tiny", planned, public=False))
+    hub.add_repo("me/tiny", {})
+    hub.repos["me/tiny"].private = True
+    target = look("me/tiny", planned, public=False)
+    hub.add_repo("me/tiny", {"README.md": b"in between"})
+    assert "changed meanwhile" in refused(lambda: send(planned, target))
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "401" in refused(lambda: send(planned, look("me/fresh", planned, public=False)))
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(trained / "none"))
+    assert "not logged in" in refused(lambda: look("me/tiny", planned, public=False))
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(InputError) as error:
+        call()
+    return str(error.value)
+
+
+def edit(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new, 1))
+
+    return change
+
+
+def other_weights(scale: float) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        save_file({name: tensor * scale for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+def to_a_link(folder: Path) -> None:
+    shutil.move(folder / "config.json", folder.parent / "private.json")
+    (folder / "config.json").symlink_to("../private.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (other_weights(0.5), "is of another model.safetensors"),
+        (other_weights(float("nan")), "NaN"),
+        (to_a_link, "leads out of the folder"),
+        (edit("README.md", "type: perplexity\n      value: ", "type: perplexity\n      value: 1"), "claims perplexity 1"),
+        (edit("README.md", "| perplexity | ", "| perplexity | 1"), "'figures' is not what"),
+        (edit("README.md", "library_name:", "base_model: openai-community/gpt2-xl\nlibrary_name:"), "claims base_model"),
+        (edit("README.md", "tags:\n", "tags: [\n"), "metadata cannot be read"),
+        (edit("config.json", '"n_embd": 16', '"n_embd": 17'), "n_embd"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
+    ],
+)
+def test_a_folder_that_does_not_load_or_claims_too_much_is_refused(model: Path, change: Callable, says: str) -> None:
+    """A page on the Hub is believed: its figures must be the record's, and its files a model."""
+    assert plan(model).notes == (
+        "the card states no licence: add 'license: ...' to the first lines of README.md if you may grant one",
+    )
+    change(model)
+    assert says in refused(lambda: plan(model))
+
+
+def test_only_a_model_s_own_files_are_sent(model: Path) -> None:
+    """A run's folder also holds optimizer state, and a user's folder may hold keys."""
+    for name in (".env", "optimizer.safetensors", "notes.txt", "sub/model.safetensors", "evil.py"):
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("secret")
+    before = {file.name for file in plan(model).files}
+    assert before.isdisjoint({".env", "optimizer.safetensors", "notes.txt", "sub/model.safetensors", "evil.py"})
+
+
+def test_the_card_is_valid_by_the_hub_s_own_client(trained: Path, hub: HubStandIn) -> None:
+    """The Hub refuses a whole commit for one bad key of its card. Control: a licence that does not exist."""
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(trained / "README.md")
+    card.validate()
+    assert card.data.pipeline_tag == "text-generation"
+    metrics = {result.metric_type: result.metric_args for result in card.data.eval_results}
+    assert metrics["perplexity"]["context"] == 16
+    card.data.license = "no-such-licence"
+    with pytest.raises(ValueError, match="license"):
+        card.validate()
