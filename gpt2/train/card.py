@@ -110,7 +110,7 @@ def command(recipe: Recipe, init: str | None) -> str:
         usual, own = (_flat(asdict(each)) for each in (read(recipe.name).resolved(init), recipe))
         for key, value in own.items():
             if value != usual[key] and key not in NOT_SHOWN:
-                shown = ",".join(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else value
+                shown = json.dumps(value) if isinstance(value, tuple | bool) else value
                 words += ["--set", f"{key}={_last(shown) if key in ('data.path', 'data.tokens') else shown}"]
     return shlex.join(words)
 
