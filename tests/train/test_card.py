@@ -46,7 +46,7 @@ def test_the_figures_of_the_card_are_the_run_s(run: Path) -> None:
 def test_the_command_of_the_card_trains_the_same_recipe(init: str | None) -> None:
     """A command that leaves out one setting trains another model."""
     changes = ["optim.lr=2e-3", "dropout=0.0", "data.path=my own.txt", "model.n_layer=2", "tensorboard=true", "seed=7"]
-    changes += ["lora.r=4", "lora.targets=c_attn,c_fc", 'data.add_tokens=["a,b"]'] if init else []
+    changes += ["lora.r=4", "lora.targets=c_attn,c_fc"] if init else ['data.add_tokens=["a,b"]']
     recipe = read("finetune-shakespeare", changes).resolved(init)
     args = parser().parse_args(shlex.split(command(recipe, init))[1:])
     assert (args.recipe, args.init) == ("finetune-shakespeare", init)
