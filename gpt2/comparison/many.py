@@ -40,7 +40,7 @@ from gpt2.pages.reports import environment
 
 SAMPLE = 1024  # tokens of the text on which all pairs are compared, at equal distances
 ROWS = 256  # of them at a time
-FLOOR_TOKENS = 256  # on which the first model's floor of noise is measured
+FLOOR_TOKENS = 128  # on which the first model's floor of noise is measured
 
 
 def compare_many(
@@ -183,9 +183,9 @@ class _Run:
                 targets = self.targets[done : done + len(rows)]
                 if first:
                     self.first.add(rows)
-                found = pairwise([rows] if first or alone else [self.first.take(len(rows)), rows])
+                found = pairwise([rows] if first or alone else [self.first.take(len(rows)), rows], from_first=True)
                 right = rows.gather(1, targets[:, None])[:, 0].double() - found.log_sums[:, -1]
-                columns.append((right, found.kl[:, 0, -1], rows.max(1).indices))
+                columns.append((right, found.kl[:, 0, -1], found.top[:, -1]))
                 if not alone:
                     sample.add(rows[self.sampled[done : done + len(rows)]])
                 done += len(rows)

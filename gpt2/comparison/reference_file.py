@@ -18,8 +18,10 @@ has no checksum, so ``crc32`` and one of all the rest (``checked``) are compared
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +34,7 @@ from gpt2 import __version__
 from gpt2.checkpoint.cache import written_aside
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
-from gpt2.checkpoint.saving import raw_bytes, safetensors_header
+from gpt2.checkpoint.saving import raw_bytes, safetensors_header, write_pieces
 from gpt2.errors import CheckpointError, InputError
 from gpt2.measure.pairwise import pairwise
 from gpt2.measure.windows import RowWindows, Windows
@@ -85,6 +87,8 @@ class ReferenceWriter:
         self._later: list[str] = []
         self._stack = ExitStack()
         self._file: IO[bytes] | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
 
     def add(self, logits: Tensor) -> None:
         """Keep the next rows (R, V or more). Raises InputError: no room."""
@@ -101,13 +105,26 @@ class ReferenceWriter:
             self._crc += _checksums(columns)
             return
         try:
-            if self._file is None:
+            if self._worker is None:
                 self._begin({"logits": torch.empty(len(self.targets), self.vocab, dtype=rows.dtype, device="meta")})
-            assert self._file is not None
-            self._file.write(raw_bytes(rows))
+                self._worker = self._stack.enter_context(ThreadPoolExecutor(1))
+            self._wait()
         except OSError as error:
             raise self._unwritable(error) from error
+        self._writing = self._worker.submit(self._write, rows)
+
+    def _write(self, rows: Tensor) -> None:
+        """Write and sync rows, and note their checksums, while the model computes the next ones."""
+        assert self._file is not None
         self._crc += _checksums((rows,))
+        write_pieces(self._file, rows)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _wait(self) -> None:
+        """Wait until the rows before are written; raises the OSError of the thread that wrote them."""
+        if self._writing is not None:
+            self._writing.result()
 
     def _begin(self, streamed: Mapping[str, Tensor]) -> None:
         """Write the header, and the tensors that come before the streamed one."""
@@ -125,6 +142,7 @@ class ReferenceWriter:
         if self.top:
             columns = zip(*self._top, strict=True)
             self._begin({name: torch.cat(column) for name, column in zip(TOP, columns, strict=True)})
+        self._wait()
         assert self.written == len(self.targets), f"{self.written} rows of {len(self.targets)}"
         assert self._file is not None
         crc = torch.tensor(self._crc, dtype=torch.int64)

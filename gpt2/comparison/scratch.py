@@ -9,7 +9,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.saving import raw_bytes
+from gpt2.checkpoint.saving import raw_bytes, write_pieces
 from gpt2.errors import InputError
 
 
@@ -26,7 +26,7 @@ class Scratch:
         """Append rows of one dtype and vocabulary. Raises InputError: no room."""
         self._dtype, self._vocab = rows.dtype, rows.size(1)
         try:
-            self.bytes += self._file.write(raw_bytes(rows))
+            self.bytes += write_pieces(self._file, rows)
             self._file.flush()  # else the next seek finds that there is no room
         except OSError as error:
             where = tempfile.gettempdir()

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,13 +182,21 @@ def _measure(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
 def _add_up(a: Tensor, b: Tensor, max_a: Tensor, max_b: Tensor, work: Tensor, out: Tensor) -> None:
     """Sum P, Q, P (x - y), Q (x - y), P L and Q L over the vocabulary; ``work`` (4, R or more, V) is a cache-sized buffer."""
     x, y, p, q = work[:, : len(a)]
-    torch.exp(x.copy_(a).sub_(max_a), out=p)
-    torch.exp(y.copy_(b).sub_(max_b), out=q)
+    exp_into(x.copy_(a).sub_(max_a), p)
+    exp_into(y.copy_(b).sub_(max_b), q)
     d = x.sub_(y)
     sum_a, sum_b = p.sum(1), q.sum(1)
     dot_a, dot_b = torch.mul(p, d, out=y).sum(1), torch.mul(q, d, out=y).sum(1)
     mixed = torch.div(q, p, out=d).mul_((sum_a / sum_b / 2)[:, None]).add_(0.5).log_()
     torch.stack((sum_a, sum_b, dot_a, dot_b, p.mul_(mixed).sum(1), q.mul_(mixed).sum(1)), out=out)
+
+
+def exp_into(x: Tensor, out: Tensor) -> Tensor:
+    """Return the exponentials of float64 ``x`` in ``out``; on a CPU by NumPy, which takes half of torch's time."""
+    if x.is_cuda:
+        return torch.exp(x, out=out)
+    np.exp(x.numpy(), out=out.numpy())
+    return out
 
 
 def _wide_divergences(x: Tensor, y: Tensor) -> Tensor:
