@@ -101,7 +101,7 @@ def positions_off_by_one(model: GPT2) -> None:
 def untied_head(model: GPT2) -> None:
     noise = torch.randn(model.wte.weight.shape, generator=torch.Generator().manual_seed(0)).to(model.wte.weight.dtype)
     head = model.wte.weight.detach() + 1e-4 * noise
-    model.head = lambda hidden: F.linear(hidden, head)
+    model.head = lambda hidden: F.linear(hidden, head.to(hidden.dtype))
 
 
 def no_final_norm(model: GPT2) -> None:

@@ -1,24 +1,32 @@
 """``gpt2 verify``: check that our model and transformers compute the same from the same files."""
 
 import argparse
+import time
+from typing import TYPE_CHECKING, Self
 
 from gpt2.cli.common import Status, add_model, seed, write_result
 
+if TYPE_CHECKING:
+    from gpt2.parity.report import Report
+
 HELP = "check that our model equals transformers' on the same weights"
 EXAMPLES = """\
-  gpt2 verify                        the embedded checkpoint, in about ten seconds
-  gpt2 verify gpt2                   the official weights
+  gpt2 verify                        the embedded checkpoint, in a few seconds
+  gpt2 verify gpt2                   the official weights, in about a minute
+  gpt2 verify gpt2-xl --quick        weights, activations, logits and text; no training
   gpt2 verify gpt2 --record          and every number that others recorded of them
   gpt2 verify ./my-model:bf16        a local directory; rounding is checked in bfloat16
   gpt2 verify random:gpt2-medium     official shapes, random weights, no download
   gpt2 verify --json report.json --html report.html
 
-exit code: 0 equal, 1 different, 2 bad input"""
+exit code: 0 equal, 1 different, 2 bad input, 130 interrupted (the report says what was done)"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--seed", type=seed, default=0, help="seeds the random token ids (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="leave out training: loss, gradients and optimizer steps")
+    parser.add_argument("--keep-going", action="store_true", help="look for more differences; the default stops at the first one")
     parser.add_argument(
         "--record", action="store_true", help="compute every number that others recorded of the official weights, in a table"
     )
@@ -28,13 +36,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from gpt2.cli.terminal import Terminal
     from gpt2.measure.allocator import keep_freed_memory
-    from gpt2.parity.run import verify
 
     keep_freed_memory()
     with Status("importing torch and transformers") as status:
-        options = {name: getattr(args, name) for name in ("seed", "revision", "offline", "record")}
-        report = verify(args.model, **options, progress=status)
+        from gpt2.parity import run as parity
+
+        options = {name: getattr(args, name) for name in ("seed", "revision", "offline", "quick", "keep_going", "record")}
+        code = None
+        try:
+            if status.live:
+                with _Live(status) as live:
+                    report = parity.verify(args.model, **options, progress=live.say, watch=live.show)
+            else:
+                report = parity.verify(args.model, **options)
+        except parity.Interrupted as interrupted:
+            report, code = interrupted.report, 130
     if args.html:
         report.save_html(args.html)
     write_result(args.json, report.to_json, lambda: report.print(Terminal(highlight=False)))
-    return 0 if report.ok else 1
+    return (0 if report.ok else 1) if code is None else code
+
+
+class _Live:
+    """The report on the terminal (stderr) while it fills in, with the current stage below; it is erased at the end."""
+
+    def __init__(self, status: Status) -> None:
+        from rich.live import Live
+
+        from gpt2.cli.terminal import Terminal
+
+        self.status, self.stage, self.drawn = status, "", 0.0
+        self.report: Report | None = None
+        self.live = Live(console=Terminal(stderr=True), transient=True, auto_refresh=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.live.stop()
+
+    def say(self, stage: str) -> None:
+        """Show the current stage, in one line until there is a report."""
+        self.stage = stage
+        if self.report is None:
+            self.status(stage)
+        else:
+            self._draw()
+
+    def show(self, report: "Report") -> None:
+        """Show the report so far."""
+        if self.report is None:
+            self.status.clear()
+            self.live.start()
+        self.report = report
+        self._draw()
+
+    def _draw(self) -> None:
+        now = time.monotonic()
+        if self.report is not None and now - self.drawn > 0.2:
+            self.drawn = now
+            self.live.update(self.report.so_far(self.stage, self.live.console.height), refresh=True)

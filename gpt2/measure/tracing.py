@@ -17,12 +17,12 @@ recorded where eager attention calls softmax. In the order of computation:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from queue import Queue
 from threading import Event, Semaphore, Thread
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,7 @@ TAPS: dict[str, tuple[str | None, str]] = {
 }
 
 Recorded = dict[str, Tensor]
+T = TypeVar("T")
 
 
 def points(n_layer: int) -> list[str]:
@@ -90,38 +91,57 @@ def trace(model: nn.Module, ids: Tensor) -> Recorded:
 
 
 def trace_blocks(model: nn.Module, ids: Tensor) -> Iterator[Recorded]:
-    """Yield :func:`trace` one block at a time, from a thread that waits in between, so two models can be traced side by side."""
+    """Yield :func:`trace` one block at a time, so two models can be traced side by side."""
+    return stepwise(partial(trace_steps, model, ids))
+
+
+@torch.no_grad()
+def trace_steps(model: nn.Module, ids: Tensor, emit: Callable[[Recorded], None]) -> None:
+    """Run :func:`trace` and give ``emit`` the points of the embeddings, of each block, and of the head, as they are computed."""
     recorded: Recorded = {}
-    blocks: Queue[Recorded | BaseException | None] = Queue()
+
+    def take() -> Recorded:
+        step = _in_order(recorded, len(root_of(model).h))
+        recorded.clear()
+        return step
+
+    _run(model, ids, recorded, lambda: emit(take()))
+    emit(take())
+
+
+def stepwise(walk: Callable[[Callable[[T], None]], object]) -> Generator[T]:
+    """Yield what ``walk`` gives to the function that it is called with; ``walk`` runs in a thread that waits in between.
+
+    So several computations can advance side by side, and only one of them runs at a time.
+    """
+    steps: Queue[tuple[T] | BaseException | None] = Queue()
     onwards = Semaphore(0)
     stopped = Event()
 
-    def emit() -> None:
-        blocks.put(_in_order(recorded, len(root_of(model).h)))
-        recorded.clear()
+    def emit(step: T) -> None:
+        steps.put((step,))
+        del step  # the caller may let it go while this thread waits
         onwards.acquire()
         if stopped.is_set():
             raise _Stopped
 
-    @torch.no_grad()
-    def walk() -> None:
+    def run() -> None:
         try:
-            _run(model, ids, recorded, emit)
-            emit()
-            blocks.put(None)
+            walk(emit)
+            steps.put(None)
         except _Stopped:
             pass
         except BaseException as error:  # raised again in the caller's thread
-            blocks.put(error)
+            steps.put(error)
 
-    thread = Thread(target=walk, daemon=True)
+    thread = Thread(target=run, daemon=True)
     thread.start()
     try:
-        while (block := blocks.get()) is not None:
-            if isinstance(block, BaseException):
-                raise block
-            yield block
-            del block
+        while (step := steps.get()) is not None:
+            if isinstance(step, BaseException):
+                raise step
+            yield step[0]
+            del step
             onwards.release()
     finally:
         stopped.set()
@@ -130,7 +150,7 @@ def trace_blocks(model: nn.Module, ids: Tensor) -> Iterator[Recorded]:
 
 
 class _Stopped(Exception):
-    """The caller wants no further blocks."""
+    """The caller wants no further steps."""
 
 
 def root_of(model: nn.Module) -> GPT2:

@@ -1,49 +1,53 @@
-"""The checks of verify: each compares our model with transformers' at many points."""
+"""What verify compares: the token ids to run, the two models, and the checks of files, tokens and merged adapters."""
 
 from __future__ import annotations
 
-import gc
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
-from gpt2.checkpoint.keys import from_file, layer, to_file
+from gpt2.checkpoint.keys import PREFIX, from_file, layer, to_file
 from gpt2.checkpoint.loading import require_vocabulary
 from gpt2.config import GPT2Config
-from gpt2.decoder import Decoder
-from gpt2.generation import generate
-from gpt2.measure.metrics import Progress, differing_bits, relative_error, worst_relative_error
-from gpt2.measure.tracing import points, root_of, trace
+from gpt2.measure.metrics import differing_bits, worst_relative_error
+from gpt2.measure.tracing import root_of
 from gpt2.model import GPT2
-from gpt2.pages.reports import dtype_label
 from gpt2.parity import reference
-from gpt2.parity.report import EXACT, Check, Point
+from gpt2.parity.findings import Findings
+from gpt2.parity.streaming import Converted, Receive, Streamed
 
-SEQUENCES = (16, 32)  # number of training sequences: at least and at most
-SEQUENCE_COST = 4e9  # budget of parameters times sequences
-GREEDY_TOKENS = 32
-TRACE_BYTES = 256e6  # limit for the attention maps of one traced pass
+SEQUENCES = 16  # whose gradients' rounding is judged
+SHORT, LONG = 32, 128  # tokens of a sequence for rounding, and for float64
+ROW = 64  # tokens of a traced row
 LOGIT_FLOPS = 5e11  # limit for one float64 pass over the windows
 
 Build = Callable[[Path, torch.dtype | None], GPT2]
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The token ids to run: whole contexts, a window short enough to trace, and sequences to train on."""
+    """The token ids to run.
 
-    windows: Tensor  # (W, P)
-    traced: Tensor  # (1, T)
-    sequences: Tensor  # (16 to 32, t + 1)
+    ``windows`` (W, P) are whole contexts. ``rows`` (3, T) are traced, and also read with ``padding`` on the left of the second
+    and third, so that only their first tokens fit. ``short`` (16, t + 1) and ``long`` (2, L + 1) are sequences to train on.
+    """
+
+    windows: Tensor
+    rows: Tensor
+    short: Tensor
+    long: Tensor
 
     @classmethod
     def draw(cls, config: GPT2Config, seed: int) -> Probe:
@@ -55,27 +59,29 @@ class Probe:
         ids = torch.randperm(vocab, generator=generator)
         padding = torch.randint(vocab, (max(0, count * context - vocab),), generator=generator)
         windows = torch.cat((ids, padding))[: count * context].view(count, context)
-        length = int(math.sqrt(TRACE_BYTES / (16 * config.n_layer * config.n_head)))
-        length = max(8, min(context, length // 32 * 32))
-        number = min(SEQUENCES[1], max(SEQUENCES[0], int(SEQUENCE_COST / config.num_parameters())))
-        sequences = torch.randint(vocab, (number, min(context, 64) + 1), generator=generator)
-        return cls(windows, windows[:1, :length], sequences)
+        shapes = (3, min(context, ROW)), (SEQUENCES, min(context, SHORT) + 1), (2, min(context, LONG) + 1)
+        return cls(windows, *(torch.randint(vocab, shape, generator=generator) for shape in shapes))
 
     def coverage(self, config: GPT2Config) -> str:
         seen = self.windows.unique().numel()
         return f"{seen:,} of {config.vocab_size:,} ids at all {config.n_positions:,} positions"
 
-    def padded(self, config: GPT2Config) -> tuple[Tensor, Tensor]:
-        """Return three rows (3, T), one without padding and two with padding on the left, and their mask."""
-        row = self.traced[0]
-        rows = torch.stack((row, row.flip(0), (row + 1) % config.vocab_size))
-        mask = torch.ones_like(rows)
-        mask[1, : len(row) // 3] = 0
-        mask[2, : len(row) // 2] = 0
-        return rows, mask
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """The number of padding tokens of each row when it is read with padding."""
+        tokens = self.rows.size(1)
+        return 0, tokens // 3, tokens // 2
+
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """Return the rows with padding on the left (3, T), and their mask."""
+        shifted = [row.roll(count) for row, count in zip(self.rows, self.padding, strict=True)]
+        mask = torch.ones_like(self.rows)
+        for row, count in zip(mask, self.padding, strict=True):
+            row[:count] = 0
+        return torch.stack(shifted), mask
 
 
-@dataclass(frozen=True)
+@dataclass
 class Subject:
     """One set of weights as our model (made by ``build``) and as transformers' model; rounding is judged in ``dtype``."""
 
@@ -84,14 +90,62 @@ class Subject:
     build: Build
     dtype: torch.dtype
     probe: Probe
-    progress: Progress
+    findings: Findings
+    blocks: Converted = field(default_factory=lambda: Converted(torch.float64))
+    outside: Converted = field(default_factory=lambda: Converted(torch.float64, limit=math.inf))
 
-    def ours(self, dtype: torch.dtype | None) -> GPT2:
-        """Build our model; ``None`` means the dtype of the files."""
-        return self.build(self.checkpoint.path, dtype)
+    @cached_property
+    def ours(self) -> GPT2:
+        """Our model as stored; its parameters are views of the mapped file. A merged adapter is in float64."""
+        return self.build(self.checkpoint.path, torch.float64 if self.adapted else None)
 
-    def reference(self, dtype: torch.dtype) -> nn.Module:
-        return reference.load_reference(self.folder, dtype)
+    @cached_property
+    def reference(self) -> nn.Module:
+        """transformers' model as stored, to run in float64: ``reorder_and_upcast_attn`` would compute in float32."""
+        model = self._shared(reference.load_reference(self.folder, next(self.ours.parameters()).dtype))
+        for block in root_of(model).h:
+            vars(block.attn)["reorder_and_upcast_attn"] = False
+        return model
+
+    @cached_property
+    def ours_rounded(self) -> GPT2:
+        """Our model in ``dtype``, as a user loads it."""
+        return self._shared(self.build(self.checkpoint.path, self.dtype))
+
+    @cached_property
+    def reference_rounded(self) -> nn.Module:
+        """transformers' model in ``dtype``."""
+        return self._shared(reference.load_reference(self.folder, self.dtype))
+
+    def _shared(self, model: Model) -> Model:
+        """Let ``model`` use our copy of each parameter in memory, where every bit is the same."""
+        stored = dict(self.ours.named_parameters())
+        require_whole_files()
+        for key, parameter in model.named_parameters():
+            own = stored.get(key.removeprefix(PREFIX))
+            if own is None or (own.shape, own.dtype) != (parameter.shape, parameter.dtype) or not own.is_contiguous():
+                continue
+            if not differing_bits(own, parameter):
+                parameter.data = own.data
+        return model
+
+    def exactly(self, model: nn.Module, what: str, receive: Receive | None = None) -> Streamed:
+        """Return a context in which the stored ``model`` computes in float64, one block at a time."""
+        return Streamed(model, self.blocks, self.outside, self._pulse(what), receive)
+
+    def rounded(self, model: nn.Module, what: str, receive: Receive | None = None) -> Streamed:
+        """Return a context in which ``model`` computes in ``dtype``, and its backward pass goes one block at a time."""
+        weights = Converted(self.dtype)
+        return Streamed(model, weights, weights, self._pulse(what), receive)
+
+    def _pulse(self, what: str) -> Callable[[int], None]:
+        count = self.config.n_layer
+
+        def pulse(layer: int) -> None:
+            require_whole_files()
+            self.findings.progress(f"{what}: {f'block {layer + 1} of {count}' if layer < count else 'final norm'}")
+
+        return pulse
 
     @property
     def config(self) -> GPT2Config:
@@ -103,38 +157,62 @@ class Subject:
         return frozenset(self.checkpoint.adapter.factors if isinstance(self.checkpoint, AdaptedCheckpoint) else ())
 
 
-def weights(subject: Subject) -> Check:
+def hidden_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return what the final norm gives (B, T, D), by the model's own code."""
+    if isinstance(model, GPT2):
+        return model.hidden(ids)
+    hidden: Tensor = model.get_submodule("transformer")(ids, use_cache=False).last_hidden_state
+    return hidden
+
+
+def head_of(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Return the logits (B, T, V) of what the final norm gives, by the model's own code."""
+    if isinstance(model, GPT2):
+        return model.head(hidden)
+    logits: Tensor = model.get_submodule("lm_head")(hidden)
+    return logits
+
+
+def weights(subject: Subject) -> None:
     """Compare every stored tensor with our parameter, read by the safetensors library; merged ones go to :func:`adapter`."""
-    parameters = {name: tensor for name, tensor in subject.ours(None).state_dict().items() if name not in subject.adapted}
+    parameters = {name: tensor for name, tensor in subject.ours.state_dict().items() if name not in subject.adapted}
     require_whole_files()
-    rows = []
+    add, found = partial(subject.findings.exact, "weights"), []
     for key, stored in _stored(subject.checkpoint):
-        ours = parameters.pop(from_file(key), None)
+        name = from_file(key)
+        ours = parameters.pop(name, None)
         if ours is None:
             continue  # a buffer or the tied head, which the loader checked and dropped
         stored = stored.squeeze(0) if stored.ndim == 3 else stored  # OpenAI's files keep a convolution width of 1
         stored = stored.to(ours.dtype)  # the loader converts mixed dtypes to the widest, without loss
-        rows.append((from_file(key), differing_bits(ours, stored) if ours.shape == stored.shape else stored.numel()))
-    if any(name.endswith(".bias") for name, _ in rows):
-        rows += [(f"{name} (not in the files)", tensor.numel()) for name, tensor in parameters.items()]
-    else:  # nanoGPT without biases
-        rows += [(f"{name} (not in the files: zeros)", int(tensor.count_nonzero())) for name, tensor in parameters.items()]
-    return Check.exact("weights", f"bits of {len(rows)} tensors", "stored", rows)
+        found.append(name)
+        add(name, differing_bits(ours, stored) if ours.shape == stored.shape else stored.numel())
+    zeros = not any(name.endswith(".bias") for name in found)  # nanoGPT without biases
+    for name, tensor in parameters.items():
+        if zeros:
+            add(f"{name} (not in the files: zeros)", int(tensor.count_nonzero()))
+        else:
+            add(f"{name} (not in the files)", tensor.numel())
 
 
-def adapter(subject: Subject) -> list[Check]:
-    """Compare every weight that has a merged adapter with the reference, in float64; no check without an adapter."""
-    if not subject.adapted:
-        return []
-    ours, expected = subject.ours(torch.float64).state_dict(), subject.reference(torch.float64).state_dict()
-    rows = [(name, worst_relative_error(ours[name], expected[to_file(name)])) for name in ours if name in subject.adapted]
-    return [Check.mapping("adapter", f"{len(rows)} merged matrices", rows)]
+def adapter(subject: Subject) -> None:
+    """Compare every weight that has a merged adapter with the reference, in float64."""
+    ours, expected = subject.ours.state_dict(), subject.reference.state_dict()
+    for name in ours:
+        if name in subject.adapted:
+            subject.findings.mapping("adapter", name, worst_relative_error(ours[name], expected[to_file(name)]))
+
+
+def embeddings(subject: Subject) -> None:
+    """Count the entries that differ when each id of the vocabulary goes through both embeddings; none may."""
+    ids = torch.arange(subject.config.vocab_size).split(8192)
+    ours, theirs = subject.ours.wte, root_of(subject.reference).wte
+    with torch.no_grad():
+        subject.findings.exact("logits", "wte (every id)", sum(differing_bits(ours(part), theirs(part)) for part in ids))
 
 
 def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor as the file stores it, transposed to [in, out] if the file stores its matrices as [out, in]."""
-    from safetensors import safe_open
-
     transposed = checkpoint.assignment.transposed
     for file in dict.fromkeys(checkpoint.assignment.files.values()):
         with safe_open(file.path, "pt") if isinstance(file, SafetensorsFile) else nullcontext() as opened:
@@ -144,131 +222,20 @@ def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
                 yield key, tensor.t() if transposed and matrix else tensor
 
 
-@torch.no_grad()
-def forward(subject: Subject) -> list[Check]:
-    """Compare a forward pass: activations, logits, cache, padding, rounding, greedy text."""
-    probe, progress, config = subject.probe, subject.progress, subject.config
-    progress("float64: activations, cache and padding")
-    model, ours = subject.reference(torch.float64), subject.ours(torch.float64)
-    expected, exact = _expected(model, probe, config), _outputs(ours, probe, config)
-    errors = {name: worst_relative_error(exact.get(name, MISSING), tensor) for name, tensor in expected.items()}
-    logits = [("logits (window 0)", errors["logits (window 0)"])]
-    for index, window in enumerate(probe.windows[1:], 1):
-        progress(f"float64: logits, window {index + 1} of {len(probe.windows)}")
-        logits.append((f"logits (window {index})", worst_relative_error(ours(window[None]), model(window[None]).logits)))
-    checks = [
-        Check.mapping("activations", f"{len(points(config.n_layer))} points", [(p, errors[p]) for p in points(config.n_layer)]),
-        Check.mapping("logits", f"{len(logits)} full contexts", logits),
-        Check.mapping("cache", "read in three parts", _cached(exact, expected)),
-        Check.mapping("padding", "three rows", [(name, error) for name, error in errors.items() if "padded" in name]),
-    ]
-    checks[1] = replace(checks[1], points=(*checks[1].points, _every_embedding(ours, model)))
-    prompt = probe.traced[:, : min(8, config.n_positions // 2)]
-    text = _greedy(ours, model, prompt, min(GREEDY_TOKENS, config.n_positions - prompt.size(1)))
-    del model, ours, exact
-    gc.collect()
-
-    progress(f"{dtype_label(subject.dtype)}: rounding")
-    rounded = _outputs(subject.ours(subject.dtype), probe, config)
-    reference_rounded = _expected(subject.reference(subject.dtype), probe, config)
-    rows = [
-        (name, relative_error(rounded.get(name, MISSING), tensor), relative_error(reference_rounded[name], tensor))
-        for name, tensor in expected.items()
-    ]
-    return [*checks, Check.rounding("rounding", f"{len(rows)} points", subject.dtype, rows), text]
-
-
-MISSING = torch.tensor(math.nan)  # stands for a missing point: NaN fails any bound
-
-
-def _outputs(ours: GPT2, probe: Probe, config: GPT2Config) -> dict[str, Tensor]:
-    """Return our model's activations and its logits (whole text, through the cache, padded), by point."""
-    rows, mask = probe.padded(config)
-    window = probe.windows[:1]
-    padded = {"": ours(rows, attention_mask=mask), ", cached": _read_in_parts(ours, rows, mask)}
-    return {
-        **trace(ours, probe.traced),
-        "logits (window 0)": ours(window),
-        "logits (window 0, cached)": _read_in_parts(ours, window),
-        **{
-            f"logits (padded row {index}{how})": logits[index, keep]
-            for how, logits in padded.items()
-            for index, keep in enumerate(mask.bool())
-        },
-    }
-
-
-def _expected(model: nn.Module, probe: Probe, config: GPT2Config) -> dict[str, Tensor]:
-    """Return transformers' values at the same points: a cached or padded text must give what it gives alone."""
-    traced = trace(model, probe.traced)
-    if list(traced) != points(config.n_layer):
-        raise RuntimeError(f"the trace of transformers' model lacks {set(points(config.n_layer)) - set(traced)}")
-    logits = model(probe.windows[:1]).logits
-    alone = [model(row[keep.bool()][None]).logits[0] for row, keep in zip(*probe.padded(config), strict=True)]
-    padded = {f"logits (padded row {index}{how})": row for how in ("", ", cached") for index, row in enumerate(alone)}
-    return {**traced, "logits (window 0)": logits, "logits (window 0, cached)": logits, **padded}
-
-
-def _every_embedding(ours: GPT2, model: nn.Module) -> Point:
-    """Count the entries that differ when each id of the vocabulary goes through both embeddings; 0 may differ."""
-    ids = torch.arange(ours.config.vocab_size).split(8192)
-    return Point("wte (every id)", float(sum(differing_bits(ours.wte(part), root_of(model).wte(part)) for part in ids)), 0.0)
-
-
-def _parts(length: int) -> dict[str, list[int]]:
-    """Return the lengths of the parts in which the cache reads a text: a prompt, then single tokens, then a chunk."""
-    half, single = length // 2, min(16, length // 4)
-    return {"prefill": [half], "single tokens": [1] * single, "chunk": [length - half - single]}
-
-
-def _read_in_parts(ours: GPT2, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the logits of (B, T) ids read through the cache; single tokens are read as generation reads them."""
-    cache, decoder, logits = ours.new_cache(len(ids)), Decoder(ours), []
-    for size in itertools.chain(*_parts(ids.size(1)).values()):
-        end = cache.length + size
-        part, seen = ids[:, cache.length : end], None if mask is None else mask[:, :end]
-        one = size == 1 and cache.length > 0
-        logits.append(decoder.decode(part, cache, seen) if one else ours(part, cache=cache, attention_mask=seen))
-    return torch.cat(logits, dim=1)
-
-
-def _cached(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """Yield the error of each part of a text that was read through the cache."""
-    pair = ours["logits (window 0, cached)"], expected["logits (window 0)"]
-    parts = _parts(pair[0].size(1))
-    pieces = [logits.split([sum(sizes) for sizes in parts.values()], dim=1) for logits in pair]
-    for part, *both in zip(parts, *pieces, strict=True):
-        yield f"logits ({part})", worst_relative_error(*both)
-
-
-def _greedy(ours: GPT2, model: nn.Module, prompt: Tensor, new_tokens: int) -> Check:
-    """Compare greedy ids with and without a cache, in float64, where rounding does not decide near-ties."""
-    expected = reference.reference_generate(model, prompt, new_tokens, use_cache=True)
-    runs = {
-        "transformers without cache": reference.reference_generate(model, prompt, new_tokens, use_cache=False),
-        "ours with cache": generate(ours, prompt, new_tokens, temperature=0),
-        "ours without cache": generate(ours, prompt, new_tokens, temperature=0, use_cache=False),
-    }
-    rows = [(f"text ({name})", int((ids != expected).sum())) for name, ids in runs.items()]
-    return Check.exact("text", f"{new_tokens} greedy tokens", "float64", rows)
-
-
-def tokens(subject: Subject) -> Check:
-    """Compare the ids and texts of both tokenizers on samples; no check if the model has no tokenizer."""
-    ours = subject.checkpoint.own_tokenizer()
+def tokens(subject: Subject) -> None:
+    """Compare the ids and texts of both tokenizers on samples; not run if the model has no tokenizer."""
+    findings, ours = subject.findings, subject.checkpoint.own_tokenizer()
     if ours is None:
-        return Check("tokens", EXACT, "ids and text", "", skipped="the model comes without a tokenizer")
+        findings.skip("tokens", "the model comes without a tokenizer")
+        return
     require_vocabulary(ours, subject.config, str(subject.checkpoint.path))
-    subject.progress("tokens")
     tokenizer = reference.reference_tokenizer(subject.folder)
     known = set("".join(SAMPLES)) if ours.eot is not None else {ours.decode([i]) for i in range(ours.n_vocab)}
-    rows = []
     for index, sample in enumerate(SAMPLES):
         sample = "".join(character for character in sample if character in known)
         ids, expected = ours.encode(sample), reference.reference_ids(tokenizer, sample)
         same = ids == expected and ours.decode(ids) == tokenizer.decode(expected, clean_up_tokenization_spaces=False)
-        rows.append((f"tokens (sample {index})", not same))
-    return Check.exact("tokens", f"{len(rows)} texts and back", "", rows)
+        findings.exact("tokens", f"tokens (sample {index})", not same)
 
 
 SAMPLES = (

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2.measure.metrics import FLOAT64_BOUND
 from gpt2.measure.tracing import block_of, layer_of, part_of
 from gpt2.pages.rendering import write
-from gpt2.pages.reports import Environment, Printed, as_json, data_table, dtype_label
+from gpt2.pages.reports import Environment, Printed, as_json, data_table
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import RenderableType
 
     from gpt2.checkpoint.official_files import Official
     from gpt2.parity.record import RecordReport
 
 EXACT, MAPPING, ROUNDING = "exact", "mapping", "rounding"
+# Why a report has unfinished checks.
+RUNNING, INTERRUPTED, AT_DIFFERENCE = "to do", "interrupted", "stopped at the first difference"
 ROUNDING_RATIO = 1.5  # bound on our error over transformers' error, in the requested dtype
 
 
@@ -60,23 +60,7 @@ class Check:
     title: str
     dtype: str  # the dtype of the computation; "" if nothing was computed
     points: tuple[Point, ...] = ()
-    skipped: str = ""  # why it was not run
-
-    @classmethod
-    def exact(cls, id: str, title: str, dtype: str, rows: Iterable[tuple[str, float]]) -> Check:
-        """Make a check from (name, count of entries that differ); none may differ."""
-        return cls(id, EXACT, title, dtype, tuple(Point(name, float(differing), 0.0) for name, differing in rows))
-
-    @classmethod
-    def mapping(cls, id: str, title: str, rows: Iterable[tuple[str, float]]) -> Check:
-        """Make a check from (name, relative error in float64); only rounding is allowed."""
-        return cls(id, MAPPING, title, "float64", tuple(Point(name, error, FLOAT64_BOUND) for name, error in rows))
-
-    @classmethod
-    def rounding(cls, id: str, title: str, dtype: torch.dtype, rows: Iterable[tuple[str, float, float]]) -> Check:
-        """Make a check from (name, our error, transformers' error), both in ``dtype`` against the float64 run."""
-        points = tuple(Point(name, ours, ROUNDING_RATIO * reference, reference) for name, ours, reference in rows)
-        return cls(id, ROUNDING, title, dtype_label(dtype), points)
+    skipped: str = ""  # why it was not run, or not finished
 
     @property
     def ok(self) -> bool:
@@ -112,11 +96,12 @@ class Report(Printed):
     seconds: float
     official: Official | None = None  # whether the files are the official ones; None for random weights
     record: RecordReport | None = None  # published numbers of the official weights, computed again
+    stopped: str = ""  # why the run ended early: "interrupted", "stopped at the first difference"
 
     @property
     def ok(self) -> bool:
-        """Whether every check holds (the models are equal) and every published number that was computed is reproduced."""
-        return all(check.ok for check in self.checks) and (self.record is None or self.record.ok)
+        """Whether the run ended, every check holds (the models are equal), and every published number computed is reproduced."""
+        return not self.stopped and all(check.ok for check in self.checks) and (self.record is None or self.record.ok)
 
     @property
     def first_divergence(self) -> Point | None:
@@ -131,7 +116,7 @@ class Report(Printed):
         """Return every point of every check as JSON, with versions and the sha256 of every file."""
         first = self.first_divergence
         body = {
-            "verdict": "equal" if self.ok else "mismatch",
+            "verdict": "equal" if self.ok else self.stopped if self.stopped and first is None else "mismatch",
             "ok": self.ok,
             "first_divergence": {"point": first.name, "layer": layer_of(first.name), "error": first.error} if first else None,
             "skipped": [check.id for check in self.checks if check.skipped],
@@ -169,7 +154,9 @@ class Report(Printed):
         skipped = [check.id for check in self.checks if check.skipped]
         not_run = f"; not run: {', '.join(skipped)}" if skipped else ""
         end = f"{not_run}  [dim]in {self.seconds:.1f} s[/dim]\n"
-        if all(check.ok for check in self.checks):
+        if self.stopped == INTERRUPTED and self.first_divergence is None:
+            yield f"\n[bold yellow]INTERRUPTED[/bold yellow]  no difference so far{end}"
+        elif all(check.ok for check in self.checks):
             yield f"\n[bold green]EQUAL[/bold green]  at every point{' that was run' if skipped else ''}{end}"
             if self.record is not None and not self.record.ok:
                 yield "[bold red]BUT NOT WHAT OTHERS RECORDED[/bold red]  of the official weights\n"
@@ -177,6 +164,14 @@ class Report(Printed):
             first = self.first_divergence
             where = "a check without a point" if first is None else f"first at [bold]{first.name}[/bold]: {first.amount}"
             yield f"\n[bold red]DIFFERENT[/bold red]  {where}{end}"
+
+    def so_far(self, stage: str, height: int) -> RenderableType:
+        """Return what fits a terminal of ``height`` lines while the run goes on: the blocks, the checks, and the stage."""
+        from rich.console import Group
+        from rich.markup import escape
+
+        blocks = [self._blocks()] if self.n_layer + len(self.checks) + 12 < height else []
+        return Group(*blocks, self._checks(), f"\n[dim]{self.seconds:.0f} s  {escape(stage)} …[/dim]")
 
     def _blocks(self) -> RenderableType:
         """Make a table with a row per block: its worst traced activations and gradients, by both rules."""
@@ -201,8 +196,9 @@ class Report(Printed):
             table.add_column(no_wrap=no_wrap, overflow="fold")
         for check in self.checks:
             title = check.id.removesuffix("-rounding"), f"[dim]{check.dtype}[/dim]", check.title
-            if check.skipped:
-                table.add_row("[yellow]–[/yellow]", *title, "", f"[yellow]not run: {check.skipped}[/yellow]")
+            if check.skipped and check.ok:
+                how_far = f"{len(check.points)} points, then " if check.points else "" if self.stopped == RUNNING else "not run: "
+                table.add_row("[yellow]–[/yellow]", *title, "", f"[yellow]{how_far}{check.skipped}[/yellow]")
                 continue
             mark = "[green]✓[/green]" if check.ok else "[bold red]✗[/bold red]"
             worst = None if check.kind == EXACT and check.ok else check.worst

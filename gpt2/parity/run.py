@@ -8,13 +8,13 @@ follows from the model, its depth and the dtype. README.md in this folder has th
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint, open_path
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official_files import Official, official_files
@@ -23,14 +23,25 @@ from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress, silent
 from gpt2.model import GPT2
 from gpt2.pages.reports import environment
-from gpt2.parity import checks, reference, training
+from gpt2.parity import checks, reference
 from gpt2.parity.checks import Build, Probe, Subject
-from gpt2.parity.record import Setup, compute, public_record
-from gpt2.parity.report import Report
+from gpt2.parity.findings import DifferenceFound, Findings
+from gpt2.parity.forward import forward
+from gpt2.parity.record import RecordReport, Setup, compute, public_record
+from gpt2.parity.report import AT_DIFFERENCE, INTERRUPTED, RUNNING, Report
+from gpt2.parity.training import training
 
 
 def _load(path: Path, dtype: torch.dtype | None) -> GPT2:
     return load_path(path, dtype=dtype, offline=True)  # every file was fetched before
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C within :func:`verify`; ``report`` has what was found before."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__("verify was interrupted")
+        self.report = report
 
 
 def verify(
@@ -40,24 +51,32 @@ def verify(
     seed: int = 0,
     revision: str | None = None,
     offline: bool = False,
+    quick: bool = False,
+    keep_going: bool = False,
     record: bool = False,
     build: Build = _load,
     progress: Progress = silent,
+    watch: Callable[[Report], None] | None = None,
 ) -> Report:
-    """Compare our model with transformers' on the same weights.
+    """Compare our model with transformers' on the same weights, one block at a time.
 
     Args:
         name: a model name as in :func:`gpt2.load`; ``random:SIZE`` means random weights, which transformers writes to a
             temporary folder.
         dtype: the precision in which rounding is judged; a ``:dtype`` suffix on the name does the same.
         seed: draws the token ids.
+        quick: leave out training: loss, gradients and optimizer steps.
+        keep_going: look for further differences behind the first one.
         record: compute every number of the public record (:mod:`gpt2.parity.record`), not only the cheap ones. This takes
             minutes, may download a text, and needs official weights.
-        build: makes the model under test from (directory, dtype); tests pass broken models as negative controls.
+        build: makes the model under test from (directory, dtype); ``None`` is the dtype of the files. Tests pass broken models as
+            negative controls.
         progress: called with a few words at each stage.
+        watch: called with the report so far after each step, a block for example.
 
     Raises:
         InputError: no such model, files that do not make one, or ``record`` with weights that are not official.
+        Interrupted: Ctrl-C; it has the report so far.
     """
     started = time.perf_counter()
     parsed = ModelName.parse(name, VERIFIES, revision=revision)
@@ -68,39 +87,68 @@ def verify(
     official, recorded = _official(checkpoint, files)
     if record and recorded is None:
         raise InputError(f"{name}: --record is of the official weights, and this is {official or 'random'}; leave it out")
+    env = environment([rounding])
     with reference.directory(checkpoint, progress) as folder:
         ours = checkpoint if isinstance(checkpoint, StoredCheckpoint) else open_path(folder)  # random: as transformers wrote it
-        probe = Probe.draw(ours.config, seed)
-
-        def stage(what: str) -> None:
-            require_whole_files()
-            progress(what)
-
-        subject = Subject(ours, folder, build, rounding, probe, stage)
-        tokens = checks.tokens(subject)  # first, because a damaged vocabulary should be reported at once
-        done = [checks.weights(subject), *checks.adapter(subject), *checks.forward(subject), *training.training(subject), tokens]
-        public = None
-        if recorded is not None and all(check.ok for check in done):
-            setup = Setup(lambda: subject.ours(torch.float32), subject.ours(torch.float32), ours.own_tokenizer(), offline, stage)
-            public = compute(recorded, public_record(), setup, everything=record)
         files = files or {file: sha256(path) for file, path in ours.files().items()}
         given = "" if folder == ours.path else " (given our tensors: it cannot open these files itself)"
-    env = environment([rounding])
-    return Report(
-        model=checkpoint.name,
-        reference=f"transformers {env.versions['transformers']}{given}",
-        revision=checkpoint.revision,
-        parameters=checkpoint.config.num_parameters(),
-        n_layer=checkpoint.config.n_layer,
-        coverage=probe.coverage(checkpoint.config),
-        checks=tuple(done),
-        files=files,
-        environment=env,
-        seed=seed,
-        seconds=time.perf_counter() - started,
-        official=official,
-        record=public,
-    )
+        probe, findings = Probe.draw(ours.config, seed), Findings(rounding, quick, keep_going, progress)
+
+        def report(stopped: str = "", public: RecordReport | None = None) -> Report:
+            return Report(
+                model=checkpoint.name,
+                reference=f"transformers {env.versions['transformers']}{given}",
+                revision=checkpoint.revision,
+                parameters=ours.config.num_parameters(),
+                n_layer=ours.config.n_layer,
+                coverage=probe.coverage(ours.config),
+                checks=findings.checks(stopped),
+                files=files,
+                environment=env,
+                seed=seed,
+                seconds=time.perf_counter() - started,
+                official=official,
+                record=public,
+                stopped=stopped,
+            )
+
+        if watch is not None:
+            findings.watch = lambda: watch(report(RUNNING))
+        subject = Subject(ours, folder, build, rounding, probe, findings)
+        try:
+            _compare(subject)
+            public = None
+            if recorded is not None and all(check.ok for check in findings.checks()):
+                setup = Setup(
+                    lambda: subject.build(ours.path, torch.float32),
+                    subject.build(ours.path, torch.float32),
+                    ours.own_tokenizer(),
+                    offline,
+                    progress,
+                )
+                public = compute(recorded, public_record(), setup, everything=record)
+            return report("", public)
+        except DifferenceFound:
+            return report(AT_DIFFERENCE)
+        except KeyboardInterrupt:
+            raise Interrupted(report(INTERRUPTED)) from None
+
+
+def _compare(subject: Subject) -> None:
+    """Run every check. Raises DifferenceFound: one does not hold, and the run is to stop there."""
+    findings = subject.findings
+    findings.progress("tokens")
+    checks.tokens(subject)  # first, because a damaged vocabulary should be reported at once
+    findings.settle("tokens")
+    findings.progress("weights")
+    checks.weights(subject)
+    findings.settle("weights")
+    checks.adapter(subject)
+    checks.embeddings(subject)
+    findings.settle("adapter")
+    forward(subject)
+    if not findings.quick:
+        training(subject)
 
 
 def _official(checkpoint: Checkpoint, files: dict[str, str]) -> tuple[Official | None, str | None]:

@@ -1,163 +1,211 @@
-"""The checks of a short training run: loss, gradients and five AdamW steps, ours against transformers'."""
+"""The checks of training: loss, every parameter's gradient, and AdamW steps, ours against transformers', block by block.
+
+In float64, two long sequences; every error counts. In ``dtype``, 16 short ones; the root mean square over the sequences
+counts, because one near-tie in a softmax of a trained model may decide a sequence's gradient error.
+"""
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.keys import PREFIX
-from gpt2.measure.allocator import machine_memory
 from gpt2.measure.metrics import relative_error, token_losses, worst_relative_error
-from gpt2.measure.tracing import layer_of
 from gpt2.pages.reports import dtype_label
-from gpt2.parity.checks import Subject
-from gpt2.parity.report import MAPPING, ROUNDING, Check
+from gpt2.parity.checks import Subject, head_of, hidden_of
+from gpt2.parity.forward import MISSING, lockstep
+from gpt2.parity.streaming import Receive, Streamed, Weights, take_gradients
 
-STEPS = 5
-
-TITLES = {"loss": "every token", "gradients": "every parameter", "adamw": f"change by {STEPS} steps"}
-
-
-def training(subject: Subject) -> list[Check]:
-    """Compare the loss, every gradient and five AdamW steps: directly in float64, and in ``dtype`` each against float64."""
-    # 48 bytes a parameter: a float64 model, gradients, AdamW's moments, expected changes; the rest is fragmentation, as measured
-    # at the peak of gpt2-medium.
-    needed = 56 * subject.config.num_parameters()
-    memory = machine_memory()
-    if needed > 0.9 * memory:
-        why = f"needs {needed / 1e9:.0f} GB of memory, this machine has {memory / 1e9:.0f}"
-        return [Check(id, MAPPING, title, "float64", skipped=why) for id, title in TITLES.items()]
-    checks = [check for measured in (_gradients, _steps) for check in measured(subject)]
-    return sorted(checks, key=lambda check: check.kind == ROUNDING)
+STEPS = 2  # of AdamW: the first shows groups and bias correction, the second the moments
+PART = 8192  # rows of a matrix that AdamW moves at a time
+LOOKUP, HEAD = "wte.weight (lookup)", "wte.weight (head)"  # the two parts of the tied embedding's gradient
 
 
-Errors = dict[str, float]  # by point
+@dataclass(frozen=True)
+class Step:
+    """What one model gives at one point of its backward pass: the gradients of one sequence, or of all outside the blocks."""
+
+    layer: int | None
+    row: int
+    gradients: dict[str, Tensor]
+    parameters: Weights
+    losses: Tensor | None = None  # (B, T)
 
 
-def _checks(id: str, dtype: torch.dtype, exact: Errors, ours: Errors, reference: Errors) -> list[Check]:
-    rows = [(name, ours[name], error) for name, error in reference.items()]
-    return [Check.mapping(id, TITLES[id], exact.items()), Check.rounding(f"{id}-rounding", TITLES[id], dtype, rows)]
+NOTHING = Step(None, -1, {}, {})
+Walk = Callable[[Callable[[Step], None]], None]
+
+
+def training(subject: Subject) -> None:
+    """Compare the backward pass: directly in float64, and in ``dtype`` each against float64."""
+    _exact(subject)
+    _rounded(subject)
+
+
+def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive], Streamed]) -> Walk:
+    """Return a walk through the backward pass of each sequence's mean loss, summed over the (B, T + 1) ``sequences``."""
+
+    def walk(emit: Callable[[Step], None]) -> None:
+        with streamed(lambda *block: emit(Step(*block))) as context:
+            hidden = hidden_of(model, sequences[:, :-1])
+            leaf, losses = hidden.detach().requires_grad_(), []
+            for one, target in zip(leaf.split(1), sequences[:, 1:].split(1), strict=True):  # never the logits of all positions
+                loss = token_losses(head_of(model, one), target)
+                loss.mean().backward()
+                losses.append(loss.detach())
+                del loss
+            tied = {name: p for name, p in context.outside.items() if name == "wte.weight"}
+            emit(Step(None, 0, {HEAD: take_gradients(tied)["wte.weight"]}, tied, torch.cat(losses)))
+            hidden.backward(leaf.grad)
+            gradients = take_gradients(context.outside)
+            gradients[LOOKUP] = gradients.pop("wte.weight")
+            emit(Step(None, 0, gradients, context.outside))
+
+    return walk
 
 
 @dataclass
-class _Side:
-    """A model, and for each parameter its errors against the float64 run, one per sequence."""
+class _Optimizer:
+    """AdamW for one model, a block at a time, and the norm of its gradient."""
 
     model: nn.Module
-    measure: Callable[[Tensor, Tensor], float]
-    summary: Callable[[list[float]], float]
-    losses: list[Tensor] = field(default_factory=list)
-    errors: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    ids: Tensor  # (n,): the tokens of the sequences, whose rows of the embedding get both parts of the gradient
+    kept: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    squares: dict[str, float] = field(default_factory=dict)  # of each parameter's gradient, summed over the first STEPS sequences
 
-    def add_gradients(self, expected: dict[str, Tensor]) -> None:
-        for name, gradient in _named_gradients(self.model).items():
-            self.errors[name].append(self.measure(gradient, expected[name]))
+    def changes(self, step: Step) -> dict[str, Tensor]:
+        """Return the change of each parameter by AdamW steps on the gradients of the first sequences, once all were seen."""
+        changes = {}
+        for name, gradient in step.gradients.items():
+            if name == HEAD:
+                rows = gradient[self.ids]
+                self.kept[HEAD], self.squares["wte.weight"] = [rows], _square(gradient) - _square(rows)
+            elif name == LOOKUP:
+                tied = gradient[self.ids] + self.kept.pop(HEAD)[0]
+                self.squares["wte.weight"] += _square(tied)
+                changes["wte.weight"] = _change(step.parameters["wte.weight"].detach()[self.ids], [tied] * STEPS)
+            elif step.row < STEPS:
+                kept = self.kept[name]
+                kept += [gradient] * (STEPS if step.layer is None else 1)
+                if len(kept) == STEPS:
+                    self.squares[name] = _square(kept[0] if step.layer is None else sum(kept[1:], kept[0]))
+                    changes[name] = _change(step.parameters[name].detach(), self.kept.pop(name))
+        return changes
 
-
-def _gradients(subject: Subject) -> list[Check]:
-    """Compare the losses and gradients of all four models, one sequence after another.
-
-    In float64 the worst sequence counts, and one long sequence is added. Rounding is judged by the root mean square over the
-    sequences, because one near-tie in a softmax of a trained model may decide a sequence's gradient error.
-    """
-    reference = subject.reference(torch.float64)
-    exact = _Side(subject.ours(torch.float64), worst_relative_error, max)
-    ours = _Side(subject.ours(subject.dtype), relative_error, _root_mean_square)
-    rounded = _Side(subject.reference(subject.dtype), relative_error, _root_mean_square)
-    expected_losses = []
-    for index, sequence in enumerate(subject.probe.sequences):
-        subject.progress(f"gradients: sequence {index + 1} of {len(subject.probe.sequences)}")
-        expected_losses.append(_backward(reference, sequence[None]))
-        expected = _named_gradients(reference)
-        for side in (exact, ours, rounded):
-            side.losses.append(_backward(side.model, sequence[None]))
-            side.add_gradients(expected)
-            side.model.zero_grad(set_to_none=True)  # keeps the gradients of one model at a time, and the reference's
-    long = torch.cat((subject.probe.traced, subject.probe.traced[:, :1]), dim=1)
-    for model in (reference, exact.model):
-        _backward(model, long)
-    exact.add_gradients(_named_gradients(reference))
-    sides = (exact, ours, rounded)
-    losses = [{"loss": side.measure(torch.cat(side.losses), torch.cat(expected_losses))} for side in sides]
-    gradients = [{name: side.summary(errors) for name, errors in side.errors.items()} for side in sides]
-    return _checks("loss", subject.dtype, *losses) + _checks("gradients", subject.dtype, *gradients)
+    def norm(self) -> float:
+        """Return the norm that clipping uses: of all that the model's ``parameters()`` lists, by PyTorch's own function."""
+        names = {id(p): name.removeprefix(PREFIX) for name, p in self.model.named_parameters()}
+        sizes = [math.sqrt(max(self.squares[names[id(p)]], 0.0)) for p in self.model.parameters()]
+        stand_ins = [nn.Parameter(torch.zeros((), dtype=torch.float64)) for _ in sizes]
+        for stand_in, size in zip(stand_ins, sizes, strict=True):
+            stand_in.grad = torch.tensor(size, dtype=torch.float64)
+        return nn.utils.clip_grad_norm_(stand_ins, 1.0).item()
 
 
-def _root_mean_square(values: list[float]) -> float:
-    return math.sqrt(sum(value * value for value in values) / len(values))
+def _square(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor)) ** 2
 
 
-def _steps(subject: Subject) -> list[Check]:
-    """Compare how far five AdamW steps moved every parameter, one model at a time."""
-    batch = subject.probe.sequences[:2]
-    start = subject.checkpoint.load().state_dict()  # memory-mapped: takes no extra memory
-    gc.collect()  # transformers' models are in reference cycles; the next one needs their memory
-    subject.progress("float64: AdamW steps, transformers'")
-
-    def moved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter's name and change in float64; a float64 parameter is overwritten."""
-        end = _train(model, batch)
-        for name, before in start.items():
-            yield name, end[name].double().sub_(before)
-
-    expected = dict(moved(subject.reference(torch.float64)))
-
-    def by_block(model: nn.Module) -> Errors:
-        """Return the relative error of each block's whole change; a bias alone has too few entries for a stable figure."""
-        squares: dict[str, list[float]] = {}
-        for name, change in moved(model):
-            block = "wte, wpe, ln_f" if layer_of(name) is None else f"h.{layer_of(name)}"
-            total = squares.setdefault(f"{block} (all parameters)", [0.0, 0.0])
-            total[0] += float(torch.linalg.vector_norm(change.sub_(expected[name]))) ** 2
-            total[1] += float(torch.linalg.vector_norm(expected[name])) ** 2
-        return {block: math.sqrt(difference / size) for block, (difference, size) in squares.items()}
-
-    subject.progress("float64: AdamW steps, ours")
-    exact = {name: worst_relative_error(change, expected[name]) for name, change in moved(subject.ours(torch.float64))}
-    subject.progress(f"{dtype_label(subject.dtype)}: AdamW steps, both")
-    ours, rounded = by_block(subject.ours(subject.dtype)), by_block(subject.reference(subject.dtype))
-    return _checks("adamw", subject.dtype, exact, ours, rounded)
-
-
-def _train(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-    """Return the parameters of ``model`` after five AdamW steps, which change the model.
+def _change(start: Tensor, gradients: list[Tensor]) -> Tensor:
+    """Return by how much AdamW moves a parameter with one step on each gradient, in float64.
 
     AdamW divides each gradient by its own size. With the usual eps of 1e-8 a gradient of pure rounding error (that of every key
     bias, which is zero in exact arithmetic) takes a full step, and a few such entries decide the figure: over eight seeds our
     error was 0.1 to 4 times that of transformers. With an eps as large as the gradients, a step's error is in proportion to its
-    gradient's. A small learning rate keeps five steps from amplifying it.
+    gradient's.
     """
-    parameters = _named_parameters(model)
-    decayed = [p for p in parameters.values() if p.ndim >= 2]
-    rest = [p for p in parameters.values() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-2, fused=True)
-    for _ in range(STEPS):
-        _backward(model, batch)
-        optimizer.step()
-    model.zero_grad(set_to_none=True)
-    return {name: p.detach() for name, p in parameters.items()}
+    change = torch.empty_like(start, dtype=torch.float64)
+    decay = 0.1 if start.ndim >= 2 else 0.0
+    for before, after, *parts in zip(start.split(PART), change.split(PART), *(g.split(PART) for g in gradients), strict=True):
+        parameter = nn.Parameter(before.clone())
+        optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.95), eps=1e-2, weight_decay=decay, fused=True)
+        for part in parts:
+            parameter.grad = part
+            optimizer.step()
+        torch.sub(parameter.detach().double(), before.double(), out=after)
+    return change
 
 
-def _backward(model: nn.Module, batch: Tensor) -> Tensor:
-    """Compute new gradients of the mean loss over a batch (B, T + 1); return the loss of every token (B T)."""
-    model.zero_grad(set_to_none=True)
-    out = model(batch[:, :-1])
-    losses = token_losses(out if isinstance(out, Tensor) else out.logits, batch[:, 1:])
-    losses.mean().backward()
-    return losses.detach().flatten()
+def _exact(subject: Subject) -> None:
+    """Compare loss, gradients, their norm and AdamW steps in float64."""
+    findings, sequences = subject.findings, subject.probe.long
+    models = {"transformers": subject.reference, "ours": subject.ours}
+    walks = [
+        _backward(model, sequences, partial(subject.exactly, model, f"float64: gradients, {name}"))
+        for name, model in models.items()
+    ]
+    theirs, own = (_Optimizer(model, sequences[:, :-1].unique()) for model in models.values())
+    worst: dict[str, float] = {}
+    with closing(lockstep(*walks)) as steps:
+        for expected, ours in ((a or NOTHING, b or NOTHING) for a, b in steps):
+            if expected.losses is not None:
+                findings.mapping("loss", "loss", worst_relative_error(_present(ours.losses), expected.losses))
+                findings.settle("loss")
+            for name, gradient in expected.gradients.items():
+                error = worst_relative_error(_present(ours.gradients.get(name)), gradient)
+                worst[name] = max(error, worst.get(name, 0.0))
+            moved = own.changes(ours)
+            for name, change in theirs.changes(expected).items():
+                findings.mapping("adamw", name, worst_relative_error(_present(moved.get(name)), change))
+            if expected.layer is None or expected.row == len(sequences) - 1:
+                for name in expected.gradients:
+                    findings.mapping("gradients", name, worst.pop(name))
+                findings.settle()
+    norm = theirs.norm()
+    findings.mapping("gradients", "norm, as clipping computes it", abs(own.norm() - norm) / norm)
+    findings.settle("gradients", "adamw")
 
 
-def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name.removeprefix(PREFIX): p for name, p in model.named_parameters()}
+def _rounded(subject: Subject) -> None:
+    """Compare loss, gradients and AdamW steps in ``dtype`` with the float64 run, for both models."""
+    findings, sequences, label = subject.findings, subject.probe.short, dtype_label(subject.dtype)
+    exact = partial(subject.exactly, subject.reference, "float64: gradients of short sequences, transformers")
+    walks = [_backward(subject.reference, sequences, exact)]
+    models = {"ours": subject.ours_rounded, "transformers": subject.reference_rounded}
+    for name, model in models.items():
+        walks.append(_backward(model, sequences, partial(subject.rounded, model, f"{label}: gradients, {name}")))
+    ids = sequences[:, :-1].unique()
+    optimizers = [_Optimizer(model, ids) for model in (subject.reference, *models.values())]
+    squares: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # of our relative errors, and of transformers'
+    with closing(lockstep(*walks)) as steps:
+        for expected, *both in ((step or NOTHING for step in steps_) for steps_ in steps):
+            if expected.losses is not None:
+                findings.rounding(
+                    "loss-rounding", "loss", *(relative_error(_present(each.losses), expected.losses) for each in both)
+                )
+                findings.settle("loss-rounding")
+            for name, gradient in expected.gradients.items():
+                for side, each in enumerate(both):
+                    squares[name][side] += relative_error(_present(each.gradients.get(name)), gradient) ** 2
+            changes, *moved = (optimizer.changes(step) for optimizer, step in zip(optimizers, (expected, *both), strict=True))
+            if changes:
+                where = (
+                    "wte, wpe" if expected.layer is None else f"h.{expected.layer}" if "ln_f.weight" not in changes else "ln_f"
+                )
+                findings.rounding("adamw-rounding", f"{where} (all parameters)", *(_whole(each, changes) for each in moved))
+            if expected.layer is None or expected.row == len(sequences) - 1:
+                count = 1 if expected.layer is None else len(sequences)
+                for name in expected.gradients:
+                    findings.rounding("gradients-rounding", name, *(math.sqrt(total / count) for total in squares.pop(name)))
+                findings.settle()
+    findings.settle("gradients-rounding", "adamw-rounding")
 
 
-def _named_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter's gradient; zero if the loss does not depend on it."""
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in _named_parameters(model).items()}
+def _whole(changes: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the relative error of a block's whole change; a bias alone has too few entries for a stable figure."""
+    error = size = 0.0
+    for name, change in expected.items():
+        error += _square(_present(changes.get(name)) - change)
+        size += _square(change)
+    return math.sqrt(error / size)
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    return MISSING if tensor is None else tensor

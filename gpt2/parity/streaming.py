@@ -1,0 +1,168 @@
+"""Run a whole model, ours or transformers', in another dtype with the weights of one block at a time.
+
+The model's own ``forward`` and ``backward`` run; only the memory of its parameters changes. When a block is entered, its
+parameters get values in the dtype of the run, and afterwards the stored ones (views of the mapped file). A code path that keeps
+an own copy of a weight would compute in another dtype, and fail.
+
+In training, a block keeps its input only. Its backward pass computes it again, one sequence at a time, so that each sequence's
+gradients are seen (gradient checkpointing: Chen et al., arXiv:1604.06174).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gpt2.checkpoint.keys import PREFIX
+from gpt2.measure.tracing import layer_of, root_of
+
+CACHE_BYTES = 256e6  # converted parameters of blocks that are kept: those of the last block, or of a small model's every block
+
+Weights = dict[str, nn.Parameter]
+Receive = Callable[[int, int, dict[str, Tensor], Weights], None]  # (layer, sequence, its gradients, the block's parameters)
+
+
+class Converted:
+    """Parameters in one dtype on one device, converted once for all models that share a stored tensor."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu", limit: float = CACHE_BYTES) -> None:
+        self.dtype, self.device, self.limit = dtype, torch.device(device), limit
+        self._kept: OrderedDict[Any, tuple[Tensor, Tensor]] = OrderedDict()  # the source too, so that its address stays its own
+        self._bytes = 0
+
+    def __call__(self, stored: Tensor) -> Tensor:
+        """Return ``stored`` in the dtype, from the cache if it was converted lately; the tensor itself if nothing changes."""
+        if stored.dtype == self.dtype and stored.device == self.device:
+            return stored
+        key = (stored.data_ptr(), stored.shape, stored.stride())
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key][1]
+        converted = stored.to(self.device, self.dtype)
+        self._kept[key] = (stored, converted)
+        self._bytes += converted.nbytes
+        while self._bytes > self.limit and len(self._kept) > 1:
+            self._bytes -= self._kept.popitem(last=False)[1][1].nbytes
+        return converted
+
+
+class Streamed:
+    """A context in which ``model`` computes in ``weights.dtype``, forward and backward, a block at a time.
+
+    Args:
+        weights: for the blocks; ``outside`` for the embeddings, which stay converted as long as the context. The final norm
+            counts as one more block, the last layer.
+        pulse: called with the layer whenever a block begins; it may raise to stop the run.
+        receive: called in the backward pass with the gradients of each block for each sequence.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Converted,
+        outside: Callable[[Tensor], Tensor],
+        pulse: Callable[[int], None],
+        receive: Receive | None = None,
+    ) -> None:
+        self.model, self.weights, self.convert_outside, self.pulse, self.receive = model, weights, outside, pulse, receive
+        self.anchor = torch.zeros((), requires_grad=True)  # makes a block differentiable even if its input is not
+        named = {name.removeprefix(PREFIX): p for name, p in model.named_parameters()}
+        self.outside = {name: p for name, p in named.items() if name.startswith(("wte", "wpe"))}
+        self.final = len(root_of(model).h)
+        self.blocks: list[Weights] = [{} for _ in range(self.final + 1)]
+        for name, parameter in named.items():
+            if name not in self.outside:
+                layer = layer_of(name)
+                self.blocks[self.final if layer is None else layer][name] = parameter
+
+    def __enter__(self) -> Streamed:
+        self.stack = ExitStack()
+        self.stack.enter_context(self._placed(self.outside, self.convert_outside))
+        root = root_of(self.model)
+        units = {int(name): block for name, block in cast(nn.ModuleList, root.h).named_children()} | {self.final: root.ln_f}
+        for layer, block in units.items():
+            own = vars(block).get("forward")
+            undo = partial(setattr, block, "forward", own) if own else partial(delattr, block, "forward")
+            block.forward = partial(self._forward, layer, block.forward)
+            self.stack.callback(undo)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.close()
+
+    @contextmanager
+    def _placed(self, parameters: Weights, convert: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Give parameters their converted values; afterwards the stored ones, without gradients."""
+        stored = {name: p.data for name, p in parameters.items()}
+        try:
+            for name, p in parameters.items():
+                p.data = convert(stored[name])
+            yield
+        finally:
+            for name, p in parameters.items():
+                p.grad = None
+                p.data = stored[name]
+
+    def _forward(self, layer: int, run: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            result: Tensor = _Block.apply(x, self.anchor, self, layer, run, args, kwargs)  # type: ignore[no-untyped-call]
+            return result
+        return self.compute(layer, run, x, args, kwargs)
+
+    def compute(self, layer: int, run: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """Run one block with its weights in place."""
+        self.pulse(layer)
+        with self._placed(self.blocks[layer], self.weights):
+            return run(x, *args, **kwargs)
+
+    def gradient(self, layer: int, run: Callable[..., Tensor], x: Tensor, upstream: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """Return the gradient of the block's input (B, T, D), and hand out those of its parameters, one sequence at a time."""
+        self.pulse(layer)
+        rows = len(x)
+
+        def own(value: Any, row: int) -> Any:
+            return value[row : row + 1] if isinstance(value, Tensor) and value.ndim and len(value) == rows > 1 else value
+
+        gradients = []
+        with self._placed(self.blocks[layer], self.weights):
+            for row in range(rows):
+                one = x[row : row + 1].detach().requires_grad_()
+                with torch.enable_grad():
+                    y = run(one, *(own(a, row) for a in args), **{key: own(a, row) for key, a in kwargs.items()})
+                if y.requires_grad:
+                    y.backward(upstream[row : row + 1])
+                gradients.append(torch.zeros_like(one) if one.grad is None else one.grad)
+                del y
+                if self.receive is not None:
+                    self.receive(layer, row, take_gradients(self.blocks[layer]), self.blocks[layer])
+        return torch.cat(gradients)
+
+
+def take_gradients(parameters: Weights) -> dict[str, Tensor]:
+    """Return and clear every parameter's gradient; zero if the loss does not depend on it."""
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+    for p in parameters.values():
+        p.grad = None
+    return gradients
+
+
+class _Block(torch.autograd.Function):
+    """One block of a :class:`Streamed` model, which keeps its input only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, streamed: Streamed, layer: int, run: Any, args: Any, kwargs: Any) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.again = partial(streamed.gradient, layer, run), args, kwargs
+        return streamed.compute(layer, run, x, args, kwargs)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, args, kwargs = ctx.again
+        (x,) = ctx.saved_tensors
+        return gradient(x, upstream, args, kwargs), None, None, None, None, None, None
