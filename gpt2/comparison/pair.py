@@ -76,8 +76,11 @@ def compare(
     with ExitStack() as stack:
         progress("loading both models")
         running = stack.enter_context(sides[0].running()), stack.enter_context(sides[1].running())
+        start = ids[None, : min(windows.context, TRACED)]
         if "activations" not in compatible.impossible:
-            start = ids[None, : min(windows.context, TRACED)]
+            left_out = running[0].left_out(start) | running[1].left_out(start)
+            compatible = replace(compatible, impossible=compatible.impossible | left_out)
+        if "activations" not in compatible.impossible:
             activations = compare_activations(
                 running[0].blocks,
                 running[1].blocks,

@@ -84,6 +84,8 @@ def saving(keep: Keep, side: Side, running: Running, tokenizer: Tokenizer | None
         if Shown.ACTIVATIONS not in side.shows:
             raise InputError(f"{side.name}: shows no activations; leave --save-activations out")
         start = passage.ids[None, : min(passage.windows.context, TRACED)]
+        for what, why in running.left_out(start).items():
+            raise InputError(f"{side.name}: {what} cannot be saved: {why}; leave --save-activations out")
         activations = {name: tensor for block in running.blocks(start) for name, tensor in block.items()}
     sizes = [side.vocab_size, None if tokenizer is None else tokenizer.n_vocab]
     known = [size for size in sizes if size is not None]

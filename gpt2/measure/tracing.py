@@ -16,6 +16,7 @@ recorded where eager attention calls softmax. In the order of computation:
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.config import GPT2Config
 from gpt2.model import GPT2, eager_attention, sdpa_attention
 
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
@@ -149,6 +151,44 @@ def stepwise(walk: Callable[[Callable[[T], None]], object]) -> Generator[T]:
         thread.join()
 
 
+@torch.no_grad()
+def trace_by_name(module: nn.Module, ids: Tensor, config: GPT2Config) -> Recorded:
+    """Run somebody's module on (1, T) ``ids``; return the points that its modules' names and shapes tell.
+
+    Its blocks are the outermost list of ``n_layer`` modules; modules with the checkpoint's names are recorded.
+    Empty where the stream after each block is not found; without the logits, attention scores and weights in any case.
+    """
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) == config.n_layer]
+    blocks: list[nn.Module] = next((list(m) for m in lists if all(any(True for _ in each.parameters()) for each in m)), [])
+    recorded: Recorded = {}
+    with ExitStack() as stack:
+        for path, each in module.named_modules():
+            if (name := path.rpartition(".")[2]) in ("wte", "wpe", "ln_f"):
+                stack.callback(each.register_forward_hook(partial(_record_output, recorded, name)).remove)
+        for layer, block in enumerate(blocks):
+            inside = dict(block.named_modules())
+            for path, (before, after) in {**TAPS, "": ("embed" if layer == 0 else None, "")}.items():
+                if path not in inside:
+                    continue
+                if before is not None:
+                    hook = partial(_record_input, recorded, point_at(layer, before))
+                    stack.callback(inside[path].register_forward_pre_hook(hook, with_kwargs=True).remove)
+                hook = partial(_record_output, recorded, point_at(layer, after))
+                stack.callback(inside[path].register_forward_hook(hook).remove)
+        module(ids)
+    wide = {"attn.qkv": 3 * config.n_embd, "mlp.c_fc": config.inner, "mlp.act": config.inner}
+    shapes = {name: (1, ids.size(1), wide.get(part_of(name), config.n_embd)) for name in recorded}
+    found = _in_order({name: x.cpu() for name, x in recorded.items() if x.shape == shapes[name]}, config.n_layer)
+    stream = {"embed", *(point_at(layer, "") for layer in range(config.n_layer))}
+    return found if stream <= found.keys() else {}
+
+
+def grouped(recorded: Recorded) -> Iterator[Recorded]:
+    """Yield what a whole forward pass recorded one block at a time, as :func:`trace_blocks` does."""
+    for _, block in itertools.groupby(recorded.items(), lambda item: block_of(item[0])):
+        yield dict(block)
+
+
 class _Stopped(Exception):
     """The caller wants no further steps."""
 
@@ -214,9 +254,9 @@ def _record_output(recorded: Recorded, point: str, module: nn.Module, args: tupl
     recorded[point] = _copy(output[0] if isinstance(output, tuple) else output)
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy(tensor: Any) -> Tensor:
     """Copy a tensor, since later operations may write in place; add a batch axis to positions (T, D)."""
-    tensor = tensor.detach().clone()
+    tensor = tensor.detach().clone() if isinstance(tensor, Tensor) else torch.empty(0)
     return tensor if tensor.ndim > 2 else tensor[None]
 
 

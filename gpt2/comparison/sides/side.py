@@ -80,6 +80,10 @@ class Running:
         """Yield the activations on (1, T) ``ids`` one block at a time, as :func:`gpt2.measure.tracing.trace_blocks` does."""
         raise NotImplementedError
 
+    def left_out(self, ids: Tensor) -> dict[str, str]:
+        """Return the parts of a comparison of (1, T) ``ids`` that turn out not to be shown, each with the reason."""
+        return {}
+
     def top(self, ids: Tensor) -> Top:
         """Return what the side predicts for ``ids[1:]`` of one window ``ids`` (T + 1,), each from the tokens before it."""
         raise NotImplementedError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import CheckpointError, InputError
 from gpt2.measure import dumps
-from gpt2.measure.tracing import Recorded, layer_of, points
+from gpt2.measure.tracing import Recorded, grouped, points
 from gpt2.measure.windows import RowWindows, Window
 
 TRACE_FORMAT = "gpt2-toolkit trace"
@@ -205,15 +204,7 @@ class Replay(Running):
         tokens, held = ids.size(1), next(iter(self._side.activations.values())).size(1)
         if tokens > held or not torch.equal(ids[0].long(), self._side.recording.ids[:tokens]):
             raise InputError(f"{self._side.name}: holds activations of its first {held} tokens; compare it without another text")
-        named = self._side.activations.items()
-        for _, block in itertools.groupby(named, lambda item: _block(item[0])):
-            yield {name: _cut(name, tensor, tokens) for name, tensor in block}
-
-
-def _block(point: str) -> int | str:
-    """Return which of the parts of a traced forward pass a point belongs to."""
-    layer = layer_of(point)
-    return layer if layer is not None else "head" if point in ("ln_f", "logits") else "embed"
+        yield from grouped({name: _cut(name, tensor, tokens) for name, tensor in self._side.activations.items()})
 
 
 def _cut(name: str, tensor: Tensor, tokens: int) -> Tensor:

@@ -177,6 +177,52 @@ def test_a_port(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         compare(str(same), str(same), on=text, tokens=60)
 
 
+def test_the_activations_of_a_port(text: str, tmp_path: Path) -> None:
+    """Its points are found by its modules' names: the first wrong one must be named, and what has no name be left out, aloud."""
+    port = """
+import sys
+import torch
+import gpt2
+from gpt2.model import GPT2
+
+
+class Port(torch.nn.Module):
+    def __init__(self, folder):
+        super().__init__()
+        self.model = gpt2.load(folder)
+        with torch.no_grad():
+            self.model.h[1].mlp.c_fc.bias[0] += {change}
+        {rename}
+
+    def forward(self, ids):
+        x = self.model.wte(ids) + self.model.wpe(torch.arange(ids.size(1)))
+        for block in {blocks}:
+            x = block(x, None)
+        return self.model.ln_f(x) @ self.model.wte.weight.T
+
+
+def build(folder):
+    sys.path.insert(0, "left behind")
+    return Port(folder)
+"""
+    (tmp_path / "same.py").write_text(port.format(change=0, rename="pass", blocks="self.model.h"))
+    (tmp_path / "wrong.py").write_text(port.format(change=1, rename="pass", blocks="self.model.h"))
+    flat = "self.blocks = dict(enumerate(self.model.h)); self.model.h = torch.nn.ModuleList()"
+    (tmp_path / "flat.py").write_text(port.format(change=0, rename=flat, blocks="self.blocks.values()"))
+    argv, path = sys.argv, list(sys.path)
+    same, wrong, found_none = (
+        compare(MODEL, str(tmp_path / f"{each}.py"), on=text, tokens=60) for each in ("same", "wrong", "flat")
+    )
+    assert (sys.argv, sys.path) == (argv, path)
+    assert max(point.error for point in same.activations.points) < 1e-6
+    assert len(same.activations.points) == 5 + 12 * same.a.config["n_layer"]
+    assert wrong.activations.first_past.point == "h.1.mlp.c_fc"
+    assert "attn.scores, attn.weights: no module of" in " ".join(same.table(300).split())
+    assert found_none.activations is None
+    assert "no list of" in found_none.compatibility.impossible["activations"]
+    assert found_none.distributions.kl_ab.max < 1e-9
+
+
 def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One line with the command that installs it, in place of a traceback; the extra must exist in pyproject.toml."""
     project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
