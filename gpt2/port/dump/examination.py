@@ -27,6 +27,7 @@ from gpt2.port.step_dump.examination import StepExamination
 from gpt2.port.training.settings import Settings
 
 SECONDS = {True: 50.0, False: 240.0}  # for the whole search, by whether the model is small
+HASTY = 6  # the part of the time for float32, if the program seems to have computed in a half precision
 
 
 def examine(
@@ -82,12 +83,17 @@ class DumpExamination:
         arrays = {name: array for name, array in self.dump.arrays.items() if name != output.name}
         attempts: list[Attempt] = []
         dtypes = list(self._computed(output.logits.dtype))
+        following: Attempt | None = None
         for number, dtype in enumerate(dtypes):
-            left = self.end - time.monotonic()
-            deadline = time.monotonic() + left / (len(dtypes) - number)
-            attempts.append(Attempt(arrays, output, exact, self.reference, dtype, deadline, self.progress))
-            if attempts[-1].settled:
-                return self._diagnosed(attempts[-1])
+            attempt = following or Attempt(arrays, output, exact, self.reference, dtype, self.progress)
+            attempts.append(attempt)
+            share = len(dtypes) - number
+            if dtypes[-1] in HALVES and share > 1 and not attempt.right:
+                following = Attempt(arrays, output, exact, self.reference, dtypes[-1], self.progress)
+                share = HASTY if following.is_likelier(attempt) else share
+            attempt.examine(time.monotonic() + (self.end - time.monotonic()) / share)
+            if attempt.settled:
+                return self._diagnosed(attempt)
         most = max(attempts, key=lambda one: len(one.held))  # in another precision rounding looks wrong from the start
         return self._diagnosed(next((one for one in attempts if one.causes), most))
 

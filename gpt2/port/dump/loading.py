@@ -171,7 +171,7 @@ class Loading:
         return False
 
     def _recorded(self, value: Tensor, part: str, unit: float) -> bool:
-        bound = self.pool.bound + (ROUNDED_INPUT * unit if unit >= UNITS[torch.float16][0] else 0.0)
+        bound = self.pool.tolerance.stages[part] + (ROUNDED_INPUT * unit if unit >= UNITS[torch.float16][0] else 0.0)
         if part not in LINEAR[:3]:
             return self.pool.find_within(bound, value) is not None
         heads = Layout.RIGHT.split(value.view(*self.ids.shape, -1), self.config.n_head)
