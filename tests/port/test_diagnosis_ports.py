@@ -1,9 +1,11 @@
 """Diagnose the ports of tests/support: the right cause at the right place for faulty ports, no cause for correct ones.
 
-tools/diagnose_table.py measures the whole confusion table, also at official shapes.
+tools/diagnose_table.py measures the whole confusion table, also at official shapes. Here: one port for each cause, and a sample.
 """
 
 from __future__ import annotations
+
+import random
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import gpt2
 from gpt2.config import OFFICIAL_SIZES
 from gpt2.port.diagnosis import diagnose
 
-# By default: each cause once, in alternating architectures, and a few ports with several faults. All others are slow.
+# Each cause once, in alternating architectures, a few ports with several faults, and a sample of the others.
 SEVERAL = (
     "fused: post-norm gelu-relu scale-by-width",
     "functions: not-normalising@0 scale-missing@1 gelu-relu@2",
@@ -36,8 +38,11 @@ def one_of_each_cause() -> list[str]:
     return [names[turn % len(names)] for turn, names in enumerate(homes.values())]
 
 
-DEFAULT = {*one_of_each_cause(), *SEVERAL}
+EACH_CAUSE = one_of_each_cause()
+SAMPLE = random.Random(1).sample([name for name in FAULTY if name not in (*EACH_CAUSE, *SEVERAL)], 50)
+DEFAULT = {*EACH_CAUSE[::3], *SEVERAL[::2]}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+ONLY_IN_FLOAT32 = ("pinyin", "letters")  # these mix float32 into their computation, and torch refuses
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +68,11 @@ def in_each_dtype(names, default):
         )
         for name in names
         for dtype in DTYPES
+        if dtype == "float32" or name not in ONLY_IN_FLOAT32
     ]
 
 
-@pytest.mark.parametrize("name", of_each(FAULTY, DEFAULT))
+@pytest.mark.parametrize("name", of_each((*EACH_CAUSE, *SEVERAL, *SAMPLE), DEFAULT))
 def test_what_is_wrong_is_named_and_located(name, directory, model):
     """A wrong cause makes the user change correct code; a wrong place costs the user time."""
     port = FAULTY[name]
@@ -97,15 +103,12 @@ def test_a_right_architecture_is_called_right(name, dtype, directory, model):
 
 # The architectures of these ports are in SOUND.
 RIGHT = [name for name, port in PORTS.items() if port.complete and not port.home and name not in FAULTY_AFTER_ALL]
-ONLY_IN_FLOAT32 = ("pinyin", "letters")  # these mix float32 into their computation, and torch refuses
-QUICK = ["nano", "flat_list", "stepwise"]
+QUICK = ["nano", "flat_list"]
 
 
 @pytest.mark.parametrize(("name", "dtype"), in_each_dtype(RIGHT, QUICK))
 def test_a_right_port_is_called_right(name, dtype, model):
     """A false alarm makes the user break correct code."""
-    if dtype == "bf16" and name in ONLY_IN_FLOAT32:
-        return
     port = PORTS[name]
     module = port.build(CONFIG).float()
     port.fill(module, model.state_dict())
@@ -137,23 +140,20 @@ def test_a_fault_that_logits_do_not_show_is_named(name, model):
 def test_faults_drawn_at_random_are_named(directory, model):
     """diagnose was developed on the ports above, so these combinations, drawn at random, are the fairer test.
 
-    95 of 100 must be right; `tools/diagnose_table.py --drawn 100 --seed N` draws others. Known misses: post-norm in one block
+    38 of 40 must be right; `tools/diagnose_table.py --drawn 100 --seed N` draws others. Known misses: post-norm in one block
     alone; a wrong matrix in a checkpoint that was rounded as well.
     """
     rows = [
-        score(port, diagnose(port.build(CONFIG, directory), model), CONFIG, 0.0, 0.0) for port in draw(100, 1, CONFIG, directory)
+        score(port, diagnose(port.build(CONFIG, directory), model), CONFIG, 0.0, 0.0) for port in draw(40, 1, CONFIG, directory)
     ]
     assert all(row.verdict == "mismatch" for row in rows)
-    assert sum(row.first for row in rows) >= 95, [row for row in rows if not row.first]
-    assert sum(not row.missed for row in rows) >= 95, [row for row in rows if row.missed]
+    assert sum(row.first for row in rows) >= 38, [row for row in rows if not row.first]
+    assert sum(not row.missed for row in rows) >= 38, [row for row in rows if row.missed]
 
 
 HANDFUL = (
-    "fused: gelu-erf",
-    "functions: scale-twice@1",
     "heads: no-qkv-bias gelu-erf residual-from-normed",
     "einsum3d: mask-multiplied not-normalising@f",
-    "italiano: mask-missing scale-missing",
     "conv1d: transposed-proj@1",
 )
 

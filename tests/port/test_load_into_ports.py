@@ -108,9 +108,9 @@ def test_a_missing_bias_is_no_fault_where_the_checkpoint_has_zeros(name, tmp_pat
     assert report.ok
 
 
-# One port of each structure, as each takes half a minute at this size: separate, fused and interleaved heads, einsum, torch's own
-# layers, no modules at all, layers in one tensor, other languages, something missing.
-STRUCTURES = "nano heads einsum3d encoder_layer mha interleaved kqv flat_list scanned russkiy letters backwards channels lecture"
+# A port of some structures, as each takes half a minute at this size: separate and interleaved heads, torch's own layers,
+# layers in one tensor, something missing.
+STRUCTURES = "heads mha interleaved scanned lecture"
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_a_faulty_program_is_as_faulty_as_it_says(name: str, home: Home) -> None
     bound = 1e-6 if "sinusoidal" in program.line else BOUNDS[program.language]  # torch rounds that table to float32
     assert error(found, expected) < bound
     right = expected_logits(Program(program.language, ""), home)
-    assert error(found, right) > 2 * error(found, expected), "the fault shows"
+    assert error(found, right) > 10 * error(found, expected), "the fault shows far beyond rounding"
 
 
 @each_language

@@ -375,18 +375,16 @@ POINTS = {
     "no residual around attention": "h.0.mid",
     "no residual around the feed-forward": "h.2",
 }
-# Variants of others: slow, run by .ci/run.
-RARER = (
-    "epsilon 1e-08; epsilon 1e-12; no bias; rms last; silu; cubic; by heads; twice; no mask; mask after softmax; over the batch; "
-    "heads viewed; heads interleaved; values from the input; position 0 for all; no positions; log-softmaxed; no residual; "
-    "no first norm; norm on a branch; epsilon 0; epsilon 0.001; rms without bias; relu; over heads; scaled sum; mask of 1e-9; "
-    "parallel, one norm; norm behind the block"
+# Tried by default, beside those of POINTS; all others are slow, run by .ci/run.
+QUICK = (
+    *("annotated", "rms", "over time", "swapped", "erf", "unknown", "by width", "strict mask cleared", "mask multiplied"),
+    *("heads merged by view", "no output projection", "sines", "last position", "post-norm", "from the normed", "parallel"),
+    *("norm on the embeddings", "one twice"),
+    *POINTS,
 )
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name in RARER.split("; "))) for name in ONE_FAULT]
-)
+@pytest.mark.parametrize("fault", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ONE_FAULT])
 def test_a_fault_is_named_where_it_is_and_nothing_else(fault: str) -> None:
     """A cause beside the true one makes the user change correct code."""
     wrong, expected = ONE_FAULT[fault]
@@ -398,7 +396,9 @@ def test_a_fault_is_named_where_it_is_and_nothing_else(fault: str) -> None:
         assert result.first_divergence.error > 1e-9
 
 
-@pytest.mark.parametrize("faults", TOGETHER)
+@pytest.mark.parametrize(
+    "faults", [pytest.param(name, marks=[] if number % 2 else pytest.mark.slow) for number, name in enumerate(TOGETHER)]
+)
 def test_several_faults_are_all_found(faults: str) -> None:
     """The walk continues from the port's own values, so the first fault does not hide the second."""
     wrong, expected = TOGETHER[faults]
