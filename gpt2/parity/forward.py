@@ -140,7 +140,7 @@ def _windows(subject: Subject) -> None:
             for start in range(0, len(window), CHUNK):
                 end = min(start + CHUNK, len(window))
                 ours, theirs = (head_of(model, h[:, start:end]) for model, h in zip(models, hidden, strict=True))
-                name = f"logits (window {index}, positions {start} to {end - 1})"
+                name = f"logits (window {index}, {start} to {end - 1})"
                 findings.mapping("logits", name, worst_relative_error(ours, theirs))
         findings.settle()
     findings.settle("logits")

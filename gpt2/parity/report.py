@@ -197,8 +197,8 @@ class Report(Printed):
         for check in self.checks:
             title = check.id.removesuffix("-rounding"), f"[dim]{check.dtype}[/dim]", check.title
             if check.skipped and check.ok:
-                how_far = f"{len(check.points)} points, then " if check.points else "" if self.stopped == RUNNING else "not run: "
-                table.add_row("[yellow]–[/yellow]", *title, "", f"[yellow]{how_far}{check.skipped}[/yellow]")
+                so_far = f"{len(check.points)} points; " if check.points else "" if self.stopped == RUNNING else "not run: "
+                table.add_row("[yellow]–[/yellow]", *title, "", f"[yellow]{so_far}{check.skipped}[/yellow]")
                 continue
             mark = "[green]✓[/green]" if check.ok else "[bold red]✗[/bold red]"
             worst = None if check.kind == EXACT and check.ok else check.worst
