@@ -158,6 +158,7 @@ class StepExamination:
         for number, call in enumerate(self.calls[1:], 1):
             batch = self.batches.batch(number)
             reading = read_loss(call, batch.ids)
+            call.forwards.clear()
             if reading is None:
                 continue
             stage = loss_stage(batch, reading, factor, self.settings)
