@@ -110,4 +110,4 @@ def test_the_search_finds_a_rule_again(rule: Rule) -> None:
     track = Track("w", before, gradient, -1e-3 * directions(rule, track) - 1e-4 * before, track.seen)
     found = Search([track], Settings()).best().rule
     assert found == rule
-    assert fit(track, directions(found, track)).rates == pytest.approx(1e-3)
+    assert fit(track, found).rates == pytest.approx(1e-3)

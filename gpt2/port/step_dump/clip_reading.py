@@ -9,16 +9,16 @@ import numpy as np
 from torch import Tensor
 
 from gpt2.port.step_dump.recognition import Weights
-from gpt2.port.training.clipping import LIMITS, ClipReading
-from gpt2.port.training.rules import Array
+from gpt2.port.training.clipping import LIMITS, ClipReading, Norms
 
 
-def norms_of(gradients: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return the norms of K whole gradients by kind, and the norms of each parameter's, (K,) each."""
+def norms_of(gradients: Sequence[Mapping[str, Tensor]]) -> Norms:
+    """Return the norms of K whole gradients."""
     own = {n: np.array([float(one[n].norm()) for one in gradients]) for n in gradients[0] if all(n in one for one in gradients)}
-    one = sum((np.array([float(g[n].abs().sum()) for g in gradients]) for n in own), np.zeros(len(gradients)))
-    largest = np.array([max(float(g[n].abs().max()) for n in own) for g in gradients])
-    return {"two": np.sqrt(sum((v**2 for v in own.values()), np.zeros(len(gradients)))), "one": one, "largest": largest}, own
+    one = np.array([sum(float(g[n].abs().sum()) for n in own) for g in gradients])
+    largest = np.array([max((float(g[n].abs().max()) for n in own), default=0.0) for g in gradients])
+    two = np.sqrt(sum((v**2 for v in own.values()), np.zeros(len(gradients))))
+    return Norms({"two": two, "one": one, "largest": largest}, own)
 
 
 def dumped_clip(raw: Sequence[Weights], used: Sequence[Weights], wanted: float | None) -> ClipReading:
@@ -27,7 +27,8 @@ def dumped_clip(raw: Sequence[Weights], used: Sequence[Weights], wanted: float |
         {n: float((g * r[n]).sum() / (r[n] ** 2).sum()) for n, g in u.items() if n in r and float(r[n].norm()) > 0}
         for r, u in zip(raw, used, strict=True)
     ]
-    norms, own = norms_of(raw)
+    of_raw = norms_of(raw)
+    norms, own = of_raw.whole, of_raw.own
     reading = ClipReading(largest=float(norms["two"].max()))
     extremes = [(min(one.values()), max(one.values())) for one in ratios if one]
     spread = max((most / least if least > 0 else math.inf for least, most in extremes), default=1.0)

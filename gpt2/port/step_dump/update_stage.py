@@ -17,18 +17,20 @@ from gpt2.port.step_dump.gradient_stage import GradientReading
 from gpt2.port.step_dump.layouts import role_of
 from gpt2.port.step_dump.predictions import TABLE, Batch, Gradients, Predictor, labelings
 from gpt2.port.step_dump.recognition import Recorded, Weights
-from gpt2.port.step_dump.rule_search import EXPLAINED, TENSORS, Answer, Gauged, RuleSearch, clipped_track, gauged
+from gpt2.port.step_dump.rule_search import NONE, Answer, RuleSearch, gauged
 from gpt2.port.training.causes import cause
 from gpt2.port.training.clip_causes import clip_stage
-from gpt2.port.training.clipping import BITES, ClipReading
+from gpt2.port.training.clipping import BITES, ClipReading, Norms, clipped
 from gpt2.port.training.optimizer import update_stage
-from gpt2.port.training.rules import Array, Fit, Rule
+from gpt2.port.training.rules import Array, Fit, Rule, Track, fit
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.stepping import Movement
 from gpt2.port.training.trained import Stage
+from gpt2.port.training.updates import EXPLAINED
 
 SEEN = "the dump's parameters before and after each step"
 
+TENSORS = 4  # that the search uses
 ALLOWED = 1.25  # times EXPLAINED: for one parameter, of fewer entries than the search has
 Places = Callable[[Sequence[str]], str]
 
@@ -155,7 +157,7 @@ class UpdateExamination:
         clear = gradient.abs() > 100 * self.allowed[name]
         return float((change[clear].sign() == -gradient[clear].sign()).double().mean()) if bool(clear.any()) else 0.0
 
-    def _track(self, name: str, gradients: Sequence[Mapping[str, Tensor]]) -> Gauged | None:
+    def _track(self, name: str, gradients: Sequence[Mapping[str, Tensor]]) -> Track | None:
         noise, relative = self.allowed[name] / 4, 1e-9
         if self.given is not None:
             units = [UNITS[dtype] for dtype in self.recorded.gradient_dtypes]
@@ -165,33 +167,33 @@ class UpdateExamination:
         parts = [one[name] for one in gradients]
         return gauged(name, role_of(name), self.recorded.parameters, parts, self.storage, noise, relative)
 
-    def _chosen(self, tracks: Mapping[str, Gauged]) -> list[Gauged]:
+    def _chosen(self, tracks: Mapping[str, Track]) -> list[Track]:
         """Return some matrices, and those whose changes are known best."""
-        matrices = [one for one in tracks.values() if one.role == "matrix"] or list(tracks.values())
+        matrices = [one for one in tracks.values() if role_of(one.name) == "matrix"] or list(tracks.values())
         picks = [matrices[n] for n in np.unique(np.linspace(0, len(matrices) - 1, TENSORS - 2).round().astype(int))]
-        known = sorted(
-            tracks.values(), key=lambda one: float(np.median(one.error) / max(np.median(np.abs(one.track.change)), 1e-300))
-        )
-        return picks + [one for one in known if one.track.before.shape[1] >= 8 and all(one is not other for other in picks)][:3]
 
-    def _searched(self, chosen: list[Gauged], tracks: Mapping[str, Gauged]) -> Answer:
-        self.norms, self.own_norms = norms_of(self.gradients)
-        sums: list[Gauged] = []
-        norms: dict[str, Array] = {}
+        def doubt(one: Track) -> float:
+            assert one.noise is not None
+            return float(np.median(one.noise) / max(np.median(np.abs(one.change)), 1e-300))
+
+        known = [one for one in sorted(tracks.values(), key=doubt) if one.before.shape[1] >= 8]
+        return picks + [one for one in known if all(one is not other for other in picks)][:3]
+
+    def _searched(self, chosen: list[Track], tracks: Mapping[str, Track]) -> Answer:
+        self.norms = norms_of(self.gradients)
+        sums: list[Track] = []
+        norms: Norms | None = None
         if self.given is None and self.recorded.steps > 1:
             self.total = [
                 {n: sum((g[n] for g in self.gradients[: k + 1]), torch.zeros_like(self.gradients[0][n])) for n in tracks}
                 for k in range(self.recorded.steps)
             ]
-            sums = [one for track in chosen if (one := self._track(track.track.name, self.total)) is not None]
-            norms, _ = norms_of(self.total)
-        search = RuleSearch(
-            chosen, self.settings, self.norms, self.own_norms, clips=not self._is_clipped, cumulated=sums, cumulated_norms=norms
-        )
-        self.search = search
-        return search.best()
+            sums = [one for track in chosen if (one := self._track(track.name, self.total)) is not None]
+            norms = norms_of(self.total)
+        self.search = RuleSearch(chosen, self.settings, self.norms, not self._is_clipped, sums, norms)
+        return self.search.best()
 
-    def _varied(self, answer: Answer, chosen: list[Gauged], tracks: dict[str, Gauged]) -> tuple[Answer, dict[str, Gauged]]:
+    def _varied(self, answer: Answer, chosen: list[Track], tracks: dict[str, Track]) -> tuple[Answer, dict[str, Track]]:
         """Try other gradients of some parameters where none are dumped: they change the norm that clipping divides by."""
         if answer.error <= EXPLAINED or not self.made:
             return answer, tracks
@@ -223,36 +225,37 @@ class UpdateExamination:
 
     # Each parameter
 
-    def _movement(self, answer: Answer, tracks: Mapping[str, Gauged]) -> Movement:
+    def _movement(self, answer: Answer, tracks: Mapping[str, Track]) -> Movement:
         movement = Movement()
         movement.roles = {name: role_of(name) for name in self.recorded.parameters[0]}
         steps = self.recorded.steps
         if answer.cumulated:
             tracks = {n: one for n in tracks if (one := self._track(n, self.total)) is not None}
-        norms = self.search.cumulated_norms if answer.cumulated else self.norms
-        clipped = {n: clipped_track(one, answer.clip, norms, self.own_norms) for n, one in tracks.items()}
-        matrices = [n for n, one in clipped.items() if one.role == "matrix"] or list(clipped)
-        fits = {n: clipped[n].fitted(answer.rule) for n in matrices}
+        norms = self.search.cumulated_norms if answer.cumulated else None
+        moved = {n: clipped(one, answer.clip, norms or self.norms) for n, one in tracks.items()}
+        matrices = [n for n in moved if role_of(n) == "matrix"] or list(moved)
+        fits = {n: fit(moved[n], answer.rule) for n in matrices}
         rates = np.median(np.stack([one.rates for one in fits.values()]), axis=0)
         expected = np.array([self.settings.rate(step) for step in range(steps)]) if self.settings.lr is not None else None
+        self.expected = expected
         if expected is not None and answer.as_set:
-            good = [clipped[n].fitted(answer.rule, expected).error <= ALLOWED * EXPLAINED for n in matrices]
+            good = [fit(moved[n], answer.rule, expected).error <= ALLOWED * EXPLAINED for n in matrices]
             rates = expected if sum(good) > len(good) / 2 else rates
         decay = float(np.median([np.median(one.decays / np.where(rates == 0, 1, rates)) for one in fits.values()]))
         wanted = self.settings.weight_decay
         choices = list(dict.fromkeys(d for d in (wanted, 0.0, 0.1, 0.01, float(f"{decay:.3g}")) if d is not None and d >= 0))
-        for name, one in clipped.items():
+        for name, one in moved.items():
             rule, found = self._fit(one, answer.rule, rates, choices)
             movement.rules[name], movement.fits[name] = rule, found
             movement.error = max(movement.error, found.error)
             if found.error > ALLOWED * EXPLAINED:
                 movement.odd.append(name)
-        self.clipped, self.rates, self.choices = clipped, rates, choices
+        self.rates, self.choices = rates, choices
         return movement
 
-    def _fit(self, one: Gauged, rule: Rule, rates: Array, choices: Sequence[float]) -> tuple[Rule, Fit]:
+    def _fit(self, one: Track, rule: Rule, rates: Array, choices: Sequence[float]) -> tuple[Rule, Fit]:
         """Fit a parameter: with the rates of most and the expected decay, with another one, or with rates of its own."""
-        small = one.role in ("norm", "bias")
+        small, one = one.small, replace(one, small=False)
         rules = [rule, replace(rule, coupled=0.0)] if rule.coupled else [rule]
         rules = rules[::-1] if small else rules
         order = [0.0, *choices] if small or (rule.coupled and not small) else list(choices)
@@ -260,11 +263,11 @@ class UpdateExamination:
         for each in rules:
             for decay in order:
                 decays = decay * rates
-                tried.append((each, Fit(rates, decays, one.error_of(each, rates, decays), np.zeros_like(rates))))
+                tried.append((each, fit(one, each, rates, decays)))
                 if tried[-1][1].error <= EXPLAINED:
                     return tried[-1]
         for each in rules:
-            tried += [(each, one.fitted(each, rates)), (each, one.fitted(each))]
+            tried += [(each, fit(one, each, rates)), (each, fit(one, each))]
         least = min(tried, key=lambda pair: pair[1].error)
         return next(pair for pair in tried if pair[1].error <= max(1.1 * least[1].error, EXPLAINED))
 
@@ -279,7 +282,7 @@ class UpdateExamination:
             track = self._track(TABLE, [{TABLE: way} for way in ways])
             if track is None:
                 continue
-            one = clipped_track(track, answer.clip, self.norms, self.own_norms)
+            one = clipped(track, answer.clip, self.norms)
             rule, found = self._fit(one, answer.rule, self.rates, self.choices)
             if found.error <= ALLOWED * EXPLAINED:
                 self.found.gradient.causes.append(cause("tied-gradient-lost", "wte", detail, SEEN))
@@ -299,9 +302,9 @@ class UpdateExamination:
 
     # Clipping
 
-    def _clip(self, answer: Answer, chosen: list[Gauged], tracks: Mapping[str, Gauged]) -> None:
+    def _clip(self, answer: Answer, chosen: list[Track], tracks: Mapping[str, Track]) -> None:
         wanted, recorded = self.settings.clip, self.recorded
-        norm = float(self.norms["two"].max())
+        norm = float(self.norms.whole["two"].max())
         if self.given is not None and self.given is recorded.used:
             self.found.clip = clip_stage(dumped_clip(recorded.raw, recorded.used, wanted), wanted, "some parameters")
             return
@@ -316,9 +319,9 @@ class UpdateExamination:
             return
         if answer.error > EXPLAINED:
             return
-        other = ("two", wanted or 1.0) if not answer.clip[0] else ("", math.inf)
-        rates = self.search.rates
-        decided = any(one.fitted(answer.rule, rates).error > EXPLAINED for one in self.search.clipped(other, answer.cumulated))
+        other = ("two", wanted or 1.0) if not answer.clip[0] else NONE
+        rates = self.expected if answer.as_set else None
+        decided = any(fit(one, answer.rule, rates).error > EXPLAINED for one in self.search.clipped(other, answer.cumulated))
         if not decided:
             if wanted or wanted is None:
                 self.found.clip.notes.append(
@@ -328,5 +331,5 @@ class UpdateExamination:
             return
         kind, limit = answer.clip
         if wanted and kind == "two" and limit > norm:
-            kind, limit = "", math.inf
+            kind, limit = NONE
         self.found.clip = clip_stage(ClipReading(kind=kind, limit=limit, largest=norm), wanted, "some parameters")

@@ -14,15 +14,14 @@ import torch
 from gpt2.port.golden_section import least
 from gpt2.port.training.clipping import LIMITS, Clip, Norms, clipped
 from gpt2.port.training.records import Update
-from gpt2.port.training.rules import Kind, Rule, Track, directions, fit
+from gpt2.port.training.rules import Kind, Rule, Track, fit
 from gpt2.port.training.settings import Settings
-from gpt2.port.training.updates import EPSILONS, EXACT, ROUNDED, Found, Search
+from gpt2.port.training.updates import EPSILONS, EXACT, ROUNDED, USUAL, Found, Search
 
 FITS = 1e-6  # relative error of changes that a known rule explains
 KINDS = ("two", "tensor", "value", "largest")
 GRID, STEPS = 32, 44  # limits that are tried of each kind, and steps that refine the best
 NEAR = 0.3  # the error at the best of the limits that are tried, above which it is not refined
-USUAL = 7  # structures of rules that are tried before clipping to an unknown limit
 
 
 def tracks(updates: Sequence[Update], clip: Clip | None = None, names: Sequence[str] | None = None) -> dict[str, Track]:
@@ -94,7 +93,7 @@ class RuleSearch:
     def _others(self, rule: Rule, clip: Clip | None) -> float:
         """Return the largest error of a rule in the sessions after the first."""
         later = [track for number in range(1, len(self.sessions)) for track in self._tracks(number, clip)]
-        return max((fit(track, directions(rule, track)).error for track in later), default=0.0)
+        return max((fit(track, rule).error for track in later), default=0.0)
 
     def _usual(self) -> Iterator[Clip]:
         limits = dict.fromkeys(limit for limit in (self.settings.clip, *LIMITS) if limit)

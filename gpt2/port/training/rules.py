@@ -8,7 +8,7 @@ c = 1 - b^t. A parameter p becomes p - rate direction - decay p. Everything is e
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Constants = tuple[Array, Array, Array]
 ROUNDING = 2 * 2.0**-52  # of a parameter, when a change is added to it in float64
+MAX_SIGMA = 4.0  # a residual counts as so many times its noise at most, so that a few odd ones do not decide
 
 
 class Correction(Enum):
@@ -66,21 +67,29 @@ class Rule:
 
 @dataclass(frozen=True)
 class Track:
-    """One parameter over K updates: values before, gradients, and changes, each (K, n); ``seen``: whether it had a gradient."""
+    """One parameter over K updates: values before, gradients, and changes, each (K, n); ``seen``: whether it had a gradient.
+
+    ``noise``: the error (K, n) that rounding may make in the changes; None where they are exact. ``small``: a norm or bias, which
+    a coupled decay may leave out.
+    """
 
     name: str
     before: Array
     gradient: Array
     change: Array
     seen: NDArray[np.bool_]
+    noise: Array | None = None
+    small: bool = False
 
     def part(self, index: NDArray[np.int64]) -> Track:
-        return Track(self.name, self.before[:, index], self.gradient[:, index], self.change[:, index], self.seen)
+        noise = None if self.noise is None else self.noise[:, index]
+        return replace(
+            self, before=self.before[:, index], gradient=self.gradient[:, index], change=self.change[:, index], noise=noise
+        )
 
     def times(self, factors: Array) -> Track:
-        """Return the track with gradients multiplied by ``factors``, (K,) or (K, n)."""
-        factors = factors if factors.ndim > 1 else factors[:, None]
-        return Track(self.name, self.before, self.gradient * factors, self.change, self.seen)
+        """Return the track with gradients multiplied by ``factors``, (K,)."""
+        return replace(self, gradient=self.gradient * factors[:, None])
 
 
 @dataclass
@@ -140,8 +149,9 @@ def directions(rule: Rule, track: Track, state: Moments | None = None, constants
 
 @dataclass(frozen=True)
 class Fit:
-    """A rule on one parameter: its rates and decays by step (K,), and the error relative to the changes; decay NaN if unknown.
+    """A rule on one parameter: its rates and decays by step (K,), and its error; decay NaN if unknown.
 
+    The error is relative to the changes; of a track with noise, the root mean square of the residuals in units of it.
     ``doubts``: how much each rate may be off because the parameter is rounded; much, where its gradient is nearly zero.
     """
 
@@ -151,19 +161,30 @@ class Fit:
     doubts: Array
 
 
-def fit(track: Track, direction: Array, rates: Array | None = None) -> Fit:
-    """Fit the rates and decays of each step to ``change = -rate direction - decay before``; ``rates`` if they are known."""
-    found, decays, error, doubts = _fitted(track, direction, rates)
-    return Fit(found, decays, float(error), doubts)
+def fit(track: Track, rule: Rule, rates: Array | None = None, decays: Array | None = None, state: Moments | None = None) -> Fit:
+    """Fit the rates and decays of each step to ``change = -rate direction - decay before``; each may be given."""
+    found, taken, error, doubts = _fitted(track, directions(rule, track, state), rates, decays)
+    here = Fit(found, taken, float(error), doubts)
+    if track.small and rule.coupled:
+        bare = fit(track, replace(rule, coupled=0.0), rates, decays)
+        return min(here, bare, key=lambda one: one.error)
+    return here
 
 
-def errors_of(track: Track, directions: Array) -> Array:
-    """Return the errors (R,) of R rules, whose directions are (R, K, n)."""
-    return _fitted(track, directions, None)[2]
+def errors_of(track: Track, rule: Rule, constants: Constants) -> Array:
+    """Return the errors (R,) of a rule with R values of its constants, as for :func:`directions`."""
+    errors = _fitted(track, directions(rule, track, constants=constants))[2]
+    if track.small and rule.coupled:
+        errors = np.minimum(errors, errors_of(track, replace(rule, coupled=0.0), constants))
+    return errors
 
 
-def _fitted(track: Track, direction: Array, rates: Array | None) -> tuple[Array, Array, Array, Array]:
+def _fitted(
+    track: Track, direction: Array, rates: Array | None = None, decays: Array | None = None
+) -> tuple[Array, Array, Array, Array]:
     change, before = track.change, track.before
+    if track.noise is not None:
+        direction, change, before = direction / track.noise, change / track.noise, before / track.noise
     uu, up, pp = (direction * direction).sum(-1), (direction * before).sum(-1), (before * before).sum(-1)
     ud, pd = -(direction * change).sum(-1), -(before * change).sum(-1)
     if rates is None:
@@ -172,13 +193,16 @@ def _fitted(track: Track, direction: Array, rates: Array | None) -> tuple[Array,
         safe = np.where(both, determinant, 1.0)
         alone = ud / np.where(uu > 0, uu, np.inf)
         found = np.where(both, (pp * ud - up * pd) / safe, alone)
-        decays = np.where(both, (uu * pd - up * ud) / safe, np.nan)
+        taken = np.where(both, (uu * pd - up * ud) / safe, np.nan)
     else:
         found = rates
-        decays = np.where(pp > 1e-30, (pd - rates * up) / np.where(pp > 1e-30, pp, 1.0), np.nan)
-    residual = change + found[..., None] * direction + np.where(np.isnan(decays), 0.0, decays)[..., None] * before
+        taken = np.where(pp > 1e-30, (pd - rates * up) / np.where(pp > 1e-30, pp, 1.0), np.nan) if decays is None else decays
+    residual = change + found[..., None] * direction + np.where(np.isnan(taken), 0.0, taken)[..., None] * before
+    doubts = ROUNDING * np.sqrt(pp / np.where(uu > 0, uu, np.inf))
+    if track.noise is not None:
+        error = np.sqrt((np.minimum(np.abs(residual), MAX_SIGMA) ** 2).mean((-2, -1)))
+        return found, taken, error, np.zeros_like(doubts)
     size = math.sqrt(float((change * change).sum()))
     rounding = ROUNDING * math.sqrt(float(pp.sum()))
     left = np.maximum(0.0, np.sqrt((residual * residual).sum((-2, -1))) - rounding)
-    doubts = ROUNDING * np.sqrt(pp / np.where(uu > 0, uu, np.inf))
-    return found, decays, left / size if size > 0 else 0.0 * left, doubts
+    return found, taken, left / size if size > 0 else 0.0 * left, doubts

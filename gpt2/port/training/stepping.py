@@ -16,12 +16,7 @@ from gpt2.port.training.rules import Array, Correction, Eps, Fit, Kind, Moments,
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.updates import ROUNDED, Found, Search
 
-ALIKE = (  # these move a parameter in one direction, and differ in its length
-    ((Correction.FULL, Eps.OUTSIDE), (Correction.SECOND, Eps.OUTSIDE)),
-    ((Correction.FULL, Eps.BEFORE), (Correction.NONE, Eps.OUTSIDE), (Correction.FIRST, Eps.OUTSIDE)),
-    ((Correction.FULL, Eps.INSIDE), (Correction.SECOND, Eps.INSIDE)),
-    ((Correction.NONE, Eps.INSIDE), (Correction.FIRST, Eps.INSIDE)),
-)
+STEADY, STEADY_NOISY = 1e-4, 1e-2  # relative spread of rates that are meant to be one; where the parameters are rounded
 
 
 @dataclass
@@ -63,7 +58,7 @@ def read_movement(sessions: Sequence[Sequence[Update]], settings: Settings, role
     found, movement.clip = RuleSearch(sessions, chosen, settings).found()
     moved = tracks(sessions[0], movement.clip)
     calls = [update.call for update in sessions[0]]
-    found = replace(found, rule=_plainest(found.rule, [moved[name] for name in chosen], settings, calls))
+    found = replace(found, rule=plainest(found, [moved[name] for name in chosen], settings, calls))
     known = [found.rule]
     for name in moving:
         rule, best = _rule_of(moved[name], known, settings, found)
@@ -77,29 +72,25 @@ def read_movement(sessions: Sequence[Sequence[Update]], settings: Settings, role
     return movement
 
 
-def _plainest(rule: Rule, tracks: Sequence[Track], settings: Settings, calls: Sequence[int]) -> Rule:
+def plainest(found: Found, tracks: Sequence[Track], settings: Settings, calls: Sequence[int]) -> Rule:
     """Return the rule whose rates are the expected ones, or steady, among those that differ in each step by a factor only.
 
     A factor of a step cannot be told from its rate: moments without correction move a parameter as those do whose eps is added
-    before the correction, at other rates.
+    before the correction, at other rates. Where noise hides eps, all corrections do.
     """
+    rule, search = found.rule, Search(tracks, settings)
     if rule.kind is not Kind.ADAM or rule.lost:
         return rule
-    alike = next(group for group in ALIKE if (rule.correction, rule.place) in group) if _has_alike(rule) else ()
     expected = np.array([settings.rate(call) for call in calls]) if settings.scheduled else np.ones(len(calls))
     if not bool((expected > 0).all()):
         return rule
-    spreads = []
-    for correction, place in alike:
-        one = replace(rule, correction=correction, place=place)
-        shares = np.median(np.stack([fit(track, directions(one, track)).rates for track in tracks]), axis=0) / expected
-        spreads.append((float(shares.max() - shares.min()) / float(np.abs(shares).max() or 1), one))
-    steady = [one for spread, one in spreads if spread < 1e-4]
-    return steady[0] if steady else spreads[0][1] if spreads else rule
-
-
-def _has_alike(rule: Rule) -> bool:
-    return any((rule.correction, rule.place) in group for group in ALIKE)
+    alike = [replace(rule, correction=c, place=p) for p in Eps for c in Correction]
+    alike = [one for one in alike if search.error(one) <= max(search.enough, 2 * found.error)]
+    steady, spreads = STEADY_NOISY if search.noisy else STEADY, []
+    for one in alike:
+        shares = np.median(np.stack([fit(track, one).rates for track in tracks]), axis=0) / expected
+        spreads.append(float(shares.max() - shares.min()) / float(np.abs(shares).max() or 1))
+    return next((one for one, spread in zip(alike, spreads, strict=True) if spread < steady), rule)
 
 
 def _chosen(moving: dict[str, Track], roles: dict[str, str]) -> list[str]:
@@ -114,7 +105,7 @@ def _rule_of(track: Track, known: list[Rule], settings: Settings, found: Found) 
     uncoupled = [replace(rule, coupled=0.0) for rule in known if rule.coupled]
     coupled = [replace(rule, coupled=value) for rule in known if not rule.coupled for value in (settings.weight_decay,) if value]
     for rule in [*known, *uncoupled, *coupled]:
-        one = fit(track, directions(rule, track))
+        one = fit(track, rule)
         tried.append((rule, one))
         if one.error <= FITS:
             return rule, one
@@ -122,7 +113,7 @@ def _rule_of(track: Track, known: list[Rule], settings: Settings, found: Found) 
     if found.error > ROUNDED or best[1].error <= ROUNDED < found.error:
         return best
     new = Search([track], settings).best().rule
-    one = fit(track, directions(new, track))
+    one = fit(track, new)
     return (new, one) if one.error < best[1].error / 30 else best
 
 
@@ -136,14 +127,14 @@ def _test_others(movement: Movement, sessions: Sequence[Sequence[Update]]) -> No
         for name, rule in movement.rules.items():
             if name in movement.odd or not bool((after[name].change != 0).any()):
                 continue
-            one = fit(after[name], directions(rule, after[name]))
+            one = fit(after[name], rule)
             if one.error <= 1e-4:
                 fresh += 1
                 continue
             n = after[name].before.shape[1]
             state = Moments(np.zeros(n), np.zeros(n), np.zeros(n))
             directions(rule, before[name], state)
-            again = fit(after[name], directions(rule, after[name], state))
+            again = fit(after[name], rule, state=state)
             if again.error <= 1e-4:
                 going_on += 1
             else:
@@ -204,4 +195,4 @@ def updates_of(calls: Sequence[Watched]) -> list[Update]:
     return found
 
 
-__all__ = ["Movement", "decay_of", "rates_of", "read_movement", "updates_of"]
+__all__ = ["Movement", "decay_of", "plainest", "rates_of", "read_movement", "updates_of"]

@@ -13,6 +13,8 @@ from gpt2.port.training.rules import Array, Correction, Eps, Kind, Rule, Track, 
 from gpt2.port.training.settings import Settings
 
 EXACT = 1e-8  # relative error of changes that a rule explains
+EXPLAINED = 1.0  # the same of changes with noise, in units of it
+USUAL, SINGLE = 7, 24  # the first structures of rules: those people use; those with one departure from AdamW
 ROUNDED = 1e-4  # the same, where the author keeps moments or constants in float32
 PART = 192  # entries of each parameter that the search uses
 BETAS1 = (0.9, 0.95, 0.8, 0.99, 0.0, 0.999, 0.98, 0.5)
@@ -34,22 +36,26 @@ class Search:
     """The search for a rule that explains ``tracks``, a few parameters together; each keeps its own rates and decays."""
 
     def __init__(self, tracks: Sequence[Track], settings: Settings) -> None:
-        self.tracks = [_chosen(track) for track in tracks]
+        self.noisy = any(track.noise is not None for track in tracks)
+        self.enough = EXPLAINED if self.noisy else EXACT
+        self.tracks = list(tracks) if self.noisy else [_chosen(track) for track in tracks]
         given1, given2 = settings.beta1, settings.beta2
         self.betas1 = tuple(dict.fromkeys(b for b in (given1, *BETAS1, given2) if b is not None))
         self.betas2 = tuple(dict.fromkeys(b for b in (given2, *BETAS2, given1) if b is not None))
         self.decays = tuple(dict.fromkeys(d for d in (settings.weight_decay, *DECAYS) if d))
-        size = sum(float((t.change**2).sum()) for t in self.tracks)
-        self.size = max(size, 1e-300)
+        self.sizes = np.array([float((track.change**2).sum()) for track in self.tracks])
+        self.size = max(float(self.sizes.sum()), 1e-300)
 
     def error(self, rule: Rule) -> float:
         if rule.beta2 > MAX_BETA2 or rule.eps > MAX_EPS:  # these make Adam what SGD is
             return math.inf
-        square = 0.0
-        for track in self.tracks:
-            one = fit(track, directions(rule, track))
-            square += one.error**2 * float((track.change**2).sum())
-        return math.sqrt(square / self.size)
+        return float(self._joined([np.array(fit(track, rule).error) for track in self.tracks]))
+
+    def _joined(self, errors: Sequence[Array]) -> Array:
+        """Return the error of all tracks: the largest where they have noise, else that of all changes together."""
+        if self.noisy:
+            return np.max(np.stack(errors), axis=0)
+        return np.sqrt(np.tensordot(self.sizes, np.stack(errors) ** 2, axes=1) / self.size)
 
     def best(self) -> Found:
         """Return the first rule, the usual before the rare, that explains the changes; else the one with the least error."""
@@ -61,9 +67,9 @@ class Search:
         best = Found(Rule(), math.inf)
         for structure in self._structures():
             found = self._refined(self._from_grid(structure))
-            if found.error < best.error / 30:
+            if found.error < best.error / 30 or found.error <= self.enough < best.error:
                 best = found
-            if best.error <= EXACT:
+            if best.error <= self.enough:
                 break
             yield best
         yield self._with_moments(best)
@@ -72,14 +78,14 @@ class Search:
         """Return the rule, with moments that are lost instead of moments that hold one step."""
         if best.rule.kind is Kind.ADAM and max(best.rule.beta1, best.rule.beta2) < 1e-3:
             lost = self._tried(replace(Rule(), eps=best.rule.eps, place=best.rule.place, coupled=best.rule.coupled, lost=True))
-            best = lost if lost.error <= max(EXACT, 2 * best.error) else best
+            best = lost if lost.error <= max(self.enough, 2 * best.error) else best
         return best
 
     def quick(self, near: Rule) -> Found:
         """Return the best of the rules that people write most often, and of ``near``."""
         best = Found(near, self.error(near))
         for rule in (Rule(), Rule(kind=Kind.SGD, beta1=0.0), *(replace(Rule(), coupled=decay) for decay in self.decays[:2])):
-            if best.error <= EXACT:
+            if best.error <= self.enough:
                 break
             best = min(best, self._from_grid(rule), key=lambda one: one.error)
         return best
@@ -118,7 +124,7 @@ class Search:
         else:
             choices = [replace(rule, beta1=a, beta2=b) for a in self.betas1 for b in self.betas2]
         best = self._least(choices)
-        if best.error > EXACT and rule.kind is Kind.ADAM:
+        if best.error > self.enough and rule.kind is Kind.ADAM:
             best = min(best, self._least([replace(best.rule, eps=eps) for eps in EPSILONS]), key=lambda one: one.error)
             if best.rule.eps != rule.eps:
                 near = [replace(one, eps=best.rule.eps) for one in choices]
@@ -128,21 +134,20 @@ class Search:
     def _least(self, rules: list[Rule]) -> Found:
         """Return the first rule that explains the changes, else the one with the least error; they differ in constants only."""
         first = self._tried(rules[0])
-        if first.error <= EXACT or len(rules) == 1:
+        if first.error <= self.enough or len(rules) == 1:
             return first
-        constants = tuple(np.array([[getattr(rule, name)] for rule in rules]) for name in ("beta1", "beta2", "eps"))
-        squares = np.zeros(len(rules))
-        for track in self.tracks:
-            found = errors_of(track, directions(rules[0], track, constants=constants))  # type: ignore[arg-type]
-            squares += found**2 * float((track.change**2).sum())
-        errors = np.sqrt(squares / self.size)
-        good = np.flatnonzero(errors <= EXACT)
+        beta1, beta2, eps = np.array([[[rule.beta1], [rule.beta2], [rule.eps]] for rule in rules]).transpose(1, 0, 2)
+        errors = self._joined([errors_of(track, rules[0], (beta1, beta2, eps)) for track in self.tracks])
+        good = np.flatnonzero(errors <= self.enough)
         at = int(good[0]) if len(good) else int(errors.argmin())
         return Found(rules[at], float(errors[at]))
 
     def _refined(self, found: Found) -> Found:
-        """Return the rule with its constants fitted, rounded to the digits that people write where that explains as much."""
-        if found.error <= EXACT or found.error > 0.5 or found.rule.kind is not Kind.ADAM:
+        """Return the rule with its constants fitted, rounded to the digits that people write where that explains as much.
+
+        Not under noise: of two steps, other betas do what another clipping does.
+        """
+        if self.noisy or found.error <= EXACT or found.error > 0.5 or found.rule.kind is not Kind.ADAM:
             return found
         found = self._descended(found)
         for eps in (found.rule.eps, *sorted(EPSILONS, key=lambda eps: abs(math.log(eps / (found.rule.eps or 1e-30))))[:3]):
@@ -183,11 +188,9 @@ class Search:
     def _residual(self, rule: Rule) -> Array:
         parts = []
         for track in self.tracks:
-            direction = directions(rule, track)
-            one = fit(track, direction)
-            parts.append(
-                (track.change + one.rates[:, None] * direction + np.nan_to_num(one.decays)[:, None] * track.before).ravel()
-            )
+            one = fit(track, rule)
+            moved = one.rates[:, None] * directions(rule, track) + np.nan_to_num(one.decays)[:, None] * track.before
+            parts.append((track.change + moved).ravel())
         return np.concatenate(parts) / math.sqrt(self.size)
 
 
