@@ -188,14 +188,21 @@ class GPT2(nn.Module):
         return self.head(self.hidden(ids, attention_mask=attention_mask, cache=cache))
 
     def hidden(
-        self, ids: Tensor, *, attention_mask: Tensor | None = None, cache: KVCache | None = None, rows: Tensor | None = None
+        self,
+        ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        rows: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Compute the residual stream after the last norm, (B, T, D), from token ids (B, T), int64.
 
         ``attention_mask`` (B, S) is nonzero for real tokens and zero for padding, cached tokens included. Positions then count
         real tokens only, so that a row with padding on its left gives the same result as alone. The output at padding has no
         meaning. With ``cache``, the ``ids`` continue the cached tokens and their keys and values are appended. ``rows``
-        (B, T, D) are the embeddings of ``ids``, if the caller has looked them up already.
+        (B, T, D) are the embeddings of ``ids``, if the caller has looked them up already. ``documents`` (B, T) number the
+        document of each token, for training without cache and padding: attention and positions begin anew with each.
 
         Raises:
             ValueError: more than ``n_positions`` tokens, or an ``attention_mask`` whose shape is not (B, S).
@@ -204,7 +211,11 @@ class GPT2(nn.Module):
         tokens, seen = ids.size(1), past + ids.size(1)
         if seen > self.config.n_positions:
             raise ValueError(f"{seen} tokens do not fit the model's {self.config.n_positions} positions")
-        if attention_mask is None:
+        if documents is not None:
+            visible = causal_mask(tokens, tokens, ids.device) & (documents[:, :, None] == documents[:, None, :])  # (B, T, T)
+            positions = visible.sum(-1) - 1  # (B, T)
+            mask: Tensor | None = visible[:, None]
+        elif attention_mask is None:
             positions = torch.arange(past, seen, device=ids.device)  # (T,)
             mask = None if past == 0 or tokens == 1 else causal_mask(tokens, seen, ids.device)
         else:

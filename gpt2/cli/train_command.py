@@ -141,6 +141,7 @@ def show(event: Started | Logged | Evaluated | Estimated | Diverged) -> None:
             text += f"{event.tokens_per_second:7,.0f} tok/s{share}  {_duration(event.seconds_left)} left"
         case Evaluated(val=val):
             text = f"{at}validation loss {val.loss:.4f}  perplexity {val.perplexity:.2f}  {val.bits_per_byte:.4f} bits/byte"
+            text += f"  (all tokens {event.val_all.loss:.4f})" if event.val_all else ""
             text += "  best so far" if event.best else ""
             text += "".join(f"\n  | {line}" for line in event.sample.strip().splitlines())
             text += f"\nwarning: {event.warning}" if event.warning else ""

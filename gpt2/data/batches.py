@@ -1,18 +1,33 @@
-"""Draw training windows as a function of (seed, step, rank), so that a resumed run reads the same tokens."""
+"""Draw training windows as a function of (seed, step, rank), so that a resumed run reads the same tokens.
+
+A token that is read and not scored is -100 among the targets (:data:`UNSCORED`), as in PyTorch's cross-entropy.
+"""
 
 from functools import lru_cache
 
 import numpy as np
 
+UNSCORED = -100
+FILLER, READ, SCORED = 0, 1, 2  # marks of tokens: behind the end of a document in its row; of a prompt; trained on
+
 
 def batch(
-    ids: np.ndarray, context: int, size: int, *, seed: int, step: int, stride: int = 0, rank: int = 0, ranks: int = 1
+    ids: np.ndarray,
+    context: int,
+    size: int,
+    *,
+    seed: int,
+    step: int,
+    stride: int = 0,
+    rank: int = 0,
+    ranks: int = 1,
+    marks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return one step's windows: inputs, and targets shifted by one token; both (size // ranks, context), int64.
 
     Windows start at random places. With ``stride`` they start at its multiples, each once per epoch in a new random order; a
     stride of ``context`` reads each token once per epoch. All ranks draw the same ``size`` starts and take their own slice, so
-    the global batch does not depend on ``ranks``.
+    the global batch does not depend on ``ranks``. ``marks`` (of each id, uint8) say which targets are scored (default: all).
 
     Raises ValueError: fewer than ``context + 1`` ids, a ``size`` that ``ranks`` does not divide, or a ``rank`` out of range.
     """
@@ -29,8 +44,16 @@ def batch(
     else:
         starts = np.random.default_rng((seed, step)).integers(0, len(ids) - context, size)
     own = starts[rank * (size // ranks) : (rank + 1) * (size // ranks)]
-    tokens = np.asarray(ids[own[:, None] + np.arange(context + 1)], dtype=np.int64)
-    return tokens[:, :-1], tokens[:, 1:]
+    places = own[:, None] + np.arange(context + 1)
+    tokens = np.asarray(ids[places], dtype=np.int64)
+    targets = tokens[:, 1:]
+    return tokens[:, :-1], targets if marks is None else np.where(marks[places[:, 1:]] == SCORED, targets, UNSCORED)
+
+
+def documents(ids: np.ndarray, end: int) -> np.ndarray | None:
+    """Return each token's document in its row (..., T), counted from 0; None if no row has two. A document ends with ``end``."""
+    ends = ids == end
+    return ends.cumsum(-1) - ends if ends[..., :-1].any() else None
 
 
 @lru_cache(maxsize=2)  # a batch may belong to two epochs

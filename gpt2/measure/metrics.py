@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -108,7 +108,7 @@ class LanguageScore:
     @property
     def bits_per_byte(self) -> float:
         """Comparable between models with different vocabularies."""
-        return self.loss * self.tokens / (math.log(2) * self.bytes)
+        return self.loss * self.tokens / (math.log(2) * self.bytes) if self.bytes else math.nan
 
 
 @torch.inference_mode()
@@ -125,13 +125,28 @@ def language_score(
 
     Raises InputError: nothing to predict, a context beyond the model's, or a stride that skips tokens.
     """
+    return language_scores(model, ids, token_bytes, windows, (None,), batch_size=batch_size, vocab=vocab)[0]
+
+
+@torch.inference_mode()
+def language_scores(
+    model: GPT2 | Logits,
+    ids: Tensor,
+    token_bytes: Tensor,
+    windows: Windows,
+    parts: Sequence[Tensor | None],
+    *,
+    batch_size: int | None = 16,
+    vocab: int | None = None,
+) -> list[LanguageScore]:
+    """Return a :func:`language_score` over each part of the tokens: a mask (N,), or None for all. An empty part has loss 0."""
     device: torch.device = ids.device
     evaluation: AbstractContextManager[None] = nullcontext()
     if isinstance(model, GPT2):
         device, evaluation = model.wte.weight.device, evaluating(model)
         if not 1 <= windows.context <= model.config.n_positions:
             raise InputError(f"context {windows.context} is not within the model's 1 .. {model.config.n_positions} positions")
-    total, tokens, n_bytes = 0.0, 0, 0
+    totals, tokens, n_bytes = [0.0] * len(parts), [0] * len(parts), [0] * len(parts)
     with evaluation:
         for inputs, group in windows.batches(ids, batch_size):
             logits = model(inputs.to(device))  # (B, T, V)
@@ -141,11 +156,15 @@ def language_score(
             for row, window in enumerate(group):
                 targets = ids[window.first + 1 : window.end + 1]
                 scored = logits[row : row + 1, window.first - window.start :, :vocab]
-                total += token_losses(scored, targets[None].to(logits.device)).sum(dtype=torch.float64).item()
-                tokens += len(targets)
-                n_bytes += int(token_bytes[targets].sum())
+                losses = token_losses(scored, targets[None].to(logits.device))[0]
+                for index, mask in enumerate(parts):
+                    own = ... if mask is None else mask[window.first + 1 : window.end + 1]
+                    totals[index] += losses[own].sum(dtype=torch.float64).item()
+                    tokens[index] += len(targets[own])
+                    n_bytes[index] += int(token_bytes[targets[own]].sum())
             del logits  # else two batches are alive while the next is computed
-    return LanguageScore(total / tokens, tokens, n_bytes, windows.context, windows.step)
+    scores = zip(totals, tokens, n_bytes, strict=True)
+    return [LanguageScore(total / max(n, 1), n, size, windows.context, windows.step) for total, n, size in scores]
 
 
 def cosine(product: float, squares_a: float, squares_b: float) -> float:

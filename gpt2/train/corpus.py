@@ -1,6 +1,8 @@
 """Read a recipe's text as training and validation token ids, with their tokenizer."""
 
 import hashlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,8 +10,12 @@ import numpy as np
 
 from gpt2.checkpoint.loading import load_tokenizer
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer, shakespeare, token_files
+from gpt2.data.batches import FILLER, SCORED
 from gpt2.data.bpe import train_bpe
+from gpt2.data.bpe_files import END_OF_TEXT
 from gpt2.data.chars import Chars
+from gpt2.data.documents import Document, documents, files
+from gpt2.data.packing import held_out, lay_out
 from gpt2.data.words import Words
 from gpt2.errors import InputError
 from gpt2.train.recipe import Recipe
@@ -17,37 +23,152 @@ from gpt2.train.recipe import Recipe
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation ids (1-d integers), their tokenizer, and ``sha256`` (hex), which a resumed run must match."""
+    """Training and validation ids (1-d integers), their tokenizer, and ``sha256`` (hex), which a resumed run must match.
+
+    The marks (uint8, of each id) say which tokens are scored (:mod:`gpt2.data.batches`); None if all are. ``notes`` are lines for
+    the log.
+    """
 
     tokenizer: Tokenizer
     train_ids: np.ndarray
     val_ids: np.ndarray
     sha256: str
+    train_marks: np.ndarray | None = None
+    val_marks: np.ndarray | None = None
+    notes: tuple[str, ...] = ()
+    end: int | None = None  # the id at which attention and positions end with a document; None: they do not
+
+    def beginning(self) -> np.ndarray:
+        """Return the first validation tokens, which a sample continues: a document's prompt, or eight."""
+        prompt = 0 if self.val_marks is None else int((self.val_marks == SCORED).argmax())
+        return self.val_ids[: prompt if prompt > 1 else 8]
+
+
+Stream = tuple[np.ndarray, np.ndarray | None]  # ids and marks
 
 
 def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
     """Read the recipe's corpus as ids of ``tokenizer``, or of a new tokenizer made from the text as the recipe says."""
-    if recipe.data.tokens:
-        folder = Path(recipe.data.tokens)
-        tokenizer = tokenizer or _tokenizer_of(folder, recipe.data.tokenizer)
+    data, notes = recipe.data, list[str]()
+    train: Stream
+    val: Stream
+    if data.tokens:
+        folder = Path(data.tokens)
+        tokenizer = tokenizer or _tokenizer_of(folder, data.tokenizer)
         train_ids, val_ids = token_files.read(folder, tokenizer.n_vocab)
         sha256 = token_files.fingerprint(train_ids, val_ids)
-        val_ids = np.array(val_ids[: recipe.eval_tokens or None], dtype=np.int32)
+        train, val = (train_ids, None), (np.array(val_ids[: recipe.eval_tokens or None], dtype=np.int32), None)
     else:
-        train_text, val_text = texts(recipe)
-        tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text).with_tokens(recipe.data.add_tokens)
-        train_ids, val_ids = (np.array(tokenizer.encode(text), dtype=np.int32) for text in (train_text, val_text))
-        val_ids = val_ids[: recipe.eval_tokens or None]
-        sha256 = hashlib.sha256(train_ids.tobytes() + b"|" + val_ids.tobytes()).hexdigest()
-    if len(train_ids) < recipe.context + 1:
-        remedy = f" or --set context={len(train_ids) - 1}" if len(train_ids) > 1 else ""
+        found, notes = _documents(recipe) if data.path else ([], [])
+        if len(found) > 1 or data.prompt or data.padded:
+            tokenizer, train, val, more = _of_documents(recipe, tokenizer, found)
+            notes += more
+        else:
+            train_text, val_text = shakespeare.split(found[0].text, 1 - data.held_out) if found else texts(recipe)
+            tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
+            train, val = ((np.array(tokenizer.encode(text), dtype=np.int32), None) for text in (train_text, val_text))
+        val = _first(val, recipe)
+        sha256 = _sha256(train, val)
+    if data.reset and tokenizer.eot is None:
+        raise InputError("data.reset: this tokenizer has no end-of-text token to tell documents apart; --set data.reset=false")
+    _require_enough(recipe, train, val)
+    return Corpus(tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), tokenizer.eot if data.reset else None)
+
+
+def _documents(recipe: Recipe) -> tuple[list[Document], list[str]]:
+    """Read all documents of ``data.path``; also return lines for the log."""
+    data, tally = recipe.data, Counter[str]()
+    paths = files(data.path)
+    found = list(documents(paths, data.field, data.prompt, tally=tally))
+    if not found:
+        raise InputError(f"{data.path}: no text in {len(paths)} files but whitespace; give a text")
+    notes = []
+    if tally["boundaries"]:
+        notes.append(f"{END_OF_TEXT} is in the text {tally['boundaries']:,} times and taken for the boundary between documents")
+    if tally["empty"]:
+        notes.append(f"{tally['empty']:,} documents without text are left out")
+    return found, notes
+
+
+def _of_documents(
+    recipe: Recipe, tokenizer: Tokenizer | None, found: Sequence[Document]
+) -> tuple[Tokenizer, Stream, Stream, list[str]]:
+    """Split documents and lay out their tokens; return tokenizer, training and validation stream, and lines for the log."""
+    data = recipe.data
+    if len({document[:2] for document in found}) < 2:
+        raise InputError(f"{data.path}: documents are split into training and validation, and there is only one; give another")
+    chosen = held_out(found, data.held_out, data.split_seed)
+    parts = [[document for document, out in zip(found, chosen, strict=True) if out == held] for held in (False, True)]
+    if tokenizer is None:
+        joined = ("\n".join(each.prompt + each.text for each in part) for part in parts)
+        tokenizer = _new_tokenizer(recipe, *joined)
+    notes = [f"{len(found):,} documents: {len(parts[0]):,} to train on, {len(parts[1]):,} held out (split by their text)"]
+    end = tokenizer.eot
+    if end is None:
+        (end,) = tokenizer.encode("\n")
+        notes.append("this tokenizer has no end-of-text token: a line end is put behind each document instead")
+    streams, tally = [], Counter[str]()
+    for part in parts:
+        laid = [
+            lay_out(
+                _encode(tokenizer, each.prompt, each),
+                _encode(tokenizer, each.text, each),
+                end,
+                recipe.context,
+                padded=data.padded,
+                tally=tally,
+            )
+            for each in part
+        ]
+        ids, marks = (np.concatenate(arrays) for arrays in zip(*laid, strict=True))
+        if data.padded:  # the target of the last row's last token
+            ids, marks = np.append(ids, np.int32(end)), np.append(marks, np.uint8(FILLER))
+        streams.append((ids, marks if data.prompt or data.padded else None))
+    if data.padded and tally["long"]:
+        lost = f", {tally['lost']:,} of them before their text begins" if tally["lost"] else ""
+        notes.append(f"{tally['long']:,} documents are cut off at {recipe.context} tokens{lost}")
+    return tokenizer, streams[0], streams[1], notes
+
+
+def _encode(tokenizer: Tokenizer, text: str, document: Document) -> list[int]:
+    try:
+        return tokenizer.encode(text)
+    except InputError as error:
+        raise InputError(f"{document.where}: {error}") from None
+
+
+def _first(stream: Stream, recipe: Recipe) -> Stream:
+    """Cut a validation stream to the recipe's ``eval_tokens``; with ``data.padded``, to whole rows."""
+    count: int | None = recipe.eval_tokens or None
+    if count and recipe.data.padded:
+        count = -(-count // recipe.context) * recipe.context + 1
+    ids, marks = stream
+    return ids[:count], None if marks is None else marks[:count]
+
+
+def _sha256(*streams: Stream) -> str:
+    digest = hashlib.sha256(b"|".join(ids.tobytes() for ids, _ in streams))
+    for _, marks in streams:
+        digest.update(b"" if marks is None else marks.tobytes())
+    return digest.hexdigest()
+
+
+def _require_enough(recipe: Recipe, train: Stream, val: Stream) -> None:
+    """Raise an InputError for streams that hold no window, or nothing to score."""
+    count = len(train[0])
+    if count < recipe.context + 1:
+        remedy = f" or --set context={count - 1}" if count > 1 else ""
         raise InputError(
-            f"the training text has {len(train_ids)} tokens, too few for a context of {recipe.context} and the token after it; "
+            f"the training text has {count} tokens, too few for a context of {recipe.context} and the token after it; "
             f"give a longer text{remedy}"
         )
-    if len(val_ids) < 2:
-        raise InputError(f"the validation text has {len(val_ids)} tokens, too few to score; give a longer text or data.held_out")
-    return Corpus(tokenizer, train_ids, val_ids, sha256)
+    if len(val[0]) < 2:
+        raise InputError(f"the validation text has {len(val[0])} tokens, too few to score; give a longer text or data.held_out")
+    for name, (_, marks) in (("training", train), ("validation", val)):
+        if marks is not None and not (marks[1:] == SCORED).any():
+            raise InputError(
+                f"no token of the {name} documents is scored: all are prompts or cut off; raise context, or eval_tokens"
+            )
 
 
 def _tokenizer_of(folder: Path, kind: str) -> Tokenizer:
@@ -64,19 +185,21 @@ def _tokenizer_of(folder: Path, kind: str) -> Tokenizer:
 
 def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:
     """Make a tokenizer from the training text; characters also come from the validation text, which must be encodable."""
-    if recipe.data.tokenizer == "chars":
-        return Chars.from_text(train_text + val_text)
-    if recipe.data.tokenizer == "words":
-        return Words.from_text(train_text, recipe.data.vocab_size)
-    return load_tokenizer("gpt2") if recipe.data.tokenizer == "gpt2" else train_bpe(train_text, recipe.data.vocab_size)
+    data = recipe.data
+    made: Tokenizer
+    if data.tokenizer == "chars":
+        made = Chars.from_text(train_text + val_text)
+    elif data.tokenizer == "words":
+        made = Words.from_text(train_text, data.vocab_size)
+    else:
+        made = load_tokenizer("gpt2") if data.tokenizer == "gpt2" else train_bpe(train_text, data.vocab_size)
+    return made.with_tokens(data.add_tokens)
 
 
 def texts(recipe: Recipe) -> tuple[str, str]:
-    """Return the training and validation text of a recipe."""
+    """Return the training and validation text of a recipe without ``data.path``."""
     data = recipe.data
-    if data.path:
-        text = shakespeare.read_text(data.path)
-    elif data.source == "plays":
+    if data.source == "plays":
         return shakespeare.training_text(), shakespeare.held_out_text()
     elif data.source == "all-plays":
         text = "\n".join(shakespeare.plays().values())

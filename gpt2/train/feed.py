@@ -1,25 +1,43 @@
 """Draw each step's windows and move them to the device that trains."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpt2.data.batches import batch
+from gpt2.data.batches import UNSCORED, batch, documents
 from gpt2.train.parallel import ALONE, Ranks
 from gpt2.train.recipe import Recipe
 
 
+class Batch(NamedTuple):
+    """This rank's rows of a step, int64: inputs ``x`` and targets ``y`` (rows, context), of which some may be :data:`UNSCORED`.
+
+    ``documents`` (rows, context) is given where a row has several that are kept apart. ``scored`` (rows,) are the numbers of
+    scored targets, on the CPU.
+    """
+
+    x: Tensor
+    y: Tensor
+    scored: Tensor
+    documents: Tensor | None = None
+
+
 class Feed:
-    """Each step's inputs and targets (rows of this rank, context), int64, which depend only on ``ids``, seed and step.
+    """Each step's :class:`Batch`, which depends only on ``ids``, ``marks``, recipe and step.
+
+    Documents that end with the id ``end`` are kept apart; without it, they are not.
 
     On a GPU :meth:`ahead` sends the next step's windows from pinned memory while this step runs; on a CPU it does nothing.
     """
 
-    def __init__(self, ids: np.ndarray, ranks: Ranks = ALONE) -> None:
-        self.ids, self.ranks = ids, ranks
-        self.sent: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
+    def __init__(self, ids: np.ndarray, ranks: Ranks = ALONE, *, marks: np.ndarray | None = None, end: int | None = None) -> None:
+        self.ids, self.ranks, self.marks, self.end = ids, ranks, marks, end
+        self.partial = marks is not None or end is not None  # targets may be unscored
+        self.sent: tuple[tuple[int, int], Batch] | None = None
 
-    def __call__(self, recipe: Recipe, step: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, recipe: Recipe, step: int) -> Batch:
         key, sent = (recipe.seed, step), self.sent
         self.sent = None
         return sent[1] if sent is not None and sent[0] == key else self.send(recipe, step)
@@ -28,18 +46,25 @@ class Feed:
         if self.ranks.device.type != "cpu" and step < recipe.steps:
             self.sent = (recipe.seed, step), self.send(recipe, step)
 
-    def send(self, recipe: Recipe, step: int) -> tuple[Tensor, Tensor]:
-        drawn = batch(
+    def send(self, recipe: Recipe, step: int) -> Batch:
+        x, y = batch(
             self.ids,
             recipe.context,
             recipe.batch_size,
             seed=recipe.seed,
             step=step,
-            stride=recipe.data.stride,
+            stride=recipe.context if recipe.data.padded else recipe.data.stride,
             rank=self.ranks.rank,
             ranks=self.ranks.size,
+            marks=self.marks,
         )
-        x, y = (torch.from_numpy(windows) for windows in drawn)
-        if self.ranks.device.type == "cuda":
-            x, y = x.pin_memory(), y.pin_memory()
-        return x.to(self.ranks.device, non_blocking=True), y.to(self.ranks.device, non_blocking=True)
+        apart = None
+        if self.end is not None:
+            apart = documents(x, self.end)
+            y = np.where(x == self.end, UNSCORED, y)  # the first token of a document is not predicted from the one before
+        counts = (y != UNSCORED).sum(1)
+        return Batch(self.copied(x), self.copied(y), torch.from_numpy(counts), None if apart is None else self.copied(apart))
+
+    def copied(self, rows: np.ndarray) -> Tensor:
+        own = torch.from_numpy(rows)
+        return (own.pin_memory() if self.ranks.device.type == "cuda" else own).to(self.ranks.device, non_blocking=True)

@@ -17,14 +17,13 @@ from torch import nn
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.errors import InputError
 from gpt2.measure.allocator import keep_freed_memory
-from gpt2.measure.metrics import LanguageScore, language_score
-from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 from gpt2.train import divergence, models, parallel, state
 from gpt2.train.bigram import Bigram
 from gpt2.train.corpus import Corpus, corpus
 from gpt2.train.divergence import Rewind
 from gpt2.train.estimate import peak_memory
+from gpt2.train.evaluation import scores
 from gpt2.train.feed import Feed
 from gpt2.train.interrupt import interruptions
 from gpt2.train.loss import Scored
@@ -118,19 +117,19 @@ class _Run:
 
         self.recipe = recipe = started.recipe
         self.part = ranks.part(recipe)  # this rank's part of the recipe
-        self.tokenizer, self.notes = started.tokenizer, (*started.notes, *ranks.notes())
-        self.resumed = started.progress  # None: a new run
+        self.tokenizer, self.resumed = started.tokenizer, started.progress  # None: a new run
         self.text = ranks.together(read_text)
+        self.notes = (*started.notes, *self.text.notes, *ranks.notes())
         self.model = started.model or models.empty(started.config, recipe)
         parallel.broadcast(self.model, ranks)
         models.prepare(self.model, recipe)
-        self.scored = parallel.wrap(Scored(self.model), recipe, ranks)  # with the gradients of the whole batch
+        self.feed = Feed(self.text.train_ids, ranks, marks=self.text.train_marks, end=self.text.end)
+        self.scored = parallel.wrap(Scored(self.model, partial=self.feed.partial), recipe, ranks)  # gradients of the whole batch
         self.optimizer = adamw(self.model, recipe.optim)
         if self.resumed:
             parallel.restore(self.optimizer, started.moments, ranks)
         writes = folder if ranks.rank == 0 else None
         self.metrics = ranks.together(lambda: stack.enter_context(Metrics(writes, self.resumed, tensorboard=recipe.tensorboard)))
-        self.feed = Feed(self.text.train_ids, ranks)
 
     def announce(self) -> None:
         recipe, text = self.recipe, self.text
@@ -213,7 +212,7 @@ class _Run:
     def evaluate(self, progress: Progress) -> Progress:
         """Score the whole validation text, and save the model if it is the best so far."""
         with parallel.whole(self.scored):
-            score = self.score()
+            score, every = scores(self.model, self.text, self.recipe, self.ranks)
             if not math.isfinite(score.loss):
                 if progress.step and self.recipe.on_divergence == "rewind":
                     self.diverged(progress, f"validation loss {score.loss}")
@@ -224,8 +223,10 @@ class _Run:
                 progress = replace(progress, best_loss=score.loss, best_step=progress.step, evals_since_best=0)
             sample = self.ranks.first(partial(self.keep_and_sample, progress, best))
             row = {"val_loss": score.loss, "val_bits_per_byte": score.bits_per_byte, "val_tokens": score.tokens, "sample": sample}
+            row |= {"val_loss_all": every.loss} if every else {}
             self.write(step=progress.step, **row)
-        self.tell(Evaluated(progress.step, score, best, sample, overfitting(self.metrics.rows, progress.best_step)))
+        warning = overfitting(self.metrics.rows, progress.best_step)
+        self.tell(Evaluated(progress.step, score, best, sample, warning, every))
         return progress
 
     def keep_and_sample(self, progress: Progress, best: bool) -> str:
@@ -233,22 +234,7 @@ class _Run:
         model = self.plain()
         if best:
             state.save_best(self.folder, model, self.tokenizer, progress)
-        return models.sample(model, self.tokenizer, self.text.val_ids, self.recipe)
-
-    def score(self) -> LanguageScore:
-        """Score the validation text; the ranks share its windows."""
-        ids = torch.from_numpy(self.text.val_ids).long()
-        lengths = torch.tensor([len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.n_vocab)])
-        rows = self.part.batch_size // self.part.grad_accum  # as many as a training step holds in memory
-        context = self.recipe.context
-        if self.ranks.size == 1:
-            return language_score(self.model, ids, lengths, Windows(context), batch_size=rows)
-        windows = -(-(len(ids) - 1) // context)
-        first, end = (windows * rank // self.ranks.size * context for rank in (self.ranks.rank, self.ranks.rank + 1))
-        own = ids[first : end + 1]
-        part = language_score(self.model, own, lengths, Windows(context), batch_size=rows) if len(own) > 1 else None
-        total, tokens, n_bytes = self.ranks.sum(*((part.loss * part.tokens, part.tokens, part.bytes) if part else (0, 0, 0)))
-        return LanguageScore(total / tokens, int(tokens), int(n_bytes), context, context)
+        return models.sample(model, self.tokenizer, self.text.beginning(), self.recipe)
 
     def save(self, progress: Progress) -> None:
         moments = parallel.gathered(self.optimizer)
@@ -271,31 +257,38 @@ class _Run:
 def _step(
     scored: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, recipe: Recipe, step: int, lr: float, limit: float = math.inf
 ) -> tuple[float, float]:
-    """Run one optimizer step, unless it diverged; return the batch's loss (nats per token) and gradient norm before clipping."""
+    """Run one optimizer step, unless it diverged; return the batch's loss (nats per scored token) and unclipped gradient norm."""
     scored.train()
     ranks = feed.ranks
     part = ranks.part(recipe)
     seed = np.random.SeedSequence((recipe.seed, step, ranks.rank))  # rank 0 has the seed of a single-process run
     _seed(seed.generate_state(1, np.uint64)[0].item(), ranks.device)
-    x, y = (windows.chunk(part.grad_accum) for windows in feed(recipe, step))
+    given = feed(recipe, step)
+    n = part.grad_accum
+    x, y, scored_rows = given.x.chunk(n), given.y.chunk(n), given.scored.chunk(n)
+    apart = given.documents.chunk(n) if given.documents is not None else [None] * n
+    own = given.scored.sum().item()
+    total = ranks.sum(own)[0] if feed.partial else own * ranks.size
     losses = []  # read after all parts are launched, because each read waits for the GPU
-    for index in range(part.grad_accum):
+    for index in range(n):
         with (
-            parallel.synchronised(scored, index == part.grad_accum - 1),
+            parallel.synchronised(scored, index == n - 1),
             torch.autocast(ranks.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"),
         ):
-            loss = scored(x[index], y[index]) / part.grad_accum
+            # DDP and FSDP average over ranks. A part counts by its scored tokens: if all are scored, the divisor is n.
+            count = scored_rows[index].sum().item() * ranks.size
+            loss = scored(x[index], y[index], apart[index]) / (total / count if count else math.inf)
         loss.backward()
         losses.append(loss.detach())
     feed.ahead(recipe, step + 1)
-    total = ranks.sum(sum(each.item() for each in losses))[0] / ranks.size
+    mean = ranks.sum(sum(each.item() for each in losses))[0] / ranks.size
     norm = float(parallel.full(torch.nn.utils.clip_grad_norm_(scored.parameters(), recipe.optim.clip or math.inf)))
     for group in optimizer.param_groups:
         group["lr"] = lr
-    if not divergence.fault(total, norm, limit):
+    if not divergence.fault(mean, norm, limit):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return total, norm
+    return mean, norm
 
 
 def _seed(seed: int, device: torch.device) -> None:

@@ -14,27 +14,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gpt2.data.batches import UNSCORED
 from gpt2.model import GPT2
 
 CHUNK = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}  # bytes of logits alive at a time
 
 
 class Scored(nn.Module):
-    """``model`` and its training loss as one module, which DDP and FSDP2 can wrap; it adds no parameters."""
+    """``model`` and its training loss as one module, which DDP and FSDP2 can wrap; it adds no parameters.
 
-    def __init__(self, model: nn.Module) -> None:
+    Only with ``partial`` may targets be unscored: finding them on a GPU waits for it.
+    """
+
+    def __init__(self, model: nn.Module, *, partial: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.partial = model, partial
 
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy, nats per token, of ``targets`` (B, T) after ``ids`` (B, T); a scalar."""
+    def forward(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return the mean cross-entropy, nats per scored token, of ``targets`` (B, T) after ``ids`` (B, T); a scalar.
+
+        Targets below 0 are not scored, and the head does not compute their logits. Without any scored target the loss is 0.
+        ``documents`` (B, T) as in :meth:`GPT2.hidden`.
+        """
+        targets = targets.flatten()
+        scored = (targets >= 0).nonzero().flatten() if self.partial else None
+        if scored is not None and not len(scored):  # a loss of 0 that gives every parameter its gradient, as other ranks' do
+            return 0 * self.forward(ids, targets.clamp(min=0).view_as(ids), documents)
         if not isinstance(self.model, GPT2):
-            return F.cross_entropy(self.model(ids).flatten(0, 1), targets.flatten())
+            logits = self.model(ids).flatten(0, 1)
+            return F.cross_entropy(logits, targets, ignore_index=UNSCORED)
         wte = self.model.wte.weight
         tie = _Tie()
         rows = _Rows.apply(wte, ids, tie)  # type: ignore[no-untyped-call]
-        hidden = self.model.hidden(ids, rows=rows).flatten(0, 1)
-        loss: Tensor = _Loss.apply(hidden, wte, targets.flatten(), tie)  # type: ignore[no-untyped-call]
+        hidden = self.model.hidden(ids, rows=rows, documents=documents).flatten(0, 1)
+        if scored is not None and len(scored) < len(targets):
+            hidden, targets = hidden[scored], targets[scored]
+        loss: Tensor = _Loss.apply(hidden, wte, targets, tie)  # type: ignore[no-untyped-call]
         return loss
 
 

@@ -66,13 +66,17 @@ class Logged:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation: the score of the validation text, and a sample from the model."""
+    """An evaluation: the score of the validation text's scored tokens, and a sample from the model.
+
+    ``val_all`` is the score of all its tokens, prompts too; None if all are scored.
+    """
 
     step: int
     val: LanguageScore
     best: bool
     sample: str = ""
     warning: str = ""
+    val_all: LanguageScore | None = None
 
 
 @dataclass(frozen=True)

@@ -140,14 +140,14 @@ def _checkpointed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False) if torch.is_grad_enabled() else forward(*inputs)
 
 
-def sample(model: GPT2 | Bigram, tokenizer: Tokenizer, val_ids: np.ndarray, recipe: Recipe) -> str:
-    """Generate a text after the first tokens of the validation text."""
-    prompt, count = [int(i) for i in val_ids[:8]], recipe.sample_tokens
+def sample(model: GPT2 | Bigram, tokenizer: Tokenizer, beginning: np.ndarray, recipe: Recipe) -> str:
+    """Generate a text after its first tokens."""
+    prompt, count = [int(i) for i in beginning], recipe.sample_tokens
     if not count:
         return ""
     if isinstance(model, Bigram):
         return tokenizer.decode(model.sample(prompt, count, recipe.seed))
-    return tokenizer.decode(generate(model, prompt, count, temperature=0.8, top_p=0.95, seed=recipe.seed))
+    return tokenizer.decode(generate(model, prompt, count, temperature=0.8, top_p=0.95, seed=recipe.seed, stop=tokenizer.eot))
 
 
 def save(model: GPT2 | Bigram, tokenizer: Tokenizer, directory: Path, init: str | None, *, whole: bool) -> None:

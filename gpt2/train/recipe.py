@@ -26,7 +26,7 @@ RANGES = (
     ("optim.lr optim.min_lr optim.weight_decay optim.clip", 0, math.inf, "0 or more, and finite"),
     ("dropout attn_dropout lora.dropout optim.beta1 optim.beta2", 0, 1, "0 or more and less than 1"),
     ("patience", -1, math.inf, "0 (never stop early) or more, or -1 (as suits the run)"),
-    ("seed", 0, 2**63, "0 or more, below 2**63"),
+    ("seed data.split_seed", 0, 2**63, "0 or more, below 2**63"),
     ("data.held_out", math.ulp(0), 1, "a fraction between 0 and 1"),
     ("lora.alpha", math.ulp(0), math.inf, "more than 0"),
 )
@@ -46,25 +46,37 @@ class Data:
     """The text and its tokenizer.
 
     ``source`` is "plays" (validation: the held-out plays), "all-plays" (every play in one text), "play:NAME" (one play), or
-    "tinyshakespeare". ``path`` is a text file to use instead. Except for "plays", the validation text is the last fraction
-    ``held_out`` of the text. ``tokenizer`` is "bpe" or "words" (made from the training text, ``vocab_size`` entries), "chars",
-    or "gpt2" (the official vocabulary); fine-tuning always uses the tokenizer of the initial model. ``tokens`` is a folder of
-    token files (:mod:`gpt2.data.token_files`) to use instead of any text.
+    "tinyshakespeare". ``path`` is a file, folder or glob of documents to use instead (:mod:`gpt2.data.documents`): ``field`` is a
+    table's field of text, ``prompt`` the field before it, or a template over fields ("Q: {question}"), which is read and not
+    scored. ``tokens`` is a folder of token files (:mod:`gpt2.data.token_files`) to use instead of any text.
+
+    The validation text is the fraction ``held_out``: the last of a single text, or of several documents those that a hash of
+    their text and ``split_seed`` chooses; equal documents stay together.
+
+    ``tokenizer`` is "bpe" or "words" (made from the training text, ``vocab_size`` entries), "chars", or "gpt2" (the official
+    vocabulary); fine-tuning always uses the tokenizer of the initial model.
 
     ``add_tokens`` are new tokens of a byte-level BPE: each is one id wherever it stands in a text, also after training
     (:func:`gpt2.train.models.with_tokens` has how they begin).
 
     Training windows begin at random positions, or, with a ``stride``, at its multiples in random order, each once per epoch.
+    With ``padded`` a window is one document, cut off or filled up, each once per epoch. With ``reset`` attention and positions
+    end with a document.
     """
 
     source: str = "tinyshakespeare"
     path: str = ""
+    field: str = "text"
+    prompt: str = ""
     tokens: str = ""
     held_out: float = 0.1
+    split_seed: int = 0
     tokenizer: str = "bpe"
     vocab_size: int = 2048
     stride: int = 0
     add_tokens: tuple[str, ...] = ()
+    padded: bool = False
+    reset: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,6 +190,10 @@ class Recipe:
                 else "adapters leave new tokens untrained"
             )
             raise InputError(f"recipe: data.add_tokens and {'data.tokens' if self.data.tokens else 'lora.r'}: {why}")
+        if (self.data.prompt or self.data.padded) and not self.data.path:
+            raise InputError("recipe: data.prompt and data.padded are for documents; name them with data.path")
+        if self.data.padded and self.data.stride:
+            raise InputError("recipe: data.padded and data.stride are both given; give one of them")
         if self.optim.lr < self.optim.min_lr:
             raise InputError(
                 f"recipe: optim.lr {self.optim.lr} is below optim.min_lr {self.optim.min_lr}, the rate it decays to; set both"

@@ -19,10 +19,11 @@ from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.saving import save
 from gpt2.config import GPT2Config
 from gpt2.data import from_directory
+from gpt2.measure.metrics import language_score
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 from gpt2.train import loop, models, state
-from gpt2.train.corpus import texts
+from gpt2.train.corpus import corpus
 from gpt2.train.feed import Feed
 from gpt2.train.loop import Estimated, Evaluated, Logged, Started, train
 from gpt2.train.loss import Scored
@@ -151,16 +152,16 @@ def test_events_and_metrics_report_the_same_run(recipe, tmp_path):
     assert all(len(e.sample) == 8 + 4 for e in evaluated)
     # The best model has the score in the metrics: it is neither the last one nor one from before the step.
     model, tokenizer = load_path(tmp_path / "run" / "best"), from_directory(tmp_path / "run" / "best")
-    ids, lengths = torch.tensor(tokenizer.encode(texts(recipe)[1])), torch.ones(tokenizer.n_vocab, dtype=torch.long)
-    score = loop.language_score(model, ids, lengths, Windows(recipe.context), batch_size=recipe.batch_size)
+    ids, lengths = torch.tensor(corpus(recipe).val_ids).long(), torch.ones(tokenizer.n_vocab, dtype=torch.long)
+    score = language_score(model, ids, lengths, Windows(recipe.context), batch_size=recipe.batch_size)
     assert score.loss == result.best_loss < evaluated[0].val.loss
 
 
 def test_patience_counts_evaluations_without_a_better_one(recipe, tmp_path, monkeypatch):
     """The run must not stop one evaluation early or late, and a better score must reset the count."""
     losses = iter([5.0, 4.0, 4.0, 4.5, 3.0, 3.1, 3.2, 3.3])
-    real = loop.language_score
-    monkeypatch.setattr(loop, "language_score", lambda *a, **k: replace(real(*a, **k), loss=next(losses)))
+    real = loop.scores
+    monkeypatch.setattr(loop, "scores", lambda *a: (replace(real(*a)[0], loss=next(losses)), None))
     result = train(replace(recipe, eval_every=1, patience=3, save_every=5), tmp_path / "run")
     assert (result.stopped, result.step, result.best_step, result.best_loss) == ("early", 7, 4, 3.0)
     assert (tmp_path / "run" / "step-7").is_dir()  # else the next start would repeat the last steps

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,44 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.training import forkserver, logged_steps, metrics, outcome
+from support.ranks import job
+from support.training import logged_steps, metrics, outcome
 
 from gpt2.errors import InputError
-from gpt2.train import feed, loop, parallel, state
+from gpt2.train import feed, loop, state
 from gpt2.train.loop import Logged, Started, train
 from gpt2.train.recipe import Lora, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def member(rank, size, port, work, results):
-    """Run one rank of a job in a process of its own."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    try:
-        results.put((rank, work(rank)))
-    except InputError as error:
-        results.put((rank, f"error: {error}"))
-    except parallel.PeerLost:
-        results.put((rank, "lost"))
-
-
-def job(size, work) -> list[object]:
-    """The results of ``work(rank)`` on every rank, or its one-line error."""
-    context = forkserver()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = context.Queue()
-    ranks = [context.Process(target=member, args=(rank, size, port, work, results)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    found = dict(results.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join(30)
-        assert process.exitcode == 0
-    return [found[rank] for rank in range(size)]
 
 
 class Run:
@@ -66,7 +36,7 @@ class Run:
         elif self.change == "another text on rank 1" and rank == 1:
             corpus = loop.corpus
             loop.corpus = lambda recipe, *rest: corpus(
-                replace(recipe, data=replace(recipe.data, path=recipe.data.path + ".other")), *rest
+                replace(recipe, data=replace(recipe.data, path=recipe.data.path + ".other.txt")), *rest
             )
         elif self.change == "no folder on rank 0" and rank == 0:
             self.folder = self.folder / "file" / "run"
@@ -172,7 +142,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(recipe, tmp_path, size
 def test_what_one_rank_cannot_do_stops_all(shared, text, tmp_path, change, batch_size, says):
     """An error on one rank must stop all ranks: otherwise they wait ten minutes and report a lost connection."""
     (tmp_path / "file").write_text("")
-    Path(f"{text}.other").write_text(text.read_text()[::-1])
+    Path(f"{text}.other.txt").write_text(text.read_text()[::-1])
     first, second = job(2, Run(replace(shared, batch_size=batch_size), tmp_path, change=change))
     assert first == second
     assert first.startswith("error: ")

@@ -59,14 +59,14 @@ def test_an_orderly_stop_finishes_the_step_and_saves_it(recipe, tmp_path, undist
 @pytest.mark.parametrize("step", [0, 6])
 def test_a_stop_in_the_middle_of_an_evaluation(recipe, tmp_path, undisturbed, monkeypatch, step):
     """The interrupted evaluation must be counted, saved and logged once; at step 0 no checkpoint exists yet."""
-    real, run, at = loop.language_score, tmp_path / "run", iter(range(0, 99, 3))
+    real, run, at = loop.scores, tmp_path / "run", iter(range(0, 99, 3))
 
     def interrupted(*args, **kwargs):
         if next(at) == step:
             os.kill(os.getpid(), signal.SIGINT)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(loop, "language_score", interrupted)
+    monkeypatch.setattr(loop, "scores", interrupted)
     result = train(recipe, run)
     assert (result.stopped, result.step) == ("interrupted", step)
     monkeypatch.undo()

@@ -1,0 +1,181 @@
+"""Read documents from text files and tables: .txt, .md, .jsonl, .csv and .parquet; one file, a folder, or a glob."""
+
+import csv
+import glob
+import json
+import re
+import string
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpt2.config import quoted
+from gpt2.data.bpe_files import END_OF_TEXT
+from gpt2.data.shakespeare import read_text
+from gpt2.errors import InputError
+
+TEXTS, TABLES = (".txt", ".md", ""), (".jsonl", ".csv", ".parquet")
+# The mark between documents: a line of its own, which is dropped with its line end, or within a line.
+BOUNDARY = re.compile(rf"(?m:^){re.escape(END_OF_TEXT)}\r?\n|{re.escape(END_OF_TEXT)}")
+
+Record = Mapping[str, Any]  # one line of a table: field to value
+
+
+class Document(NamedTuple):
+    """One document: ``text`` is trained on, ``prompt`` is read before it and not scored; ``where`` is FILE or FILE:LINE."""
+
+    text: str
+    prompt: str
+    where: str
+
+
+def files(path: str) -> list[Path]:
+    """Return the files of a file's, folder's or glob's name, in the order of their names; a folder's are found at any depth.
+
+    Raises InputError: nothing there, or a suffix that is none of ours; in a folder, such files and hidden ones are ignored.
+    """
+    place = Path(path)
+    if place.is_dir():
+        inside = [file.relative_to(place) for file in place.rglob("*") if file.is_file()]
+        named = [file for file in inside if not any(part.startswith(".") for part in file.parts)]
+        found = [place / file for file in named if file.suffix and file.suffix.lower() in TEXTS + TABLES]
+        if not found:
+            raise InputError(f"{path}: no .txt, .md, .jsonl, .csv or .parquet file in this folder; give another data.path")
+    else:
+        found = [place] if place.exists() else [Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file()]
+        if not found and glob.has_magic(path):
+            raise InputError(f"{path}: no file has such a name; give another data.path")
+        found = found or [place]  # reading it says what is wrong
+    for file in found:
+        if file.suffix.lower() not in TEXTS + TABLES:
+            raise InputError(
+                f"{file}: {file.suffix} is none of .txt, .md, .jsonl, .csv and .parquet; convert it, or rename it if it is text"
+            )
+    return sorted(found, key=lambda file: file.as_posix())
+
+
+def documents(paths: Iterable[Path], field: str = "text", prompt: str = "", *, tally: Counter[str]) -> Iterator[Document]:
+    """Yield the documents of files, in order. ``field`` is a table's field of text.
+
+    ``prompt`` is the field of the text before it, or, with braces, a template over fields: ``"Q: {question}\\nA: "``.
+    ``<|endoftext|>`` in a text ends a document; documents of nothing but whitespace are left out. ``tally`` counts both, as
+    "boundaries" and "empty". Raises InputError: what cannot be read, with its file and line.
+    """
+    prompted = _template(prompt)
+    for path in paths:
+        if path.suffix.lower() in TEXTS:
+            if prompt:
+                raise InputError(f"{path}: data.prompt names a field, and a text file has none; give .jsonl, .csv or .parquet")
+            wholes = iter([Document(read_text(path), "", str(path))])
+        else:
+            wholes = (Document(_text(r, field, w, "field"), prompted(r, w), w) for w, r in READERS[path.suffix.lower()](path))
+        for document in wholes:
+            if END_OF_TEXT in document.prompt:
+                raise InputError(f"{document.where}: {END_OF_TEXT} within a prompt, where no document can end; remove it")
+            texts = BOUNDARY.split(document.text)
+            tally["boundaries"] += len(texts) - 1
+            for index, text in enumerate(texts):
+                if text.strip():
+                    yield Document(text, "" if index else document.prompt, document.where)
+                elif len(texts) == 1:
+                    tally["empty"] += 1
+
+
+def _template(prompt: str) -> Callable[[Record, str], str]:
+    """Return the function of a record and its place that makes the prompt."""
+    if "{" not in prompt and "}" not in prompt:
+        return lambda record, where: _text(record, prompt, where, "prompt") if prompt else ""
+    try:
+        parts = list(string.Formatter().parse(prompt))
+    except ValueError as error:
+        raise InputError(f"recipe: data.prompt {quoted(prompt)}: {error}; write {{{{ and }}}} for braces that are text") from None
+    for _, name, form, conversion in parts:
+        if name == "" or form or conversion:
+            raise InputError(f"recipe: data.prompt {quoted(prompt)}: write fields as {{name}}, and {{{{ }}}} for other braces")
+
+    def filled(record: Record, where: str) -> str:
+        return "".join(before + ("" if name is None else _text(record, name, where, "prompt")) for before, name, _, _ in parts)
+
+    return filled
+
+
+def _text(record: Record, field: str, where: str, key: str) -> str:
+    """Return a field's text. Raises InputError: it is missing, or not text; ``key`` is the setting that names it."""
+    value = record.get(field)
+    if isinstance(value, str):
+        return value
+    if field in record:
+        raise InputError(
+            f"{where}: the field {quoted(field)} is not text: {quoted(value)}; correct it, or choose another data.{key}"
+        )
+    there = ", ".join(quoted(name) for name in list(record)[:8]) or "none"
+    raise InputError(f"{where}: no field {quoted(field)}, only {there}; set data.{key}")
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the records of a .jsonl file, each with its place; empty lines are skipped."""
+    with _opened(path, newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                what = (
+                    f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "too deep or too long"
+                )
+                raise InputError(f"{where}: not JSON ({what}); write one object on each line") from None
+            if not isinstance(record, dict):
+                raise InputError(f"{where}: {quoted(record)} is not an object with fields; write one object on each line")
+            yield where, record
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the records of a .csv file, each with its last line; the first line names the fields."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the module's own limit is 128 KB a field
+    with _opened(path, newline="") as lines:
+        reader = csv.DictReader(lines, strict=True)
+        try:
+            for record in reader:
+                where = f"{path}:{reader.line_num}"
+                if None in record:
+                    raise InputError(f"{where}: more values than the {len(reader.fieldnames or ())} fields of the first line")
+                yield where, record
+        except csv.Error as error:
+            raise InputError(f"{path}:{reader.reader.line_num}: not CSV ({error}); save the table again") from None
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the records of a .parquet file, each with its row."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise InputError(f"{path}: reading .parquet needs pyarrow: pip install 'gpt2-toolkit[parquet]', or give .jsonl") from None
+    try:
+        row = 0
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield f"{path}, row {row}", record
+    except (OSError, ArrowException) as error:
+        raise InputError(f"{path}: cannot be read ({error}); save the table again") from None
+
+
+@contextmanager
+def _opened(path: Path, newline: str) -> Iterator[Iterable[str]]:
+    """Open a UTF-8 file for reading, without a byte-order mark; what goes wrong meanwhile becomes an InputError."""
+    try:
+        with open(path, encoding="utf-8-sig", newline=newline) as lines:
+            yield lines
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}; check data.path") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 (byte 0x{error.object[error.start]:02x}); convert it, e.g. iconv -t UTF-8") from None
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[str, Record]]]] = {".jsonl": _lines, ".csv": _rows, ".parquet": _parquet}

@@ -1,0 +1,116 @@
+"""Documents from files and tables: where one ends, which text is a prompt, and what is refused."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.commands import refusal
+
+from gpt2.data.batches import FILLER, READ, SCORED
+from gpt2.data.documents import Document, documents, files
+from gpt2.data.packing import held_out, lay_out
+
+
+def read(path: Path, field: str = "text", prompt: str = "") -> list[tuple[str, str, str]]:
+    """Prompt, text and line of each document."""
+    found = documents(files(str(path)), field, prompt, tally=Counter())
+    return [(each.prompt, each.text, each.where.removeprefix(str(path))) for each in found]
+
+
+def test_end_of_text_is_the_boundary_and_other_special_tokens_are_text(tmp_path):
+    """It was trained on as thirteen ordinary characters. On a line of its own, its line belongs to no document."""
+    (tmp_path / "a.md").write_text("one\n<|endoftext|>\ntwo <|pad|><|endoftext|> three\n<|endoftext|>\r\n \n", encoding="utf-8")
+    tally = Counter()
+    found = [document.text for document in documents(files(str(tmp_path)), tally=tally)]
+    assert found == ["one\n", "two <|pad|>", " three\n"]
+    assert tally["boundaries"] == 3
+
+
+def test_a_table_gives_the_same_documents_in_every_format(tmp_path):
+    """A line end or quote in a field splits a table that is read by lines; a byte-order mark renames the first field."""
+    rows = [{"q": 'Why "so"?', "a": "Be,\ncause."}, {"q": "", "a": "é"}]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + "\n\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (tmp_path / "a.csv").write_text('\ufeffq,a\n"Why ""so""?","Be,\ncause."\n,é\n', encoding="utf-8")
+    template = "Q: {q}\n{{A}}: "
+    expected = [('Q: Why "so"?\n{A}: ', "Be,\ncause."), ("Q: \n{A}: ", "é")]
+    assert read(tmp_path / "a.jsonl", "a", template) == [(*expected[0], ":1"), (*expected[1], ":3")]
+    assert read(tmp_path / "a.csv", "a", template) == [(*expected[0], ":3"), (*expected[1], ":4")]
+    assert [row[:2] for row in read(tmp_path / "a.jsonl", "a", "q")] == [(row["q"], row["a"]) for row in rows]
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [row[:2] for row in read(tmp_path / "a.parquet", "a", template)] == expected
+
+
+def test_files_come_in_the_order_of_their_names_and_nothing_hidden(tmp_path):
+    """Another order on another machine is another stream of tokens."""
+    for name in ("b/z.txt", "b/a.txt", "c.jsonl", "B.md", ".git/x.txt", "b/.y.txt", "paper.pdf", "LICENSE"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert [str(path.relative_to(tmp_path)) for path in files(str(tmp_path))] == ["B.md", "b/a.txt", "b/z.txt", "c.jsonl"]
+    assert files(str(tmp_path / "**/*.txt")) == [tmp_path / "b/a.txt", tmp_path / "b/z.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "settings", "says"),
+    [
+        ("a.jsonl", '{"text": "x"}\n{"txt": "y"}', {}, "a.jsonl:2: no field 'text', only 'txt'; set data.field"),
+        ("a.jsonl", '{"text": "x"}\n\n{"text": 3}', {}, "a.jsonl:3: the field 'text' is not text: 3"),
+        ("a.jsonl", '{"text": null}', {}, "a.jsonl:1: the field 'text' is not text: None"),
+        ("a.jsonl", '{"text": "x"}', {"prompt": "Q: {q}"}, "no field 'q', only 'text'; set data.prompt"),
+        ("a.jsonl", '{"text": "x"}', {"prompt": "Q: {q"}, "write {{ and }} for braces"),
+        ("a.jsonl", '{"text": "x"}', {"prompt": "Q: {q:>9}"}, "write fields as {name}"),
+        ("a.jsonl", '{"text": "x", "q": "a<|endoftext|>"}', {"prompt": "q"}, "a.jsonl:1: <|endoftext|> within a prompt"),
+        ("a.jsonl", '{"text": "x"}\n{"text": ', {}, "a.jsonl:2: not JSON (Expecting value at column 10)"),
+        ("a.jsonl", "[" * 100_000, {}, "a.jsonl:1: not JSON (too deep or too long)"),
+        ("a.jsonl", '["text"]', {}, "a.jsonl:1: ['text'] is not an object"),
+        ("a.jsonl", b'{"text": "\xff"}', {}, "not UTF-8 (byte 0xff)"),
+        ("a.csv", "text\nx\ny,z\n", {}, "a.csv:3: more values than the 1 fields"),
+        ("a.csv", 'text\n"x', {}, "a.csv:2: not CSV"),
+        ("a.csv", "text,q\nx", {"prompt": "q"}, "a.csv:2: the field 'q' is not text: None"),
+        ("a.txt", "x", {"prompt": "q"}, "a text file has none"),
+        ("a.txt", b"\xff", {}, "not UTF-8"),
+        ("a.json", "{}", {}, ".json is none of .txt, .md, .jsonl, .csv and .parquet"),
+        ("a.parquet", "x", {}, "a.parquet: "),
+        ("", "", {}, "no .txt, .md, .jsonl, .csv or .parquet file in this folder"),
+        ("none.txt", None, {}, "none.txt: cannot read the text: No such file"),
+        ("none.jsonl", None, {}, "none.jsonl: cannot be read: No such file"),
+        ("*.csv", None, {}, "no file has such a name"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_with_its_place(tmp_path, name, content, settings, says):
+    path = tmp_path / name
+    if name and content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert says in refusal(lambda: read(path, **settings))
+
+
+def test_the_split_keeps_equal_documents_together_and_moves_none_for_a_new_one():
+    """By position, a new document would move others across the split, and what was trained on would be scored."""
+    texts = [Document(f"text {index}", "", "") for index in range(400)]
+    out = held_out(texts, 0.1, 0)
+    assert 20 < out.sum() < 60
+    more = held_out([*texts[:7], Document("new", "", ""), *texts[7:], *texts], 0.1, 0)
+    assert (np.delete(more, 7) == np.tile(out, 2)).all()
+    assert (held_out(texts, 0.1, 1) != out).any()
+    for fraction in (1e-9, 1 - 1e-9):
+        assert 0 < held_out(texts[:2], fraction, 0).sum() < 2
+
+
+def test_the_layout_of_a_document():
+    """The end must be scored, or no answer ever ends; the filler must not, or the model learns to write it."""
+    tally = Counter()
+    ids, marks = lay_out([5, 6], [7], 9, 4, padded=False, tally=tally)
+    assert (ids.tolist(), marks.tolist()) == ([5, 6, 7, 9], [READ, READ, SCORED, SCORED])
+    rows = [lay_out([5, 6], text, 9, 4, padded=True, tally=tally) for text in ([], [7], [7, 8])]
+    assert [row.tolist() for row, _ in rows] == [[5, 6, 9, 9], [5, 6, 7, 9], [5, 6, 7, 8]]
+    assert [each.tolist() for _, each in rows] == [
+        [FILLER, READ, SCORED, FILLER],
+        [FILLER, READ, SCORED, SCORED],
+        [FILLER, READ, SCORED, SCORED],
+    ]
+    lay_out([5] * 4, [7], 9, 4, padded=True, tally=tally)
+    assert dict(tally) == {"documents": 5, "tokens": 22, "long": 2, "lost": 1}

@@ -1,0 +1,195 @@
+"""Prompts that are read and not scored: one loss, however the documents are laid out, parted and shared."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.ranks import job
+from support.training import metrics
+
+from gpt2.config import GPT2Config
+from gpt2.data.batches import FILLER, READ, SCORED, UNSCORED, documents
+from gpt2.model import GPT2
+from gpt2.train import loop, parallel
+from gpt2.train.corpus import corpus
+from gpt2.train.feed import Feed
+from gpt2.train.loop import Evaluated, Started, train
+from gpt2.train.loss import Scored
+from gpt2.train.recipe import Data, Recipe
+
+END = 0
+T = 24
+
+
+def model() -> GPT2:
+    torch.manual_seed(1)
+    return GPT2(GPT2Config(13, T, 16, 2, 2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
+
+
+def gradients(trained: GPT2, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    trained.zero_grad()
+    loss.backward()
+    return {"loss": loss.detach()} | {name: parameter.grad.clone() for name, parameter in trained.named_parameters()}
+
+
+def furthest(found: dict[str, torch.Tensor | np.ndarray], expected: dict[str, torch.Tensor | np.ndarray]) -> float:
+    """The largest difference, relative to the largest entry of its tensor."""
+    assert found.keys() == expected.keys()
+    found, expected = ({name: torch.as_tensor(value) for name, value in each.items()} for each in (found, expected))
+    return max(((found[k] - expected[k]).abs().max() / expected[k].abs().max()).item() for k in expected)
+
+
+def answers(seed: int, count: int) -> list[tuple[list[int], list[int]]]:
+    rng = random.Random(seed)
+    return [([rng.randrange(1, 13) for _ in range(n)] for n in (rng.randint(1, 4), rng.randint(1, 5))) for _ in range(count)]
+
+
+def test_packed_padded_and_alone_have_one_loss_and_gradient():
+    """Attention across documents, positions that go on, filler that counts, or a mean of rows: each gives another gradient."""
+    trained, texts = model(), [tuple(each) for each in answers(3, 6)]
+    total, scored = torch.zeros((), dtype=torch.float64), 0
+    for prompt, text in texts:  # the definition: each document alone, the sum over all scored tokens
+        ids = torch.tensor([[*prompt, *text, END]])
+        total = total + F.cross_entropy(trained(ids)[0, len(prompt) - 1 : -1], ids[0, len(prompt) :], reduction="sum")
+        scored += len(text) + 1
+    expected = gradients(trained, total / scored)
+
+    def rows(lists: list[list[tuple[int, bool]]]) -> tuple[torch.Tensor, torch.Tensor]:
+        full = [row + [(END, False)] * (T + 1 - len(row)) for row in lists]
+        ids = np.array([[token for token, _ in row] for row in full])
+        y = np.array([[token if counts else UNSCORED for token, counts in row] for row in full])
+        return torch.from_numpy(ids[:, :-1]), torch.from_numpy(y[:, 1:])
+
+    marked = [[*((i, False) for i in prompt), *((i, True) for i in text), (END, True)] for prompt, text in texts]
+    x, y = rows(marked)
+    assert furthest(gradients(trained, Scored(trained, partial=True)(x, y)), expected) < 1e-10
+    x, y = rows([[pair for each in three for pair in each] for three in (marked[:3], marked[3:])])
+    apart = torch.from_numpy(documents(x.numpy(), END))
+    assert furthest(gradients(trained, Scored(trained, partial=True)(x, y, apart)), expected) < 1e-10
+    # Negative control: documents that see each other.
+    assert furthest(gradients(trained, Scored(trained, partial=True)(x, y)), expected) > 1e-3
+
+
+def test_a_single_document_is_computed_as_without_documents_to_the_bit():
+    """A mask where none is needed takes another kernel, which rounds otherwise."""
+    ids = np.random.default_rng(0).integers(1, 13, (3, T))
+    ids[:, -1] = END
+    assert documents(ids, END) is None
+    ids[1, 5] = END
+    assert documents(ids, END).tolist() == [[0] * T, [0] * 6 + [1] * (T - 6), [0] * T]
+    trained, x = model(), torch.from_numpy(ids)
+    alone = trained.hidden(x[1:2, 6:])
+    found = trained.hidden(x[1:2], documents=torch.from_numpy(documents(ids, END))[1:2])[:, 6:]
+    assert (found - alone).abs().max() < 1e-12
+
+
+def test_without_a_scored_target_the_loss_is_zero_and_every_parameter_has_its_gradient():
+    """0/0 would stop the run, and a rank without gradients would leave the others waiting."""
+    trained, x = model(), torch.ones(2, T, dtype=torch.long)
+    found = gradients(trained, Scored(trained, partial=True)(x, torch.full_like(x, UNSCORED)))
+    assert not any(value.any() for value in found.values())
+
+
+class Step:
+    """The gradients of one step on rank ``rank`` of a job; ``lost`` forgets to weigh the parts by their scored tokens."""
+
+    def __init__(self, recipe: Recipe, lost: bool = False) -> None:
+        self.recipe, self.lost = recipe, lost
+
+    def __call__(self, rank: int) -> dict[str, np.ndarray]:
+        caught, trained = {}, model()
+
+        class Catch(torch.optim.SGD):
+            def step(self, closure=None):
+                caught.update({name: parallel.full(p.grad).clone() for name, p in trained.named_parameters()})
+
+        rng = np.random.default_rng(2)
+        ids = rng.integers(0, 13, 900)
+        marks = np.where(rng.random(900) ** 3 * 3 < np.arange(900) % 17 / 16, SCORED, READ).astype(np.uint8)
+        with parallel.joined("cpu") as ranks:
+            feed = Feed(ids, ranks, marks=marks, end=END if self.recipe.data.reset else None)
+            if self.lost:
+                real = feed.send
+                feed.send = lambda *args: real(*args)._replace(scored=torch.full((self.recipe.batch_size // ranks.size,), T))
+            scored = parallel.wrap(Scored(trained, partial=True), self.recipe, ranks)
+            loss, _ = loop._step(scored, Catch(trained.parameters(), lr=0.0), feed, self.recipe, 3, 0.0)
+        return {"loss": np.float64(loss)} | {name: gradient.numpy() for name, gradient in caught.items()}
+
+
+@pytest.fixture
+def steps(quiet) -> Recipe:
+    return replace(quiet, batch_size=8, context=T, optim=replace(quiet.optim, clip=0.0))
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("parts", [2, 8])
+def test_accumulated_parts_weigh_by_their_scored_tokens(steps, parts, reset):
+    """The usual bug: the mean of the parts' means, in which a token of a short answer counts more."""
+    recipe = replace(steps, data=replace(steps.data, reset=reset))
+    whole = Step(recipe)(0)
+    split = replace(recipe, grad_accum=parts)
+    assert furthest(Step(split)(0), whole) < 1e-10
+    assert furthest(Step(split, lost=True)(0), whole) > 1e-3
+
+
+@pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_ranks_weigh_by_their_scored_tokens(steps, how):
+    """DDP averages the ranks' gradients, whatever their tokens are."""
+    recipe = replace(steps, parallel=how, grad_accum=4, data=replace(steps.data, reset=True))
+    whole = Step(replace(recipe, grad_accum=1))(0)
+    for found in job(2, Step(recipe)):
+        assert furthest(found, whole) < 1e-10
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> Path:
+    """Sums in words, whose answer follows from the question."""
+    path = tmp_path_factory.mktemp("table") / "sums.jsonl"
+    words = ["none", "one", "two", "three", "four", "five", "six", "seven", "eight"]
+    pairs = [(a, b) for a in range(5) for b in range(5)]
+    lines = [{"q": f"{words[a]} and {words[b]}", "answer": words[a + b]} for a, b in pairs]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def asked(quiet, table) -> Recipe:
+    data = Data(path=str(table), field="answer", prompt="Q: {q}\nA: ", tokenizer="words", vocab_size=264, held_out=0.2)
+    return replace(quiet, data=data, context=16)
+
+
+@pytest.mark.parametrize("layout", [{}, {"reset": True}, {"padded": True}])
+def test_a_run_on_answers(asked, tmp_path, layout):
+    """Evaluations must report the loss of the answers, which decides what is best, and beside it that of all tokens."""
+    recipe, events = replace(asked, data=replace(asked.data, **layout)), []
+    train(recipe, tmp_path / "run", report=events.append)
+    text = corpus(recipe)
+    answer = text.tokenizer.decode(text.train_ids[text.train_marks == SCORED])
+    assert answer.count("<|endoftext|>") > 15
+    assert "Q" not in answer
+    last = [event for event in events if isinstance(event, Evaluated)][-1]
+    assert last.val.tokens == (text.val_marks[1:] == SCORED).sum() < last.val_all.tokens <= (text.val_marks != FILLER).sum()
+    rows = [row for row in metrics(tmp_path / "run") if "val_loss" in row]
+    assert (rows[-1]["val_loss"], rows[-1]["val_loss_all"]) == (last.val.loss, last.val_all.loss)
+    assert last.sample.startswith("Q: ")
+    assert "\nA: " in last.sample
+    assert "held out" in " ".join(next(event.notes for event in events if isinstance(event, Started)))
+
+
+def test_in_padded_rows_the_evaluation_is_the_loss_of_each_document_alone(asked, tmp_path):
+    recipe = replace(asked, steps=1, data=replace(asked.data, padded=True))
+    events = []
+    train(recipe, tmp_path / "run", report=events.append)
+    text, trained = corpus(recipe), loop.models.new(recipe, corpus(recipe).tokenizer).eval()
+    losses = []
+    for row, marks in zip(text.val_ids[:-1].reshape(-1, 16), text.val_marks[:-1].reshape(-1, 16), strict=True):
+        ids = torch.from_numpy(row[marks != FILLER]) if marks[0] else torch.from_numpy(row[: (marks > 0).sum() + 1])
+        each = F.cross_entropy(trained(ids[None].long())[0, :-1], ids[1:].long(), reduction="none")
+        losses += each[torch.from_numpy(marks[1 : len(ids)] == SCORED)].tolist()
+    first = next(event for event in events if isinstance(event, Evaluated))
+    assert first.val.loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
