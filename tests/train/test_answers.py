@@ -102,6 +102,11 @@ class Step:
         self.recipe, self.lost = recipe, lost
 
     def __call__(self, rank: int) -> dict[str, np.ndarray]:
+        with parallel.joined("cpu") as ranks:
+            return self.gradients(ranks)
+
+    def gradients(self, ranks: parallel.Ranks) -> dict[str, np.ndarray]:
+        """Separate, because freeing DDP's objects after the process group is destroyed hangs."""
         caught, trained = {}, model()
 
         class Catch(torch.optim.SGD):
@@ -111,13 +116,12 @@ class Step:
         rng = np.random.default_rng(2)
         ids = rng.integers(0, 13, 900)
         marks = np.where(rng.random(900) ** 3 * 3 < np.arange(900) % 17 / 16, SCORED, READ).astype(np.uint8)
-        with parallel.joined("cpu") as ranks:
-            feed = Feed(ids, ranks, marks=marks, end=END if self.recipe.data.reset else None)
-            if self.lost:
-                real = feed.send
-                feed.send = lambda *args: real(*args)._replace(scored=torch.full((self.recipe.batch_size // ranks.size,), T))
-            scored = parallel.wrap(Scored(trained, partial=True), self.recipe, ranks)
-            loss, _ = loop._step(scored, Catch(trained.parameters(), lr=0.0), feed, self.recipe, 3, 0.0)
+        feed = Feed(ids, ranks, marks=marks, end=END if self.recipe.data.reset else None)
+        if self.lost:
+            real = feed.send
+            feed.send = lambda *args: real(*args)._replace(scored=torch.full((self.recipe.batch_size // ranks.size,), T))
+        scored = parallel.wrap(Scored(trained, partial=True), self.recipe, ranks)
+        loss, _ = loop._step(scored, Catch(trained.parameters(), lr=0.0), feed, self.recipe, 3, 0.0)
         return {"loss": np.float64(loss)} | {name: gradient.numpy() for name, gradient in caught.items()}
 
 
