@@ -1,0 +1,227 @@
+"""Models of the arithmetic that a device may use: how far each rounds is what it explains of the device's error.
+
+A model runs the same PyTorch calls on the CPU. It rounds the operands of matrix products to fewer bits, adds one term after
+another, keeps sums in a narrower dtype, or flushes subnormal numbers to zero. Layer norm, softmax, GELU and attention are then
+computed step by step, and exp, tanh, log and rsqrt are off by up to two units in the last place, as vendors allow themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+ULPS = 2  # largest error of exp, tanh, log and rsqrt, in units in the last place of float32
+LANE = 4096  # a longer sum is split into sums of this length: no device adds 50,257 terms one after another
+PRODUCTS = ("TF32 products", "float16 products", "bfloat16 products")  # from the finest on
+Run = Callable[..., Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """One way to round. ``advice`` is the line that turns it off, if the user can."""
+
+    name: str
+    products: Callable[[Tensor], Tensor] | None = None  # rounds the operands of a matrix product
+    sums: torch.dtype | None = torch.float32  # of sums and of the steps of a function; None: the CPU's own kernels
+    parts: int | None = None  # keep float32 sums of K / parts terms, and add those in ``sums``
+    flushes: bool = False  # subnormal numbers count as zero
+    advice: str = ""
+
+    def run(self, function: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Call ``function`` with copies of the ``inputs`` in this arithmetic, on the CPU."""
+        with ExitStack() as stack:
+            if self.sums is not None:
+                stack.enter_context(_Steps(self.sums))
+                stack.enter_context(_Rounding(self))
+            elif self.flushes:
+                stack.enter_context(_Rounding(self))
+            return tuple(tensor.detach() for tensor in function(*(tensor.clone() for tensor in inputs)))
+
+
+def to_tf32(x: Tensor) -> Tensor:
+    """Round float32 to the 10 mantissa bits of TF32, to nearest even; range and infinities stay."""
+    bits = x.contiguous().view(torch.int32)
+    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x)
+
+
+def _to(dtype: torch.dtype, x: Tensor) -> Tensor:
+    return x.to(dtype).to(x.dtype)
+
+
+def arithmetics(dtype: torch.dtype, kind: str = "cuda") -> tuple[Arithmetic, ...]:
+    """Return what a device of that ``kind`` may compute ``dtype`` with, the finest first; that is the CPU's own kernels."""
+    name = str(dtype).removeprefix("torch.")
+    own, ordered = Arithmetic(name, sums=None), Arithmetic(f"{name}, another order of summing")
+    flush = Arithmetic("subnormals flushed to zero", sums=None, flushes=True)
+    if dtype == torch.float32:
+        roundings = to_tf32, partial(_to, torch.float16), partial(_to, torch.bfloat16)
+        settings = {"cuda": "torch.backends.cuda.matmul", "cpu": "torch.backends.mkldnn.matmul"}
+        high = f"{settings[kind]}.fp32_precision = 'ieee'" if kind in settings else ""
+        return (
+            *(own, ordered),
+            *(Arithmetic(name, products=rounds, advice=high) for name, rounds in zip(PRODUCTS, roundings, strict=True)),
+            flush,
+        )
+    which = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    advice = f"torch.backends.cuda.matmul.allow_{which}_reduced_precision_reduction = False" if kind == "cuda" else ""
+    return (
+        *(own, ordered),
+        Arithmetic(f"partial sums rounded to {name}", sums=dtype, parts=16, advice=advice),
+        Arithmetic(f"every sum rounded to {name}", sums=dtype, advice=advice),
+        flush,
+    )
+
+
+class _Rounding(TorchDispatchMode):
+    """Runs matrix products, sums and exp-like functions in an :class:`Arithmetic`, forwards and backwards."""
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self.arithmetic, self.generator = arithmetic, torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self.arithmetic.flushes:
+            aliases = func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns)
+            return func(*args, **(kwargs or {})) if aliases else _flushed(func(*map(_flushed, args), **(kwargs or {})))
+        if func in (aten.mm.default, aten.bmm.default):
+            return self.product(*args)
+        if func is aten.addmm.default and not kwargs:
+            bias, a, b = args
+            return self.product(a, b, bias)
+        if func is aten.sum.dim_IntList and len(args[1]) == 1 and args[0].is_floating_point():
+            total = self.total(args[0].movedim(args[1][0], -1))
+            return total.unsqueeze(args[1][0]) if len(args) > 2 and args[2] else total
+        result = func(*args, **(kwargs or {}))
+        if func in INEXACT and result.dtype == torch.float32:
+            off = torch.rand(result.shape, generator=self.generator).sub_(0.5).mul_(ULPS * torch.finfo(torch.float32).eps)
+            result = torch.where(result.abs() == 1, result, result + result * off)  # a tanh of 1 and exp(0) are exact anywhere
+        return result
+
+    def product(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply (..., M, K) and (..., K, N), adding one term of K after another."""
+        dtype, how = a.dtype, self.arithmetic
+        a, b = a.float(), b.float()
+        if how.products is not None:
+            a, b = how.products(a), how.products(b)
+        length, sums = a.size(-1), how.sums or torch.float32
+        lane = LANE if how.parts is None else max(1, -(-length // how.parts))
+        whole = a.new_zeros(*a.shape[:-1], b.size(-1))
+        for start in range(0, length, lane):
+            part = torch.zeros_like(whole)
+            for k in range(start, min(start + lane, length)):
+                part.addcmul_(a[..., k : k + 1], b[..., k : k + 1, :])
+                if how.parts is None and sums != torch.float32:
+                    part = _to(sums, part)
+            whole = _to(sums, whole + part) if start else _to(sums, part)
+        return (whole if bias is None else whole + bias.float()).to(dtype)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum the last axis, one entry after another."""
+        dtype, sums = x.dtype, self.arithmetic.sums or torch.float32
+        parts = []
+        for lane in x.split(LANE, -1):
+            part = torch.zeros_like(lane[..., 0], dtype=sums)
+            for entry in lane.unbind(-1):
+                part = part + entry.to(sums)
+            parts.append(part)
+        return sum(parts[1:], parts[0]).to(dtype)
+
+
+INEXACT = {aten.exp.default, aten.tanh.default, aten.log.default, aten.rsqrt.default}
+
+
+def _flushed(value: Any) -> Any:
+    """Return a tensor with its subnormal numbers set to zero, and anything else as it is."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(_flushed, value))
+    if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return value
+    small = value.abs() < torch.finfo(value.dtype).tiny
+    return value if not bool((small & (value != 0)).any()) else value.masked_fill(small, 0)
+
+
+class _Steps(TorchFunctionMode):
+    """Computes layer norm, softmax, GELU, attention and cross-entropy from elementary steps, in at least ``inside``."""
+
+    def __init__(self, inside: torch.dtype) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        steps = STEPS.get(func)
+        return func(*args, **(kwargs or {})) if steps is None else steps(self.inside, *args, **(kwargs or {}))
+
+
+def _layer_norm(inside: torch.dtype, x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float = 1e-5, *_: Any) -> Tensor:
+    wide = x.to(inside)
+    centred = wide - wide.sum(-1, keepdim=True) / wide.size(-1)
+    variance = centred.square().sum(-1, keepdim=True) / wide.size(-1)
+    return (centred * torch.rsqrt(variance + eps) * weight.to(inside) + bias.to(inside)).to(x.dtype)
+
+
+def _softmax(inside: torch.dtype, x: Tensor, dim: int = -1, **_: Any) -> Tensor:
+    wide = x.to(inside)
+    e = torch.exp(wide - wide.amax(dim, keepdim=True).detach())
+    return (e / e.sum(dim, keepdim=True)).to(x.dtype)
+
+
+def _gelu(inside: torch.dtype, x: Tensor, *, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        return F.gelu(x)
+    wide = x.to(inside)
+    return (0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)))).to(x.dtype)
+
+
+def _attention(
+    inside: torch.dtype,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """A fused kernel keeps its scores and sums in ``inside``; TF32 and the like round their operands all the same."""
+    dtype, shape = q.dtype, q.shape
+    q, k, v = (each.to(inside).flatten(0, 1) for each in (q, k, v))
+    scores = torch.bmm(q, k.transpose(-1, -2)) * (1 / math.sqrt(q.size(-1)) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        keep = attn_mask.expand(*shape[:2], *scores.shape[-2:]).flatten(0, 1)
+        scores = scores.masked_fill(~keep, -math.inf)
+    return torch.bmm(_softmax(inside, scores), v).to(dtype).unflatten(0, shape[:2])
+
+
+def _cross_entropy(inside: torch.dtype, logits: Tensor, targets: Tensor, *, reduction: str = "mean", **_: Any) -> Tensor:
+    wide = logits.to(inside)
+    shifted = wide - wide.amax(-1, keepdim=True).detach()
+    losses = torch.log(torch.exp(shifted).sum(-1)) - shifted.gather(-1, targets[:, None]).squeeze(-1)
+    return (losses if reduction == "none" else losses.sum(0) / len(losses)).to(logits.dtype)
+
+
+STEPS: dict[Any, Callable[..., Tensor]] = {
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.softmax: _softmax,
+    F.gelu: _gelu,
+    F.scaled_dot_product_attention: _attention,
+    F.cross_entropy: _cross_entropy,
+}
