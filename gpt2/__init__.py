@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from gpt2.comparison.results import Comparison as Comparison
     from gpt2.comparison.run import compare as compare
     from gpt2.config import GPT2Config as GPT2Config
+    from gpt2.devices.report import DeviceReport as DeviceReport
+    from gpt2.devices.run import verify_device as verify_device
     from gpt2.errors import CheckpointError as CheckpointError
     from gpt2.errors import InputError as InputError
     from gpt2.generation import generate as generate
@@ -42,6 +44,7 @@ _HOME = {
     "CheckpointError": "errors",
     "Comparison": "comparison.results",
     "Comparisons": "comparison.many_results",
+    "DeviceReport": "devices.report",
     "Diagnosis": "port.diagnosis",
     "InputError": "errors",
     "MappingReport": "port.mapping",
@@ -57,6 +60,7 @@ _HOME = {
     "save": "checkpoint.saving",
     "trace": "traces.run",
     "verify": "parity.run",
+    "verify_device": "devices.run",
 }
 __all__ = list(_HOME)
 

@@ -34,7 +34,7 @@ def load(
             ``:dtype`` suffix.
         dtype: "float32", "bf16", ..., or "int8" (inference only, :mod:`gpt2.int8`). Default: the stored dtype; if tensors
             differ, the narrowest dtype that holds all of them.
-        device: where the weights go: "cpu", "cuda", "cuda:1", "mps".
+        device: where the weights go: "cpu", "cuda", "cuda:1", "mps", "auto".
         revision: branch, tag or commit of a Hub repository.
         offline: make no request; use only the cache.
 
@@ -72,7 +72,12 @@ def require_vocabulary(tokenizer: Tokenizer, config: GPT2Config, name: str) -> N
 
 
 def require_device(asked: str | torch.device) -> torch.device:
-    """Return the device, checked before gigabytes are downloaded. Raises InputError: this machine lacks it."""
+    """Return the device, checked before gigabytes are downloaded; "auto" is the first of cuda, mps and cpu that is here.
+
+    Raises InputError: this machine lacks it.
+    """
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(asked)
         torch.empty(0, device=device)

@@ -32,6 +32,12 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
 
 
+def add_device(parser: argparse.ArgumentParser, what: str = "where the model runs", default: str | None = "cpu") -> None:
+    shown = "" if default is None else " (default: %(default)s)"
+    help = f"{what}: cpu, cuda, cuda:1, mps, or auto for the first of cuda, mps and cpu that is here{shown}"
+    parser.add_argument("--device", default=default, metavar="D", help=help)
+
+
 def require_writable(flag: str, target: str | None) -> None:
     """Raise InputError if a result cannot be written; called before the computation."""
     if target is None or (target == "-" and flag == "--json"):

@@ -1,10 +1,11 @@
-"""``gpt2 verify``: check that our model and transformers compute the same from the same files."""
+"""``gpt2 verify``: check that our model and transformers compute the same from the same files, or what a device computes."""
 
 import argparse
 import time
 from typing import TYPE_CHECKING, Self
 
-from gpt2.cli.common import Status, add_model, seed, write_result
+from gpt2.cli.common import Status, add_device, add_model, seed, write_result
+from gpt2.errors import InputError
 
 if TYPE_CHECKING:
     from gpt2.parity.report import Report
@@ -18,8 +19,13 @@ EXAMPLES = """\
   gpt2 verify ./my-model:bf16        a local directory; rounding is checked in bfloat16
   gpt2 verify random:gpt2-medium     official shapes, random weights, no download
   gpt2 verify --json report.json --html report.html
+  gpt2 verify gpt2 --device cuda     does this GPU compute GPT-2?
 
-exit code: 0 equal, 1 different, 2 bad input, 130 interrupted (the report says what was done)"""
+--device judges the device, not our model: each operator on the model's shapes, in float32, bfloat16 and float16, beside float64
+on the CPU. An error up to 1.5 times what the arithmetic explains is rounding: of float32 in any order of summing, of TF32 or
+16-bit products (named, with the line that turns it off), of flushed subnormals. Any other is a bug, and is described.
+
+exit code: 0 equal, 1 different or a wrong device, 2 bad input, 130 interrupted (the report says what was done)"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +37,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--record", action="store_true", help="compute every number that others recorded of the official weights, in a table"
     )
     parser.add_argument("--html", metavar="FILE", help="also write the report as one HTML file")
+    add_device(parser, "judge this device instead, operator by operator", default=None)
+
+
+def _device(args: argparse.Namespace) -> int:
+    from gpt2.cli.terminal import Terminal
+
+    if given := next((flag for flag in ("record", "quick", "keep_going", "html") if getattr(args, flag)), None):
+        raise InputError(f"--{given.replace('_', '-')} has no effect with --device, which judges the device; leave it out")
+    with Status("importing torch") as status:
+        from gpt2.devices.run import verify_device
+        from gpt2.measure.allocator import keep_freed_memory
+
+        keep_freed_memory()
+        options = {name: getattr(args, name) for name in ("seed", "revision", "offline")}
+        report = verify_device(args.model, args.device, **options, progress=status)
+    write_result(args.json, report.to_json, lambda: report.print(Terminal(highlight=False)))
+    return 0 if report.ok else 1
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.device is not None:
+        return _device(args)
     from gpt2.cli.terminal import Terminal
     from gpt2.measure.allocator import keep_freed_memory
 

@@ -66,6 +66,7 @@ def arithmetics(dtype: torch.dtype, kind: str = "cuda") -> tuple[Arithmetic, ...
     own, ordered = Arithmetic(name, sums=None), Arithmetic(f"{name}, another order of summing")
     flush = Arithmetic("subnormals flushed to zero", sums=None, flushes=True)
     if dtype == torch.float32:
+        roundings: tuple[Callable[[Tensor], Tensor], ...]
         roundings = to_tf32, partial(_to, torch.float16), partial(_to, torch.bfloat16)
         settings = {"cuda": "torch.backends.cuda.matmul", "cpu": "torch.backends.mkldnn.matmul"}
         high = f"{settings[kind]}.fp32_precision = 'ieee'" if kind in settings else ""
@@ -88,7 +89,7 @@ class _Rounding(TorchDispatchMode):
     """Runs matrix products, sums and exp-like functions in an :class:`Arithmetic`, forwards and backwards."""
 
     def __init__(self, arithmetic: Arithmetic) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.arithmetic, self.generator = arithmetic, torch.Generator().manual_seed(0)
 
     def __torch_dispatch__(

@@ -95,8 +95,8 @@ def judge(device: Device, case: Case, dtype: torch.dtype) -> Verdict:
     try:
         got = device.run(case.run, inputs)
         repeats = all(map(_same, got, device.run(case.run, inputs)))
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        said = " ".join(str(error).split())[:160]
+    except (RuntimeError, NotImplementedError, TypeError) as raised:
+        said = " ".join(str(raised).split())[:160]
         return Verdict(case.operator, case.condition, label, float("inf"), 0.0, None, False, looks_like=f"it raises: {said}")
     errors = [_Error.of(a, b) for a, b in zip(got, exact, strict=True)]
     error = max(each.norm for each in errors)
@@ -131,9 +131,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _explained(arithmetic: Arithmetic, way: Run, inputs: Sequence[Tensor], exact: Sequence[Tensor]) -> list[_Error]:
     results = arithmetic.run(way, inputs)
     errors = [_Error.of(result, expected) for result, expected in zip(results, exact, strict=True)]
-    if not arithmetic.flushes:
-        eps = torch.finfo(next((each.dtype for each in inputs if each.is_floating_point()), torch.float32)).eps
-        most = LARGEST if arithmetic.sums is not None else OWN_ULPS * eps
+    info = torch.finfo(next((each.dtype for each in inputs if each.is_floating_point()), torch.float32))
+    if not (arithmetic.flushes and any(float(each.abs().max()) < info.tiny for each in inputs if each.is_floating_point())):
+        most = LARGEST if arithmetic.sums is not None else OWN_ULPS * info.eps
         errors = [each if each.norm <= most else _Error(0.0, 0.0) for each in errors]
     return [
         each.larger(_Error(torch.finfo(result.dtype).eps, torch.finfo(result.dtype).eps)) if result.numel() < FEW else each

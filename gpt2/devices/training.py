@@ -28,8 +28,7 @@ def adamw_cases(m: Material) -> Iterator[Case]:
         def run(weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
             # clone() keeps the strides of a transposed matrix
             parameter = torch.nn.Parameter((weight.t() if transposed else weight).clone())
-            how = {"fused": True} if fused else {"foreach": False, "fused": False}
-            optimizer = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, **how)  # type: ignore[arg-type]
+            optimizer = torch.optim.AdamW([parameter], 1e-2, (0.9, 0.95), weight_decay=0.1, fused=fused, foreach=False)
             before = parameter.detach().clone()
             for scale in (1.0, -0.5):
                 parameter.grad = (gradient.t() if transposed else gradient).clone() * scale

@@ -197,7 +197,7 @@ def _last_write_wins(func: Any, grad: Tensor, ids: Tensor, rows: int, *rest: Any
 
 
 def _adamw_in_order(func: Any, params: list[Tensor], grads: list[Tensor], *rest: Any, **kwargs: Any) -> None:
-    func(params, [in_order(each) for each in grads], *rest, **kwargs)
+    func(params, [each.contiguous() for each in grads], *rest, **kwargs)  # the kernel takes all memory in the parameter's order
 
 
 WRONG = (

@@ -1,0 +1,116 @@
+"""The device verdict: simulated devices that only round are passed by name, and wrong ones are named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.devices import IMPRECISE, WRONG, Simulated
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpt2.cli.main import main
+from gpt2.devices.arithmetic import arithmetics, to_tf32
+from gpt2.devices.judge import Device
+from gpt2.devices.report import DeviceReport
+from gpt2.devices.run import verify_device
+
+MODEL = "shakespeare-mini"
+
+
+def said(report: DeviceReport) -> str:
+    """What a report says of the first wrong operator, or of the arithmetic."""
+    first = report.first_wrong
+    return f"{report.verdict} {report.arithmetics}" if first is None else f"{report.sentence(first)}: {first.looks_like}"
+
+
+def check(simulated: Simulated, imprecise: bool, operators: list[str] | None = None) -> None:
+    report = verify_device(MODEL, simulated.device, dtypes=[simulated.dtype], operators=operators)
+    assert report.ok is imprecise, said(report)
+    assert all(each in said(report) for each in simulated.says), said(report)
+
+
+NAMED = {each.name: each for each in (*IMPRECISE, *WRONG)}
+
+
+@pytest.mark.parametrize(
+    ("name", "operators"),
+    [
+        ("TF32 products", ["matrix product", "scores"]),
+        ("sums in another order", ["matrix product"]),
+        ("attention reads the first row's mask in a batch", ["softmax", "attention"]),
+        ("a matrix product reads a transposed weight in order", ["layer norm", "matrix product"]),
+        ("GELU overflows", ["GELU", "residual"]),
+        ("a copy into a view lands at its memory's start", ["cache"]),
+        ("AdamW reads a transposed parameter in order", ["AdamW"]),
+    ],
+)
+def test_a_device_is_told_by_its_operators(name: str, operators: list[str]) -> None:
+    """A device that only rounds must not be called wrong, and a wrong one must be named; the slow test has all of them."""
+    check(NAMED[name], NAMED[name] in IMPRECISE, operators)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMED)
+def test_every_simulated_device_is_named(name: str) -> None:
+    """All operators are judged, so the wrong one must be the first that is named, and none of the others."""
+    check(NAMED[name], NAMED[name] in IMPRECISE)
+
+
+def test_this_cpu_is_right(tmp_path, capsys) -> None:
+    """Negative control of all the above: the CPU's own kernels must not be called wrong, and the command says so."""
+    file = tmp_path / "verdict.json"
+    assert main(["verify", "--device", "cpu", "--json", str(file)]) == 0
+    assert "RIGHT" in capsys.readouterr().out
+    body = json.loads(file.read_text())
+    assert body["verdict"] == "right"
+    assert {each["dtype"] for each in body["verdicts"]} == {"float32", "bfloat16", "float16"}
+
+
+def test_a_wrong_kernel_of_the_cpu_does_not_excuse_itself() -> None:
+    """The CPU's own kernels are the finest arithmetic: judged by themselves alone, any result of theirs would pass."""
+
+    def unscaled(attend, q, k, v, scale=None, **rest):
+        return attend(q, k, v, scale=scale if q.dtype == torch.float64 else None, **rest)
+
+    with Simulated("", (), functions={F.scaled_dot_product_attention: unscaled}).device.context():
+        report = verify_device(MODEL, Device(torch.device("cpu"), "cpu"), dtypes=[torch.float32], operators=["attention"])
+    assert not report.ok
+
+
+def test_another_kernel_of_attention_is_right() -> None:
+    """A device has kernels of its own; PyTorch's plain one stands for them."""
+    device = Device(torch.device("cpu"), "math kernel", lambda: sdpa_kernel(SDPBackend.MATH))
+    assert verify_device(MODEL, device, dtypes=[torch.float32, torch.bfloat16], operators=["attention"]).ok
+
+
+def test_nothing_asks_a_device_for_float64() -> None:
+    """MPS has no float64: a tensor of it there raises, and the verdict would be a traceback."""
+    seen = set()
+
+    class Watching(Device):
+        def run(self, function, inputs):
+            seen.update(each.dtype for each in inputs)
+            results = super().run(function, inputs)
+            seen.update(each.dtype for each in results)
+            return results
+
+    assert verify_device(MODEL, Watching(torch.device("cpu"), "watched")).ok
+    assert seen == {torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool}
+
+
+def test_tf32_keeps_ten_bits() -> None:
+    """A model that keeps another number of bits would call TF32 a bug, or excuse one."""
+    x = torch.tensor([1 + 2**-10, 1 + 2**-11, 1 + 2**-11 + 2**-20, -3.0, float("inf"), 0.0])
+    assert to_tf32(x).tolist() == [1 + 2**-10, 1.0, 1 + 2**-10, -3.0, float("inf"), 0.0]
+
+
+def test_an_arithmetic_sums_in_its_own_dtype() -> None:
+    """Sums of 16-bit numbers in float32 lose nothing here; sums in 16 bits do, so the two must be told apart."""
+    a, b = torch.ones(1, 1000).bfloat16(), torch.ones(1000, 1).bfloat16()
+    ordered, partial, every = arithmetics(torch.bfloat16)[1:4]
+    results = [each.run(lambda a, b: (a @ b,), (a, b))[0].item() for each in (ordered, partial, every)]
+    assert results[0] == 1000
+    assert results[2] == 256
+    assert results[1] != results[2]
