@@ -223,7 +223,7 @@ WRONG = (
         "attention ignores the scale",
         ("attention is wrong for another scale", "ignores the scale"),
         functions={F.scaled_dot_product_attention: lambda f, *qkv, scale=None, **rest: f(*qkv, **rest)},
-        source="candle #1920 and others",
+        source="transformers #44397",
     ),
     Simulated(
         "a single query attends to the first key",
