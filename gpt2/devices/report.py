@@ -32,11 +32,12 @@ class DeviceReport(Printed):
 
     @property
     def verdict(self) -> str:
-        """ "right", "imprecise" or "wrong"."""
+        """Whether the device is "right", "imprecise" (right in a coarser arithmetic) or "wrong"."""
         return "wrong" if not self.ok else "right" if all(each.precise for each in self.verdicts) else "imprecise"
 
     @property
     def first_wrong(self) -> Verdict | None:
+        """The first case, in the order of computation, that no arithmetic explains."""
         return next((each for each in self.verdicts if not each.ok), None)
 
     @property
@@ -51,6 +52,7 @@ class DeviceReport(Printed):
         return f"{wrong.operator} is wrong" + ("" if everywhere else f" for {wrong.condition}")
 
     def to_json(self) -> str:
+        """Return every case in every dtype as JSON."""
         first = self.first_wrong
         body = {
             "verdict": self.verdict,
@@ -64,6 +66,7 @@ class DeviceReport(Printed):
         return as_json(body)
 
     def parts(self) -> Iterator[RenderableType]:
+        """Yield a row for each operator, what is imprecise or wrong, and the verdict."""
         from rich.markup import escape
 
         versions = self.environment.versions
