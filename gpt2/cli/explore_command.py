@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
-import secrets
 import socket
-import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpt2.cli.common import Status, add_offline, save_page, write_result
+from gpt2.cli.serving import HEADERS, listen, refusal, routed, serve
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,14 +29,7 @@ EXAMPLES = """\
 The page shows the prompt's tokens, the predictions at every position and after every layer, and the attention of each head. It
 is served to this machine only, at a secret address, until Ctrl-C."""
 
-HOST = "127.0.0.1"
 PORT = 8642
-HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     writes = bool(args.html or args.json)
     if writes and args.port is not None:
         raise InputError("--port has no effect with --html or --json, which write files and serve nothing; leave it out")
-    with _listen(PORT if args.port is None else args.port) if not writes else socket.socket() as listening:
+    with listen(PORT if args.port is None else args.port) if not writes else socket.socket() as listening:
         from gpt2.explore.lens import PROMPT, explorer
 
         status = Status("loading")
@@ -65,31 +57,23 @@ def run(args: argparse.Namespace) -> int:
             prompt = PROMPT if args.prompt is None else args.prompt
             lens = opened.look(prompt)  # reports a bad prompt before a browser asks
             if not writes:
-                _serve(opened, prompt, listening)
+                serve(partial(application, opened, prompt), listening)
     save_page(args.html, lens.save_html)
     if args.json:
         write_result(args.json, lens.to_json, lambda: None)
     return 0
 
 
-CROSS_SITE = '<!doctype html><title>gpt2 explore</title><p>Another site led here. <a href="./">Open the page</a>'
-
-
 def application(opened: Explorer, prompt: str, token: str) -> Starlette:
     """Return an application that serves one page, ``/TOKEN/?prompt=TEXT``.
 
-    Security: every user of this machine can connect to the port, so the address contains a secret that only this terminal
-    shows. A wrong Host header is refused (DNS rebinding). A request that another site caused gets no forward pass. Forward
-    passes run one at a time, since each uses all cores; a disconnected request in the queue is not run.
+    A request that another site caused gets no forward pass. Forward passes run one at a time, since each uses all cores; a
+    disconnected request in the queue is not run.
     """
     import asyncio
 
-    from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
-    from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.responses import HTMLResponse
-    from starlette.routing import Route
 
     from gpt2.explore.lens_page import error_page, page
 
@@ -97,10 +81,8 @@ def application(opened: Explorer, prompt: str, token: str) -> Starlette:
     one_at_a_time = asyncio.Lock()
 
     async def answer(request: Request) -> HTMLResponse:
-        if not secrets.compare_digest(request.path_params["token"].encode(), token.encode()):
-            return HTMLResponse("no such page", 404, HEADERS)
-        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):  # "none": a typed address
-            return HTMLResponse(CROSS_SITE, 403, HEADERS)
+        if refused := refusal(request, token, "gpt2 explore"):
+            return refused
         typed = request.query_params.get("prompt", prompt).replace("\r\n", "\n")  # forms send line breaks as CRLF
         try:
             async with one_at_a_time:
@@ -111,48 +93,4 @@ def application(opened: Explorer, prompt: str, token: str) -> Starlette:
             return HTMLResponse(error_page(names, typed, error).encode(errors="backslashreplace"), 400, HEADERS)
         return HTMLResponse(page(lens, served=True).encode(errors="backslashreplace"), 200, HEADERS)
 
-    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False)
-    served = Starlette(routes=[Route("/{token}/", answer, methods=["GET"])], middleware=[hosts])
-    served.router.redirect_slashes = False
-    return served
-
-
-def _listen(port: int) -> socket.socket:
-    """Open a socket on loopback, before a model is loaded."""
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError:
-        raise InputError(
-            "serving the page needs the extra explore: pip install 'gpt2-toolkit[explore]'; or write it with --html FILE"
-        ) from None
-    listening = socket.socket()
-    try:
-        if os.name == "posix":  # on Windows it would let another process take the port
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((HOST, port))
-        listening.listen()  # early connections wait instead of being refused
-    except (OSError, OverflowError) as error:
-        listening.close()
-        reason = getattr(error, "strerror", None) or "a port is 0 .. 65535"
-        raise InputError(f"--port {port}: {reason.lower()}; choose another, or 0 for a free one") from None
-    return listening
-
-
-def _serve(opened: Explorer, prompt: str, listening: socket.socket) -> None:
-    import uvicorn
-
-    token = secrets.token_urlsafe(16)
-    config = uvicorn.Config(
-        application(opened, prompt, token),
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        http="h11",
-        server_header=False,
-    )
-    address = f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
-    print(f"open {address} in a browser; Ctrl-C ends it", file=sys.stderr, flush=True)
-    uvicorn.Server(config).run(sockets=[listening])
-    raise KeyboardInterrupt  # only Ctrl-C ends the server; uvicorn does not always raise it again
+    return routed(answer)

@@ -28,15 +28,19 @@ EXAMPLES = """\
   gpt2 train shakespeare-mini --nproc 2                                 two processes share each batch
   torchrun --nnodes 2 --nproc-per-node 8 ... -m gpt2 train RECIPE       several machines (see the README)
   gpt2 train plot out/mini out/chars --out curves.svg                   loss curves of runs, to PNG or SVG
+  gpt2 train watch out/mini out/chars                                   a page that follows runs while they train
 
 The same command again resumes from the newest intact checkpoint. Ctrl-C finishes the step and saves."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "recipe", nargs="?", metavar="RECIPE", help="a recipe's name or the path of a TOML file; or plot, followed by runs"
+        "recipe",
+        nargs="?",
+        metavar="RECIPE",
+        help="a recipe's name or the path of a TOML file; or plot or watch, followed by runs",
     )
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="after plot: folders of runs")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="after plot or watch: folders of runs")
     parser.add_argument("--list", action="store_true", help="list the recipes with their descriptions")
     parser.add_argument("--init", metavar="MODEL", help="fine-tune this model instead of training from scratch")
     parser.add_argument(
@@ -46,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe; may be repeated"
     )
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="share each batch among N processes on this machine")
+    parser.add_argument("--html", metavar="FILE", help="for watch: write the page to FILE instead of serving it")
+    parser.add_argument("--port", type=int, metavar="N", help="for watch: the port to serve at; 0 takes a free one")
     parser.add_argument("--fresh", action="store_true", help="start again in a folder that holds a run")
 
 
@@ -62,6 +68,12 @@ def run(args: argparse.Namespace) -> int:
 
         print(plot(args.runs, args.out or "loss.png"), file=sys.stderr)
         return 0
+    if args.recipe == "watch":
+        from gpt2.cli.watch import watch
+
+        return watch(args)
+    if args.html or args.port is not None:
+        raise InputError("--html and --port are for gpt2 train watch RUN...; leave them out")
     if args.runs:
         raise InputError(f"{args.runs[0]}: give one recipe only; gpt2 train plot RUN... takes several runs")
     if args.recipe is None:

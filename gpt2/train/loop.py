@@ -27,8 +27,9 @@ from gpt2.train.evaluation import scores
 from gpt2.train.feed import Feed
 from gpt2.train.interrupt import interruptions
 from gpt2.train.loss import Scored
-from gpt2.train.metrics import Diverged, Estimated, Evaluated, Event, Logged, Metrics, Pace, Result, Started, overfitting
+from gpt2.train.metrics import Diverged, Estimated, Evaluated, Event, Logged, Metrics, Pace, Result, Started
 from gpt2.train.optim import adamw, learning_rate
+from gpt2.train.overfitting import overfitting
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
 from gpt2.train.speed import tokens_at_peak
@@ -129,7 +130,7 @@ class _Run:
         if self.resumed:
             parallel.restore(self.optimizer, started.moments, ranks)
         writes = folder if ranks.rank == 0 else None
-        self.metrics = ranks.together(lambda: stack.enter_context(Metrics(writes, self.resumed, tensorboard=recipe.tensorboard)))
+        self.metrics = ranks.together(lambda: stack.enter_context(Metrics(writes, self.resumed, recipe)))
 
     def announce(self) -> None:
         recipe, text = self.recipe, self.text

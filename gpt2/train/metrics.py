@@ -3,22 +3,19 @@
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Self
 
 from gpt2.checkpoint.saving import write_file
 from gpt2.config import GPT2Config
-from gpt2.errors import InputError
 from gpt2.measure.metrics import LanguageScore
 from gpt2.train.bigram import BigramConfig
+from gpt2.train.boards import Board, boards
 from gpt2.train.recipe import Recipe
 from gpt2.train.state import METRICS, Progress, writing
-
-OVERFIT_MARGIN = 0.02  # nats per token
 
 
 @dataclass(frozen=True)
@@ -94,14 +91,15 @@ Event = Started | Logged | Evaluated | Estimated | Diverged
 
 
 class Metrics:
-    """Write one line per logged step or evaluation to ``folder``, if given, and on request for TensorBoard.
+    """Write one line per logged step or evaluation to ``folder``, if given, and to the boards of the recipe.
 
     When a run resumes, lines after its checkpoint and partly written lines are removed, so no step appears twice.
     """
 
-    def __init__(self, folder: Path | None, resumed: Progress | None, *, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path | None, resumed: Progress | None, recipe: Recipe) -> None:
         self.rows: list[dict[str, Any]] = []
-        self.file, self.board, self.folder = None, None, folder
+        self.boards: list[Board] = []
+        self.file, self.folder = None, folder
         if folder is None:
             return
         path, kept = folder / METRICS, []
@@ -109,17 +107,18 @@ class Metrics:
             if resumed is not None and path.is_file():
                 kept = [line for line in path.read_text(errors="replace").splitlines() if _step(line) <= resumed.step]
             write_file(path, "".join(f"{line}\n" for line in kept).encode())
+            self.boards = boards(recipe, folder, None if resumed is None else resumed.step + 1)
             self.file = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
             self.rows = [json.loads(line) for line in kept]
-            if tensorboard:
-                self.board = _board(folder, None if resumed is None else resumed.step + 1)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        for opened in filter(None, (self.file, self.board)):
-            opened.close()
+        if self.file is not None:
+            self.file.close()
+        for board in self.boards:
+            board.close()
 
     def write(self, **row: Any) -> None:
         self.rows.append(row)
@@ -127,9 +126,9 @@ class Metrics:
             return
         with writing(self.folder):
             self.file.write(json.dumps(row) + "\n")
-            for name, value in row.items():
-                if self.board is not None and name not in ("step", "val_tokens") and isinstance(value, int | float):
-                    self.board.add_scalar(name, value, row["step"])
+            numbers = {k: v for k, v in row.items() if k not in ("step", "val_tokens") and isinstance(v, int | float)}
+            for board in self.boards:
+                board.log(row["step"], numbers)
 
     def sync(self) -> None:
         """Flush to the disk, before a checkpoint that relies on these lines is written."""
@@ -138,43 +137,11 @@ class Metrics:
                 os.fsync(self.file.fileno())
 
 
-def _board(folder: Path, first_step: int | None) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise InputError(
-            "tensorboard is not installed: pip install 'gpt2-toolkit[tensorboard]', or --set tensorboard=false"
-        ) from None
-    return SummaryWriter(folder / "tensorboard", purge_step=first_step)
-
-
 def _step(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, RecursionError):
         return float("inf")
-
-
-def overfitting(rows: Sequence[Mapping[str, Any]], best_step: int) -> str:
-    """Return a warning if a run overfits, else "": the held-out loss is :data:`OVERFIT_MARGIN` above its best (at
-    ``best_step``), while the mean training loss since the last evaluation is lower than before the best one.
-    """
-    evaluated = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
-    steps = [step for step, _ in evaluated]
-    if len(steps) < 2 or best_step not in steps[1:-1]:
-        return ""
-    best = steps.index(best_step)
-    val, best_val = evaluated[-1][1], evaluated[best][1]
-    now, then = (
-        [row["loss"] for row in rows if "loss" in row and first < row["step"] <= last]
-        for first, last in ((steps[-2], steps[-1]), (steps[best - 1], steps[best]))
-    )
-    if val <= best_val + OVERFIT_MARGIN or not now or not then or fmean(now) >= fmean(then):
-        return ""
-    return (
-        f"overfitting: since step {best_step} the training loss fell from {fmean(then):.4f} to {fmean(now):.4f} "
-        f"and the held-out loss rose from {best_val:.4f} to {val:.4f}"
-    )
 
 
 class Pace:

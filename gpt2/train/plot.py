@@ -19,7 +19,7 @@ COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce", "#a16207", "#be185d", "#0
 FORMATS = (".png", ".svg")
 SMOOTHED_POINTS = 40  # points of the averaged training curve; single points are drawn pale
 
-
+METRICS, RECIPE = "metrics.jsonl", "recipe.json"  # as gpt2.train.state writes them, without its import of torch
 Points = tuple[tuple[int, float], ...]  # step, loss
 
 
@@ -36,23 +36,28 @@ class Curve:
 
 def read_run(folder: str | Path) -> Curve:
     """Read the curve of the run in ``folder``, without an incomplete last line; raise InputError if there is none."""
-    path = Path(folder) / "metrics.jsonl"
+    rows = read_rows(folder)
+    train, val, bits = (
+        tuple((row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float) and math.isfinite(row[key]))
+        for key in ("loss", "val_loss", "val_bits_per_byte")
+    )
+    if not train and not val:
+        raise InputError(f"{Path(folder) / METRICS}: no losses there yet; wait for the run's first evaluation")
+    recipe = Path(folder) / RECIPE
+    expect = _parsed(recipe.read_text(encoding="utf-8")).get("expect") if recipe.is_file() else None
+    return Curve(Path(folder).resolve().name, train, val, bits, expect if isinstance(expect, float) else 0.0)
+
+
+def read_rows(folder: str | Path) -> list[dict[str, Any]]:
+    """Read the lines of a run's metrics file, without an incomplete last one; raise InputError if there is none."""
+    path = Path(folder) / METRICS
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise InputError(
             f"{path}: cannot be read ({error.strerror}); give the folder of a run, as gpt2 train --out made it"
         ) from None
-    rows = [row for row in map(_parsed, lines) if isinstance(row.get("step"), int)]
-    train, val, bits = (
-        tuple((row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float) and math.isfinite(row[key]))
-        for key in ("loss", "val_loss", "val_bits_per_byte")
-    )
-    if not train and not val:
-        raise InputError(f"{path}: no losses there yet; wait for the run's first evaluation")
-    recipe = Path(folder) / "recipe.json"
-    expect = _parsed(recipe.read_text(encoding="utf-8")).get("expect") if recipe.is_file() else None
-    return Curve(Path(folder).resolve().name, train, val, bits, expect if isinstance(expect, float) else 0.0)
+    return [row for row in map(_parsed, lines) if isinstance(row.get("step"), int)]
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -104,7 +109,7 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
 def _draw_losses(axes: Axes, curve: Curve, label: str, colour: str) -> None:
     if curve.train:
         axes.plot(*zip(*curve.train, strict=True), color=colour, lw=0.6, alpha=0.25)
-        axes.plot(*_smoothed(curve.train), color=colour, lw=1.0, ls=(0, (3, 1.5)), label=f"{label}, training")
+        axes.plot(*smoothed(curve.train), color=colour, lw=1.0, ls=(0, (3, 1.5)), label=f"{label}, training")
     if curve.val:
         step, loss = min(curve.val, key=lambda point: point[1])
         held_out = f"{label}, held out: best {loss:.4f} at step {step:,}"
@@ -112,7 +117,7 @@ def _draw_losses(axes: Axes, curve: Curve, label: str, colour: str) -> None:
         axes.plot([step], [loss], "o", color=colour, ms=5, mec="white", mew=1, zorder=5)
 
 
-def _smoothed(points: Points) -> tuple[list[float], list[float]]:
+def smoothed(points: Points) -> tuple[list[float], list[float]]:
     """Return the mean steps and mean losses of equal groups of neighbouring points."""
     width = max(1, len(points) // SMOOTHED_POINTS)
     groups = [zip(*points[at : at + width], strict=True) for at in range(0, len(points), width)]

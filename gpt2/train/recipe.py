@@ -139,7 +139,8 @@ class Recipe:
     - ``device`` is "cpu", "cuda", "mps", "xpu", or "auto": the accelerator if there is one. ``parallel`` is "ddp" (each process
       has the whole model) or "fsdp" (each has a shard).
     - ``expect`` is the validation loss that the recipe reaches on its own text, in nats per token (0: not stated), and
-      ``takes`` is the time and the machine. ``tensorboard`` also writes the metrics for TensorBoard.
+      ``takes`` is the time and the machine. ``tensorboard`` and ``wandb`` also send the
+      metrics to TensorBoard and Weights & Biases (:mod:`gpt2.train.boards`).
     """
 
     name: str = ""
@@ -164,6 +165,7 @@ class Recipe:
     parallel: str = "ddp"
     on_divergence: str = "stop"
     tensorboard: bool = False
+    wandb: bool = False
     expect: float = 0.0
     takes: str = ""
     data: Data = field(default_factory=Data)

@@ -46,7 +46,7 @@ MODEL_FILES, ADAPTER_FILES = ("config.json", "model.safetensors"), (ADAPTER, WEI
 RESUME_FILES = ("optimizer.safetensors", "progress.json")  # beside the model or its adapters
 TEXT = "text_sha256"  # in recipe.json, beside the recipe's own keys and `init`
 # Keys of a recipe that do not change what it computes, or only how sums are rounded.
-NOT_COMPARED = ("name", "description", "expect", "takes", "tensorboard", "device", "parallel")
+NOT_COMPARED = ("name", "description", "expect", "takes", "tensorboard", "wandb", "device", "parallel")
 
 
 Files = Mapping[str, bytes | Iterable[bytes | memoryview]]  # name -> content, or its pieces in order

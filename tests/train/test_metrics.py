@@ -1,14 +1,17 @@
 """What a run reports beside its losses: overfitting, the remaining time, and all metrics in TensorBoard."""
 
 import json
+import sys
 import time
 from dataclasses import replace
 
 import pytest
+from support.commands import refusal
 from support.training import metrics
 
 from gpt2.train.loop import Evaluated, train
-from gpt2.train.metrics import Pace, overfitting
+from gpt2.train.metrics import Pace
+from gpt2.train.overfitting import overfitting
 from gpt2.train.recipe import Recipe
 
 
@@ -78,3 +81,52 @@ def test_tensorboard_holds_what_the_file_does(recipe, tmp_path):
     for name in ("loss", "val_loss", "lr", "grad_norm"):
         logged = [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in lines if name in row]
         assert [(event.step, event.value) for event in board.Scalars(name)] == logged
+
+
+def test_weights_and_biases_holds_what_the_file_does(recipe, tmp_path, monkeypatch):
+    """Offline, in the run's folder alone; a resumed run keeps its id."""
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    train(replace(recipe, wandb=True), tmp_path / "run")
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    lines, logged, deadline = metrics(tmp_path / "run"), {}, time.monotonic() + 60
+    while len(logged.get("val_loss", ())) < 5 and time.monotonic() < deadline:  # wandb's process writes on after finish()
+        logged = {}
+        for record in map(Record.FromString, leveldb_records(file.read_bytes())):
+            items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            for name, value in items.items():
+                logged.setdefault(name, []).append((items["at_step"], value))
+        time.sleep(0.1)
+    for name in ("loss", "val_loss", "lr", "grad_norm"):
+        assert logged[name] == [(row["step"], row[name]) for row in lines if name in row], name
+    assert "sample" not in logged
+    name = (tmp_path / "run" / "wandb-id.txt").read_text()
+    train(replace(recipe, wandb=True), tmp_path / "run")
+    assert (tmp_path / "run" / "wandb-id.txt").read_text() == name
+
+
+def leveldb_records(data: bytes):
+    """The records of a LevelDB log with W&B's header of seven bytes: blocks of 32 kB, chunks with checksum, length and kind."""
+    whole, at = b"", 7
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+
+
+@pytest.mark.parametrize(("package", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_missing_board_is_one_line(recipe, tmp_path, monkeypatch, package, module):
+    """The traceback of an import says nothing of the extra to install."""
+    monkeypatch.setitem(sys.modules, module, None)
+    said = refusal(train, replace(recipe, **{package: True}), tmp_path / "run")
+    assert said == f"{package} is not installed: pip install 'gpt2-toolkit[{package}]', or --set {package}=false"

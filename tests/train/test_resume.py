@@ -16,7 +16,7 @@ from gpt2.checkpoint.saving import safetensors_file
 from gpt2.train import loop, state
 from gpt2.train.loop import Evaluated, Logged, Started, train
 from gpt2.train.metrics import Metrics
-from gpt2.train.recipe import Lora
+from gpt2.train.recipe import Lora, Recipe
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_a_line_torn_by_the_kill_is_cut_off(run, torn):
     before = (run / "metrics.jsonl").read_text()
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 11, "loss": 9.9}\n' + torn)
-    with Metrics(run, state.Progress(10)) as metrics:
+    with Metrics(run, state.Progress(10), Recipe()) as metrics:
         metrics.write(step=11, loss=1.0)
     assert (run / "metrics.jsonl").read_text() == before + '{"step": 11, "loss": 1.0}\n'
 

@@ -1,0 +1,89 @@
+"""Serve a page to this machine only: a socket on loopback, and an address that contains a secret."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from gpt2.errors import InputError
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse
+
+HOST = "127.0.0.1"
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def listen(port: int) -> socket.socket:
+    """Open a socket on loopback. Raises InputError: the port is taken, or a package is missing."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise InputError(
+            "serving the page needs the extra explore: pip install 'gpt2-toolkit[explore]'; or write it with --html FILE"
+        ) from None
+    listening = socket.socket()
+    try:
+        if os.name == "posix":  # on Windows it would let another process take the port
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((HOST, port))
+        listening.listen()  # early connections wait instead of being refused
+    except (OSError, OverflowError) as error:
+        listening.close()
+        reason = getattr(error, "strerror", None) or "a port is 0 .. 65535"
+        raise InputError(f"--port {port}: {reason.lower()}; choose another, or 0 for a free one") from None
+    return listening
+
+
+def refusal(request: Request, token: str, title: str) -> HTMLResponse | None:
+    """Return the answer to a request with another token, or one that another site caused; None if it may go on.
+
+    Security: every user of this machine can connect to the port, so the address contains a secret that only this terminal shows.
+    """
+    from starlette.responses import HTMLResponse
+
+    if not secrets.compare_digest(request.path_params["token"].encode(), token.encode()):
+        return HTMLResponse("no such page", 404, HEADERS)
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):  # "none": a typed address
+        page = f'<!doctype html><title>{title}</title><p>Another site led here. <a href="./">Open the page</a>'
+        return HTMLResponse(page, 403, HEADERS)
+    return None
+
+
+def routed(answer: Callable[[Request], Awaitable[HTMLResponse]]) -> Starlette:
+    """Return an application that serves one page, ``/TOKEN/``; a wrong Host header is refused (DNS rebinding)."""
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.routing import Route
+
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False)
+    served = Starlette(routes=[Route("/{token}/", answer, methods=["GET"])], middleware=[hosts])
+    served.router.redirect_slashes = False
+    return served
+
+
+def serve(application: Callable[[str], Starlette], listening: socket.socket) -> None:
+    """Serve ``application(token)`` until Ctrl-C, and print its address."""
+    import uvicorn
+
+    token = secrets.token_urlsafe(16)
+    config = uvicorn.Config(
+        application(token), log_level="warning", access_log=False, lifespan="off", ws="none", http="h11", server_header=False
+    )
+    address = f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
+    print(f"open {address} in a browser; Ctrl-C ends it", file=sys.stderr, flush=True)
+    uvicorn.Server(config).run(sockets=[listening])
+    raise KeyboardInterrupt  # only Ctrl-C ends the server; uvicorn does not always raise it again

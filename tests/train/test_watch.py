@@ -1,0 +1,109 @@
+"""``gpt2 train watch``: what the page shows of a run, live and in a file."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.browser import Browser, in_a_browser
+from support.commands import mistake
+
+from gpt2.cli.main import main
+from gpt2.train.watch import page, read
+
+
+def write(folder: Path, val: list[float], steps: int = 100, more: str = "") -> Path:
+    """A run's folder with an evaluation every ten steps; training losses fall."""
+    folder.mkdir(exist_ok=True)
+    rows: list[dict] = []
+    for i, loss in enumerate(val):
+        rows += [{"step": 10 * i, "loss": 3 - 0.1 * i, "lr": 1e-3 / (i + 1), "grad_norm": 1.0 + i}] if i else []
+        rows.append({"step": 10 * i, "val_loss": loss, "val_bits_per_byte": loss * 1.4, "sample": f"I am <b>step</b> {10 * i}"})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + more)
+    (folder / "recipe.json").write_text(json.dumps({"steps": steps, "patience": 0}))
+    return folder
+
+
+def test_where_held_out_loss_turned(tmp_path: Path) -> None:
+    """The step to stop at is what people look for; a single later evaluation is no turn. Control: a loss that still falls."""
+    turned, falls = write(tmp_path / "turned", [3.0, 2.5, 2.2, 2.4, 2.6]), write(tmp_path / "falls", [3.0, 2.5, 2.2, 2.1, 2.15])
+    assert [run.turned for run in read([turned, falls])] == [20, None]
+    text = page([turned, falls])
+    assert "turned at 20" in text
+    assert text.count("turned at") == 1
+    assert "overfitting: since step 20" in text
+    assert "Lowest held-out loss <b>2.2000</b> at step 20; it has only been higher since" in text
+
+
+def test_the_page_shows_rate_norm_and_samples_and_obeys_none(tmp_path: Path) -> None:
+    """A sample is whatever a model wrote: it must not become part of the page. An incomplete line must not end it."""
+    text = page([write(tmp_path / "run", [3.0, 2.5, 2.2], more='{"step": 30, "lo')])
+    assert "I am &lt;b&gt;step&lt;/b&gt; 20" in text
+    for title in ("Loss, nats per token", "Learning rate", "Gradient norm before clipping"):
+        assert title in text
+    assert "training: step 20 of 100" in text
+    assert "src=" not in text
+
+
+def test_a_page_in_a_file_and_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = str(write(tmp_path / "run", [3.0]))
+    assert main(["train", "watch", folder, "--html", str(tmp_path / "w.html")]) == 0
+    assert "gpt2 train watch" in (tmp_path / "w.html").read_text()
+    capsys.readouterr()
+    assert "give the folder of a run" in mistake(
+        capsys, "train", "watch", str(tmp_path / "none"), "--html", str(tmp_path / "x.html")
+    )
+    assert "no runs to watch" in mistake(capsys, "train", "watch", "--html", str(tmp_path / "x.html"))
+    assert "are for gpt2 train watch" in mistake(capsys, "train", "shakespeare-mini", "--port", "1")
+
+
+def get(address: str, **headers: str) -> tuple[int, str]:
+    host, path = re.fullmatch(r"http://([^/]+)(/.*)", address).groups()
+    with closing(http.client.HTTPConnection(host, timeout=20)) as connection:
+        connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
+def test_it_follows_a_run_on_loopback(tmp_path: Path) -> None:
+    """The page must show a line that was written after it was opened, and to nobody without the address."""
+    folder = write(tmp_path / "run", [3.0, 2.5])
+    command = [sys.executable, "-W", "error", "-m", "gpt2", "train", "watch", str(folder), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    address = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{22}/", process.stderr.readline())[0]
+    try:
+        assert "step 10 of 100" in get(address)[1]
+        write(folder, [3.0, 2.5, 2.4])
+        status, text = get(address)
+        assert (status, "step 20 of 100" in text) == (200, True)
+        assert '{"refresh": 5}' in text
+        assert get(address[:-3] + "xx/")[0] == 404
+        assert get(address, Host="evil.example")[0] == 400
+        assert get(address, Sec_Fetch_Site="cross-site")[0] == 403
+        (folder / "metrics.jsonl").unlink()
+        assert get(address)[0] == 404
+    finally:
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert (out, err, process.returncode) == ("", "gpt2 train: interrupted\n", 130)
+
+
+@in_a_browser
+def test_a_browser_loads_it_again_by_itself(tmp_path: Path) -> None:
+    """The security policy of the page could forbid its own script."""
+    folder = write(tmp_path / "run", [3.0, 2.5])
+    (tmp_path / "w.html").write_text(page([folder], refresh=1))
+    browser = Browser(tmp_path / "browser")
+    try:
+        browser.open((tmp_path / "w.html").as_uri(), width=900)
+        (tmp_path / "w.html").write_text(page([write(folder, [3.0, 2.5, 2.4])], refresh=1))
+        browser.wait("document.body.innerText.includes('step 20 of 100')")
+    finally:
+        browser.close()
