@@ -24,6 +24,7 @@ EXAMPLES = """\
   gpt2 train shakespeare-mini --out out/mini                            the embedded model, from scratch
   gpt2 train finetune-shakespeare --init shakespeare-mini               fine-tune it on a play that it has not seen
   gpt2 train finetune-shakespeare --init gpt2 --set data.path=my.txt    fine-tune GPT-2 on your text
+  gpt2 train --list-data finetune-shakespeare --init shakespeare-mini   show documents, tokens and the first windows
   gpt2 train shakespeare-mini --set data.tokenizer=chars --set optim.lr=1e-3 --out out/chars
   gpt2 train shakespeare-mini --nproc 2                                 two processes share each batch
   torchrun --nnodes 2 --nproc-per-node 8 ... -m gpt2 train RECIPE       several machines (see the README)
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help="after plot or watch: folders of runs")
     parser.add_argument("--list", action="store_true", help="list the recipes with their descriptions")
+    parser.add_argument("--list-data", action="store_true", help="show what would be trained on, and train nothing")
     parser.add_argument("--init", metavar="MODEL", help="fine-tune this model instead of training from scratch")
     parser.add_argument(
         "--out", metavar="DIR", help="folder of the run (default: out/RECIPE); for plot, the picture (default: loss.png)"
@@ -78,6 +80,12 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"{args.runs[0]}: give one recipe only; gpt2 train plot RUN... takes several runs")
     if args.recipe is None:
         raise InputError(f"which recipe? one of {', '.join(names())}, or the path of a TOML file")
+    if args.list_data:
+        from gpt2.train.listing import list_data
+
+        listing = list_data(read(args.recipe, args.set), args.init)
+        write_result(args.json, lambda: json.dumps(asdict(listing), indent=2), lambda: print(listing.table()))
+        return 0
     if args.nproc < 1:
         raise InputError(f"--nproc {args.nproc}: give the number of processes, 1 or more")
     if args.nproc > 1:

@@ -2,8 +2,8 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ class Corpus:
     val_marks: np.ndarray | None = None
     notes: tuple[str, ...] = ()
     end: int | None = None  # the id at which attention and positions end with a document; None: they do not
+    tally: Mapping[str, int] = field(default_factory=dict)  # of documents (:func:`gpt2.data.packing.lay_out`)
 
     def beginning(self) -> np.ndarray:
         """Return the first validation tokens, which a sample continues: a document's prompt, or eight."""
@@ -49,7 +50,7 @@ Stream = tuple[np.ndarray, np.ndarray | None]  # ids and marks
 
 def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
     """Read the recipe's corpus as ids of ``tokenizer``, or of a new tokenizer made from the text as the recipe says."""
-    data, notes = recipe.data, list[str]()
+    data, notes, tally = recipe.data, list[str](), Counter[str]()
     train: Stream
     val: Stream
     if data.tokens:
@@ -61,7 +62,7 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
     else:
         found, notes = _documents(recipe) if data.path else ([], [])
         if len(found) > 1 or data.prompt or data.padded:
-            tokenizer, train, val, more = _of_documents(recipe, tokenizer, found)
+            tokenizer, train, val, more = _of_documents(recipe, tokenizer, found, tally)
             notes += more
         else:
             train_text, val_text = shakespeare.split(found[0].text, 1 - data.held_out) if found else texts(recipe)
@@ -72,7 +73,9 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
     if data.reset and tokenizer.eot is None:
         raise InputError("data.reset: this tokenizer has no end-of-text token to tell documents apart; --set data.reset=false")
     _require_enough(recipe, train, val)
-    return Corpus(tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), tokenizer.eot if data.reset else None)
+    return Corpus(
+        tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), tokenizer.eot if data.reset else None, tally
+    )
 
 
 def _documents(recipe: Recipe) -> tuple[list[Document], list[str]]:
@@ -84,14 +87,14 @@ def _documents(recipe: Recipe) -> tuple[list[Document], list[str]]:
         raise InputError(f"{data.path}: no text in {len(paths)} files but whitespace; give a text")
     notes = []
     if tally["boundaries"]:
-        notes.append(f"{END_OF_TEXT} is in the text {tally['boundaries']:,} times and taken for the boundary between documents")
+        notes.append(f"{END_OF_TEXT} in the text is the boundary between documents, {tally['boundaries']:,} of them")
     if tally["empty"]:
         notes.append(f"{tally['empty']:,} documents without text are left out")
     return found, notes
 
 
 def _of_documents(
-    recipe: Recipe, tokenizer: Tokenizer | None, found: Sequence[Document]
+    recipe: Recipe, tokenizer: Tokenizer | None, found: Sequence[Document], tally: Counter[str]
 ) -> tuple[Tokenizer, Stream, Stream, list[str]]:
     """Split documents and lay out their tokens; return tokenizer, training and validation stream, and lines for the log."""
     data = recipe.data
@@ -107,7 +110,7 @@ def _of_documents(
     if end is None:
         (end,) = tokenizer.encode("\n")
         notes.append("this tokenizer has no end-of-text token: a line end is put behind each document instead")
-    streams, tally = [], Counter[str]()
+    streams = []
     for part in parts:
         laid = [
             lay_out(

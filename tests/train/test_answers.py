@@ -1,7 +1,10 @@
 """Prompts that are read and not scored: one loss, however the documents are laid out, parted and shared."""
 
+import csv
 import json
 import random
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.ranks import job
-from support.training import metrics
+from support.training import logged_steps, metrics, outcome, start
 
 from gpt2.config import GPT2Config
 from gpt2.data.batches import FILLER, READ, SCORED, UNSCORED, documents
@@ -18,6 +21,7 @@ from gpt2.model import GPT2
 from gpt2.train import loop, parallel
 from gpt2.train.corpus import corpus
 from gpt2.train.feed import Feed
+from gpt2.train.listing import list_data
 from gpt2.train.loop import Evaluated, Started, train
 from gpt2.train.loss import Scored
 from gpt2.train.recipe import Data, Recipe
@@ -197,3 +201,46 @@ def test_in_padded_rows_the_evaluation_is_the_loss_of_each_document_alone(asked,
         losses += each[torch.from_numpy(marks[1 : len(ids)] == SCORED)].tolist()
     first = next(event for event in events if isinstance(event, Evaluated))
     assert first.val.loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["folder", "jsonl", "csv"])
+def test_killed_and_resumed_on_documents_to_the_bit(recipe, table, tmp_path, kind):
+    """The order of files, the split and the layout must be the same in a second process."""
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    data = Data(path=str(table), field="answer", prompt="q", tokenizer="words", vocab_size=264, reset=True)
+    if kind == "csv":
+        data = replace(data, path=str(tmp_path / "sums.csv"), reset=False, padded=True)
+        with open(data.path, "w", newline="") as file:
+            writer = csv.DictWriter(file, ["q", "answer"])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif kind == "folder":
+        data = Data(path=str(tmp_path / "texts"), tokenizer="chars")
+        (tmp_path / "texts").mkdir()
+        for number, row in enumerate(rows):
+            (tmp_path / "texts" / f"{number}.txt").write_text(f"{row['q']} is {row['answer']}", encoding="utf-8")
+    long = replace(recipe, data=data, steps=40, eval_every=10, save_every=3)
+    train(long, tmp_path / "whole")
+    process = start(long, tmp_path / "run")
+    while process.is_alive() and logged_steps(tmp_path / "run") < 7:
+        time.sleep(0.002)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert train(long, tmp_path / "run").stopped == "finished"
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_the_listing_shows_what_is_scored_and_what_is_cut_off(asked):
+    """What is trained on by mistake is seen before the run, or never."""
+    listing = list_data(replace(asked, context=13, data=replace(asked.data, padded=True)))
+    for window in listing.windows:
+        (first, prompt), (second, answer) = [(part.scored, part.text) for part in window][:2]
+        assert (first, second) == (False, True)
+        assert prompt.startswith("Q: ")
+        assert prompt.endswith("\nA: ")
+        assert "Q" not in answer
+    assert 0 < listing.longer < listing.documents == 25
+    assert listing.lost == 0
+    assert "25 documents are longer than the context of 13 tokens" in listing.table()
+    assert list_data(replace(asked, context=8)).lost == 25

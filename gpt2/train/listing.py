@@ -1,0 +1,91 @@
+"""Show what a recipe would train on: documents, tokens, what the context cuts off, and the first windows as text."""
+
+import re
+from dataclasses import dataclass
+from itertools import groupby
+
+from gpt2.checkpoint.loading import load_tokenizer
+from gpt2.data import Tokenizer
+from gpt2.data.batches import SCORED, UNSCORED
+from gpt2.data.bpe_files import END_OF_TEXT
+from gpt2.errors import printable
+from gpt2.train.corpus import corpus
+from gpt2.train.feed import Feed
+from gpt2.train.recipe import Recipe
+
+WINDOWS = 3
+FILL = re.compile(rf"({re.escape(END_OF_TEXT)}){{3,}}")
+SHOWN = 400  # characters of a part of a window
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring tokens of a window that are all scored, or all read only, as text."""
+
+    scored: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a recipe would train on. Of ``longer`` documents with more than ``context`` tokens, ``lost`` have prompts that long.
+
+    ``windows`` are the first of step 1, as parts in order.
+    """
+
+    documents: int
+    train_tokens: int
+    train_scored: int
+    val_tokens: int
+    val_scored: int
+    context: int
+    longer: int
+    lost: int
+    notes: tuple[str, ...]
+    windows: tuple[tuple[Part, ...], ...]
+
+    def table(self) -> str:
+        rows = [*self.notes]
+        for name, tokens, scored in (
+            ("training", self.train_tokens, self.train_scored),
+            ("validation", self.val_tokens, self.val_scored),
+        ):
+            rows.append(f"{name:12}{tokens:>14,} tokens" + ("" if scored == tokens else f", of which {scored:,} are scored"))
+        if self.documents > 1:
+            cut = f"{self.longer:,} of {self.documents:,} documents are longer than the context of {self.context} tokens"
+            rows.append(cut + (f"; of {self.lost:,} the prompt alone is" if self.lost else ""))
+        for number, window in enumerate(self.windows, 1):
+            rows.append(f"window {number} of step 1")
+            for part in window:
+                text = FILL.sub(lambda found: f" ({len(found[0]) // len(END_OF_TEXT)} x {END_OF_TEXT})", part.text)
+                text = printable(text, one_line=True)
+                rows.append(f"  {'scored' if part.scored else 'read':8}{text[:SHOWN]}" + ("..." if len(text) > SHOWN else ""))
+        return "\n".join(rows)
+
+
+def list_data(recipe: Recipe, init: str | None = None) -> Listing:
+    """Read the data of ``recipe``, with the tokenizer of the model named ``init`` if given, and train nothing."""
+    tokenizer = load_tokenizer(init).with_tokens(recipe.data.add_tokens) if init is not None else None
+    text = corpus(recipe, tokenizer)
+    batch = Feed(text.train_ids, marks=text.train_marks, end=text.end)(recipe, 0)
+    windows = zip(batch.x[:WINDOWS].tolist(), batch.y[:WINDOWS].tolist(), strict=True)
+    return Listing(
+        text.tally.get("documents", 1),
+        len(text.train_ids),
+        len(text.train_ids) if text.train_marks is None else int((text.train_marks == SCORED).sum()),
+        len(text.val_ids),
+        len(text.val_ids) if text.val_marks is None else int((text.val_marks == SCORED).sum()),
+        recipe.context,
+        text.tally.get("long", 0),
+        text.tally.get("lost", 0),
+        text.notes,
+        tuple(_parts(x, y, text.tokenizer) for x, y in windows),
+    )
+
+
+def _parts(x: list[int], y: list[int], tokenizer: Tokenizer) -> tuple[Part, ...]:
+    """Return a window's tokens as parts; its first token is never scored."""
+    last = [y[-1]] if y[-1] != UNSCORED else []  # else it is not in the batch
+    scored = [False, *(each != UNSCORED for each in y)]
+    groups = groupby(zip(scored, [*x, *last], strict=False), key=lambda each: each[0])
+    return tuple(Part(scored, tokenizer.decode([token for _, token in group])) for scored, group in groups)
