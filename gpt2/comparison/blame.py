@@ -26,6 +26,7 @@ from gpt2.checkpoint.gguf_writer import TYPES, as_stored, stored_bytes
 from gpt2.checkpoint.keys import layer
 from gpt2.comparison.blame_result import Blame, Kept, Part, Precision
 from gpt2.comparison.distributions import gain
+from gpt2.comparison.weights import Read
 from gpt2.config import GPT2Config
 from gpt2.int8 import rounded_parameter
 from gpt2.measure.estimates import Bootstrap
@@ -58,10 +59,10 @@ def half_name(name: str) -> str:
     return f"h.{number}.{'attn' if module in ('ln_1', 'attn') else 'mlp'}"
 
 
-def quantisation(a: Mapping[str, Tensor], b: Mapping[str, Tensor], changed: Collection[str]) -> str | None:
+def quantisation(a: Read, b: Read, changed: Collection[str]) -> str | None:
     """Return the type to which b's parameters are a's, rounded, or None: of a GGUF file, "int8", or a dtype of all tensors."""
     for type in (*TYPES, INT8, *HALVES):
-        if changed and all(torch.equal(rounded(name, a[name], type), b[name].float()) for name in changed):
+        if changed and all(torch.equal(rounded(name, a(name), type), b(name).float()) for name in changed):
             return type
     return None
 
@@ -182,7 +183,7 @@ def find_blame(
     single = [name for part in heaviest for name in names if name in halves[part.name]]
     measure([frozenset({name}) for name in single])
     tensors = [measure.part(name, frozenset({name})) for name in single]
-    type = quantisation(weights_a, weights_b, changed)
+    type = quantisation(weights_a.__getitem__, weights_b.__getitem__, changed)
     kept: tuple[Kept, ...] = ()
     precisions: tuple[Precision, ...] = ()
     if type is not None:

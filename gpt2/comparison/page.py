@@ -87,7 +87,8 @@ def verdict(comparison: Comparison) -> tuple[str, str]:
     elif weights is not None and weights.same_numbers:
         subject = f"The same weights in another precision, {a.dtype} and {b.dtype}"
     elif weights is not None:
-        subject = f"The weights moved by {percent(weights.total.distance)} of their size"
+        rounded = f" (A’s, rounded to {weights.rounded_to})" if weights.rounded_to else ""
+        subject = f"The weights{rounded} moved by {percent(weights.total.distance)} of their size"
     else:
         differing = [field for field, *_ in comparison.compatibility.architecture]
         subject = f"Two models that differ in {', '.join(differing)}" if differing else "Two models"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 from gpt2.checkpoint.keys import expected, layer
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.activations import THRESHOLD, compare_activations
-from gpt2.comparison.blame import find_blame
+from gpt2.comparison.blame import find_blame, quantisation
 from gpt2.comparison.blame_result import Blame
 from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.bounds_result import Bounds
@@ -159,7 +160,12 @@ def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | No
     if not (isinstance(sides[0], CheckpointSide) and isinstance(sides[1], CheckpointSide)):
         return None
     names = [(name, re.sub(r"^h\.\d+", "h.{}", name), layer(name)) for name in expected(sides[0].config)]
-    return compare_weights(names, sides[0].reader(), sides[1].reader(), progress=progress)
+    a, b = sides[0].reader(), sides[1].reader()
+    changes = compare_weights(names, a, b, progress=progress)
+    if changes.same_numbers:
+        return changes
+    small_first = sorted((each for each in changes.tensors if not each.equal), key=lambda each: math.prod(each.shape))
+    return replace(changes, rounded_to=quantisation(a, b, [each.name for each in small_first]) or "")
 
 
 @torch.no_grad()

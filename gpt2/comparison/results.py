@@ -251,6 +251,9 @@ class Comparison(Printed):
             if most and self.weights.same_numbers:
                 coarser = max(self.a.dtype, self.b.dtype, key=["float64", "float32", "float16", "bfloat16", "int8"].index)
                 table.add_row("weights", "the same", f"rounded to {coarser}, and nothing else")
+            elif self.weights.rounded_to:
+                moved_by = f"which moves them by {total.distance:.2%}, and nothing else"
+                table.add_row("weights", f"a's, in {self.weights.rounded_to}", moved_by)
             elif most:
                 largest = f"most: {most[0].name}, {moved(most[0].distance)}"
                 rest = f"{len(self.weights.unchanged)} tensors unchanged"

@@ -74,6 +74,7 @@ class WeightChanges:
     tensors: tuple[TensorChange, ...]
     families: tuple[FamilyChange, ...]
     total: FamilyChange
+    rounded_to: str = ""  # the type to which b's are a's, rounded, where that alone explains every change
 
     def most_changed(self, count: int = 10) -> tuple[TensorChange, ...]:
         """Return the tensors with the largest relative change, without unchanged ones."""

@@ -14,6 +14,7 @@ from support.commands import refusal
 from support.random_models import TEXT, write_checkpoint
 
 import gpt2
+from gpt2.checkpoint.export import export
 from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
 from gpt2.comparison.gates import METRICS, Gate, junit, step_summary
@@ -110,6 +111,20 @@ def test_an_interval_is_judged_by_its_far_end(expression: str, met: bool, compar
     judged = Gate.parse(expression).judge(replace(compared, distributions=replace(compared.distributions, kl_ab=divergence)))
     assert judged.met == met
     assert "95 % interval 0.2 .. 0.3" in str(judged)
+
+
+def test_a_quantised_file_is_the_model_rounded_and_nothing_else(text: str, tmp_path: Path) -> None:
+    """ "Is this Q8_0 file right?" had a KL for an answer, and no word on whether rounding explains it; one other weight must."""
+    model, tokenizer = load("shakespeare-mini"), gpt2.load_tokenizer("shakespeare-mini")
+    file = Path(export("shakespeare-mini", tmp_path / "right", format="gguf", type="q8_0").directory, "model.gguf")
+    found = gpt2.compare("shakespeare-mini", str(file), on=text, tokens=60)
+    assert found.weights.rounded_to == "q8_0"
+    assert "in q8_0" in found.table(80)
+    with torch.no_grad():
+        model.h[4].ln_2.weight[7] += 1e-3
+    gpt2.save(model, tokenizer, tmp_path / "other")
+    export(str(tmp_path / "other"), tmp_path / "wrong", format="gguf", type="q8_0")
+    assert gpt2.compare("shakespeare-mini", str(tmp_path / "wrong" / "model.gguf"), on=text, tokens=60).weights.rounded_to == ""
 
 
 def test_a_broken_model_meets_every_gate(compared: Comparison) -> None:

@@ -87,7 +87,7 @@ def test_the_section_of_blame(found: Comparison) -> None:
 def test_bounds_are_told_from_measurements(found: Comparison) -> None:
     """A bound that is shown like a measurement would be quoted as one; the assumption of the upper bound is named."""
     bounds = Bounds(
-        SMALL, Estimate(3e-4, 2e-4, 4e-4), True, Estimate(0.9, 0.8, 0.95), SMALL, 0.97, 5, 99, 0, (Finding("x", ATTACK),)
+        SMALL, Estimate(3e-4, 2e-4, 4e-4), True, Estimate(0.9, 0.8, 0.95), SMALL, 0.97, 5, 99, 3, 0, (Finding("x", ATTACK),)
     )
     text = Parts(page(replace(found, distributions=None, words=None, numerics=None, bounds=bounds))).text
     assert "Bounded, not measured" in text

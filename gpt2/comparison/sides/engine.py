@@ -19,14 +19,16 @@ from gpt2.data import Tokenizer, from_directory, holds_tokenizer
 from gpt2.errors import InputError
 
 
-def engine(module: str, extra: str, name: str) -> Any:
+def engine(module: str, extra: str, name: str, otherwise: str = "") -> Any:
     """Import an optional package. Raises InputError, with the command that installs it, if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        raise InputError(f"{name}: needs the package {module}; install it with pip install 'gpt2-toolkit[{extra}]'") from None
+        raise InputError(
+            f"{name}: needs the package {module}; install it with pip install 'gpt2-toolkit[{extra}]'{otherwise}"
+        ) from None
 
 
 @dataclass(frozen=True)

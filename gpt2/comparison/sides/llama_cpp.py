@@ -30,7 +30,8 @@ class LlamaCppSide(EngineSide):
     @classmethod
     def open(cls, name: str) -> LlamaCppSide:
         path = Path(name.removeprefix(PREFIX)).expanduser()
-        engine("llama_cpp", "llamacpp", name)
+        otherwise = f", or give {path} without llama.cpp/: F32, F16, BF16 and Q8_0 are also read here"
+        engine("llama_cpp", "llamacpp", name, otherwise)
         if not path.is_file():
             raise InputError(f"{name}: {path} is not a file; give a GGUF file, as in llama.cpp/model.gguf")
         return cls(name, path)
