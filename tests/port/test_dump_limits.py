@@ -54,6 +54,9 @@ def test_a_fault_that_nothing_names_is_undetermined_in_time_and_placed(monkeypat
         if len(traced) > 1:
             assert diagnosis.first_divergence.point == "h.1.mlp.c_fc"
             assert any("right up to h.1.ln_2, wrong from h.1.mlp.c_fc on" in note for note in diagnosis.notes)
+            assert any("from h.1.ln_2, which is right, by weights that are not" in note for note in diagnosis.notes)
+        else:
+            assert not any("weights that are not" in note for note in diagnosis.notes)
     assert time.process_time() - start < 8
 
 

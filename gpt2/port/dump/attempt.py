@@ -21,9 +21,10 @@ from gpt2.port.diagnosis.walk import Walker
 from gpt2.port.dump.arrays import Output, recognised
 from gpt2.port.dump.evidence import Placement, order_run, placements, streams, with_storage
 from gpt2.port.dump.explaining import STREAMS, Explanation, explain
+from gpt2.port.dump.holdings import LINEAR
 from gpt2.port.dump.loading import Loaded, Loading
 from gpt2.port.dump.pool import DumpPool
-from gpt2.port.dump.simulation import Simulation
+from gpt2.port.dump.simulation import NEEDS, Simulation
 from gpt2.port.dump.tolerance import HALVES, UNITS, excess, measured
 from gpt2.port.recording.pool import TimeUp
 
@@ -271,6 +272,11 @@ class Attempt:
             last = max(rights, key=self.order.index, default=None)
             before = f"right up to {last}, " if last else ""
             self.notes.append(f"{before}wrong from {wrong} on; no known fault gives your numbers")
+            if (entering := self._entering(wrong)) in self.held:
+                self.notes.append(
+                    f"{wrong} is computed from {entering}, which is right, by weights that are not the checkpoint's in any known "
+                    "way: see whether they were loaded at all, and from where"
+                )
             if between := self._between(last, wrong):
                 self.notes.append(f"dump more between these places: {between}")
         if not explanation.complete:
@@ -297,6 +303,11 @@ class Attempt:
             return worst_relative_error(value, expected)
         alike = self.pool.of_size(expected.numel())
         return min((worst_relative_error(one.reshape(expected.shape), expected) for one in alike), default=math.inf)
+
+    def _entering(self, point: str) -> str | None:
+        """Return the point that a linear layer's result is computed from; None if ``point`` is no such result."""
+        part = _part(point)
+        return point_at(layer_of(point), NEEDS[part][0]) if part in LINEAR else None
 
     def _between(self, before: str | None, point: str) -> str:
         inside = self.order[self.order.index(before) + 1 if before else 0 : self.order.index(point)]
