@@ -25,7 +25,7 @@ from gpt2.port.diagnosis.causes import CAUSES
 from gpt2.port.diagnosis.runner import PROGRESS, watch
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.diagnosis.walk import walk
-from gpt2.port.recording.pool import collect
+from gpt2.port.recording.collecting import collect
 
 P = 0.3
 UNSCALED = {"scale": lambda port, scores, n: scores}

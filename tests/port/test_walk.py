@@ -22,7 +22,8 @@ from gpt2.measure.tracing import points
 from gpt2.port.diagnosis.places import joined
 from gpt2.port.diagnosis.trail import Walk
 from gpt2.port.diagnosis.walk import walk
-from gpt2.port.recording.pool import Pool, collect
+from gpt2.port.recording.collecting import collect
+from gpt2.port.recording.pool import Pool
 
 # All sizes differ, and no size is the square root of another.
 CONFIG = GPT2Config(vocab_size=67, n_positions=19, n_embd=21, n_layer=3, n_head=3, n_inner=52, bos_token_id=0, eos_token_id=0)

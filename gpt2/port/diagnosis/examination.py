@@ -31,10 +31,11 @@ from gpt2.port.diagnosis.weights import WeightComparison
 from gpt2.port.mapping.filling import fill, put
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.overwritten import overwritten
+from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.dataflow import Use
 from gpt2.port.recording.dispatch import RandomMask, random_masks, run_deterministically
 from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
-from gpt2.port.recording.pool import Pool, collect
+from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
 
 SLACK = 10  # for ports without float64: the allowed error over our model's error in that dtype

@@ -44,9 +44,9 @@ def walk(
 ) -> Walk:
     """Walk through the tensors in ``pool``, which a program computed on ``ids`` (B, T), B and T at least 2.
 
-    ``pool``: from a module (:func:`.recording.pool.collect`) or from arrays (:meth:`.Pool.of`). ``own``: the program's weights by
-    the checkpoint's names. ``reference``: our model in float64. ``head`` (V, D): a head that is not the token embedding. At the
-    pool's deadline the walk ends with what it has found.
+    ``pool``: from a module (:func:`.recording.collecting.collect`) or from arrays (:meth:`.Pool.of`). ``own``: the program's
+    weights by the checkpoint's names. ``reference``: our model in float64. ``head`` (V, D): a head that is not the token
+    embedding. At the pool's deadline the walk ends with what it has found.
     """
     weights = {name: tensor.detach().double() for name, tensor in own.items()}
     if not bool(weights["wpe.weight"].any()):  # no positions: it may add the checkpoint's, others, or none

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -106,27 +105,18 @@ class DumpPool(Pool):
             return value.clone(memory_format=torch.contiguous_format)
         return super().adopt(value, match)
 
-    def factors(self, value: Tensor, *axes: int) -> list[float]:
-        found: list[float] = []
-        for part in [value, *(value.select(axis, 0) for axis in axes)]:
-            count, ordered = part.numel(), part.flatten().sort().values
-            first, second = float(part.sum()), float(part.square().sum())
-            for number in self._by_size.get(count, []) if second > 0 else ():
-                mine, squares = self._sums[number]
-                unit = UNITS[self.dtypes[number]][0]
-                size = math.sqrt(squares / second)
-                loose = max(self.bound, 4 * unit / math.sqrt(count))
-                for factor in (size, -size) if 0 < size < math.inf else ():
-                    if abs(mine - factor * first) > (self.bound + unit) * size * math.sqrt(second / count) * count:
-                        continue
-                    factor = self.rounded(factor, loose)
-                    known = any(math.isclose(factor, other, rel_tol=loose) for other in found)
-                    mirrored = ordered if factor > 0 else ordered.flip(0)
-                    if not known and excess(self._in_order(number), factor * mirrored, self.dtypes[number]) <= self.bound + loose:
-                        found.append(factor)
-            if found:
-                break
-        return found
+    def unit(self, number: int) -> float:
+        return UNITS[self.dtypes[number]][0]
+
+    @property
+    def largest_unit(self) -> float:
+        return max(UNITS[dtype][0] for dtype in set(self.dtypes))
+
+    def loose(self, number: int) -> float:
+        return max(self.bound, 4 * self.unit(number) / math.sqrt(self.entries[number].numel()))
+
+    def compared(self, number: int, ordered: Tensor) -> float:
+        return excess(self._in_order(number), ordered, self.dtypes[number])
 
     def rounded(self, factor: float, loose: float | None = None) -> float:
         """Return the number that a fitted factor was meant to be, if one is within the error of the fit."""
@@ -147,39 +137,7 @@ class DumpPool(Pool):
         return any(self.whole[number] for number in self._by_size.get(numel, []))
 
     def _margins(self, n: int) -> Tensor:
-        return torch.tensor([self.bound + UNITS[self.dtypes[number]][0] for number in self._by_size[n]], dtype=torch.float64)
-
-    def _near(self, value: Tensor, number: int, first: float, second: float) -> bool:
-        count, (mine, squares) = value.numel(), self._sums[number]
-        unit = UNITS[self.dtypes[number]][0]
-        rms = max(math.sqrt(second / count), 1e-300)
-        spread = abs(mine - first) <= (self.bound + unit) * rms * count + 1e-290
-        return spread and abs(squares - second) <= 2.2 * (self.bound + unit) * second + 1e-290
-
-    def _with_sum(self, n: int, first: float, second: float) -> Iterator[int]:
-        """Yield the entries of ``n`` elements whose sum may be ``first``, if the sum of squares is ``second``."""
-        if n not in self._ranked:
-            self._ranked[n] = sorted((self._sums[number][0], number) for number in self._by_size[n])
-        ranked = self._ranked[n]
-        unit = max(UNITS[dtype][0] for dtype in set(self.dtypes))
-        margin = 1.01 * (self.bound + unit) * max(math.sqrt(second / n), 1e-300) * n + 1e-290
-        for total, number in ranked[bisect_left(ranked, (first - margin,)) :]:
-            if total > first + margin:
-                return
-            yield number
-
-    def _find(self, value: Tensor) -> tuple[float, int] | None:
-        numbers = self._by_size.get(value.numel())
-        if not numbers:
-            return None
-        finite = value.nan_to_num(0.0, 0.0, 0.0)
-        first, second = float(finite.sum()), float(finite.square().sum())
-        numbers = [number for number in self._with_sum(value.numel(), first, second) if self._near(value, number, first, second)]
-        if not numbers:
-            return None
-        mine = value.flatten().sort().values
-        best = min((excess(self._in_order(number), mine, self.dtypes[number]), number) for number in numbers)
-        return best if best[0] <= self.bound else None
+        return torch.tensor([self.bound + self.unit(number) for number in self._by_size[n]], dtype=torch.float64)
 
 
 def parts(name: str, array: Tensor, config: GPT2Config, tokens: int) -> list[tuple[str, Tensor]]:

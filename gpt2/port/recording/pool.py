@@ -1,4 +1,4 @@
-"""Keep every floating-point tensor of one forward pass, and search them by value, whatever their layout.
+"""Search the floating-point tensors of one forward pass by value, whatever their layout.
 
 Numbers are compared in sorted order, whole or in slices, because a port may transpose, flatten or split a value. Thousands of
 float64 numbers do not agree to 1e-12 by chance.
@@ -10,22 +10,18 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.measure.user_code import logits_of
-from gpt2.port.recording.dispatch import Call, OperatorMode, tensors
-from gpt2.port.recording.forward import plain_attention
 
 STRICT = 1e-9  # relative to the root mean square; float64 rounding is 1e-15, and a softmax amplifies it
 LOOSE = 1e-5  # if the port computes anything in float32
 EXACT = 1e-13  # stop searching at a match as good as this
+SUMMED = 1e-14  # relative rounding of a sum of float64 numbers
 ROW_SUM_BOUND = 1e-6  # error of a sum of probabilities, in any dtype
-VIEWS_PER_TOKEN = 4  # views of a parameter are kept up to this many widths per token (rows of an embedding)
 
 
 class TimeUp(Exception):
@@ -115,9 +111,25 @@ class Pool:
         """Do :meth:`find` with the bound for a place."""
         return self.find(value, *axes)
 
-    def rounded(self, factor: float) -> float:
-        """Return the number that a fitted factor was meant to be."""
+    def rounded(self, factor: float, loose: float | None = None) -> float:
+        """Return the number that a fitted factor was meant to be; ``loose``: its relative error."""
         return factor
+
+    def unit(self, number: int) -> float:
+        """Return the relative error of the sum of entry ``number`` beside the bound."""
+        return SUMMED
+
+    @property
+    def largest_unit(self) -> float:
+        return SUMMED
+
+    def loose(self, number: int) -> float:
+        """Return the relative error of a factor that is read off entry ``number``, beside the bound."""
+        return 0.0
+
+    def compared(self, number: int, ordered: Tensor) -> float:
+        """Return the relative error of ``ordered``, a sorted value, as the origin of entry ``number``."""
+        return _error(self._in_order(number), ordered)
 
     def find(self, value: Tensor, *axes: int) -> Match | None:
         """Return the best match of a value: whole, else slice by slice along one of ``axes``, else along all. None if none."""
@@ -152,24 +164,26 @@ class Pool:
     def factors(self, value: Tensor, *axes: int) -> list[float]:
         """Return all f with an entry equal to f times ``value``, or else to f times its first slice along one of ``axes``."""
         self._in_time()
-        factors: list[float] = []
-        for part in [value, *(next(iter(_slices(value, (axis,)))) for axis in axes)]:
+        found: list[float] = []
+        for part in [value, *(value.select(axis, 0) for axis in axes)]:
             first, second = _sums(part)
-            if not second > 0:
-                continue
-            for number in self._by_size.get(part.numel(), []):
+            count, ordered = part.numel(), None
+            for number in self._by_size.get(count, []) if second > 0 else ():
                 mine, squares = self._sums[number]
                 size = math.sqrt(squares / second) if squares < math.inf else 0.0
+                loose = self.loose(number)
                 for factor in (size, -size) if size > 0 else ():
-                    scale = math.sqrt(squares / part.numel()) * part.numel()
-                    known = any(math.isclose(factor, f, rel_tol=min(1e-7, self.bound)) for f in factors)
-                    if known or abs(mine - factor * first) > self.bound * scale:
+                    if abs(mine - factor * first) > (self.bound + self.unit(number)) * size * math.sqrt(second / count) * count:
                         continue
-                    if _error(self._in_order(number), (factor * part).flatten().sort().values) <= self.bound:
-                        factors.append(factor)
-            if factors:
+                    factor = self.rounded(factor, max(self.bound, loose))
+                    if any(math.isclose(factor, other, rel_tol=max(min(1e-7, self.bound), loose)) for other in found):
+                        continue
+                    ordered = part.flatten().sort().values if ordered is None else ordered
+                    if self.compared(number, factor * (ordered if factor > 0 else ordered.flip(0))) <= self.bound + loose:
+                        found.append(factor)
+            if found:
                 break
-        return factors
+        return found
 
     def near(self, n: int, first: Tensor, second: Tensor) -> Tensor:
         """Return (N, entries): whether each entry of ``n`` elements has the sum ``first`` (N,) and squares ``second`` (N,)."""
@@ -214,74 +228,23 @@ class Pool:
         if n not in self._ranked:
             self._ranked[n] = sorted((self._sums[number][0], number) for number in self._by_size[n])
         (first, second), ranked, numbers = _sums(value), self._ranked[n], []
-        margin = (self.bound + 1e-14) * max(math.sqrt(second / n), 1e-300) * n
-        for position in range(bisect_left(ranked, (first - margin,)), len(ranked)):
-            total, number = ranked[position]
+        size = max(math.sqrt(second / n), 1e-300) * n
+        margin = (self.bound + self.largest_unit) * size + 1e-290
+        for total, number in ranked[bisect_left(ranked, (first - margin,)) :]:
             if total > first + margin:
                 break
-            if abs(self._sums[number][1] - second) <= (2 * self.bound + 1e-14) * second + 1e-290:
+            loose = self.bound + self.unit(number)
+            close = abs(total - first) <= loose * size + 1e-290
+            if close and abs(self._sums[number][1] - second) <= 2.2 * loose * second + 1e-290:
                 numbers.append(number)
         mine = value.flatten().sort().values if numbers else value
-        best = min(((_error(self._in_order(number), mine), number) for number in numbers), default=None)
+        best = min(((self.compared(number, mine), number) for number in numbers), default=None)
         return best if best is not None and best[0] <= self.bound else None
 
     def _in_order(self, number: int) -> Tensor:
         if number not in self._sorted:
             self._sorted[number] = self.entries[number].flatten().sort().values
         return self._sorted[number]
-
-
-class _Collector(OperatorMode):
-    """While entered, adds results to ``pool``: up to ``largest`` elements, and up to ``views`` of a weight.
-
-    A tensor that is written part by part is added when it is next read as a whole.
-    """
-
-    def __init__(self, module: nn.Module, views: int, largest: int) -> None:
-        super().__init__()
-        held = [tensor for tensor in [*module.parameters(), *module.buffers()] if tensor.is_floating_point()]
-        self.pool, self.largest = Pool(), largest
-        self.pool.narrow = bool(held) and held[0].dtype != torch.float64
-        self.limits = {tensor.untyped_storage()._cdata: views for tensor in held}
-        self._written: set[int] = set()  # storages of which a part was written
-
-    def handle(self, call: Call) -> Any:
-        for tensor in () if call.writes else call.inputs:
-            storage = tensor.untyped_storage()
-            if storage._cdata in self._written and 1 < tensor.numel() <= self.largest and _is_whole(tensor):
-                self._written.remove(storage._cdata)
-                self.pool.add(tensor)
-        result = call.run()
-        self.pool.operators.add(call.name)
-        seen: set[tuple[int, int]] = set()
-        if not call.writes:  # a view of a whole input adds nothing
-            seen = {(tensor.untyped_storage()._cdata, tensor.numel()) for tensor in call.inputs}
-        for tensor in tensors(result):
-            storage = tensor.untyped_storage()._cdata
-            largest = min(self.largest, self.limits.get(storage, self.largest))
-            if tensor.is_floating_point() and 1 < tensor.numel() <= largest and (storage, tensor.numel()) not in seen:
-                self.pool.narrow |= tensor.dtype != torch.float64
-                self.pool.add(tensor)
-            if call.writes and tensor.is_floating_point() and not _is_whole(tensor):
-                self._written.add(storage)
-        return result
-
-
-@torch.no_grad()
-def collect(module: nn.Module, ids: Tensor, config: GPT2Config) -> Pool:
-    """Run ``module`` on (B, T) ``ids`` and keep its operators' results, up to the size of the widest activation."""
-    width, inner = config.n_embd, config.inner
-    largest = 4 * ids.numel() * max(inner, 3 * width, ids.size(1) * 64)
-    collector = _Collector(module, VIEWS_PER_TOKEN * ids.numel() * width, largest)
-    with plain_attention(), collector:
-        output = logits_of(module(ids), ids, config.vocab_size)
-    collector.pool.logits = output.detach().to("cpu", torch.float64)
-    return collector.pool
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor has all elements of its storage."""
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _sums(tensor: Tensor) -> tuple[float, float]:
