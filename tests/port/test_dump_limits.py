@@ -62,7 +62,7 @@ def test_a_fault_that_nothing_names_is_undetermined_in_time_and_placed(monkeypat
 
 def test_a_program_that_computes_in_float16_is_judged_by_the_rounding_of_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A right one was called equal after half a minute, and a faulty one stayed undetermined, or had three wrong causes."""
-    monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: 20.0})
+    monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: 9.0})
     start = time.process_time()
     assert gpt2.diagnose(dump(trace(checkpoint().half(), IDS), torch.float16), MODEL).verdict == "equal"
     assert time.process_time() - start < 10
