@@ -29,7 +29,7 @@ from gpt2.parity.streaming import Converted, Receive, Streamed
 
 SEQUENCES = 16  # whose gradients' rounding is judged
 SHORT, LONG = 32, 128  # tokens of a sequence for rounding, and for float64
-ROW = 64  # tokens of a traced row
+ROW = 32  # tokens of a traced row
 LOGIT_FLOPS = 5e11  # limit for one float64 pass over the windows
 
 Build = Callable[[Path, torch.dtype | None], GPT2]

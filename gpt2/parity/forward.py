@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from gpt2.measure.metrics import max_abs, relative_error, worst_relative_error
 from gpt2.measure.tracing import Recorded, points, stepwise, trace_steps
 from gpt2.model import GPT2
 from gpt2.pages.reports import dtype_label
-from gpt2.parity.checks import Subject, head_of, hidden_of
+from gpt2.parity.checks import Probe, Subject, head_of, hidden_of
 from gpt2.parity.report import ROUNDING_RATIO
 
 GREEDY_TOKENS = 24
@@ -42,8 +42,9 @@ def forward(subject: Subject) -> None:
     text, where = _greedy(subject)
     expected, rounded = _activations(subject, torch.cat((subject.probe.rows, text)))
     _text(subject, text[0], where, expected[-1], rounded[-1])
-    _parts(subject, expected[:-1], rounded[:-1])
-    del expected, rounded
+    del rounded
+    _parts(subject, expected[:-1])
+    del expected
     _windows(subject)
 
 
@@ -78,56 +79,74 @@ def _activations(subject: Subject, rows: Tensor) -> tuple[Tensor, Tensor]:
     return logits[0], logits[1]
 
 
-def _parts(subject: Subject, expected: Tensor, reference: Tensor) -> None:
-    """Compare what our model gives on its default path, through the cache and with padding, in float64 and in ``dtype``."""
-    findings = subject.findings
+def _parts(subject: Subject, expected: Tensor) -> None:
+    """Compare what our model gives through the cache and with padding: in float64, and in ``dtype`` beside transformers."""
+    findings, label, probe = subject.findings, dtype_label(subject.dtype), subject.probe
     with subject.exactly(subject.ours, "float64: cache and padding"):
-        for check, name, take, logits in _ways(subject, subject.ours, SINGLE_TOKENS):
-            findings.mapping(check, name, worst_relative_error(logits, take(expected)))
+        for check, name, logits, exact in _ways(probe, _Reader(subject.ours), expected, 2):
+            findings.mapping(check, name, worst_relative_error(logits, exact))
             findings.settle()
     findings.settle("cache", "padding")
-    findings.progress(f"{dtype_label(subject.dtype)}: cache and padding")
-    for _, name, take, logits in _ways(subject, subject.ours_rounded, 16):
-        errors = (relative_error(each, take(expected)) for each in (logits, take(reference)))
-        findings.rounding("rounding", name, *errors)
+    findings.progress(f"{label}: cache and padding")
+    models = _Reader(subject.ours_rounded), _Reader(subject.reference_rounded)
+    for ours, reference in zip(*(_ways(probe, model, expected, 4) for model in models), strict=True):
+        findings.rounding("rounding", ours[1], *(relative_error(logits, exact) for _, _, logits, exact in (ours, reference)))
+    rows = [model.read(probe.rows) for model in models]
+    findings.rounding("rounding", "logits (default path)", *(relative_error(logits, expected) for logits in rows))
     findings.settle("rounding")
 
 
-def _ways(subject: Subject, ours: GPT2, singles: int) -> Iterator[tuple[str, str, Callable[[Tensor], Tensor], Tensor]]:
-    """Yield (check, point, how to take the expected logits from those of the rows, our logits) for each way to read the rows."""
-    rows = subject.probe.rows
-    yield "logits", "logits (default path)", lambda logits: logits, ours(rows)
-    end = 0
-    for part, logits in _read_in_parts(ours, rows, singles):
-        start, end = end, end + logits.size(1)
-        yield "cache", f"logits ({part})", partial(_between, start, end), logits
-    padded, mask = subject.probe.padded()
-    cached = torch.cat([logits for _, logits in _read_in_parts(ours, padded, singles, mask)], dim=1)
-    for how, logits in (("", ours(padded, attention_mask=mask)), (", cached", cached)):
-        yield "padding", f"logits (padded rows{how})", partial(_beginnings, subject.probe.padding), logits[mask.bool()]
+def _ways(probe: Probe, model: _Reader, expected: Tensor, singles: int) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """Yield (check, point, logits, the expected ones) for the parts of a cached text, and for padded rows.
 
-
-def _between(start: int, end: int, logits: Tensor) -> Tensor:
-    return logits[:, start:end]
-
-
-def _beginnings(padding: tuple[int, ...], logits: Tensor) -> Tensor:
-    return torch.cat([row[: len(row) - count] for row, count in zip(logits, padding, strict=True)])
-
-
-def _read_in_parts(ours: GPT2, ids: Tensor, singles: int, mask: Tensor | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the logits of (B, T) ids read through the cache: a prompt, single tokens as generation reads them, then a chunk."""
-    length, cache, decoder = ids.size(1), ours.new_cache(len(ids)), Decoder(ours)
+    Through the cache, a model reads a prompt, ``singles`` tokens one by one, and the rest in one piece.
+    """
+    rows, (padded, mask) = probe.rows, probe.padded()
+    length = rows.size(1)
     half, single = length // 2, min(singles, length // 4)
-    for part, sizes in {"prefill": [half], "single tokens": [1] * single, "chunk": [length - half - single]}.items():
-        logits = []
-        for size in sizes:
-            end = cache.length + size
-            new, seen = ids[:, cache.length : end], None if mask is None else mask[:, :end]
-            one = size == 1 and cache.length > 0
-            logits.append(decoder.decode(new, cache, seen) if one else ours(new, cache=cache, attention_mask=seen))
-        if logits:
-            yield part, torch.cat(logits, dim=1)
+    ends = {"prefill": half, "single tokens": half + single, "chunk": length}
+    sizes = [size for size in (half, *[1] * single, length - half - single) if size]
+    cached, start = model.read_in_parts(rows, sizes, None), 0
+    for part, end in ends.items():
+        if end > start:
+            yield "cache", f"logits ({part})", cached[:, start:end], expected[:, start:end]
+        start = end
+    real, alone = mask.bool(), torch.zeros_like(mask, dtype=torch.bool)
+    for row, count in zip(alone, probe.padding, strict=True):
+        row[: length - count] = True
+    yield "padding", "logits (padded rows)", model.read(padded, mask=mask)[real], expected[alone]
+    yield "padding", "logits (padded rows, cached)", model.read_in_parts(padded, sizes, mask)[real], expected[alone]
+
+
+class _Reader:
+    """Reads (B, T) ids with our model or transformers', whole or in parts through a cache, with padding or without."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.cache: Any = None
+
+    def read_in_parts(self, ids: Tensor, sizes: list[int], mask: Tensor | None) -> Tensor:
+        """Return the logits (B, T, V) of ids that are read in parts of the given sizes."""
+        self.cache = self.model.new_cache(len(ids)) if isinstance(self.model, GPT2) else None
+        starts = itertools.accumulate(sizes, initial=0)
+        logits = [self.read(ids[:, start : start + size], start, mask, True) for start, size in zip(starts, sizes, strict=False)]
+        self.cache = None
+        return torch.cat(logits, dim=1)
+
+    def read(self, ids: Tensor, start: int = 0, mask: Tensor | None = None, caching: bool = False) -> Tensor:
+        """Return the logits of ids behind ``start`` cached tokens; a single token is read as generation reads it."""
+        end = start + ids.size(1)
+        seen = None if mask is None else mask[:, :end]
+        if isinstance(self.model, GPT2):
+            if start and end - start == 1:
+                return Decoder(self.model).decode(ids, self.cache, seen)
+            return self.model(ids, cache=self.cache, attention_mask=seen)
+        real = torch.ones(1, end, dtype=torch.long) if seen is None else seen
+        positions = (real.cumsum(-1) - 1).clamp(min=0)[:, start:]
+        out = self.model(ids, attention_mask=seen, position_ids=positions, past_key_values=self.cache, use_cache=caching)
+        self.cache = out.past_key_values
+        logits: Tensor = out.logits
+        return logits
 
 
 def _windows(subject: Subject) -> None:
