@@ -76,7 +76,7 @@ def results(record: Record) -> list[EvalResult]:
     if not ours or (record.get("export") or {}).get("rounded"):
         return []
     run = record["training"]
-    protocol = {"context": run["context"], "stride": run["context"]}
+    protocol = {"context": run["context"], "protocol": run["protocol"]}
     protocol |= {"tokens": run["val_tokens"]} if run.get("val_tokens") else {}
     names = {
         "perplexity": "perplexity per token",
@@ -91,7 +91,7 @@ def results(record: Record) -> list[EvalResult]:
             dataset_split="held out",
             metric_type=kind,
             metric_value=ours[kind],
-            metric_name=f"{name}, windows of {run['context']} without overlap",
+            metric_name=f"{name}, {run['protocol']}",
             metric_args=protocol,
         )
         for kind, name in names.items()
@@ -183,7 +183,7 @@ def _figures(record: Record) -> Iterator[str]:
         rows.append(f"| {title} | {' | '.join(f'{each[kind]:.{digits}f}' for each in found.values())} |")
     yield "\n".join(rows)
     tokens = f"{run['val_tokens']:,} tokens" if run.get("val_tokens") else "the held-out text"
-    told = [f"Measured on {tokens} in windows of {run['context']} without overlap, in float32 and without dropout."]
+    told = [f"Measured on {tokens}: {run['protocol']}; float32, no dropout."]
     if (record.get("export") or {}).get("rounded"):
         told.append("They were measured before the conversion rounded the weights.")
     told.append("Perplexities compare only between models with the same tokenizer; bits per byte always do.")
@@ -207,7 +207,7 @@ def _samples(record: Record) -> Iterator[str]:
     run = record.get("training") or {}
     if run.get("sample"):
         yield "## A sample"
-        yield "Not selected: the text at that step, after the first 8 held-out tokens (temperature 0.8, top-p 0.95)."
+        yield "Not selected: the text at that step, after the first held-out tokens (temperature 0.8, top-p 0.95)."
         text = printable(run["sample"])
         fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
         yield f"{fence}text\n{text}\n{fence}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -93,7 +92,8 @@ def plan(folder: str | Path) -> Plan:
             raise InputError(f"{given}/{name}: a link that leads out of the folder; put a copy of the file there")
     if not any(WEIGHTS.fullmatch(name) or name in ADAPTERS[:2] for name in names):
         there = what_is_there(folder)
-        raise InputError(f"{given}: no model.safetensors and no .gguf there; {there}. gpt2 export {given} DIR writes safetensors")
+        advice = "" if "training run" in there else f". gpt2 export {given} DIR writes safetensors"
+        raise InputError(f"{given}: no model.safetensors and no .gguf there; {there}{advice}")
     files = tuple(File(name, (folder / name).stat().st_size, sha256(folder / name)) for name in names)
     notes = [*_check_model(folder, names), *card.check(folder, {file.name: file.sha256 for file in files})]
     return Plan(folder, files, tuple(name for name in present if name not in names), tuple(notes))
@@ -190,6 +190,7 @@ def _api() -> HfApi:
 def explained(repo: str) -> Iterator[None]:
     """Convert every failure of an upload into an InputError of one line; the token is in none of them."""
     check_environment()
+    from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
     try:
@@ -206,7 +207,7 @@ def explained(repo: str) -> Iterator[None]:
         if isinstance(error, ValueError):  # the client's own checks, and the Hub's of the card
             raise InputError(f"{repo}: {what}; correct it and publish again") from error
         advice = "check the network and run it again, what the Hub has is not sent again"
-        xet = "" if os.environ.get("HF_HUB_DISABLE_XET") else "; HF_HUB_DISABLE_XET=1 sends over plain HTTP"
+        xet = "" if constants.HF_HUB_DISABLE_XET else "; HF_HUB_DISABLE_XET=1 sends over plain HTTP"
         raise InputError(f"the upload to {repo} broke off ({what}): {advice}{xet}") from error
 
 

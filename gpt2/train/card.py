@@ -84,6 +84,7 @@ def record_of(folder: Path) -> Record | None:
             "datasets": [dataset] if dataset else None,
             "held_out": "the file val.bin" if recipe.data.tokens else f"{recipe.data.held_out:.0%}, never trained on",
             "context": recipe.context,
+            "protocol": _protocol(recipe),
             "evaluations": evaluations,
             "best_step": best["step"],
             "steps_done": rows[-1]["step"],
@@ -120,6 +121,14 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in table.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
+
+
+def _protocol(recipe: Recipe) -> str:
+    """Return how held-out tokens are scored, in words."""
+    data, context = recipe.data, recipe.context
+    told = f"documents cut off at {context} tokens" if data.padded else f"windows of {context} tokens without overlap"
+    told += ", attention within a document" if data.reset else ""
+    return told + (", prompts read and not scored" if data.prompt else "")
 
 
 def _text(recipe: Recipe) -> tuple[str, str | None]:

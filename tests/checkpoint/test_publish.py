@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.checks import TESTS
 from support.commands import mistake
 from support.hub_standin import HubStandIn
 
+import gpt2
 from gpt2.checkpoint.publish import look, plan, send
 from gpt2.cli.main import main
 from gpt2.errors import InputError
@@ -89,8 +92,9 @@ def test_what_comes_back_is_what_was_sent(trained: Path, hub: HubStandIn, capfd:
     assert set(result["not_sent"]) == {"manifest.json", "progress.json"}
     assert not any(request.authorization for request in hub.requests if request.cdn)
 
-    assert main(["verify", f"me/tiny@{result['commit']}"]) == 0
-    assert "EQUAL" in capfd.readouterr().out
+    back, sent = (gpt2.load(name).state_dict() for name in (f"me/tiny@{result['commit']}", str(trained)))
+    assert all(torch.equal(back[name], sent[name]) for name in sent)
+    assert gpt2.load_tokenizer("me/tiny").encode("To be") == gpt2.load_tokenizer(str(trained)).encode("To be")
     received = len(hub.uploads.received)
     assert main(["publish", str(trained), "me/tiny", "--yes"]) == 0
     assert "nothing has changed" in capfd.readouterr().out
@@ -256,3 +260,23 @@ def test_the_card_is_valid_by_the_hub_s_own_client(trained: Path, hub: HubStandI
     card.data.license = "no-such-licence"
     with pytest.raises(ValueError, match="license"):
         card.validate()
+
+
+@pytest.mark.slow
+def test_a_fine_tune_is_measured_published_and_verified_from_the_hub(hub: HubStandIn, tmp_path: Path, capsys) -> None:
+    """The whole way of a user: the card has the verdict and what changed, and the files on the Hub are equal to transformers."""
+    (tmp_path / "my.txt").write_text("To be, or not to be: that is the question.\n" * 200)
+    out, settings = tmp_path / "tuned", ["steps=10", "eval_every=5", f"data.path={tmp_path / 'my.txt'}"]
+    flags = [word for setting in settings for word in ("--set", setting)]
+    assert main(["train", "finetune-shakespeare", "--init", "shakespeare-mini", *flags, "--out", str(out)]) == 0
+    assert main(["publish", str(out / "best"), "me/tuned", "--measure", "--yes"]) == 0
+    card = on_the_hub(hub, "me/tuned")["README.md"].decode()
+    assert "`gpt2 verify`: **EQUAL** to transformers" in card
+    assert re.search(r"\| KL divergence \| [\d.e-]+ nats", card)
+    assert "the base model" in card
+    assert (
+        "gpt2 train finetune-shakespeare --init shakespeare-mini --set steps=10 --set eval_every=5 --set data.path=my.txt" in card
+    )
+    capsys.readouterr()
+    assert main(["verify", "me/tuned"]) == 0
+    assert "EQUAL" in capsys.readouterr().out

@@ -33,7 +33,7 @@ def test_the_figures_of_the_card_are_the_run_s(run: Path) -> None:
     best = min((row for row in rows if "val_loss" in row), key=lambda row: row["val_loss"])
     assert f"| loss, nats per token | {best['val_loss']:.4f} |" in text
     assert f"| bits per byte | {best['val_bits_per_byte']:.4f} |" in text
-    assert f"Measured on {best['val_tokens']:,} tokens in windows of 16 without overlap" in text
+    assert f"Measured on {best['val_tokens']:,} tokens: windows of 16 tokens without overlap" in text
     assert best["sample"] in text
     assert "the base model" not in text  # from scratch
     assert (run / "best" / "curves.png").stat().st_size > 10_000
