@@ -197,17 +197,16 @@ def gpt2(ids, kept):
     return logits
 """
 C_MAIN = """
-#include <stdio.h>
-#include <sys/stat.h>
 {dump}
 static float x[1 << 20];
 
 int main(int count, char **argv) {{
-    FILE *file = fopen("{tensors}", "rb"), *ids = fopen(argv[1], "r");
-    int rows, columns, id, given, number = 0;
+    FILE *file = fopen("{tensors}", "rb");
+    int rows, columns, id, ids[99], number = 0;
     char name[99];
+    if (read_ids(argv[1], ids) != {tokens}) return 2;
     for (int t = 0; t < {tokens}; t++)
-        if (fread(&id, 4, 1, file) != 1 || fscanf(ids, "%d", &given) != 1 || id != given) return 3;
+        if (fread(&id, 4, 1, file) != 1 || id != ids[t]) return 3;
     while (fread(&rows, 4, 1, file) == 1 && fread(&columns, 4, 1, file) == 1) {{
         if (fread(x, 4, (size_t)rows * columns, file) != (size_t)rows * columns) return 4;
         snprintf(name, sizeof name, "tensor %d", number++);
@@ -218,7 +217,7 @@ int main(int count, char **argv) {{
 """
 JS_MAIN = """
 {dump}
-const bytes = fs.readFileSync("{tensors}"), ids = fs.readFileSync(process.argv[2], "utf8").trim().split(" ").map(Number);
+const bytes = fs.readFileSync("{tensors}");
 ids.forEach((id, t) => {{
   if (bytes.readInt32LE(4 * t) !== id) process.exit(3);
 }});

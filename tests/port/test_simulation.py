@@ -225,6 +225,19 @@ def test_a_head_of_its_own_is_seen_where_there_are_enough_positions(model: GPT2)
     assert not wrong.hypotheses
 
 
+def test_logits_that_are_the_same_everywhere_show_no_bias(model: GPT2, ids: Tensor) -> None:
+    """A norm over a batch of one row erases everything, and a fitted bias then gave any logits that no position changes."""
+    logits = torch.randn(CONFIG.vocab_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64).expand(
+        1, ids.shape[1], -1
+    )
+    explanation = explain(model, ids[:1], {"logits": logits}, {"logits": 1e-9}, time.monotonic() + 4, several=False)
+    assert not explanation.hypotheses
+    with torch.no_grad():
+        biased = model(ids[:1]) + logits
+    explanation = explain(model, ids[:1], {"logits": biased}, {"logits": 1e-9}, time.monotonic() + 4, several=False)
+    assert [fault.id for fault in explanation.hypotheses[0].faults] == ["extra-bias"]
+
+
 def test_a_fault_of_the_last_norm_is_no_head_of_its_own(model: GPT2) -> None:
     """Free weights of the head make up for a wrong last norm; the known fault must be preferred."""
     ids = torch.randint(CONFIG.vocab_size, (2, 11), generator=torch.Generator().manual_seed(4))

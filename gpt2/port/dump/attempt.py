@@ -104,6 +104,8 @@ class Attempt:
             if self.walked.explained:
                 self.causes = self._with_loaded(loaded, SURE)
                 return
+        if len(flat := self.output.logits.flatten(0, 1)) > 1 and bool((flat == flat[0]).all()):
+            self.notes.append("your logits are the same at every position: look where the positions or the context are lost")
         if self.right:
             return  # nothing contradicts the logits; a walk that misses arrays can only guess
         known = {p: v for p, v in trail.values.items() if self.pool.find(v) is not None} if walkable else {}

@@ -175,7 +175,8 @@ class Segment:
             return
         ratio = _ratio(logits[:, -wanted.shape[1] :], wanted)
         yield (Fault("logits-scaled", "logits", f"the logits are multiplied by {ratio:.6g}"),)
-        if wanted.shape[:2].numel() >= MIN_ROWS:
+        apart = worst_relative_error(wanted, wanted.mean((0, 1), keepdim=True).expand_as(wanted))
+        if wanted.shape[:2].numel() >= MIN_ROWS and apart > SIGNIFICANT * self.allowed("logits"):  # else a bias fits them alone
             yield (Fault("extra-bias", "logits", "the head adds a bias; GPT-2's head has none"),)
         if wanted.shape[:2].numel() >= self.simulation.config.n_embd + MIN_ROWS:  # else any logits fit
             words = "the logits follow from the right stream by other weights than the token embedding's"
