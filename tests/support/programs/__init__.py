@@ -117,7 +117,7 @@ class Program:
         if self.level == "full":
             return points
         blocks = {point.lstrip("=").split(".")[1] for point in points if point.lstrip("=").startswith("h.")}
-        ends = {f"h.{number}" for number in blocks}
+        ends = {f"h.{number}" for number in blocks} | ({"logits"} if "ln_f" in points else set())
         return (*points, *ends, *(["h.0", "embed"] if {"wte", "wpe", "embed"} & set(points) else []))
 
 

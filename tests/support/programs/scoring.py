@@ -15,5 +15,5 @@ def score_dump(program: Program, diagnosis, config: GPT2Config, seconds: float, 
         return row
     places = [cause.where for cause in diagnosis.causes if cause.id == "layernorm-eps"]
     right = {block for word in words for block in program.faults.layers(word, config.n_layer)}
-    at_a_norm = ".ln_" in f".{row.point}"
+    at_a_norm = ".ln_" in f".{row.point}" or program.level == "block"  # which holds no norm
     return replace(row, located=at_a_norm and bool(places) and blocks(places, config.n_layer) <= right)
