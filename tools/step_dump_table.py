@@ -21,13 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import numpy as np
-from support.step_programs import CONFIG, LAYOUTS, LEVELS, SETTINGS, Dumped, batches_of, second
+from support.step_programs import LAYOUTS, LEVELS, Dumped, second
 from support.step_programs.numpy_steps import FAULTS
-from support.step_programs.scoring import Row, score
-from support.steps import our_model
-
-import gpt2
+from support.step_programs.scoring import draw, score, score_second
 
 
 def runs(options: argparse.Namespace) -> Iterator[Dumped]:
@@ -35,27 +31,11 @@ def runs(options: argparse.Namespace) -> Iterator[Dumped]:
     generator = random.Random(options.seed)
     lines = ["", *FAULTS]
     if options.drawn:
-        lines = [" ".join(generator.sample(list(FAULTS), generator.choice((2, 3)))) for _ in range(options.drawn)]
+        lines = [draw(generator) for _ in range(options.drawn)]
     for level in options.levels:
         for line in lines:
             compute = "float64" if options.dtype == "float64" else "float32"
             yield Dumped(line, level, options.layout, options.dtype, compute)
-
-
-def second_rows() -> Iterator[Row]:
-    """The rows of the second set."""
-    weights = our_model().state_dict()
-    for word in ("", *second.FAULTS):
-        batches = batches_of(Dumped(""))
-        ids, y = (np.stack(each) for each in zip(*batches, strict=True))
-        arrays = second.dump(weights, CONFIG.n_head, batches, {word}, SETTINGS)
-        settings = {f"optim.{name}": value for name, value in SETTINGS.items() if name != "grad_accum"}
-        diagnosis = gpt2.diagnose({"ids": ids, "y": y, **arrays}, our_model(), settings=settings)
-        said = tuple(dict.fromkeys(cause.id for cause in diagnosis.causes))
-        wanted = second.FAULTS.get(word)
-        missed = (word,) if wanted and wanted not in said else ()
-        first = bool(said) and said[0] == wanted
-        yield Row(f"second: {word or 'right'}", diagnosis.verdict, said, missed, tuple(id for id in said if id != wanted), first)
 
 
 def main() -> int:
@@ -68,7 +48,9 @@ def main() -> int:
     parser.add_argument("--second", action="store_true", help="instead, the second set")
     options = parser.parse_args()
     start, found = time.perf_counter(), {}
-    rows = (("second", row) for row in second_rows()) if options.second else ((run.level, score(run)) for run in runs(options))
+    rows = ((run.level, score(run)) for run in runs(options))
+    if options.second:
+        rows = (("second", score_second(word)) for word in ("", *second.FAULTS))
     for level, row in rows:
         total = found.setdefault(level, {"runs": 0, "right": 0, "first": 0, "missed": 0, "beside": 0})
         total["runs"] += 1

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from support.commands import mistake
-from support.step_programs import LEVELS, Dumped
+from support.step_programs import LEVELS, Dumped, second
 from support.step_programs.numpy_steps import FAULTS
-from support.step_programs.scoring import score
+from support.step_programs.scoring import score, score_second
 from support.steps import our_model
 
 import gpt2
@@ -39,6 +39,25 @@ def test_nearly_every_fault_is_named() -> None:
     """A change of the engine lost faults that it could name: from gradients and parameters in float32."""
     flaws = [row.flaw() for word in FAULTS if not (row := score(Dumped(word, "usual"))).right]
     assert len(flaws) <= 1, flaws
+
+
+@pytest.mark.parametrize("word", ["", "unclipped", "scaled"])
+def test_half_precision_is_undetermined_rather_than_wrong(word: str) -> None:
+    """Parameters in float16 hide the decay: a fault was called equal, or named as other betas with another rate."""
+    row = score(Dumped(word, "usual", dtype="float16"))
+    assert not row.beside
+    assert (row.verdict, row.said) == (("mismatch", ("gradient-scaled",)) if word == "scaled" else ("undetermined", ())), (
+        row.flaw()
+    )
+
+
+@SLOW
+def test_moments_in_a_dump_are_not_taken_for_clipped_gradients() -> None:
+    """Adam's moments, and key biases whose gradient is rounding alone, made every such program faulty, also the right one."""
+    rows = {word: score_second(word) for word in ("", *second.FAULTS)}
+    assert rows[""].verdict == "equal", rows[""].flaw()
+    assert not [row.flaw() for row in rows.values() if row.beside]
+    assert sum(not row.missed for row in rows.values()) >= len(rows) - 3
 
 
 @SLOW

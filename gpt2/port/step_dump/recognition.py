@@ -7,16 +7,20 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 from torch import Tensor
 
-from gpt2.port.step_dump.layouts import Layouts, View, joined, units_of
+from gpt2.port.step_dump.layouts import LETTERS, Layouts, View, joined, units_of
 
 SAMPLED = 512  # entries of a unit that are compared
 NEAR = 0.5  # relative distance of parameters after a few steps from those before
 LIKE = 0.25  # least cosine of a gradient with a predicted one
 MAX_STEPS = 5  # whose gradients are put in order
+LEAST = 1e-4  # of the usual ratio of a gradient's norm to the predicted one's; below it, it is rounding
+KEYS_BIAS = ".attn.c_attn.bias:k"  # its gradient is zero in exact arithmetic
+SQUARE = 0.9999  # least cosine of second moments with the squares of a gradient
 SOLID = 6  # least number of entries of an array that is recognised by a cosine
 Weights = dict[str, Tensor]
 Predicted = Callable[[Weights, int, str], list[Weights]]  # of weights, a step, and labels
@@ -31,6 +35,7 @@ class Piece:
     kind: str  # "parameter", "gradient"
     score: float
     label: str = ""  # of the predicted gradient that is most like it
+    size: float = 1.0  # its norm over that of this gradient
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -57,6 +62,11 @@ class Recorded:
     @property
     def steps(self) -> int:
         return len(self.parameters) - 1
+
+    @property
+    def narrow(self) -> bool:
+        """Whether parameters are in half precision."""
+        return any(dtype.itemsize < 4 for dtype in self.parameter_dtypes)
 
 
 class Recogniser:
@@ -87,7 +97,9 @@ class Recogniser:
                 found += candidates[:1]
             else:
                 gradients.append(candidates)
-        return [*found, *_shared_out(gradients)], rest
+        usual = median(group[0].size for group in gradients) if gradients else 0.0
+        large = [kept for group in gradients if (kept := [piece for piece in group if piece.size > LEAST * usual])]
+        return [*found, *_shared_out(large)], rest
 
     def _candidates(self, name: str, array: Tensor) -> list[Piece]:
         """Return what an array may be, the best first: parameters in one view, or gradients in several."""
@@ -105,11 +117,18 @@ class Recogniser:
             best = int(like.abs().argmax())
             likeness, label = float(like[best]), self.labels[best].partition(" ")[2]
             cost = apart / norm if norm > 0 else 0.0 if apart == 0 or likeness < -LIKE else 2.0
-            if cost < NEAR or (norm > 0 and cosine(values, ours) > 0.9):
+            if cost < NEAR or (apart < 0.9 * norm and cosine(values, ours) > 0.9):  # moments with decay are parallel, and smaller
                 agreement = float(self._likeness(units, ours - values, signs=True).max())
                 parameters.append((cost, agreement, view))
-            elif len(values) >= SOLID and abs(likeness) > LIKE and not bool((values >= 0).all()):  # no second moments
-                gradients.append(Piece(name, view, "gradient", abs(likeness), label))
+            elif (
+                len(values) >= SOLID
+                and not all(name.endswith(KEYS_BIAS) for name in units)
+                and abs(likeness) > LIKE
+                and not bool((values >= 0).all())
+            ):  # no second moments
+                predicted = self._taken(list(self.gradients.values())[best], units)
+                size = float(values.norm() / predicted.norm().clamp(min=1e-300))
+                gradients.append(Piece(name, view, "gradient", abs(likeness), label, size))
         if parameters:
             least = min(cost for cost, _, _ in parameters)
             cost, _, view = max((one for one in parameters if one[0] <= 3 * least + 1e-9), key=lambda one: one[1])
@@ -164,17 +183,33 @@ class Recogniser:
                 for one in sets:
                     one |= {name: self.units[name] for name in units}
         found = Recorded([dict(self.state) | joined(before), *(joined(one) for one in sets)])
-        still = [
-            n for n, p in self.state.items() if steps and all(n in one and _unmoved(one[n], p) for one in found.parameters[1:])
-        ]
-        unchanged += [] if any(arrays[piece.name].dtype.itemsize < 4 for piece in parameters) else still
-        found.unchanged = list(dict.fromkeys(name.partition(":")[0] for name in unchanged))
         found.parameter_dtypes = {arrays[piece.name].dtype for piece in parameters}
+        unchanged += [
+            n
+            for n, p in self.state.items()
+            if steps and not found.narrow and all(n in one and _unmoved(one[n], p) for one in found.parameters[1:])
+        ]
+        # of c_attn, all three thirds: a key's bias has no gradient
+        whole = dict.fromkeys(name.partition(":")[0] for name in unchanged)
+        found.unchanged = [name for name in whole if name in unchanged or all(f"{name}:{one}" in unchanged for one in LETTERS)]
         found.gradient_dtypes = {arrays[piece.name].dtype for piece in gradients}
         found.float64 = any(_is_exact(arrays[piece.name]) for piece in pieces)
         found.names = {piece.name for piece in pieces}
         self._place_gradients(found, gradients, predicted, batches)
+        if self._has_squares(arrays, found):
+            found.used = [{} for _ in found.raw]
         return found
+
+    def _has_squares(self, arrays: Mapping[str, Tensor], found: Recorded) -> bool:
+        """Whether the dump holds Adam's second moments: after the first step, squares of its gradients."""
+        raw = units_of(found.raw[0]) if found.raw else {}
+        positive = [array.double() for array in arrays.values() if array.numel() >= SOLID and bool((array >= 0).all())]
+        views = (view for array in positive for view in self.layouts.views(array) if all(name in raw for name in view))
+        return any(
+            cosine(torch.cat([one.reshape(-1) for one in view.values()]), torch.cat([raw[n].reshape(-1) ** 2 for n in view]))
+            > SQUARE
+            for view in views
+        )
 
     def _ordered(self, units: tuple[str, ...], group: list[Piece]) -> list[Piece]:
         """Return the sets of some units in the order of steps: the nearest that goes against the gradient, then the next ones."""
@@ -230,6 +265,10 @@ class Recogniser:
                     raw[step] |= piece.view
                 for piece in here[1:2]:
                     used[step] |= piece.view
+        for one in (*raw, *used):
+            for name in [name for name in one if name.endswith(":q")]:
+                key = f"{name[:-1]}k"
+                one |= {key: torch.zeros_like(one[name])} if key.endswith(KEYS_BIAS) and key not in one else {}
         found.raw = [joined(one) for one in raw]
         second = [joined(one) for one in used]
         found.used = second if _is_clipped(found.raw, second) else [{} for _ in raw]
