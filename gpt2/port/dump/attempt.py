@@ -19,7 +19,7 @@ from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.diagnosis.trail import SEQUENCE, Trail, Walk, account
 from gpt2.port.diagnosis.walk import Walker
 from gpt2.port.dump.arrays import Output, recognised
-from gpt2.port.dump.evidence import Placement, order_run, placements, streams, with_storage
+from gpt2.port.dump.evidence import Placement, misordered, placements, streams, with_storage
 from gpt2.port.dump.explaining import STREAMS, Explanation, explain
 from gpt2.port.dump.holdings import LINEAR
 from gpt2.port.dump.loading import Loaded, Loading
@@ -109,7 +109,7 @@ class Attempt:
         if self.right:
             return  # nothing contradicts the logits; a walk that misses arrays can only guess
         known = {p: v for p, v in trail.values.items() if self.pool.find(v) is not None} if walkable else {}
-        if not walkable and (causes := list(self._sequence())):
+        if not walkable and (causes := self._sequence()):
             self.causes = causes
             return
         self._explain(known)
@@ -220,35 +220,15 @@ class Attempt:
         found = explain(self.reference, self.ids, evidence, allowed, self.deadline, self.progress, stages=stages, several=several)
         return evidence, found
 
-    def _sequence(self) -> Iterator[PlacedCause]:
-        """Yield the faults in the sequence of blocks, if the streams show one block after the other."""
+    def _sequence(self) -> list[PlacedCause]:
+        """Return the faults in the sequence of blocks, if the streams show one block after the other."""
         used = {number for number, name in enumerate(self.pool.names) if name in self.held.get("embed", ())}
         arrays = streams(self.pool, self.ids, self.config.n_embd, used)
         whole = {number: array for number, array in arrays.items() if self.pool.whole[number]}
-        logits, layers = self.output.logits.double(), range(self.config.n_layer)
         bound = self.tolerance.points["logits"] + STORED * UNITS[self._coarsest()][0]
-        ran = order_run(self.reference, self.exact["embed"], whole or arrays, logits, bound)
-        blocks = [block for block, _ in ran]
-        if not ran or blocks == list(layers):
-            return
-        self.ordered = True
-        names = ", ".join(f"h.{block}" for block in blocks)
-        for point, (_, number) in zip(map("h.{}".format, layers), ran, strict=False):
-            if (error := worst_relative_error(arrays[number], self.exact[point])) > bound:
-                self.first = Divergence(point, layer_of(point), error)
-                break
-        evidence = (
-            "each recorded stream is what one of these blocks makes of the one before it, and the logits follow from the last"
-        )
-        for block in layers:
-            if (times := blocks.count(block)) != 1:
-                id = "layer-repeated" if times else "layer-missing"
-                words = f"it {f'runs {times} times' if times else 'does not run'}; the blocks run are {names}"
-                yield PlacedCause(id, (Place(block, ""),), words, evidence, LIKELY)
-        firsts = list(dict.fromkeys(blocks))
-        if firsts != sorted(firsts):
-            wrong = next(number for number, block in enumerate(firsts) if block != sorted(firsts)[number])
-            yield PlacedCause("layer-order", (Place(wrong, ""),), f"the blocks run as {names}", evidence, LIKELY)
+        divergence, causes = misordered(self.reference, self.exact, whole or arrays, self.output.logits.double(), bound)
+        self.ordered, self.first = bool(causes), divergence or self.first
+        return causes
 
     def _head(self, explanation: Explanation) -> Iterator[PlacedCause]:
         """Yield the head's own weights as a cause, where everything before it is explained and its result is not."""

@@ -14,6 +14,9 @@ from torch import Tensor
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import point_at
 from gpt2.model import GPT2
+from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.places import Place
+from gpt2.port.diagnosis.report import LIKELY, Divergence
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.simulation import ORDER, Simulation, stage_of
 from gpt2.port.dump.tolerance import UNITS
@@ -114,6 +117,35 @@ def order_run(
             return []
     made = reference.head(reference.ln_f(stream))[:, -logits.shape[1] :]
     return ran if worst_relative_error(logits[..., : made.shape[-1]], made) <= bound else []
+
+
+def misordered(
+    reference: GPT2, exact: Mapping[str, Tensor], arrays: Mapping[int, Tensor], logits: Tensor, bound: float
+) -> tuple[Divergence | None, list[PlacedCause]]:
+    """Return the faults in the sequence of blocks that :func:`order_run` reads, and the first wrong stream.
+
+    ``exact``: the right values by traced point. No causes where the sequence is right, or cannot be read.
+    """
+    layers = range(reference.config.n_layer)
+    ran = order_run(reference, exact["embed"], arrays, logits, bound)
+    blocks = [block for block, _ in ran]
+    if not ran or blocks == list(layers):
+        return None, []
+    errors = {n: worst_relative_error(arrays[number], exact[f"h.{n}"]) for n, (_, number) in zip(layers, ran, strict=False)}
+    first = next((Divergence(f"h.{n}", n, error) for n, error in errors.items() if error > bound), None)
+    names = ", ".join(f"h.{block}" for block in blocks)
+    evidence = "each recorded stream is what one of these blocks makes of the one before it, and the logits follow from the last"
+    causes = []
+    for block in layers:
+        if (times := blocks.count(block)) != 1:
+            id = "layer-repeated" if times else "layer-missing"
+            words = f"it {f'runs {times} times' if times else 'does not run'}; the blocks run are {names}"
+            causes.append(PlacedCause(id, (Place(block, ""),), words, evidence, LIKELY))
+    firsts = list(dict.fromkeys(blocks))
+    if firsts != sorted(firsts):
+        wrong = next(number for number, block in enumerate(firsts) if block != sorted(firsts)[number])
+        causes.append(PlacedCause("layer-order", (Place(wrong, ""),), f"the blocks run as {names}", evidence, LIKELY))
+    return first, causes
 
 
 def _likeness(one: Tensor, other: Tensor) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 from gpt2.config import GPT2Config
 from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.weights import NARROW
+from gpt2.port.dump.misloading import rounded
 
 LINEAR = ("attn.q", "attn.k", "attn.v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 NORMS = ("ln_1", "ln_2")
@@ -56,9 +57,11 @@ class Holdings:
         for dtype, narrow in NARROW.items():
             words = f"the weight holds the checkpoint's values rounded to {dtype}"
             yield Held(weight.to(narrow).double(), bias, "reduced-precision", ".weight", words)
-        for axis, where in ((None, "whole tensor"), (0, "column"), (1, "row")) if weight.ndim == 2 else ():
+        ways = {"whole tensor": rounded(weight, "int8 a tensor"), "column": rounded(weight, "int8")} if weight.ndim == 2 else {}
+        ways |= {"row": rounded(weight.t(), "int8").t()} if weight.ndim == 2 else {}
+        for where, value in ways.items():
             words = f"the weight was rounded to int8, with one scale for each {where}"
-            yield Held(_int8(weight, axis), bias, "reduced-precision", ".weight", words)
+            yield Held(value, bias, "reduced-precision", ".weight", words)
         for other in sorted(set(range(self.config.n_layer)) - {layer}, key=lambda n: n not in others):
             theirs = self.right(other, part)
             at = f"h.{other}.{part}"
@@ -99,9 +102,3 @@ class Holdings:
                 if theirs.shape == bias.shape and (n, other) != (layer, part) and (n == layer or other == part):
                     kind = f"the bias of {other}"
                     yield Held(weight, theirs, "wrong-tensor", ".bias", f"the bias is that of h.{n}.{other}", kind)
-
-
-def _int8(weight: Tensor, axis: int | None) -> Tensor:
-    largest = weight.abs().amax() if axis is None else weight.abs().amax(axis, keepdim=True)
-    scale = (largest / 127).clamp(min=1e-300)
-    return (weight / scale).round().clamp(-127, 127) * scale
