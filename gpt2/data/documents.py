@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from gpt2.config import quoted
 from gpt2.data.bpe_files import END_OF_TEXT
@@ -21,15 +21,21 @@ TEXTS, TABLES = (".txt", ".md", ""), (".jsonl", ".csv", ".parquet")
 # The mark between documents: a line of its own, which is dropped with its line end, or within a line.
 BOUNDARY = re.compile(rf"(?m:^){re.escape(END_OF_TEXT)}\r?\n|{re.escape(END_OF_TEXT)}")
 
+PIECE = 1 << 20  # characters of a text that is read in pieces
+
 Record = Mapping[str, Any]  # one line of a table: field to value
 
 
 class Document(NamedTuple):
-    """One document: ``text`` is trained on, ``prompt`` is read before it and not scored; ``where`` is FILE or FILE:LINE."""
+    """One document: ``text`` is trained on, ``prompt`` is read before it and not scored; ``where`` is FILE or FILE:LINE.
+
+    With ``more`` it is a piece of a document, which goes on in the next.
+    """
 
     text: str
     prompt: str
     where: str
+    more: bool = False
 
 
 def files(path: str) -> list[Path]:
@@ -57,18 +63,25 @@ def files(path: str) -> list[Path]:
     return sorted(found, key=lambda file: file.as_posix())
 
 
-def documents(paths: Iterable[Path], field: str = "text", prompt: str = "", *, tally: Counter[str]) -> Iterator[Document]:
+def documents(
+    paths: Iterable[Path], field: str = "text", prompt: str = "", *, tally: Counter[str], streamed: bool = False
+) -> Iterator[Document]:
     """Yield the documents of files, in order. ``field`` is a table's field of text.
 
     ``prompt`` is the field of the text before it, or, with braces, a template over fields: ``"Q: {question}\\nA: "``.
     ``<|endoftext|>`` in a text ends a document; documents of nothing but whitespace are left out. ``tally`` counts both, as
-    "boundaries" and "empty". Raises InputError: what cannot be read, with its file and line.
+    "boundaries" and "empty". ``streamed`` reads text files in pieces, which tokenize as the whole does.
+
+    Raises InputError: what cannot be read, with its file and line.
     """
     prompted = _template(prompt)
     for path in paths:
         if path.suffix.lower() in TEXTS:
             if prompt:
                 raise InputError(f"{path}: data.prompt names a field, and a text file has none; give .jsonl, .csv or .parquet")
+            if streamed:
+                yield from _streamed(path, tally)
+                continue
             wholes = iter([Document(read_text(path), "", str(path))])
         else:
             wholes = (Document(_text(r, field, w, "field"), prompted(r, w), w) for w, r in READERS[path.suffix.lower()](path))
@@ -82,6 +95,35 @@ def documents(paths: Iterable[Path], field: str = "text", prompt: str = "", *, t
                     yield Document(text, "" if index else document.prompt, document.where)
                 elif len(texts) == 1:
                     tally["empty"] += 1
+
+
+def _streamed(path: Path, tally: Counter[str]) -> Iterator[Document]:
+    """Yield the documents of a text file in pieces of some :data:`PIECE` characters.
+
+    A piece ends before whitespace that follows other characters, where no word of the tokenizers' patterns goes on.
+    """
+    with _opened(path, newline="") as file:
+        text, at, last, more = "", 0, False, False  # what lies before `at` is done; its last character says whether a line begins
+        while not last:
+            block = file.read(PIECE)
+            last = not block
+            if "\0" in block:
+                raise InputError(f"{path}: not a text file: it has a NUL byte; give UTF-8 text files")
+            text, at = text[max(at - 1, 0) :] + block, min(at, 1)
+            sure = len(text) if last else len(text) - len(END_OF_TEXT) - 2  # behind it, a mark or its line end may go on
+            while (found := BOUNDARY.search(text, at)) and found.end() <= sure:
+                tally["boundaries"] += 1
+                if more or text[at : found.start()].strip():
+                    yield Document(text[at : found.start()], "", str(path))
+                at, more = found.end(), False
+            cut = 0 if last or len(text) - at < 2 * PIECE else max(text.rfind(each, at, sure) for each in " \n")
+            while cut > at and text[cut - 1].isspace():
+                cut -= 1
+            if cut > at:
+                yield Document(text[at:cut], "", str(path), more=True)
+                at, more = cut, True
+        if more or text[at:].strip():
+            yield Document(text[at:], "", str(path))
 
 
 def _template(prompt: str) -> Callable[[Record, str], str]:
@@ -167,7 +209,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 @contextmanager
-def _opened(path: Path, newline: str) -> Iterator[Iterable[str]]:
+def _opened(path: Path, newline: str) -> Iterator[TextIO]:
     """Open a UTF-8 file for reading, without a byte-order mark; what goes wrong meanwhile becomes an InputError."""
     try:
         with open(path, encoding="utf-8-sig", newline=newline) as lines:

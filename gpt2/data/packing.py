@@ -34,18 +34,18 @@ def draw(document: Document, seed: int) -> float:
 
 
 def lay_out(
-    prompt: Sequence[int], text: Sequence[int], end: int, context: int, *, padded: bool, tally: Counter[str]
+    prompt: Sequence[int], text: Sequence[int], end: int | None, context: int, *, padded: bool, tally: Counter[str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return one document's ids (int32), with ``end`` behind them, and their marks (uint8; :mod:`gpt2.data.batches`).
+    """Return one document's ids (int32), with ``end`` behind them (None: it goes on), and their marks (uint8).
 
     ``padded`` cuts it off or fills it up to ``context`` tokens; its first token is then never scored, because nothing is before
     it. ``tally`` counts "documents", "tokens", "long" (more than ``context`` tokens) and "lost" (of these, all of the text).
     """
-    ids = np.array([*prompt, *text, end], dtype=np.int32)
+    ids = np.array([*prompt, *text, *([] if end is None else [end])], dtype=np.int32)
     marks = np.full(len(ids), SCORED, dtype=np.uint8)
     marks[: len(prompt)] = READ
-    tally.update(documents=1, tokens=len(ids), long=len(ids) > context, lost=len(prompt) >= context)
-    if not padded:
+    tally.update(documents=end is not None, tokens=len(ids), long=len(ids) > context, lost=len(prompt) >= context)
+    if not padded or end is None:
         return ids, marks
     row, row_marks = np.full(context, end, dtype=np.int32), np.full(context, FILLER, dtype=np.uint8)
     row[: len(ids)], row_marks[: len(ids)] = ids[:context], marks[:context]

@@ -125,10 +125,7 @@ def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) ->
 
     Raises InputError: ``offline`` without a cached file, or a download that fails or has another hash.
     """
-    folder = cache_dir or os.environ.get("GPT2_TOOLKIT_CACHE")
-    if not folder:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2-toolkit"
-    path = Path(folder) / "tinyshakespeare.txt"
+    path = (cache_dir or cache_folder()) / "tinyshakespeare.txt"
     with contextlib.suppress(OSError):
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() == TINY_SHA256:
@@ -149,6 +146,12 @@ def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) ->
     with contextlib.suppress(OSError):  # without a cache the next run downloads again
         bpe_files.write(path.parent, {path.name: text})
     return text
+
+
+def cache_folder() -> Path:
+    """Return the folder for what can be made again: ``$GPT2_TOOLKIT_CACHE``, else ``gpt2-toolkit`` in the user's cache folder."""
+    own = os.environ.get("GPT2_TOOLKIT_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2-toolkit"
 
 
 def _download(url: str) -> bytes:

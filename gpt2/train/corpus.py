@@ -1,6 +1,7 @@
 """Read a recipe's text as training and validation token ids, with their tokenizer."""
 
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2.checkpoint.loading import load_tokenizer
-from gpt2.data import Tokenizer, from_directory, holds_tokenizer, shakespeare, token_files
+from gpt2.data import Tokenizer, from_directory, holds_tokenizer, shakespeare, token_files, tokenizing
 from gpt2.data.batches import FILLER, SCORED
 from gpt2.data.bpe import train_bpe
 from gpt2.data.bpe_files import END_OF_TEXT
@@ -46,6 +47,7 @@ class Corpus:
 
 
 Stream = tuple[np.ndarray, np.ndarray | None]  # ids and marks
+BLOCK = 1 << 24  # marks that are looked at at a time
 
 
 def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
@@ -59,15 +61,18 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
         train_ids, val_ids = token_files.read(folder, tokenizer.n_vocab)
         sha256 = token_files.fingerprint(train_ids, val_ids)
         train, val = (train_ids, None), (np.array(val_ids[: recipe.eval_tokens or None], dtype=np.int32), None)
+    elif _is_large(recipe) and (tokenizer or data.tokenizer == "gpt2"):  # another tokenizer is made from a text in memory
+        tokenizer = tokenizer or load_tokenizer("gpt2").with_tokens(data.add_tokens)
+        train, val, sha256, tally, notes = _of_token_files(recipe, tokenizer)
     else:
-        found, notes = _documents(recipe) if data.path else ([], [])
+        found = _documents(recipe, tally) if data.path else []
         if len(found) > 1 or data.prompt or data.padded:
-            tokenizer, train, val, more = _of_documents(recipe, tokenizer, found, tally)
-            notes += more
+            tokenizer, train, val, notes = _of_documents(recipe, tokenizer, found, tally)
         else:
             train_text, val_text = shakespeare.split(found[0].text, 1 - data.held_out) if found else texts(recipe)
             tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
             train, val = ((np.array(tokenizer.encode(text), dtype=np.int32), None) for text in (train_text, val_text))
+        notes += _about(recipe, tally)
         val = _first(val, recipe)
         sha256 = _sha256(train, val)
     if data.reset and tokenizer.eot is None:
@@ -78,19 +83,54 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
     )
 
 
-def _documents(recipe: Recipe) -> tuple[list[Document], list[str]]:
-    """Read all documents of ``data.path``; also return lines for the log."""
-    data, tally = recipe.data, Counter[str]()
-    paths = files(data.path)
-    found = list(documents(paths, data.field, data.prompt, tally=tally))
-    if not found:
-        raise InputError(f"{data.path}: no text in {len(paths)} files but whitespace; give a text")
+def _is_large(recipe: Recipe) -> bool:
+    paths = files(recipe.data.path) if recipe.data.path else []
+    return sum(path.stat().st_size for path in paths if path.is_file()) > tokenizing.LARGE
+
+
+def _of_token_files(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Stream, Stream, str, Counter[str], list[str]]:
+    """Return the streams of a text too large for memory, their hash, tally, and lines for the log."""
+    data, notes = recipe.data, list[str]()
+    end = _end(tokenizer, notes)
+    kept = tokenizing.Layout(
+        data.field, data.prompt, data.held_out, data.split_seed, data.padded, recipe.context if data.padded else 0
+    )
+    task = tokenizing.Task(tokenizer, end, kept)
+    arrays, tally = tokenizing.prepared(data.path, files(data.path), task, lambda text: print(text, file=sys.stderr, flush=True))
+    train_marks, val_marks = arrays[2:] or (None, None)
+    val = _first((arrays[1], val_marks), recipe)
+    notes += [f"{tally['documents']:,} documents in token files, split by their text", *_about(recipe, tally)]
+    return (arrays[0], train_marks), (np.array(val[0], dtype=np.int32), val[1]), token_files.fingerprint(*arrays), tally, notes
+
+
+def _end(tokenizer: Tokenizer, notes: list[str]) -> int:
+    """Return the id that is put behind each document."""
+    if tokenizer.eot is not None:
+        return tokenizer.eot
+    notes.append("this tokenizer has no end-of-text token: a line end is put behind each document instead")
+    return tokenizer.encode("\n")[0]
+
+
+def _about(recipe: Recipe, tally: Counter[str]) -> list[str]:
+    """Return lines for the log about boundaries, empty documents, and those that are cut off."""
     notes = []
     if tally["boundaries"]:
         notes.append(f"{END_OF_TEXT} in the text is the boundary between documents, {tally['boundaries']:,} of them")
     if tally["empty"]:
         notes.append(f"{tally['empty']:,} documents without text are left out")
-    return found, notes
+    if recipe.data.padded and tally["long"]:
+        lost = f", {tally['lost']:,} of them before their text begins" if tally["lost"] else ""
+        notes.append(f"{tally['long']:,} documents are cut off at {recipe.context} tokens{lost}")
+    return notes
+
+
+def _documents(recipe: Recipe, tally: Counter[str]) -> list[Document]:
+    """Read all documents of ``data.path``."""
+    paths = files(recipe.data.path)
+    found = list(documents(paths, recipe.data.field, recipe.data.prompt, tally=tally))
+    if not found:
+        raise InputError(f"{recipe.data.path}: no text in {len(paths)} files but whitespace; give a text")
+    return found
 
 
 def _of_documents(
@@ -106,10 +146,7 @@ def _of_documents(
         joined = ("\n".join(each.prompt + each.text for each in part) for part in parts)
         tokenizer = _new_tokenizer(recipe, *joined)
     notes = [f"{len(found):,} documents: {len(parts[0]):,} to train on, {len(parts[1]):,} held out (split by their text)"]
-    end = tokenizer.eot
-    if end is None:
-        (end,) = tokenizer.encode("\n")
-        notes.append("this tokenizer has no end-of-text token: a line end is put behind each document instead")
+    end = _end(tokenizer, notes)
     streams = []
     for part in parts:
         laid = [
@@ -127,9 +164,6 @@ def _of_documents(
         if data.padded:  # the target of the last row's last token
             ids, marks = np.append(ids, np.int32(end)), np.append(marks, np.uint8(FILLER))
         streams.append((ids, marks if data.prompt or data.padded else None))
-    if data.padded and tally["long"]:
-        lost = f", {tally['lost']:,} of them before their text begins" if tally["lost"] else ""
-        notes.append(f"{tally['long']:,} documents are cut off at {recipe.context} tokens{lost}")
     return tokenizer, streams[0], streams[1], notes
 
 
@@ -168,7 +202,7 @@ def _require_enough(recipe: Recipe, train: Stream, val: Stream) -> None:
     if len(val[0]) < 2:
         raise InputError(f"the validation text has {len(val[0])} tokens, too few to score; give a longer text or data.held_out")
     for name, (_, marks) in (("training", train), ("validation", val)):
-        if marks is not None and not (marks[1:] == SCORED).any():
+        if marks is not None and not any((marks[at : at + BLOCK] == SCORED).any() for at in range(1, len(marks), BLOCK)):
             raise InputError(
                 f"no token of the {name} documents is scored: all are prompts or cut off; raise context, or eval_tokens"
             )

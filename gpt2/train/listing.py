@@ -28,9 +28,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a recipe would train on. Of ``longer`` documents with more than ``context`` tokens, ``lost`` have prompts that long.
-
-    ``windows`` are the first of step 1, as parts in order.
+    """What a recipe would train on. Of ``longer`` documents with more than ``context`` tokens (None: not counted), ``lost`` have
+    prompts that long. ``windows`` are the first of step 1, as parts in order.
     """
 
     documents: int
@@ -39,7 +38,7 @@ class Listing:
     val_tokens: int
     val_scored: int
     context: int
-    longer: int
+    longer: int | None
     lost: int
     notes: tuple[str, ...]
     windows: tuple[tuple[Part, ...], ...]
@@ -51,7 +50,7 @@ class Listing:
             ("validation", self.val_tokens, self.val_scored),
         ):
             rows.append(f"{name:12}{tokens:>14,} tokens" + ("" if scored == tokens else f", of which {scored:,} are scored"))
-        if self.documents > 1:
+        if self.documents > 1 and self.longer is not None:
             cut = f"{self.longer:,} of {self.documents:,} documents are longer than the context of {self.context} tokens"
             rows.append(cut + (f"; of {self.lost:,} the prompt alone is" if self.lost else ""))
         for number, window in enumerate(self.windows, 1):
@@ -76,7 +75,7 @@ def list_data(recipe: Recipe, init: str | None = None) -> Listing:
         len(text.val_ids),
         len(text.val_ids) if text.val_marks is None else int((text.val_marks == SCORED).sum()),
         recipe.context,
-        text.tally.get("long", 0),
+        text.tally.get("long"),
         text.tally.get("lost", 0),
         text.notes,
         tuple(_parts(x, y, text.tokenizer) for x, y in windows),

@@ -1,0 +1,258 @@
+"""Tokenize large texts once, in parallel processes, into token files that are mapped and hashed, and go on when interrupted.
+
+A group of documents is tokenized by one process, and written in order by this one. Every few groups the sizes of the files are
+saved in ``progress.json``: after a kill, what lies behind them is cut off, and the documents before them are skipped.
+``manifest.json`` appears when all is written, and names what the files were made of.
+"""
+
+import contextlib
+import glob
+import hashlib
+import json
+import multiprocessing
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt2.data import bpe_files, token_files
+from gpt2.data.batches import FILLER
+from gpt2.data.documents import Document, documents
+from gpt2.data.packing import draw, lay_out
+from gpt2.data.shakespeare import cache_folder
+from gpt2.data.tokenizer import Tokenizer
+from gpt2.errors import InputError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+LARGE = 64 * 2**20  # bytes of text from which on token files are made
+GROUP = 1 << 20  # characters that a process tokenizes at a time
+SAVE_EVERY = 32  # groups
+MANIFEST, PROGRESS = "manifest.json", "progress.json"
+FILES = (token_files.TRAIN, token_files.VAL, "train.marks", "val.marks")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The settings of a recipe that decide the token files."""
+
+    field: str
+    prompt: str
+    held_out: float
+    split_seed: int
+    padded: bool
+    context: int  # 0 unless padded: packed streams serve every context
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process needs: the tokenizer, the id behind each document, and the layout."""
+
+    tokenizer: Tokenizer
+    end: int
+    layout: Layout
+
+
+def prepared(path: str, paths: Sequence[Path], task: Task, say: Callable[[str], None]) -> tuple[list[np.ndarray], Counter[str]]:
+    """Return training ids, validation ids, and with a prompt or padding the marks of both, mapped; and the tally of documents.
+
+    The files lie beside ``path``, in ``PATH.tokens/``, or in the user's cache folder if that cannot be written. Raises
+    InputError: as :func:`gpt2.data.documents.documents`; a vocabulary beyond 65,536; a full disk; a process that was killed.
+    """
+    if task.tokenizer.n_vocab > 1 << 16:
+        raise InputError(f"{path}: token files hold ids below 65,536, and the vocabulary has {task.tokenizer.n_vocab:,}")
+    sources = [[str(each), (stat := each.stat()).st_size, stat.st_mtime_ns] for each in paths]
+    made_of = {"sources": sources, "tokenizer": task.tokenizer.fingerprint, "end": task.end, **asdict(task.layout)}
+    folder = _folder(path, hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12])
+    try:
+        with _locked(folder):
+            if not (folder / MANIFEST).is_file():
+                _write(folder, paths, task, made_of, say)
+    except OSError as error:
+        raise InputError(
+            f"{folder}: cannot write the token files ({error.strerror}); make room: the same command goes on"
+        ) from None
+    except BrokenProcessPool:
+        raise InputError(f"{folder}: a tokenizing process was killed, perhaps for memory; the same command goes on") from None
+    manifest = json.loads((folder / MANIFEST).read_text())
+    arrays = list(token_files.read(folder, task.tokenizer.n_vocab))
+    if task.layout.prompt or task.layout.padded:
+        arrays += [np.memmap(folder / name, dtype=np.uint8, mode="r") for name in FILES[2:]]
+    if token_files.fingerprint(*arrays) != manifest["fingerprint"]:
+        raise InputError(f"{folder}: these are not the token files that {MANIFEST} names; delete the folder, they are made again")
+    return arrays, Counter(manifest["tally"])
+
+
+def _folder(path: str, name: str) -> Path:
+    root = Path(path)
+    while glob.has_magic(str(root)) and not root.exists():
+        root = root.parent
+    root = root.absolute()
+    beside = root.with_name(f"{root.name}.tokens") / name
+    with contextlib.suppress(OSError):
+        beside.mkdir(parents=True, exist_ok=True)
+        if os.access(beside, os.W_OK):
+            return beside
+    cached = cache_folder() / "tokens" / name
+    cached.mkdir(parents=True, exist_ok=True)
+    return cached
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process writes there; on Windows there is no lock."""
+    handle = None if fcntl is None else os.open(folder, os.O_RDONLY)
+    try:
+        if handle is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _write(folder: Path, paths: Sequence[Path], task: Task, made_of: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Write all token files, from where an earlier call was interrupted."""
+    state: dict[str, Any] = {"read": 0, "sizes": [0] * len(FILES), "tally": {}}
+    if (folder / PROGRESS).is_file():
+        saved = json.loads((folder / PROGRESS).read_text())
+        if all((folder / name).stat().st_size >= size for name, size in zip(FILES, saved["sizes"], strict=True)):
+            state = saved
+            say(f"{folder}: going on after {state['read']:,} pieces of text")
+    layout, tally, found = task.layout, Counter[str](state["tally"]), Counter[str]()
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(folder / name, "ab")) for name in FILES]
+        for file, size in zip(files, state["sizes"], strict=True):
+            file.truncate(size)
+            file.seek(size)
+        pieces = _split(documents(paths, layout.field, layout.prompt, tally=found, streamed=True), layout)
+        began, total, shown = time.monotonic(), sum(size for _, size, _ in made_of["sources"]), time.monotonic()
+        for number, (count, parts, more) in enumerate(_tokenized(islice(pieces, state["read"], None), task), 1):
+            for file, part in zip(files, parts, strict=True):
+                file.write(part)
+            state["read"] += count
+            tally += more
+            if number % SAVE_EVERY == 0:
+                _save(folder, files, state | {"tally": tally})
+            if time.monotonic() - shown > 10:
+                shown = time.monotonic()
+                say(f"tokenizing {total / 1e9:.1f} GB of text: {tally['tokens']:,} tokens after {shown - began:.0f} s")
+        ends = np.uint16(task.end).tobytes(), bytes([FILLER])
+        for index, file in enumerate(files):
+            if layout.padded:  # the target of the last row's last token
+                file.write(ends[index // 2])
+            file.flush()
+    _divide(folder, layout, tally)
+    for name in FILES:
+        with open(folder / name, "rb") as whole:
+            os.fsync(whole.fileno())
+    written = [
+        np.memmap(folder / n, np.uint8 if n.endswith("marks") else "<u2", "r") for n in FILES if (folder / n).stat().st_size
+    ]
+    manifest = made_of | {"tally": tally + found, "fingerprint": token_files.fingerprint(*written)}
+    bpe_files.write(folder, {MANIFEST: json.dumps(manifest, indent=1) + "\n"})
+    (folder / PROGRESS).unlink(missing_ok=True)
+
+
+def _save(folder: Path, files: Sequence[Any], state: dict[str, Any]) -> None:
+    for file in files:
+        file.flush()
+        os.fsync(file.fileno())
+    bpe_files.write(folder, {PROGRESS: json.dumps(state | {"sizes": [file.tell() for file in files]})})
+
+
+def _divide(folder: Path, layout: Layout, tally: Counter[str]) -> None:
+    """Hold out the last part of a single document, and refuse several that all fell to one side."""
+    sizes = [(folder / name).stat().st_size for name in FILES]
+    if min(sizes[:2]) > 2:
+        return
+    if tally["documents"] != 1 or layout.prompt or layout.padded:
+        raise InputError(f"{folder}: all documents are held out, or none is; --set data.split_seed to another number")
+    if sizes[1] > sizes[0]:
+        os.replace(folder / FILES[1], folder / FILES[0])
+    ids = np.memmap(folder / FILES[0], "<u2", "r")
+    cut = int((1 - layout.held_out) * len(ids))
+    ids[cut:].tofile(folder / FILES[1])
+    del ids
+    os.truncate(folder / FILES[0], 2 * cut)
+
+
+Piece = tuple[Document, bool, bool]  # whether it goes on a document, and whether that is held out
+
+
+def _split(found: Iterable[Document], layout: Layout) -> Iterator[Piece]:
+    """Yield each document, or piece of one, with its side: the first piece decides."""
+    held, continued = False, False
+    for document in found:
+        held = held if continued else draw(document, layout.split_seed) < layout.held_out
+        yield document, continued, held
+        continued = document.more
+
+
+def _tokenized(pieces: Iterator[Piece], task: Task) -> Iterator[tuple[int, list[bytes], Counter[str]]]:
+    """Yield groups of pieces in order: how many, the bytes for each of :data:`FILES`, and their tally."""
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    spawn = multiprocessing.get_context("spawn")
+    waiting: deque[tuple[int, Future[tuple[list[bytes], Counter[str]]]]] = deque()
+    with ProcessPoolExecutor(workers, spawn, _begin, (task,)) as pool:
+        for group in _groups(pieces):
+            waiting.append((len(group), pool.submit(_tokenize, group)))
+            if len(waiting) > 2 * workers:  # this bounds the memory
+                count, future = waiting.popleft()
+                yield count, *future.result()
+        while waiting:
+            count, future = waiting.popleft()
+            yield count, *future.result()
+
+
+def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    group, size = list[Piece](), 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece[0].text) + len(piece[0].prompt)
+        if size >= GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+_task: Task
+
+
+def _begin(task: Task) -> None:
+    """Keep the task in this process; Ctrl-C is for the one that started it."""
+    import signal
+
+    global _task
+    _task = task
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _tokenize(group: list[Piece]) -> tuple[list[bytes], Counter[str]]:
+    layout, encode, tally = _task.layout, _task.tokenizer.encode, Counter[str]()
+    parts: list[list[bytes]] = [[] for _ in FILES]
+    for document, continued, held in group:
+        if continued and layout.padded:  # behind the end of its row
+            continue
+        try:
+            prompt, text = encode(document.prompt), encode(document.text)
+        except InputError as error:
+            raise InputError(f"{document.where}: {error}") from None
+        end = None if document.more and not layout.padded else _task.end
+        ids, marks = lay_out(prompt, text, end, layout.context or 1 << 62, padded=layout.padded, tally=tally)
+        parts[held].append(ids.astype("<u2").tobytes())
+        if layout.prompt or layout.padded:
+            parts[2 + held].append(marks.tobytes())
+    return [b"".join(part) for part in parts], tally

@@ -1,0 +1,116 @@
+"""Texts too large for memory: the same tokens as in memory, made once, in order, and gone on with after a kill."""
+
+import json
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.commands import ASSET, refusal
+from support.training import forkserver
+
+from gpt2.data import documents, from_directory, tokenizing
+from gpt2.train.corpus import Corpus, corpus
+from gpt2.train.recipe import Data, Recipe
+
+TOKENIZER = from_directory(ASSET)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> Path:
+    rng, path = random.Random(1), tmp_path_factory.mktemp("table") / "table.jsonl"
+    words = ["thou", "art", "  night", "é", "\n", "so", "speak", "no more"]
+    with open(path, "w") as file:
+        for number in range(900):
+            row = {"q": f"{number}?", "text": " ".join(rng.choices(words, k=rng.randint(0, 60)))}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def read(recipe: Recipe, large: int) -> Corpus:
+    """The corpus, from token files if the text has more than ``large`` bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizing, "LARGE", large)
+        patch.setattr(tokenizing, "GROUP", 3000)
+        patch.setattr(tokenizing, "SAVE_EVERY", 2)
+        return corpus(recipe, TOKENIZER)
+
+
+@pytest.mark.parametrize("layout", [{}, {"prompt": "q", "padded": True}])
+def test_token_files_hold_what_the_memory_would(recipe, table, tmp_path, layout):
+    """Groups that come back in another order, or marks that do not belong to their ids, train another model in silence."""
+    path = tmp_path / "table.jsonl"
+    path.write_bytes(table.read_bytes())
+    recipe = replace(recipe, data=Data(path=str(path), **layout))
+    mapped, held = read(recipe, 0), read(recipe, 1 << 40)
+    assert isinstance(mapped.train_ids, np.memmap)
+    for name in ("train_ids", "val_ids", "train_marks", "val_marks"):
+        mine, theirs = getattr(mapped, name), getattr(held, name)
+        assert (mine is None and theirs is None) or np.array_equal(mine, theirs), name
+    known = Counter({key: value for key, value in held.tally.items() if layout or key != "long"})  # of padded rows only
+    assert mapped.tally == +known
+    (folder,) = Path(f"{path}.tokens").iterdir()
+    before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert read(recipe, 0).sha256 == mapped.sha256
+    assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == before  # made once
+    ids = np.fromfile(folder / "train.bin", dtype="<u2")
+    ids[5] += 1
+    ids.tofile(folder / "train.bin")
+    assert "these are not the token files" in refusal(read, recipe, 0)
+
+
+def test_a_text_in_pieces_is_the_whole_text(recipe, tmp_path, monkeypatch):
+    """A cut within a word, or a boundary that is cut in two, gives other tokens."""
+    rng, path = random.Random(2), tmp_path / "long.txt"
+    parts = ["word", " ", "  ", "\n\n", "a", "<|endoftext|>", "\n<|endoftext|>\n", "'s ", " \t", "é", "<|endof"]
+    path.write_text("".join(rng.choices(parts, weights=[9, 9, 3, 2, 5, 0.04, 0.04, 3, 1, 1, 1], k=12000)), encoding="utf-8")
+    recipe = replace(recipe, data=Data(path=str(path)))
+    monkeypatch.setattr(documents, "PIECE", 200)
+    monkeypatch.setattr("gpt2.data.packing.HASHED", 1)
+    pieces = list(documents.documents([path], tally=Counter(), streamed=True))
+    assert sum(piece.more for piece in pieces) > 10 < sum(not piece.more for piece in pieces)
+    mapped, held = read(recipe, 0), read(recipe, 1 << 40)
+    assert np.array_equal(mapped.train_ids, held.train_ids)
+    assert np.array_equal(mapped.val_ids, held.val_ids)
+    path.write_text("one " * 3000, encoding="utf-8")  # a single document: its end is held out
+    alone = read(recipe, 0)
+    assert len(alone.val_ids) == pytest.approx(0.1 * len(alone.train_ids) / 0.9, abs=2)
+    assert TOKENIZER.decode([*alone.train_ids, *alone.val_ids]) == "one " * 3000 + "<|endoftext|>"
+
+
+def test_killed_while_tokenizing(recipe, table, tmp_path):
+    """After SIGKILL, what was written goes on where its sizes were saved; a byte behind them would shift every later token."""
+    paths = [tmp_path / name / "table.jsonl" for name in ("killed", "whole")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_bytes(table.read_bytes() * 4)
+        os.utime(path, (1, 1))
+    killed, whole = (replace(recipe, data=Data(path=str(path))) for path in paths)
+    process = forkserver().Process(target=read, args=(killed, 0))
+    process.start()
+    saved = []
+    while not saved and process.is_alive():
+        saved = list(Path(f"{paths[0]}.tokens").glob("*/progress.json"))
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    (folder,) = Path(f"{paths[0]}.tokens").iterdir()
+    assert not (folder / "manifest.json").exists()
+    with open(folder / "train.bin", "ab") as file:
+        file.write(b"torn")
+    assert json.loads((folder / "progress.json").read_text())["read"] > 0
+    again, expected = read(killed, 0), read(whole, 0)
+    assert (again.sha256, again.tally) == (expected.sha256, expected.tally)
+    assert np.array_equal(again.train_ids, expected.train_ids)
+
+
+def test_a_folder_that_cannot_be_written_is_left_alone(recipe, table, tmp_path, monkeypatch):
+    """The text may lie on a read-only disk."""
+    monkeypatch.setenv("GPT2_TOOLKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    assert len(read(replace(recipe, data=Data(path=str(table))), 0).train_ids) > 1000
+    assert list((tmp_path / "cache" / "tokens").glob("*/train.bin"))
