@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpt2.checkpoint.cache import storage
 from gpt2.checkpoint.card_text import BLOCKS, Record, block, pattern, render, results
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.saving import sha256, write_file, write_json
@@ -41,7 +42,7 @@ def base_of(name: str) -> Record:
         base["name"] = path.resolve().name  # the folders above it are private
         if isinstance(weights := kept.get("weights"), dict):
             base["sha256"] = next(iter(weights.values()), None)
-    elif official or REPOSITORY.fullmatch(parsed.base):
+    elif official or (REPOSITORY.fullmatch(parsed.base) and storage(parsed.base).is_dir()):  # not a path that has moved
         base |= {"id": OFFICIAL.get(official or "", parsed.base), "revision": parsed.revision}
     return {key: value for key, value in base.items() if value is not None}
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from gpt2.checkpoint import card
 from gpt2.checkpoint.card_text import CURVES
 from gpt2.checkpoint.checkpoint import open_path
+from gpt2.checkpoint.containers import read_json
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.export import TOKENIZER_FILES
 from gpt2.checkpoint.files import ADAPTER, INDEX, what_is_there
@@ -95,7 +96,11 @@ def plan(folder: str | Path) -> Plan:
         advice = "" if "training run" in there else f". gpt2 export {given} DIR writes safetensors"
         raise InputError(f"{given}: no model.safetensors and no .gguf there; {there}{advice}")
     files = tuple(File(name, (folder / name).stat().st_size, sha256(folder / name)) for name in names)
-    notes = [*_check_model(folder, names), *card.check(folder, {file.name: file.sha256 for file in files})]
+    notes = [
+        *_check_model(folder, names),
+        *_private_paths(folder, names),
+        *card.check(folder, {file.name: file.sha256 for file in files}),
+    ]
     return Plan(folder, files, tuple(name for name in present if name not in names), tuple(notes))
 
 
@@ -118,6 +123,15 @@ def _check_model(folder: Path, names: list[str]) -> list[str]:
         return ["there is no tokenizer in the folder: nobody can type a prompt"]
     require_vocabulary(tokenizer, model.config, str(folder))
     return []
+
+
+def _private_paths(folder: Path, names: list[str]) -> list[str]:
+    """Return a remark on each adapter whose config names a folder of this machine as its base."""
+    configs = [name for name in names if name.endswith(ADAPTER)]
+    bases = {name: read_json(folder / name).get("base_model_name_or_path") for name in configs}
+    return [
+        f"{name} names {base}, a path of this machine" for name, base in bases.items() if str(base).startswith(("/", "~", "."))
+    ]
 
 
 def look(repo: str, planned: Plan, *, public: bool) -> Target:

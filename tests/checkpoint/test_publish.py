@@ -244,8 +244,13 @@ def test_only_a_model_s_own_files_are_sent(model: Path) -> None:
     for name in (".env", "optimizer.safetensors", "notes.txt", "sub/model.safetensors", "evil.py"):
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text("secret")
-    before = {file.name for file in plan(model).files}
-    assert before.isdisjoint({".env", "optimizer.safetensors", "notes.txt", "sub/model.safetensors", "evil.py"})
+    (model / "adapter").mkdir()
+    (model / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/me/base"}')
+    planned = plan(model)
+    sent = {file.name for file in planned.files}
+    assert sent.isdisjoint({".env", "optimizer.safetensors", "notes.txt", "sub/model.safetensors", "evil.py"})
+    assert "adapter/adapter_config.json" in sent
+    assert any("/home/me/base, a path of this machine" in note for note in planned.notes)
 
 
 def test_the_card_is_valid_by_the_hub_s_own_client(trained: Path, hub: HubStandIn) -> None:

@@ -84,7 +84,7 @@ def test_an_export_s_card_claims_no_figures_of_rounded_weights(run: Path, tmp_pa
     assert "license: mit" in text
 
 
-def test_a_fine_tune_names_its_base_and_shows_both(whole: Path, recipe, tmp_path: Path) -> None:
+def test_a_fine_tune_names_its_base_and_shows_both(whole: Path, recipe, tmp_path: Path, monkeypatch) -> None:
     """The base's licence and id come from what is known, and its loss is the one before the first step."""
     from gpt2.train.loop import train
 
@@ -102,8 +102,10 @@ def test_a_fine_tune_names_its_base_and_shows_both(whole: Path, recipe, tmp_path
         "id": "openai-community/gpt2",
     }
     assert base_of("distilgpt2")["license"] == "apache-2.0"
-    assert "license" not in base_of("org/name@v1")
-    assert base_of("org/name@v1")["revision"] == "v1"
+    assert base_of("models/moved") == {"name": "models/moved"}  # a path from another folder is no id of the Hub
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--org--name").mkdir()
+    assert base_of("org/name@v1") == {"name": "org/name@v1", "id": "org/name", "revision": "v1"}
 
 
 def test_a_bigram_has_no_card(recipe, tmp_path: Path) -> None:
