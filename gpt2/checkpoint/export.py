@@ -23,6 +23,7 @@ from gpt2.config import GPT2Config, quoted
 from gpt2.data.bpe import BPE
 from gpt2.data.bpe_files import ADDED, FILES
 from gpt2.data.chars import FILE as CHARS
+from gpt2.data.chat import FILE as CHAT
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 FORMATS = ("hf", "gguf", "llmc")
 GGUF_FILE = "model.gguf"
 LLMC_FILES = ("model.bin", "tokenizer.bin")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", ADDED, CHARS, *(name for pair in FILES for name in pair))
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", ADDED, CHAT, CHARS, *(name for pair in FILES for name in pair))
 OF_DTYPE = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
@@ -124,6 +125,7 @@ def _write_llmc(model: GPT2, tokenizer: Tokenizer | None, directory: Path, name:
             notes.append(f"without its tokenizer: {error}")
         else:
             notes += ["without an end of text, for which llm.c takes token 0"] if eot is None else []
+            notes += ["without its chat format, which llm.c's files cannot hold"] if tokenizer.chat else []
     path, tokenizer_path = (directory / file for file in LLMC_FILES)
     if tokens is None and tokenizer_path.exists():
         raise InputError(f"{directory}: holds {tokenizer_path.name} of another model; choose another folder, or remove it")
@@ -177,6 +179,7 @@ def _refuse_other_tokenizer(directory: Path, tokenizer: Tokenizer | None) -> Non
     own: set[str] = set()
     if tokenizer is not None:
         own = {"tokenizer.json", "tokenizer_config.json", *((*FILES[0], ADDED) if isinstance(tokenizer, BPE) else (CHARS,))}
+        own |= {CHAT} if tokenizer.chat else set()
     left = [name for name in TOKENIZER_FILES if name not in own and (directory / name).exists()]
     if left:
         raise InputError(f"{directory}: holds {left[0]} of another tokenizer; choose another folder, or remove it")

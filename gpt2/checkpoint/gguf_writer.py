@@ -138,6 +138,7 @@ def _metadata(config: GPT2Config, tokenizer: BPE | None, file_type: int) -> Meta
         **ends,
         "tokenizer.ggml.add_bos_token": (BOOL, False),
         "tokenizer.ggml.add_eos_token": (BOOL, False),
+        **({"tokenizer.chat_template": (STRING, tokenizer.chat.jinja())} if tokenizer.chat else {}),
     }
 
 

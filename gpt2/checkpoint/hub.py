@@ -23,7 +23,7 @@ from gpt2.errors import CheckpointError, InputError
 # Files to download beside the weights. Repositories also hold TensorFlow, Flax, Rust and ONNX copies.
 SMALL = (
     *("config.json", "generation_config.json", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json", "chars.json", "words.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chars.json", "words.json", "chat.json"),
 )
 # Weights: only the first name that exists, with the files that match its pattern.
 WEIGHTS = {

@@ -1,14 +1,23 @@
 """``gpt2 generate``: continue a prompt, printed token by token."""
 
+from __future__ import annotations
+
 import argparse
 import codecs
 import json
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from gpt2.cli.common import Status, add_model, say, seed, write_result
 from gpt2.errors import InputError
+
+if TYPE_CHECKING:
+    from gpt2.data import Tokenizer
+    from gpt2.data.chat import ChatFormat
+    from gpt2.decoder import Decoder
 
 HELP = "continue a prompt, streamed to stdout"
 EXAMPLES = """\
@@ -17,12 +26,18 @@ EXAMPLES = """\
   gpt2 generate gpt2 --prompt 'Once upon a time' --top-p 0.9 --seed 7
   gpt2 generate gpt2-xl --draft gpt2:int8 --prompt 'Once' --temperature 0    speculative decoding: the same text, faster
   gpt2 generate --prompt 'ROMEO:' --stop ROMEO --samples 3      three continuations at once, each to the next ROMEO
+  gpt2 generate --prompt 'JULIET:' --min-p 0.05 --temperature 1.2    only tokens at least 0.05 times as likely as the likeliest
+  gpt2 generate out/finetune-chat/best --chat           questions on the terminal, until Ctrl-D
+  gpt2 generate out/finetune-chat/best --chat --prompt 'Who is it?' --prompt 'And now?'    two turns
   echo 'JULIET:' | gpt2 generate --prompt - --max-new-tokens 200"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--prompt", default="\n", metavar="TEXT", help="text to continue; - reads stdin (default: a new line)")
+    prompt = "text to continue; - reads stdin (default: a new line). With --chat a question, and may be repeated"
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help=prompt)
+    chat = "answer questions in the format that the model was fine-tuned on; without --prompt, each line of stdin is one"
+    parser.add_argument("--chat", action="store_true", help=chat)
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy (default: %(default)s)")
     parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
@@ -43,82 +58,141 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--max-new-tokens {args.max_new_tokens}: give 0 or more")
     if args.samples < 1:
         raise InputError(f"--samples {args.samples}: give 1 or more")
+    if args.chat and args.samples > 1:
+        raise InputError("--samples: a conversation has one answer to each question; leave it or --chat out")
+    if not args.chat and len(args.prompt or ()) > 1:
+        raise InputError("--prompt is given twice; give one text to continue, or several questions with --chat")
     with Status(f"loading {args.model}"):
         import torch
 
-        from gpt2.checkpoint.containers.mapped_file import require_whole_files
         from gpt2.checkpoint.loading import load, load_tokenizer, require_vocabulary
-        from gpt2.generation import Ending, StopText, check_draft, stream
+        from gpt2.decoder import Decoder
+        from gpt2.generation import check_draft
         from gpt2.sampling import Sampling
 
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)  # before loading
 
         tokenizer = load_tokenizer(args.model, revision=args.revision, offline=args.offline)
+        if args.chat and (tokenizer.chat is None or tokenizer.eot is None):
+            raise InputError(
+                f"{args.model} knows no chat format; fine-tune it on questions and answers (gpt2 train finetune-chat --init "
+                f"{args.model}), or leave --chat out"
+            )
         model = load(args.model, revision=args.revision, offline=args.offline)
         require_vocabulary(tokenizer, model.config, args.model)
         draft = None if args.draft is None else load(args.draft, offline=args.offline)
-    text = _read_stdin() if args.prompt == "-" else args.prompt
-    ids = tokenizer.encode(text)
-    if not ids:
-        raise InputError("--prompt is empty; give at least one character, such as a new line")
-    stop = StopText(tokenizer, tuple(args.stop))
-    prompt = torch.tensor([ids] * args.samples, dtype=torch.long)
-    if draft is not None:
-        check_draft(draft, model, prompt)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def show(text: str, end: str = "") -> None:
-        if args.json != "-":
-            say(text, end)
-
-    single = args.samples == 1  # only one text can be shown while it is made
-    if single:
-        show(text)
-    ends = [Ending(stop) for _ in prompt]
-    rows: list[list[int]] = [[] for _ in prompt]
+        if draft is not None:
+            check_draft(draft, model, torch.zeros(args.samples, 1))
     settings = {**asdict(sampling), "seed": args.seed}
+    writer = _Writer(args, tokenizer, Decoder(model), {**settings, "draft": draft})
     started = time.perf_counter()
-    require_whole_files()
-    for chosen in stream(model, prompt, args.max_new_tokens, **settings, draft=draft):
-        require_whole_files()
-        for token, end, new in zip(chosen.tolist(), ends, rows, strict=True):
-            if end.ended:
-                continue
-            end.reached(token)
-            if token != tokenizer.eot:
-                new.append(token)
-                if single:
-                    show(decoder.decode(tokenizer.token_bytes(token)))
-        if all(end.ended for end in ends):
-            break
-    seconds = time.perf_counter() - started
-    texts = [tokenizer.decode(new) for new in rows]
-    if single:
-        show(decoder.decode(b"", final=True), "\n")
+    if args.chat and tokenizer.chat is not None:
+        body, count = _answer(_questions(args.prompt), writer, tokenizer.chat, model.config.n_positions // 2)
     else:
-        for number, sample in enumerate(texts, 1):
-            show(f"--- {number}\n{text}{sample}", "\n")
-    body = {
-        "model": args.model,
-        "draft": args.draft,
-        "prompt": text,
-        "text": texts[0],
-        "prompt_ids": ids,
-        "ids": rows[0],
-        "samples": [{"text": new, "ids": row} for new, row in zip(texts, rows, strict=True)],
-    }
-    count = sum(map(len, rows))
+        body, count = _continue(_text((args.prompt or ["\n"])[0]), writer)
+    seconds = time.perf_counter() - started
+    body = {"model": args.model, "draft": args.draft, **body, **settings, "stop": args.stop, "seconds": seconds}
     speed = f"{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.0f} a second"
-    write_result(
-        args.json,
-        lambda: json.dumps({**body, **settings, "stop": args.stop, "seconds": seconds}, indent=2),
-        lambda: print(speed, file=sys.stderr),
-    )
+    write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(speed, file=sys.stderr))
     return 0
 
 
-def _read_stdin() -> str:
+class _Writer:
+    """Continues ids, and prints the text as it comes unless stdout is for JSON."""
+
+    def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, decoder: Decoder, settings: dict[str, Any]) -> None:
+        from gpt2.generation import StopText
+
+        self.args, self.tokenizer, self.decoder, self.settings = args, tokenizer, decoder, settings
+        self.stop = StopText(tokenizer, tuple(args.stop))
+
+    def show(self, text: str, end: str = "") -> None:
+        if self.args.json != "-":
+            say(text, end)
+
+    def __call__(self, ids: list[int], samples: int = 1) -> list[list[int]]:
+        """Return the new ids of each sample, without the end-of-text token; print a single one."""
+        import torch
+
+        from gpt2.checkpoint.containers.mapped_file import require_whole_files
+        from gpt2.generation import Ending, stream
+
+        prompt = torch.tensor([ids] * samples, dtype=torch.long)
+        text = codecs.getincrementaldecoder("utf-8")("replace")
+        ends: list[Ending] = [Ending(self.stop) for _ in prompt]
+        rows: list[list[int]] = [[] for _ in prompt]
+        require_whole_files()
+        for chosen in stream(self.decoder, prompt, self.args.max_new_tokens, **self.settings):
+            require_whole_files()
+            for token, end, new in zip(chosen.tolist(), ends, rows, strict=True):
+                if end.ended:
+                    continue
+                end.reached(token)
+                if token != self.tokenizer.eot:
+                    new.append(token)
+                    if samples == 1:  # only one text can be shown while it is made
+                        self.show(text.decode(self.tokenizer.token_bytes(token)))
+            if all(end.ended for end in ends):
+                break
+        if samples == 1:
+            self.show(text.decode(b"", final=True), "\n")
+        return rows
+
+
+def _continue(text: str, writer: _Writer) -> tuple[dict[str, Any], int]:
+    """Continue one text; return what --json reports, and the number of new tokens."""
+    ids, samples = writer.tokenizer.encode(text), writer.args.samples
+    if not ids:
+        raise InputError("--prompt is empty; give at least one character, such as a new line")
+    if samples == 1:
+        writer.show(text)
+    rows = writer(ids, samples)
+    texts = [writer.tokenizer.decode(new) for new in rows]
+    for number, sample in enumerate(texts if samples > 1 else (), 1):
+        writer.show(f"--- {number}\n{text}{sample}", "\n")
+    body = {"prompt": text, "text": texts[0], "prompt_ids": ids, "ids": rows[0]}
+    body["samples"] = [{"text": new, "ids": row} for new, row in zip(texts, rows, strict=True)]
+    return body, sum(map(len, rows))
+
+
+def _answer(questions: Iterable[str], writer: _Writer, chat: ChatFormat, most: int) -> tuple[dict[str, Any], int]:
+    """Answer each question after the turns before it, of which at most ``most`` tokens are read; return as :func:`_continue`."""
+    turns: list[tuple[str, list[int]]] = []
+    report = []
+    for question in questions:
+        ids = chat.conversation(writer.tokenizer, turns, question, most)
+        if not ids:
+            raise InputError("--prompt is empty, and the model's chat format has no text of its own; give a question")
+        (new,) = writer(ids)
+        turns.append((question, new))
+        report.append({"prompt": question, "text": writer.tokenizer.decode(new), "prompt_ids": ids, "ids": new})
+    return {"turns": report}, sum(len(new) for _, new in turns)
+
+
+def _questions(prompts: list[str] | None) -> Iterator[str]:
+    """Yield the questions of --prompt, or else each line of stdin that is not empty, until its end."""
+    if prompts is not None:
+        yield from map(_text, prompts)
+        return
+    asks = sys.stdin.isatty()
+    while True:
+        if asks:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.buffer.readline()
+        if not line:
+            break
+        if line.strip():
+            yield _decoded(line).rstrip("\r\n")
+    if asks:
+        print(file=sys.stderr)
+
+
+def _text(prompt: str) -> str:
+    return _decoded(sys.stdin.buffer.read()) if prompt == "-" else prompt
+
+
+def _decoded(data: bytes) -> str:
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"--prompt -: stdin is not UTF-8 (byte {error.start}); convert it first") from None

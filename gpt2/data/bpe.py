@@ -140,12 +140,14 @@ class BPE(Tokenizer):
         if not added:
             return self
         vocab = self.vocab | {token: self.n_vocab + i for i, token in enumerate(added)}
-        return type(self)(vocab, self.merges, special=[*self.special_tokens, *added], matched=[*self.matched, *added])
+        grown = type(self)(vocab, self.merges, special=[*self.special_tokens, *added], matched=[*self.matched, *added])
+        grown.chat = self.chat
+        return grown
 
     def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
         """Write the files that transformers reads; return their paths. Equal vocabularies give equal files."""
         texts = bpe_files.file_texts(self.vocab, self.merges, self.special_tokens, n_positions, self.matched)
-        paths = bpe_files.write(Path(directory), texts)
+        paths = self._write(Path(directory), texts)
         if bpe_files.ADDED not in texts:  # an old one would be read as part of this vocabulary
             (Path(directory) / bpe_files.ADDED).unlink(missing_ok=True)
         return paths

@@ -70,7 +70,7 @@ class Chars(Tokenizer):
         split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
         steps = {"pre_tokenizer": split, "post_processor": None, "decoder": {"type": "Fuse"}}
         texts = {FILE: json.dumps({"characters": self._characters}, ensure_ascii=False) + "\n"}
-        return bpe_files.write(Path(directory), texts | bpe_files.tokenizer_texts(model, steps, {}, n_positions))
+        return self._write(Path(directory), texts | bpe_files.tokenizer_texts(model, steps, {}, n_positions))
 
 
 def _name(char: str) -> str:

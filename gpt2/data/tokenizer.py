@@ -1,11 +1,14 @@
 """The base class of all tokenizers: tokens as bytes, and decoding."""
 
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
+from gpt2.data import bpe_files, chat
+from gpt2.data.chat import ChatFormat
 from gpt2.errors import InputError
 
 
@@ -13,10 +16,11 @@ class Tokenizer(ABC):
     """Tokens by id, as bytes; subclasses (BPE, characters, words) add encoding.
 
     ``n_vocab`` is the number of ids, special tokens included; a model's vocabulary may be padded to more. ``eot`` is the id
-    that ends a text, or None.
+    that ends a text, or None. ``chat`` is the format of questions and answers that the model was trained on, or None.
     """
 
     eot: int | None = None
+    chat: ChatFormat | None = None
 
     def __init__(self, tokens: list[bytes]) -> None:
         self._bytes = tokens
@@ -40,6 +44,15 @@ class Tokenizer(ABC):
 
         `n_positions` becomes `model_max_length`, above which transformers warns.
         """
+
+    def _write(self, directory: Path, texts: dict[str, str]) -> list[Path]:
+        """Write a tokenizer's files and the chat format, of which there is a second form for other programs."""
+        if self.chat is None:
+            (directory / chat.FILE).unlink(missing_ok=True)
+        else:
+            config = json.loads(texts["tokenizer_config.json"]) | {"chat_template": self.chat.jinja()}
+            texts |= {"tokenizer_config.json": json.dumps(config, indent=2) + "\n", chat.FILE: self.chat.text()}
+        return bpe_files.write(directory, texts)
 
     def with_tokens(self, tokens: Sequence[str]) -> Self:
         """Return this tokenizer with ``tokens`` as further ids, in order after the last; those it has by this way are kept.

@@ -98,7 +98,7 @@ class Words(Tokenizer):
         config = json.loads(texts["tokenizer_config.json"]) | {"tokenizer_class": "PreTrainedTokenizerFast"}
         texts["tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
         texts[FILE] = json.dumps({"words": self._words}, ensure_ascii=False) + "\n"
-        return bpe_files.write(Path(directory), texts)
+        return self._write(Path(directory), texts)
 
 
 def _pieces(text: str) -> list[str]:
