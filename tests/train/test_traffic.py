@@ -1,0 +1,86 @@
+"""What a job's ranks send each other in a step, counted in a trace, against the arithmetic of the plan."""
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.ranks import job
+
+from gpt2.config import OFFICIAL_SIZES, GPT2Config
+from gpt2.model import GPT2
+from gpt2.train import loop, parallel
+from gpt2.train.estimate import kept_per_token, traffic
+from gpt2.train.feed import Feed
+from gpt2.train.loss import Scored
+from gpt2.train.optim import adamw
+from gpt2.train.recipe import Recipe
+
+CONFIG = GPT2Config(64, 16, 32, 3, 2, bos_token_id=None, eos_token_id=None)
+README = Path(parallel.__file__).with_name("README.md").read_text(encoding="utf-8")
+
+
+class Traced:
+    """Run one step under torch's profiler; return the numbers of the collectives and the sizes of their tensors."""
+
+    def __init__(self, how: str, parts: int, *, broken: bool = False) -> None:
+        self.how, self.parts, self.broken = how, parts, broken
+
+    def __call__(self, rank: int) -> list[tuple[str, int]]:
+        if self.broken:
+            parallel.synchronised = lambda wrapped, now: contextlib.nullcontext()
+        recipe = Recipe(batch_size=4 * self.parts, grad_accum=2 * self.parts, context=16, parallel=self.how, device="cpu")
+        with parallel.joined("cpu") as ranks:
+            model = GPT2(CONFIG)
+            parallel.broadcast(model, ranks)
+            scored = parallel.wrap(Scored(model), recipe, ranks)
+            optimizer, feed = adamw(model, recipe.optim), Feed(np.arange(2000) % 64, ranks)
+            loop._step(scored, optimizer, feed, recipe, 0, 1e-3)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as trace:
+                loop._step(scored, optimizer, feed, recipe, 1, 1e-3)
+        events = [(event.name, event.input_shapes) for event in trace.events() if event.name.startswith("gloo:")]
+        found = [(name.removeprefix("gloo:"), shapes[0][0]) for name, shapes in events]
+        return [(name, size) for name, size in found if size > 100]  # without the losses and the gradients' norms
+
+
+def sent(collectives: list[tuple[str, int]]) -> int:
+    """The bytes that one of two ranks sends by rings. (gloo sums for FSDP's reduce-scatter by an all-reduce.)"""
+    return sum(4 * size if name == "all_gather" else 4 * size // 2 for name, size in collectives)
+
+
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_ddp_exchanges_gradients_once_however_many_parts(parts: int) -> None:
+    """An all-reduce after every part of a batch sends the same gradients as often as there are parts."""
+    found = job(2, Traced("ddp", parts))[0]
+    assert [name for name, _ in found] == ["all_reduce"]
+    assert 2 * sent(found) == traffic(CONFIG, 2, "ddp", parts) == 4 * CONFIG.num_parameters()
+
+
+def test_the_control_of_that() -> None:
+    """Negative control: parts that all exchange their gradients must be counted."""
+    assert [name for name, _ in job(2, Traced("ddp", 3, broken=True))[0]] == ["all_reduce"] * 3
+
+
+@pytest.mark.slow
+def test_fsdp_scatters_gradients_once_and_gathers_weights_for_every_part() -> None:
+    """The plan would be wrong if a part did not gather, or if gradients were summed after every part."""
+    found = job(2, Traced("fsdp", 2))[0]
+    assert [name for name, _ in found].count("all_reduce") == CONFIG.n_layer + 1
+    assert sent(found) == traffic(CONFIG, 2, "fsdp", 2)
+
+
+@pytest.mark.parametrize("name", OFFICIAL_SIZES)
+def test_the_plan_of_the_readme_is_the_arithmetic(name: str) -> None:
+    """A table that is typed by hand is wrong after the next change."""
+    assert plan_row(name) in README
+
+
+def plan_row(name: str) -> str:
+    config = OFFICIAL_SIZES[name]
+    state = 16 * config.num_parameters() / 1e9
+    kept = (
+        kept_per_token(config, Recipe(precision="bf16", checkpointing=again, dropout=0.0)) * 8192 / 1e9 for again in (False, True)
+    )
+    figures = [state, state / 8, state / 64, *kept, traffic(config, 8, "ddp") / 1e9, traffic(config, 64, "ddp") / 1e9]
+    return f"| {name} | {' | '.join(f'{figure:.2f}' for figure in [*figures, traffic(config, 64, 'fsdp') / 1e9])} |"
