@@ -179,7 +179,7 @@ NEEDS = {
     r"^(verify|bench) random:": "minutes",
     r"^torchrun": "several machines",
     r"\bgpt2(-medium|-xl)?(:bf16|:int8)?( |$)": "the official weights",
-    r"out/(macbeth|step|mini)|\./my-model|ckpt\.pt|my\.txt|steps\.npz": "files of the reader's",
+    r"out/(macbeth|step|mini|finetune-chat)|\./my-model|ckpt\.pt|my\.txt|steps\.npz": "files of the reader's",
     r"llama\.cpp/": "llama.cpp, an optional extra; tests/comparison/sides runs it",
     r"http://": "a server",
     r"^train (?!--list)": "minutes",

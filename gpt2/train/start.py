@@ -9,6 +9,7 @@ from torch import Tensor
 from gpt2.checkpoint.loading import load, load_tokenizer
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer, from_directory
+from gpt2.data.chat import ChatFormat
 from gpt2.lora import chosen_projections
 from gpt2.model import GPT2
 from gpt2.train import models, state
@@ -52,6 +53,7 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ra
     elif init is not None:
         model, tokenizer = models.with_tokens(load(init, dtype="float32"), load_tokenizer(init), recipe)
     text = corpus(recipe, tokenizer)
+    text.tokenizer.chat = ChatFormat.of_template(recipe.data.prompt) or text.tokenizer.chat
     model = model or models.new(recipe, text.tokenizer)
     models.check(model, text.tokenizer, recipe, init or "the recipe's model")
     notes.append(models.added(text.tokenizer, text.train_ids, recipe))
