@@ -24,6 +24,7 @@ from gpt2.parity.forward import MISSING, lockstep
 from gpt2.parity.streaming import Receive, Streamed, Weights, take_gradients
 
 STEPS = 2  # of AdamW: the first shows groups and bias correction, the second the moments
+LOSS_TOKENS = 128  # whose logits exist at a time
 PART = 8192  # rows of a matrix that AdamW moves at a time
 LOOKUP, HEAD = "wte.weight (lookup)", "wte.weight (head)"  # the two parts of the tied embedding's gradient
 
@@ -56,9 +57,10 @@ def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive],
         with streamed(lambda *block: emit(Step(*block))) as context:
             hidden = hidden_of(model, sequences[:, :-1])
             leaf, losses = hidden.detach().requires_grad_(), []
-            for one, target in zip(leaf.split(1), sequences[:, 1:].split(1), strict=True):  # never the logits of all positions
-                loss = token_losses(head_of(model, one), target)
-                loss.mean().backward()
+            some = max(1, LOSS_TOKENS // hidden.size(1))
+            for part, targets in zip(leaf.split(some), sequences[:, 1:].split(some), strict=True):
+                loss = token_losses(head_of(model, part), targets)
+                loss.mean(-1).sum().backward()
                 losses.append(loss.detach())
                 del loss
             tied = {name: p for name, p in context.outside.items() if name == "wte.weight"}
