@@ -30,11 +30,14 @@ from pathlib import Path
 import torch
 
 import gpt2
+from gpt2.checkpoint.card import CARD, RECORD
+from gpt2.checkpoint.card_text import CURVES
 from gpt2.train import state
 from gpt2.train.loop import train
 from gpt2.train.recipe import Data, Model, Optim, Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
+OF_CARD = (CARD, RECORD, CURVES)  # derived from the rest, with the folder's name
 TIMED = ("tokens_per_second", "seconds_left", "mfu")  # what metrics.jsonl says beside losses differs from run to run
 
 
@@ -94,7 +97,9 @@ def recipe(text: Path, **changes: object) -> Recipe:
 def outcome(folder: Path) -> dict[str, object]:
     """All that a run leaves and that is not a time: its last checkpoint and best/ byte for byte, and its logged losses."""
     last = state.checkpoints(folder)[0]
-    files = [path for where in (last, folder / "best") for path in where.rglob("*") if path.is_file()]
+    files = [
+        path for where in (last, folder / "best") for path in where.rglob("*") if path.is_file() and path.name not in OF_CARD
+    ]
     kept = {str(path.relative_to(folder)): path.read_bytes() for path in files}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {**kept, "metrics": [{key: value for key, value in row.items() if key not in TIMED} for row in rows]}

@@ -9,9 +9,12 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from gpt2.checkpoint.card import CARD, RECORD
+from gpt2.checkpoint.card_text import CURVES
 from gpt2.train import state
 from gpt2.train.loop import Logged, train
 
+OF_CARD = (CARD, RECORD, CURVES)
 TIMINGS = ("tokens_per_second", "seconds_left", "mfu")
 
 
@@ -22,9 +25,9 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def stored(folder: Path) -> dict[str, bytes]:
-    """Every file of a run's newest checkpoint and of its best model."""
+    """Every file of a run's newest checkpoint and of its best model, without the card, which bears the folder's name."""
     files = [*state.checkpoints(folder)[0].rglob("*"), *(folder / "best").rglob("*")]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.is_file()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.is_file() and path.name not in OF_CARD}
 
 
 def outcome(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
