@@ -70,8 +70,8 @@ def quality(comparisons: Comparisons, *, by_step: bool) -> list[str]:
             axes.plot([place for _, place, *_ in points], [bits for _, _, bits, _ in points], color=B, linewidth=1, alpha=0.5)
         else:
             axes.set_xscale("log")
-            axes.set_xticks(sorted({place for _, place, *_ in points}), minor=False)
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+            ticks = {f"{place:.3g}": place for _, place, *_ in points}  # files of nearly one size have one label
+            axes.set_xticks(list(ticks.values()), labels=list(ticks))
             axes.xaxis.set_minor_locator(_no_ticks())
         axes.margins(x=0.12, y=0.15)
         axes.set(xlabel="training step" if by_step else "size, MB", ylabel=comparisons.bits_per)
