@@ -112,7 +112,7 @@ def test_a_kl_that_is_not_a_number_is_not_taken_for_noise(found: Comparisons) ->
 
 
 def test_a_runs_folder_is_its_checkpoints_in_the_order_of_steps(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    """step-100 sorts before step-20 as text; what is best is in between."""
+    """step-100 sorts before step-20 as text; what is best is in between. In Python a run's folder was taken for a model."""
     text, base = str(folder / "text.txt"), str(folder / "model")
     assert main(["compare", base, str(folder / "run"), "--on", text, "--tokens", "100", "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["candidates"]
@@ -120,6 +120,8 @@ def test_a_runs_folder_is_its_checkpoints_in_the_order_of_steps(folder: Path, ca
     assert [Path(row["model"]["name"]).name for row in rows] == ["model", "step-20", "best", "step-100"]
     assert 0 < rows[1]["weights"] == rows[2]["weights"] < rows[3]["weights"]
     assert rows[1]["against"]["kl"]["value"] < rows[3]["against"]["kl"]["value"]
+    found = gpt2.compare(base, str(folder / "run"), on=text, tokens=40)
+    assert [each.step for each in found.candidates] == [None, 20, 40, 100]
 
 
 def test_each_candidate_is_judged(names: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

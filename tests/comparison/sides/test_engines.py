@@ -211,7 +211,7 @@ def build(folder):
     (tmp_path / "flat.py").write_text(port.format(change=0, rename=flat, blocks="self.blocks.values()"))
     argv, path = sys.argv, list(sys.path)
     same, wrong, found_none = (
-        compare(MODEL, str(tmp_path / f"{each}.py"), on=text, tokens=60) for each in ("same", "wrong", "flat")
+        compare(MODEL, str(tmp_path / f"{each}.py"), on=text, tokens=24) for each in ("same", "wrong", "flat")
     )
     assert (sys.argv, sys.path) == (argv, path)
     assert max(point.error for point in same.activations.points) < 1e-6
