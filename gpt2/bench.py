@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt2.checkpoint.loading import load_path
+from gpt2.checkpoint.loading import load_path, require_device
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
@@ -56,9 +56,17 @@ def ratio(numerators: Iterable[float], denominators: Iterable[float]) -> Spread:
 
 
 def seconds(work: Callable[[], object]) -> float:
+    """Return the seconds of ``work``, with what it leaves an accelerator to do."""
+    _finish()
     begin = time.perf_counter()
     work()
+    _finish()
     return time.perf_counter() - begin
+
+
+def _finish() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def machine(*packages: str) -> dict[str, Any]:
@@ -195,11 +203,12 @@ def bench(
     batch: int = 1,
     context: int = 128,
     tokens: int = 32,
+    device: str = "cpu",
     revision: str | None = None,
     offline: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Bench:
-    """Measure load, prefill, decode and a training step of a model on the CPU, ours and transformers'.
+    """Measure load, prefill, decode and a training step of a model, ours and transformers'.
 
     An int8 model is not trained, and transformers runs it in float32.
 
@@ -207,20 +216,22 @@ def bench(
         name: as for :func:`gpt2.load`, with an optional dtype; ``random:gpt2`` has the official shape without a download.
         batch, context: rows and tokens of the prompt and the training batch; limited to the model's positions.
         tokens: greedy steps after the prompt.
+        device: where both run, as for :func:`gpt2.load`.
 
     Raises:
-        InputError: no such model, or a size below 1.
+        InputError: no such model or device, or a size below 1.
     """
     for flag, value in (("pairs", pairs), ("batch", batch), ("context", context), ("tokens", tokens)):
         if value < 1:
             raise InputError(f"{flag} is {value}; give 1 or more")
+    where = require_device(device)
     side = CheckpointSide.open(name, revision=revision, offline=offline)
     if side.by_transformers:
         raise InputError(f"{name}: transformers' model is measured in any case; leave hf/ out")
     quantised, positions = side.dtype == torch.int8, side.config.n_positions
     tokens = min(tokens, max(1, positions // 2))
     context = min(context, max(1, positions - tokens - 1))
-    ids = torch.randint(side.config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(side.config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(where)
     x, y, rows = ids[:, :-1], ids[:, 1:], []
 
     def measure(what: str, work: int, runs: Mapping[str, Callable[[], float]]) -> None:
@@ -232,8 +243,10 @@ def bench(
 
     with reference.directory(side.checkpoint, progress) as folder:
         loads: dict[str, Callable[[], Ours | Transformers]] = {
-            "ours": lambda: Ours(load_path(folder, dtype=side.dtype, offline=True)),
-            "theirs": lambda: Transformers(reference.load_reference(folder, torch.float32 if quantised else side.dtype)),
+            "ours": lambda: Ours(load_path(folder, dtype=side.dtype, device=where, offline=True)),
+            "theirs": lambda: Transformers(
+                reference.load_reference(folder, torch.float32 if quantised else side.dtype).to(where)
+            ),
         }
         first = {key: partial(seconds, partial(_first_logits, load, x[:, :1])) for key, load in loads.items()}
         measure("load to first logits", 0, first)

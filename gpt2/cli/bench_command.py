@@ -2,7 +2,7 @@
 
 import argparse
 
-from gpt2.cli.common import Status, add_model, say, write_result
+from gpt2.cli.common import Status, add_device, add_model, say, write_result
 
 HELP = "time loading, prefill, decode and a training step against transformers"
 EXAMPLES = """\
@@ -18,6 +18,7 @@ the number of threads with OMP_NUM_THREADS. The exit code is 0 whatever the resu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_device(parser, "where both run")
     parser.add_argument("--pairs", type=int, default=5, metavar="N", help="measurements of each (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows at a time (default: %(default)s)")
     parser.add_argument("--context", type=int, default=128, metavar="T", help="tokens of a prompt (default: %(default)s)")
@@ -29,6 +30,6 @@ def run(args: argparse.Namespace) -> int:
         from gpt2.bench import bench
 
         sizes = {"pairs": args.pairs, "batch": args.batch, "context": args.context, "tokens": args.tokens}
-        result = bench(args.model, **sizes, revision=args.revision, offline=args.offline, progress=status)
+        result = bench(args.model, **sizes, device=args.device, revision=args.revision, offline=args.offline, progress=status)
     write_result(args.json, result.to_json, lambda: say(result.table()))
     return 0

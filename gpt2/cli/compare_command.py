@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Status, add_offline, require_writable, save_page, say, seed, size, write_result
+from gpt2.cli.common import Status, add_device, add_offline, require_writable, save_page, say, seed, size, write_result
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=seed, default=DEFAULTS["seed"], metavar="N", help="seeds intervals and samples (default: %(default)s)"
     )
     add_offline(parser)
+    add_device(parser, "where checkpoints run; float64 stays on the CPU")
     parser.add_argument(
         "--fail-if", action="append", default=[], metavar="EXPR", help="METRIC OP NUMBER: exit 1 if it is met; repeat for several"
     )
@@ -130,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
             gate.require_of_many()
     keep_freed_memory()
     with Status() as status:
-        options = {name: getattr(args, name) for name in (*DEFAULTS, "offline", "blame")}
+        options = {name: getattr(args, name) for name in (*DEFAULTS, "device", "offline", "blame")}
         result = compare_named(_given(args), **options, save=keep, progress=status)
     _say_saved(keep)
     return _judged(args, result, gates)
@@ -185,6 +186,8 @@ def _noise(args: argparse.Namespace) -> int:
         raise InputError(f"--noise runs one model against itself, without {given}; leave it out")
     if args.threshold != DEFAULTS["threshold"]:
         raise InputError("--threshold has no effect with --noise; leave it out")
+    if args.device != "cpu":
+        raise InputError("--noise runs on every device that is here; leave --device out")
     with Status() as status:
         found = measure_noise(args.a, on=args.on, tokens=args.tokens, seed=args.seed, offline=args.offline, progress=status)
     save_page(args.html, found.save_html)
@@ -227,7 +230,7 @@ def _save(args: argparse.Namespace, keep: "Keep | None") -> int:
         raise InputError(f"a single model is saved, not compared; leave out {flags}")
     assert keep is not None
     with Status() as status:
-        options = {name: getattr(args, name) for name in ("on", "tokens", "seed", "offline")}
+        options = {name: getattr(args, name) for name in ("on", "tokens", "seed", "device", "offline")}
         save_reference(args.a, keep, **options, progress=status)
     _say_saved(keep)
     return 0
@@ -242,7 +245,7 @@ def _say_saved(keep: "Keep | None") -> None:
 def _attention(args: argparse.Namespace) -> int:
     from gpt2.explore.attention import compare_attention
 
-    heads = compare_attention(args.a, args.b, args.attention, offline=args.offline)
+    heads = compare_attention(args.a, args.b, args.attention, device=args.device, offline=args.offline)
     save_page(args.html, heads.save_png if str(args.html).endswith(".png") else heads.save_html)
     write_result(args.json, lambda: heads.to_json(maps=True), lambda: say(heads.table()))
     return 0

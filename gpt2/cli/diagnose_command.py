@@ -1,12 +1,13 @@
 """``gpt2 diagnose``: show where a user's implementation differs from GPT-2, and why."""
 
 import argparse
+import json
 import math
 import shutil
 import sys
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Status, add_offline, say, write_result
+from gpt2.cli.common import Status, add_device, add_offline, say, write_result
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="shakespeare-mini", metavar="MODEL", help="the right weights (default: %(default)s)")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
     add_offline(parser)
+    add_device(parser, "diagnose on the CPU as always, then judge this device on the model's shapes as gpt2 verify does", None)
     help = "seconds for a file's import, build and first forward, or for a program (default: %(default)g)"
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help=help)
 
@@ -97,10 +99,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not 0 < args.timeout < math.inf:
         raise InputError(f"--timeout {args.timeout}: give a number of seconds above 0, such as 60")
+    where = None
+    if args.device is not None:
+        from gpt2.checkpoint.loading import require_device
+
+        where = require_device(args.device)  # before minutes of diagnosis
     diagnosis = _diagnosis(args)
     width = min(shutil.get_terminal_size((110, 24)).columns, 140)
-    write_result(args.json, diagnosis.to_json, lambda: say(diagnosis.table(width)))
-    return 0 if diagnosis.ok else 1
+    if where is None:
+        write_result(args.json, diagnosis.to_json, lambda: say(diagnosis.table(width)))
+        return 0 if diagnosis.ok else 1
+    from gpt2.devices.run import verify_device
+
+    with Status(f"judging {where}") as status:
+        device = verify_device(args.model, where, revision=args.revision, offline=args.offline, progress=status)
+    both = {**json.loads(diagnosis.to_json()), "device": json.loads(device.to_json())}
+    write_result(args.json, lambda: json.dumps(both, indent=2), lambda: say(diagnosis.table(width) + "\n" + device.table(width)))
+    return 0 if diagnosis.ok and device.ok else 1
 
 
 def _diagnosis(args: argparse.Namespace) -> "Diagnosis":

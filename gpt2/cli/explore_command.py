@@ -7,7 +7,7 @@ import socket
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Status, add_offline, save_page, write_result
+from gpt2.cli.common import Status, add_device, add_offline, save_page, write_result
 from gpt2.cli.serving import HEADERS, listen, refusal, routed, serve
 from gpt2.errors import InputError
 
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, metavar="N", help=f"port to serve at; 0 takes a free one (default: {PORT})")
     parser.add_argument("--html", metavar="FILE", help="write the page to FILE instead of serving it")
     add_offline(parser)
+    add_device(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
         status = Status("loading")
         names = [name for name in (args.model, args.other) if name is not None]
-        with explorer(*names, offline=args.offline) as opened:
+        with explorer(*names, device=args.device, offline=args.offline) as opened:
             status.clear()
             prompt = PROMPT if args.prompt is None else args.prompt
             lens = opened.look(prompt)  # reports a bad prompt before a browser asks

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gpt2.cli.common import Status, add_model, say, seed, write_result
+from gpt2.cli.common import Status, add_device, add_model, say, seed, write_result
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_device(parser)
     prompt = "text to continue; - reads stdin (default: a new line). With --chat a question, and may be repeated"
     parser.add_argument("--prompt", action="append", metavar="TEXT", help=prompt)
     chat = "answer questions in the format that the model was fine-tuned on; without --prompt, each line of stdin is one"
@@ -78,9 +79,9 @@ def run(args: argparse.Namespace) -> int:
                 f"{args.model} knows no chat format; fine-tune it on questions and answers (gpt2 train finetune-chat --init "
                 f"{args.model}), or leave --chat out"
             )
-        model = load(args.model, revision=args.revision, offline=args.offline)
+        model = load(args.model, device=args.device, revision=args.revision, offline=args.offline)
         require_vocabulary(tokenizer, model.config, args.model)
-        draft = None if args.draft is None else load(args.draft, offline=args.offline)
+        draft = None if args.draft is None else load(args.draft, device=args.device, offline=args.offline)
         if draft is not None:
             check_draft(draft, model, torch.zeros(args.samples, 1))
     settings = {**asdict(sampling), "seed": args.seed}

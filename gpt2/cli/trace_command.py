@@ -4,7 +4,7 @@ import argparse
 import shutil
 import sys
 
-from gpt2.cli.common import Status, add_model, say, write_result
+from gpt2.cli.common import Status, add_device, add_model, say, write_result
 from gpt2.errors import InputError
 
 HELP = "write every intermediate of the reference on a few tokens, to compare another program with"
@@ -44,11 +44,12 @@ last id of each row of --ids is a next id only. gpt2 diagnose reads all of these
 side, trace:PATH."""
 
 
-NAMES = ("ids", "text", "tokens", "gradients", "steps", "dtype", "revision", "offline")
+NAMES = ("ids", "text", "tokens", "gradients", "steps", "dtype", "device", "revision", "offline")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_device(parser, "run there in float32, to see what it computes, in place of float64 on the CPU", default=None)
     parser.add_argument("--out", required=True, metavar="PATH", help="FILE.safetensors, FILE.npz, llm.c's FILE.bin, or a folder")
     parser.add_argument("--ids", metavar="FILE", help="token ids to use: .npy, or a text of whole numbers, one line a row")
     parser.add_argument(

@@ -50,6 +50,7 @@ def compare_many(
     tokens: int | None = None,
     seed: int = 0,
     dtype: str | None = None,
+    device: str = "cpu",
     offline: bool = False,
     progress: Progress = silent,
 ) -> Comparisons:
@@ -57,7 +58,7 @@ def compare_many(
 
     Args:
         names: as for :func:`gpt2.compare`. The folder of a training run stands for all its checkpoints, in the order of steps.
-        on, tokens, seed, dtype, offline: as for :func:`gpt2.compare`.
+        on, tokens, seed, dtype, device, offline: as for :func:`gpt2.compare`.
 
     Raises:
         InputError: no such model or text, or fewer than two models. CheckpointError: a checkpoint does not fit its config.
@@ -66,7 +67,7 @@ def compare_many(
     saved = [each for name in names for each in with_checkpoints(name)]
     if len(saved) < 2:
         raise InputError(f"{' '.join(names)}: one model has nothing to be compared with; give two or more")
-    sides = open_sides(*(each.name for each in saved), offline=offline, dtype=dtype)
+    sides = open_sides(*(each.name for each in saved), offline=offline, dtype=dtype, device=device)
     for side in sides:
         if Shown.LOGITS not in side.shows:
             raise InputError(f"{side.name}: shows only {' and '.join(sorted(side.shows))}; compare it with one model at a time")

@@ -54,6 +54,7 @@ def compare(
     threshold: float = THRESHOLD,
     seed: int = 0,
     dtype: str | None = None,
+    device: str = "cpu",
     offline: bool = False,
     blame: bool = False,
     save: Keep | None = None,
@@ -61,7 +62,7 @@ def compare(
 ) -> Comparison:
     """Compare two models by name; arguments and errors are those of :func:`gpt2.comparison.run.compare`."""
     started = time.perf_counter()
-    first, second = open_sides(a, b, offline=offline, dtype=dtype)
+    first, second = open_sides(a, b, offline=offline, dtype=dtype, device=device)
     sides = first, second
     tokenizers = sides[0].tokenizer(), sides[1].tokenizer()
     compatible = compatibility(sides[0].config, sides[1].config, *tokenizers)

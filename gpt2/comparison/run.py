@@ -27,6 +27,7 @@ def compare(
     threshold: float = ...,
     seed: int = ...,
     dtype: str | None = ...,
+    device: str = ...,
     offline: bool = ...,
     blame: bool = ...,
     save: Keep | None = ...,
@@ -45,6 +46,7 @@ def compare(
     tokens: int | None = ...,
     seed: int = ...,
     dtype: str | None = ...,
+    device: str = ...,
     offline: bool = ...,
     progress: Progress = ...,
 ) -> Comparisons: ...
@@ -59,6 +61,7 @@ def compare(
     threshold: float = THRESHOLD,
     seed: int = 0,
     dtype: str | None = None,
+    device: str = "cpu",
     offline: bool = False,
     blame: bool = False,
     save: Keep | None = None,
@@ -80,6 +83,7 @@ def compare(
         threshold: a relative error of an activation; the result names the first point above it.
         seed: seeds the bootstrap, sampled continuations, and random ids if neither model has a tokenizer.
         dtype: the dtype of a model whose name gives none; default: as stored.
+        device: where checkpoints run, as for :func:`gpt2.load`; float64 runs, and what other engines run, stay on the CPU.
         blame: also put parts of b into a and measure what each carries, for models of one shape (:mod:`gpt2.comparison.blame`).
         save: keep what ``a`` shows in a file, for the side ``trace:FILE``.
 
@@ -88,7 +92,8 @@ def compare(
         CheckpointError: a checkpoint whose tensors do not fit its config.
     """
     of_two: dict[str, Any] = {"threshold": threshold, "blame": blame, "save": save}
-    shared: dict[str, Any] = {"on": on, "tokens": tokens, "seed": seed, "dtype": dtype, "offline": offline, "progress": progress}
+    shared: dict[str, Any] = {"on": on, "tokens": tokens, "seed": seed, "dtype": dtype, "device": device}
+    shared |= {"offline": offline, "progress": progress}
     return compare_named((a, b, *others), **of_two, **shared)
 
 

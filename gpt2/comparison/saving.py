@@ -45,6 +45,7 @@ def save_reference(
     tokens: int | None = None,
     seed: int = 0,
     dtype: str | None = None,
+    device: str = "cpu",
     offline: bool = False,
     progress: Progress = silent,
 ) -> Path:
@@ -52,7 +53,7 @@ def save_reference(
 
     Raises InputError: no such side or text, a side that shows no logits, or the file cannot be written.
     """
-    side = open_side(name, offline=offline, dtype=dtype)
+    side = open_side(name, offline=offline, dtype=dtype, device=device)
     tokenizer = side.tokenizer()
     passage = open_passage(on, tokens, [side], [tokenizer], seed, offline=offline)
     with side.running() as running, saving(keep, side, running, tokenizer, passage) as logits:

@@ -69,7 +69,7 @@ def verify_device(
         coverage=f"{config.num_parameters():,} parameters · width {config.n_embd}, {config.n_head} heads, up to "
         f"{config.n_positions} tokens, vocabulary {config.vocab_size:,} · {len(verdicts)} cases",
         verdicts=tuple(_one_product(verdicts)),
-        environment=environment(kinds),
+        environment=environment(kinds, own.target),
         seed=seed,
         seconds=time.perf_counter() - started,
     )

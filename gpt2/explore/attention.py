@@ -132,9 +132,9 @@ def attention_maps(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.stack([block[name][0].float() for block in blocks for name in block if name.endswith(".attn.weights")])
 
 
-def compare_attention(a: str, b: str | None, text: str, *, offline: bool = False) -> AttentionReport:
+def compare_attention(a: str, b: str | None, text: str, *, device: str = "cpu", offline: bool = False) -> AttentionReport:
     """Compute attention weights of one model or two on ``text``; names as in :func:`~gpt2.comparison.pair.compare`."""
-    sides = [CheckpointSide.open(name, offline=offline) for name in (a, b) if name is not None]
+    sides = [CheckpointSide.open(name, offline=offline, device=device) for name in (a, b) if name is not None]
     tokenizers = text_tokenizers(sides)
     ids = tokenizers[0].encode(text)
     most = min(side.config.n_positions for side in sides)

@@ -115,9 +115,9 @@ class Explorer:
 
 
 @contextmanager
-def explorer(*names: str, offline: bool = False) -> Iterator[Explorer]:
+def explorer(*names: str, device: str = "cpu", offline: bool = False) -> Iterator[Explorer]:
     """Load one or two models, named as for :func:`gpt2.comparison.pair.compare`, for the time of the ``with`` block."""
-    sides = tuple(CheckpointSide.open(name, offline=offline) for name in names or (DEFAULT,))
+    sides = tuple(CheckpointSide.open(name, offline=offline, device=device) for name in names or (DEFAULT,))
     tokenizers = text_tokenizers(sides)
     env = environment(side.dtype for side in sides)
     with ExitStack() as stack:
@@ -127,9 +127,9 @@ def explorer(*names: str, offline: bool = False) -> Iterator[Explorer]:
 
 @torch.inference_mode()
 def read_out(model: nn.Module, stream: Tensor) -> Tensor:
-    """Apply the final norm and the tied head to ``stream`` (..., D), as if it left the last block; return logits."""
+    """Apply the final norm and the tied head to ``stream`` (..., D), as if it left the last block; return logits on the CPU."""
     root = root_of(model)
-    return nn.functional.linear(root.ln_f(stream), root.wte.weight)
+    return nn.functional.linear(root.ln_f(stream.to(root.wte.weight.device)), root.wte.weight).cpu()
 
 
 def _look(model: nn.Module, described: Model, tokenizer: Tokenizer, ids: list[int]) -> tuple[Lens, Tensor]:

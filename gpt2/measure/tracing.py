@@ -243,7 +243,7 @@ def _in_order(recorded: Recorded, n_layer: int) -> Recorded:
     for name in [name for name in recorded if name.endswith("attn.qkv")]:
         for part, tensor in zip("qkv", recorded.pop(name).chunk(3, dim=-1), strict=True):
             recorded[f"{name.removesuffix('qkv')}{part}"] = tensor
-    return {name: recorded[name] for name in points(n_layer) if name in recorded}
+    return {name: recorded[name].cpu() for name in points(n_layer) if name in recorded}
 
 
 def _record_input(recorded: Recorded, point: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

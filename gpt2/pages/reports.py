@@ -32,13 +32,13 @@ class Environment:
     machine: str
 
 
-def environment(dtypes: Iterable[torch.dtype]) -> Environment:
-    """Return this process's environment; ``dtypes`` are the models', in order."""
+def environment(dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu") -> Environment:
+    """Return this process's environment; ``dtypes`` are the models', in order, and ``device`` is where they ran."""
     import torch
 
     versions = {"gpt2-toolkit": __version__, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
     dtype = " and ".join(dict.fromkeys(dtype_label(dtype) for dtype in dtypes))
-    return Environment(versions, dtype, "cpu", torch.get_num_threads(), f"{platform.machine()}, {os.cpu_count()} cores")
+    return Environment(versions, dtype, str(device), torch.get_num_threads(), f"{platform.machine()}, {os.cpu_count()} cores")
 
 
 def dtype_label(dtype: torch.dtype) -> str:

@@ -62,9 +62,9 @@ OTHERS = {
 
 
 def stored(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Return a float64 tensor as it is kept, contiguous. Raises InputError: a value does not fit ``dtype``."""
+    """Return a tensor as it is kept, contiguous and on the CPU. Raises InputError: a value does not fit ``dtype``."""
     with np.errstate(over="ignore"):  # NumPy rounds once; torch rounds float64 to float32 first, then to float16
-        kept = torch.from_numpy(tensor.detach().contiguous().numpy().astype(dtype_label(dtype)))
+        kept = torch.from_numpy(tensor.detach().cpu().contiguous().numpy().astype(dtype_label(dtype)))
     if dtype != tensor.dtype and not bool(kept.isfinite().all()) and bool(tensor.isfinite().all()):
         raise InputError(f"{name}: has values that {dtype_label(dtype)} cannot hold; choose float32 or float64")
     return kept

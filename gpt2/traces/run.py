@@ -11,11 +11,13 @@ from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.loading import require_device
 from gpt2.checkpoint.names import DEFAULT, EXPORTS, FLOATS, ModelName
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import quoted
 from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress, silent
+from gpt2.measure.placement import placed
 from gpt2.pages.reports import environment
 from gpt2.traces import arrays
 from gpt2.traces.batch import NO_TARGET, Batch, as_rows, default_batch, read_ids
@@ -39,11 +41,12 @@ def trace(
     steps: int = 0,
     settings: Mapping[str, object] | None = None,
     dtype: str = "float32",
+    device: str | None = None,
     revision: str | None = None,
     offline: bool = False,
     progress: Progress = silent,
 ) -> Trace:
-    """Run a model on a few tokens in float64, and return every intermediate under the checkpoint's names.
+    """Run a model on a few tokens in float64 on the CPU, and return every intermediate under the checkpoint's names.
 
     Args:
         name: a model name as in :func:`gpt2.load`; with a suffix such as ``:bf16`` its weights are rounded first.
@@ -58,6 +61,7 @@ def trace(
             ``losses``, before the first step and after each.
         settings: of these steps, by a recipe's keys: optim.lr, optim.beta1, optim.beta2, optim.weight_decay, optim.clip. Default:
             a recipe's. The rate is constant, eps 1e-8; matrices and embeddings decay; there is no dropout.
+        device: run in float32 there instead, as for :func:`gpt2.load`: what a device computes, not the reference.
         dtype: what the arrays are kept in: "float32", "float64" or "float16".
 
     Raises:
@@ -72,6 +76,7 @@ def trace(
     if not 0 <= steps <= MAX_STEPS:
         raise InputError(f"steps is {steps}; give 0 to {MAX_STEPS}")
     optim = optim_of(settings or {})
+    where = None if device is None else require_device(device)
     checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
     batch = _batch(checkpoint, ids, targets, text, tokens, offline)
     copies = gradients + steps
@@ -79,7 +84,7 @@ def trace(
     progress("sha256 of the files")
     files = {file: sha256(path) for file, path in checkpoint.files().items()}
     progress("loading")
-    model = checkpoint.load().double()
+    model = checkpoint.load().double() if where is None else placed(checkpoint.load().float(), where)
     require_whole_files()
     found = dict(arrays.forward(model, batch, kept, progress))
     if gradients or steps:
@@ -95,7 +100,7 @@ def trace(
         arrays=found,
         config=checkpoint.config,
         files=files,
-        environment=environment([torch.float64]),
+        environment=environment([model.wte.weight.dtype], model.wte.weight.device),
         settings=described(optim) if steps else {},
     )
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +13,13 @@ import torch.nn.functional as F
 from support.devices import IMPRECISE, WRONG, Simulated
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import gpt2
 from gpt2.cli.main import main
 from gpt2.devices.arithmetic import arithmetics, to_tf32
 from gpt2.devices.judge import Device
 from gpt2.devices.report import DeviceReport
 from gpt2.devices.run import verify_device
+from gpt2.measure.placement import placed
 
 MODEL = "shakespeare-mini"
 
@@ -114,3 +119,47 @@ def test_an_arithmetic_sums_in_its_own_dtype() -> None:
     assert results[0] == 1000
     assert results[2] == 256
     assert results[1] != results[2]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "verify",
+        "generate",
+        "bench",
+        "explore --html x.html",
+        "trace --out x.npz",
+        "compare shakespeare-mini shakespeare-mini:bf16",
+        "diagnose port.py",
+    ],
+)
+def test_a_device_that_is_not_here_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A traceback from inside torch says neither what was asked nor what this machine has."""
+    assert main([*command.split(), "--device", "cuda:7"]) == 2
+    said = capsys.readouterr().err
+    assert "no device 'cuda:7' here; this machine has" in said
+    assert said.count("\n") == 1
+
+
+def test_a_placed_model_takes_ids_to_its_device() -> None:
+    """Ids that stay on the CPU meet weights elsewhere, and logits elsewhere meet float64 on the CPU: both must be copied.
+
+    The meta device stands for an accelerator: what arrives there runs, and only copying the logits back is refused.
+    """
+    model = placed(gpt2.load(), torch.device("meta"))
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+
+
+@pytest.mark.slow
+def test_the_check_of_a_gpu_runs_through_on_the_cpu(tmp_path: Path) -> None:
+    """It must be complete before a GPU is seen: a script that fails there costs the only hour with one."""
+    script = Path(__file__).parents[2] / "tools" / "check_gpu.py"
+    command = [sys.executable, str(script), "--device", "cpu", "--pairs", "1", "--out", str(tmp_path / "found")]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    body = json.loads((tmp_path / "found.json").read_text())
+    assert body["ok"]
+    assert body["resume"]["kills"] > 0
+    assert body["verdict"]["verdict"]["verdict"] == "right"
+    assert len((tmp_path / "found.md").read_text().splitlines()) == len(body["rows"]) + 4

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from gpt2.checkpoint.loading import require_device
 from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official_files import official_files
 from gpt2.checkpoint.saving import sha256
@@ -18,6 +19,7 @@ from gpt2.comparison.sides.side import Running, Shown, Side
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.int8 import rounded_parameter
+from gpt2.measure.placement import placed
 from gpt2.measure.tracing import Recorded, trace_blocks
 from gpt2.pages.reports import dtype_label
 from gpt2.parity import reference
@@ -32,16 +34,26 @@ class CheckpointSide(Side):
     name: str
     by_transformers: bool  # whether transformers runs it, or our implementation
     checkpoint: Checkpoint
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     shows = frozenset({Shown.WEIGHTS, Shown.ACTIVATIONS, Shown.LOGITS})
 
     @classmethod
-    def open(cls, name: str, *, revision: str | None = None, offline: bool = False, dtype: str | None = None) -> CheckpointSide:
+    def open(
+        cls,
+        name: str,
+        *,
+        revision: str | None = None,
+        offline: bool = False,
+        dtype: str | None = None,
+        device: str | torch.device = "cpu",
+    ) -> CheckpointSide:
         """Open a name as :func:`gpt2.load` does, with an optional prefix ``hf/``; ``dtype`` is for a name that gives none."""
         hf = name.startswith(HF_PREFIX) and name != HF_PREFIX
         default = None if dtype is None else dtype_name(dtype, VERIFIES)
         parsed = ModelName.parse(name.removeprefix(HF_PREFIX) if hf else name, VERIFIES if hf else RUNS, revision=revision)
         parsed = replace(parsed, dtype=parsed.dtype or default)
-        return cls(name, hf, open_checkpoint(parsed, offline=offline))
+        where = require_device(device)
+        return cls(name, hf, open_checkpoint(parsed, offline=offline), where)
 
     @property
     def config(self) -> GPT2Config:  # type: ignore[override]  # read-only, and never None
@@ -61,12 +73,12 @@ class CheckpointSide(Side):
 
     @contextmanager
     def model(self, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
-        """Load the model, in eval mode, for the time of the ``with`` block; ``dtype`` replaces its own."""
+        """Load the model in eval mode, on the side's device, for the time of the ``with`` block; ``dtype`` replaces its own."""
         if self.by_transformers:
             with reference.directory(self.checkpoint) as folder:
-                yield reference.load_reference(folder, dtype or self.dtype)
+                yield placed(reference.load_reference(folder, dtype or self.dtype), self.device)
         else:
-            yield self.checkpoint.load(dtype)
+            yield placed(self.checkpoint.load(dtype), self.device)
 
     @contextmanager
     def running(self) -> Iterator[RunningModule]:

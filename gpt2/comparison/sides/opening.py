@@ -23,9 +23,9 @@ KINDS: dict[str, Callable[[str], Side]] = {  # prefix of a name -> how to open i
 }
 
 
-def open_sides(*names: str, offline: bool = False, dtype: str | None = None) -> tuple[Side, ...]:
+def open_sides(*names: str, offline: bool = False, dtype: str | None = None, device: str = "cpu") -> tuple[Side, ...]:
     """Open the sides of one comparison; a port gets the first checkpoint's folder, a server the first tokenizer among them."""
-    sides = [open_side(name, offline=offline, dtype=dtype) for name in names]
+    sides = [open_side(name, offline=offline, dtype=dtype, device=device) for name in names]
     checkpoint = next((side.checkpoint for side in sides if isinstance(side, CheckpointSide)), None)
     servers = [side for side in sides if isinstance(side, ServerSide)]
     partner = next((side for side in sides if side.tokenizer() is not None), None) if servers else None
@@ -37,8 +37,11 @@ def open_sides(*names: str, offline: bool = False, dtype: str | None = None) -> 
     return tuple(sides)
 
 
-def open_side(name: str, *, offline: bool = False, dtype: str | None = None) -> Side:
-    """Open a side; ``dtype`` is for a model whose name gives none. Raises InputError: no such side, or its engine is missing."""
+def open_side(name: str, *, offline: bool = False, dtype: str | None = None, device: str = "cpu") -> Side:
+    """Open a side; ``dtype`` is for a model whose name gives none, and ``device`` is where a checkpoint runs.
+
+    Raises InputError: no such side or device, or its engine is missing.
+    """
     if PORT.fullmatch(name):
         return PortSide.open(name, None)
     if name.startswith(PREFIXES):
@@ -46,4 +49,4 @@ def open_side(name: str, *, offline: bool = False, dtype: str | None = None) -> 
     for prefix, kind in KINDS.items():
         if name.startswith(prefix) and name != prefix:
             return kind(name)
-    return CheckpointSide.open(name, offline=offline, dtype=dtype)
+    return CheckpointSide.open(name, offline=offline, dtype=dtype, device=device)
