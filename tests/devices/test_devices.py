@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.devices import IMPRECISE, WRONG, Simulated
+from support.devices import IMPRECISE, SECOND, WRONG, Simulated
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gpt2
@@ -36,7 +36,7 @@ def check(simulated: Simulated, imprecise: bool, operators: list[str] | None = N
     assert all(each in said(report) for each in simulated.says), said(report)
 
 
-NAMED = {each.name: each for each in (*IMPRECISE, *WRONG)}
+NAMED = {each.name: each for each in (*IMPRECISE, *WRONG, *SECOND)}
 
 
 @pytest.mark.parametrize(

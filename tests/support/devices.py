@@ -327,3 +327,92 @@ WRONG = (
         source="pytorch #118115 (MPS)",
     ),
 )
+
+
+def _tail_dropped(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    whole = a.size(-1) // 16 * 16
+    return func(a[..., :whole], b[..., :whole, :])
+
+
+def _late_columns_zero(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    out = func(a, b)
+    out[..., 1024:] = 0
+    return out
+
+
+def _first_row_only(func: Any, grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    dx, dweight, dbias = func(grad, x, *rest)
+    return dx, dweight / 2 if x.ndim == 3 and len(x) > 1 else dweight, dbias
+
+
+def _noisy(func: Any, bias: Tensor, a: Tensor, b: Tensor, **_: Any) -> Tensor:
+    out = func(bias, a, b)
+    return torch.where(torch.rand_like(out) < 1e-3, out + 1e-2, out)
+
+
+# Written after the judge was done; nothing of it was changed to name these.
+SECOND = (
+    Simulated(
+        "embedding ids wrap at 1,024", ("embedding lookup",), {aten.embedding.default: lambda f, w, ids, *r: f(w, ids % 1024, *r)}
+    ),
+    Simulated(
+        "the tail of a product's sum is dropped", ("weighted sum",), {aten.bmm.default: _tail_dropped}, source="ROCm #5730"
+    ),
+    Simulated("logits past column 1,024 are zero", ("logits", "zeros"), {aten.mm.default: _late_columns_zero}),
+    Simulated(
+        "a copy of a permuted view keeps the order of memory",
+        ("split into q, k, v",),
+        {aten.clone.default: lambda f, x, **kw: f(in_order(x), **kw) if x.ndim == 4 else f(x, **kw)},
+        source="pytorch #85967",
+    ),
+    Simulated("masked_fill takes the mask inverted", ("mask",), {aten.masked_fill.Scalar: lambda f, x, mask, v: f(x, ~mask, v)}),
+    Simulated(
+        "softmax of a masked score is NaN",
+        ("softmax", "masked scores"),
+        {aten._softmax.default: lambda f, x, *r: f(x, *r) + 0 * x.masked_fill(x == -math.inf, math.nan)},
+        source="Megatron-LM #132",
+    ),
+    Simulated(
+        "attention sees as many keys as queries",
+        ("attention", "cached"),
+        functions={
+            F.scaled_dot_product_attention: lambda f, q, k, v, attn_mask=None, **rest: f(
+                q,
+                k[..., : q.size(-2), :],
+                v[..., : q.size(-2), :],
+                attn_mask=None if attn_mask is None else attn_mask[..., : q.size(-2)],
+                **rest,
+            )
+        },
+    ),
+    Simulated("GELU is the exact form", ("GELU", "exact"), {aten.gelu.default: lambda f, x, approximate="none": f(x)}),
+    Simulated(
+        "a sum uses the first row's second operand",
+        ("residual sum",),
+        {aten.add.Tensor: lambda f, x, y, **kw: f(x, y[:1] if isinstance(y, Tensor) and y.ndim == 3 else y, **kw)},
+    ),
+    Simulated("top-k is one place late", ("sampling",), {aten.topk.default: lambda f, x, k, *r: f(x.roll(1, -1) * 0.999, k, *r)}),
+    Simulated(
+        "the keys get no gradient",
+        ("attention, backward", "zeros"),
+        functions={F.scaled_dot_product_attention: lambda f, q, k, v, **rest: f(q, k.detach() + 0 * k, v, **rest)},
+    ),
+    Simulated(
+        "layer norm's weight gets half its gradient",
+        ("layer norm, backward",),
+        {aten.native_layer_norm_backward.default: _first_row_only},
+    ),
+    Simulated(
+        "AdamW leaves out the decay",
+        ("AdamW step",),  # that it is the decay is not recognised
+        {aten._fused_adamw_.default: lambda f, *args, weight_decay=0.0, **kw: f(*args, weight_decay=0.0, **kw)},
+    ),
+    Simulated("a product has rare wrong entries, never the same", ("matrix product",), {aten.addmm.default: _noisy}),
+    Simulated(
+        "GELU is NaN above 11, in bfloat16 only",
+        ("GELU", "overflows"),
+        {aten.gelu.default: lambda f, x, **kw: torch.where((x > 11) & (x.dtype == torch.bfloat16), math.nan, f(x, **kw))},
+        source="pytorch #186278 (MPS)",
+        dtype=torch.bfloat16,
+    ),
+)
