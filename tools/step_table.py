@@ -2,7 +2,7 @@
 
     python tools/step_table.py                      # all
     python tools/step_table.py --drawn 60 --seed 1  # random combinations of faults of different stages
-    python tools/step_table.py --second             # the second set, which was not used to develop it
+    python tools/step_table.py --second             # the second set, which was not used to develop it; --third
     python tools/step_table.py --only 'loop: summed' 'right: fused'  # some (* for anything), with the whole diagnosis
     python tools/step_table.py --flaws FILE         # also writes every flaw into a file
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.steps import FAULTY_STEPS, SECOND, SECOND_STEPS, STYLES, Settings, Step, WithSettings
+from support.steps import FAULTY_STEPS, SECOND, SECOND_STEPS, STYLES, THIRD, THIRD_STEPS, Settings, Step, WithSettings
 from support.steps.drawn import draw
 from support.steps.right import RIGHT_STEPS, RightStep
 from support.steps.scoring import StepRow, diagnosis_of, score_step
@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument(
         "--second", action="store_true", help="instead, the second set, which was not used to develop diagnose_step"
     )
+    parser.add_argument("--third", action="store_true", help="instead, the third set, written after both")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--slow", action="store_true", help="the steps through torch.compile as well")
     parser.add_argument("--flaws", metavar="FILE", help="write every flaw into this file")
@@ -49,10 +50,9 @@ def main() -> int:
         return not options.only or any(fnmatchcase(name, one) for one in options.only)
 
     steps: dict[str, Step | RightStep] = {step.name: step for step in draw(options.drawn, options.seed)} if options.drawn else {}
-    if options.second:
-        steps = SECOND_STEPS | {
-            f"right: {style} {changes}": right_step(style, changes) for style in SECOND for changes in SETTINGS
-        }
+    if options.second or options.third:
+        styles, faulty = (SECOND, SECOND_STEPS) if options.second else (THIRD, THIRD_STEPS)
+        steps = faulty | {f"right: {style} {changes}": right_step(style, changes) for style in styles for changes in SETTINGS}
     elif not options.drawn:
         steps = dict(FAULTY_STEPS) | {f"right: {name}": step for name, step in RIGHT_STEPS.items()}
     rows, failed = [], []
@@ -119,7 +119,7 @@ def counts(rows: list[StepRow], failed: int) -> tuple[float, ...]:
 def show(rows: list[StepRow], failed: list[tuple[str, str]], lines: list[str]) -> None:
     faulty = [row for row in rows if row.style != "right"]
     print(f"\n{'':10}" + "".join(f"{head:>13}" for head in HEADS), file=sys.stderr)
-    for style in (*STYLES, *SECOND, "right"):
+    for style in (*STYLES, *SECOND, *THIRD, "right"):
         own = [row for row in rows if row.style == style]
         broken = sum(name.partition(":")[0] == style for name, _ in failed)
         if own or broken:

@@ -12,6 +12,7 @@ from support.steps import (
     SECOND_STEPS,
     STAGES,
     STYLES,
+    THIRD_STEPS,
     Settings,
     Step,
     WithSettings,
@@ -76,10 +77,10 @@ def test_some_faulty_steps_end_at_other_parameters(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FAULTY_STEPS, *SECOND_STEPS])
+@pytest.mark.parametrize("name", [*FAULTY_STEPS, *SECOND_STEPS, *THIRD_STEPS])
 def test_faulty_steps_end_at_other_parameters(name):
     """As above, for all."""
-    check_faulty((FAULTY_STEPS | SECOND_STEPS)[name])
+    check_faulty((FAULTY_STEPS | SECOND_STEPS | THIRD_STEPS)[name])
 
 
 @pytest.mark.parametrize("name", RIGHT_SAMPLE)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from gpt2.port.training.causes import cause
-from gpt2.port.training.clipping import BITES, ClipReading
+from gpt2.port.training.clipping import BITES, LIMITS, ClipReading
 from gpt2.port.training.trained import Stage
-
-USUAL = (1.0, 0.5, 0.25, 5.0)  # norms that people clip to
 
 
 def clip_stage(clip: ClipReading, wanted: float | None, odd: str) -> Stage:
@@ -60,7 +58,7 @@ def clip_stage(clip: ClipReading, wanted: float | None, odd: str) -> Stage:
 def _before_unscaling(clip: ClipReading, wanted: float | None) -> bool:
     """Return whether the limit is a usual one for the gradient as a GradScaler has multiplied it."""
     before = clip.limit / clip.factor  # in units of the gradient before unscaling
-    usual = any(abs(before / value - 1) < 1e-3 for value in ((wanted,) if wanted else USUAL))
+    usual = any(abs(before / value - 1) < 1e-3 for value in ((wanted,) if wanted else LIMITS))
     return clip.factor < 0.02 and usual and not (wanted and abs(clip.limit / wanted - 1) < 1e-3)
 
 
