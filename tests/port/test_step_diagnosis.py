@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from support.steps import FAULTY_STEPS, SECOND_STEPS, Settings, WithSettings, our_model
+from support.steps import FAULTY_STEPS, SECOND_STEPS, THIRD_STEPS, Settings, WithSettings, our_model
 from support.steps.drawn import draw
 from support.steps.right import RIGHT_STEPS
 from support.steps.scoring import diagnosis_of, score_step
@@ -119,10 +119,11 @@ def test_a_head_of_its_own_is_named_where_the_forward_pass_differs_too():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", ["accumulation-summed", "clipped-by-value", "unshifted eps-inside"])
-def test_faults_of_steps_by_torch_func_are_named(line):
-    """Gradients by torch.func never reach .grad: every parameter looked detached, and no clipping or share was seen."""
-    step = SECOND_STEPS[f"functional: {line}"]
+@pytest.mark.parametrize("name", ["functional: accumulation-summed", "functional: clipped-by-value", "closures: sgd"])
+def test_faults_of_steps_whose_gradients_are_in_no_grad_are_named(name):
+    """Gradients by torch.func never reach .grad: every parameter looked detached, no clipping or share was seen; SGD with
+    clipping was taken for SGD of changing rates without it."""
+    step = (SECOND_STEPS | THIRD_STEPS)[name]
     found = score_step(step.name, step.style, step.meanings, diagnosis_of(step), 0.0)
     assert found.perfect, found.flaws()
 

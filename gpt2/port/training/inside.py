@@ -90,6 +90,11 @@ class RuleSearch:
         """Whether a rule gives the changes in the other sessions too."""
         return self._others(rule, clip) <= 1e-4
 
+    def is_steady(self, rule: Rule, clip: Clip | None) -> bool:
+        """Whether the first session has one rate in all its steps."""
+        rates = np.median(np.stack([fit(track, rule).rates for track in self._tracks(0, clip)]), axis=0)
+        return bool(np.ptp(rates) <= 1e-4 * np.abs(rates).max())
+
     def _others(self, rule: Rule, clip: Clip | None) -> float:
         """Return the largest error of a rule in the sessions after the first."""
         later = [track for number in range(1, len(self.sessions)) for track in self._tracks(number, clip)]
@@ -156,7 +161,8 @@ class RuleSearch:
 def first_explained(searches: Sequence[RuleSearch], most: int | None = None) -> tuple[int, Found, Clip | None] | None:
     """Return the first rule, the usual before the rare, that explains all sessions of a search; its number, and the clipping.
 
-    Of several that do, one with a usual eps; None if there is none among the first ``most`` structures.
+    Of several that do, one with a usual eps and one rate for all steps, which SGD without its clipping has not. None if there is
+    none among the first ``most`` structures.
     """
     tried = [(number, clip) for number, one in enumerate(searches) for clip in one.clips]
     improving = (itertools.islice(searches[number].search(clip).improving(), most) for number, clip in tried)
@@ -167,8 +173,14 @@ def first_explained(searches: Sequence[RuleSearch], most: int | None = None) -> 
             if best is not None and best.error <= EXACT and searches[number].explains(best.rule, clip)
         ]
         if explained:
-            return min(explained, key=lambda one: min(abs(one[1].rule.eps / eps - 1) for eps in EPSILONS) > 0.01)
+            return min(
+                explained, key=lambda one: (_has_odd_eps(one[1].rule), not searches[one[0]].is_steady(one[1].rule, one[2]))
+            )
     return None
+
+
+def _has_odd_eps(rule: Rule) -> bool:
+    return min(abs(rule.eps / eps - 1) for eps in EPSILONS) > 0.01
 
 
 def share_of(sessions: Sequence[Sequence[Update]], names: Sequence[str], settings: Settings) -> float:
