@@ -20,6 +20,7 @@ from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official_files import Official, official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.errors import InputError
+from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.metrics import Progress, silent
 from gpt2.model import GPT2
 from gpt2.pages.reports import environment
@@ -29,7 +30,7 @@ from gpt2.parity.findings import DifferenceFound, Findings
 from gpt2.parity.forward import forward
 from gpt2.parity.record import RecordReport, Setup, compute, public_record
 from gpt2.parity.report import AT_DIFFERENCE, INTERRUPTED, RUNNING, Report
-from gpt2.parity.training import training
+from gpt2.parity.training import gradients, rounded_gradients
 
 
 def _load(path: Path, dtype: torch.dtype | None) -> GPT2:
@@ -146,9 +147,9 @@ def _compare(subject: Subject) -> None:
     checks.adapter(subject)
     checks.embeddings(subject)
     findings.settle("adapter")
-    forward(subject)
-    if not findings.quick:
-        training(subject)
+    for stage in (forward,) if findings.quick else (forward, gradients, rounded_gradients):
+        give_back_freed_memory()  # each stage has tensors of other sizes, which do not fit the holes of the one before
+        stage(subject)
 
 
 def _official(checkpoint: Checkpoint, files: dict[str, str]) -> tuple[Official | None, str | None]:

@@ -44,12 +44,6 @@ NOTHING = Step(None, -1, {}, {})
 Walk = Callable[[Callable[[Step], None]], None]
 
 
-def training(subject: Subject) -> None:
-    """Compare the backward pass: directly in float64, and in ``dtype`` each against float64."""
-    _exact(subject)
-    _rounded(subject)
-
-
 def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive], Streamed]) -> Walk:
     """Return a walk through the backward pass of each sequence's mean loss, summed over the (B, T + 1) ``sequences``."""
 
@@ -66,9 +60,9 @@ def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive],
             tied = {name: p for name, p in context.outside.items() if name == "wte.weight"}
             emit(Step(None, 0, {HEAD: take_gradients(tied)["wte.weight"]}, tied, torch.cat(losses)))
             hidden.backward(leaf.grad)
-            gradients = take_gradients(context.outside)
-            gradients[LOOKUP] = gradients.pop("wte.weight")
-            emit(Step(None, 0, gradients, context.outside))
+            outside = take_gradients(context.outside)
+            outside[LOOKUP] = outside.pop("wte.weight")
+            emit(Step(None, 0, outside, context.outside))
 
     return walk
 
@@ -135,7 +129,7 @@ def _change(start: Tensor, gradients: list[Tensor]) -> Tensor:
     return change
 
 
-def _exact(subject: Subject) -> None:
+def gradients(subject: Subject) -> None:
     """Compare loss, gradients, their norm and AdamW steps in float64."""
     findings, sequences = subject.findings, subject.probe.long
     models = {"transformers": subject.reference, "ours": subject.ours}
@@ -165,7 +159,7 @@ def _exact(subject: Subject) -> None:
     findings.settle("gradients", "adamw")
 
 
-def _rounded(subject: Subject) -> None:
+def rounded_gradients(subject: Subject) -> None:
     """Compare loss, gradients and AdamW steps in ``dtype`` with the float64 run, for both models."""
     findings, sequences, label = subject.findings, subject.probe.short, dtype_label(subject.dtype)
     exact = partial(subject.exactly, subject.reference, "float64: gradients of short sequences, transformers")
