@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import shlex
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpt2.comparison.reference_file import TRACE_PREFIX
+from gpt2.comparison.page import again
 from gpt2.pages import drawing
 from gpt2.pages.drawing import INK, NARROW, WIDE, A, B, svg
 from gpt2.pages.rendering import render
@@ -33,7 +32,7 @@ def page(comparisons: Comparisons) -> str:
         by_step=by_step,
         picture=quality(comparisons, by_step=by_step),
         shade=shade,
-        command=command(comparisons),
+        command=again([each.model.name for each in comparisons.candidates], comparisons.text, comparisons.seed),
         data={},
     )
 
@@ -84,13 +83,3 @@ def _no_ticks() -> Any:
     from matplotlib.ticker import NullLocator
 
     return NullLocator()
-
-
-def command(comparisons: Comparisons) -> str:
-    """Return the command that makes this page again."""
-    names = [each.model.name for each in comparisons.candidates]
-    parts = ["gpt2", "compare", *names]
-    if not any(name.startswith(TRACE_PREFIX) for name in names):  # which hold their own text
-        parts += ["--on", comparisons.text.name] if comparisons.text.sha256 else []
-        parts += ["--tokens", str(comparisons.text.tokens)]
-    return shlex.join([*parts, "--seed", str(comparisons.seed), "--html", "report.html"])

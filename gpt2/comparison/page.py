@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Sequence
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from gpt2.pages.rendering import number, percent, render, short_names, visible
 
 if TYPE_CHECKING:
     from gpt2.comparison.distributions import Distributions
-    from gpt2.comparison.results import Comparison
+    from gpt2.comparison.results import Comparison, Scored
     from gpt2.comparison.words import Choice, Passage, Word
 
 CHARTS = ("layers", "cka", "heat", "numerics", "histogram", "position", "confidence", "calibration", "blame", "halves", "tensors")
@@ -122,15 +123,19 @@ def ratio_form(ratio: float) -> str:
 
 def command(comparison: Comparison) -> str:
     """Return the command that makes this page again."""
-    parts = ["gpt2", "compare", comparison.a.name, comparison.b.name]
-    if not any(side.name.startswith(TRACE_PREFIX) for side in (comparison.a, comparison.b)):  # which hold their own text
-        parts += ["--on", comparison.text.name] if comparison.text.sha256 else []
-        parts += ["--tokens", str(comparison.text.tokens)]
-    parts += ["--seed", str(comparison.seed)]
-    if comparison.activations is not None:
-        parts += ["--threshold", f"{comparison.activations.threshold:g}"]
-    parts += ["--blame"] if comparison.blame is not None else []
-    return shlex.join([*parts, "--html", "report.html"])
+    activations = comparison.activations
+    flags = [] if activations is None else ["--threshold", f"{activations.threshold:g}"]
+    flags += [] if comparison.blame is None else ["--blame"]
+    return again([comparison.a.name, comparison.b.name], comparison.text, comparison.seed, *flags)
+
+
+def again(names: Sequence[str], text: Scored, seed: int, *flags: str) -> str:
+    """Return the command that compares these models on this text again, for a page."""
+    parts = ["gpt2", "compare", *names]
+    if not any(name.startswith(TRACE_PREFIX) for name in names):  # which hold their own text
+        parts += ["--on", text.name] if text.sha256 else []
+        parts += ["--tokens", str(text.tokens)]
+    return shlex.join([*parts, "--seed", str(seed), *flags, "--html", "report.html"])
 
 
 def js_scale(values: list[float]) -> float:
