@@ -71,6 +71,7 @@ vector; next ids if they are no shift of the ids; ids of (K, B, T) if each step 
 and model.safetensors. Each is one word, spaces and all. No shell reads the command: quotes group words, and |, >, * and $NAME
 mean nothing. Ten lines of NumPy, C and JavaScript that write a dump are in gpt2/port/README.md; in NumPy:
 
+  import sys; import numpy as np
   ids = np.load(sys.argv[1])                         # (T,)
   kept = {}                                          # any names: kept["q3"] = q, kept["after block 3"] = x
   logits = my_gpt2(ids, kept)
