@@ -142,7 +142,7 @@ class _Rounding(TorchDispatchMode):
         return sum(parts[1:], parts[0]).to(dtype)
 
 
-INEXACT = {aten.exp.default, aten.tanh.default, aten.log.default, aten.rsqrt.default}
+INEXACT = {aten.exp.default, aten.exp2.default, aten.tanh.default, aten.log.default, aten.rsqrt.default}
 
 
 def _flushed(value: Any) -> Any:
@@ -178,7 +178,7 @@ def _layer_norm(inside: torch.dtype, x: Tensor, shape: Any, weight: Tensor, bias
 
 def _softmax(inside: torch.dtype, x: Tensor, dim: int = -1, **_: Any) -> Tensor:
     wide = x.to(inside)
-    e = torch.exp(wide - wide.amax(dim, keepdim=True).detach())
+    e = torch.exp2((wide - wide.amax(dim, keepdim=True).detach()) / math.log(2))  # as kernels do: this rounds large scores
     return (e / e.sum(dim, keepdim=True)).to(x.dtype)
 
 

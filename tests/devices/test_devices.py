@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.devices import IMPRECISE, SECOND, WRONG, Simulated
+from support.random_models import write_checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gpt2
@@ -63,10 +64,10 @@ def test_every_simulated_device_is_named(name: str) -> None:
     check(NAMED[name], NAMED[name] in IMPRECISE)
 
 
-def test_this_cpu_is_right(tmp_path, capsys) -> None:
+def test_this_cpu_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Negative control of all the above: the CPU's own kernels must not be called wrong, and the command says so."""
     file = tmp_path / "verdict.json"
-    assert main(["verify", "--device", "cpu", "--json", str(file)]) == 0
+    assert main(["verify", str(write_checkpoint(tmp_path / "tiny")), "--device", "cpu", "--json", str(file)]) == 0
     assert "RIGHT" in capsys.readouterr().out
     body = json.loads(file.read_text())
     assert body["verdict"] == "right"
@@ -90,7 +91,7 @@ def test_another_kernel_of_attention_is_right() -> None:
     assert verify_device(MODEL, device, dtypes=[torch.float32, torch.bfloat16], operators=["attention"]).ok
 
 
-def test_nothing_asks_a_device_for_float64() -> None:
+def test_nothing_asks_a_device_for_float64(tmp_path: Path) -> None:
     """MPS has no float64: a tensor of it there raises, and the verdict would be a traceback."""
     seen = set()
 
@@ -101,7 +102,7 @@ def test_nothing_asks_a_device_for_float64() -> None:
             seen.update(each.dtype for each in results)
             return results
 
-    assert verify_device(MODEL, Watching(torch.device("cpu"), "watched")).ok
+    assert verify_device(str(write_checkpoint(tmp_path / "tiny")), Watching(torch.device("cpu"), "watched")).ok
     assert seen == {torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool}
 
 
