@@ -136,7 +136,7 @@ class RunningServer(Running):
     other_tokens: str = ""  # where its tokens are not those of the partner's tokenizer
     strings: dict[str, int] = field(default_factory=dict)  # text of a token -> its id, -1 where several have it
     planned: list[int] = field(default_factory=list)  # inputs of the windows that it will be asked about
-    agreed: bool = False  # the user knows what is sent
+    agreed: int = 0  # tokens that the user knows of
 
     def plan(self, windows: list[int]) -> None:
         """Announce what windows of so many inputs send. Raises InputError: more than the limit, or the user says no."""
@@ -149,7 +149,7 @@ class RunningServer(Running):
         if tokens > self.limit:
             more = f"{fewer}, or set {LIMIT_VARIABLE}={tokens}"
             raise InputError(f"{name}: this would send {tokens:,} tokens, more than {self.limit:,}; {more}")
-        if tokens <= ANNOUNCED or self.agreed:
+        if tokens <= max(ANNOUNCED, self.agreed):
             return
         cost = f"{tokens:,} tokens, about {tokens / 1e6:.3f} times its price of a million tokens"
         if self.side.loopback or LIMIT_VARIABLE in os.environ:
@@ -160,7 +160,7 @@ class RunningServer(Running):
             print(f"\n{printable(name)}: send {cost}? [y/N] ", end="", file=sys.stderr, flush=True)
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
                 raise InputError(f"{name}: nothing more was sent; {fewer}")
-        self.agreed = True
+        self.agreed = tokens
 
     def top(self, ids: Tensor) -> Top:
         tokenizer = self.tokenizer

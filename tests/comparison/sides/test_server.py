@@ -215,7 +215,10 @@ def test_keys_limits_and_retries(text: str, monkeypatch: pytest.MonkeyPatch, cap
 def test_the_cost_is_told_and_the_user_is_asked(
     text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """10,000 tokens cost money; the count was that of a server with echo, and one without takes eight times as many."""
+    """10,000 tokens cost money; the count was that of a server with echo, and one without takes eight times as many.
+
+    Who had agreed to the first count was not asked about the second.
+    """
     monkeypatch.setattr("gpt2.comparison.sides.server.ANNOUNCED", 200)
     server = standin(echo=False)
     with completions(server) as url:
@@ -227,8 +230,9 @@ def test_the_cost_is_told_and_the_user_is_asked(
         assert not server.requests
         master, slave = os.openpty()
         with os.fdopen(slave) as terminal:
-            for answer, asked in ((b"n\n", 0), (b"y\n", 16)):
+            for announced, answer, asked in ((200, b"n\n", 0), (50, b"y\nn\n", 0), (200, b"y\n", 16)):
                 with monkeypatch.context() as patch:
+                    patch.setattr("gpt2.comparison.sides.server.ANNOUNCED", announced)
                     patch.setattr(sys, "stdin", terminal)
                     patch.setattr(sys.stderr, "isatty", lambda: True)
                     os.write(master, answer)
