@@ -189,7 +189,7 @@ def find_blame(
     if type is not None:
         own_type = OF_DTYPE[reduce(torch.promote_types, dtypes)]
         kept = _kept(measure, parts, levels, type, own_type)
-        precisions = _precisions(measure, type, own_type)
+        precisions = _precisions(measure, own_type)
     whole = measure.effects[frozenset(changed)]
     return Blame(
         measure.tokens,
@@ -274,7 +274,7 @@ def _kept(
     return tuple(Kept((*before, *choice), small + more(changed - names), kl) for choice, names, kl in rows)
 
 
-def _precisions(measure: _Measured, type: str, own: str) -> tuple[Precision, ...]:
+def _precisions(measure: _Measured, own: str) -> tuple[Precision, ...]:
     """Round a's parameters to every type that takes fewer bytes than its own."""
     weights, found = measure.mixed.a, []
     for each in (*TYPES, INT8):

@@ -180,7 +180,7 @@ class StepExamination:
                 stage.causes += more.causes
                 stage.notes += more.notes
                 stage.error = max(stage.error, more.error)
-        self._describe(found, reading)
+        self._describe(found)
         return self._diagnosed(forward)
 
     def _losses(self, found: StepArrays, reading: GradientReading | None, good: bool) -> None:
@@ -235,7 +235,7 @@ class StepExamination:
         shown_places = joined(places[:6])
         return f"{shown_places} and {len(places) - 6} more" if len(places) > 6 else shown_places
 
-    def _describe(self, found: StepArrays, reading: GradientReading | None) -> None:
+    def _describe(self, found: StepArrays) -> None:
         """Note what the dump holds, and what it lacks."""
         recorded = found.recorded
         holds = ["the loss"] if self.judged else []

@@ -90,10 +90,10 @@ class GradientExamination:
             return reading
         if wrong:
             self._outliers(got, wrong, reading, made)
-        self._factor(reading, made, got)
+        self._factor(reading, got)
         return reading
 
-    def _factor(self, reading: GradientReading, made: Gradients, got: Weights) -> None:
+    def _factor(self, reading: GradientReading, got: Weights) -> None:
         factor, stage, batch = reading.factor, reading.stage, self.batches[0]
         if abs(factor - 1) <= max(1e-5, 4 * self.comparison.unit):
             return
@@ -177,7 +177,7 @@ class GradientExamination:
         reading.factor, wrong = self.comparison.matched(got, made.whole)
         if wrong:
             self._outliers(got, wrong, reading, made)
-        self._factor(reading, made, got)
+        self._factor(reading, got)
 
     def _temperature(self, got: Weights) -> tuple[float, float, Gradients] | None:
         batch = self.batches[0]

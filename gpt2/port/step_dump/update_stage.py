@@ -105,9 +105,8 @@ class UpdateExamination:
         answer, tracks = self._varied(answer, chosen, tracks)
         movement = self._movement(answer, tracks)
         self._tied(movement, answer)
-        self._clip(answer, chosen, tracks)
-        where = self.places
-        stage = update_stage(movement, self.settings, where, list(range(self.recorded.steps)), set(names))
+        self._clip(answer)
+        stage = update_stage(movement, self.settings, self.places, list(range(self.recorded.steps)))
         if self.recorded.narrow:
             _keep_decided(stage, answer)
         if self.recorded.steps == 1:
@@ -318,7 +317,7 @@ class UpdateExamination:
 
     # Clipping
 
-    def _clip(self, answer: Answer, chosen: list[Track], tracks: Mapping[str, Track]) -> None:
+    def _clip(self, answer: Answer) -> None:
         wanted, recorded = self.settings.clip, self.recorded
         norm = float(self.norms.whole["two"].max())
         if self.given is not None and self.given is recorded.used:

@@ -121,7 +121,7 @@ class StepExamination:
             self.notes.append("the logits of your step were not seen (does it call the module?), so its loss was not judged")
             self.stages["loss"].explained = False
         else:
-            self.stages["loss"] = loss_stage(batch, reading, factor, self.settings)
+            self.stages["loss"] = loss_stage(batch, reading, factor)
             self._later_losses(factor)
             self._padded(factor)
         gradient = accumulation_stage([*self.calls, *self.huge])
@@ -161,7 +161,7 @@ class StepExamination:
             call.forwards.clear()
             if reading is None:
                 continue
-            stage = loss_stage(batch, reading, factor, self.settings)
+            stage = loss_stage(batch, reading, factor)
             self.stages["loss"].causes += [one for one in stage.causes if one.id not in known]
             known |= {one.id for one in stage.causes}
 
@@ -213,9 +213,7 @@ class StepExamination:
             self.stages["update"].causes.append(cause("step-per-micro-batch", "optimizer", detail, "seen in its operators"))
         silent = [number for number, call in enumerate(self.calls) if not any(_moved(update) for update in call.updates)]
         numbers = [update.call for update in self.sessions[0]]
-        stage = update_stage(
-            movement, self.settings, lambda names: places(names, self.roles, layers), numbers, self.calls[0].trains
-        )
+        stage = update_stage(movement, self.settings, lambda names: places(names, self.roles, layers), numbers)
         stage.causes = [*self.stages["update"].causes, *stage.causes]
         if movement.rules and not movement.odd:  # parameters that are written to, and stay, have a rate of zero
             silent = [number for number in silent if not self.calls[number].updates]

@@ -20,7 +20,7 @@ CLOSE = 1e-4  # relative difference of constants that are meant to be equal
 Where = Callable[[Sequence[str]], str]
 
 
-def update_stage(movement: Movement, settings: Settings, where: Where, calls: Sequence[int], trained: set[str]) -> Stage:
+def update_stage(movement: Movement, settings: Settings, where: Where, calls: Sequence[int]) -> Stage:
     """Return the causes in the update. ``calls``: the number of the call that each update belongs to."""
     stage = Stage(explained=not movement.odd, error=movement.error)
     if not movement.rules:

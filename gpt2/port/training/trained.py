@@ -12,7 +12,6 @@ from gpt2.port.diagnosis.report import Cause
 from gpt2.port.training.causes import cause
 from gpt2.port.training.losses import BOUND, NOTHING, LossReading
 from gpt2.port.training.sessions import Batch
-from gpt2.port.training.settings import Settings
 
 SEEN = "read from the gradient of the logits, position by position"
 EVEN = 1e-6  # relative difference of weights that are meant to be equal
@@ -28,7 +27,7 @@ class Stage:
     error: float = 0.0
 
 
-def loss_stage(batch: Batch, reading: LossReading, factor: float, settings: Settings) -> Stage:
+def loss_stage(batch: Batch, reading: LossReading, factor: float) -> Stage:
     """Return the causes in one reading of the loss; ``factor`` is what the step multiplies its gradient by before the update."""
     stage = Stage(error=_distance(batch, reading))
     if reading.unmatched:
@@ -44,7 +43,7 @@ def loss_stage(batch: Batch, reading: LossReading, factor: float, settings: Sett
     if abs(reading.temperature - 1) > 1e-6:
         detail = f"the logits are multiplied by {reading.temperature:.6g} before the softmax"
         stage.causes.append(cause("logits-scaled", "loss", detail, SEEN))
-    stage.causes += _weights(batch, reading, factor, settings)
+    stage.causes += _weights(reading, factor)
     return stage
 
 
@@ -105,7 +104,7 @@ def _left_out(missing: Tensor, expected: Tensor) -> list[Cause]:
     return [cause("tokens-left-out", "loss", detail, SEEN)]
 
 
-def _weights(batch: Batch, reading: LossReading, factor: float, settings: Settings) -> list[Cause]:
+def _weights(reading: LossReading, factor: float) -> list[Cause]:
     """Return the causes in the weights of the positions: a factor of all, or weights that differ."""
     trained = reading.labels != NOTHING
     weights = reading.weights[trained] * factor
