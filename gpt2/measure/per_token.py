@@ -73,7 +73,6 @@ def measure_pair(
     *,
     vocab: int,
     batch_size: int | None = None,
-    top: int = TOP,
     progress: Progress = silent,
 ) -> Tokens:
     """Run both models over a text (N,) and compare their predictions of each token but the first, in float64.
@@ -96,7 +95,7 @@ def measure_pair(
             first = window.first - window.start
             targets = ids[window.first + 1 : window.end + 1]
             index = torch.arange(window.first + 1, window.end + 1)
-            measured = measure_rows(logits_a[row, first:, :vocab], logits_b[row, first:, :vocab], targets, min(top, vocab))
+            measured = measure_rows(logits_a[row, first:, :vocab], logits_b[row, first:, :vocab], targets, min(TOP, vocab))
             parts.append((targets, index, index - window.start, *(tensor.cpu() for tensor in measured)))
             done += len(targets)
         del logits_a, logits_b  # else two batches of each are alive while the next are computed

@@ -116,7 +116,7 @@ class Table:
     def of(cls, simulation: Simulation) -> Table:
         return cls(
             (*block_variants(simulation), *loading_variants(simulation)),
-            (*embedding_variants(simulation), *outside_variants(simulation)),
+            (*embedding_variants(simulation), *outside_variants()),
             tuple(norm_variants(simulation, "ln_f")),
             simulation.config.n_layer,
         )

@@ -288,7 +288,7 @@ def _rounded() -> Iterator[Variant]:
             yield misread(f"{module} rounded to {dtype}", Fault("reduced-precision", part, words), change, *stages, rare=rare)
 
 
-def outside_variants(simulation: Simulation) -> Iterator[Variant]:
+def outside_variants() -> Iterator[Variant]:
     """Yield faults of loading outside the blocks: rows in other places, a reshaped position table."""
     for by in (1, -1, 2, -2):
         words = f"token t reads the checkpoint's row t {'-' if by > 0 else '+'} {abs(by)}"

@@ -106,7 +106,7 @@ def _share(before: Gradient, backward: Backward, moving: set[str]) -> tuple[floa
 
 
 def backward_stage(
-    seen: Watched, expected: MappingType[str, Expected], roles: Roles, layers: int, untied: Sequence[str], factor: float = 1.0
+    seen: Watched, expected: MappingType[str, Expected], roles: Roles, layers: int, untied: Sequence[str]
 ) -> Stage:
     """Compare the first call's gradients with those that our model gives from the same gradient of the logits."""
     stage = Stage()
@@ -114,7 +114,7 @@ def backward_stage(
     whole = math.sqrt(sum(_norm(one) ** 2 for one in expected.values()))
     wrong: dict[str, tuple[Tensor, Expected]] = {}
     for name, one in expected.items():
-        got = arrived.get(name, torch.zeros_like(one.whole)) * factor
+        got = arrived.get(name, torch.zeros_like(one.whole))
         if not _equal(got, one.whole, whole):
             wrong[name] = got, one
             stage.error = max(stage.error, _apart(got, one.whole) / max(_norm(one), NOISE * whole))
