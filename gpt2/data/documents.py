@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TextIO
 
 from gpt2.config import quoted
 from gpt2.data.bpe_files import END_OF_TEXT
-from gpt2.data.shakespeare import read_text
 from gpt2.errors import InputError
 
 TEXTS, TABLES = (".txt", ".md", ""), (".jsonl", ".csv", ".parquet")
@@ -41,17 +40,23 @@ class Document(NamedTuple):
 def files(path: str) -> list[Path]:
     """Return the files of a file's, folder's or glob's name, in the order of their names; a folder's are found at any depth.
 
-    Raises InputError: nothing there, or a suffix that is none of ours; in a folder, such files and hidden ones are ignored.
+    In a folder, hidden files, links to folders, and files of other suffixes are ignored.
+
+    Raises InputError: nothing there, or a suffix that is none of ours.
     """
     place = Path(path)
-    if place.is_dir():
+    try:
+        folder, there = place.is_dir(), place.exists()
+    except OSError as error:  # such as a name that is too long
+        raise InputError(f"{quoted(path)}: {error.strerror}; check data.path") from None
+    if folder:
         inside = [file.relative_to(place) for file in place.rglob("*") if file.is_file()]
         named = [file for file in inside if not any(part.startswith(".") for part in file.parts)]
         found = [place / file for file in named if file.suffix and file.suffix.lower() in TEXTS + TABLES]
         if not found:
             raise InputError(f"{path}: no .txt, .md, .jsonl, .csv or .parquet file in this folder; give another data.path")
     else:
-        found = [place] if place.exists() else [Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file()]
+        found = [place] if there else [Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file()]
         if not found and glob.has_magic(path):
             raise InputError(f"{path}: no file has such a name; give another data.path")
         found = found or [place]  # reading it says what is wrong
@@ -79,51 +84,52 @@ def documents(
         if path.suffix.lower() in TEXTS:
             if prompt:
                 raise InputError(f"{path}: data.prompt names a field, and a text file has none; give .jsonl, .csv or .parquet")
-            if streamed:
-                yield from _streamed(path, tally)
-                continue
-            wholes = iter([Document(read_text(path), "", str(path))])
-        else:
-            wholes = (Document(_text(r, field, w, "field"), prompted(r, w), w) for w, r in READERS[path.suffix.lower()](path))
-        for document in wholes:
-            if END_OF_TEXT in document.prompt:
-                raise InputError(f"{document.where}: {END_OF_TEXT} within a prompt, where no document can end; remove it")
-            texts = BOUNDARY.split(document.text)
+            yield from _texts(path, PIECE if streamed else -1, tally)
+            continue
+        for where, record in READERS[path.suffix.lower()](path):
+            before = prompted(record, where)
+            if END_OF_TEXT in before:
+                raise InputError(f"{where}: {END_OF_TEXT} within a prompt, where no document can end; remove it")
+            texts = BOUNDARY.split(_text(record, field, where, "field"))
             tally["boundaries"] += len(texts) - 1
             for index, text in enumerate(texts):
                 if text.strip():
-                    yield Document(text, "" if index else document.prompt, document.where)
+                    yield Document(text, "" if index else before, where)
                 elif len(texts) == 1:
                     tally["empty"] += 1
 
 
-def _streamed(path: Path, tally: Counter[str]) -> Iterator[Document]:
-    """Yield the documents of a text file in pieces of some :data:`PIECE` characters.
+def _texts(path: Path, piece: int, tally: Counter[str]) -> Iterator[Document]:
+    """Yield the documents of a text file, whole (``piece`` -1) or in pieces of some ``piece`` characters.
 
     A piece ends before whitespace that follows other characters, where no word of the tokenizers' patterns goes on.
     """
     with _opened(path, newline="") as file:
         text, at, last, more = "", 0, False, False  # what lies before `at` is done; its last character says whether a line begins
+        marks = 0
         while not last:
-            block = file.read(PIECE)
+            block = file.read(piece)
             last = not block
             if "\0" in block:
                 raise InputError(f"{path}: not a text file: it has a NUL byte; give UTF-8 text files")
             text, at = text[max(at - 1, 0) :] + block, min(at, 1)
             sure = len(text) if last else len(text) - len(END_OF_TEXT) - 2  # behind it, a mark or its line end may go on
             while (found := BOUNDARY.search(text, at)) and found.end() <= sure:
-                tally["boundaries"] += 1
+                marks += 1
                 if more or text[at : found.start()].strip():
                     yield Document(text[at : found.start()], "", str(path))
                 at, more = found.end(), False
-            cut = 0 if last or len(text) - at < 2 * PIECE else max(text.rfind(each, at, sure) for each in " \n")
+            cut = 0 if last or piece < 0 or len(text) - at < 2 * piece else max(text.rfind(each, at, sure) for each in " \n")
             while cut > at and text[cut - 1].isspace():
                 cut -= 1
             if cut > at:
                 yield Document(text[at:cut], "", str(path), more=True)
                 at, more = cut, True
+        tally["boundaries"] += marks
         if more or text[at:].strip():
             yield Document(text[at:], "", str(path))
+        elif not marks:
+            tally["empty"] += 1
 
 
 def _template(prompt: str) -> Callable[[Record, str], str]:

@@ -28,6 +28,16 @@ def test_end_of_text_is_the_boundary_and_other_special_tokens_are_text(tmp_path)
     assert tally["boundaries"] == 3
 
 
+def test_empty_files_and_documents_are_left_out_and_line_ends_are_kept(tmp_path):
+    """One empty file among a thousand stopped the whole run."""
+    contents = {"a.txt": b"", "b.txt": b"\xef\xbb\xbf", "c.txt": b" \r\n", "d.txt": b"\xef\xbb\xbfone\r\n<|endoftext|>\r\n\ttwo"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    tally = Counter()
+    assert [each.text for each in documents(files(str(tmp_path)), tally=tally)] == ["one\r\n", "\ttwo"]
+    assert tally == Counter(empty=3, boundaries=1)
+
+
 def test_a_table_gives_the_same_documents_in_every_format(tmp_path):
     """A line end or quote in a field splits a table that is read by lines; a byte-order mark renames the first field."""
     rows = [{"q": 'Why "so"?', "a": "Be,\ncause."}, {"q": "", "a": "é"}]
@@ -73,10 +83,12 @@ def test_files_come_in_the_order_of_their_names_and_nothing_hidden(tmp_path):
         ("a.csv", "text,q\nx", {"prompt": "q"}, "a.csv:2: the field 'q' is not text: None"),
         ("a.txt", "x", {"prompt": "q"}, "a text file has none"),
         ("a.txt", b"\xff", {}, "not UTF-8"),
+        ("a.txt", b"a\0b", {}, "a.txt: not a text file: it has a NUL byte"),
+        ("a" * 300, None, {}, "File name too long; check data.path"),
         ("a.json", "{}", {}, ".json is none of .txt, .md, .jsonl, .csv and .parquet"),
         ("a.parquet", "x", {}, "a.parquet: "),
         ("", "", {}, "no .txt, .md, .jsonl, .csv or .parquet file in this folder"),
-        ("none.txt", None, {}, "none.txt: cannot read the text: No such file"),
+        ("none.txt", None, {}, "none.txt: cannot be read: No such file"),
         ("none.jsonl", None, {}, "none.jsonl: cannot be read: No such file"),
         ("*.csv", None, {}, "no file has such a name"),
     ],
