@@ -98,7 +98,7 @@ def _folder(path: str, name: str) -> Path:
     root = Path(path)
     while glob.has_magic(str(root)) and not root.exists():
         root = root.parent
-    root = root.absolute()
+    root = Path(os.path.abspath(root))  # without "..", which has no name to put a suffix behind
     beside = root.with_name(f"{root.name}.tokens") / name
     with contextlib.suppress(OSError):
         beside.mkdir(parents=True, exist_ok=True)
@@ -111,11 +111,12 @@ def _folder(path: str, name: str) -> Path:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process writes there; on Windows there is no lock."""
+    """Wait until no other process writes there, where the system has locks."""
     handle = None if fcntl is None else os.open(folder, os.O_RDONLY)
     try:
         if handle is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         if handle is not None:
@@ -127,7 +128,8 @@ def _write(folder: Path, paths: Sequence[Path], task: Task, made_of: dict[str, A
     state: dict[str, Any] = {"read": 0, "sizes": [0] * len(FILES), "tally": {}}
     if (folder / PROGRESS).is_file():
         saved = json.loads((folder / PROGRESS).read_text())
-        if all((folder / name).stat().st_size >= size for name, size in zip(FILES, saved["sizes"], strict=True)):
+        present = ((folder / name, size) for name, size in zip(FILES, saved["sizes"], strict=True))
+        if all(path.is_file() and path.stat().st_size >= size for path, size in present):
             state = saved
             say(f"{folder}: going on after {state['read']:,} pieces of text")
     layout, tally, found = task.layout, Counter[str](state["tally"]), Counter[str]()
@@ -155,7 +157,7 @@ def _write(folder: Path, paths: Sequence[Path], task: Task, made_of: dict[str, A
             file.flush()
     _divide(folder, layout, tally)
     for name in FILES:
-        with open(folder / name, "rb") as whole:
+        with open(folder / name, "r+b") as whole:  # Windows syncs no file that is open for reading
             os.fsync(whole.fileno())
     written = [
         np.memmap(folder / n, np.uint8 if n.endswith("marks") else "<u2", "r") for n in FILES if (folder / n).stat().st_size

@@ -16,7 +16,7 @@ from gpt2.data.bpe import train_bpe
 from gpt2.data.bpe_files import END_OF_TEXT
 from gpt2.data.chars import Chars
 from gpt2.data.documents import Document, documents, files
-from gpt2.data.packing import held_out, lay_out
+from gpt2.data.packing import HASHED, held_out, lay_out
 from gpt2.data.words import Words
 from gpt2.errors import InputError
 from gpt2.train.recipe import Recipe
@@ -99,7 +99,9 @@ def _of_token_files(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Stream, Strea
     arrays, tally = tokenizing.prepared(data.path, files(data.path), task, lambda text: print(text, file=sys.stderr, flush=True))
     train_marks, val_marks = arrays[2:] or (None, None)
     val = _first((arrays[1], val_marks), recipe)
-    notes += [f"{tally['documents']:,} documents in token files, split by their text", *_about(recipe, tally)]
+    many = tally["documents"] > 1
+    held = "some, chosen by their text" if many else "the last part"
+    notes += [f"token files of {tally['documents']:,} document{'s' * many}; held out: {held}", *_about(recipe, tally)]
     return (arrays[0], train_marks), (np.array(val[0], dtype=np.int32), val[1]), token_files.fingerprint(*arrays), tally, notes
 
 
@@ -108,7 +110,11 @@ def _end(tokenizer: Tokenizer, notes: list[str]) -> int:
     if tokenizer.eot is not None:
         return tokenizer.eot
     notes.append("this tokenizer has no end-of-text token: a line end is put behind each document instead")
-    return tokenizer.encode("\n")[0]
+    try:
+        return tokenizer.encode("\n")[0]
+    except InputError:
+        why = "this tokenizer has neither an end-of-text token nor a line end to put behind each document"
+        raise InputError(f"{why}; give a single text as data.path, or a model with another tokenizer") from None
 
 
 def _about(recipe: Recipe, tally: Counter[str]) -> list[str]:
@@ -138,12 +144,13 @@ def _of_documents(
 ) -> tuple[Tokenizer, Stream, Stream, list[str]]:
     """Split documents and lay out their tokens; return tokenizer, training and validation stream, and lines for the log."""
     data = recipe.data
-    if len({document[:2] for document in found}) < 2:
-        raise InputError(f"{data.path}: documents are split into training and validation, and there is only one; give another")
     chosen = held_out(found, data.held_out, data.split_seed)
     parts = [[document for document, out in zip(found, chosen, strict=True) if out == held] for held in (False, True)]
+    if not all(parts):
+        same = f"{data.path}: documents are split into training and validation by their first {HASHED:,} characters"
+        raise InputError(f"{same}, and there is only one, or all are the same there; give another")
     if tokenizer is None:
-        joined = ("\n".join(each.prompt + each.text for each in part) for part in parts)
+        joined = ("".join(f"{each.prompt}{each.text}\n" for each in part) for part in parts)  # a line end may part documents
         tokenizer = _new_tokenizer(recipe, *joined)
     notes = [f"{len(found):,} documents: {len(parts[0]):,} to train on, {len(parts[1]):,} held out (split by their text)"]
     end = _end(tokenizer, notes)

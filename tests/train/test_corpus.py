@@ -76,6 +76,23 @@ def test_evaluations_are_cut_to_the_tokens_asked_for(recipe, tmp_path):
     assert {event.val.tokens for event in events if isinstance(event, Evaluated)} == {49}
 
 
+def test_documents_of_one_line_and_a_character_tokenizer(recipe, tmp_path):
+    """Two lines have no line end to be parted by: an unknown character of "the text" was reported, which nobody had written."""
+    data = Data(path=str(tmp_path), tokenizer="chars")
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} c d e " * 9)
+    made = corpus(replace(recipe, data=data))
+    assert made.tokenizer.decode(made.train_ids).endswith(" \n")
+    assert "nor a line end to put behind each document" in refusal(corpus, replace(recipe, data=data), Chars("abcde "))
+
+
+def test_documents_that_begin_alike_cannot_be_split(recipe, tmp_path):
+    """Two versions of one book fall to one side, which ended in a traceback."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("e" * 65_536 + name)
+    assert "all are the same there; give another" in refusal(corpus, replace(recipe, data=Data(path=str(tmp_path))))
+
+
 @pytest.fixture
 def drawn(monkeypatch) -> list[tuple[int, int]]:
     """The windows drawn, by seed and step."""

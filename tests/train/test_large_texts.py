@@ -78,6 +78,7 @@ def test_a_text_in_pieces_is_the_whole_text(recipe, tmp_path, monkeypatch):
     assert np.array_equal(mapped.val_ids, held.val_ids)
     path.write_text("one " * 3000, encoding="utf-8")  # a single document: its end is held out
     alone = read(recipe, 0)
+    assert "held out: the last part" in alone.notes[0]
     assert len(alone.val_ids) == pytest.approx(0.1 * len(alone.train_ids) / 0.9, abs=2)
     assert TOKENIZER.decode([*alone.train_ids, *alone.val_ids]) == "one " * 3000 + "<|endoftext|>"
 
