@@ -36,9 +36,9 @@ def base_of(name: str) -> Record:
         base |= {"license": LICENCES[official or DEFAULT], "language": "en"}
     if parsed.local and parsed.base != DEFAULT:
         path = Path(parsed.base).expanduser()
-        kept = read_record(path) or {}
+        kept = _own_record(path)
         inner = kept.get("base") or {}
-        base |= {key: inner[key] for key in ("id", "license", "language") if key in inner}
+        base |= {key: inner[key] for key in ("id", "license", "language") if re.fullmatch(r"[\w./-]+", str(inner.get(key, "")))}
         base["name"] = path.resolve().name  # the folders above it are private
         if isinstance(weights := kept.get("weights"), dict):
             base["sha256"] = next(iter(weights.values()), None)
@@ -51,7 +51,7 @@ def of_export(done: Export, revision: str | None, command: str) -> Record:
     """Return the record of exported files, with the training record of their source if it has one."""
     source = ModelName.parse(done.model, revision=revision)
     path = Path(source.base).expanduser()
-    kept = (read_record(path) if source.local and source.base != DEFAULT else None) or {}
+    kept = _own_record(path) if source.local and source.base != DEFAULT else {}
     run = kept.get("training")
     base = kept.get("base") if run else base_of(done.model if revision is None else f"{done.model}@{revision}")
     weights = {file.name: file.sha256 for file in done.files if file.name.endswith((".safetensors", ".gguf", ".bin"))}
@@ -102,6 +102,14 @@ def read_record(directory: Path) -> Record | None:
     if not isinstance(record, dict):
         raise InputError(f"{path}: not a record that gpt2 wrote; remove it, or write the folder again")
     return record
+
+
+def _own_record(directory: Path) -> Record:
+    """Return the record in a model's folder; {} if there is none, or if it is of other weights than the folder's."""
+    record = read_record(directory) or {}
+    weights = record.get("weights") or {}
+    same = all((directory / name).is_file() and sha256(directory / name) == digest for name, digest in weights.items())
+    return record if same else {}
 
 
 def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:

@@ -41,7 +41,8 @@ def figures(record: Record) -> dict[str, dict[str, float]]:
 
 def render(record: Record) -> str:
     """Return the whole card: metadata and text."""
-    parts = [f"# {record['title']}", *_about(record), *([block("figures", record)] if figures(record) else [])]
+    title = printable(record["title"], one_line=True)
+    parts = [f"# {title}", *_about(record), *([block("figures", record)] if figures(record) else [])]
     parts += [*_samples(record), *_usage(record), *_training(record), block("measured", record), *_limits(record)]
     return f"---\n{metadata(record)}\n---\n\n" + "\n\n".join(parts) + "\n"
 
@@ -137,7 +138,7 @@ def _usage(record: Record) -> Iterator[str]:
         'tok = gpt2.load_tokenizer("OWNER/NAME")',
         'ids = gpt2.generate(model, tok.encode("The "), max_new_tokens=50, seed=0)',
     ]
-    yield "```python\n" + "\n".join([*lines, "print(tok.decode(ids))"]) + "\n```"
+    yield _fenced("\n".join([*lines, "print(tok.decode(ids))"]), "python")
     if record["format"] == "hf":
         yield 'Or with transformers: `pipeline("text-generation", "OWNER/NAME")`. `gpt2 verify OWNER/NAME` compares both.'
     elif record["format"] == "gguf":
@@ -149,7 +150,7 @@ def _training(record: Record) -> Iterator[str]:
     if run:
         yield "## Training"
         recipe = run["recipe"]
-        yield f"```sh\n{run['command']}\n```"
+        yield _fenced(run["command"], "sh")
         rows = {
             "steps": f"{run['steps_done']:,} of {recipe['steps']:,}; this is step {run['best_step']:,}, the best",
             "a step": f"{recipe['batch_size']} windows of {run['context']} tokens, AdamW, rate {recipe['optim']['lr']:g}",
@@ -161,11 +162,10 @@ def _training(record: Record) -> Iterator[str]:
         yield "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in rows.items())])
         if run.get("curves"):
             yield f"![Loss by step: training thin, held out bold]({CURVES})"
-        settings = json.dumps(recipe, indent=1)
-        yield f"<details><summary>All settings</summary>\n\n```json\n{settings}\n```\n\n</details>"
+        yield f"<details><summary>All settings</summary>\n\n{_fenced(json.dumps(recipe, indent=1), 'json')}\n\n</details>"
     if export:
         yield "## Conversion"
-        yield f"`{export['command']}` wrote these files:"
+        yield f"{_code(export['command'])} wrote these files:"
         yield "\n".join(f"- `{name}`, sha256 `{digest}`" for name, digest in record["weights"].items())
         if export["notes"]:
             yield "\n".join(f"- {printable(note, one_line=True)}" for note in export["notes"])
@@ -208,9 +208,7 @@ def _samples(record: Record) -> Iterator[str]:
     if run.get("sample"):
         yield "## A sample"
         yield "Not selected: the text at that step, after the first held-out tokens (temperature 0.8, top-p 0.95)."
-        text = printable(run["sample"])
-        fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
-        yield f"{fence}text\n{text}\n{fence}"
+        yield _fenced(run["sample"], "text")
 
 
 def _limits(record: Record) -> Iterator[str]:
@@ -226,6 +224,12 @@ def _limits(record: Record) -> Iterator[str]:
     if record.get("license") is None:
         lines.append("No licence is stated: whether you may use it depends on the text and on the base.")
     yield "\n".join(f"- {line}" for line in lines)
+
+
+def _fenced(text: str, kind: str) -> str:
+    """Return a code block that its text cannot end."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{kind}\n{printable(text)}\n{fence}"
 
 
 def _code(text: str) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from gpt2.errors import InputError
+from gpt2.errors import InputError, printable
+from gpt2.pages.drawing import matplotlib_of_our_own
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,12 +80,15 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
     curves = list(map(read_run, folders))
     names = [curve.name for curve in curves]
     labels = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
+    labels = [printable(label, one_line=True) for label in labels]
+    with matplotlib_of_our_own():
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"svg.hashsalt": "gpt2", "font.size": 9.5, "svg.fonttype": "none"}):
+        matplotlib.rcdefaults()  # the settings of pages are for pages
+        own: dict[Any, Any] = {"svg.hashsalt": "gpt2", "font.size": 9.5, "svg.fonttype": "none", "text.parse_math": False}
+        matplotlib.rcParams.update(own)
         panels = 2 if len(curves) > 1 and all(curve.bits for curve in curves) else 1
         figure = Figure(figsize=(6.6 * panels, 4.2), dpi=150, layout="constrained")
         FigureCanvasAgg(figure)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2.errors import InputError
+from gpt2.errors import InputError, printable
 from gpt2.pages.drawing import MUTED, PAPER, svg
 from gpt2.pages.rendering import render
 from gpt2.train.overfitting import overfitting
@@ -91,10 +91,10 @@ def read(folders: Sequence[str | Path]) -> list[Watched]:
     for index, folder in enumerate(folders):
         rows = read_rows(folder)
         recipe: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError):
             recipe = dict(json.loads((Path(folder) / RECIPE).read_text(encoding="utf-8")))
         steps, patience = (value if isinstance(value := recipe.get(key), int) else None for key in ("steps", "patience"))
-        name = names[index] if names.count(names[index]) == 1 else str(folder)
+        name = printable(names[index] if names.count(names[index]) == 1 else str(folder), one_line=True)
         age = max(0.0, time.time() - (Path(folder) / METRICS).stat().st_mtime)
         last = max((row["step"] for row in rows), default=0)
         runs.append(Watched(name, COLOURS[index % len(COLOURS)], steps, patience or 0, last, age, rows))

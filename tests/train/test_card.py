@@ -10,10 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 
 from gpt2.checkpoint.card import CARD, base_of, read_record
+from gpt2.checkpoint.card_text import render
 from gpt2.checkpoint.publish import plan
 from gpt2.cli.main import main, parser
+from gpt2.train import watch
 from gpt2.train.card import command, write_card
 from gpt2.train.recipe import build, read
 
@@ -40,6 +44,30 @@ def test_the_figures_of_the_card_are_the_run_s(run: Path) -> None:
     shown = re.search(r"```json\n(.*?)```", text, re.DOTALL)[1]
     assert json.loads(shown)["data"]["path"] == "text.txt"  # the folders above it are private
     assert str(run.parent) not in text + (run / "best" / "gpt2-record.json").read_text()
+
+
+def test_names_and_samples_are_shown_and_not_obeyed(whole: Path, tmp_path: Path) -> None:
+    """A line break in a folder's name, or a fence in a prompt, began a part of the card. Other names were a traceback."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run\n# Free\udcff $\\frac$"))
+    write_card(folder)
+    record = read_record(folder / "best")
+    record["training"] |= {"command": "gpt2 train x --set 'data.prompt=\n```\n# Free'", "sample": "````\n# Free"}
+    for text in ((folder / "best" / CARD).read_text(), render(record)):
+        assert ModelCard(text).data.pipeline_tag == "text-generation"
+        outside = re.sub(r"(?s)\n(```+)\w+\n.*?\n\1(?=\n)", "", text.split("\n---\n", 1)[1])
+        assert "\n# Free" not in outside
+        assert outside.startswith("\n# run␊# Free\\udcff $\\frac$\n")
+    assert "run␊# Free" in watch.page([folder])
+
+
+def test_an_export_of_other_weights_claims_nothing(run: Path, tmp_path: Path) -> None:
+    """The weights were replaced, and the export's card bore the figures of those before. Control: the test of exports below."""
+    tensors = load_file(run / "best" / "model.safetensors")
+    save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, run / "best" / "model.safetensors", {"format": "pt"})
+    assert main(["export", str(run / "best"), str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / CARD).read_text()
+    assert "model-index" not in text
+    assert "Held-out text" not in text
 
 
 @pytest.mark.parametrize("init", [None, "gpt2"])
