@@ -118,7 +118,7 @@ class _Writer:
         from gpt2.checkpoint.containers.mapped_file import require_whole_files
         from gpt2.generation import Ending, stream
 
-        prompt = torch.tensor([ids] * samples, dtype=torch.long)
+        prompt = torch.tensor([ids] * samples, dtype=torch.long, device=self.decoder.model.wte.weight.device)
         text = codecs.getincrementaldecoder("utf-8")("replace")
         ends: list[Ending] = [Ending(self.stop) for _ in prompt]
         rows: list[list[int]] = [[] for _ in prompt]

@@ -22,6 +22,7 @@ from support.random_models import write_checkpoint
 from support.training import logged_steps
 
 import gpt2
+from gpt2.cli import generate_command
 from gpt2.cli.main import COMMANDS, main
 from gpt2.data.bpe import train_bpe
 from gpt2.data.shakespeare import play
@@ -257,6 +258,17 @@ def test_generate_takes_a_draft(capsys: pytest.CaptureFixture) -> None:
     drafted = json.loads(capsys.readouterr().out)
     assert drafted["ids"] == plain["ids"]
     assert (plain["draft"], drafted["draft"]) == (None, "shakespeare-mini:int8")
+
+
+def test_generate_puts_the_prompt_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --device cuda the ids stayed on the CPU, and the embedding refused them. "meta" stands for a GPU."""
+    seen: list[str] = []
+    monkeypatch.setattr("gpt2.generation.stream", lambda decoder, ids, *args, **kwargs: seen.append(ids.device.type) or ())
+    for device in ("meta", "cpu"):
+        args = SimpleNamespace(stop=[], json="-", max_new_tokens=1)
+        writer = generate_command._Writer(args, gpt2.load_tokenizer(), SimpleNamespace(model=gpt2.load().to(device)), {})
+        assert writer([1, 2]) == [[]]
+    assert seen == ["meta", "cpu"]
 
 
 def test_generate_reads_a_prompt_from_stdin(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
