@@ -136,7 +136,11 @@ def _train(args: argparse.Namespace) -> int:
         from gpt2.train.card import write_card
 
         best = Path(result.folder) / "best"
-        if remark := write_card(Path(result.folder)):
+        try:
+            remark = write_card(Path(result.folder))
+        except InputError as error:  # the run is saved, and its result must be told
+            remark = f"no model card was written: {error}"
+        if remark:
             print(f"note: {printable(remark)}", file=sys.stderr)
         body = {**asdict(result), "folder": str(result.folder), "best": str(best)}
         text = f"{_ENDS[result.stopped]} at step {result.step}\nbest validation loss {result.best_loss:.4f} at step "

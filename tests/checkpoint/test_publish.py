@@ -149,6 +149,17 @@ def test_private_unless_told_otherwise(trained: Path, hub: HubStandIn, capsys: p
     assert not hub.repos["me/new"].private
 
 
+def test_a_run_whose_card_cannot_be_written_has_its_result(trained: Path, tmp_path: Path, capsys) -> None:
+    """The command exited 2 and said nothing of the losses, after a run that had ended well."""
+    home, run = trained.parent.parent, shutil.copytree(trained.parent, tmp_path / "tiny")
+    (run / "best" / "gpt2-record.json").write_text("[]")
+    argv = ["train", str(home / "tiny.toml"), "--set", f"data.path={home / 'my text.txt'}", "--out", str(run)]
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert "note: no model card was written: " in err
+    assert "best validation loss" in out
+
+
 @pytest.mark.parametrize(
     ("step", "status", "says"),
     [
