@@ -99,7 +99,8 @@ def read_record(directory: Path) -> Record | None:
         return None
     except (OSError, ValueError, RecursionError):
         record = None
-    if not isinstance(record, dict):
+    parts = ("weights", "base", "training", "export", "measured")
+    if not isinstance(record, dict) or not all(isinstance(record.get(name) or {}, dict) for name in parts):
         raise InputError(f"{path}: not a record that gpt2 wrote; remove it, or write the folder again")
     return record
 

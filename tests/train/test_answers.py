@@ -17,9 +17,11 @@ from support.training import logged_steps, metrics, outcome, start
 
 from gpt2.config import GPT2Config
 from gpt2.data.batches import FILLER, READ, SCORED, UNSCORED, documents
+from gpt2.data.chars import Chars
 from gpt2.model import GPT2
 from gpt2.train import loop, parallel
-from gpt2.train.corpus import corpus
+from gpt2.train.corpus import Corpus, corpus
+from gpt2.train.evaluation import scores
 from gpt2.train.feed import Feed
 from gpt2.train.listing import list_data
 from gpt2.train.loop import Evaluated, Started, train
@@ -100,7 +102,7 @@ def test_without_a_scored_target_the_loss_is_zero_and_every_parameter_has_its_gr
 
 
 class Step:
-    """The gradients of one step on rank ``rank`` of a job; ``lost`` forgets to weigh the parts by their scored tokens."""
+    """Losses and gradients of one step on rank ``rank`` of a job; ``lost`` forgets to weigh the parts by their scored tokens."""
 
     def __init__(self, recipe: Recipe, lost: bool = False) -> None:
         self.recipe, self.lost = recipe, lost
@@ -126,7 +128,11 @@ class Step:
             feed.send = lambda *args: real(*args)._replace(scored=torch.full((self.recipe.batch_size // ranks.size,), T))
         scored = parallel.wrap(Scored(trained, partial=True), self.recipe, ranks)
         loss, _ = loop._step(scored, Catch(trained.parameters(), lr=0.0), feed, self.recipe, 3, 0.0)
-        return {"loss": np.float64(loss)} | {name: gradient.numpy() for name, gradient in caught.items()}
+        text = Corpus(Chars("abcdefghijklm"), ids, ids[:311], "", marks, marks[:311], end=feed.end)
+        with parallel.whole(scored):
+            held_out = scores(trained, text, self.recipe, ranks)
+        values = {"loss": loss, "held out": held_out[0].loss, "held out, all": held_out[1].loss, "tokens": held_out[0].tokens}
+        return {name: np.asarray(value) for name, value in (values | caught).items()}
 
 
 @pytest.fixture
@@ -147,7 +153,7 @@ def test_accumulated_parts_weigh_by_their_scored_tokens(steps, parts, reset):
 
 @pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_ranks_weigh_by_their_scored_tokens(steps, how):
-    """DDP averages the ranks' gradients, whatever their tokens are."""
+    """DDP averages the ranks' gradients, whatever their tokens are. Ranks that average held-out losses per window do the same."""
     recipe = replace(steps, parallel=how, grad_accum=4, data=replace(steps.data, reset=True))
     whole = Step(replace(recipe, grad_accum=1))(0)
     for found in job(2, Step(recipe)):
