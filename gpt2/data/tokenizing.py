@@ -234,12 +234,21 @@ _task: Task
 
 
 def _begin(task: Task) -> None:
-    """Keep the task in this process; Ctrl-C is for the one that started it."""
+    """Keep the task in this process, which ends with the one that started it; Ctrl-C is for that one."""
     import signal
+    import threading
 
     global _task
     _task = task
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent was killed; it would wait for work for ever."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
 
 
 def _tokenize(group: list[Piece]) -> tuple[list[bytes], Counter[str]]:

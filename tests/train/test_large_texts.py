@@ -84,7 +84,10 @@ def test_a_text_in_pieces_is_the_whole_text(recipe, tmp_path, monkeypatch):
 
 
 def test_killed_while_tokenizing(recipe, table, tmp_path):
-    """After SIGKILL, what was written goes on where its sizes were saved; a byte behind them would shift every later token."""
+    """After SIGKILL, what was written goes on where its sizes were saved; a byte behind them would shift every later token.
+
+    The tokenizing processes must end too: they waited for work for ever.
+    """
     paths = [tmp_path / name / "table.jsonl" for name in ("killed", "whole")]
     for path in paths:
         path.parent.mkdir()
@@ -97,8 +100,14 @@ def test_killed_while_tokenizing(recipe, table, tmp_path):
     while not saved and process.is_alive():
         saved = list(Path(f"{paths[0]}.tokens").glob("*/progress.json"))
         time.sleep(0.001)
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/children")  # Linux
+    children = [Path(f"/proc/{pid}/stat") for each in tasks for pid in each.read_text().split()]
     process.kill()
     process.join()
+    deadline = time.monotonic() + 20
+    while running := [each for each in children if each.exists() and each.read_text().rpartition(")")[2].split()[0] != "Z"]:
+        assert time.monotonic() < deadline, running
+        time.sleep(0.01)
     (folder,) = Path(f"{paths[0]}.tokens").iterdir()
     assert not (folder / "manifest.json").exists()
     with open(folder / "train.bin", "ab") as file:
