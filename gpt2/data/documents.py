@@ -83,7 +83,7 @@ def documents(
     for path in paths:
         if path.suffix.lower() in TEXTS:
             if prompt:
-                raise InputError(f"{path}: data.prompt names a field, and a text file has none; give tables, as in FOLDER/*.jsonl")
+                raise InputError(f"{path}: data.prompt names a field, and a text file has none; give tables, as in DIR/*.jsonl")
             yield from _texts(path, PIECE if streamed else -1, tally)
             continue
         for where, record in READERS[path.suffix.lower()](path):

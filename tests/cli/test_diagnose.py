@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.commands import alive
 from support.faulty import CONFIG, write
 from support.faulty.exits import HOSTILE
 
@@ -105,14 +106,6 @@ def test_json_to_a_file_and_the_table_to_the_terminal(tmp_path: Path, monkeypatc
     assert "MISMATCH  first at h.0.ln_1" in capsys.readouterr().out
     body = json.loads((tmp_path / "out.json").read_text())
     assert body["first_divergence"] == {"point": "h.0.ln_1", "layer": 0, "error": 0.5}
-
-
-def alive(pid: int) -> bool:
-    """Whether a process still runs; an ended process may be a zombie until its parent reads its status."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def test_nothing_of_the_process_is_left(tmp_path: Path) -> None:

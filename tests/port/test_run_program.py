@@ -18,6 +18,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import torch
+from support.commands import alive
 from support.programs import Home, numpy_port
 
 import gpt2
@@ -153,14 +154,6 @@ def test_a_program_that_cannot_be_started(program: str, words: str, tmp_path: Pa
     with pytest.raises(ProgramError) as error, run_program(command, checkpoint, timeout=30):
         pass
     assert words in str(error.value)
-
-
-def alive(pid: str) -> bool:
-    """Whether a process runs; one that has ended and that nobody has waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def waited(answer: Callable[[], Answer]) -> Answer:

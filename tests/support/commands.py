@@ -1,4 +1,4 @@
-"""Error lines of commands and functions, scripts of tools/ as modules, and the embedded checkpoint as files."""
+"""Error lines of commands and functions, whether a process runs, scripts of tools/ as modules, and the embedded checkpoint as files."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def load_script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def alive(pid: int | str) -> bool:
+    """Whether a process runs; one that has ended may be a zombie until its parent reads its status. Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def refusal(call: Callable, *args: object, **kwargs: object) -> str:
