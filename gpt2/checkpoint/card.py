@@ -76,18 +76,23 @@ def write_card(directory: Path, record: Record) -> str:
 
     A README.md that somebody else wrote, or edited, is kept: only its blocks with figures are renewed.
     """
-    before = read_record(directory) or {}
-    path, remark = directory / CARD, ""
+    path, remark, edited = directory / CARD, "", edited_card(directory)
     text = render(record)
-    if path.is_file() and sha256(path) != before.get("card_sha256"):
-        old = path.read_text(encoding="utf-8", errors="replace")
-        text, remark = old, f"{path} is not as gpt2 wrote it, so it is kept"
+    if edited is not None:
+        text, remark = edited.decode(errors="replace"), f"{path} is not as gpt2 wrote it, so it is kept"
         for name in BLOCKS:
             text = re.sub(pattern(name), lambda _, name=name: block(name, record), text)  # type: ignore[misc]
     write_file(path, text.encode())
     own = {} if remark else {"card_sha256": hashlib.sha256(text.encode()).hexdigest()}
     write_json(directory / RECORD, {key: value for key, value in record.items() if key != "card_sha256"} | own)
     return remark
+
+
+def edited_card(directory: Path) -> bytes | None:
+    """Return the README.md in ``directory`` if somebody wrote or edited it. Raises InputError: the record is damaged."""
+    content = (directory / CARD).read_bytes() if (directory / CARD).is_file() else None
+    written = (read_record(directory) or {}).get("card_sha256")
+    return None if content is None or hashlib.sha256(content).hexdigest() == written else content
 
 
 def read_record(directory: Path) -> Record | None:

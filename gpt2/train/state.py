@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from gpt2.checkpoint.card import CARD, edited_card
 from gpt2.checkpoint.files import ADAPTER
 from gpt2.checkpoint.peft_files import WEIGHTS
 from gpt2.checkpoint.saving import safetensors_file, sha256, write_file, write_json
@@ -169,8 +170,11 @@ def save(
 
 
 def save_best(folder: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, progress: Progress) -> None:
-    """Write ``folder/best``: the model and its step."""
-    _write_whole(folder / BEST, model, tokenizer, {"progress.json": json.dumps(asdict(progress)).encode()})
+    """Write ``folder/best``: the model and its step; a README.md there that a person has edited is kept."""
+    files = {"progress.json": json.dumps(asdict(progress)).encode()}
+    with contextlib.suppress(InputError):  # a damaged record
+        files |= {CARD: edited} if (edited := edited_card(folder / BEST)) is not None else {}
+    _write_whole(folder / BEST, model, tokenizer, files)
 
 
 def save_base(folder: Path, model: GPT2, tokenizer: Tokenizer) -> None:

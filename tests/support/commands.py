@@ -1,4 +1,4 @@
-"""Error lines of commands and functions, whether a process runs, scripts of tools/ as modules, and the embedded checkpoint as files."""
+"""Error lines of commands and functions, scripts of tools/ as modules, the embedded checkpoint as files, running processes."""
 
 from __future__ import annotations
 

@@ -13,13 +13,15 @@ import pytest
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
+import gpt2
 from gpt2.checkpoint.card import CARD, base_of, read_record
 from gpt2.checkpoint.card_text import render
 from gpt2.checkpoint.publish import plan
 from gpt2.cli.main import main, parser
-from gpt2.train import watch
+from gpt2.train import state, watch
 from gpt2.train.card import command, write_card
 from gpt2.train.recipe import build, read
+from gpt2.train.state import Progress
 
 
 @pytest.fixture
@@ -93,6 +95,13 @@ def test_what_a_person_wrote_is_kept(run: Path) -> None:
     path.write_text("Mine alone.\n")
     assert "kept" in write_card(run)
     assert path.read_text() == "Mine alone.\n"
+    model = gpt2.load(str(run / "best"))
+    state.save_best(run, model, gpt2.load_tokenizer(str(run / "best")), Progress(step=9))  # as a resumed run does
+    assert path.read_text() == "Mine alone.\n"
+    path.unlink()
+    write_card(run)
+    state.save_best(run, model, gpt2.load_tokenizer(str(run / "best")), Progress(step=9))
+    assert not path.exists()  # a card with the figures of other weights
 
 
 def test_an_export_s_card_claims_no_figures_of_rounded_weights(run: Path, tmp_path: Path, capsys) -> None:
