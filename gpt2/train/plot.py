@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -129,12 +129,17 @@ def smoothed(points: Points) -> tuple[list[float], list[float]]:
     return list(steps), list(losses)
 
 
-def _finish(axes: Axes, unit: str, title: str, held_out: Sequence[Points]) -> None:
-    """Label the axes, and cut off values far above the held-out losses after the first."""
+def cut_off(axes: Axes, held_out: Iterable[Points]) -> None:
+    """Cut off values far above the held-out losses after the first."""
     later = [value for points in held_out for _, value in points[1:]]
     if len(later) > 2:
         bottom, top = axes.get_ylim()
         axes.set_ylim(bottom, min(top, max(later) + 0.4 * (max(later) - min(later)) + 0.05))
+
+
+def _finish(axes: Axes, unit: str, title: str, held_out: Sequence[Points]) -> None:
+    """Label the axes, and cut off what is far above."""
+    cut_off(axes, held_out)
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
     axes.set(xlabel="step", ylabel=unit)
     axes.set_xlim(left=0)

@@ -16,7 +16,7 @@ from gpt2.errors import InputError, printable
 from gpt2.pages.drawing import MUTED, PAPER, svg
 from gpt2.pages.rendering import render
 from gpt2.train.overfitting import overfitting
-from gpt2.train.plot import COLOURS, METRICS, RECIPE, Points, read_rows, smoothed
+from gpt2.train.plot import COLOURS, METRICS, RECIPE, Points, cut_off, read_rows, smoothed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,7 +120,7 @@ def _draw(figure: Figure, key: str, runs: Sequence[Watched]) -> None:
         if key == "loss":
             _draw_held_out(axes, run)
     if key == "loss":
-        axes.set_ylim(*_limits(runs, axes.get_ylim()))
+        cut_off(axes, (run.points("val_loss") for run in runs))
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     axes.set_xlabel("step")
@@ -136,11 +136,3 @@ def _draw_held_out(axes: Axes, run: Watched) -> None:
     if run.turned is not None:
         axes.axvline(step, color=run.colour, lw=0.9, ls=(0, (2, 2)))
         axes.annotate(f"turned at {step:,}", (step, loss), (6, 10), textcoords="offset points", color=MUTED, fontsize=8.5)
-
-
-def _limits(runs: Sequence[Watched], limits: tuple[float, float]) -> tuple[float, float]:
-    """Cut off values far above the held-out losses after the first."""
-    later = [value for run in runs for _, value in run.points("val_loss")[1:]]
-    if len(later) < 3:
-        return limits
-    return limits[0], min(limits[1], max(later) + 0.4 * (max(later) - min(later)) + 0.05)
