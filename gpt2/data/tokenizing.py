@@ -105,7 +105,10 @@ def _folder(path: str, name: str) -> Path:
         if os.access(beside, os.W_OK):
             return beside
     cached = cache_folder() / "tokens" / name
-    cached.mkdir(parents=True, exist_ok=True)
+    try:
+        cached.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{beside}: not writable, nor is {cached} ({error.strerror}); make either writable") from None
     return cached
 
 

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
+
 from gpt2.checkpoint.loading import load_tokenizer
 from gpt2.data import Tokenizer
 from gpt2.data.batches import SCORED, UNSCORED
@@ -71,15 +73,23 @@ def list_data(recipe: Recipe, init: str | None = None) -> Listing:
     return Listing(
         text.tally.get("documents", 1),
         len(text.train_ids),
-        len(text.train_ids) if text.train_marks is None else int((text.train_marks == SCORED).sum()),
+        _scored(text.train_ids, text.train_marks, text.end),
         len(text.val_ids),
-        len(text.val_ids) if text.val_marks is None else int((text.val_marks == SCORED).sum()),
+        _scored(text.val_ids, text.val_marks, text.end),
         recipe.context,
         text.tally.get("long"),
         text.tally.get("lost", 0),
         text.notes,
         tuple(_parts(x, y, text.tokenizer) for x, y in windows),
     )
+
+
+def _scored(ids: np.ndarray, marks: np.ndarray | None, end: int | None) -> int:
+    """Count the scored tokens; where documents are kept apart, the first of each is none."""
+    scored = np.ones(len(ids), bool) if marks is None else marks == SCORED
+    if end is not None:
+        scored[1:] &= ids[:-1] != end
+    return int(scored.sum())
 
 
 def _parts(x: list[int], y: list[int], tokenizer: Tokenizer) -> tuple[Part, ...]:

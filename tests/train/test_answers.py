@@ -250,3 +250,6 @@ def test_the_listing_shows_what_is_scored_and_what_is_cut_off(asked):
     assert listing.lost == 0
     assert "25 documents are longer than the context of 13 tokens" in listing.table()
     assert list_data(replace(asked, context=8)).lost == 25
+    apart = replace(asked, data=replace(asked.data, prompt="", reset=True))
+    ids, end = corpus(apart).train_ids, corpus(apart).end
+    assert list_data(apart).train_scored == len(ids) - (ids[:-1] == end).sum() < list_data(apart).train_tokens

@@ -124,3 +124,6 @@ def test_a_folder_that_cannot_be_written_is_left_alone(recipe, table, tmp_path, 
     monkeypatch.setattr(os, "access", lambda *args: False)
     assert len(read(replace(recipe, data=Data(path=str(table))), 0).train_ids) > 1000
     assert list((tmp_path / "cache" / "tokens").glob("*/train.bin"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("GPT2_TOOLKIT_CACHE", str(tmp_path / "file"))
+    assert "not writable, nor is" in refusal(read, replace(recipe, data=Data(path=str(table), held_out=0.2)), 0)
