@@ -24,6 +24,8 @@ from gpt2.data.bpe import BPE
 from gpt2.data.bpe_files import ADDED, FILES
 from gpt2.data.chars import FILE as CHARS
 from gpt2.data.chat import FILE as CHAT
+from gpt2.data.words import FILE as WORDS
+from gpt2.data.words import Words
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 FORMATS = ("hf", "gguf", "llmc")
 GGUF_FILE = "model.gguf"
 LLMC_FILES = ("model.bin", "tokenizer.bin")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", ADDED, CHAT, CHARS, *(name for pair in FILES for name in pair))
+VOCABULARIES = (CHARS, WORDS, *(name for pair in FILES for name in pair))
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", ADDED, CHAT, *VOCABULARIES)
 OF_DTYPE = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
@@ -164,11 +167,11 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if isinstance(checkpoint, RandomCheckpoint):
         raise NoTokenizer("the weights are random")
     assert isinstance(checkpoint, StoredCheckpoint)
-    folder, ours = folder_of(checkpoint.path), (CHARS, *(name for pair in FILES for name in pair))
+    folder = folder_of(checkpoint.path)
     try:
         return checkpoint.tokenizer()
     except InputError as error:
-        damaged = checkpoint.container == "GGUF" or any((folder / name).is_file() for name in ours)
+        damaged = checkpoint.container == "GGUF" or any((folder / name).is_file() for name in VOCABULARIES)
         if isinstance(error, NoTokenizer) or damaged:
             raise
         raise NoTokenizer(str(error)) from None
@@ -178,7 +181,8 @@ def _refuse_other_tokenizer(directory: Path, tokenizer: Tokenizer | None) -> Non
     """Raise InputError if the directory keeps another tokenizer's files, which would be read as this model's."""
     own: set[str] = set()
     if tokenizer is not None:
-        own = {"tokenizer.json", "tokenizer_config.json", *((*FILES[0], ADDED) if isinstance(tokenizer, BPE) else (CHARS,))}
+        vocabulary = (*FILES[0], ADDED) if isinstance(tokenizer, BPE) else (WORDS if isinstance(tokenizer, Words) else CHARS,)
+        own = {"tokenizer.json", "tokenizer_config.json", *vocabulary}
         own |= {CHAT} if tokenizer.chat else set()
     left = [name for name in TOKENIZER_FILES if name not in own and (directory / name).exists()]
     if left:

@@ -25,7 +25,6 @@ from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
 from gpt2.checkpoint.saving import sha256
 from gpt2.checkpoint.verified import digest_of
 from gpt2.config import quoted
-from gpt2.data import FILES
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 ADAPTERS = (ADAPTER, ADAPTER_WEIGHTS, f"adapter/{ADAPTER}", f"adapter/{ADAPTER_WEIGHTS}")
 SENT = {
     *("config.json", "generation_config.json", "special_tokens_map.json", INDEX, "LICENSE", *ADAPTERS),
-    *(card.CARD, CURVES, card.RECORD, *TOKENIZER_FILES, *FILES),
+    *(card.CARD, CURVES, card.RECORD, *TOKENIZER_FILES),
 }
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|[\w+-][\w.+-]*\.gguf", re.ASCII)
 

@@ -25,6 +25,7 @@ from gpt2.checkpoint.export import export
 from gpt2.config import OFFICIAL_SIZES, GPT2Config
 from gpt2.data.bpe import BPE, train_bpe
 from gpt2.data.chars import Chars
+from gpt2.data.words import Words
 from gpt2.errors import InputError
 
 KINDS = {"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q8_0}
@@ -46,6 +47,19 @@ def saved(
 
 def export_refused(source: Path | str, out: Path, *words: str, error: type[InputError] = InputError, **settings: Any) -> str:
     return refused(lambda: export(str(source), out, **settings), *words, error=error)
+
+
+def test_word_tokenizers_are_listed_and_told_from_others(tmp_path: Path) -> None:
+    """words.json was in no list: an export beside it made two tokenizers in one folder, and a damaged one was dropped."""
+    for tokenizer in (Words.from_text("so it was so it is", 260), Chars("abc")):
+        model = gpt2.GPT2(GPT2Config(tokenizer.n_vocab, 8, 8, 1, 1, bos_token_id=None, eos_token_id=tokenizer.eot))
+        gpt2.save(model, tokenizer, tmp_path / type(tokenizer).__name__)
+    done = export(str(tmp_path / "Words"), tmp_path / "out")
+    assert [file.name for file in done.files] == [*HF, "tokenizer.json", "tokenizer_config.json", "words.json"]
+    export_refused(tmp_path / "Chars", tmp_path / "out", "words.json of another tokenizer")
+    export(str(tmp_path / "Words"), tmp_path / "out")
+    (tmp_path / "Words" / "words.json").write_text("[]")
+    export_refused(tmp_path / "Words", tmp_path / "new", "words.json", "damaged")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -64,7 +64,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]
     with HubStandIn() as hub:
         hub.uploads.tokens[TOKEN] = ("me",)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        settings = {"ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": True, "HF_HOME": str(tmp_path / "home")}
+        settings = {"ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}
+        settings |= {"HF_HOME": str(tmp_path / "home")}
         settings |= {"HF_HUB_CACHE": str(tmp_path / "home" / "hub")}
         settings |= {"HUGGINGFACE_CO_URL_TEMPLATE": hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"}
         for name, value in settings.items():
