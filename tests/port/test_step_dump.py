@@ -10,8 +10,8 @@ import torch
 from support.commands import mistake
 from support.step_programs import LEVELS, Dumped, second
 from support.step_programs.numpy_steps import FAULTS
-from support.step_programs.scoring import score, score_second
-from support.steps import our_model
+from support.step_programs.scoring import SETTINGS, batches_of, score, score_second
+from support.steps import CONFIG, our_model
 
 import gpt2
 from gpt2.port.step_dump.clip_reading import dumped_clip
@@ -50,13 +50,30 @@ def test_half_precision_is_undetermined_rather_than_wrong(word: str) -> None:
     )
 
 
+def test_a_parameter_that_the_first_step_does_not_move_keeps_its_place() -> None:
+    """With epsilon inside the root, key biases stand still within rounding. They were taken to be missing after the first step,
+    so no gradient of the second one could be computed, and the dump was called equal in silence."""
+    assert score_second("root-of-sum").right
+
+
+def test_an_update_that_cannot_be_examined_is_no_equality() -> None:
+    """Without the gradients of the second step and all parameters before it, nothing is known of the update."""
+    batches = batches_of(Dumped(""))
+    ids, y = (np.stack(each) for each in zip(*batches, strict=True))
+    arrays = second.dump(our_model().state_dict(), CONFIG.n_head, batches, set(), SETTINGS)
+    later = {name for name in arrays if name.startswith("2/grad/") or name.endswith(("/ln1_b", "/ln2_b")) and "init" not in name}
+    diagnosis = gpt2.diagnose({"ids": ids, "y": y, **{n: a for n, a in arrays.items() if n not in later}}, our_model())
+    assert diagnosis.verdict == "undetermined"
+    assert "h.*.ln_1.bias" in " ".join(diagnosis.notes)
+
+
 @SLOW
 def test_moments_in_a_dump_are_not_taken_for_clipped_gradients() -> None:
     """Adam's moments, and key biases whose gradient is rounding alone, made every such program faulty, also the right one."""
     rows = {word: score_second(word) for word in ("", *second.FAULTS)}
     assert rows[""].verdict == "equal", rows[""].flaw()
     assert not [row.flaw() for row in rows.values() if row.beside]
-    assert sum(not row.missed for row in rows.values()) >= len(rows) - 3
+    assert sum(not row.missed for row in rows.values()) >= len(rows) - 2
 
 
 @SLOW

@@ -175,9 +175,10 @@ class Recogniser:
         sets: list[Weights] = [{} for _ in range(steps)]
         unchanged: list[str] = []
         for units, group in changed.items():
-            if len(group) == steps:
-                for number, piece in enumerate(group):
-                    sets[number] |= piece.view
+            still = steps - len(group)
+            if group and 0 <= still <= max(equal[units] - usual, 0):  # of the first steps, which did not move it: a key's bias
+                for number, one in enumerate(sets):
+                    one |= group[number - still].view if number >= still else {name: self.units[name] for name in units}
             elif not group and equal[units] > usual:
                 unchanged += units
                 for one in sets:

@@ -92,7 +92,15 @@ class UpdateExamination:
 
     def conclusion(self) -> Conclusion:
         """Search the rule, and compare it with the settings."""
-        if not self.names or not self.gradients:
+        if not self.names:
+            return self.found
+        if not self.gradients:
+            missing = [n for n in self.recorded.parameters[0] if any(n not in one for one in self.recorded.parameters[1:])]
+            self.found.update.explained = False
+            self.found.update.notes.append(
+                f"the update is undetermined: without {self.places(missing)} after each step, the gradients of the later ones "
+                "cannot be computed; dump these parameters, or all gradients"
+            )
             return self.found
         names = [n for n in self.names if all(n in one for one in self.gradients)]
         tracks = {n: one for n in names if (one := self._track(n, self.gradients)) is not None}
