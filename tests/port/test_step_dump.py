@@ -61,7 +61,9 @@ def test_an_update_that_cannot_be_examined_is_no_equality() -> None:
     batches = batches_of(Dumped(""))
     ids, y = (np.stack(each) for each in zip(*batches, strict=True))
     arrays = second.dump(our_model().state_dict(), CONFIG.n_head, batches, set(), SETTINGS)
-    later = {name for name in arrays if name.startswith("2/grad/") or name.endswith(("/ln1_b", "/ln2_b")) and "init" not in name}
+    later = {
+        name for name in arrays if name.startswith("2/grad/") or (name.endswith(("/ln1_b", "/ln2_b")) and "init" not in name)
+    }
     diagnosis = gpt2.diagnose({"ids": ids, "y": y, **{n: a for n, a in arrays.items() if n not in later}}, our_model())
     assert diagnosis.verdict == "undetermined"
     assert "h.*.ln_1.bias" in " ".join(diagnosis.notes)
