@@ -63,16 +63,17 @@ def _activations(subject: Subject, rows: Tensor) -> tuple[Tensor, Tensor]:
     walks += [partial(trace_steps, model, rows) for model in (subject.ours_rounded, subject.reference_rounded)]
     seen: list[str] = []
     logits: list[Tensor] = []
-    for steps in lockstep(*walks):
-        expected, exact, ours, reference = (step or {} for step in steps)
-        for name, tensor in expected.items():
-            findings.mapping("activations", name, worst_relative_error(exact.get(name, MISSING), tensor))
-            errors = (relative_error(each.get(name, MISSING), tensor) for each in (ours, reference))
-            findings.rounding("rounding", name, *errors)
-        seen += expected
-        logits = [step["logits"] for step in (expected, reference) if "logits" in step]
-        findings.progress(f"{label}: activations")
-        findings.settle()
+    with closing(lockstep(*walks)) as every_step:  # a difference, or Ctrl-C, ends the threads
+        for steps in every_step:
+            expected, exact, ours, reference = (step or {} for step in steps)
+            for name, tensor in expected.items():
+                findings.mapping("activations", name, worst_relative_error(exact.get(name, MISSING), tensor))
+                errors = (relative_error(each.get(name, MISSING), tensor) for each in (ours, reference))
+                findings.rounding("rounding", name, *errors)
+            seen += expected
+            logits = [step["logits"] for step in (expected, reference) if "logits" in step]
+            findings.progress(f"{label}: activations")
+            findings.settle()
     if seen != points(subject.config.n_layer):
         raise RuntimeError(f"the trace of transformers' model lacks {set(points(subject.config.n_layer)) - set(seen)}")
     findings.settle("activations")
@@ -83,17 +84,17 @@ def _parts(subject: Subject, expected: Tensor) -> None:
     """Compare what our model gives through the cache and with padding: in float64, and in ``dtype`` beside transformers."""
     findings, label, probe = subject.findings, dtype_label(subject.dtype), subject.probe
     with subject.exactly(subject.ours, "float64: cache and padding"):
-        for check, name, logits, exact in _ways(probe, _Reader(subject.ours), expected, 2):
+        for check, name, logits, exact in _ways(probe, _Reader(subject.ours), expected, SINGLE_TOKENS):
             findings.mapping(check, name, worst_relative_error(logits, exact))
             findings.settle()
-    findings.settle("cache", "padding")
+    findings.settle("padding")
     findings.progress(f"{label}: cache and padding")
     models = _Reader(subject.ours_rounded), _Reader(subject.reference_rounded)
     for ours, reference in zip(*(_ways(probe, model, expected, 4) for model in models), strict=True):
         findings.rounding("rounding", ours[1], *(relative_error(logits, exact) for _, _, logits, exact in (ours, reference)))
     rows = [model.read(probe.rows) for model in models]
     findings.rounding("rounding", "logits (default path)", *(relative_error(logits, expected) for logits in rows))
-    findings.settle("rounding")
+    findings.settle()
 
 
 def _ways(probe: Probe, model: _Reader, expected: Tensor, singles: int) -> Iterator[tuple[str, str, Tensor, Tensor]]:
@@ -105,7 +106,7 @@ def _ways(probe: Probe, model: _Reader, expected: Tensor, singles: int) -> Itera
     length = rows.size(1)
     half, single = length // 2, min(singles, length // 4)
     ends = {"prefill": half, "single tokens": half + single, "chunk": length}
-    sizes = [size for size in (half, *[1] * single, length - half - single) if size]
+    sizes = _sizes(length, singles)
     cached, start = model.read_in_parts(rows, sizes, None), 0
     for part, end in ends.items():
         if end > start:
@@ -116,6 +117,12 @@ def _ways(probe: Probe, model: _Reader, expected: Tensor, singles: int) -> Itera
         row[: length - count] = True
     yield "padding", "logits (padded rows)", model.read(padded, mask=mask)[real], expected[alone]
     yield "padding", "logits (padded rows, cached)", model.read_in_parts(padded, sizes, mask)[real], expected[alone]
+
+
+def _sizes(length: int, singles: int) -> list[int]:
+    """Return the sizes of the parts in which a cache reads a text: half of it, single tokens, and the rest."""
+    half, single = length // 2, min(singles, length // 4)
+    return [size for size in (half, *[1] * single, length - half - single) if size]
 
 
 class _Reader:
@@ -150,19 +157,33 @@ class _Reader:
 
 
 def _windows(subject: Subject) -> None:
-    """Compare the logits of whole contexts, on the default path, in float64."""
+    """Compare the logits of whole contexts in float64; of the first one also those through the cache, and those in ``dtype``."""
     findings, windows, models = subject.findings, subject.probe.windows, (subject.ours, subject.reference)
+    in_dtype = subject.ours_rounded, subject.reference_rounded
     for index, window in enumerate(windows):
-        what = f"float64: context {index + 1} of {len(windows)}"
+        what, ids = f"float64: context {index + 1} of {len(windows)}", window[None]
         with subject.exactly(models[0], f"{what}, ours"), subject.exactly(models[1], f"{what}, transformers"):
-            hidden = [hidden_of(model, window[None]) for model in models]
+            hidden = [hidden_of(model, ids) for model in models]
+            cached = _hidden_through_cache(subject.ours, ids) if index == 0 else None
+            rounded = [hidden_of(model, ids) for model in in_dtype] if index == 0 else []
             for start in range(0, len(window), CHUNK):
                 end = min(start + CHUNK, len(window))
                 ours, theirs = (head_of(model, h[:, start:end]) for model, h in zip(models, hidden, strict=True))
                 name = f"logits (window {index}, {start} to {end - 1})"
                 findings.mapping("logits", name, worst_relative_error(ours, theirs))
+                if cached is None:
+                    continue
+                findings.mapping("cache", name, worst_relative_error(head_of(subject.ours, cached[:, start:end]), theirs))
+                logits = (head_of(model, h[:, start:end]) for model, h in zip(in_dtype, rounded, strict=True))
+                findings.rounding("rounding", name, *(relative_error(each, theirs) for each in logits))
         findings.settle()
-    findings.settle("logits")
+    findings.settle("logits", "cache", "rounding")
+
+
+def _hidden_through_cache(model: GPT2, ids: Tensor) -> Tensor:
+    """Return what the final norm gives (B, T, D) for (B, T) ids that are read in parts through the cache."""
+    cache = model.new_cache(len(ids))
+    return torch.cat([model.hidden(part, cache=cache) for part in ids.split(_sizes(ids.size(1), SINGLE_TOKENS), dim=1)], dim=1)
 
 
 def _greedy(subject: Subject) -> tuple[Tensor, slice]:

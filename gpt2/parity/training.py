@@ -98,7 +98,8 @@ class _Optimizer:
     def norm(self) -> float:
         """Return the norm that clipping uses: of all that the model's ``parameters()`` lists, by PyTorch's own function."""
         names = {id(p): name.removeprefix(PREFIX) for name, p in self.model.named_parameters()}
-        sizes = [math.sqrt(max(self.squares[names[id(p)]], 0.0)) for p in self.model.parameters()]
+        squares = [self.squares.get(names.get(id(p), ""), math.nan) for p in self.model.parameters()]  # NaN: it got no gradient
+        sizes = [math.sqrt(max(square, 0.0)) for square in squares]
         stand_ins = [nn.Parameter(torch.zeros((), dtype=torch.float64)) for _ in sizes]
         for stand_in, size in zip(stand_ins, sizes, strict=True):
             stand_in.grad = torch.tensor(size, dtype=torch.float64)

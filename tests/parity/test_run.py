@@ -201,6 +201,37 @@ def gradient_cut_late(model: GPT2) -> None:
     )
 
 
+def long_cache_forgets(model: GPT2) -> None:
+    """Behind more than 40 tokens, the cache has lost the first eight."""
+
+    def attend(q, k, v, mask, scale, dropout):
+        if k.size(-2) > max(40, q.size(-2)):
+            v = torch.cat((torch.zeros_like(v[..., :8, :]), v[..., 8:, :]), -2)
+        return sdpa_attention(q, k, v, mask, scale, dropout)
+
+    for block in model.h:
+        block.attn.attend = attend
+
+
+def coarse_behind_40_tokens(model: GPT2) -> None:
+    """Right in float64; in float32, a long text is computed with values in bfloat16."""
+
+    def attend(q, k, v, mask, scale, dropout):
+        coarse = v.bfloat16().float() if v.dtype == torch.float32 and k.size(-2) > 40 else v
+        return sdpa_attention(q, k, coarse, mask, scale, dropout)
+
+    for block in model.h:
+        block.attn.attend = attend
+
+
+@pytest.mark.parametrize(("control", "must_fail"), [(long_cache_forgets, "cache"), (coarse_behind_40_tokens, "rounding")])
+def test_positions_behind_the_traced_rows_are_judged(tmp_path: Path, control: Callable, must_fail: str) -> None:
+    """All positions up to the context length, cached and in the dtype: the traced rows have 32 tokens, a context up to 1,024."""
+    checkpoint = write_checkpoint(tmp_path / "model", n_positions=64)
+    assert failing(verify(str(checkpoint), quick=True)) == []
+    assert failing(verify(str(checkpoint), build=broken(control), quick=True, keep_going=True)) == [must_fail]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("control", "must_fail", "must_pass"),
