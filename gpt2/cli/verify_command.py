@@ -25,7 +25,7 @@ EXAMPLES = """\
 on the CPU. An error up to 1.5 times what the arithmetic explains is rounding: of float32 in any order of summing, of TF32 or
 16-bit products (named, with the line that turns it off), of flushed subnormals. Any other is a bug, and is described.
 
-exit code: 0 equal, 1 different or a wrong device, 2 bad input, 130 interrupted (the report says what was done)"""
+exit code: 0 equal, 1 different or a wrong device, 2 bad input, 130 interrupted (without --device, with a report)"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -75,12 +75,13 @@ def arithmetics(dtype: torch.dtype, kind: str = "cuda") -> tuple[Arithmetic, ...
             *(Arithmetic(name, products=rounds, advice=high) for name, rounds in zip(PRODUCTS, roundings, strict=True)),
             flush,
         )
-    which = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    advice = f"torch.backends.cuda.matmul.allow_{which}_reduced_precision_reduction = False" if kind == "cuda" else ""
+    which, cuda = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype], "torch.backends.cuda.matmul"
+    partly = f"{cuda}.allow_{which}_reduced_precision_reduction = False" if kind == "cuda" else ""
+    wholly = f"{cuda}.allow_fp16_accumulation = False" if kind == "cuda" and dtype == torch.float16 else ""
     return (
         *(own, ordered),
-        Arithmetic(f"partial sums rounded to {name}", sums=dtype, parts=16, advice=advice),
-        Arithmetic(f"every sum rounded to {name}", sums=dtype, advice=advice),
+        Arithmetic(f"partial sums rounded to {name}", sums=dtype, parts=16, advice=partly),
+        Arithmetic(f"every sum rounded to {name}", sums=dtype, advice=wholly),
         flush,
     )
 

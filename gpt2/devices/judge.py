@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpt2.devices.arithmetic import Arithmetic, Run, arithmetics
 from gpt2.devices.case import Case
+from gpt2.errors import InputError
 from gpt2.measure.metrics import relative_error, worst_relative_error
 from gpt2.pages.reports import dtype_label
 from gpt2.parity.report import ROUNDING_RATIO
@@ -97,6 +98,8 @@ def judge(device: Device, case: Case, dtype: torch.dtype) -> Verdict:
         repeats = all(map(_same, got, device.run(case.run, inputs)))
     except (RuntimeError, NotImplementedError, TypeError) as raised:
         said = " ".join(str(raised).split())[:160]
+        if "out of memory" in said:  # CUDA's and MPS' words, which say nothing of what the device computes
+            raise InputError(f"{device.name} is out of memory at {case.name}, {label}; judge it with a smaller model") from None
         return Verdict(case.operator, case.condition, label, float("inf"), 0.0, None, False, looks_like=f"it raises: {said}")
     errors = [_Error.of(a, b) for a, b in zip(got, exact, strict=True)]
     error = max(each.norm for each in errors)
@@ -132,7 +135,7 @@ def _explained(arithmetic: Arithmetic, way: Run, inputs: Sequence[Tensor], exact
     results = arithmetic.run(way, inputs)
     errors = [_Error.of(result, expected) for result, expected in zip(results, exact, strict=True)]
     info = torch.finfo(next((each.dtype for each in inputs if each.is_floating_point()), torch.float32))
-    if not (arithmetic.flushes and any(float(each.abs().max()) < info.tiny for each in inputs if each.is_floating_point())):
+    if not (arithmetic.flushes and any(0 < float(each.abs().max()) < info.tiny for each in inputs if each.is_floating_point())):
         most = LARGEST if arithmetic.sums is not None else OWN_ULPS * info.eps
         errors = [each if each.norm <= most else _Error(0.0, 0.0) for each in errors]
     return [

@@ -18,6 +18,7 @@ from gpt2.devices.cases import forward_cases
 from gpt2.devices.judge import Device, Verdict, judge
 from gpt2.devices.report import DeviceReport
 from gpt2.devices.training import adamw_cases, model_cases
+from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress, silent
 from gpt2.pages.reports import dtype_label, environment
 
@@ -38,24 +39,30 @@ def verify_device(
     """Judge whether a device computes a model's operators as precisely as its arithmetic allows.
 
     Args:
-        name: a model name as in :func:`gpt2.load`. Its shapes, weights and activations are what the operators run on.
+        name: a model name as in :func:`gpt2.load`. Its shapes, weights and activations are what the operators run on. With a
+            ``:dtype`` suffix, only that dtype is judged.
         device: "cpu", "cuda", "cuda:1", "mps", or "auto": the first of cuda, mps and cpu that is here.
         dtypes: float32, bfloat16 and float16.
         operators: judge only those whose names begin so, such as "attention"; default: all, and a whole model.
         seed: draws the token ids.
 
     Raises:
-        InputError: no such model or device. CheckpointError: it cannot be read.
+        InputError: no such model or device, float64, or too little memory there. CheckpointError: it cannot be read.
     """
     started = time.perf_counter()
     own = device if isinstance(device, Device) else Device.of(require_device(device))
-    checkpoint = open_checkpoint(ModelName.parse(name, VERIFIES, revision=revision), offline=offline)
+    parsed = ModelName.parse(name, VERIFIES, revision=revision)
+    kinds = tuple(dtypes) if parsed.dtype is None else (getattr(torch, parsed.dtype),)
+    if not set(kinds) <= set(DTYPES):
+        raise InputError(
+            f"{name}: a device is judged in float32, bfloat16 or float16, beside float64 on the CPU; choose one of them"
+        )
+    checkpoint = open_checkpoint(replace(parsed, dtype=None), offline=offline)
     progress("loading")
     material = Material.of(checkpoint.load(torch.float32).eval(), seed)
     require_whole_files()
     verdicts = []
     wanted = None if operators is None else tuple(operators)
-    kinds = tuple(dtypes)
     with torch.random.fork_rng(devices=[]):
         for case in _cases(material):
             if wanted is None or case.operator.startswith(wanted):

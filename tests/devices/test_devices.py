@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gpt2
 from gpt2.cli.main import main
 from gpt2.devices.arithmetic import arithmetics, to_tf32
-from gpt2.devices.judge import Device
+from gpt2.devices.case import Case
+from gpt2.devices.judge import Device, judge
 from gpt2.devices.report import DeviceReport
 from gpt2.devices.run import verify_device
 from gpt2.measure.placement import placed
@@ -89,6 +91,48 @@ def test_another_kernel_of_attention_is_right() -> None:
     """A device has kernels of its own; PyTorch's plain one stands for them."""
     device = Device(torch.device("cpu"), "math kernel", lambda: sdpa_kernel(SDPBackend.MATH))
     assert verify_device(MODEL, device, dtypes=[torch.float32, torch.bfloat16], operators=["attention"]).ok
+
+
+def test_a_bias_of_zeros_does_not_excuse_a_wrong_kernel() -> None:
+    """Zeros are no subnormal numbers: else, beside a zero bias, the CPU's own kernels explained any error of theirs."""
+    wrong = Case(
+        "product",
+        "zero bias",
+        lambda x, b: (2 * x + b if x.dtype != torch.float64 else x + b,),
+        (torch.ones(8, 16), torch.zeros(16)),
+    )
+    assert not judge(Device(torch.device("cpu"), "cpu"), wrong, torch.float32).ok
+
+
+def test_a_device_without_memory_is_not_called_wrong() -> None:
+    """A small GPU that computes right must not read that its attention is wrong, because the model does not fit."""
+
+    class Full(Device):
+        def run(self, function, inputs):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    with pytest.raises(gpt2.InputError, match="full is out of memory at residual sum: x \\+ y, float32; judge it with a smaller"):
+        verify_device(MODEL, Full(torch.device("cpu"), "full"), operators=["residual"])
+
+
+def test_a_dtype_of_the_name_is_the_one_that_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was ignored; and float64 is what the others are compared with."""
+    report = verify_device(f"{MODEL}:bf16", "cpu", operators=["residual"])
+    assert {each.dtype for each in report.verdicts} == {"bfloat16"}
+    assert main(["verify", f"{MODEL}:fp64", "--device", "cpu"]) == 2
+    assert "judged in float32, bfloat16 or float16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu", "mps"])
+def test_the_lines_that_turn_an_arithmetic_off_are_settings(kind: str) -> None:
+    """A line that names another thing than torch knows changes nothing, and no error says so."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for arithmetic in arithmetics(dtype, kind):
+            setting = arithmetic.advice.partition(" = ")[0]
+            if setting:
+                reduce(getattr, setting.split(".")[1:], torch)
+    sums = {each.name: each.advice for each in arithmetics(torch.float16, "cuda")}
+    assert "accumulation" in sums["every sum rounded to float16"]
 
 
 def test_nothing_asks_a_device_for_float64(tmp_path: Path) -> None:
