@@ -22,6 +22,7 @@ from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
 from gpt2.generation import stream
+from gpt2.measure.placement import device_name
 from gpt2.model import GPT2
 from gpt2.parity import reference
 from gpt2.train.loss import Scored
@@ -176,6 +177,7 @@ class Bench:
     pairs: int
     rows: tuple[Row, ...]
     machine: dict[str, Any]
+    device: str = "cpu"  # where both ran
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -186,7 +188,7 @@ class Bench:
             [
                 f"{self.model}  beside  transformers {versions['transformers']}",
                 f"{self.parameters:,} parameters · {self.dtype} · torch {versions['torch']}",
-                f"{here['processor']}, {here['threads']} threads",
+                f"{here['processor']}, {here['threads']} threads" if self.device == "cpu" else self.device,
                 "",
                 f"{'':24}{'ours':>20}{'transformers':>20}{'faster':>16}",
                 *(line for row in self.rows for line in row.lines()),
@@ -241,7 +243,8 @@ def bench(
         ours, theirs = (Spread.of(work / t if work else t for t in times[key]) for key in ("ours", "theirs"))
         rows.append(Row(what, "tokens/s" if work else "s", ours, theirs, ratio(times["theirs"], times["ours"])))
 
-    with reference.directory(side.checkpoint, progress) as folder:
+    current = torch.accelerator.device_index(where.index or None)  # what ``seconds`` waits for
+    with current, reference.directory(side.checkpoint, progress) as folder:
         loads: dict[str, Callable[[], Ours | Transformers]] = {
             "ours": lambda: Ours(load_path(folder, dtype=side.dtype, device=where, offline=True)),
             "theirs": lambda: Transformers(
@@ -258,7 +261,7 @@ def bench(
             steps = [(key, partial(model.train_step, _optimizer(model.model), x, y)) for key, model in models]
             measure(f"train step {shape}", batch * context, {key: partial(seconds, step) for key, step in steps})
     dtype = str(side.dtype).removeprefix("torch.")
-    return Bench(name, side.config.num_parameters(), dtype, pairs, tuple(rows), machine())
+    return Bench(name, side.config.num_parameters(), dtype, pairs, tuple(rows), machine(), device_name(where))
 
 
 def _first_logits(load: Callable[[], Ours | Transformers], ids: Tensor) -> None:

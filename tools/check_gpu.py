@@ -30,6 +30,8 @@ from check_kills import outcome, recipe
 import gpt2
 from gpt2.bench import bench, machine
 from gpt2.checkpoint.loading import require_device
+from gpt2.cli.common import require_writable
+from gpt2.measure.placement import device_name
 from gpt2.train.loop import train
 from gpt2.train.loss import Scored
 
@@ -135,11 +137,12 @@ def main() -> int:
     started = time.perf_counter()
     try:
         where = require_device(args.device)
+        require_writable("--out", f"{args.out}.json")  # before minutes of measuring
     except gpt2.InputError as error:
         print(f"check_gpu: {error}", file=sys.stderr)
         return 2
     device, model = str(where), args.model or ("shakespeare-mini" if where.type == "cpu" else "random:gpt2")
-    name = torch.cuda.get_device_name(where) if where.type == "cuda" else device
+    name = device_name(where)
     body: dict[str, Any] = {"device": device, "name": name, "model": model, "machine": machine()}
     work = Path(tempfile.mkdtemp(prefix="check-gpu-"))
     parts: dict[str, Callable[[dict[str, Any]], Rows]] = {

@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"gpt2 {args.command}: {error}", file=sys.stderr)
         return 2
-    except MemoryError:
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":  # torch's, of a GPU
+            raise
         print(f"gpt2 {args.command}: not enough memory for this; choose a smaller model, batch or context", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -27,7 +27,7 @@ from gpt2.comparison.scratch import Scratch
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
 from gpt2.comparison.sides.engine import EngineSide
 from gpt2.comparison.sides.opening import open_sides
-from gpt2.comparison.sides.side import Running, Shown, Side
+from gpt2.comparison.sides.side import Running, Shown, Side, environment_of
 from gpt2.comparison.weights import distance
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -36,7 +36,6 @@ from gpt2.measure.last_words import LastWord, score_last_words
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.pairwise import pairwise
 from gpt2.model import GPT2
-from gpt2.pages.reports import environment
 
 SAMPLE = 1024  # tokens of the text on which all pairs are compared, at equal distances
 ROWS = 256  # of them at a time
@@ -82,7 +81,7 @@ def compare_many(
         run.measure(side, tokenizer, first=number == 0, apart=not fit.vocabularies.comparable)
         for number, (side, tokenizer, fit) in enumerate(zip(sides, own, fits, strict=True))
     ]
-    env = environment(side.dtype for side in sides if side.dtype is not None)
+    env = environment_of(sides)
     candidates = tuple(
         Candidate(
             model=side.describe(env.versions),

@@ -29,7 +29,7 @@ from gpt2.comparison.results import Comparison, Numerics
 from gpt2.comparison.saving import TRACED, Keep, saving
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
 from gpt2.comparison.sides.opening import open_sides
-from gpt2.comparison.sides.side import Running, Shown, Side
+from gpt2.comparison.sides.side import Running, Shown, Side, environment_of
 from gpt2.comparison.ways import attending
 from gpt2.comparison.weights import WeightChanges, compare_weights
 from gpt2.comparison.words import Words, compare_words
@@ -42,7 +42,7 @@ from gpt2.measure.texts import Text
 from gpt2.measure.tracing import trace_blocks
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2, eager_attention, sdpa_attention
-from gpt2.pages.reports import dtype_label, environment
+from gpt2.pages.reports import dtype_label
 
 
 def compare(
@@ -108,7 +108,7 @@ def compare(
         last_words = _last_words(own, text.passages, seed, progress) if text is not None and text.passages else None
         floor = None if distributions is None and bounds is None else _floor(own, ids, progress)
     blamed = _blame(own, ids, windows, seed, progress) if blame else None
-    env = environment(side.dtype for side in sides if side.dtype is not None)
+    env = environment_of(sides)
     return Comparison(
         a=sides[0].describe(env.versions),
         b=sides[1].describe(env.versions),

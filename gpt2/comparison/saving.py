@@ -13,11 +13,10 @@ from torch import Tensor
 from gpt2.comparison.passage import Passage, open_passage, token_bytes
 from gpt2.comparison.reference_file import ReferenceWriter
 from gpt2.comparison.sides.opening import open_side
-from gpt2.comparison.sides.side import Running, Shown, Side
+from gpt2.comparison.sides.side import Running, Shown, Side, environment_of
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.metrics import Logits, Progress, silent
-from gpt2.pages.reports import environment
 
 TRACED = 256  # tokens whose activations are compared, and kept
 
@@ -93,7 +92,7 @@ def saving(keep: Keep, side: Side, running: Running, tokenizer: Tokenizer | None
     if not known:
         raise InputError(f"{side.name}: the size of its vocabulary is not known; save it beside a MODEL that has a tokenizer")
     vocab = min(known)
-    env = environment([] if side.dtype is None else [side.dtype])
+    env = environment_of([side])
     about = {
         "side": asdict(side.describe(env.versions)),
         "text": asdict(passage.scored),

@@ -13,6 +13,7 @@ from gpt2.devices.arithmetic import Arithmetic, Run, arithmetics
 from gpt2.devices.case import Case
 from gpt2.errors import InputError
 from gpt2.measure.metrics import relative_error, worst_relative_error
+from gpt2.measure.placement import device_name
 from gpt2.pages.reports import dtype_label
 from gpt2.parity.report import ROUNDING_RATIO
 
@@ -35,8 +36,7 @@ class Device:
 
     @classmethod
     def of(cls, target: torch.device) -> Device:
-        name = torch.cuda.get_device_name(target) if target.type == "cuda" else target.type
-        return cls(target, f"{target} ({name})" if target.type == "cuda" else name)
+        return cls(target, device_name(target))
 
     def run(self, function: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copy the ``inputs`` to the device, call ``function`` there, and return its results on the CPU."""

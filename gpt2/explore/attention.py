@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from gpt2.comparison.results import Model
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
-from gpt2.comparison.sides.side import text_tokenizers
+from gpt2.comparison.sides.side import environment_of, text_tokenizers
 from gpt2.errors import InputError
 from gpt2.measure.tracing import trace_blocks
 from gpt2.pages.rendering import write
-from gpt2.pages.reports import Environment, Printed, as_json, data_table, environment
+from gpt2.pages.reports import Environment, Printed, as_json, data_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -151,7 +151,7 @@ def compare_attention(a: str, b: str | None, text: str, *, device: str = "cpu", 
         with side.model() as model:
             maps.append(attention_maps(model, torch.tensor([ids])))
     report = summarise_attention(a, b, tuple(tokenizers[0].decode([index]) for index in ids), *maps)
-    env = environment(side.dtype for side in sides)
+    env = environment_of(sides)
     return replace(report, models=tuple(side.describe(env.versions) for side in sides), environment=env)
 
 

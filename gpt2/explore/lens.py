@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.results import Model
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
-from gpt2.comparison.sides.side import text_tokenizers
+from gpt2.comparison.sides.side import environment_of, text_tokenizers
 from gpt2.comparison.words import Choice
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -27,7 +27,7 @@ from gpt2.measure.metrics import entropy, log_probabilities
 from gpt2.measure.per_token import likeliest, measure_rows
 from gpt2.measure.tracing import point_at, root_of, trace_blocks
 from gpt2.pages.rendering import write
-from gpt2.pages.reports import Environment, as_json, environment
+from gpt2.pages.reports import Environment, as_json
 
 PROMPT = "JULIET:\nO Romeo, Romeo! wherefore art"
 TOP = 8  # candidates kept per reading
@@ -119,7 +119,7 @@ def explorer(*names: str, device: str = "cpu", offline: bool = False) -> Iterato
     """Load one or two models, named as for :func:`gpt2.comparison.pair.compare`, for the time of the ``with`` block."""
     sides = tuple(CheckpointSide.open(name, offline=offline, device=device) for name in names or (DEFAULT,))
     tokenizers = text_tokenizers(sides)
-    env = environment(side.dtype for side in sides)
+    env = environment_of(sides)
     with ExitStack() as stack:
         models = tuple(stack.enter_context(side.model()) for side in sides)
         yield Explorer(sides, models, tuple(side.describe(env.versions) for side in sides), tokenizers, env)

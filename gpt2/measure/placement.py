@@ -10,6 +10,11 @@ from torch import Tensor, nn
 Model = TypeVar("Model", bound=nn.Module)
 
 
+def device_name(device: torch.device) -> str:
+    """Return the device as a report names it: ``"cpu"``, ``"mps"``, ``"cuda:0 (NVIDIA H100)"``."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
 def placed(model: Model, device: torch.device) -> Model:
     """Move ``model`` to ``device`` and return it; from then on it takes tensors from anywhere, and its logits are on the CPU."""
     if device.type == "cpu":

@@ -16,7 +16,11 @@ from support.random_models import write_checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gpt2
+from gpt2.bench import Bench, machine
+from gpt2.cli import generate_command
 from gpt2.cli.main import main
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide
+from gpt2.comparison.sides.side import environment_of
 from gpt2.devices.arithmetic import arithmetics, to_tf32
 from gpt2.devices.case import Case
 from gpt2.devices.judge import Device, judge
@@ -184,6 +188,24 @@ def test_a_device_that_is_not_here_is_one_line(command: str, capsys: pytest.Capt
     said = capsys.readouterr().err
     assert "no device 'cuda:7' here; this machine has" in said
     assert said.count("\n") == 1
+
+
+def test_a_report_names_the_device_that_was_used() -> None:
+    """Figures of a GPU were reported under "cpu"; the meta device stands for one."""
+    sides = [CheckpointSide.open(MODEL, device=device) for device in ("cpu", "meta")]
+    assert [environment_of([side]).device for side in sides] == ["cpu", "meta"]
+    assert Bench("gpt2", 1, "float32", 5, (), machine("transformers"), "cuda:1 (H100)").table().splitlines()[2] == "cuda:1 (H100)"
+
+
+def test_a_full_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that does not fit the GPU is the user's to choose smaller, not a traceback from inside torch."""
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(generate_command, "run", full)
+    assert main(["generate", "--prompt", "x"]) == 2
+    assert capsys.readouterr().err == "gpt2 generate: not enough memory for this; choose a smaller model, batch or context\n"
 
 
 def test_a_placed_model_takes_ids_to_its_device() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,6 +17,7 @@ from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.tracing import Recorded
 from gpt2.measure.windows import Windows
+from gpt2.pages.reports import Environment, environment
 
 
 class Shown(StrEnum):
@@ -100,6 +101,7 @@ class Side(ABC):
     shows: frozenset[Shown]
     config: GPT2Config | None = None
     dtype: torch.dtype | None = None  # in which it runs, where torch has that dtype
+    device: torch.device = torch.device("cpu")
     recording: Recording | None = None  # of a side that can be asked about no other text
 
     @property
@@ -123,6 +125,13 @@ class Side(ABC):
     @abstractmethod
     def describe(self, versions: dict[str, str]) -> Model:
         """Return everything needed to run this side again, with hashes of its files."""
+
+
+def environment_of(sides: Iterable[Side]) -> Environment:
+    """Return this process's environment, with the dtypes of the sides, and the device where their checkpoints ran."""
+    sides = list(sides)
+    device = next((side.device for side in sides if side.device.type != "cpu"), "cpu")
+    return environment((side.dtype for side in sides if side.dtype is not None), device)
 
 
 def text_tokenizers(sides: Sequence[Side]) -> tuple[Tokenizer, ...]:
