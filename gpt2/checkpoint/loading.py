@@ -48,7 +48,8 @@ def load(
     """
     asked = None if dtype is None else str(dtype).removeprefix("torch.")
     parsed, device = ModelName.parse(name, RUNS, dtype=asked, revision=revision), require_device(device)
-    return open_checkpoint(parsed, offline=offline).load(device=device)
+    checkpoint = open_checkpoint(parsed, offline=offline)
+    return checkpoint.load(device=require_device(device, checkpoint.dtype))
 
 
 def load_path(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", offline: bool = False) -> GPT2:
@@ -71,15 +72,17 @@ def require_vocabulary(tokenizer: Tokenizer, config: GPT2Config, name: str) -> N
         raise InputError(f"{name}: wrong vocabulary, {entries}; put the model's own vocab.json and merges.txt there")
 
 
-def require_device(asked: str | torch.device) -> torch.device:
+def require_device(asked: str | torch.device, dtype: torch.dtype | None = None) -> torch.device:
     """Return the device, checked before gigabytes are downloaded; "auto" is the first of cuda, mps and cpu that is here.
 
-    Raises InputError: this machine lacks it.
+    Raises InputError: this machine lacks it, or it is MPS and cannot hold ``dtype``.
     """
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(asked)
+        if device.type == "mps" and dtype == torch.float64:
+            raise InputError("mps has no float64; give the model another dtype, as in gpt2:float32")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError):
         here = "this machine has no accelerator, use cpu"

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gpt2
 from gpt2.bench import Bench, machine
+from gpt2.checkpoint.loading import require_device
 from gpt2.cli import generate_command
 from gpt2.cli.main import main
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
@@ -188,6 +189,12 @@ def test_a_device_that_is_not_here_is_one_line(command: str, capsys: pytest.Capt
     said = capsys.readouterr().err
     assert "no device 'cuda:7' here; this machine has" in said
     assert said.count("\n") == 1
+
+
+def test_mps_is_not_asked_for_float64() -> None:
+    """Loading float64 weights there ended in a traceback from inside torch; the check needs no MPS."""
+    with pytest.raises(gpt2.InputError, match="mps has no float64"):
+        require_device("mps", torch.float64)
 
 
 def test_a_report_names_the_device_that_was_used() -> None:

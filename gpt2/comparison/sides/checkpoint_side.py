@@ -53,7 +53,8 @@ class CheckpointSide(Side):
         parsed = ModelName.parse(name.removeprefix(HF_PREFIX) if hf else name, VERIFIES if hf else RUNS, revision=revision)
         parsed = replace(parsed, dtype=parsed.dtype or default)
         where = require_device(device)
-        return cls(name, hf, open_checkpoint(parsed, offline=offline), where)
+        checkpoint = open_checkpoint(parsed, offline=offline)
+        return cls(name, hf, checkpoint, require_device(where, checkpoint.dtype))
 
     @property
     def config(self) -> GPT2Config:  # type: ignore[override]  # read-only, and never None
