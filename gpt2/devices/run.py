@@ -29,7 +29,7 @@ def verify_device(
     name: str = DEFAULT,
     device: str | torch.device | Device = "auto",
     *,
-    dtypes: Iterable[torch.dtype] = DTYPES,
+    dtypes: Iterable[torch.dtype] | None = None,
     operators: Iterable[str] | None = None,
     seed: int = 0,
     revision: str | None = None,
@@ -39,10 +39,9 @@ def verify_device(
     """Judge whether a device computes a model's operators as precisely as its arithmetic allows.
 
     Args:
-        name: a model name as in :func:`gpt2.load`. Its shapes, weights and activations are what the operators run on. With a
-            ``:dtype`` suffix, only that dtype is judged.
+        name: a model name as in :func:`gpt2.load`. Its shapes, weights and activations are what the operators run on.
         device: "cpu", "cuda", "cuda:1", "mps", or "auto": the first of cuda, mps and cpu that is here.
-        dtypes: float32, bfloat16 and float16.
+        dtypes: float32, bfloat16 and float16, or some of them; default: the name's ``:dtype`` suffix, else all.
         operators: judge only those whose names begin so, such as "attention"; default: all, and a whole model.
         seed: draws the token ids.
 
@@ -52,7 +51,8 @@ def verify_device(
     started = time.perf_counter()
     own = device if isinstance(device, Device) else Device.of(require_device(device))
     parsed = ModelName.parse(name, VERIFIES, revision=revision)
-    kinds = tuple(dtypes) if parsed.dtype is None else (getattr(torch, parsed.dtype),)
+    own_dtypes = DTYPES if parsed.dtype is None else (getattr(torch, parsed.dtype),)
+    kinds = own_dtypes if dtypes is None else tuple(dtypes)
     if not set(kinds) <= set(DTYPES):
         raise InputError(
             f"{name}: a device is judged in float32, bfloat16 or float16, beside float64 on the CPU; choose one of them"
