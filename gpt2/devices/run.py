@@ -46,7 +46,7 @@ def verify_device(
         seed: draws the token ids.
 
     Raises:
-        InputError: no such model or device, float64, or too little memory there. CheckpointError: it cannot be read.
+        InputError: no such model, device or operator, float64, or too little memory there. CheckpointError: it cannot be read.
     """
     started = time.perf_counter()
     own = device if isinstance(device, Device) else Device.of(require_device(device))
@@ -69,6 +69,8 @@ def verify_device(
                 for dtype in (each for each in kinds if each in case.dtypes):
                     progress(f"{own.name}: {case.name}, {dtype_label(dtype)}")
                     verdicts.append(judge(own, case, dtype))
+    if not verdicts:
+        raise InputError(f"nothing to judge: no operator's name begins with {' or '.join(wanted or ())!r}, in the dtypes given")
     config = checkpoint.config
     return DeviceReport(
         model=checkpoint.name,

@@ -128,6 +128,12 @@ def test_a_dtype_of_the_name_is_the_one_that_is_judged(capsys: pytest.CaptureFix
     assert "judged in float32, bfloat16 or float16" in capsys.readouterr().err
 
 
+def test_nothing_judged_is_not_right() -> None:
+    """A misspelt operator selected no case, and of no case all were right."""
+    with pytest.raises(gpt2.InputError, match="nothing to judge: no operator's name begins with 'atention'"):
+        verify_device(MODEL, "cpu", operators=["atention"])
+
+
 @pytest.mark.parametrize("kind", ["cuda", "cpu", "mps"])
 def test_the_lines_that_turn_an_arithmetic_off_are_settings(kind: str) -> None:
     """A line that names another thing than torch knows changes nothing, and no error says so."""
