@@ -207,10 +207,9 @@ def long_cache_forgets(model: GPT2) -> None:
     def attend(q, k, v, mask, scale, dropout):
         if k.size(-2) > max(40, q.size(-2)):
             v = torch.cat((torch.zeros_like(v[..., :8, :]), v[..., 8:, :]), -2)
-        return sdpa_attention(q, k, v, mask, scale, dropout)
+        return eager_attention(q, k, v, mask, scale, dropout)
 
-    for block in model.h:
-        block.attn.attend = attend
+    model.use_attention(attend)
 
 
 def coarse_behind_40_tokens(model: GPT2) -> None:
@@ -218,10 +217,9 @@ def coarse_behind_40_tokens(model: GPT2) -> None:
 
     def attend(q, k, v, mask, scale, dropout):
         coarse = v.bfloat16().float() if v.dtype == torch.float32 and k.size(-2) > 40 else v
-        return sdpa_attention(q, k, coarse, mask, scale, dropout)
+        return eager_attention(q, k, coarse, mask, scale, dropout)
 
-    for block in model.h:
-        block.attn.attend = attend
+    model.use_attention(attend)
 
 
 @pytest.mark.parametrize(("control", "must_fail"), [(long_cache_forgets, "cache"), (coarse_behind_40_tokens, "rounding")])
