@@ -157,33 +157,37 @@ class _Reader:
 
 
 def _windows(subject: Subject) -> None:
-    """Compare the logits of whole contexts in float64; of the first one also those through the cache, and those in ``dtype``."""
+    """Compare the logits of whole contexts, on the default path, in float64; the first context also in the other ways."""
     findings, windows, models = subject.findings, subject.probe.windows, (subject.ours, subject.reference)
-    in_dtype = subject.ours_rounded, subject.reference_rounded
     for index, window in enumerate(windows):
-        what, ids = f"float64: context {index + 1} of {len(windows)}", window[None]
+        what = f"float64: context {index + 1} of {len(windows)}"
         with subject.exactly(models[0], f"{what}, ours"), subject.exactly(models[1], f"{what}, transformers"):
-            hidden = [hidden_of(model, ids) for model in models]
-            cached = _hidden_through_cache(subject.ours, ids) if index == 0 else None
-            rounded = [hidden_of(model, ids) for model in in_dtype] if index == 0 else []
+            hidden = [hidden_of(model, window[None]) for model in models]
             for start in range(0, len(window), CHUNK):
                 end = min(start + CHUNK, len(window))
                 ours, theirs = (head_of(model, h[:, start:end]) for model, h in zip(models, hidden, strict=True))
                 name = f"logits (window {index}, {start} to {end - 1})"
                 findings.mapping("logits", name, worst_relative_error(ours, theirs))
-                if cached is None:
-                    continue
-                findings.mapping("cache", name, worst_relative_error(head_of(subject.ours, cached[:, start:end]), theirs))
-                logits = (head_of(model, h[:, start:end]) for model, h in zip(in_dtype, rounded, strict=True))
-                findings.rounding("rounding", name, *(relative_error(each, theirs) for each in logits))
+            if index == 0:
+                _first_window(subject, window[None], hidden[1])
         findings.settle()
     findings.settle("logits", "cache", "rounding")
 
 
-def _hidden_through_cache(model: GPT2, ids: Tensor) -> Tensor:
-    """Return what the final norm gives (B, T, D) for (B, T) ids that are read in parts through the cache."""
-    cache = model.new_cache(len(ids))
-    return torch.cat([model.hidden(part, cache=cache) for part in ids.split(_sizes(ids.size(1), SINGLE_TOKENS), dim=1)], dim=1)
+def _first_window(subject: Subject, ids: Tensor, expected: Tensor) -> None:
+    """Compare a whole context (1, T) through the cache in float64, and in ``dtype``, by what the final norm gives, (1, T, D).
+
+    The head takes each position alone, and was compared at every one of them.
+    """
+    findings, cache = subject.findings, subject.ours.new_cache()
+    pieces = ids.split(_sizes(ids.size(1), SINGLE_TOKENS), dim=1)
+    cached = torch.cat([subject.ours.hidden(piece, cache=cache) for piece in pieces], dim=1)
+    rounded = [hidden_of(model, ids) for model in (subject.ours_rounded, subject.reference_rounded)]
+    for start in range(0, ids.size(1), CHUNK):
+        part = slice(start, min(start + CHUNK, ids.size(1)))
+        exact, name = expected[:, part], f"ln_f (window 0, {part.start} to {part.stop - 1})"
+        findings.mapping("cache", name, worst_relative_error(cached[:, part], exact))
+        findings.rounding("rounding", name, *(relative_error(hidden[:, part], exact) for hidden in rounded))
 
 
 def _greedy(subject: Subject) -> tuple[Tensor, slice]:
