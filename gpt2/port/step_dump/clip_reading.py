@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from gpt2.port.step_dump.recognition import Weights
+from gpt2.port.step_dump.layouts import Weights
 from gpt2.port.training.clipping import LIMITS, ClipReading, Norms
 
 

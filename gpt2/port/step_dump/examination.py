@@ -15,10 +15,10 @@ from gpt2.measure.dumps import Dump
 from gpt2.port.diagnosis.places import Place, collapsed, joined
 from gpt2.port.diagnosis.report import Diagnosis, Divergence
 from gpt2.port.step_dump.gradient_stage import MAX_WORK, GradientExamination, GradientReading
-from gpt2.port.step_dump.layouts import Layouts, units_of
+from gpt2.port.step_dump.layouts import Layouts, Weights, units_of
 from gpt2.port.step_dump.loss_stage import Losses, loss_stage, losses_of, mean_loss, right_losses
 from gpt2.port.step_dump.predictions import IGNORED, TABLE, Batch, Predictor, labelings, rounding, special_ids
-from gpt2.port.step_dump.recognition import Recogniser, Recorded, Weights
+from gpt2.port.step_dump.recognition import Recogniser, Recorded
 from gpt2.port.step_dump.update_stage import UpdateExamination
 from gpt2.port.training.causes import STAGE, STAGES, ranked
 from gpt2.port.training.settings import Settings

@@ -14,8 +14,9 @@ from gpt2.port.diagnosis.report import Cause
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.golden_section import least
 from gpt2.port.step_dump.gradient_comparison import Comparison, combined, total_norm
+from gpt2.port.step_dump.layouts import Weights
 from gpt2.port.step_dump.predictions import TABLE, Batch, Gradients, Predictor, labelings, rounding, special_ids
-from gpt2.port.step_dump.recognition import Recorded, Weights
+from gpt2.port.step_dump.recognition import Recorded
 from gpt2.port.training.causes import cause
 from gpt2.port.training.clipping import LIMITS
 from gpt2.port.training.settings import Settings

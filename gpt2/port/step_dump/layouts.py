@@ -17,6 +17,7 @@ from gpt2.config import GPT2Config
 MAX_PADDED_ROWS = 128  # of the token embedding
 LETTERS = "qkv"
 View = dict[str, Tensor]  # arrays by unit, in the checkpoint's layout
+Weights = dict[str, Tensor]  # of one model, by the checkpoint's names
 
 
 def units_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

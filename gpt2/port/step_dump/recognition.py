@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +11,16 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from gpt2.port.step_dump.layouts import LETTERS, Layouts, View, joined, units_of
+from gpt2.port.step_dump.layouts import LETTERS, Layouts, View, Weights, joined, units_of
+from gpt2.port.step_dump.placing import MAX_STEPS, assigned, cosine, is_clipped, with_sums
 
 SAMPLED = 512  # entries of a unit that are compared
 NEAR = 0.5  # relative distance of parameters after a few steps from those before
 LIKE = 0.25  # least cosine of a gradient with a predicted one
-MAX_STEPS = 5  # whose gradients are put in order
 LEAST = 1e-4  # of the usual ratio of a gradient's norm to the predicted one's; below it, it is rounding
 KEYS_BIAS = ".attn.c_attn.bias:k"  # its gradient is zero in exact arithmetic
 SQUARE = 0.9999  # least cosine of second moments with the squares of a gradient
 SOLID = 6  # least number of entries of an array that is recognised by a cosine
-Weights = dict[str, Tensor]
 Predicted = Callable[[Weights, int, str], list[Weights]]  # of weights, a step, and labels
 
 
@@ -248,7 +246,7 @@ class Recogniser:
         groups: dict[tuple[str, ...], list[Piece]] = {}
         for piece in gradients:
             groups.setdefault(piece.units, []).append(piece)
-        ways_by_step = _with_sums(options)
+        ways_by_step = with_sums(options)
         for units, group in groups.items():
             likeness = [
                 [
@@ -257,7 +255,7 @@ class Recogniser:
                 ]
                 for piece in group
             ]
-            placed = _assigned(likeness, len(options))
+            placed = assigned(likeness, len(options))
             for step in range(len(raw)):
                 here = sorted(
                     (piece for piece, at in zip(group, placed, strict=True) if at == step), key=self._norm, reverse=True
@@ -272,7 +270,7 @@ class Recogniser:
                 one |= {key: torch.zeros_like(one[name])} if key.endswith(KEYS_BIAS) and key not in one else {}
         found.raw = [joined(one) for one in raw]
         second = [joined(one) for one in used]
-        found.used = second if _is_clipped(found.raw, second) else [{} for _ in raw]
+        found.used = second if is_clipped(found.raw, second) else [{} for _ in raw]
 
     def _norm(self, piece: Piece) -> float:
         return float(self._taken(piece.view, piece.units).norm())
@@ -301,48 +299,6 @@ def _shared_out(candidates: Sequence[Sequence[Piece]]) -> list[Piece]:
             given[number] = piece
             room[frozenset(piece.units)] -= 1
     return [given[number] for number in sorted(given)]
-
-
-def _with_sums(options: list[list[Weights]]) -> list[list[Weights]]:
-    """Return by step the gradients, and their sums with all before them, as they are without zeroing."""
-    found = []
-    total: Weights = {}
-    for ways in options:
-        total = {name: g + total[name] if total else g for name, g in ways[-1].items()}
-        found.append([*ways, total])
-    return found
-
-
-def _assigned(likeness: list[list[float]], steps: int) -> list[int]:
-    """Return the step of each array: all different where there are as many arrays as steps."""
-    if steps and len(likeness) == steps and steps <= MAX_STEPS:
-        orders = itertools.permutations(range(steps))
-        return list(max(orders, key=lambda order: sum(row[at] for row, at in zip(likeness, order, strict=True))))
-    return [max(range(steps), key=lambda step: row[step]) for row in likeness]
-
-
-def _is_clipped(raw: list[Weights], used: list[Weights]) -> bool:
-    """Whether the second gradients are the first ones after clipping, not Adam's first moments.
-
-    The moments of the first step are a tenth of its gradient (after clipping); later ones have another direction.
-    """
-    if not used or len(used[0]) < len(raw[0]) / 2 or not used[0]:
-        return False
-    shares = [[_along(one[n], r[n]) for n in one if n in r] for r, one in zip(raw, used, strict=True)]
-    parallel = [bool(each) and sum(share > 1 - 1e-4 for share in each) > len(each) / 2 for each in shares]
-    if parallel[0] and not all(parallel):
-        return False
-    norms = [math.hypot(*(float(g.norm()) for g in sets[0].values())) for sets in (raw, used)]
-    return not any(abs(norms[1] / (share * limit) - 1) < 2e-3 for share in (0.1, 0.05) for limit in (norms[0], 1.0))
-
-
-def _along(one: Tensor, other: Tensor) -> float:
-    return cosine(one.reshape(-1), other.reshape(-1))
-
-
-def cosine(one: Tensor, other: Tensor) -> float:
-    size = float(one.norm() * other.norm())
-    return float(one @ other) / size if size > 0 else 0.0
 
 
 def _mode(counts: Sequence[int]) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpt2.port.step_dump.recognition import Weights
+from gpt2.port.step_dump.layouts import Weights
 from gpt2.port.training.clipping import LIMITS, Clip, Norms, clipped
-from gpt2.port.training.rules import Rule, Track, fit
+from gpt2.port.training.rules import Array, Fit, Rule, Track, fit
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.stepping import plainest
 from gpt2.port.training.updates import EXPLAINED, SINGLE, USUAL, Found, Search
@@ -117,3 +117,22 @@ class RuleSearch:
                 yield USUAL, clip, summed
         for clip in dict.fromkeys([wanted, NONE]):
             yield None, clip, False
+
+
+def fit_parameter(one: Track, rule: Rule, rates: Array, choices: Sequence[float]) -> tuple[Rule, Fit]:
+    """Fit a parameter: with the rates of most and the expected decay, with another one, or with rates of its own."""
+    small, one = one.small, replace(one, small=False)
+    rules = [rule, replace(rule, coupled=0.0)] if rule.coupled else [rule]
+    rules = rules[::-1] if small else rules
+    order = [0.0, *choices] if small or (rule.coupled and not small) else list(choices)
+    tried: list[tuple[Rule, Fit]] = []
+    for each in rules:
+        for decay in order:
+            decays = decay * rates
+            tried.append((each, fit(one, each, rates, decays)))
+            if tried[-1][1].error <= EXPLAINED:
+                return tried[-1]
+    for each in rules:
+        tried += [(each, fit(one, each, rates)), (each, fit(one, each))]
+    least = min(tried, key=lambda pair: pair[1].error)
+    return next(pair for pair in tried if pair[1].error <= max(1.1 * least[1].error, EXPLAINED))

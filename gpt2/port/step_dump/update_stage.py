@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,15 +14,15 @@ from gpt2.port.diagnosis.report import Cause
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.step_dump.clip_reading import dumped_clip, norms_of
 from gpt2.port.step_dump.gradient_stage import GradientReading
-from gpt2.port.step_dump.layouts import role_of
+from gpt2.port.step_dump.layouts import Weights, role_of
 from gpt2.port.step_dump.predictions import TABLE, Batch, Gradients, Predictor, labelings
-from gpt2.port.step_dump.recognition import Recorded, Weights
-from gpt2.port.step_dump.rule_search import NONE, Answer, RuleSearch, gauged
+from gpt2.port.step_dump.recognition import Recorded
+from gpt2.port.step_dump.rule_search import NONE, Answer, RuleSearch, fit_parameter, gauged
 from gpt2.port.training.causes import cause
 from gpt2.port.training.clip_causes import clip_stage
 from gpt2.port.training.clipping import BITES, ClipReading, Norms, clipped
 from gpt2.port.training.optimizer import update_stage
-from gpt2.port.training.rules import Array, Fit, Rule, Track, fit
+from gpt2.port.training.rules import Track, fit
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.stepping import Movement
 from gpt2.port.training.trained import Stage
@@ -268,31 +268,13 @@ class UpdateExamination:
         wanted = self.settings.weight_decay
         choices = list(dict.fromkeys(d for d in (wanted, 0.0, 0.1, 0.01, float(f"{decay:.3g}")) if d is not None and d >= 0))
         for name, one in moved.items():
-            rule, found = self._fit(one, answer.rule, rates, choices)
+            rule, found = fit_parameter(one, answer.rule, rates, choices)
             movement.rules[name], movement.fits[name] = rule, found
             movement.error = max(movement.error, found.error)
             if found.error > ALLOWED * EXPLAINED:
                 movement.odd.append(name)
         self.rates, self.choices = rates, choices
         return movement
-
-    def _fit(self, one: Track, rule: Rule, rates: Array, choices: Sequence[float]) -> tuple[Rule, Fit]:
-        """Fit a parameter: with the rates of most and the expected decay, with another one, or with rates of its own."""
-        small, one = one.small, replace(one, small=False)
-        rules = [rule, replace(rule, coupled=0.0)] if rule.coupled else [rule]
-        rules = rules[::-1] if small else rules
-        order = [0.0, *choices] if small or (rule.coupled and not small) else list(choices)
-        tried: list[tuple[Rule, Fit]] = []
-        for each in rules:
-            for decay in order:
-                decays = decay * rates
-                tried.append((each, fit(one, each, rates, decays)))
-                if tried[-1][1].error <= EXPLAINED:
-                    return tried[-1]
-        for each in rules:
-            tried += [(each, fit(one, each, rates)), (each, fit(one, each))]
-        least = min(tried, key=lambda pair: pair[1].error)
-        return next(pair for pair in tried if pair[1].error <= max(1.1 * least[1].error, EXPLAINED))
 
     def _tied(self, movement: Movement, answer: Answer) -> None:
         """Explain the token embedding by one of its two gradients, where the sum of both does not; gradients are not dumped."""
@@ -306,7 +288,7 @@ class UpdateExamination:
             if track is None:
                 continue
             one = clipped(track, answer.clip, self.norms)
-            rule, found = self._fit(one, answer.rule, self.rates, self.choices)
+            rule, found = fit_parameter(one, answer.rule, self.rates, self.choices)
             if found.error <= ALLOWED * EXPLAINED:
                 self.found.gradient.causes.append(cause("tied-gradient-lost", "wte", detail, SEEN))
                 movement.rules[TABLE], movement.fits[TABLE] = rule, found
