@@ -13,8 +13,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
+import google_crc32c
+
 from gpt2.checkpoint.containers import Damaged
-from gpt2.checkpoint.containers.crc32c import crc32c
 
 MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 FOOTER = 48
@@ -77,7 +78,7 @@ def _block(data: bytes, start: int, size: int) -> bytes:
     if end > len(data) - FOOTER:
         raise Damaged(f"names a block up to byte {end:,} and has {len(data):,}")
     block, (compression, crc) = data[start : start + size], struct.unpack("<BI", data[start + size : end])
-    if masked(crc32c(data[start : start + size + 1])) != crc:
+    if masked(google_crc32c.value(data[start : start + size + 1])) != crc:
         raise Damaged(f"is damaged: the checksum of the block at byte {start:,} does not fit")
     if compression:
         raise Damaged("has a compressed block, which TensorFlow does not write")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import torch
 from torch import Tensor
 
@@ -28,7 +29,6 @@ from gpt2.checkpoint.containers import (
     refuse_other_format,
     shown,
 )
-from gpt2.checkpoint.containers.crc32c import crc32c
 from gpt2.checkpoint.containers.mapped_file import MappedFile
 from gpt2.checkpoint.containers.sstable import masked, pairs, varint
 from gpt2.config import MAX_SIZE, quoted
@@ -169,7 +169,7 @@ class TensorBundle(Container):
             piece = file.bytes(at, min(PIECE, entry.end - at))
             if not piece:
                 raise CheckpointError(f"{file.path}: was cut short while it was read; fetch it again")
-            crc, at = crc32c(piece, crc), at + len(piece)
+            crc, at = google_crc32c.extend(crc, piece), at + len(piece)
         if name not in self._checked and masked(crc) != entry.checksum:
             raise CheckpointError(f"{file.path}: {shown(name)} is damaged, its checksum does not fit; fetch the file again")
         self._checked.add(name)
