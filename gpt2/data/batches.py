@@ -3,11 +3,13 @@
 A token that is read and not scored is -100 among the targets (:data:`UNSCORED`), as in PyTorch's cross-entropy.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
 
 UNSCORED = -100
+BLOCK = 1 << 24  # tokens that are looked at at a time
 FILLER, READ, SCORED = 0, 1, 2  # marks of tokens: behind the end of a document in its row; of a prompt; trained on
 
 
@@ -48,6 +50,11 @@ def batch(
     tokens = np.asarray(ids[places], dtype=np.int64)
     targets = tokens[:, 1:]
     return tokens[:, :-1], targets if marks is None else np.where(marks[places[:, 1:]] == SCORED, targets, UNSCORED)
+
+
+def slices(ids: np.ndarray) -> Iterator[slice]:
+    """Yield the parts in which a stream larger than memory is looked at."""
+    return (slice(at, at + BLOCK) for at in range(0, len(ids), BLOCK))
 
 
 def documents(ids: np.ndarray, end: int) -> np.ndarray | None:

@@ -3,12 +3,13 @@
 import csv
 import glob
 import json
+import os
 import re
 import string
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -42,7 +43,7 @@ def files(path: str) -> list[Path]:
 
     In a folder, hidden files, links to folders, and files of other suffixes are ignored.
 
-    Raises InputError: nothing there, or a suffix that is none of ours.
+    Raises InputError: nothing there, a folder in it that cannot be read, or a suffix that is none of ours.
     """
     place = Path(path)
     try:
@@ -50,9 +51,7 @@ def files(path: str) -> list[Path]:
     except OSError as error:  # such as a name that is too long
         raise InputError(f"{quoted(path)}: {error.strerror}; check data.path") from None
     if folder:
-        inside = [file.relative_to(place) for file in place.rglob("*") if file.is_file()]
-        named = [file for file in inside if not any(part.startswith(".") for part in file.parts)]
-        found = [place / file for file in named if file.suffix and file.suffix.lower() in TEXTS + TABLES]
+        found = [file for file in _inside(place) if file.suffix and file.suffix.lower() in TEXTS + TABLES]
         if not found:
             raise InputError(f"{path}: no .txt, .md, .jsonl, .csv or .parquet file in this folder; give another data.path")
     else:
@@ -66,6 +65,31 @@ def files(path: str) -> list[Path]:
                 f"{file}: {file.suffix} is none of .txt, .md, .jsonl, .csv and .parquet; convert it, or rename it if it is text"
             )
     return sorted(found, key=lambda file: file.as_posix())
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder at any depth, without hidden ones and links to folders."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename}: this folder cannot be read: {error.strerror}; make it readable, or move it away")
+
+    for root, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (file for name in names if not name.startswith(".") and (file := Path(root, name)).is_file())
+
+
+def size(paths: Iterable[Path]) -> int:
+    """Return the bytes of the texts in files: a .parquet file counts as what it holds when decompressed."""
+    total = 0
+    for path in paths:
+        with suppress(OSError, ImportError, ValueError):  # reading it says what is wrong
+            total += path.stat().st_size
+            if path.suffix.lower() == ".parquet":
+                from pyarrow import parquet
+
+                groups = parquet.read_metadata(path)
+                total += sum(groups.row_group(index).total_byte_size for index in range(groups.num_row_groups))
+    return total
 
 
 def documents(

@@ -11,11 +11,11 @@ import numpy as np
 
 from gpt2.checkpoint.loading import load_tokenizer
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer, shakespeare, token_files, tokenizing
-from gpt2.data.batches import FILLER, SCORED
+from gpt2.data.batches import FILLER, SCORED, slices
 from gpt2.data.bpe import train_bpe
 from gpt2.data.bpe_files import END_OF_TEXT
 from gpt2.data.chars import Chars
-from gpt2.data.documents import Document, documents, files
+from gpt2.data.documents import Document, documents, files, size
 from gpt2.data.packing import HASHED, held_out, lay_out
 from gpt2.data.words import Words
 from gpt2.errors import InputError
@@ -47,7 +47,6 @@ class Corpus:
 
 
 Stream = tuple[np.ndarray, np.ndarray | None]  # ids and marks
-BLOCK = 1 << 24  # marks that are looked at at a time
 
 
 def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
@@ -84,8 +83,7 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
 
 
 def _is_large(recipe: Recipe) -> bool:
-    paths = files(recipe.data.path) if recipe.data.path else []
-    return sum(path.stat().st_size for path in paths if path.is_file()) > tokenizing.LARGE
+    return bool(recipe.data.path) and size(files(recipe.data.path)) > tokenizing.LARGE
 
 
 def _of_token_files(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Stream, Stream, str, Counter[str], list[str]]:
@@ -209,7 +207,7 @@ def _require_enough(recipe: Recipe, train: Stream, val: Stream) -> None:
     if len(val[0]) < 2:
         raise InputError(f"the validation text has {len(val[0])} tokens, too few to score; give a longer text or data.held_out")
     for name, (_, marks) in (("training", train), ("validation", val)):
-        if marks is not None and not any((marks[at : at + BLOCK] == SCORED).any() for at in range(1, len(marks), BLOCK)):
+        if marks is not None and not any((marks[1:][part] == SCORED).any() for part in slices(marks[1:])):
             raise InputError(
                 f"no token of the {name} documents is scored: all are prompts or cut off; raise context, or eval_tokens"
             )

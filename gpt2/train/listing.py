@@ -8,7 +8,7 @@ import numpy as np
 
 from gpt2.checkpoint.loading import load_tokenizer
 from gpt2.data import Tokenizer
-from gpt2.data.batches import SCORED, UNSCORED
+from gpt2.data.batches import SCORED, UNSCORED, slices
 from gpt2.data.bpe_files import END_OF_TEXT
 from gpt2.errors import printable
 from gpt2.train.corpus import corpus
@@ -40,6 +40,7 @@ class Listing:
     val_tokens: int
     val_scored: int
     context: int
+    padded: bool
     longer: int | None
     lost: int
     notes: tuple[str, ...]
@@ -52,9 +53,9 @@ class Listing:
             ("validation", self.val_tokens, self.val_scored),
         ):
             rows.append(f"{name:12}{tokens:>14,} tokens" + ("" if scored == tokens else f", of which {scored:,} are scored"))
-        if self.documents > 1 and self.longer is not None:
-            cut = f"{self.longer:,} of {self.documents:,} documents are longer than the context of {self.context} tokens"
-            rows.append(cut + (f"; of {self.lost:,} the prompt alone is" if self.lost else ""))
+        if self.documents > 1 and self.longer is not None and not self.padded:  # the notes say what padding cuts off
+            long = f"{self.longer:,} of {self.documents:,} documents are longer than the context of {self.context} tokens"
+            rows.append(f"{long}, and read in several windows" + (f"; of {self.lost:,} the prompt alone is" if self.lost else ""))
         for number, window in enumerate(self.windows, 1):
             rows.append(f"window {number} of step 1")
             for part in window:
@@ -77,6 +78,7 @@ def list_data(recipe: Recipe, init: str | None = None) -> Listing:
         len(text.val_ids),
         _scored(text.val_ids, text.val_marks, text.end),
         recipe.context,
+        recipe.data.padded,
         text.tally.get("long"),
         text.tally.get("lost", 0),
         text.notes,
@@ -86,10 +88,14 @@ def list_data(recipe: Recipe, init: str | None = None) -> Listing:
 
 def _scored(ids: np.ndarray, marks: np.ndarray | None, end: int | None) -> int:
     """Count the scored tokens; where documents are kept apart, the first of each is none."""
-    scored = np.ones(len(ids), bool) if marks is None else marks == SCORED
-    if end is not None:
-        scored[1:] &= ids[:-1] != end
-    return int(scored.sum())
+    unscored = 0
+    for part in slices(ids):
+        out = np.zeros(len(ids[part]), bool) if marks is None else marks[part] != SCORED
+        if end is not None:
+            first = int(part.start == 0)
+            out[first:] |= ids[part.start - 1 + first : part.stop - 1][: len(out) - first] == end
+        unscored += int(out.sum())
+    return len(ids) - unscored
 
 
 def _parts(x: list[int], y: list[int], tokenizer: Tokenizer) -> tuple[Part, ...]:

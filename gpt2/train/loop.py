@@ -160,7 +160,7 @@ class _Run:
             last = progress.step == recipe.steps
             if progress.step - pace.began == ESTIMATE_AFTER:
                 self.tell(Estimated(progress.step, pace.seconds_left(progress.step)))
-            if (progress.step % recipe.log_every == 0 or last) and not fault:
+            if (progress.step % recipe.log_every == 0 or last) and not fault and (loss or norm):
                 logged = Logged(progress.step, loss, lr, norm, *pace(progress.step))
                 self.write(**{name: value for name, value in asdict(logged).items() if name != "mfu" or value})
                 self.tell(logged)
@@ -258,7 +258,10 @@ class _Run:
 def _step(
     scored: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, recipe: Recipe, step: int, lr: float, limit: float = math.inf
 ) -> tuple[float, float]:
-    """Run one optimizer step, unless it diverged; return the batch's loss (nats per scored token) and unclipped gradient norm."""
+    """Run one optimizer step, unless it diverged; return the batch's loss (nats per scored token) and unclipped gradient norm.
+
+    A batch without a scored token has no loss: then nothing changes, not even by weight decay, and both are 0.
+    """
     scored.train()
     ranks = feed.ranks
     part = ranks.part(recipe)
@@ -270,6 +273,9 @@ def _step(
     apart = given.documents.chunk(n) if given.documents is not None else [None] * n
     own = given.scored.sum().item()
     total = ranks.sum(own)[0] if feed.partial else own * ranks.size
+    if not total:
+        feed.ahead(recipe, step + 1)
+        return 0.0, 0.0
     losses = []  # read after all parts are launched, because each read waits for the GPU
     for index in range(n):
         with (

@@ -16,6 +16,7 @@ from gpt2.checkpoint.loading import require_vocabulary
 from gpt2.checkpoint.peft_files import PREFIX, WEIGHTS, save_adapter
 from gpt2.config import GPT2Config, quoted
 from gpt2.data import Tokenizer
+from gpt2.data.batches import slices
 from gpt2.errors import InputError
 from gpt2.generation import generate
 from gpt2.lora import adapters, inject, merged
@@ -84,7 +85,8 @@ def with_tokens(model: GPT2, tokenizer: Tokenizer, recipe: Recipe) -> tuple[GPT2
 def added(tokenizer: Tokenizer, ids: np.ndarray, recipe: Recipe) -> str:
     """Return a line for the log: how often each token of ``data.add_tokens`` stands in the training text; "" without any."""
     tokens = recipe.data.add_tokens
-    counts = [f"{quoted(token)} {int((ids == tokenizer.encode(token)[0]).sum()):,}" for token in tokens]
+    found = {token: tokenizer.encode(token)[0] for token in tokens}
+    counts = [f"{quoted(token)} {sum((ids[part] == i).sum() for part in slices(ids)):,}" for token, i in found.items()]
     return f"new tokens, and how often the training text has them: {', '.join(counts)}" if tokens else ""
 
 

@@ -1,6 +1,7 @@
 """Documents from files and tables: where one ends, which text is a prompt, and what is refused."""
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from support.commands import refusal
 
 from gpt2.data.batches import FILLER, READ, SCORED
-from gpt2.data.documents import Document, documents, files
+from gpt2.data.documents import Document, documents, files, size
 from gpt2.data.packing import held_out, lay_out
 
 
@@ -62,6 +63,43 @@ def test_files_come_in_the_order_of_their_names_and_nothing_hidden(tmp_path):
         (tmp_path / name).write_text("x")
     assert [str(path.relative_to(tmp_path)) for path in files(str(tmp_path))] == ["B.md", "b/a.txt", "b/z.txt", "c.jsonl"]
     assert files(str(tmp_path / "**/*.txt")) == [tmp_path / "b/a.txt", tmp_path / "b/z.txt"]
+
+
+def test_a_folder_within_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    """Its texts were left out in silence: a model trained on half of the data. Hidden folders may stay closed."""
+    for name in ("open", "closed", ".git"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("x")
+    (tmp_path / ".git").chmod(0)
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o755)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # nobody: root may read everything
+    try:
+        assert len(files(".")) == 2
+        os.seteuid(user)
+        (tmp_path / "closed").chmod(0)
+        if user == 0:
+            os.seteuid(65534)
+        assert "closed: this folder cannot be read: Permission denied" in refusal(files, ".")
+    finally:
+        os.seteuid(user)
+        for name in ("closed", ".git"):
+            (tmp_path / name).chmod(0o755)
+
+
+def test_a_table_counts_as_what_it_holds(tmp_path):
+    """Judged by its compressed size, a text of many GB was read into memory."""
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = arrow.Table.from_pylist([{"text": f"{number} {'again ' * 500}"} for number in range(300)])
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    (tmp_path / "b.txt").write_text("ten bytes\n")
+    assert (tmp_path / "a.parquet").stat().st_size < 100_000
+    assert 900_000 < size([tmp_path / "a.parquet"]) < 1_000_000
+    assert size([tmp_path / "b.txt", tmp_path / "none.txt"]) == 10
 
 
 @pytest.mark.parametrize(

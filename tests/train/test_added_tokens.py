@@ -40,7 +40,9 @@ def tuned(recipe: Recipe) -> Recipe:
 def run(tuned: Recipe, base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed fine-tune with the new tokens; read only."""
     folder, events = tmp_path_factory.mktemp("added") / "run", []
-    assert train(tuned, folder, init=base, report=events.append).stopped == "finished"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gpt2.data.batches.BLOCK", 100)  # they are counted in blocks
+        assert train(tuned, folder, init=base, report=events.append).stopped == "finished"
     assert "'<|scene|>' 0, 'OPHELIA:' 1" in events[0].notes[-1]
     return folder
 

@@ -44,10 +44,12 @@ def gradients(trained: GPT2, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def furthest(found: dict[str, torch.Tensor | np.ndarray], expected: dict[str, torch.Tensor | np.ndarray]) -> float:
-    """The largest difference, relative to the largest entry of its tensor."""
+    """The largest difference, relative to the largest entry of its tensor; printed, for `pytest -rP`."""
     assert found.keys() == expected.keys()
     found, expected = ({name: torch.as_tensor(value) for name, value in each.items()} for each in (found, expected))
-    return max(((found[k] - expected[k]).abs().max() / expected[k].abs().max()).item() for k in expected)
+    largest = max(((found[k] - expected[k]).abs().max() / expected[k].abs().max()).item() for k in expected)
+    print(f"{largest:.1e}")
+    return largest
 
 
 def answers(seed: int, count: int) -> list[tuple[list[int], list[int]]]:
@@ -99,6 +101,19 @@ def test_without_a_scored_target_the_loss_is_zero_and_every_parameter_has_its_gr
     trained, x = model(), torch.ones(2, T, dtype=torch.long)
     found = gradients(trained, Scored(trained, partial=True)(x, torch.full_like(x, UNSCORED)))
     assert not any(value.any() for value in found.values())
+
+
+def test_a_batch_without_a_scored_token_changes_nothing(steps):
+    """Weight decay and the moments went on, so a batch of nothing but prompts pulled all weights to 0. Control: one is scored."""
+    trained, ids = model(), np.ones(900, dtype=np.int64)
+    before = {name: parameter.detach().clone() for name, parameter in trained.named_parameters()}
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1, weight_decay=0.1)
+    for mark, same in ((READ, True), (SCORED, False)):
+        feed = Feed(ids, marks=np.full(900, mark, dtype=np.uint8))
+        found = loop._step(Scored(trained, partial=True), optimizer, feed, steps, 0, 0.1)
+        assert (found == (0.0, 0.0)) == same
+        assert all(torch.equal(parameter, before[name]) for name, parameter in trained.named_parameters()) == same
+        assert bool(optimizer.state) != same
 
 
 class Step:
@@ -237,7 +252,7 @@ def test_killed_and_resumed_on_documents_to_the_bit(recipe, table, tmp_path, kin
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
-def test_the_listing_shows_what_is_scored_and_what_is_cut_off(asked):
+def test_the_listing_shows_what_is_scored_and_what_is_cut_off(asked, monkeypatch):
     """What is trained on by mistake is seen before the run, or never."""
     listing = list_data(replace(asked, context=13, data=replace(asked.data, padded=True)))
     for window in listing.windows:
@@ -248,8 +263,11 @@ def test_the_listing_shows_what_is_scored_and_what_is_cut_off(asked):
         assert "Q" not in answer
     assert 0 < listing.longer < listing.documents == 25
     assert listing.lost == 0
-    assert "25 documents are longer than the context of 13 tokens" in listing.table()
-    assert list_data(replace(asked, context=8)).lost == 25
+    assert f"{listing.longer} documents are cut off at 13 tokens" in listing.table()
+    packed = list_data(replace(asked, context=8))
+    assert packed.lost == 25
+    assert "25 documents are longer than the context of 8 tokens, and read in several windows; of 25" in packed.table()
     apart = replace(asked, data=replace(asked.data, prompt="", reset=True))
     ids, end = corpus(apart).train_ids, corpus(apart).end
+    monkeypatch.setattr("gpt2.data.batches.BLOCK", 7)  # counted in blocks
     assert list_data(apart).train_scored == len(ids) - (ids[:-1] == end).sum() < list_data(apart).train_tokens
