@@ -77,5 +77,7 @@ class ChatFormat:
         """Return the same format as the template that transformers, vLLM and llama.cpp read (``chat_template``)."""
         before, after = (json.dumps(text, ensure_ascii=False) for text in (self.before, self.after))
         question, answer = f"{before} + message['content'] + {after}", "message['content'] + eos_token"
-        choice = f"{{% if message['role'] == 'user' %}}{{{{ {question} }}}}{{% else %}}{{{{ {answer} }}}}{{% endif %}}"
-        return f"{{% for message in messages %}}{choice}{{% endfor %}}"
+        parts = [f"{{% for message in messages %}}{{% if message['role'] == 'user' %}}{{{{ {question} }}}}"]
+        parts += [f"{{% elif message['role'] == 'assistant' %}}{{{{ {answer} }}}}"]
+        refused = "raise_exception('this model was trained on user and assistant alone, and knows no ' + message['role'])"
+        return "".join([*parts, f"{{% else %}}{{{{ {refused} }}}}{{% endif %}}{{% endfor %}}"])

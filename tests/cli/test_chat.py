@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from jinja2 import TemplateError
 from support.commands import ASSET, mistake, refusal
 
 import gpt2
@@ -64,6 +65,9 @@ def test_transformers_writes_the_same_conversation(model: Path) -> None:
     turns = [(question, tokenizer.encode(answer)) for question, answer in TURNS[:-1]]
     assert FORMAT.conversation(tokenizer, turns, TURNS[-1][0], 256) == theirs
     assert FORMAT.conversation(tokenizer, turns, TURNS[0][0], 256) != theirs
+    system = [{"role": "system", "content": "Be kind."}, *messages]  # was written as an answer
+    with pytest.raises(TemplateError, match="knows no system"):
+        reference_tokenizer(model).apply_chat_template(system, return_dict=False)
 
 
 def test_turns_that_do_not_fit_are_left_out_whole() -> None:
