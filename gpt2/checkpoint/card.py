@@ -6,6 +6,7 @@ Every figure of the card comes from there (:mod:`gpt2.checkpoint.card_text`).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -81,7 +82,8 @@ def write_card(directory: Path, record: Record) -> str:
     if edited is not None:
         text, remark = edited.decode(errors="replace"), f"{path} is not as gpt2 wrote it, so it is kept"
         for name in BLOCKS:
-            text = re.sub(pattern(name), lambda _, name=name: block(name, record), text)  # type: ignore[misc]
+            new = block(name, record)
+            text = re.sub(pattern(name), lambda found, new=new: found[0] if found["fence"] else new, text)  # type: ignore[misc]
     write_file(path, text.encode())
     own = {} if remark else {"card_sha256": hashlib.sha256(text.encode()).hexdigest()}
     write_json(directory / RECORD, {key: value for key, value in record.items() if key != "card_sha256"} | own)
@@ -114,8 +116,23 @@ def _own_record(directory: Path) -> Record:
     """Return the record in a model's folder; {} if there is none, or if it is of other weights than the folder's."""
     record = read_record(directory) or {}
     weights = record.get("weights") or {}
-    same = all((directory / name).is_file() and sha256(directory / name) == digest for name, digest in weights.items())
-    return record if same else {}
+    if not all((directory / name).is_file() and sha256(directory / name) == digest for name, digest in weights.items()):
+        return {}
+    if record:
+        with _complete(directory):
+            render(record)
+    return record
+
+
+@contextlib.contextmanager
+def _complete(directory: Path) -> Iterator[None]:
+    """Turn what a record lacks into an InputError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        raise InputError(
+            f"{directory / RECORD}: lacks a part that the card needs; remove it, or write the folder again"
+        ) from None
 
 
 def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
@@ -144,11 +161,9 @@ def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
     for name, digest in (record.get("weights") or {}).items():
         if hashes.get(name) != digest:
             raise InputError(f"{folder}: {RECORD} is of another {name}; remove it and {CARD}, or write the model again")
-    try:
+    with _complete(folder):
         wanted = {(result.metric_type, result.metric_value) for result in results(record)}
         blocks = {name: block(name, record) for name in BLOCKS}
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise InputError(f"{folder / RECORD}: lacks a part that the card needs; write the folder again") from None
     for result in (claimed.eval_results or []) if claimed else []:
         if (result.metric_type, result.metric_value) not in wanted:
             raise InputError(
@@ -158,7 +173,7 @@ def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
     if claimed and claimed.base_model is not None and claimed.base_model != base:
         raise InputError(f"{folder / CARD}: claims base_model {claimed.base_model}, and {RECORD} says {base}; correct the card")
     for name in BLOCKS:
-        if any(found[0] != blocks[name] for found in re.finditer(pattern(name), text)):
+        if any(found[0] != blocks[name] for found in re.finditer(pattern(name), text) if not found["fence"]):
             raise InputError(f"{folder / CARD}: its part {name!r} is not what {RECORD} says; correct the card")
     if claimed is None:
         yield f"{CARD} has no metadata block"

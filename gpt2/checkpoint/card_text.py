@@ -100,8 +100,8 @@ def results(record: Record) -> list[EvalResult]:
 
 
 def pattern(name: str) -> str:
-    """Return a regular expression of a part with its marks."""
-    return rf"<!-- {name} -->\n[\s\S]*?\n<!-- /{name} -->"
+    """Return a regular expression of a part with its marks, or of a fenced block (``fence``), in which no part begins."""
+    return rf"(?m)^(?P<fence>```+)[\s\S]*?\n(?P=fence)$|^<!-- {name} -->\n[\s\S]*?\n<!-- /{name} -->"
 
 
 def block(name: str, record: Record) -> str:

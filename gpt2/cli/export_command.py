@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2.cli.common import Status, add_model, size, write_result
-from gpt2.errors import printable
+from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.export import Export
@@ -73,7 +73,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_card(done: Export, args: argparse.Namespace) -> Export:
-    """Write the export's model card and its record beside the files; return the export with both."""
+    """Write the export's model card and its record beside the files; return the export with both.
+
+    A damaged record of the model is only noted, because the files are written and right.
+    """
     from gpt2.checkpoint.card import CARD, RECORD, of_export, write_card
     from gpt2.checkpoint.describe import File
 
@@ -81,7 +84,10 @@ def _with_card(done: Export, args: argparse.Namespace) -> Export:
     words = [word for flag, value in given.items() if value and value != "hf" for word in (flag, value)]
     model = Path(done.model).name if Path(done.model).is_absolute() else done.model  # the folders above it are private
     folder = Path(done.directory)
-    remark = write_card(folder, of_export(done, args.revision, shlex.join(["gpt2", "export", model, folder.name, *words])))
+    try:
+        remark = write_card(folder, of_export(done, args.revision, shlex.join(["gpt2", "export", model, folder.name, *words])))
+    except InputError as error:
+        return replace(done, notes=(*done.notes, f"no model card was written: {error}"))
     written = [File.of(folder / name) for name in ((RECORD,) if remark else (CARD, RECORD))]
     return replace(done, files=(*done.files, *written), notes=(*done.notes, *([remark] if remark else [])))
 

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from support.commands import refusal
 
 import gpt2
+from gpt2.checkpoint import card
 from gpt2.checkpoint.card import CARD, base_of, read_record
 from gpt2.checkpoint.card_text import render
 from gpt2.checkpoint.publish import plan
@@ -60,6 +62,29 @@ def test_names_and_samples_are_shown_and_not_obeyed(whole: Path, tmp_path: Path)
         assert "\n# Free" not in outside
         assert outside.startswith("\n# run␊# Free\\udcff $\\frac$\n")
     assert "run␊# Free" in watch.page([folder])
+
+
+def test_marks_within_a_sample_are_its_text(run: Path) -> None:
+    """A model that has read cards writes their marks: its card was refused as a claim. Control: a false figure behind it."""
+    record, path = read_record(run / "best"), run / "best" / CARD
+    record["training"]["sample"] = "So\n<!-- figures -->\n| loss | 0.1 |\n<!-- /figures -->\n"
+    card.write_card(run / "best", record)
+    text = path.read_text()
+    plan(run / "best")
+    path.write_text(text + "\nMy own words.\n")
+    assert "kept" in card.write_card(run / "best", record)
+    assert path.read_text() == text + "\nMy own words.\n"
+    path.write_text(text + record["training"]["sample"])
+    assert "'figures' is not what" in refusal(plan, run / "best")
+
+
+def test_a_record_that_lacks_a_part_is_said(run: Path, tmp_path: Path, capsys) -> None:
+    """It was a traceback after the export had written its files."""
+    path = run / "best" / "gpt2-record.json"
+    path.write_text(json.dumps({"title": "x", "training": {"steps": 3}}))
+    assert main(["export", str(run / "best"), str(tmp_path / "out")]) == 0
+    assert "no model card was written" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_an_export_of_other_weights_claims_nothing(run: Path, tmp_path: Path) -> None:
