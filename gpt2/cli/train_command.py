@@ -185,7 +185,8 @@ def _started(event: Started) -> str:
         f"{config.num_parameters():,} parameters · {event.train_tokens:,} training and {event.val_tokens:,} validation tokens · "
         f"{recipe.steps} steps of {recipe.batch_size} x {recipe.context} = {recipe.batch_size * recipe.context:,} tokens"
     )
-    lines.append(f"about {size(event.memory)} of memory beside torch's own · {_promise(recipe)}")
+    known = "" if recipe.data.path else f" · {_promise(recipe)}"  # of the recipe's own text
+    lines.append(f"about {size(event.memory)} of memory beside torch's own{known}")
     return "\n".join([*lines, *([f"going on after step {event.step}"] if event.step else [])])
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce", "#a16207", "#be185d", "#0f766e", "#57534e")  # distinct in grey too
 FORMATS = (".png", ".svg")
 SMOOTHED_POINTS = 40  # points of the averaged training curve; single points are drawn pale
+REACH = 0.8  # above the lowest held-out loss, in nats (or bits per byte)
 
 METRICS, RECIPE = "metrics.jsonl", "recipe.json"  # as gpt2.train.state writes them, without its import of torch
 Points = tuple[tuple[int, float], ...]  # step, loss
@@ -130,11 +131,13 @@ def smoothed(points: Points) -> tuple[list[float], list[float]]:
 
 
 def cut_off(axes: Axes, held_out: Iterable[Points]) -> None:
-    """Cut off values far above the held-out losses after the first."""
+    """Cut off values far above the held-out losses after the first; a fine-tune's first, of its base, is mostly within reach."""
+    held_out = list(held_out)
     later = [value for points in held_out for _, value in points[1:]]
     if len(later) > 2:
         bottom, top = axes.get_ylim()
-        axes.set_ylim(bottom, min(top, max(later) + 0.4 * (max(later) - min(later)) + 0.05))
+        first = [points[0][1] for points in held_out if points and points[0][1] < min(later) + REACH]
+        axes.set_ylim(bottom, min(top, max(max(later) + 0.4 * (max(later) - min(later)), *first, 0) + 0.05))
 
 
 def _finish(axes: Axes, unit: str, title: str, held_out: Sequence[Points]) -> None:

@@ -83,7 +83,7 @@ def writing(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Create ``folder`` and lock it against other runs until this process ends; on Windows there is no lock."""
-    made = not folder.exists()
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         handle = None if fcntl is None else os.open(folder, os.O_RDONLY)
@@ -99,9 +99,9 @@ def locked(folder: Path) -> Iterator[None]:
     finally:
         if handle is not None:
             os.close(handle)
-        if made:
-            with contextlib.suppress(OSError):  # removes only an empty folder, after a failed start
-                folder.rmdir()
+        with contextlib.suppress(OSError):  # removes only empty folders, after a failed start
+            for each in made:
+                each.rmdir()
 
 
 def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Recipe | None:

@@ -379,6 +379,8 @@ def test_a_model_that_is_not_finite_is_never_the_best(recipe, init, tmp_path):
     save(model, from_directory(init), tmp_path / "broken")
     says = refusal(train, recipe, tmp_path / "run", init=str(tmp_path / "broken"))
     assert "step 0: the validation loss is nan; the initial model is broken" in says
+    assert "no such file" in refusal(train, recipe, tmp_path / "out" / "run", init=str(tmp_path / "none.safetensors"))
+    assert not (tmp_path / "out").exists()  # what failed before its start leaves no folder
     assert not (tmp_path / "run" / "best").exists()
 
 
