@@ -1,25 +1,26 @@
 """Fine-tune on questions about the plays, and measure the answers about plays that were held out.
 
-    python tools/chat_table.py DIR [--init MODEL] [--questions 400] [--set KEY=VALUE]...
+    python tools/chat_table.py DIR [--init MODEL] [--set KEY=VALUE]...
 
-Writes the pairs by rule into DIR: a line of a speech, and which line follows it? Nobody chose them. The plays that the embedded
+Writes the pairs by rule into DIR: the first lines of four speeches in a row, by three or four speakers, called A, B, C and D
+in the order in which they appear; and who of them says the line that comes next? Nobody chose them. The plays that the embedded
 model has never seen give the questions; the others are trained on, four ways: not at all; the recipe `finetune-chat`; the same
 without masking the questions; control: the same with the answers dealt out anew. Measured for each:
 
 - loss: nats per token of the right answer and its end of text.
-- choice: how often the right line has a higher mean log-probability than three others of its play, drawn at random; chance: 1/4.
-- ended: how often a greedy answer of at most 24 tokens ends with the end of text, and is one line.
+- choice: how often the right speaker has a higher mean log-probability than the others of the excerpt.
+- answered: how often the greedy answer is the right speaker and the end of text, and nothing else.
 
-Ends stdout with one JSON line.
+Beside it: chance, and a rule without a model, that the speaker before the last one speaks again. Ends stdout with one JSON line.
 """
 
 import argparse
 import json
-import math
 import random
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 
 import torch
 
@@ -29,27 +30,32 @@ from gpt2.data.chat import ChatFormat
 from gpt2.train.loop import train
 from gpt2.train.recipe import read
 
-LONGEST, SEED = 60, 0  # characters of a line
+LONGEST, SEED = 50, 0  # characters of a line
+SPEECHES = 4  # in a question
 WAYS = ("before", "masked", "plain", "shuffled")
 
 
-def pairs(play: str, rng: random.Random) -> list[dict]:
-    """Return the play's questions, answers and choices, in order; no line is used twice."""
-    speeches = [block.partition(":\n")[2].strip().split("\n") for block in shakespeare.play(play).strip().split("\n\n")]
-    lines = [line for speech in speeches for line in speech if len(line) <= LONGEST]
+def pairs(play: str) -> list[dict]:
+    """Return the play's questions, answers, choices, and the answer of the rule, in order."""
+    blocks = (block.partition(":\n") for block in shakespeare.play(play).strip().split("\n\n"))
+    speeches = [(name, speech.strip().split("\n")[0]) for name, _, speech in blocks]
     made = []
-    for speech in speeches:
-        for line, following in zip(speech[::2], speech[1::2], strict=False):
-            if max(len(line), len(following)) <= LONGEST:
-                others = [other for other in rng.sample(lines, 8) if other != following][:3]
-                made.append({"question": f"Which line follows?\n{line}", "answer": following, "choices": [following, *others]})
+    for at in range(SPEECHES, len(speeches)):
+        before, (name, line) = speeches[at - SPEECHES : at], speeches[at]
+        letters = dict(zip(dict.fromkeys(each for each, _ in before), "ABCD", strict=False))
+        short = all(len(each) <= LONGEST for _, each in speeches[at - SPEECHES : at + 1])
+        if short and len(letters) > 2 and name in letters and name != before[-1][0]:
+            shown = "".join(f"{letters[each]}:\n{text}\n\n" for each, text in before)
+            choices = [letters[name], *(letter for letter in letters.values() if letter != letters[name])]
+            row = {"question": f"{shown}Who says this line?\n{line}", "answer": choices[0], "choices": choices}
+            made.append(row | {"rule": letters[before[-2][0]]})
     return made
 
 
 def write(folder: Path, chat: ChatFormat) -> list[dict]:
     """Write the files to train on; return the questions of the held-out plays."""
     rng = random.Random(SEED)
-    made = {play: pairs(play, rng) for play in shakespeare.plays()}
+    made = {play: pairs(play) for play in shakespeare.plays()}
     held = [pair for play in shakespeare.HELD_OUT for pair in made.pop(play)]
     masked = [{"question": pair["question"], "answer": pair["answer"]} for each in made.values() for pair in each]
     answers = [pair["answer"] for pair in masked]
@@ -72,30 +78,31 @@ def log_probabilities(model: gpt2.GPT2, ids: list[int], answers: Sequence[list[i
     return [float(row[: len(answer)].mean()) for row, answer in zip(own, answers, strict=True)]
 
 
-def measure(model: gpt2.GPT2, tokenizer: Tokenizer, chat: ChatFormat, questions: Iterable[dict]) -> dict[str, float]:
-    losses, right, ended = [], [], []
+def measure(model: gpt2.GPT2, tokenizer: Tokenizer, chat: ChatFormat, questions: Iterable[dict]) -> dict[str, list[float]]:
+    """Return loss, choice and answered of each question."""
+    found: dict[str, list[float]] = {"loss": [], "choice": [], "answered": []}
     for row in questions:
         ids = chat.question(tokenizer, row["question"])
         answers = [[*tokenizer.encode(choice), tokenizer.eot] for choice in row["choices"]]
         scores = log_probabilities(model, ids, answers)
-        losses += [-scores[0]] * len(answers[0])  # a mean over tokens
-        right.append(scores[0] > max(scores[1:]))
-        new = gpt2.generate(model, ids, 24, temperature=0, stop=tokenizer.eot)[len(ids) :]
-        ended.append(new[-1] == tokenizer.eot and "\n" not in tokenizer.decode(new))
-    found = {"loss": losses, "choice": right, "ended": ended}
-    return {name: sum(each) / len(each) for name, each in found.items()}
+        found["loss"].append(-scores[0])
+        found["choice"].append(scores[0] > max(scores[1:]))
+        found["answered"].append(gpt2.generate(model, ids, 4, temperature=0, stop=tokenizer.eot)[len(ids) :] == answers[0])
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--init", default="shakespeare-mini")
-    parser.add_argument("--questions", type=int, default=400, help="of the held-out plays, drawn with a seed")
     parser.add_argument("--set", action="append", default=[], help="a key of the recipe")
     parser.add_argument("--only", default=",".join(WAYS))
     args = parser.parse_args()
     chat = ChatFormat.of_template(read("finetune-chat").data.prompt)
-    questions = random.Random(SEED).sample(write(args.folder, chat), args.questions)
+    questions = write(args.folder, chat)
+    chance = fmean(1 / len(row["choices"]) for row in questions)
+    rule = fmean(row["rule"] == row["answer"] for row in questions)
+    print(f"{len(questions)} questions  chance {chance:.3f}  the rule {rule:.3f}")
     table = {}
     for way in args.only.split(","):
         model = args.init
@@ -105,10 +112,13 @@ def main() -> None:
             recipe = read("finetune-chat", settings)
             train(recipe, args.folder / "runs" / way, init=args.init)
             model = str(args.folder / "runs" / way / f"step-{recipe.steps}")
-        table[way] = measure(gpt2.load(model, dtype="float32"), gpt2.load_tokenizer(model), chat, questions)
-        error = math.sqrt(table[way]["choice"] * (1 - table[way]["choice"]) / len(questions))
-        print(f"{way:10}" + "  ".join(f"{name} {value:.3f}" for name, value in table[way].items()) + f"  (choice ± {error:.3f})")
-    print(json.dumps({"questions": len(questions), "init": args.init, **table}))
+        found = measure(gpt2.load(model, dtype="float32"), gpt2.load_tokenizer(model), chat, questions)
+        table[way] = {name: fmean(each) for name, each in found.items()}
+        errors = {name: stdev(each) / len(each) ** 0.5 for name, each in found.items()}
+        print(
+            f"{way:10}" + "  ".join(f"{name} {value:.3f} ± {errors[name]:.3f}" for name, value in table[way].items()), flush=True
+        )
+    print(json.dumps({"questions": len(questions), "chance": chance, "rule": rule, "init": args.init, **table}))
 
 
 if __name__ == "__main__":
