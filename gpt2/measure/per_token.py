@@ -22,7 +22,7 @@ from gpt2.measure.windows import Windows
 
 TOP = 5
 BLOCK = 64  # logits per block; only blocks with the largest maxima are searched for the top tokens
-CACHED = 1 << 16  # logits per step of one core: four such float64 buffers fit its cache
+CACHED = 1 << 17  # logits per step of one core, a multiple of a row: less is overhead of calls, more leaves its cache
 SHARE = 1 << 18  # logits per thread that are worth a thread
 
 

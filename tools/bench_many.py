@@ -1,0 +1,138 @@
+"""What `gpt2 compare A B C` and `--save` cost above the forward passes that they need, in CPU seconds of one process.
+
+    python tools/bench_many.py [--models 3] [--tokens 8192] [--pairs 3]      several models
+    python tools/bench_many.py --save [--top 100] [--tokens 8192]            a reference, written and read
+    python tools/bench_many.py --profile cpu.txt                             where the rest goes (cProfile)
+
+The models are `random:gpt2`, written to disk, so they are loaded as files are. In turn, A B A B, after a warm-up: A loads each
+model, runs it over the text and throws the logits away; B is the whole comparison. CPU seconds are user and system time of the
+process, since wall time means little on a shared machine. With --save, B is the same pass with its logits saved; `dd` writes as
+many bytes to the same disk in the same turn, and the file is then read as a comparison reads it. Ends stdout with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import platform
+import pstats
+import resource
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `gpt2` sets it, before torch is loaded
+
+import torch
+
+from gpt2.bench import Spread
+from gpt2.checkpoint.export import export
+from gpt2.comparison.many import compare_many
+from gpt2.comparison.passage import open_passage
+from gpt2.comparison.saving import Keep, run_over, save_reference
+from gpt2.comparison.sides.opening import open_side
+from gpt2.measure.allocator import keep_freed_memory
+
+
+class Seconds(dict[str, float]):
+    """CPU and wall seconds of what is called, by its name."""
+
+    def of(self, name: str, call: Callable[[], object]) -> None:
+        wall, cpu = time.perf_counter(), _cpu()
+        call()
+        self[name] = _cpu() - cpu
+        self[f"{name}, wall"] = time.perf_counter() - wall
+
+
+def _cpu() -> float:
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def passes(names: list[str], tokens: int, found: Seconds) -> None:
+    """Load each model, and run it over the text."""
+    load = forward = 0.0
+    for name in names:
+        side = open_side(name, offline=True)
+        passage = open_passage(None, tokens, [side], [side.tokenizer()], 0)
+        begin = _cpu()
+        with side.running() as running:
+            loaded = _cpu()
+            run_over(running.logits, passage, lambda done: None)
+            forward += _cpu() - loaded
+        load += loaded - begin
+    found["forward"], found["load"] = forward, load
+
+
+def read(path: Path) -> None:
+    """Read a reference as a comparison does: every row, and its checksum."""
+    side = open_side(f"trace:{path}", offline=True)
+    assert side.recording is not None
+    with side.running() as running, torch.inference_mode():
+        for inputs, _ in side.recording.windows.batches(side.recording.ids):
+            running.logits(inputs) if "logits" in side.shows else [running.top(torch.cat((row, row[:1]))) for row in inputs]
+
+
+def save(name: str, folder: Path, args: argparse.Namespace, found: Seconds) -> None:
+    kept = folder / "kept.safetensors"
+    found.of("saved", lambda: save_reference(name, Keep(kept, args.top), tokens=args.tokens, offline=True))
+    found["bytes"] = size = kept.stat().st_size
+    dd = ["dd", "if=/dev/zero", f"of={folder / 'dd'}", "bs=1M", f"count={max(1, size >> 20)}", "conv=fsync", "status=none"]
+    found.of("dd", lambda: subprocess.run(dd, check=True))
+    found.of("read", lambda: read(kept))
+    for path in (kept, folder / "dd"):
+        path.unlink()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--pairs", type=int, default=3, help="turns A B")
+    parser.add_argument("--save", action="store_true", help="save a reference instead")
+    parser.add_argument("--top", type=int, default=0, help="the likeliest tokens that --save keeps; 0: all logits")
+    parser.add_argument("--dir", type=Path, help="where the models, and what is saved, are written")
+    parser.add_argument("--profile", type=Path, help="profile one comparison into this file instead")
+    args = parser.parse_args()
+    keep_freed_memory()  # as `gpt2 compare` does
+    with tempfile.TemporaryDirectory(dir=args.dir) as scratch:
+        folder = Path(scratch)
+        names = [str(folder / str(index)) for index in range(1 if args.save else args.models)]
+        for index, name in enumerate(names):
+            export(f"random:gpt2:{index}", name)
+        if args.profile:
+            with cProfile.Profile() as profile:
+                compare_many(names, tokens=args.tokens, offline=True)
+            with args.profile.open("w") as file:
+                pstats.Stats(profile, stream=file).sort_stats("tottime").print_stats(40)
+            return 0
+        passes(names[:1], 1025, Seconds())
+        turns = []
+        for _ in range(args.pairs):
+            found = Seconds()
+            passes(names, args.tokens, found)
+            if args.save:
+                save(names[0], folder, args, found)
+            else:
+                found.of("whole", lambda: compare_many(names, tokens=args.tokens, offline=True))
+            found["above the passes"] = found["saved" if args.save else "whole"] - found["forward"] - found["load"]
+            turns.append(found)
+            print(", ".join(f"{name} {value:,.2f}" for name, value in found.items()), flush=True)
+    result = {name: vars(Spread.of(turn[name] for turn in turns)) for name in turns[0]}
+    if not args.save:
+        result["whole / forward"] = vars(Spread.of(turn["whole"] / turn["forward"] for turn in turns))
+        result["whole / (load and forward)"] = vars(Spread.of(turn["whole"] / (turn["forward"] + turn["load"]) for turn in turns))
+    for name in ("whole / forward", "whole / (load and forward)", "above the passes"):
+        if name in result:
+            print(f"{name}: {result[name]['median']:.3f} ({result[name]['min']:.3f} .. {result[name]['max']:.3f})")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    where = {"threads": torch.get_num_threads(), "machine": platform.machine(), "torch": torch.__version__, "load": os.getloadavg()}
+    print(json.dumps({"benchmark": "compare many", **vars(args) | {"dir": None, "profile": None}, **result, "peak bytes": peak, **where}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
