@@ -128,9 +128,10 @@ def main() -> int:
     for name in ("whole / forward", "whole / (load and forward)", "above the passes"):
         if name in result:
             print(f"{name}: {result[name]['median']:.3f} ({result[name]['min']:.3f} .. {result[name]['max']:.3f})")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    where = {"threads": torch.get_num_threads(), "machine": platform.machine(), "torch": torch.__version__, "load": os.getloadavg()}
-    print(json.dumps({"benchmark": "compare many", **vars(args) | {"dir": None, "profile": None}, **result, "peak bytes": peak, **where}))
+    about = {"benchmark": "compare --save" if args.save else "compare many", "models": args.models, "tokens": args.tokens}
+    about |= {"top": args.top, "threads": torch.get_num_threads(), "machine": platform.machine(), "torch": torch.__version__}
+    about |= {"peak bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "load": os.getloadavg()}
+    print(json.dumps(about | {"seconds": result}))
     return 0
 
 

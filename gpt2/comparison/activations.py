@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from torch import Tensor
 
+from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress, cosine, max_abs, relative_error, silent
 from gpt2.measure.tracing import Recorded, layer_of
 
@@ -62,7 +64,9 @@ def compare_activations(
         streams = [_streams(blocks, ids, progress) for blocks in (a, b)]
         return Activations(ids.numel(), threshold, (), tuple(tuple(_cka(x, y) for y in streams[1]) for x in streams[0]))
     points = []
-    for block_a, block_b in zip(a(ids), b(ids), strict=True):
+    for block_a, block_b in zip_longest(a(ids), b(ids), fillvalue={}):
+        if not (block_a and block_b):
+            raise InputError("activations: one model shows more blocks than the other; compare two of one number of layers")
         progress(f"activations: {next(reversed(block_a))}")
         points += [_change(name, block_a[name], block_b[name]) for name in block_a if name in block_b]
     return Activations(ids.numel(), threshold, tuple(points), ())
@@ -72,6 +76,8 @@ def _change(name: str, a: Tensor, b: Tensor) -> ActivationChange:
     if name == "logits":
         width = min(a.size(-1), b.size(-1))  # the vocabularies may be padded to different lengths
         a, b = a[..., :width], b[..., :width]
+    if a.shape != b.shape:
+        raise InputError(f"activations: {name} is {tuple(a.shape)} in one and {tuple(b.shape)} in the other; save it again")
     error = relative_error(b, a)
     sqnr = math.inf if error == 0 else -20 * math.log10(error) if math.isfinite(error) else -math.inf
     x, y = a.double().flatten(), b.double().flatten()

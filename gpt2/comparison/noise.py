@@ -40,7 +40,7 @@ TOKENS = 1024  # of the text, by default
 ROW = 256  # tokens of a row
 PROMPTS, PROMPT, NEW_TOKENS = 8, 16, 48
 CLOSE_CALLS = 10
-LOGIT_BYTES = 12  # held of each logit: the baseline's in float32, another way's in up to float64
+LOGIT_BYTES = 20  # held of each logit: the baseline's in float32, and those of a way in float64, as rows and put together
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 KERNELS = {
     "attention kernel: flash": SDPBackend.FLASH_ATTENTION,

@@ -43,6 +43,7 @@ from gpt2.pages.reports import as_json
 FORMAT = "gpt2-toolkit reference"
 TRACE_PREFIX = "trace:"  # of the name of a side that was saved
 ROWS = 256  # read at a time
+MAX_VOCAB = 1 << 24  # ids; no tokenizer has as many
 ACTIVATION = "at."  # before a traced point's name
 TOP = ("top_ids", "top_logp", "target_logp", "rest")
 
@@ -238,13 +239,23 @@ def read_reference(path: Path) -> Reference:
             raise ValueError("the checksum of its ids or activations is wrong")
         kind = RowWindows if "skipped" in about["windows"] else Windows
         windows, ids, vocab = kind(**about["windows"]), small["ids"].long(), int(about["vocab"])
+        if not all(isinstance(value, int | None) for value in vars(windows).values()):
+            raise ValueError("its windows are not whole numbers")
         scored = sum(span.end - span.first for span in windows.of(len(ids)))
-        shapes = {name: entry.shape for name, entry in file.entries.items()}
-        count = scored, shapes["top_ids"][1] if "top_ids" in shapes else vocab
-        wanted = {"logits": count} if "logits" in shapes else dict(zip(TOP, (count, count, (scored,), (scored,)), strict=True))
-        if vocab < 1 or any(shapes[name] != shape for name, shape in {**wanted, "crc32": (scored, 4)}.items()):
+        found = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
+        count = scored, found["top_ids"][0][1] if "top_ids" in found else vocab
+        wanted = {"crc32": ((scored, 4), torch.uint8), "token_bytes": ((scored,), torch.int32), "ids": ((len(ids),), torch.int32)}
+        if "logits" in found:
+            dtype = found["logits"][1]
+            wanted["logits"] = (count, dtype if dtype.is_floating_point else torch.float32)
+        else:
+            shapes = (count, torch.int32), (count, torch.float64), ((scored,), torch.float64), ((scored,), torch.float64)
+            wanted |= dict(zip(TOP, shapes, strict=True))
+        if any(found[name] != what for name, what in wanted.items()):
             raise ValueError(f"its arrays are not of {scored:,} scored tokens")
-    except (KeyError, ValueError, TypeError, IndexError, InputError) as error:
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocab <= MAX_VOCAB or int(small["token_bytes"].min()) < 0:
+            raise ValueError(f"an id is outside its vocabulary of {vocab:,}, or a token has no length")
+    except (KeyError, ValueError, TypeError, IndexError, OverflowError, InputError) as error:
         raise CheckpointError(f"{path}: is damaged ({error}); save the reference again") from None
     return Reference(path, about, ids, windows, vocab, file)
 

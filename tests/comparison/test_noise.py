@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,9 @@ from gpt2.comparison import noise, ways
 from gpt2.comparison.noise import measure_noise
 from gpt2.comparison.noise_page import page
 from gpt2.comparison.noise_result import Noise
+from gpt2.config import GPT2Config
 from gpt2.measure.per_token import likeliest
+from gpt2.model import GPT2
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +138,31 @@ def test_a_text_whose_logits_do_not_fit_is_refused(folder: Path, monkeypatch: py
     """``--tokens 0`` of a long text held all logits, until the machine ran out of memory."""
     text = str(folder / "text.txt")
     vocab = gpt2.load_tokenizer(str(folder / "model")).n_vocab
-    monkeypatch.setattr(noise, "machine_memory", lambda: 2 * 12 * 60 * vocab - 1)
+    monkeypatch.setattr(noise, "machine_memory", lambda: 2 * noise.LOGIT_BYTES * 60 * vocab - 1)
     assert "give --tokens with a smaller number" in refusal(measure_noise, str(folder / "model"), on=text, tokens=60)
     assert measure_noise(str(folder / "model"), on=text, tokens=40)
+
+
+PEAK = """
+import resource, sys
+from gpt2.comparison.noise import LOGIT_BYTES, measure_noise
+
+def peak(tokens):
+    measure_noise(sys.argv[1], tokens=tokens)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+before = peak(256)
+print((peak(2048) - before) / (LOGIT_BYTES * (2048 - 256) * 20000))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kB on Linux")
+def test_the_memory_that_is_estimated_is_the_memory_that_is_taken(tmp_path: Path) -> None:
+    """A text was let through that took half as much again as the estimate said."""
+    gpt2.save(GPT2(GPT2Config(vocab_size=20000, n_positions=264, n_embd=16, n_layer=1, n_head=2)), None, tmp_path / "wide")
+    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path / "wide")], capture_output=True, text=True, check=True)
+    assert 0.5 < float(done.stdout) < 1.1
 
 
 @pytest.mark.slow

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from gpt2.comparison.reference_file import ReferenceWriter, about_of, read_reference
+from gpt2.comparison.reference_file import TOP, ReferenceWriter, _checksums, about_of, checksum, read_reference
 from gpt2.errors import CheckpointError, InputError
 from gpt2.measure.windows import RowWindows, Windows
 
@@ -76,6 +81,45 @@ def test_no_flipped_byte_goes_unseen(tmp_path: Path, top: int) -> None:
     path.write_bytes(whole[:-3])
     with pytest.raises(CheckpointError, match="where its header says"):
         read_reference(path)
+
+
+def forged(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]) -> Path:
+    """Write a reference again with other claims, and the checksums that fit them."""
+    arrays, about = load_file(path), about_of(path)
+    change(about, arrays)
+    about["checked"] = checksum({n: array for n, array in arrays.items() if n in ("ids", "token_bytes") or n.startswith("at.")})
+    rows = tuple(arrays[name] for name in (TOP if "rest" in arrays else ("logits",)))
+    crc = torch.tensor(_checksums(rows))[:, None]
+    arrays["crc32"] = (crc >> torch.tensor([0, 8, 16, 24]) & 255).to(torch.uint8)
+    text = json.dumps(about)
+    out = path.with_name("forged.safetensors")
+    save_file(arrays, out, {"about": text, "about_crc32": str(zlib.crc32(text.encode()))})
+    return out
+
+
+def test_no_claim_of_a_file_is_believed(tmp_path: Path) -> None:
+    """Claims with right checksums reached torch: a negative id, an infinite vocabulary and a shape that is not were tracebacks,
+    a vocabulary of 10^15 a table of its size."""
+    whole, likeliest = (write(tmp_path / f"{top}.safetensors", logits(), top=top) for top in (0, 4))
+    claims: list[tuple[str, Any]] = [("vocab", 10**15), ("vocab", math.inf), ("vocab", 20), ("vocab", 0), ("vocab", "many")]
+    claims += [("windows", {"context": size, "stride": None, "guide": False}) for size in (16.5, -1, "16")]
+    claims += [("windows", {"context": 16, "stride": stride, "guide": False}) for stride in (0, 17, 4.5)]
+    for path in (whole, likeliest):
+        assert read_reference(forged(path, lambda about, arrays: None)).vocab == 23  # what is forged is read, if it is true
+        for field, value in claims:
+            with pytest.raises(CheckpointError, match="is damaged"):
+                read_reference(forged(path, lambda about, arrays, f=field, v=value: about.update({f: v})))
+        for name, array in {
+            "ids": IDS.int() - 1,
+            "ids ": IDS.int() + 1,
+            "ids  ": IDS[:1].int(),
+            "ids   ": IDS.float(),
+            "token_bytes": -torch.ones(39, dtype=torch.int32),
+            "token_bytes ": torch.ones(3, dtype=torch.int32),
+            "top_ids" if path == likeliest else "logits": torch.zeros(39, 23, dtype=torch.int64),
+        }.items():
+            with pytest.raises(CheckpointError, match="is damaged"):
+                read_reference(forged(path, lambda about, arrays, n=name, a=array: arrays.update({n.strip(): a})))
 
 
 def test_a_foreign_file_and_a_failed_run(tmp_path: Path) -> None:

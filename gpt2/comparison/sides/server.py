@@ -43,6 +43,7 @@ TRIES = 5
 LONGEST_WAIT = 60.0  # seconds that a server may ask to wait
 TIMEOUT = 120.0  # seconds
 MAX_ANSWER = 1 << 26  # bytes
+MAX_SHOWN = 20  # tokens that are read at a place: a table of all places is as wide as the longest
 LONGEST_NAME = 100  # characters of a model's name in an answer
 
 
@@ -224,7 +225,7 @@ class RunningServer(Running):
         values = [(_log_probability(value), str(text)) for text, value in top.items()]
         row: dict[int, float] = {}
         for value, text in sorted((each for each in values if not math.isnan(each[0])), reverse=True):
-            if (index := self.strings.get(text, -1)) < 0:
+            if (index := self.strings.get(text, -1)) < 0 or len(row) == MAX_SHOWN:
                 break
             row[index] = value
         return row

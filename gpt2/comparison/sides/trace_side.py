@@ -16,20 +16,31 @@ import torch
 from torch import Tensor
 
 from gpt2.comparison.llama_base import is_llama_base, read_llama_base
-from gpt2.comparison.reference_file import FORMAT, TRACE_PREFIX, about_of, read_reference
+from gpt2.comparison.reference_file import FORMAT, TRACE_PREFIX, Reference, about_of, read_reference
 from gpt2.comparison.results import Model
 from gpt2.comparison.sides.side import Recording, Running, Shown, Side, Top
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import CheckpointError, InputError
 from gpt2.measure import dumps
-from gpt2.measure.tracing import Recorded, grouped, points
+from gpt2.measure.tracing import Recorded, grouped, layer_of, points
 from gpt2.measure.windows import RowWindows, Window
 
 TRACE_FORMAT = "gpt2-toolkit trace"
+MAX_LAYERS = 1000
 MAX_ABOUT = 1 << 24  # bytes of what a trace says of itself
 MAX_SIZE = 1 << 20  # ids and positions of a dump that does not tell its model's
 LLMC_VOCABULARY = 50257  # llm.c's debug state does not tell it
+
+KINDS = {  # of what a reference says of its side
+    "name": str,
+    "implementation": str,
+    "dtype": str,
+    "revision": str | None,
+    "parameters": int | None,
+    "config": dict,
+    "files": dict,
+}
 
 Rows = Callable[[], Iterator[Tensor]]  # the scored tokens' logits (R, V), some at a time, from the first on
 
@@ -66,6 +77,11 @@ class TraceSide(Side):
         lengths = reference.file.read("token_bytes").long()
         try:
             side, text = about["side"], about["text"]
+            for field, kind in KINDS.items():
+                if not isinstance(side[field], kind):
+                    raise TypeError(f"{field} is {str(side[field])[:20]!r}")
+            if not all(isinstance(text[field], str) for field in ("name", "sha256", "told")):
+                raise TypeError("the text's name, hash or protocol is not text")
             known = text["name"], text["sha256"], text["told"], about["tokenizer"]
             how = f"{side['implementation']}, saved by gpt2-toolkit {about['version']}"
             parts = {field.name: side.get(field.name) for field in dataclasses.fields(Model)}
@@ -74,7 +90,7 @@ class TraceSide(Side):
             raise CheckpointError(f"{path}: what is said of the side is not known here ({error}); save it again") from None
         recording = Recording(reference.ids, reference.windows, *known, reference.vocab, lengths)
         model = Model(**{**parts, "name": name, "implementation": how, "official": None})
-        activations = reference.activations
+        activations = _in_order(reference, min(len(recording.ids) - 1, recording.windows.context))
         shows = {Shown.LOGITS if reference.whole else Shown.TOP} | ({Shown.ACTIVATIONS} if activations else set())
 
         def likeliest() -> Top:
@@ -205,6 +221,18 @@ class Replay(Running):
         if tokens > held or not torch.equal(ids[0].long(), self._side.recording.ids[:tokens]):
             raise InputError(f"{self._side.name}: holds activations of its first {held} tokens; compare it without another text")
         yield from grouped({name: _cut(name, tensor, tokens) for name, tensor in self._side.activations.items()})
+
+
+def _in_order(reference: Reference, tokens: int) -> dict[str, Tensor]:
+    """Return the kept activations in the order of computation. Raises CheckpointError: one is none of the first tokens'."""
+    kept = reference.activations
+    order = points(1 + min(max((layer_of(name) or 0 for name in kept), default=0), MAX_LAYERS))
+    for name, tensor in kept.items():
+        square = name.endswith(("attn.scores", "attn.weights"))
+        length = tensor.size(-1 if square else 1) if tensor.ndim > 1 + square else 0
+        if name not in order or tensor.size(0) != 1 or not 1 <= length <= tokens or not tensor.is_floating_point():
+            raise CheckpointError(f"{reference.path}: holds an array {name!r} that is no activation of its text; save it again")
+    return {name: kept[name] for name in order if name in kept}
 
 
 def _cut(name: str, tensor: Tensor, tokens: int) -> Tensor:

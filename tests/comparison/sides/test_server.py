@@ -25,7 +25,7 @@ from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.bounds_result import Bounds
 from gpt2.comparison.gates import Gate
 from gpt2.comparison.pair import compare
-from gpt2.comparison.sides.server import RunningServer, ServerSide
+from gpt2.comparison.sides.server import MAX_SHOWN, RunningServer, ServerSide
 from gpt2.comparison.sides.side import Running, Top
 from gpt2.data.bpe import train_bpe
 from gpt2.errors import InputError
@@ -297,6 +297,20 @@ def test_answers_of_another_form_are_one_line(answer: dict, monkeypatch: pytest.
     monkeypatch.setattr(server, "_post", lambda body, *, refusable: answer)
     with pytest.raises(InputError, match="no log-probabilities"):
         server.top(torch.tensor(tokenizer.encode(TEXT)[:6]))
+
+
+def test_an_answer_of_a_whole_vocabulary_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of 50,000 alternatives in 64 MB made a table of all places as wide: gigabytes for a context of 1,024."""
+    tokenizer = gpt2.load_tokenizer(MODEL)
+    ids = tokenizer.encode(TEXT)[:9]
+    texts = [tokenizer.token_bytes(index).decode("utf-8", errors="ignore") for index in range(tokenizer.n_vocab)]
+    rows = [None, dict(zip(texts, range(-1, -len(texts) - 1, -1), strict=True)), *({texts[3]: -1.0} for _ in ids[2:])]
+    given = {"tokens": [texts[index] for index in ids], "top_logprobs": rows}
+    server = RunningServer(ServerSide.open("http://localhost/v1"), tokenizer, 10_000)
+    monkeypatch.setattr(server, "_post", lambda body, *, refusable: {"choices": [{"logprobs": given}]})
+    top = server.top(torch.tensor(ids))
+    assert top.ids.size(1) <= MAX_SHOWN
+    assert top.logp[0, 0] == max(rows[1][texts[index]] for index in top.ids[0].tolist())
 
 
 def test_gates_judge_the_bounds(text: str) -> None:
