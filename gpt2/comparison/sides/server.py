@@ -9,40 +9,31 @@ tools/server: llama-server answers 500 to ``echo``, and gives log-probabilities 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from ipaddress import ip_address
 from typing import Any
-from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 import torch
 from torch import Tensor
 
 from gpt2.comparison.results import Model
+from gpt2.comparison.sides.server_request import KEY, post
 from gpt2.comparison.sides.side import Running, Shown, Side, Top
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError, printable
 
 PREFIXES = ("http://", "https://")
-KEY = "OPENAI_API_KEY"
 LIMIT_VARIABLE = "GPT2_SEND_LIMIT"
 SEND_LIMIT = 100_000  # tokens sent in one comparison, unless the variable says more
 ANNOUNCED = 10_000  # tokens; before more are sent, their cost is told, and the user asked
 TOP_K = 5  # OpenAI's API gives at most 5
 PLACES = 16  # of each window, where the server does not score a prompt
-TRIES = 5
-LONGEST_WAIT = 60.0  # seconds that a server may ask to wait
-TIMEOUT = 120.0  # seconds
-MAX_ANSWER = 1 << 26  # bytes
 MAX_SHOWN = 20  # tokens that are read at a place: a table of all places is as wide as the longest
 LONGEST_NAME = 100  # characters of a model's name in an answer
 
@@ -115,13 +106,6 @@ def _send_limit() -> int:
 def _places(count: int) -> list[int]:
     """Return the places of a window of ``count`` inputs at which the next token is asked for."""
     return sorted({round((i + 1) * count / PLACES) - 1 for i in range(PLACES)} - {-1})
-
-
-class _NoRedirect(HTTPRedirectHandler):
-    """Follow no redirect, which would take the key to another host."""
-
-    def redirect_request(self, *args: Any) -> None:
-        return None
 
 
 @dataclass
@@ -245,50 +229,11 @@ class RunningServer(Running):
         return _dict(next(iter(_list(answer.get("choices"))), None))
 
     def _post(self, body: dict[str, Any], *, refusable: bool) -> dict[str, Any]:
-        """Send a request; try again after 429 and 5xx. An error answer to a ``refusable`` request is {}."""
-        headers = {"Content-Type": "application/json"}
-        if self.side.private and (key := os.environ.get(KEY)):
-            headers["Authorization"] = f"Bearer {key}"
-        request = Request(f"{self.side.url}/completions", json.dumps(body).encode(), headers)
-        opener = build_opener(_NoRedirect, *([ProxyHandler({})] if self.side.loopback else []))
-        why, wait = "", 0.5
-        for attempt in range(TRIES):
-            try:
-                with opener.open(request, timeout=TIMEOUT) as response:
-                    found = json.loads(response.read(MAX_ANSWER))
-                if not isinstance(found, dict):
-                    raise ValueError("no object")
-                return found
-            except HTTPError as error:
-                with error:
-                    why, beginning = f"answered {error.code} {error.reason}", _beginning(error)
-                if error.code in (400, 422, 500, 501) and refusable and self.echoes is None:
-                    return {}
-                if error.code in (401, 403):
-                    how = f"put its key into {KEY}"
-                    how = how if self.side.private else f"{KEY} is sent only over https, or to this machine: use https://"
-                    raise InputError(f"{self.side.name}: {why}; {how}") from None
-                if error.code != 429 and error.code < 500:
-                    what = f"{why}: {beginning}"
-                    raise InputError(f"{self.side.name}: {what}; check the address and the model's name after #") from None
-                asked = error.headers.get("Retry-After", "")
-                is_number = asked.isascii() and asked.replace(".", "", 1).isdigit()
-                wait = min(LONGEST_WAIT, float(asked) if is_number else 2 * wait)
-            except (URLError, OSError, HTTPException) as error:
-                why = f"cannot be reached ({getattr(error, 'reason', error)})"
-            except (ValueError, RecursionError):
-                raise InputError(f"{self.side.name}: its answer is not JSON; give the address that ends in /v1") from None
-            if attempt < TRIES - 1:
-                time.sleep(wait)
-        raise InputError(f"{self.side.name}: {why}, {TRIES} times; start the server, or try again later")
-
-
-def _beginning(answer: HTTPError) -> str:
-    """Return the beginning of an error's text, in one line."""
-    try:
-        return printable(answer.read(300).decode("utf-8", "replace"), one_line=True)
-    except (OSError, HTTPException):
-        return ""
+        """Send a request. An error answer to the first ``refusable`` one is {}."""
+        side, refusable = self.side, refusable and self.echoes is None
+        return post(
+            f"{side.url}/completions", body, name=side.name, private=side.private, proxy=not side.loopback, refusable=refusable
+        )
 
 
 def _dict(value: Any) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def test_keys_limits_and_retries(text: str, monkeypatch: pytest.MonkeyPatch, cap
         assert main(["compare", MODEL, url, "--on", text, "--tokens", "30"]) == 2
         assert "GPT2_SEND_LIMIT=30" in capsys.readouterr().err
         assert len(server.requests) == requests
-    monkeypatch.setattr("gpt2.comparison.sides.server.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("gpt2.comparison.sides.server_request.time.sleep", lambda seconds: None)
     assert main(["compare", MODEL, url, "--on", text, "--tokens", "30"]) == 2
     assert "GPT2_SEND_LIMIT" in capsys.readouterr().err
     monkeypatch.delenv("GPT2_SEND_LIMIT")
@@ -311,6 +311,9 @@ def test_an_answer_of_a_whole_vocabulary_is_cut(monkeypatch: pytest.MonkeyPatch)
     top = server.top(torch.tensor(ids))
     assert top.ids.size(1) <= MAX_SHOWN
     assert top.logp[0, 0] == max(rows[1][texts[index]] for index in top.ids[0].tolist())
+    monkeypatch.setattr("gpt2.comparison.sides.server_request.MAX_ANSWER", 100)
+    with completions(standin()) as url, pytest.raises(InputError, match="more than 100 bytes"):
+        RunningServer(ServerSide.open(url), tokenizer, 10_000).top(torch.tensor(ids))
 
 
 def test_gates_judge_the_bounds(text: str) -> None:
