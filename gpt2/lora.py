@@ -2,7 +2,7 @@
 
 An adapted projection computes ``x W + b + s (x Aᵀ) Bᵀ`` with A (r, in), B (out, r) and s = alpha / r. B is initialised with
 zeros, so the adapted model first computes the same as the original. Merging makes a plain projection with the weight ``W + s Aᵀ
-Bᵀ``; W is kept aside, because subtracting the product would not restore it exactly.
+Bᵀ``.
 
 Shapes: W is [in, out] as in the rest of the model; A and B are [out, in], as in PEFT.
 """
@@ -26,8 +26,6 @@ TARGETS = ("c_attn", "c_proj", "c_fc", *PROJECTIONS)  # names that a user may gi
 class LoRAConv1D(Conv1D):
     """A frozen projection with an adapter; ``weight`` and ``bias`` are the original's tensors and keep their names."""
 
-    unmerged: Tensor | None  # the original weight while the adapter is merged into ``weight``
-
     def __init__(self, base: Conv1D, r: int, alpha: float, dropout: float) -> None:
         nn.Module.__init__(self)
         self.weight, self.bias = base.weight, base.bias
@@ -36,7 +34,6 @@ class LoRAConv1D(Conv1D):
         self.lora_A = nn.Parameter(torch.empty(r, n_in, dtype=dtype, device=device))
         self.lora_B = nn.Parameter(torch.zeros(n_out, r, dtype=dtype, device=device))
         self.r, self.alpha, self.dropout = r, alpha, dropout
-        self.register_buffer("unmerged", None, persistent=False)
 
     @property
     def scale(self) -> float:
@@ -44,8 +41,6 @@ class LoRAConv1D(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        if self.unmerged is not None:
-            return y
         low_rank = F.linear(F.dropout(x, self.dropout, self.training).to(self.lora_A.dtype), self.lora_A)  # (..., r)
         # addmm also scales and adds; separate operators make a training step 10 % slower.
         rows = y.reshape(-1, y.size(-1)).to(low_rank.dtype)
@@ -114,26 +109,6 @@ def adapters(model: nn.Module) -> dict[str, LoRAConv1D]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRAConv1D)}
 
 
-def merge(model: GPT2) -> GPT2:
-    """Add every adapter to its weight, in place; the original weights are kept for :func:`unmerge`."""
-    for module in adapters(model).values():
-        if module.unmerged is None:
-            with torch.no_grad():
-                weight = merge_into(module.weight, module.lora_A, module.lora_B, module.scale)
-            module.unmerged = module.weight.data
-            module.weight = nn.Parameter(weight, requires_grad=False)
-    return model
-
-
-def unmerge(model: GPT2) -> GPT2:
-    """Restore the original weights exactly, in place; the adapters stay."""
-    for module in adapters(model).values():
-        if module.unmerged is not None:
-            module.weight = nn.Parameter(module.unmerged, requires_grad=False)
-            module.unmerged = None
-    return model
-
-
 @torch.no_grad()
 def merged(model: GPT2) -> GPT2:
     """Return a plain GPT2 with the adapters merged; it shares all other tensors with ``model``, which does not change."""
@@ -146,7 +121,7 @@ def merged(model: GPT2) -> GPT2:
         if leaf in ("lora_A", "lora_B"):
             continue
         module = adapted.get(parent)
-        if module is not None and leaf == "weight" and module.unmerged is None:
+        if module is not None and leaf == "weight":
             tensor = merge_into(tensor, module.lora_A, module.lora_B, module.scale)
         setattr(plain.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
     for block, original in zip(plain.h, model.h, strict=True):

@@ -1,4 +1,4 @@
-"""LoRA adapters: they compute the paper's function, and merging and unmerging are exact."""
+"""LoRA adapters: they compute the paper's function, and merging makes a plain model of the same function."""
 
 import re
 
@@ -7,7 +7,7 @@ import torch
 from support.commands import refusal
 
 from gpt2 import GPT2, GPT2Config
-from gpt2.lora import PROJECTIONS, TARGETS, adapters, inject, merge, merged, unmerge
+from gpt2.lora import PROJECTIONS, TARGETS, adapters, inject, merged
 
 CONFIG = GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2)
 IDS = torch.arange(16)[None]
@@ -49,21 +49,6 @@ def test_the_function_is_the_papers() -> None:
         assert (module(x) - x @ (module.weight + wrong) - module.bias).abs().max() > 1e-3
 
 
-def test_merging_changes_no_logit_and_unmerging_gives_back_every_bit() -> None:
-    """Subtracting the change again leaves a rounding error in nearly every weight."""
-    adapted = trained().float()
-    before, logits = bits(adapted), adapted(IDS)
-    once = bits(merge(adapted))
-    assert {name for name in before if once[name] != before[name]} == {f"{name}.weight" for name in adapters(adapted)}
-    torch.testing.assert_close(adapted(IDS), logits, rtol=0, atol=1e-6)
-    assert bits(merge(adapted)) == once  # twice is once
-    subtracted = adapted.h[0].attn.c_attn
-    difference = subtracted.weight - subtracted.scale * subtracted.lora_A.T @ subtracted.lora_B.T
-    assert not torch.equal(difference, subtracted.unmerged)  # the control: subtraction gives other bits
-    assert bits(unmerge(adapted)) == before
-    assert torch.equal(adapted(IDS), logits)
-
-
 def test_a_merged_model_is_a_plain_one(tmp_path) -> None:
     adapted = trained()
     before = bits(adapted)
@@ -74,7 +59,6 @@ def test_a_merged_model_is_a_plain_one(tmp_path) -> None:
     assert (plain(IDS) - model()(IDS)).abs().max() > 1e-3
     assert plain.wte.weight.data_ptr() == adapted.wte.weight.data_ptr()
     assert bits(adapted) == before
-    assert bits(merged(merge(adapted))) == bits(plain)
     assert merged(plain) is plain
 
 
