@@ -17,6 +17,7 @@ from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import LIKELY, Divergence
+from gpt2.port.diagnosis.trail import sequence_faults
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.simulation import ORDER, Simulation, stage_of
 from gpt2.port.dump.tolerance import UNITS
@@ -133,18 +134,9 @@ def misordered(
         return None, []
     errors = {n: worst_relative_error(arrays[number], exact[f"h.{n}"]) for n, (_, number) in zip(layers, ran, strict=False)}
     first = next((Divergence(f"h.{n}", n, error) for n, error in errors.items() if error > bound), None)
-    names = ", ".join(f"h.{block}" for block in blocks)
     evidence = "each recorded stream is what one of these blocks makes of the one before it, and the logits follow from the last"
-    causes = []
-    for block in layers:
-        if (times := blocks.count(block)) != 1:
-            id = "layer-repeated" if times else "layer-missing"
-            words = f"it {f'runs {times} times' if times else 'does not run'}; the blocks run are {names}"
-            causes.append(PlacedCause(id, (Place(block, ""),), words, evidence, LIKELY))
-    firsts = list(dict.fromkeys(blocks))
-    if firsts != sorted(firsts):
-        wrong = next(number for number, block in enumerate(firsts) if block != sorted(firsts)[number])
-        causes.append(PlacedCause("layer-order", (Place(wrong, ""),), f"the blocks run as {names}", evidence, LIKELY))
+    faults = sequence_faults(blocks, len(layers))
+    causes = [PlacedCause(one.id, (Place(one.layer, ""),), one.detail, evidence, LIKELY) for one in faults]
     return first, causes
 
 
