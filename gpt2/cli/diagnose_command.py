@@ -136,41 +136,19 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
         if args.step is not None:
             raise InputError("--step and --run: a training step is diagnosed in Python; give FILE.py:build in place of --run")
         return _program(args)
-    if args.step is not None:
-        return _step(args)
-    if is_dump(args.what):
-        import gpt2
-        from gpt2.port.training.settings import Settings
-
-        Settings.parse(args.set)  # a misspelt key is refused before anything is read
-        with Status(f"reading {args.what}") as status:
-            settings, revision = args.set or None, args.revision
-            return gpt2.diagnose(
-                args.what, args.model, settings=settings, revision=revision, offline=args.offline, progress=status
-            )
-    from gpt2.port.diagnosis.runner import run
-
-    with Status(f"running {args.what}") as status:
-        revision, offline = args.revision, args.offline
-        return run(args.what, args.model, timeout=args.timeout, revision=revision, offline=offline, progress=status)
-
-
-def _step(args: argparse.Namespace) -> "Diagnosis":
-    from gpt2.port.diagnosis.runner import run
     from gpt2.port.training.settings import Settings
 
-    Settings.parse(args.set)  # a misspelt key is refused before anything is built
-    with Status(f"running {args.step}") as status:
-        return run(
-            args.what,
-            args.model,
-            step=args.step,
-            settings=args.set,
-            timeout=args.timeout,
-            revision=args.revision,
-            offline=args.offline,
-            progress=status,
-        )
+    Settings.parse(args.set)  # a misspelt key is refused before anything is read or built
+    given = {"revision": args.revision, "offline": args.offline}
+    if args.step is None and is_dump(args.what):
+        import gpt2
+
+        with Status(f"reading {args.what}") as status:
+            return gpt2.diagnose(args.what, args.model, settings=args.set or None, **given, progress=status)
+    from gpt2.port.diagnosis.runner import run
+
+    with Status(f"running {args.step or args.what}") as status:
+        return run(args.what, args.model, step=args.step, settings=args.set, timeout=args.timeout, **given, progress=status)
 
 
 def _program(args: argparse.Namespace) -> "Diagnosis":
