@@ -24,11 +24,11 @@ def adamw_cases(m: Material) -> Iterator[Case]:
     weight = m.weight("h.0.attn.c_proj.weight")
     gradient = m.normal(*weight.shape) / 100
 
-    def steps(fused: bool, transposed: bool) -> Run:
+    def steps(fused: bool, transposed: bool, decay: float = 0.1) -> Run:
         def run(weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
             # clone() keeps the strides of a transposed matrix
             parameter = torch.nn.Parameter((weight.t() if transposed else weight).clone())
-            optimizer = torch.optim.AdamW([parameter], 1e-2, (0.9, 0.95), weight_decay=0.1, fused=fused, foreach=False)
+            optimizer = torch.optim.AdamW([parameter], 1e-2, (0.9, 0.95), weight_decay=decay, fused=fused, foreach=False)
             before = parameter.detach().clone()
             for scale in (1.0, -0.5):
                 parameter.grad = (gradient.t() if transposed else gradient).clone() * scale
@@ -38,7 +38,7 @@ def adamw_cases(m: Material) -> Iterator[Case]:
 
         return run
 
-    undecayed = ("it leaves out the weight decay", lambda weight, gradient: steps(True, False)(weight * 0, gradient))
+    undecayed = ("it leaves out the weight decay", steps(True, False, decay=0))
     for how, fused in (("fused", True), ("step by step", False)):
         for layout, transposed in (("", False), (", transposed parameter", True)):
             yield Case(

@@ -404,7 +404,7 @@ SECOND = (
     ),
     Simulated(
         "AdamW leaves out the decay",
-        ("AdamW step",),  # that it is the decay is not recognised
+        ("AdamW step", "leaves out the weight decay"),
         {aten._fused_adamw_.default: lambda f, *args, weight_decay=0.0, **kw: f(*args, weight_decay=0.0, **kw)},
     ),
     Simulated("a product has rare wrong entries, never the same", ("matrix product",), {aten.addmm.default: _noisy}),
