@@ -2,10 +2,10 @@
 
     python tools/bench_train.py [--run gpt2:4x64 --run gpt2:4x256 --run char:64x256 ...] [--nanogpt nanoGPT/model.py]
 
-A run is SIZE:BxT, or SIZE:BxT:DROPOUT; sizes are gpt2 (12 layers, 768 wide, 50,257 ids), char and char-cpu (nanoGPT's character
-models, 6 layers 384 wide and 4 layers 128 wide, 65 ids). Same threads, same optimizer (fused AdamW, gradients clipped to a norm
-of 1), float32 weights. Ours is the step of `gpt2 train`, and once more with checkpointing, for its memory; nanoGPT's that of its
-train.py around its unchanged model.py, once with the optimizer it picks on a CPU; transformers' Trainer is timed by a callback,
+A run is SIZE:BxT, or SIZE:BxT:DROPOUT; sizes are gpt2 (12 layers, 768 wide, 50,257 ids), mini (shakespeare-mini), char and
+char-cpu (nanoGPT's character models, 6 layers 384 wide and 4 layers 128 wide, 65 ids).
+Same threads, same optimizer (fused AdamW, gradients clipped to a norm of 1), float32 weights.
+Ours is the step of `gpt2 train`, and once more with checkpointing, for its memory; nanoGPT's that of its train.py around its unchanged model.py, once with the optimizer it picks on a CPU; transformers' Trainer is timed by a callback,
 from the beginning of a step to its end, and left out where accelerate is not installed. Peak memory is what the system counts for
 each process, from its start. Beside it: how much of the GEMM speed that torch.mm reaches here the operations of a step make, by
 the time it took. With --gpu all of them run on the GPU as they are used there: bfloat16 by autocast, compiled, memory as CUDA
@@ -36,6 +36,7 @@ SIZES = {  # layers, width, heads, positions, vocabulary
     "gpt2": (12, 768, 12, 1024, 50257),
     "char": (6, 384, 6, 256, 65),
     "char-cpu": (4, 128, 4, 64, 65),
+    "mini": (5, 160, 5, 256, 2048),  # shakespeare-mini
 }
 RUNS = ("gpt2:4x64", "gpt2:4x256", "gpt2:1x1024", "char:64x256", "char-cpu:12x64")
 
