@@ -2,12 +2,14 @@
 
     python tools/check_gpu.py                       the first accelerator, random weights of gpt2's shape
     python tools/check_gpu.py --device cpu          a rehearsal without one, with shakespeare-mini
+    python tools/check_gpu.py --nanogpt nanoGPT     nanoGPT's prompts and training steps too, from a checkout of it
     python tools/check_gpu.py --out results         write results.json, and results.md, a table for tools/README.md
 
 Parts: `gpt2 verify --device` in every dtype; loading, prompts, decoding and a training step beside transformers (float32, and
-on an accelerator bfloat16 too); a training run that is killed with SIGKILL twice and resumed, compared with one that was not;
-generation and a training step repeated, compared bit by bit. A part that fails is reported, and the others still run. Exit
-code: 0 if all hold, else 1. It is meant for less than ten minutes on a GPU; no GPU was at hand to time it.
+on an accelerator bfloat16 too), and beside nanoGPT where a checkout is given; a training run that is killed with SIGKILL twice
+and resumed, compared with one that was not; generation and a training step repeated, compared bit by bit. A part that fails is
+reported, and the others still run. Exit code: 0 if all hold, else 1. It is meant for less than ten minutes on a GPU; no GPU was
+at hand to time it.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench import last_json
+from beside import NanoGPT
 from check_kills import outcome, recipe
 
 import gpt2
-from gpt2.bench import bench, machine
+from gpt2.bench import Ours, bench, interleaved, machine, ratio, seconds
 from gpt2.checkpoint.loading import require_device
 from gpt2.cli.common import require_writable
 from gpt2.measure.placement import device_name
@@ -63,6 +68,25 @@ def speed(model: str, device: str, pairs: int, kept: dict[str, Any]) -> Rows:
             best = f"{row.ours.median:,.4g} {row.unit}, transformers {row.theirs.median:,.4g}: × {row.ratio}"
             rows.append((f"{row.what}, {found.dtype}", best, True))
     return rows
+
+
+def nanogpt(model: str, device: str, pairs: int, folder: Path, kept: dict[str, Any]) -> Rows:
+    """Time nanoGPT's prompts on the same weights, and its training step as it is used on such a device."""
+    loaded = gpt2.load(model, device=device, dtype="float32")
+    side = NanoGPT(folder / "model.py", loaded)
+    side.model.to(device)
+    tokens = min(256, loaded.config.n_positions)
+    ids = torch.randint(loaded.config.vocab_size, (4, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    runs = {"ours": Ours(loaded).prefill, "nanoGPT": side.prefill}
+    times = interleaved({name: partial(seconds, partial(read, ids)) for name, read in runs.items()}, pairs)
+    size = ["--run", "mini:8x128"] if device == "cpu" else ["--run", "gpt2:8x256", "--gpu"]
+    trained = last_json("bench_train.py", *size, "--nanogpt", str(folder / "model.py"), "--only", "fused", "--pairs", str(pairs))
+    kept |= {"prompts": times, "training": trained}
+    step = trained["results"][0]["sides"]["nanoGPT, fused AdamW"]["ours to it"]
+    return [
+        (f"prompt 4 x {tokens}, float32, beside nanoGPT", f"× {ratio(times['nanoGPT'], times['ours'])}", True),
+        (f"training step {size[1]}, beside nanoGPT", "× {median:.2f} ({min:.2f} .. {max:.2f})".format(**step), True),
+    ]
 
 
 def resume(device: str, work: Path, kept: dict[str, Any]) -> Rows:
@@ -132,12 +156,15 @@ def main() -> int:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps or auto (default: %(default)s)")
     parser.add_argument("--model", help="default: random:gpt2, on a CPU shakespeare-mini")
     parser.add_argument("--pairs", type=int, default=5, help="measurements of each speed (default: %(default)s)")
+    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT; left out without")
     parser.add_argument("--out", default="check_gpu", help="write OUT.json and OUT.md (default: %(default)s)")
     args = parser.parse_args()
     started = time.perf_counter()
     try:
         where = require_device(args.device)
         require_writable("--out", f"{args.out}.json")  # before minutes of measuring
+        if args.nanogpt and not (args.nanogpt / "model.py").is_file():
+            raise gpt2.InputError(f"--nanogpt {args.nanogpt}: no model.py there; give the folder of nanoGPT's checkout")
     except gpt2.InputError as error:
         print(f"check_gpu: {error}", file=sys.stderr)
         return 2
@@ -148,6 +175,7 @@ def main() -> int:
     parts: dict[str, Callable[[dict[str, Any]], Rows]] = {
         "verdict": lambda kept: verdict(model, device, kept),
         "speed": lambda kept: speed(model, device, args.pairs, kept),
+        **({"nanogpt": lambda kept: nanogpt(model, device, args.pairs, args.nanogpt, kept)} if args.nanogpt else {}),
         "resume": lambda kept: resume(device, work, kept),
         "repeats": lambda kept: repeats(model, device, kept),
     }
