@@ -23,9 +23,10 @@ EXAMPLES = """\
 
 --device judges the device, not our model: each operator on the model's shapes, in float32, bfloat16 and float16, beside float64
 on the CPU. An error up to 1.5 times what the arithmetic explains is rounding: of float32 in any order of summing, of TF32 or
-16-bit products (named, with the line that turns it off), of flushed subnormals. Any other is a bug, and is described.
+16-bit products (named, with the line that turns it off), of flushed subnormals. Any other is a bug, and is described. What
+PyTorch has not implemented for the device is listed as such.
 
-exit code: 0 equal, 1 different or a wrong device, 2 bad input, 130 interrupted (without --device, with a report)"""
+exit code: 0 equal, 1 different, or a device that is wrong or lacks an operator, 2 bad input, 130 interrupted, with a report"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,12 +49,17 @@ def _device(args: argparse.Namespace) -> int:
     with Status("importing torch") as status:
         from gpt2.devices.run import verify_device
         from gpt2.measure.allocator import keep_freed_memory
+        from gpt2.pages.reports import Interrupted
 
         keep_freed_memory()
         options = {name: getattr(args, name) for name in ("seed", "revision", "offline")}
-        report = verify_device(args.model, args.device, **options, progress=status)
+        code = None
+        try:
+            report = verify_device(args.model, args.device, **options, progress=status)
+        except Interrupted as interrupted:
+            report, code = interrupted.report, 130
     write_result(args.json, report.to_json, lambda: report.print(Terminal(highlight=False)))
-    return 0 if report.ok else 1
+    return (0 if report.ok else 1) if code is None else code
 
 
 def run(args: argparse.Namespace) -> int:

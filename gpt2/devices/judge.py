@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,10 +13,9 @@ from torch import Tensor
 from gpt2.devices.arithmetic import Arithmetic, Run, arithmetics
 from gpt2.devices.case import Case
 from gpt2.errors import InputError
-from gpt2.measure.metrics import relative_error, worst_relative_error
+from gpt2.measure.metrics import ROUNDING_RATIO, relative_error, worst_relative_error
 from gpt2.measure.placement import device_name
 from gpt2.pages.reports import dtype_label
-from gpt2.parity.report import ROUNDING_RATIO
 
 WORST_RATIO = (
     8.0  # bound on the worst entry's error over the arithmetic's: the largest of many errors varies more than their norm
@@ -60,10 +60,15 @@ class Verdict:
     advice: str = ""
     looks_like: str = ""
     repeats: bool = True  # whether a second run gave the same bits
+    missing: str = ""  # what PyTorch has not implemented for the device, such as "aten::histc"
 
     @property
     def ok(self) -> bool:
         return self.arithmetic is not None
+
+    @property
+    def wrong(self) -> bool:
+        return not self.ok and not self.missing
 
     @property
     def ratio(self) -> float:
@@ -100,7 +105,10 @@ def judge(device: Device, case: Case, dtype: torch.dtype) -> Verdict:
         said = " ".join(str(raised).split())[:160]
         if "out of memory" in said:  # CUDA's and MPS' words, which say nothing of what the device computes
             raise InputError(f"{device.name} is out of memory at {case.name}, {label}; judge it with a smaller model") from None
-        return Verdict(case.operator, case.condition, label, float("inf"), 0.0, None, False, looks_like=f"it raises: {said}")
+        missing = _not_implemented(raised)
+        looks_like = f"not implemented on this device: {missing}" if missing else f"it raises: {said}"
+        verdict = Verdict(case.operator, case.condition, label, float("inf"), 0.0, None, False, looks_like=looks_like)
+        return replace(verdict, missing=missing)
     errors = [_Error.of(a, b) for a, b in zip(got, exact, strict=True)]
     error = max(each.norm for each in errors)
     explained = [_Error(0.0, 0.0)] * len(exact)
@@ -121,6 +129,18 @@ def judge(device: Device, case: Case, dtype: torch.dtype) -> Verdict:
         looks_like=looks_like,
         repeats=repeats,
     )
+
+
+def _not_implemented(raised: Exception) -> str:
+    """Return what PyTorch says it has no kernel for; empty if it says something else."""
+    said = " ".join(str(raised).split())
+    kernel = re.search(r"""["'](\w+)["'] not implemented for ['"](\w+)""", said)  # "gelu_cuda" not implemented for 'Half'
+    if kernel is not None:
+        return f"{kernel[1]} for {kernel[2]}"
+    if isinstance(raised, NotImplementedError) or "is not supported on" in said:  # BFloat16 is not supported on MPS
+        name = re.search(r"\w+::\w+", said)
+        return name[0] if name is not None else said[:80] or "this operator"
+    return ""
 
 
 def _on_cpu(function: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

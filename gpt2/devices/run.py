@@ -20,7 +20,7 @@ from gpt2.devices.report import DeviceReport
 from gpt2.devices.training import adamw_cases, model_cases
 from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress, silent
-from gpt2.pages.reports import dtype_label, environment
+from gpt2.pages.reports import Interrupted, dtype_label, environment
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,6 +47,7 @@ def verify_device(
 
     Raises:
         InputError: no such model, device or operator, float64, or too little memory there. CheckpointError: it cannot be read.
+        Interrupted: Ctrl-C; its ``report`` has the cases that were judged before.
     """
     started = time.perf_counter()
     own = device if isinstance(device, Device) else Device.of(require_device(device))
@@ -61,27 +62,35 @@ def verify_device(
     progress("loading")
     material = Material.of(checkpoint.load(torch.float32).eval(), seed)
     require_whole_files()
-    verdicts = []
+    verdicts: list[Verdict] = []
     wanted = None if operators is None else tuple(operators)
-    with torch.random.fork_rng(devices=[]):
-        for case in _cases(material):
-            if wanted is None or case.operator.startswith(wanted):
-                for dtype in (each for each in kinds if each in case.dtypes):
-                    progress(f"{own.name}: {case.name}, {dtype_label(dtype)}")
-                    verdicts.append(judge(own, case, dtype))
+
+    def report(stopped: str = "") -> DeviceReport:
+        config = checkpoint.config
+        return DeviceReport(
+            model=checkpoint.name,
+            device=own.name,
+            coverage=f"{config.num_parameters():,} parameters · width {config.n_embd}, {config.n_head} heads, up to "
+            f"{config.n_positions} tokens, vocabulary {config.vocab_size:,} · {len(verdicts)} cases",
+            verdicts=tuple(_one_product(verdicts)),
+            environment=environment(kinds, own.target),
+            seed=seed,
+            seconds=time.perf_counter() - started,
+            stopped=stopped,
+        )
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            for case in _cases(material):
+                if wanted is None or case.operator.startswith(wanted):
+                    for dtype in (each for each in kinds if each in case.dtypes):
+                        progress(f"{own.name}: {case.name}, {dtype_label(dtype)}")
+                        verdicts.append(judge(own, case, dtype))
+    except KeyboardInterrupt:
+        raise Interrupted(report("interrupted")) from None
     if not verdicts:
         raise InputError(f"nothing to judge: no operator's name begins with {' or '.join(wanted or ())!r}, in the dtypes given")
-    config = checkpoint.config
-    return DeviceReport(
-        model=checkpoint.name,
-        device=own.name,
-        coverage=f"{config.num_parameters():,} parameters · width {config.n_embd}, {config.n_head} heads, up to "
-        f"{config.n_positions} tokens, vocabulary {config.vocab_size:,} · {len(verdicts)} cases",
-        verdicts=tuple(_one_product(verdicts)),
-        environment=environment(kinds, own.target),
-        seed=seed,
-        seconds=time.perf_counter() - started,
-    )
+    return report()
 
 
 def _one_product(verdicts: list[Verdict]) -> Iterator[Verdict]:

@@ -22,6 +22,7 @@ MAX_JS = math.log(2)  # maximum Jensen-Shannon divergence, in nats: distribution
 
 PART = 1 << 16  # entries per part: the temporaries stay in the processor's cache
 FLOAT64_BOUND = 1e-10  # relative error of equal models in float64: rounding is about 1e-15, any bug is larger
+ROUNDING_RATIO = 1.5  # bound on our error over the reference's error, or over what an arithmetic explains, in one dtype
 
 
 def silent(what: str) -> None:

@@ -81,6 +81,14 @@ class Printed(ABC):
         return written.getvalue()
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C within a long check; ``report`` has what was found before."""
+
+    def __init__(self, report: Any) -> None:
+        super().__init__("interrupted")
+        self.report = report
+
+
 def data_table(*titles: str, right: Container[int] = (), wrap: bool = False) -> Table:
     """Return an empty table; columns in ``right`` are right-aligned, and the first one wraps only with ``wrap``."""
     from rich import box

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent
+from gpt2.measure.metrics import FLOAT64_BOUND, ROUNDING_RATIO, Progress, silent
 from gpt2.pages.reports import dtype_label
-from gpt2.parity.report import EXACT, MAPPING, ROUNDING, ROUNDING_RATIO, Check, Point
+from gpt2.parity.report import EXACT, MAPPING, ROUNDING, Check, Point
 
 # Every check, in the order of the report: its kind, title, and whether it belongs to training, which ``quick`` leaves out.
 PLAN = {

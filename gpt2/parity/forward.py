@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from gpt2.decoder import Decoder
 from gpt2.generation import generate
-from gpt2.measure.metrics import max_abs, relative_error, worst_relative_error
+from gpt2.measure.metrics import ROUNDING_RATIO, max_abs, relative_error, worst_relative_error
 from gpt2.measure.tracing import Recorded, points, stepwise, trace_steps
 from gpt2.model import GPT2
 from gpt2.pages.reports import dtype_label
 from gpt2.parity.checks import Probe, Subject, head_of, hidden_of
-from gpt2.parity.report import ROUNDING_RATIO
 
 GREEDY_TOKENS = 24
 CHUNK = 128  # positions whose logits are compared at a time

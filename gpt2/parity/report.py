@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 EXACT, MAPPING, ROUNDING = "exact", "mapping", "rounding"
 # Why a report has unfinished checks.
 RUNNING, INTERRUPTED, AT_DIFFERENCE = "to do", "interrupted", "stopped at the first difference"
-ROUNDING_RATIO = 1.5  # bound on our error over transformers' error, in the requested dtype
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypedDict, Unpack, overload
 
 import torch
 
@@ -19,10 +20,13 @@ from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official_files import Official, official_files
 from gpt2.checkpoint.saving import sha256
+from gpt2.devices.report import DeviceReport
+from gpt2.devices.run import verify_device
 from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.metrics import Progress, silent
 from gpt2.model import GPT2
+from gpt2.pages.reports import Interrupted as Interrupted
 from gpt2.pages.reports import environment
 from gpt2.parity import checks, reference
 from gpt2.parity.checks import Build, Probe, Subject
@@ -33,16 +37,38 @@ from gpt2.parity.report import AT_DIFFERENCE, INTERRUPTED, RUNNING, Report
 from gpt2.parity.training import gradients, rounded_gradients
 
 
+class DeviceOptions(TypedDict, total=False):
+    """The keyword arguments of :func:`verify` that can be given with ``device``."""
+
+    seed: int
+    revision: str | None
+    offline: bool
+    progress: Progress
+
+
 def _load(path: Path, dtype: torch.dtype | None) -> GPT2:
     return load_path(path, dtype=dtype, offline=True)  # every file was fetched before
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C within :func:`verify`; ``report`` has what was found before."""
+@overload
+def verify(name: str = ..., *, device: str | torch.device, **options: Unpack[DeviceOptions]) -> DeviceReport: ...
 
-    def __init__(self, report: Report) -> None:
-        super().__init__("verify was interrupted")
-        self.report = report
+
+@overload
+def verify(
+    name: str = ...,
+    *,
+    dtype: str = ...,
+    seed: int = ...,
+    revision: str | None = ...,
+    offline: bool = ...,
+    quick: bool = ...,
+    keep_going: bool = ...,
+    record: bool = ...,
+    build: Build = ...,
+    progress: Progress = ...,
+    watch: Callable[[Report], None] | None = ...,
+) -> Report: ...
 
 
 def verify(
@@ -58,7 +84,8 @@ def verify(
     build: Build = _load,
     progress: Progress = silent,
     watch: Callable[[Report], None] | None = None,
-) -> Report:
+    device: str | torch.device | None = None,
+) -> Report | DeviceReport:
     """Compare our model with transformers' on the same weights, one block at a time.
 
     Args:
@@ -74,11 +101,19 @@ def verify(
             negative controls.
         progress: called with a few words at each stage.
         watch: called with the report so far after each step, a block for example.
+        device: judge this device instead, operator by operator; the same as :func:`gpt2.verify_device`, and of the other
+            arguments only ``seed``, ``revision``, ``offline`` and ``progress`` can be given.
 
     Raises:
-        InputError: no such model, files that do not make one, or ``record`` with weights that are not official.
+        InputError: no such model, files that do not make one, ``record`` with weights that are not official, or an argument
+            that has no effect with ``device``.
         Interrupted: Ctrl-C; it has the report so far.
     """
+    if device is not None:
+        given = {"quick": quick, "keep_going": keep_going, "record": record, "watch": watch, "dtype": dtype != "float32"}
+        if unused := [argument for argument, value in given.items() if value]:
+            raise InputError(f"verify: {unused[0]} has no effect with device, which judges the device; leave it out")
+        return verify_device(name, device, seed=seed, revision=revision, offline=offline, progress=progress)
     started = time.perf_counter()
     parsed = ModelName.parse(name, VERIFIES, revision=revision)
     rounding = getattr(torch, parsed.dtype or dtype_name(dtype, VERIFIES))

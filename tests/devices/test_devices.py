@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from functools import reduce
@@ -22,6 +24,7 @@ from gpt2.cli import generate_command
 from gpt2.cli.main import main
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.side import environment_of
+from gpt2.devices import run
 from gpt2.devices.arithmetic import arithmetics, to_tf32
 from gpt2.devices.case import Case
 from gpt2.devices.judge import Device, judge
@@ -118,6 +121,58 @@ def test_a_device_without_memory_is_not_called_wrong() -> None:
 
     with pytest.raises(gpt2.InputError, match="full is out of memory at residual sum: x \\+ y, float32; judge it with a smaller"):
         verify_device(MODEL, Full(torch.device("cpu"), "full"), operators=["residual"])
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (NotImplementedError("The operator 'aten::gelu' is not currently implemented for the MPS device."), "aten::gelu"),
+        (NotImplementedError("Could not run 'aten::gelu.out' with arguments from the 'CUDA' backend."), "aten::gelu"),
+        (RuntimeError("\"gelu_cuda\" not implemented for 'Half'"), "gelu_cuda for Half"),
+        (TypeError("BFloat16 is not supported on MPS"), "BFloat16 is not supported on MPS"),
+        (RuntimeError("CUDA error: misaligned address"), None),
+    ],
+)
+def test_an_operator_that_a_device_lacks_is_not_wrong(error: Exception, name: str | None) -> None:
+    """A backend without a kernel read as one that computes wrong numbers. Control: another error is still wrong."""
+
+    def lacking(*args, **rest):
+        raise error
+
+    device = Simulated("", (), functions={F.gelu: lacking}).device
+    report = gpt2.verify_device(MODEL, device, dtypes=[torch.float32], operators=["GELU", "residual sum"])
+    assert not report.ok
+    if name is None:
+        assert report.verdict == "wrong"
+        return
+    assert (report.verdict, list(report.missing)) == ("incomplete", [name])
+    assert f"not implemented on this device: {name}" in report.table()
+    assert json.loads(report.to_json())["first_wrong"] is None
+
+
+def test_ctrl_c_leaves_the_cases_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    """Minutes of judging a device were lost; and a report of half the cases must not say RIGHT."""
+    judged = []
+
+    def interrupting(*args):
+        if len(judged) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        judged.append(judge(*args))
+        return judged[-1]
+
+    monkeypatch.setattr(run, "judge", interrupting)
+    assert main(["verify", MODEL, "--device", "cpu", "--json", str(tmp_path / "x.json")]) == 130
+    body = json.loads((tmp_path / "x.json").read_text())
+    assert (body["ok"], body["verdict"], len(body["verdicts"])) == (False, "interrupted", 4)
+    assert "INTERRUPTED  nothing wrong in the 4 cases before" in capsys.readouterr().out
+
+
+def test_verify_takes_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command has --device, and Python had another function only; what has no effect there must be refused."""
+    monkeypatch.setattr(run, "_cases", lambda material: iter([next(run.forward_cases(material))]))
+    assert gpt2.verify(MODEL, device="cpu").verdict == "right"
+    with pytest.raises(gpt2.InputError, match="quick has no effect with device"):
+        gpt2.verify(MODEL, device="cpu", quick=True)
 
 
 def test_a_dtype_of_the_name_is_the_one_that_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
