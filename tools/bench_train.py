@@ -3,13 +3,13 @@
     python tools/bench_train.py [--run gpt2:4x64 --run gpt2:4x256 --run char:64x256 ...] [--nanogpt nanoGPT/model.py]
 
 A run is SIZE:BxT, or SIZE:BxT:DROPOUT; sizes are gpt2 (12 layers, 768 wide, 50,257 ids), mini (shakespeare-mini), char and
-char-cpu (nanoGPT's character models, 6 layers 384 wide and 4 layers 128 wide, 65 ids).
-Same threads, same optimizer (fused AdamW, gradients clipped to a norm of 1), float32 weights.
-Ours is the step of `gpt2 train`, and once more with checkpointing, for its memory; nanoGPT's that of its train.py around its unchanged model.py, once with the optimizer it picks on a CPU; transformers' Trainer is timed by a callback,
-from the beginning of a step to its end, and left out where accelerate is not installed. Peak memory is what the system counts for
-each process, from its start. Beside it: how much of the GEMM speed that torch.mm reaches here the operations of a step make, by
-the time it took. With --gpu all of them run on the GPU as they are used there: bfloat16 by autocast, compiled, memory as CUDA
-counts it; then say
+char-cpu (nanoGPT's character models, 6 layers 384 wide and 4 layers 128 wide, 65 ids). Same threads, same optimizer (fused
+AdamW, gradients clipped to a norm of 1), float32 weights. Ours is the step of `gpt2 train`, and once more with checkpointing,
+for its memory; nanoGPT's that of its train.py around its unchanged model.py, once with the optimizer it picks on a CPU;
+transformers' Trainer is timed by a callback, from the beginning of a step to its end, and left out where accelerate is not
+installed. Peak memory is what the system counts for each process, from its start. Beside it: how much of the GEMM speed that
+torch.mm reaches here the operations of a step make, by the time it took. With --gpu all of them run on the GPU as they are used
+there: bfloat16 by autocast, compiled, memory as CUDA counts it; then say
 
     python tools/bench_train.py --gpu --run gpt2:16x1024 --run char:64x256 --nanogpt nanoGPT/model.py
 
