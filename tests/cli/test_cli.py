@@ -30,7 +30,13 @@ from gpt2.parity import run as verify_module
 
 
 @pytest.mark.parametrize(
-    ("set_by_the_user", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "5"}, None)]
+    ("set_by_the_user", "policy"),
+    [
+        ({}, "PASSIVE"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+        ({"GOMP_SPINCOUNT": "5"}, None),
+        ({"KMP_BLOCKTIME": "infinite"}, None),
+    ],
 )
 def test_waiting_threads_sleep_unless_the_user_chose_otherwise(
     set_by_the_user: dict[str, str], policy: str | None, monkeypatch: pytest.MonkeyPatch, capsys
