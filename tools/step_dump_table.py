@@ -3,6 +3,7 @@
     python tools/step_dump_table.py                          # every fault, at each level of dump
     python tools/step_dump_table.py --levels usual --dtype float16 --layout flat
     python tools/step_dump_table.py --drawn 20 --seed 1      # two or three faults, drawn at random
+    python tools/step_dump_table.py --language c --levels usual    # a program in C; javascript: in JavaScript
     python tools/step_dump_table.py --second                 # the second set, which was not used to develop it
 
 A fault counts at the levels whose arrays show it; a dump that shows none must be equal. A line for each flaw on stderr, then a
@@ -21,28 +22,31 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.step_programs import LAYOUTS, LEVELS, Dumped, second
-from support.step_programs.numpy_steps import FAULTS
+from support.step_programs import FAULTS, LAYOUTS, LEVELS, Dumped, second
 from support.step_programs.scoring import draw, score, score_second
 
 
 def runs(options: argparse.Namespace) -> Iterator[Dumped]:
     """The dumps of the first set that are asked for."""
     generator = random.Random(options.seed)
-    lines = ["", *FAULTS]
+    lines = ["", *FAULTS[options.language]]
+    if options.only:
+        lines = options.only
     if options.drawn:
         lines = [draw(generator) for _ in range(options.drawn)]
     for level in options.levels:
         for line in lines:
             compute = "float64" if options.dtype == "float64" else "float32"
-            yield Dumped(line, level, options.layout, options.dtype, compute)
+            yield Dumped(line, level, options.layout, options.dtype, compute, language=options.language)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
+    parser.add_argument("--language", choices=FAULTS, default="numpy", help="of the program")
     parser.add_argument("--layout", choices=LAYOUTS, default="plain")
     parser.add_argument("--dtype", choices=("float16", "float32", "float64"), default="float32")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="only these faults")
     parser.add_argument("--drawn", type=int, metavar="N", help="instead, so many runs with two or three faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--second", action="store_true", help="instead, the second set")

@@ -21,7 +21,7 @@ from support.faulty import CONFIG, MEANINGS, Faults, Meaning
 from support.faulty.loading import weights
 from support.programs import numpy_port
 
-__all__ = ["DTYPES", "LANGUAGES", "LEVELS", "PROGRAMS", "SIZES", "Home", "Program", "missing", "read_dump", "shuffled"]
+__all__ = ["DTYPES", "LANGUAGES", "LEVELS", "PROGRAMS", "SIZES", "Home", "Program", "flat_weights", "missing", "read_dump", "shuffled"]
 
 HERE = Path(__file__).parent
 LEVELS = ("full", "block", "logits")
@@ -153,7 +153,7 @@ class Home:
         hf_layouts.write_weights(hf_layouts.write_config(self.model, config) / "model.safetensors", state, start=3)
         arrays = load_file(self.model / "model.safetensors")
         np.savez(folder / "weights.npz", sizes=np.array([config.n_head, config.n_layer]), **arrays)
-        (folder / "weights.bin").write_bytes(_flat(config, arrays))
+        (folder / "weights.bin").write_bytes(flat_weights(config, arrays))
         self.ids = torch.randint(config.vocab_size, (2, tokens), generator=torch.Generator().manual_seed(seed + 1))
         np.save(folder / "ids.npy", self.ids.numpy())
         (folder / "ids.txt").write_text("".join(" ".join(map(str, row)) + "\n" for row in self.ids.tolist()))
@@ -187,8 +187,8 @@ class Home:
         return out
 
 
-def _flat(config: GPT2Config, arrays: dict[str, np.ndarray]) -> bytes:
-    """The file that flat_port.c reads."""
+def flat_weights(config: GPT2Config, arrays: dict[str, np.ndarray]) -> bytes:
+    """The file that flat_port.c reads: six sizes in int32, then every tensor, those of the blocks by their kind."""
     sizes = [config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner]
     parts = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
     kinds = [f"{part}.{leaf}" for part in parts for leaf in ("weight", "bias")]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from support.step_programs import numpy_steps
+from support.step_programs import native, numpy_steps
 from support.steps import CONFIG, our_model
 
 LEVELS = {  # what is dumped: losses, gradients, clipped gradients, parameters before and after
@@ -21,6 +21,7 @@ LEVELS = {  # what is dumped: losses, gradients, clipped gradients, parameters b
 LAYOUTS = ("plain", "transposed", "stacked", "flat")
 SETTINGS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "clip": 1.0, "grad_accum": 1}
 NEEDS_PARTS = {"parts-summed", "last-part"}
+FAULTS = {"numpy": numpy_steps.FAULTS, **native.FAULTS}  # by language
 Arrays = dict[str, np.ndarray]
 
 
@@ -30,7 +31,7 @@ class Dumped:
 
     line: str
     level: str = "usual"
-    layout: str = "plain"
+    layout: str = "plain"  # of NumPy; the others have their own
     dtype: str = "float32"
     compute: str = "float32"
     steps: int = 2
@@ -38,10 +39,11 @@ class Dumped:
     targets: bool = True
     seed: int = 0
     settings: Mapping[str, float] = field(default_factory=dict)
+    language: str = "numpy"
 
     @property
     def name(self) -> str:
-        return f"{self.line or 'right'} / {self.level} {self.layout} {self.dtype} {self.steps}"
+        return f"{self.language}: {self.line or 'right'} / {self.level} {self.layout} {self.dtype} {self.steps}"
 
     @property
     def words(self) -> list[str]:
@@ -49,7 +51,7 @@ class Dumped:
 
     def causes(self, word: str) -> list[str]:
         """The causes, any of which says a fault rightly."""
-        return numpy_steps.FAULTS[word][0].split()
+        return FAULTS[self.language][word][0].split()
 
     @property
     def given(self) -> dict[str, float]:
@@ -64,12 +66,15 @@ class Dumped:
     @property
     def shown(self) -> list[str]:
         """The faults that this level of dump can show."""
-        return [word for word in self.words if set(numpy_steps.FAULTS[word][1]) & set(LEVELS[self.level])]
+        return [word for word in self.words if set(FAULTS[self.language][word][1]) & set(LEVELS[self.level])]
 
     def arrays(self) -> Arrays:
         """The dump."""
         weights = {name: t.numpy() for name, t in our_model().state_dict().items()}
         batches = batches_of(self)
+        if self.language != "numpy":
+            arrays = native.run(self.language, self.line, CONFIG, weights, batches, self.given)
+            return renamed(self, batches, {name: t for name, t in arrays.items() if name[0] in LEVELS[self.level]})
         records = numpy_steps.train(weights, CONFIG.n_head, batches, set(self.words), self.given, np.dtype(self.compute).type)
         return dumped(self, weights, batches, records)
 
@@ -101,6 +106,11 @@ def dumped(run: Dumped, weights: Mapping[str, np.ndarray], batches: list, record
             floats |= laid(record["used"], run.layout, f"used{n}")
         if "p" in kinds:
             floats |= laid(record["after"], run.layout, f"after{n}")
+    return renamed(run, batches, floats)
+
+
+def renamed(run: Dumped, batches: list, floats: Mapping[str, np.ndarray]) -> Arrays:
+    """The dump of these arrays: names that say nothing."""
     names = [f"t{n}" for n in range(len(floats))]
     random.Random(run.seed).shuffle(names)
     arrays = {name: np.array(t).astype(run.dtype) for name, t in zip(names, floats.values(), strict=True)}

@@ -1,0 +1,118 @@
+"""Training programs in C and JavaScript: their faults, and running them. Written after the engine, and not used to develop it.
+
+`loop_steps.c` has its gradients written by hand, over flat buffers; `tape_steps.js` records matrices on a tape.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from gpt2.config import GPT2Config
+from support.programs import flat_weights, missing
+
+__all__ = ["FAULTS", "missing", "run"]
+
+HERE = Path(__file__).parent
+# Language -> word -> causes, any of which says it rightly; what shows it, as in numpy_steps.
+FAULTS = {
+    "c": {
+        "unshifted": ("labels-not-shifted", "lgp"),
+        "previous": ("labels-wrong", "lg"),
+        "last-missing": ("last-token-missing", "lg"),
+        "summed": ("loss-not-averaged", "lg"),
+        "parts-summed": ("accumulation-not-averaged", "lg"),
+        "not-zeroed": ("gradient-not-zeroed", "p"),
+        "tied-lost": ("tied-gradient-lost", "gp"),
+        "rows-overwritten": ("tied-gradient-lost gradient-detached backward-wrong", "g"),
+        "positions-without-gradient": ("gradient-detached", "g"),
+        "bias-without-gradient": ("gradient-detached", "g"),
+        "norm-derivative": ("backward-wrong", "g"),
+        "scale-lost-backward": ("backward-wrong gradient-scaled", "g"),
+        "gelu-derivative": ("backward-wrong", "g"),
+        "residual-gradient-lost": ("backward-wrong gradient-detached", "g"),
+        "unclipped": ("clip-missing", "p"),
+        "clipped-by-value": ("clip-by-value", "p"),
+        "clipped-by-tensor": ("clip-per-tensor", "p"),
+        "norm-without-root": ("clip-norm clip-threshold", "q"),
+        "betas-swapped": ("betas-swapped", "p"),
+        "rate-tenth": ("rate-wrong", "p"),
+        "corrected-late": ("bias-correction-step", "p"),
+        "uncorrected": ("bias-correction-missing", "p"),
+        "decay-on-all": ("decay-on-all", "p"),
+        "embeddings-left-out": ("parameter-missing", "p"),
+        "decay-coupled": ("decay-coupled", "p"),
+        "second-not-squared": ("optimizer-other", "p"),
+        "eps-inside": ("eps-inside-root", "p"),
+        "eps-before": ("eps-before-correction", "p"),
+        "eps-1e-3": ("eps-wrong", "p"),
+        "decay-after": ("decay-after-update", "p"),
+        "moments-lost": ("momentum-lost", "p"),
+    },
+    "javascript": {
+        "unshifted": ("labels-not-shifted", "lgp"),
+        "shifted-twice": ("labels-shifted-twice labels-wrong", "lgp"),
+        "summed": ("loss-not-averaged", "lg"),
+        "summed-by-row": ("loss-not-averaged", "lg"),
+        "smoothed": ("label-smoothing", "lg"),
+        "temperature": ("logits-scaled", "lg"),
+        "parts-summed": ("accumulation-not-averaged", "lg"),
+        "last-part": ("accumulation-last-only", "gp"),
+        "not-zeroed": ("gradient-not-zeroed", "p"),
+        "tied-lost": ("tied-gradient-lost", "gp"),
+        "rows-detached": ("tied-gradient-lost", "gp"),
+        "repeats-lost": ("backward-wrong gradient-detached tied-gradient-lost", "g"),
+        "keys-detached": ("gradient-detached backward-wrong", "g"),
+        "tape-overwrites": ("backward-wrong gradient-detached tied-gradient-lost", "g"),
+        "norm-without-statistics": ("backward-wrong", "g"),
+        "softmax-derivative": ("backward-wrong", "g"),
+        "gelu-slope-approximate": ("backward-wrong", "g"),
+        "unclipped": ("clip-missing", "p"),
+        "clipped-by-value": ("clip-by-value", "p"),
+        "clipped-by-tensor": ("clip-per-tensor", "p"),
+        "matrices-in-norm-only": ("clip-threshold clip-norm", "q"),
+        "betas-default": ("betas-wrong", "p"),
+        "rate-not-set": ("rate-wrong", "p"),
+        "counted-per-tensor": ("bias-correction-step", "p"),
+        "uncorrected": ("bias-correction-missing", "p"),
+        "norms-left-out": ("parameter-missing", "p"),
+        "decay-on-all": ("decay-on-all", "p"),
+        "decay-tenth": ("decay-wrong", "p"),
+        "decay-missing": ("decay-missing", "p"),
+        "decay-without-rate": ("decay-without-rate", "p"),
+        "eps-inside": ("eps-inside-root", "p"),
+        "sgd": ("optimizer-sgd", "p"),
+    },
+}
+
+
+@cache
+def _compiled() -> Path:
+    folder = tempfile.TemporaryDirectory()
+    _compiled.folder = folder  # type: ignore[attr-defined]  # removed when this process ends
+    binary = Path(folder.name) / "loop_steps"
+    command = ["gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-o", str(binary), str(HERE / "loop_steps.c"), "-lm"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return binary
+
+
+def run(
+    language: str, line: str, config: GPT2Config, weights: Mapping[str, np.ndarray], batches: list, s: Mapping[str, float]
+) -> dict[str, np.ndarray]:
+    """Train on batches of (ids, next ids), one a step. Returns arrays by name: l, g, c, b or p, the step, the tensor."""
+    head = np.frombuffer(flat_weights(config, weights)[:24], "<i4")
+    sizes = [*head, *batches[0][0].shape, len(batches), s["grad_accum"]]
+    numbers = [s[name] for name in ("lr", "beta1", "beta2", "weight_decay", "clip")]
+    ids = [np.concatenate([batch[n].ravel() for batch in batches]).astype("<i4").tobytes() for n in (0, 1)]
+    content = np.array(sizes, "<i4").tobytes() + np.array(numbers, "<f8").tobytes() + flat_weights(config, weights)[24:]
+    with tempfile.TemporaryDirectory() as folder:
+        path, out = Path(folder) / "run.bin", Path(folder) / "out"
+        path.write_bytes(content + b"".join(ids))
+        command = [str(_compiled())] if language == "c" else ["node", str(HERE / "tape_steps.js")]
+        subprocess.run([*command, str(path), str(out), line], check=True, capture_output=True, timeout=120)
+        return {file.stem: np.load(file) for file in sorted(out.glob("*.npy"))}
