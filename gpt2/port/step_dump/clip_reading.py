@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
 
-from gpt2.port.step_dump.layouts import Weights
+from gpt2.port.step_dump.layouts import Weights, role_of
 from gpt2.port.training.clipping import LIMITS, ClipReading, Norms
 
 
-def norms_of(gradients: Sequence[Mapping[str, Tensor]]) -> Norms:
-    """Return the norms of K whole gradients."""
+def norms_of(gradients: Sequence[Mapping[str, Tensor]], stacks: Collection[Sequence[str]] = ()) -> Norms:
+    """Return the norms of K whole gradients; ``stacks``: the parameters that are one array of the dump."""
     own = {n: np.array([float(one[n].norm()) for one in gradients]) for n in gradients[0] if all(n in one for one in gradients)}
     one = np.array([sum(float(g[n].abs().sum()) for n in own) for g in gradients])
     largest = np.array([max((float(g[n].abs().max()) for n in own), default=0.0) for g in gradients])
     two = np.sqrt(sum((v**2 for v in own.values()), np.zeros(len(gradients))))
-    return Norms({"two": two, "one": one, "largest": largest}, own)
+    stack = dict(own) if stacks else {}
+    for names in stacks:
+        known = [n for n in names if n in own]
+        stack |= dict.fromkeys(known, np.sqrt(sum((own[n] ** 2 for n in known), np.zeros(len(gradients)))))
+    large = [norm**2 for n, norm in own.items() if role_of(n) in ("matrix", "embedding")]
+    matrices = np.sqrt(sum(large, np.zeros(len(gradients))))
+    return Norms({"two": two, "one": one, "largest": largest, "squared": two**2, "matrices": matrices}, own, stack)
 
 
 def dumped_clip(raw: Sequence[Weights], used: Sequence[Weights], wanted: float | None) -> ClipReading:

@@ -56,6 +56,8 @@ def labelings(batch: Batch, special: tuple[int, ...], parts: int | None = None) 
     short = twice.clone()
     short[:, -2:] = IGNORED
     found["labels-shifted-twice short"] = short
+    found["labels-shifted-twice repeated"] = torch.cat([twice[:, :-1], right[:, -1:]], 1)
+    found["labels-wrong previous"] = torch.cat([ids[:, :1], ids[:, :-1]], 1).where(right >= 0, IGNORED)
     firsts = ids[:, 0]
     for word, last in {"rolled": firsts, "next": firsts.roll(-1), "zero": torch.zeros_like(firsts)}.items():
         found[f"last-token-in-loss {word}"] = torch.cat([right[:, :-1], last[:, None]], 1)

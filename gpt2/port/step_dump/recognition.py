@@ -53,6 +53,7 @@ class Recorded:
     used: list[Weights] = field(default_factory=list)
     unchanged: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
+    stacks: set[tuple[str, ...]] = field(default_factory=set)  # parameters that are one array
     parameter_dtypes: set[torch.dtype] = field(default_factory=set)
     gradient_dtypes: set[torch.dtype] = field(default_factory=set)
     float64: bool = False  # computed in float64: some array holds what float32 cannot
@@ -194,6 +195,7 @@ class Recogniser:
         found.gradient_dtypes = {arrays[piece.name].dtype for piece in gradients}
         found.float64 = any(_is_exact(arrays[piece.name]) for piece in pieces)
         found.names = {piece.name for piece in pieces}
+        found.stacks = {piece.units for piece in pieces if 1 < len(piece.units) < len(self.state)}
         self._place_gradients(found, gradients, predicted, batches)
         if self._has_squares(arrays, found):
             found.used = [{} for _ in found.raw]

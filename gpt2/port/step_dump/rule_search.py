@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpt2.port.golden_section import least
 from gpt2.port.step_dump.layouts import Weights
 from gpt2.port.training.clipping import LIMITS, Clip, Norms, clipped
 from gpt2.port.training.rules import Array, Fit, Rule, Track, fit
@@ -20,6 +21,7 @@ from gpt2.port.training.updates import EXPLAINED, SINGLE, USUAL, Found, Search
 
 ENTRIES = 256  # of each parameter that are compared
 NONE = ("", math.inf)
+BETAS = ((0.9, 0.95), (0.9, 0.999))
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,34 @@ class RuleSearch:
         """Yield how many structures of rules to try with which clipping, and whether gradients are summed."""
         wanted = ("two", self.settings.clip) if self.settings.clip and self.clips else NONE
         limits = [limit for limit in (self.settings.clip, *LIMITS) if limit] if self.clips else []
-        kinds = itertools.product(("two", "value", "tensor", "largest", "one"), limits)
+        kinds = itertools.product(("two", "value", *self._pieces, "largest", "one"), limits)
+        kinds = [*kinds, *itertools.product(("squared", "matrices"), limits[:1])]
         yield SINGLE, wanted, False
         for summed in (False, True) if self.cumulated else (False,):
             for clip in dict.fromkeys([wanted, NONE, *kinds]):
                 yield USUAL, clip, summed
+        for clip in self._nearest() if self.clips and self.settings.clip != 0 else ():
+            yield USUAL, clip, False
         for clip in dict.fromkeys([wanted, NONE]):
             yield None, clip, False
+
+    @property
+    def _pieces(self) -> tuple[str, ...]:
+        """The kinds of clipping of each array alone."""
+        return ("tensor", "stack") if self.norms.stack else ("tensor",)
+
+    def _nearest(self) -> Iterator[Clip]:
+        """Yield for each kind that cuts arrays or entries the limit with which AdamW comes nearest to the changes."""
+        betas = [(self.settings.beta1, self.settings.beta2)] if self.settings.beta1 and self.settings.beta2 else BETAS
+        grid = np.linspace(math.log(1e-3), math.log(100), 40)
+        for kind in ("value", *self._pieces):
+
+            def error(log: float, kind: str = kind) -> float:
+                tracks = [replace(one, noise=None) for one in self.clipped((kind, math.exp(log)))]  # not limited, as noise is
+                return min(sum(fit(one, Rule(beta1=b1, beta2=b2)).error for one in tracks) for b1, b2 in betas)
+
+            near = min(grid, key=error)
+            yield kind, math.exp(least(error, near - (grid[1] - grid[0]), near + (grid[1] - grid[0]), steps=60)[1])
 
 
 def fit_parameter(one: Track, rule: Rule, rates: Array, choices: Sequence[float]) -> tuple[Rule, Fit]:
@@ -133,6 +156,8 @@ def fit_parameter(one: Track, rule: Rule, rates: Array, choices: Sequence[float]
             if tried[-1][1].error <= EXPLAINED:
                 return tried[-1]
     for each in rules:
-        tried += [(each, fit(one, each, rates)), (each, fit(one, each))]
-    least = min(tried, key=lambda pair: pair[1].error)
-    return next(pair for pair in tried if pair[1].error <= max(1.1 * least[1].error, EXPLAINED))
+        free = fit(one, each)
+        own = [fit(one, each, free.rates, decay * free.rates) for decay in order]
+        tried += [(each, found) for found in (fit(one, each, rates), *own, free)]
+    best = min(tried, key=lambda pair: pair[1].error)
+    return next(pair for pair in tried if pair[1].error <= max(1.1 * best[1].error, EXPLAINED))

@@ -115,6 +115,9 @@ class UpdateExamination:
         self._tied(movement, answer)
         self._clip(answer)
         stage = update_stage(movement, self.settings, self.places, list(range(self.recorded.steps)))
+        if len(movement.odd) > len(movement.rules) / 2:
+            stage.causes = []  # a rule that gives the change of few parameters is not theirs
+            stage.notes = [note for note in stage.notes if not note.startswith("read off")]
         if self.recorded.narrow:
             _keep_decided(stage, answer)
         if self.recorded.steps == 1:
@@ -203,7 +206,7 @@ class UpdateExamination:
         return picks + [one for one in known if all(one is not other for other in picks)][:3]
 
     def _searched(self, chosen: list[Track], tracks: Mapping[str, Track]) -> Answer:
-        self.norms = norms_of(self.gradients)
+        self.norms = norms_of(self.gradients, self.recorded.stacks)
         sums: list[Track] = []
         norms: Norms | None = None
         if self.given is None and self.recorded.steps > 1:
@@ -212,7 +215,7 @@ class UpdateExamination:
                 for k in range(self.recorded.steps)
             ]
             sums = [one for track in chosen if (one := self._track(track.name, self.total)) is not None]
-            norms = norms_of(self.total)
+            norms = norms_of(self.total, self.recorded.stacks)
         self.search = RuleSearch(chosen, self.settings, self.norms, not self._is_clipped, sums, norms)
         return self.search.best()
 

@@ -6,6 +6,13 @@ from gpt2.port.training.causes import cause
 from gpt2.port.training.clipping import BITES, LIMITS, ClipReading
 from gpt2.port.training.trained import Stage
 
+OTHER_NORMS = {
+    "one": "sum of absolute values",
+    "largest": "largest absolute value",
+    "squared": "sum of squares, without the root,",
+    "matrices": "norm without biases and norms",
+}
+
 
 def clip_stage(clip: ClipReading, wanted: float | None, odd: str) -> Stage:
     """Return the causes in a reading of the clipping.
@@ -30,11 +37,11 @@ def clip_stage(clip: ClipReading, wanted: float | None, odd: str) -> Stage:
         found = "clip-unwanted", f"it is clipped to {limit:.6g}"
     elif clip.kind == "value":
         found = "clip-by-value", f"entries beyond {limit:.6g} are cut"
-    elif clip.kind == "tensor":
-        found = "clip-per-tensor", f"each parameter's is clipped to {limit:.6g}"
-    elif clip.kind in ("one", "largest"):
-        name = "sum of absolute values" if clip.kind == "one" else "largest absolute value"
-        found = "clip-norm", f"its {name} is clipped to {limit:.6g}"
+    elif clip.kind in ("tensor", "stack"):
+        whose = "parameter" if clip.kind == "tensor" else "stack of parameters"
+        found = "clip-per-tensor", f"that of each {whose} is clipped to {limit:.6g}"
+    elif clip.kind in OTHER_NORMS:
+        found = "clip-norm", f"its {OTHER_NORMS[clip.kind]} is clipped to {limit:.6g}"
     elif _before_unscaling(clip, wanted):
         detail = f"the gradient, still multiplied by {1 / clip.factor:g}, is clipped to {limit / clip.factor:.6g}"
         found = "clip-before-unscaling", detail

@@ -171,10 +171,11 @@ def _factor(groups: Sequence[Sequence[Passage]], outliers: dict[str, float]) -> 
 
 @dataclass(frozen=True)
 class Norms:
-    """The norms of K gradients, (K,) each: of all parameters together by kind, and of each parameter's own."""
+    """The norms of K gradients, (K,) each: of all parameters together by kind, of each parameter's own, and of its stack."""
 
     whole: dict[str, Array]
     own: dict[str, Array]
+    stack: dict[str, Array] = field(default_factory=dict)  # where several parameters are one array
 
     @classmethod
     def of(cls, gradients: Sequence[Gradient]) -> Norms:
@@ -193,7 +194,7 @@ def clipped(track: Track, clip: Clip, norms: Norms) -> Track:
         return track
     if kind == "value":
         return replace(track, gradient=np.clip(track.gradient, -limit, limit))
-    size = norms.own[track.name] if kind == "tensor" else norms.whole[kind]
+    size = {"tensor": norms.own, "stack": norms.stack}[kind][track.name] if kind in ("tensor", "stack") else norms.whole[kind]
     return track.times(np.minimum(1.0, limit / (size + 1e-6)))
 
 
