@@ -14,10 +14,11 @@ from gpt2.errors import InputError
 from gpt2.measure.dumps import Dump
 from gpt2.port.diagnosis.places import Place, collapsed, joined
 from gpt2.port.diagnosis.report import Diagnosis, Divergence
-from gpt2.port.step_dump.gradient_stage import MAX_WORK, GradientExamination, GradientReading
+from gpt2.port.step_dump.gradient_formulas import GradientReading
+from gpt2.port.step_dump.gradient_stage import GradientExamination
 from gpt2.port.step_dump.layouts import Layouts, Weights, units_of
 from gpt2.port.step_dump.loss_stage import Losses, loss_stage, losses_of, mean_loss, right_losses
-from gpt2.port.step_dump.predictions import IGNORED, TABLE, Batch, Predictor, labelings, rounding, special_ids
+from gpt2.port.step_dump.predictions import IGNORED, TABLE, Batch, Predictor, rounding
 from gpt2.port.step_dump.recognition import Recogniser, Recorded
 from gpt2.port.step_dump.update_stage import UpdateExamination
 from gpt2.port.training.causes import STAGE, STAGES, ranked
@@ -62,8 +63,6 @@ class StepExamination:
     def __init__(self, dump: Dump, config: GPT2Config, state: Mapping[str, Tensor], settings: Settings | None) -> None:
         self.dump, self.settings, self.asked = dump, settings or Settings(), settings is not None
         self.config, self.state = config, state
-        self.predictor = Predictor(self.config)
-        self.special = special_ids(self.config)
         self.stages: dict[str, Stage] = {name: Stage() for name in STAGES}
         self.notes: list[str] = []
         self.judged = False  # whether some loss is explained, as right or by a cause
@@ -77,15 +76,18 @@ class StepExamination:
         if not fitting and not losses:
             self._require_steps()
             return None
-        self.batches = batches_of(self.dump)
-        batch = self.batches[0]
-        small = self.config.num_parameters() * batch.ids.numel() < MAX_WORK
+        self.predictor = Predictor(self.config, batches_of(self.dump), self.settings.grad_accum)
+        batch = self.predictor.batch(0)
+        covered = {name.partition(":")[0] for array in fitting.values() for view in layouts.views(array) for name in view}
+        labelled = 2 * len(covered) >= len(self.state) or self.asked or bool(self.dump.integers)  # else a forward pass
         self.exact = self.predictor.gradients(self.state, batch.ids, batch.targets)
         gradients: dict[str, Mapping[str, Tensor]] = {}
-        for number, one in enumerate(self.batches if fitting else ()):  # a later step's gradients are near those of its batch
-            labelled = labelings(one, self.special, self.settings.grad_accum)
-            for label, labels in labelled.items() if small else [("", one.targets)]:
-                made = self.predictor.gradients(self.state, one.ids, labels)
+        # a later step's gradients are near those of its batch
+        for number, one in enumerate(self.predictor.batches if fitting else ()):
+            known = self.predictor.labelings(number) if labelled and self.predictor.small else {"": one.targets}
+            for label, labels in known.items():
+                exact = number == 0 and not label
+                made = self.exact if exact else self.predictor.gradients(self.state, one.ids, labels)
                 gradients[f"{number} {label}"] = made.whole
                 if not label:
                     shares = {"head": made.head, "table": made.table}
@@ -97,7 +99,7 @@ class StepExamination:
                 raise InputError(
                     f"{self.dump.source}: {shown(name)} holds NaN or infinity; look which step of the program makes it"
                 )
-        recorded = recogniser.recorded(pieces, fitting, self._options, len(self.batches))
+        recorded = recogniser.recorded(pieces, fitting, self._options, len(self.predictor.batches))
         self._zeros(recorded, rest, layouts)
         self._require_change(recorded, [piece.units for piece in pieces if piece.kind == "parameter"], any(recorded.raw))
         for loss in losses:
@@ -130,8 +132,8 @@ class StepExamination:
 
     def _options(self, weights: Weights, step: int, label: str) -> list[Weights]:
         """Return the gradients that step ``step`` from some weights may have, with right labels and with those of ``label``."""
-        batch = self.batches[min(step, len(self.batches) - 1)]
-        known = labelings(batch, self.special, self.settings.grad_accum)
+        batch = self.predictor.batch(step)
+        known = self.predictor.labelings(step)
         ways = [batch.targets, *([known[label]] if label and label in known else [])]
         return [self.predictor.gradients(weights, batch.ids, labels).whole for labels in ways]
 
@@ -160,19 +162,20 @@ class StepExamination:
         recorded = found.recorded
         reading: GradientReading | None = None
         good = forward is None or forward.verdict != "mismatch"
-        allowed: dict[str, float] = {}
+        if any(recorded.raw) or recorded.steps:
+            start, batch = recorded.parameters[0], self.predictor.batch(0)
+            known = all(torch.equal(start[name], tensor) for name, tensor in self.state.items())
+            exact = self.exact if known else self.predictor.gradients(start, batch.ids, batch.targets)
+            allowed = rounding(self.predictor, start, batch, exact, torch.float64 if recorded.float64 else torch.float32)
         if any(recorded.raw) and good:
-            examination = GradientExamination(recorded, self.predictor, self.batches, self.settings, self._places)
+            examination = GradientExamination(recorded, self.predictor, self.settings, self._places, exact, allowed)
             reading = examination.reading()
-            allowed = examination.allowed
             self.stages["gradient"] = reading.stage
             self.stages["clip"].causes += reading.clip_causes
         self._losses(found, reading, good)
         if recorded.steps:
-            dtype = torch.float64 if recorded.float64 else torch.float32
-            allowed = allowed or rounding(self.predictor, recorded.parameters[0], self.batches[0], self.exact, dtype)
             update = UpdateExamination(
-                recorded, self.predictor, self.batches, self.settings, reading, allowed, self._places, self.special, self.formula
+                recorded, self.predictor, self.settings, reading, allowed, self._places, self.formula
             ).conclusion()
             self.stages["update"] = update.update
             for name, more in (("clip", update.clip), ("gradient", update.gradient), ("loss", update.loss)):
@@ -194,7 +197,7 @@ class StepExamination:
         for step, weights in enumerate(recorded.parameters):
             if weights.keys() != self.state.keys():
                 break
-            batch = self.batches[min(step, len(self.batches) - 1)]
+            batch = self.predictor.batch(step)
             logits = self.predictor.logits(weights, batch.ids)
             first = logits if first is None else first
             expected.append(mean_loss(logits, batch.targets))
@@ -204,7 +207,7 @@ class StepExamination:
         if right or first is None:
             return
         for one in losses:
-            made = loss_stage(one, first, self.batches[0], self.settings, self.special, exact, reading)
+            made = loss_stage(one, first, self.predictor, self.settings, exact, reading)
             if made is not None:
                 known = {c.id for each in self.stages.values() for c in each.causes}
                 if (

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port.dump.tolerance import UNITS
-from gpt2.port.step_dump.gradient_stage import GradientReading
-from gpt2.port.step_dump.predictions import IGNORED, Batch, labelings
+from gpt2.port.step_dump.gradient_formulas import GradientReading
+from gpt2.port.step_dump.predictions import IGNORED, Batch, Predictor
 from gpt2.port.training.causes import cause
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.trained import Stage
@@ -77,15 +77,14 @@ def right_losses(found: Sequence[Losses], expected: Sequence[float], exact: bool
 def loss_stage(
     one: Losses,
     logits: Tensor,
-    batch: Batch,
+    predictor: Predictor,
     settings: Settings,
-    special: tuple[int, ...],
     exact: bool,
     reading: GradientReading | None,
 ) -> LossStage | None:
     """Return the causes in a first loss that is not right; None if no known mistake gives it."""
     value = float(one.values[0])
-    labels = labelings(batch, special, settings.grad_accum)
+    batch, labels = predictor.batch(0), predictor.labelings(0)
     for expected, causes in _ways(logits, batch, labels, settings, reading):
         if one.near(value, expected, exact):
             stage = LossStage(error=abs(value / mean_loss(logits, batch.targets) - 1))

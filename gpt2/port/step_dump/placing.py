@@ -1,15 +1,58 @@
-"""Which step a dumped gradient belongs to, and whether a second set of gradients is the first one after clipping."""
+"""Which parameters and which step a dumped gradient belongs to, and whether a second set is the first one after clipping."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from gpt2.port.step_dump.layouts import Weights
+from gpt2.port.step_dump.layouts import View, Weights
 
 MAX_STEPS = 5  # whose gradients are put in order
+
+
+@dataclass
+class Piece:
+    """An array in one view; ``units`` are its keys."""
+
+    name: str
+    view: View
+    kind: str  # "parameter", "gradient"
+    score: float
+    label: str = ""  # of the predicted gradient that is most like it
+    size: float = 1.0  # its norm over that of this gradient
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return tuple(self.view)
+
+
+def shared_out(candidates: Sequence[Sequence[Piece]]) -> list[Piece]:
+    """Return one piece for each array, so that parameters of one shape get equally many: the most alike first."""
+    arrays: Counter[int] = Counter()
+    units: dict[int, set[frozenset[str]]] = {}
+    for group in candidates:
+        size = sum(tensor.numel() for tensor in group[0].view.values())
+        arrays[size] += 1
+        units.setdefault(size, set()).update(frozenset(piece.units) for piece in group)
+    room: dict[frozenset[str], int] = {}
+    # of the steps, and before clipping
+    each = max((math.ceil(arrays[size] / len(own)) for size, own in units.items()), default=0)
+    for own in units.values():
+        room |= dict.fromkeys(own, each)
+    given: dict[int, Piece] = {}
+    order = sorted(
+        ((piece.score, number, piece) for number, group in enumerate(candidates) for piece in group), key=lambda one: -one[0]
+    )
+    for _, number, piece in order:
+        if number not in given and room[frozenset(piece.units)] > 0:
+            given[number] = piece
+            room[frozenset(piece.units)] -= 1
+    return [given[number] for number in sorted(given)]
 
 
 def with_sums(options: list[list[Weights]]) -> list[list[Weights]]:

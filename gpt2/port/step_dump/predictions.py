@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from gpt2.config import GPT2Config
 
 IGNORED = -100
 TABLE = "wte.weight"
+MAX_WORK = 2e10  # parameters times tokens, of one more backward pass than needed
 END_OF_TEXT = 50_256  # in GPT-2's vocabulary; people take it for padding
 
 
@@ -36,11 +37,6 @@ class Gradients:
     whole: dict[str, Tensor]
     head: Tensor
     table: Tensor
-
-
-def special_ids(config: GPT2Config) -> tuple[int, ...]:
-    """Return the ids that people take for padding, so that the loss ignores them: the first, the last, and the end of text."""
-    return 0, END_OF_TEXT, config.eos_token_id or 0, config.vocab_size - 1
 
 
 def labelings(batch: Batch, special: tuple[int, ...], parts: int | None = None) -> dict[str, Tensor]:
@@ -81,10 +77,30 @@ def labelings(batch: Batch, special: tuple[int, ...], parts: int | None = None) 
 
 
 class Predictor:
-    """Gradients of a model of this size for any weights, labels and formula of the loss."""
+    """Gradients of a model of this size for any weights, labels and formula of the loss, and the batch of each step.
 
-    def __init__(self, config: GPT2Config) -> None:
-        self.config = config
+    ``parts``: of a batch, by the settings.
+    """
+
+    def __init__(self, config: GPT2Config, batches: Sequence[Batch], parts: int | None) -> None:
+        self.config, self.batches, self.parts = config, batches, parts
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch of a step: the last, if there are fewer."""
+        return self.batches[min(step, len(self.batches) - 1)]
+
+    def labelings(self, step: int) -> dict[str, Tensor]:
+        """Return the labels (B, T) that the batch of a step may have, by their cause; "" are the right ones.
+
+        People take for padding, so that the loss ignores it: the first id, the last, and the end of text.
+        """
+        special = 0, END_OF_TEXT, self.config.eos_token_id or 0, self.config.vocab_size - 1
+        return labelings(self.batch(step), special, self.parts)
+
+    @property
+    def small(self) -> bool:
+        """Whether one more backward pass costs little."""
+        return self.config.num_parameters() * self.batches[0].ids.numel() < MAX_WORK
 
     @torch.enable_grad()
     def gradients(

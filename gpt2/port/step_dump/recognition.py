@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.step_dump.layouts import LETTERS, Layouts, View, Weights, joined, units_of
-from gpt2.port.step_dump.placing import MAX_STEPS, assigned, cosine, is_clipped, with_sums
+from gpt2.port.step_dump.placing import MAX_STEPS, Piece, assigned, cosine, is_clipped, shared_out, with_sums
 
 SAMPLED = 512  # entries of a unit that are compared
 NEAR = 0.5  # relative distance of parameters after a few steps from those before
@@ -22,22 +21,6 @@ KEYS_BIAS = ".attn.c_attn.bias:k"  # its gradient is zero in exact arithmetic
 SQUARE = 0.9999  # least cosine of second moments with the squares of a gradient
 SOLID = 6  # least number of entries of an array that is recognised by a cosine
 Predicted = Callable[[Weights, int, str], list[Weights]]  # of weights, a step, and labels
-
-
-@dataclass
-class Piece:
-    """An array in one view; ``units`` are its keys."""
-
-    name: str
-    view: View
-    kind: str  # "parameter", "gradient"
-    score: float
-    label: str = ""  # of the predicted gradient that is most like it
-    size: float = 1.0  # its norm over that of this gradient
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        return tuple(self.view)
 
 
 @dataclass
@@ -98,7 +81,7 @@ class Recogniser:
                 gradients.append(candidates)
         usual = median(group[0].size for group in gradients) if gradients else 0.0
         large = [kept for group in gradients if (kept := [piece for piece in group if piece.size > LEAST * usual])]
-        return [*found, *_shared_out(large)], rest
+        return [*found, *shared_out(large)], rest
 
     def _candidates(self, name: str, array: Tensor) -> list[Piece]:
         """Return what an array may be, the best first: parameters in one view, or gradients in several."""
@@ -276,31 +259,6 @@ class Recogniser:
 
     def _norm(self, piece: Piece) -> float:
         return float(self._taken(piece.view, piece.units).norm())
-
-
-def _shared_out(candidates: Sequence[Sequence[Piece]]) -> list[Piece]:
-    """Return one piece for each array, so that parameters of one shape get equally many: the most alike first."""
-    arrays: Counter[int] = Counter()
-    units: dict[int, set[frozenset[str]]] = {}
-    for group in candidates:
-        size = sum(tensor.numel() for tensor in group[0].view.values())
-        arrays[size] += 1
-        units.setdefault(size, set()).update(frozenset(piece.units) for piece in group)
-    room: dict[frozenset[str], int] = {}
-    each = max(
-        (math.ceil(arrays[size] / len(own)) for size, own in units.items()), default=0
-    )  # of the steps, and before clipping
-    for own in units.values():
-        room |= dict.fromkeys(own, each)
-    given: dict[int, Piece] = {}
-    order = sorted(
-        ((piece.score, number, piece) for number, group in enumerate(candidates) for piece in group), key=lambda one: -one[0]
-    )
-    for _, number, piece in order:
-        if number not in given and room[frozenset(piece.units)] > 0:
-            given[number] = piece
-            room[frozenset(piece.units)] -= 1
-    return [given[number] for number in sorted(given)]
 
 
 def _mode(counts: Sequence[int]) -> int:

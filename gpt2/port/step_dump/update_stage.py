@@ -13,11 +13,12 @@ from torch import Tensor
 from gpt2.port.diagnosis.report import Cause
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.step_dump.clip_reading import dumped_clip, norms_of
-from gpt2.port.step_dump.gradient_stage import GradientReading
-from gpt2.port.step_dump.layouts import Weights, role_of
-from gpt2.port.step_dump.predictions import TABLE, Batch, Gradients, Predictor, labelings
+from gpt2.port.step_dump.gradient_formulas import GradientReading
+from gpt2.port.step_dump.layouts import role_of
+from gpt2.port.step_dump.predictions import TABLE, Gradients, Predictor
 from gpt2.port.step_dump.recognition import Recorded
 from gpt2.port.step_dump.rule_search import NONE, Answer, RuleSearch, fit_parameter, gauged
+from gpt2.port.step_dump.update_gradients import label_of_change, own_gradients, predicted_gradients
 from gpt2.port.training.causes import cause
 from gpt2.port.training.clip_causes import clip_stage
 from gpt2.port.training.clipping import BITES, ClipReading, Norms, clipped
@@ -68,26 +69,27 @@ class UpdateExamination:
         self,
         recorded: Recorded,
         predictor: Predictor,
-        batches: Sequence[Batch],
         settings: Settings,
         reading: GradientReading | None,
         allowed: Mapping[str, float],
         places: Places,
-        special: tuple[int, ...],
         formula: tuple[float, float] = (0.0, 1.0),
     ) -> None:
-        self.recorded, self.predictor, self.batches, self.settings = recorded, predictor, batches, settings
-        self.reading, self.allowed, self.places, self.special = reading, allowed, places, special
-        self.smoothing, self.factor = formula
+        self.recorded, self.predictor, self.settings = recorded, predictor, settings
+        self.reading, self.allowed, self.places = reading, allowed, places
         self.found = Conclusion()
         self.names = [
             n for n in recorded.parameters[0] if all(n in one for one in recorded.parameters[1:]) and n not in recorded.unchanged
         ]
         self.storage = max((UNITS[dtype][0] for dtype in recorded.parameter_dtypes), default=0.0)
-        self.given = self._given()
+        self.given = own_gradients(recorded)
         self.made: list[Gradients] = []
         if self.given is None:
-            self.made = self._predicted()
+            label = reading.label if reading else label_of_change(recorded, predictor, self.names, allowed)
+            if reading is None and label:
+                detail = "the first change goes against the gradient of these labels"
+                self.found.loss.causes.append(cause(label.partition(" ")[0], "loss", detail, SEEN))
+            self.made = predicted_gradients(recorded, predictor, label, *formula)
         self.gradients = self.given or [one.whole for one in self.made]
 
     def conclusion(self) -> Conclusion:
@@ -132,56 +134,11 @@ class UpdateExamination:
 
     # Gradients
 
-    def _given(self) -> list[Weights] | None:
-        """Return the dump's own gradients of all steps, after clipping where it has them; None if it lacks some."""
-        recorded = self.recorded
-        for sets in (recorded.used, recorded.raw):
-            if len(sets) == recorded.steps and all(len(one) > len(recorded.parameters[0]) / 2 for one in sets):
-                return sets
-        return None
-
     @property
     def _is_clipped(self) -> bool:
         """Whether the gradients are those after clipping."""
         clipped = self.reading is not None and (self.reading.clipped is not None or bool(self.reading.clip_causes))
         return self.given is not None and (self.given is self.recorded.used or clipped)
-
-    def _predicted(self) -> list[Gradients]:
-        """Return gradients at the dump's own parameters, with the labels that agree best with the first change."""
-        recorded, label = self.recorded, self.reading.label if self.reading else ""
-        if self.reading is None:
-            label = self._label()
-            if label:
-                id = label.partition(" ")[0]
-                self.found.loss.causes.append(
-                    cause(id, "loss", "the first change goes against the gradient of these labels", SEEN)
-                )
-        made = []
-        for step in range(recorded.steps):
-            weights = recorded.parameters[step]
-            if weights.keys() != recorded.parameters[0].keys():
-                break
-            batch = self.batches[min(step, len(self.batches) - 1)]
-            labels = labelings(batch, self.special, self.settings.grad_accum).get(label, batch.targets)
-            made.append(self.predictor.gradients(weights, batch.ids, labels, smoothing=self.smoothing, factor=self.factor))
-        return made if len(made) == recorded.steps else []
-
-    def _label(self) -> str:
-        batch, state = self.batches[0], self.recorded.parameters[0]
-        matrices = [n for n in self.names if self.recorded.parameters[0][n].ndim == 2 and n != TABLE] or self.names
-        best = ("", -1.0)
-        for label, labels in labelings(batch, self.special, self.settings.grad_accum).items():
-            made = self.predictor.gradients(state, batch.ids, labels).whole
-            agreement = float(np.mean([self._agreement(n, made[n]) for n in matrices]))
-            if agreement > best[1] + 0.01:
-                best = label, agreement
-        return best[0]
-
-    def _agreement(self, name: str, gradient: Tensor) -> float:
-        """Return the share of entries, with gradients that are clear, that move against their gradient."""
-        change = self.recorded.parameters[1][name] - self.recorded.parameters[0][name]
-        clear = gradient.abs() > 100 * self.allowed[name]
-        return float((change[clear].sign() == -gradient[clear].sign()).double().mean()) if bool(clear.any()) else 0.0
 
     def _track(self, name: str, gradients: Sequence[Mapping[str, Tensor]]) -> Track | None:
         noise, relative = self.allowed[name] / 4, 1e-9

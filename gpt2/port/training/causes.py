@@ -18,6 +18,7 @@ GROUPS = "groups: weight_decay for p.ndim >= 2, and 0.0 for biases and norms"
 DECOUPLED = "p -= lr * weight_decay * p, apart from the gradient: torch.optim.AdamW, not Adam"
 RATE = 'for group in optimizer.param_groups: group["lr"] = rate(step)  # step from 0, set before optimizer.step()'
 EPS = "p -= lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + 1e-8)  # t from 1"
+BACKWARD = "compare each derivative with autograd's, one operation at a time, or with gpt2 trace --gradients"
 _TABLE: dict[str, tuple[str, str, str]] = {
     # The loss
     "labels-not-shifted": ("loss", "each position learns the token that it reads", SHIFTED),
@@ -44,6 +45,7 @@ _TABLE: dict[str, tuple[str, str, str]] = {
     "tied-gradient-lost": ("gradient", "the token embedding lacks the gradient of one of its two uses", TIED),
     "tied-gradient-doubled": ("gradient", "a gradient of the token embedding is counted twice", TIED),
     "gradient-detached": ("gradient", "a part gets no gradient", "no .detach(), .data or torch.no_grad() in the forward pass"),
+    "backward-wrong": ("gradient", "a derivative in the backward pass is wrong", BACKWARD),
     "parameters-frozen": ("gradient", "parameters are frozen", "p.requires_grad_(True) for all parameters"),
     # Clipping
     "clip-missing": ("clip", "the gradient is not clipped", CLIPPED),

@@ -1,0 +1,113 @@
+"""Causes in the gradients of some parameters only: a use of the token embedding, frozen parts, and wrong backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.report import Cause
+from gpt2.port.step_dump.gradient_comparison import Comparison, total_norm
+from gpt2.port.step_dump.layouts import LETTERS, Weights
+from gpt2.port.step_dump.predictions import TABLE, Gradients
+from gpt2.port.training.causes import cause
+
+SEEN = "the dump's gradients are these, at the parameters that it has before the step"
+CLOSE = 2e-3  # relative difference of factors that are meant to be equal
+Places = Callable[[Sequence[str]], str]
+# The parts of a block in the order of the backward pass, and what its gradient has passed since the part before.
+PASSED = {
+    "mlp.c_proj": ("ln_1 of the next block, or the residual before it", "{next}.ln_1"),
+    "mlp.c_fc": ("the derivative of GELU", "h.{layer}.mlp.act"),
+    "ln_2": ("the product with the weight of mlp.c_fc", "h.{layer}.mlp.c_fc"),
+    "attn.c_proj": ("ln_2, or the residual before it", "h.{layer}.ln_2"),
+    "attn.c_attn": ("attention: its weights, softmax and scale", "h.{layer}.attn"),
+    "ln_1": ("the product with the weight of attn.c_attn", "h.{layer}.attn.c_attn"),
+}
+
+
+def part_causes(
+    got: Weights,
+    wrong: list[str],
+    factor: float,
+    made: Gradients,
+    comparison: Comparison,
+    unchanged: Sequence[str],
+    places: Places,
+) -> list[Cause]:
+    """Return the causes in the gradients ``wrong``, which are not ``factor`` times the right ones, as all others are."""
+    right, found = made.whole, []
+    dead = [name for name in wrong if float(got[name].norm()) <= 1e-9 * total_norm(got)]
+    frozen = [name for name in dead if name in unchanged]
+    rest = [name for name in wrong if name not in dead]
+    backward = _backward_cause(got, rest, factor, right, comparison) if not dead else None
+    if backward is not None:
+        return [backward]
+    if TABLE in rest:
+        ways = {
+            "it gets the head's gradient only, not that of the rows that the ids choose": ("tied-gradient-lost", made.head),
+            "it gets the gradient of the rows that the ids choose only, not the head's": ("tied-gradient-lost", made.table),
+            "a gradient of it is counted twice": ("tied-gradient-doubled", 2 * right[TABLE]),
+            "the head's gradient is counted twice": ("tied-gradient-doubled", 2 * made.head + made.table),
+            "the gradient of the rows is counted twice": ("tied-gradient-doubled", made.head + 2 * made.table),
+        }
+        for detail, (id, value) in ways.items():
+            if comparison.same(TABLE, got[TABLE], value, factor):
+                found.append(cause(id, "wte", detail, SEEN))
+                rest.remove(TABLE)
+                break
+    if frozen:
+        detail = "no gradient reaches these parameters, and they never change"
+        found.append(cause("parameters-frozen", places(frozen), detail, SEEN))
+    if len(dead) > len(frozen):
+        names = [name for name in dead if name not in frozen]
+        found.append(cause("gradient-detached", places(names), "no gradient reaches these parameters", SEEN))
+    if rest:
+        values = [_factor(got[n], right[n]) / factor for n in rest]
+        parallel = all(comparison.same(n, got[n], right[n], f * factor) for n, f in zip(rest, values, strict=True))
+        if parallel and max(values) - min(values) < CLOSE * max(values):
+            detail = f"the gradient of these parameters is multiplied by {median(values):.6g}"
+            found.append(cause("gradient-scaled", places(rest), detail, SEEN))
+        else:
+            detail = "the gradients of these parameters lack a part, or have one more"
+            found.append(cause("gradient-detached", places(rest), detail, SEEN, 0.8))
+    return found
+
+
+def _backward_cause(
+    got: Weights, wrong: Sequence[str], factor: float, right: Mapping[str, Tensor], comparison: Comparison
+) -> Cause | None:
+    """Return where a backward pass goes wrong: all gradients are right down to a part, and wrong from there to the embeddings."""
+    layers = 1 + max((int(name.split(".")[1]) for name in right if name.startswith("h.")), default=0)
+    order = ["ln_f", *(f"h.{layer}.{part}" for layer in reversed(range(layers)) for part in PASSED), "wpe"]
+    parts = {one: [n for n in got if n.startswith(f"{one}.")] for one in order}
+    bad = [one for one, names in parts.items() if names and all(name in wrong for name in names)]
+    known = [one for one, names in parts.items() if names]
+    first = known.index(bad[0]) if bad else 0
+    if not 0 < first < len(known) - 1 or bad != known[first:]:
+        return None
+    last, here = known[first - 1], bad[0]
+    if here == "wpe":
+        return None
+    layer, part = int(here.split(".")[1]), here.split(".", 2)[2]
+    words, where = PASSED[part]
+    if part == "mlp.c_proj" and layer == layers - 1:
+        words, where = "ln_f", "ln_f"
+    detail = f"going backward, the gradients are right down to {last} and wrong from {here} on: look at {words}"
+    name = f"{here}.bias"
+    shares = zip(got[name].chunk(3), right[name].chunk(3), strict=True) if part == "attn.c_attn" and name in got else ()
+    good = [x for x, (a, b) in zip(LETTERS, shares, strict=False) if x != "k" and comparison.same(name, a, b, factor)]
+    if good == ["v"]:
+        words, value = "softmax or the scale of the scores", _factor(got[name], right[name])
+        detail = f"going backward, the gradients are right down to {here} (v) and wrong at q and k: look at {words}"
+        query = got[name].chunk(3)[0], right[name].chunk(3)[0]
+        value = _factor(*query) / factor
+        if comparison.same(name, query[0], query[1], value * factor):
+            detail += f"; that of q is {value:.5g} times the right one"
+    return cause("backward-wrong", where.format(layer=layer, next=f"h.{layer + 1}"), detail, SEEN)
+
+
+def _factor(got: Tensor, right: Tensor) -> float:
+    return float((got * right).sum() / (right**2).sum().clamp(min=torch.finfo(torch.float64).tiny))
