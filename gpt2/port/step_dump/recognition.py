@@ -149,7 +149,8 @@ class Recogniser:
             same = [piece for piece in group if piece.score <= _rounding(arrays[piece.name])]
             equal[units] = len(same)
             for piece in same[:1]:
-                before |= piece.view
+                if arrays[piece.name].dtype.itemsize >= 4:  # half precision has rounded what the program computed with
+                    before |= piece.view
             rest = [piece for piece in group if not any(piece is one for one in same)]
             changed[units] = self._ordered(units, rest)
         steps = _mode([len(group) for group in changed.values() if group])
