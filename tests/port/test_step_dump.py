@@ -56,7 +56,7 @@ def test_programs_in_c_and_javascript(language: str, word: str) -> None:
 
 @SLOW
 def test_a_rule_of_few_parameters_names_no_cause() -> None:
-    """A step counted once for each tensor was called another eps, another rate and a decay on norms: what fitted a few tensors."""
+    """A step counted once for each tensor was called another eps, another rate and decay on norms: what fitted few tensors."""
     if lacking := native.missing("javascript"):
         pytest.skip(lacking)
     row = score(Dumped("counted-per-tensor", language="javascript"))

@@ -100,12 +100,11 @@ def _backward_cause(
     shares = zip(got[name].chunk(3), right[name].chunk(3), strict=True) if part == "attn.c_attn" and name in got else ()
     good = [x for x, (a, b) in zip(LETTERS, shares, strict=False) if x != "k" and comparison.same(name, a, b, factor)]
     if good == ["v"]:
-        words, value = "softmax or the scale of the scores", _factor(got[name], right[name])
-        detail = f"going backward, the gradients are right down to {here} (v) and wrong at q and k: look at {words}"
-        query = got[name].chunk(3)[0], right[name].chunk(3)[0]
-        value = _factor(*query) / factor
-        if comparison.same(name, query[0], query[1], value * factor):
-            detail += f"; that of q is {value:.5g} times the right one"
+        detail = f"going backward, the gradients are right down to {here} (v) and wrong at q and k: look at softmax and its scale"
+        mine, theirs = got[name].chunk(3)[0], right[name].chunk(3)[0]
+        ratio = _factor(mine, theirs)
+        if comparison.same(name, mine, theirs, ratio):
+            detail += f"; that of q is {ratio / factor:.5g} times the right one"
     return cause("backward-wrong", where.format(layer=layer, next=f"h.{layer + 1}"), detail, SEEN)
 
 

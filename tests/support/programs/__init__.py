@@ -21,7 +21,19 @@ from support.faulty import CONFIG, MEANINGS, Faults, Meaning
 from support.faulty.loading import weights
 from support.programs import numpy_port
 
-__all__ = ["DTYPES", "LANGUAGES", "LEVELS", "PROGRAMS", "SIZES", "Home", "Program", "flat_weights", "missing", "read_dump", "shuffled"]
+__all__ = [
+    "DTYPES",
+    "LANGUAGES",
+    "LEVELS",
+    "PROGRAMS",
+    "SIZES",
+    "Home",
+    "Program",
+    "flat_weights",
+    "missing",
+    "read_dump",
+    "shuffled",
+]
 
 HERE = Path(__file__).parent
 LEVELS = ("full", "block", "logits")
