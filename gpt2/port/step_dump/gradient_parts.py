@@ -89,8 +89,6 @@ def _backward_cause(
     if not 0 < first < len(known) - 1 or bad != known[first:]:
         return None
     last, here = known[first - 1], bad[0]
-    if here == "wpe":
-        return None
     layer, part = int(here.split(".")[1]), here.split(".", 2)[2]
     words, where = PASSED[part]
     if part == "mlp.c_proj" and layer == layers - 1:
