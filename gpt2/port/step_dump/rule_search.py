@@ -112,8 +112,8 @@ class RuleSearch:
         """Yield how many structures of rules to try with which clipping, and whether gradients are summed."""
         wanted = ("two", self.settings.clip) if self.settings.clip and self.clips else NONE
         limits = [limit for limit in (self.settings.clip, *LIMITS) if limit] if self.clips else []
-        kinds = itertools.product(("two", "value", *self._pieces, "largest", "one"), limits)
-        kinds = [*kinds, *itertools.product(("squared", "matrices"), limits[:1])]
+        usual = itertools.product(("two", "value", *self._pieces, "largest", "one"), limits)
+        kinds = [*usual, *itertools.product(("squared", "matrices"), limits[:1])]
         yield SINGLE, wanted, False
         for summed in (False, True) if self.cumulated else (False,):
             for clip in dict.fromkeys([wanted, NONE, *kinds]):
