@@ -1,9 +1,9 @@
-"""Measure `gpt2 diagnose DUMP` on sets of programs that were written after it: tests/support/programs/second and third.
+"""Measure `gpt2 diagnose DUMP` on sets of programs that were written after it: tests/support/programs/second, third, fourth.
 
     python tools/second_dump_table.py --seconds 200 --seed 1           # dumps in an order drawn from a seed, for so long
     python tools/second_dump_table.py --level logits --pairs           # two faults at once
     python tools/second_dump_table.py --right 36                       # programs without a fault
-    python tools/second_dump_table.py --third                          # the third set
+    python tools/second_dump_table.py --third                          # the third set; --fourth: the fourth, which needs rustc
 
 Random models of three sizes; names are shuffled and say nothing. A dump whose fault changes the logits (against our own model,
 in float64) by less than four times the rounding of the right program's is left out. Each dump is a line of JSON on stdout.
@@ -28,14 +28,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.programs import second, third
+from support.programs import fourth, second, third
 from support.programs.second import DTYPES, LEVELS, Bed
 
 import gpt2
 
 LIMIT = 60  # seconds for one dump
 VISIBLE = 4.0  # times the rounding
-FAULTS = second.FAULTS | third.FAULTS
+FAULTS = second.FAULTS | third.FAULTS | fourth.FAULTS
 
 
 @functools.cache
@@ -53,9 +53,13 @@ def visible(bed: Bed, program: str, faults: tuple[str, ...], dtype: str) -> bool
     truth, rounding = truth_and_rounding(bed, program, dtype)
     both = bed.run(program, faults)[1]["logits"]
     if len(faults) == 1:
-        return bool(np.abs(both - truth).max() > VISIBLE * rounding)
+        return apart(both, truth) > VISIBLE * rounding
     alone = [bed.run(program, [fault])[1]["logits"] for fault in faults]
-    return all(min(np.abs(one - truth).max(), np.abs(one - both).max()) > VISIBLE * rounding for one in alone)
+    return all(min(apart(one, truth), apart(one, both)) > VISIBLE * rounding for one in alone)
+
+
+def apart(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one - other).max()) if one.shape == other.shape else float("inf")
 
 
 def too_long(*_: object) -> None:
@@ -100,11 +104,14 @@ def main() -> int:
     parser.add_argument("--pairs", action="store_true", help="two faults at once")
     parser.add_argument("--right", type=int, metavar="N", help="instead, so many programs without a fault")
     parser.add_argument("--third", action="store_true", help="the third set, not the second")
+    parser.add_argument("--fourth", action="store_true", help="the fourth set, not the second")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other dump after so many")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    chosen, make = (third, third.ListBed) if options.third else (second, Bed)
+    if options.fourth and not fourth.compiler():
+        sys.exit("the fourth set was not run: no rustc on this machine")
+    chosen, make = (third, third.ListBed) if options.third else (fourth, fourth.RustBed) if options.fourth else (second, Bed)
     names = [name for name in chosen.FAULTS if name != "nested" or shutil.which("node")]
     draw, start = random.Random(options.seed), time.perf_counter()
     kinds = list(itertools.product(names, options.level, options.dtype))

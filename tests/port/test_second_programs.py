@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.programs import third
+from support.programs import fourth, third
 from support.programs.second import FAULTS, SHAPES, Bed
 
 import gpt2
@@ -47,6 +47,15 @@ def test_each_program_is_right_but_for_its_faults(program: str, bed: Bed) -> Non
 def test_the_program_over_lists_is_right_but_for_its_faults(tmp_path: Path) -> None:
     """As above, for the third set."""
     check(third.ListBed(tmp_path / "bed", third.SHAPES[1]), "lists", third.FAULTS["lists"])
+
+
+def test_the_program_in_rust_is_right_but_for_its_faults(tmp_path: Path) -> None:
+    """As above, for the fourth set; and a right program that dumps keys turned and heads merged into the batch is equal."""
+    if not fourth.compiler():
+        pytest.skip("the Rust program was not run: no rustc is installed that runs")
+    bed = fourth.RustBed(tmp_path / "bed", fourth.SHAPES[1])
+    check(bed, "rust", [fault for fault in fourth.RUST if fault != "padded vocabulary"])
+    assert gpt2.diagnose(str(bed.dump("rust", [], "full", "float32", seed=0)), gpt2.load(str(bed.model))).verdict == "equal"
 
 
 def check(bed: Bed, program: str, faults: Iterable[str]) -> None:
