@@ -9,6 +9,7 @@ Shapes: X (N, I) and Y (N, O) for N = B T tokens; W (I, O); b (O,).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -222,12 +223,22 @@ class Loading:
                 continue
             rows = one.rows.view(*self.ids.shape, -1)
             split = [Layout.RIGHT.split(rows @ third.weight + third.bias, self.config.n_head) for third in held]
-            for pair in ((0, 1), (0, 2), (1, 2)):
-                scores = split[pair[0]] @ split[pair[1]].mT
-                if self.pool.factors(scores, 1, 0) or self.pool.factors(scores.tril(), 1, 0):
-                    if pair != (0, 1):
-                        self._reorder(layer, (*pair, 3 - sum(pair)))
-                    return
+            pairs = [pair for pair in itertools.permutations(range(3), 2) if self._scored(split[pair[0]] @ split[pair[1]].mT)]
+            if pairs:
+                pair = (0, 1) if (0, 1) in pairs else next((one for one in pairs if self._weighed(split, one)), pairs[0])
+                if pair != (0, 1):
+                    self._reorder(layer, (*pair, 3 - sum(pair)))
+                return
+
+    def _scored(self, scores: Tensor) -> bool:
+        """Return whether scores are recorded, with a factor; also those of the transposed ones, unless they are masked."""
+        return bool(self.pool.factors(scores, 1, 0) or self.pool.factors(scores.tril(), 1, 0))
+
+    def _weighed(self, split: list[Tensor], pair: tuple[int, int]) -> bool:
+        """Return whether the attention weights of these queries and keys are recorded."""
+        scores = split[pair[0]] @ split[pair[1]].mT / self.config.head_dim**0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return self.pool.find(scores.masked_fill(future, -torch.inf).softmax(-1), 0, 1) is not None
 
     def _reorder(self, layer: int, order: tuple[int, ...]) -> None:
         name = f"h.{layer}.attn.c_attn"
