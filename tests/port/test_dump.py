@@ -119,6 +119,7 @@ def test_a_head_of_its_own_is_named_if_the_last_norm_is_not_dumped() -> None:
     traced = trace(MODEL, IDS)
     head = torch.randn(CONFIG.vocab_size, CONFIG.n_embd, generator=torch.Generator().manual_seed(5)).double()
     arrays = by_level(traced | {"logits": traced["ln_f"] @ head.T}, "block")
+    arrays["foreign"] = torch.randn(traced["h.0"].shape, generator=torch.Generator().manual_seed(6)).double()
     assert causes(gpt2.diagnose(dump(arrays, torch.float32), MODEL)) == [("untied-head", "logits")]
 
 
@@ -150,6 +151,11 @@ LOADED = {  # a fault of loading in block 1, and how the cause is called
     "other roles": (
         "attn.c_attn.weight",
         lambda w: torch.cat([w["h.1.attn.c_attn.weight"].chunk(3, 1)[n] for n in (1, 2, 0)], 1),
+        "qkv-order",
+    ),
+    "reversed roles": (  # whose masked scores are not those of keys as queries
+        "attn.c_attn.weight",
+        lambda w: torch.cat([w["h.1.attn.c_attn.weight"].chunk(3, 1)[n] for n in (2, 1, 0)], 1),
         "qkv-order",
     ),
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.measure.tracing import point_at
+from gpt2.measure.tracing import point_at, points
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import Place
@@ -34,8 +34,10 @@ RECORDED: tuple[tuple[str, ...], ...] = (
     ("attn.c_proj", "mlp.c_proj"),
     ("ln_1", "ln_2"),
 )  # one tensor a block, or two
+STREAMS = ("", "mid")
 SIZED = {stage for stages in RECORDED for stage in stages}
 LEAST_LIKENESS = 0.1  # of a stream and what the right block makes of the one before it, as a cosine
+BY_CHANCE = 4.0  # standard deviations of such a cosine for an array that has nothing to do with the model
 
 
 def streams(pool: DumpPool, ids: Tensor, width: int, used: set[int]) -> dict[int, Tensor]:
@@ -75,6 +77,9 @@ def placements(simulation: Simulation, held: Collection[str], arrays: Mapping[in
 def _placed(simulation: Simulation, stages: tuple[str, ...], held: Collection[str], arrays: Mapping[int, Tensor]) -> Placement:
     layers = range(simulation.config.n_layer)
     left, values, likeness, x = dict(arrays), {}, 0.0, simulation.embed()
+    least = max(LEAST_LIKENESS, BY_CHANCE / x.numel() ** 0.5)
+    order = points(len(layers))
+    behind = max((order.index(point) for point in held if point == "ln_f" or stage_of(point) in STREAMS), default=-1)
     for layer in layers:
         state = {"x": x}
         for stage in (*stages, "") if stages[-1] else stages:
@@ -86,9 +91,11 @@ def _placed(simulation: Simulation, stages: tuple[str, ...], held: Collection[st
             if point in held:
                 likeness += 1.0
                 continue
+            if order.index(point) < behind:  # what a right stream was made of is right
+                continue
             like = {number: _likeness(state[stage], array) for number, array in left.items()}
             best = max(like, key=lambda number: like[number], default=None)
-            if best is not None and like[best] >= LEAST_LIKENESS:
+            if best is not None and like[best] >= least:
                 state[stage] = values[point] = left.pop(best)
                 likeness += like[best]
         x = state[""]
