@@ -66,6 +66,13 @@ def test_a_right_dump_is_equal_and_a_fault_is_named(dtype: torch.dtype) -> None:
     assert diagnosis.first_divergence.point == "h.0.mlp.act"
 
 
+def test_a_fault_near_the_tolerance_is_named() -> None:
+    """Every stage was within the tolerance and the logits were not, so a small wrong epsilon was undetermined."""
+    arrays = laid_out(trace(faulty(layer_norm_epsilon=1e-6), IDS), seed=1)
+    said = gpt2.diagnose(dump(arrays, torch.float32), faulty(layer_norm_epsilon=2.5e-6))
+    assert causes(said) == [("layernorm-eps", "h.0.ln_1")]
+
+
 def by_level(traced: dict[str, Tensor], level: str) -> dict[str, Tensor]:
     """The values of a dump that shows one tensor a block, or the logits alone, by names that say nothing."""
     shown = ["logits"] if level == "logits" else ["embed", "h.2", "h.0", "h.1", "logits"]

@@ -99,6 +99,10 @@ class Attempt:
                 if found.causes:
                     loaded = found
                     trail, self.walked = self._walk(loaded)
+            if self.walked.explained and not (self.right or self.walked.causes or loaded.causes):
+                with self.pool.narrowed():  # every stage seems right, and the logits are not: a fault near the tolerance
+                    _, narrow = self._walk(loaded)
+                self.walked = narrow if narrow.explained and narrow.causes else self.walked
             if self.walked.first_divergence is not None:
                 self.first = self.walked.first_divergence
             if self.walked.explained:

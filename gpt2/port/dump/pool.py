@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.dump.tolerance import HALVES, UNITS, Tolerance, excess
+from gpt2.port.dump.tolerance import HALVES, SLACK, UNITS, Tolerance, excess
 from gpt2.port.recording.pool import Match, Pool
 
 FAULT_MARGIN = 4  # how many times better than the tolerance a wrong formula has to fit
+NARROWED = 6 / SLACK  # the part of the tolerance that right programs were seen to need
 MASKED = -1e4  # scores of this size or below hide a token
 
 
@@ -67,6 +70,17 @@ class DumpPool(Pool):
             return self.find(value, *axes)
         finally:
             self._bound = self.tolerance.stage
+
+    @contextmanager
+    def narrowed(self) -> Iterator[None]:
+        """Allow from one recorded value to the next only what right programs were seen to need."""
+        whole, stages = self.tolerance, {part: NARROWED * error for part, error in self.tolerance.stages.items()}
+        self.tolerance = replace(whole, stages=stages)
+        self._bound = self.tolerance.stage
+        try:
+            yield
+        finally:
+            self.tolerance, self._bound = whole, whole.stage
 
     def _at(self, place: str) -> float:
         part = {"act": "mlp.act", "weights": "attn.weights"}.get(place, place)
